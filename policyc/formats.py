@@ -1,0 +1,82 @@
+"""The table of number formats. To add a format, add a row here and its rounding in `quantize`.
+
+In: nothing. Out: `FORMATS`. The one trap: `bits` is the width of an element, not of an element with its share
+of the scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A number layout: element type, block, scale type, tensor scale.
+
+    `block` is the number of elements that share a scale; 0 is the whole tensor. `scale` is the type of the block
+    scale. `tensor_scale` says that an fp32 scale stands above the blocks (or alone). `options` names the recipe
+    options that the format takes.
+    """
+
+    name: str
+    bits: int
+    element: str
+    block: int = 0
+    scale: str | None = None
+    tensor_scale: bool = False
+    options: tuple[str, ...] = ()
+    summary: str
+
+    @property
+    def quantized(self) -> bool:
+        """Does it need a scale?"""
+        return self.scale is not None or self.tensor_scale
+
+
+_NVFP4_OPTIONS = (
+    "rht", "rht_size", "sr", "sr_headroom", "scale2d", "scale", "rounding", "mean_split", "outer",
+)  # fmt: skip
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format(
+            name="nvfp4",
+            bits=4,
+            element="e2m1",
+            block=16,
+            scale="e4m3",
+            tensor_scale=True,
+            options=_NVFP4_OPTIONS,
+            summary="E2M1, an E4M3 scale per 16, an fp32 scale per tensor",
+        ),
+        Format(
+            name="mxfp4",
+            bits=4,
+            element="e2m1",
+            block=32,
+            scale="e8m0",
+            options=("rht", "rht_size", "sr", "scale_rounding"),
+            summary="E2M1, an E8M0 scale per 32",
+        ),
+        Format(
+            name="mxfp8",
+            bits=8,
+            element="e4m3",
+            block=32,
+            scale="e8m0",
+            summary="E4M3, an E8M0 scale per 32",
+        ),
+        Format(
+            name="fp8",
+            bits=8,
+            element="e4m3",
+            tensor_scale=True,
+            options=("grad",),
+            summary="E4M3 (gradients E5M2), an fp32 scale per tensor",
+        ),
+        Format(name="bf16", bits=16, element="bf16", summary="operands cast to bfloat16, fp32 accumulation"),
+        Format(name="f32", bits=32, element="f32", summary="operands cast to float32, fp32 accumulation"),
+        Format(name="keep", bits=0, element="", summary="the equation exactly as it is"),
+    )
+}
