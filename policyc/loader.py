@@ -19,9 +19,11 @@ from policyc.formats import FORMATS
 from policyc.parser import LONGEST, Block, File, Import, Statement, read
 from policyc.policy import Policy, RecipeDef, RecipeNode, Rule, Setting, Use, Variant, When, uses, values
 from policyc.recipes import OPERANDS, OPTIONS
+from policyc.selectors import alternatives
 
 _MOST_IMPORTS = 256
 _LONGEST_CHAIN = 32  # recipes named by recipes
+_MOST_ALTERNATIVES = 1024
 _MOST_SUGGESTIONS = 50  # in one policy: looking for a close name costs more than anything else here
 _RESERVED = frozenset(FORMATS) | {"split"}
 
@@ -280,6 +282,10 @@ class _Loader:
             self._recipe(definition.recipe, known)
         for rule in scope.rules:
             self._recipe(rule.recipe, known)
+            for selector in rule.selectors:
+                if alternatives(selector) > _MOST_ALTERNATIVES:
+                    message = f"these braces stand for more than {_MOST_ALTERNATIVES} selectors"
+                    self.fault("too-many-alternatives", selector.span, message, "use '*' or '?' for some of them")
         depths: dict[str, int] = {}
         for name in changed:
             self._chain(name, known, depths)

@@ -1,0 +1,235 @@
+"""Which sites a rule can still reach, by reasoning on sets and not on text.
+
+In: rules. Out: the later rules that together take every site of an earlier one (`Cover.taken_by`), and whether a rule
+repeats what holds already (`Cover.repeats`). A rule is a set of points: a path, one of the three products, a moment of
+training, the sizes of a GEMM. Containment is decided by looking for a point that is in the one and not in the others:
+over paths with automata, over sizes and moments by trying a point for each combination of conditions. A found point is
+looked up among all rules, which either settles the matter or adds the rule that takes it to the argument.
+
+The one trap: every answer must hold for stacks of any depth. `classes` tries depths and indices around every number in
+the slices, which is where answers change.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from policyc.automata import Budget, TooHard, outside, plainly_inside, witness
+from policyc.policy import Attributes, Predicate, Rule, Term, When, comparisons
+from policyc.recipes import Gemm, Recipe
+from policyc.selectors import Name, Path, Pattern, matches, patterns
+
+_MOST_COVERING = 24
+_MOST_SITES = 256  # combinations of sizes tried for one argument
+_STEPS_EACH = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One product of one GEMM at one moment."""
+
+    path: Path
+    gemm: Gemm
+    moment: tuple[int, int]
+    site: Attributes
+
+
+class Claim:
+    """A rule as a set of points. Compares by identity."""
+
+    __slots__ = ("order", "parts", "recipe", "rule")
+
+    def __init__(self, rule: Rule, recipe: Recipe, order: int) -> None:
+        self.rule = rule
+        self.recipe = recipe
+        self.order = order
+        self.parts = tuple((p, s.products) for s in rule.selectors for p in patterns(s))
+
+    def holds(self, moment: tuple[int, int], site: Attributes) -> bool:
+        """Is the rule in force then, for a GEMM of those sizes?"""
+        rule = self.rule
+        return all(w.holds(*moment) for w in rule.when) and (rule.where is None or rule.where.holds(site) is True)
+
+    def takes(self, point: Point) -> bool:
+        if not self.holds(point.moment, point.site):
+            return False
+        return any(point.gemm in products and matches(p, point.path) for p, products in self.parts)
+
+
+class Cover:
+    """Answers for one list of rules. `undecided` counts the questions given up as too hard."""
+
+    def __init__(self, rules: Sequence[Rule], resolve: Callable[[Rule], Recipe], steps: int = 200_000) -> None:
+        self.claims = tuple(Claim(rule, resolve(rule), order) for order, rule in enumerate(rules))
+        self.undecided = 0
+        self._left = steps
+        self._index = _Index(self.claims)
+        self._by_recipe: dict[Recipe, list[int]] = {}
+        for claim in self.claims:
+            self._by_recipe.setdefault(claim.recipe, []).append(claim.order)
+
+    def taken_by(self, claim: Claim) -> tuple[Claim, ...]:
+        """Later rules that together take all that the claim takes; empty where something is left to it."""
+        return self._ask(lambda budget: self._covering(claim, budget))
+
+    def repeats(self, claim: Claim) -> Claim | None:
+        """An earlier rule that gives every site of the claim the recipe that the claim gives it."""
+        found = self._ask(lambda budget: self._repeated(claim, budget))
+        return found[0] if found else None
+
+    def _ask(self, question: Callable[[Budget], tuple[Claim, ...]]) -> tuple[Claim, ...]:
+        granted = min(_STEPS_EACH, self._left)
+        budget = Budget(granted)
+        try:
+            return question(budget)
+        except TooHard:
+            self.undecided += 1
+            return ()
+        finally:
+            self._left -= granted - max(budget.left, 0)
+
+    def _covering(self, claim: Claim, budget: Budget) -> tuple[Claim, ...]:
+        covering: list[Claim] = []
+        while len(covering) <= _MOST_COVERING:
+            point = _left_over(claim, covering, budget)
+            if point is None:
+                return tuple(covering)
+            later = self._index.last(point, claim.order + 1, len(self.claims), budget)
+            if later is None:
+                return ()
+            covering.append(later)
+        raise TooHard
+
+    def _repeated(self, claim: Claim, budget: Budget) -> tuple[Claim, ...]:
+        point = _left_over(claim, [], budget)
+        last = None if point is None else self._index.last(point, 0, claim.order, budget)
+        if last is None or not _same(last.recipe, claim) or _left_over(claim, [last], budget) is not None:
+            return ()
+        return () if self._disagrees(claim, last.order + 1, claim.order) else (last,)
+
+    def _disagrees(self, claim: Claim, start: int, stop: int) -> bool:
+        """Does a rule in a range of orders do something else? Selectors float, so any two can name one site."""
+        for recipe, orders in self._by_recipe.items():
+            at = bisect_left(orders, start)
+            if at < len(orders) and orders[at] < stop and not _same(recipe, claim):
+                return True
+        return False
+
+
+def _same(recipe: Recipe, claim: Claim) -> bool:
+    """Does the recipe do what the claim's does, in every product that the claim takes?"""
+    return all(recipe.product(g) == claim.recipe.product(g) for g in claim.rule.products)
+
+
+def _left_over(claim: Claim, others: list[Claim], budget: Budget) -> Point | None:
+    """A point that the claim takes and none of the others does."""
+    rules = [claim.rule, *(c.rule for c in others)]
+    times = moments(tuple(dict.fromkeys(w for r in rules for w in r.when)))
+    sizes = sites(tuple(dict.fromkeys(r.where for r in rules if r.where is not None)))
+    for moment, site in itertools.product(times, sizes):
+        if not claim.holds(moment, site):
+            continue
+        active = [c for c in others if c.holds(moment, site)]
+        for pattern, products in claim.parts:
+            for gemm in (g for g in Gemm if g in products):
+                rest = [p for c in active for p, taken in c.parts if gemm in taken]
+                if any(plainly_inside(pattern, other) for other in rest):
+                    continue
+                path = outside(pattern, rest, budget) if rest else witness(pattern)
+                if path is not None:
+                    return Point(path, gemm, moment, site)
+    return None
+
+
+class _Index:
+    """Finds the rules that take a point, by the rarest literal name in each of their patterns."""
+
+    def __init__(self, claims: Sequence[Claim]) -> None:
+        self._claims = claims
+        self._orders: dict[_Key | None, list[int]] = {}
+        keyed = [(claim, [_keys(p) for p, _ in claim.parts]) for claim in claims]
+        common = Counter(key for _, parts in keyed for keys in parts for key in keys)
+        for claim, parts in keyed:
+            rarest = {min(keys, key=lambda k: common[k], default=None) for keys in parts}
+            for key in rarest:
+                self._orders.setdefault(key, []).append(claim.order)
+
+    def last(self, point: Point, start: int, stop: int, budget: Budget) -> Claim | None:
+        """The last claim in a range of orders that takes the point."""
+        found = -1
+        for key in {None, *(k for name in point.path for k in _spellings(name))}:
+            orders = self._orders.get(key, [])
+            for at in reversed(range(bisect_left(orders, start), bisect_left(orders, stop))):
+                budget.spend(1)
+                if orders[at] > found and self._claims[orders[at]].takes(point):
+                    found = orders[at]
+                    break
+        return self._claims[found] if found >= 0 else None
+
+
+_Key = tuple[str, int | None]
+
+
+def _keys(pattern: Pattern) -> list[_Key]:
+    return [(p.glob, p.indices.at if p.indices else None) for p in pattern.pieces if p.literal]
+
+
+def _spellings(name: Name) -> Iterator[_Key]:
+    yield (name.text, None)
+    if name.index is not None and name.size is not None:
+        yield (name.text, name.index)
+        yield (name.text, name.index - name.size)
+
+
+@lru_cache(maxsize=1024)
+def moments(conditions: tuple[When, ...]) -> tuple[tuple[int, int], ...]:
+    """A step and a length of training for each combination of conditions that can hold together."""
+    steps = {int(w.bound.value) for w in conditions if not w.bound.percent}
+    shares = {w.bound.value for w in conditions if w.bound.percent}
+    totals = {10, 100, 10_000, 10_000_000, *(s + d for s in steps for d in (0, 1, 2))}
+    totals.update(int(s * 100 / p) + d for s in steps for p in shares if p > 0 for d in (-1, 0, 1, 2))
+    found: dict[tuple[bool, ...], tuple[int, int]] = {}
+    for total in sorted(t for t in totals if t > 0):
+        edges = {0, total - 1, *steps, *(math.ceil(p * total / 100) for p in shares)}
+        for step in sorted({e + d for e in edges for d in (-1, 0, 1)}):
+            if 0 <= step < total:
+                found.setdefault(tuple(w.holds(step, total) for w in conditions), (step, total))
+    return tuple(found.values()) or ((0, 1),)
+
+
+@lru_cache(maxsize=1024)
+def sites(conditions: tuple[Predicate, ...]) -> tuple[Attributes, ...]:
+    """Sizes of a GEMM for each combination of conditions that can hold together."""
+    if not conditions:
+        return ({},)
+    terms = [t for c in conditions for compare in comparisons(c) for t in compare.terms]
+    names = sorted(frozenset().union(*(t.variables for t in terms)))
+    pools = [_numbers_near(terms) for _ in names]
+    if math.prod(map(len, pools)) > 200_000:
+        raise TooHard
+    found: dict[tuple[bool | None, ...], Attributes] = {}
+    for weight in (True, False):
+        for numbers in itertools.product(*pools):
+            site = {**dict(zip(names, numbers, strict=True)), "weight": weight}
+            found.setdefault(tuple(c.holds(site) for c in conditions), site)
+    if len(found) > _MOST_SITES:
+        raise TooHard
+    return tuple(found.values())
+
+
+def _numbers_near(terms: list[Term]) -> list[int]:
+    """Numbers on both sides of every edge that the terms draw, and with every remainder that they ask for."""
+    numbers = {t.value for t in terms if isinstance(t.value, int)}
+    moduli = {t.modulus for t in terms if isinstance(t.modulus, int)}
+    period = math.lcm(*moduli) if moduli else 1
+    if period > 128:
+        raise TooHard
+    edges = {1, *numbers}
+    spread = range(-1, period + 1) if moduli else range(-1, 2)
+    return sorted({e + d for e in edges for d in spread if e + d > 0})
