@@ -83,6 +83,10 @@ class Cover:
         found = self._ask(lambda budget: self._repeated(claim, budget))
         return found[0] if found else None
 
+    def decides(self, point: Point, budget: Budget) -> Claim | None:
+        """The rule that decides about a point: the last that takes it."""
+        return self._index.last(point, 0, len(self.claims), budget)
+
     def _ask(self, question: Callable[[Budget], tuple[Claim, ...]]) -> tuple[Claim, ...]:
         granted = min(_STEPS_EACH, self._left)
         budget = Budget(granted)

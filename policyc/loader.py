@@ -61,13 +61,13 @@ def inspect(text: str, *, path: str | Path | None = None, shown: str | None = No
 def locate(policy: str | Path) -> Path:
     """The path of a policy given by path or by bundled name."""
     path = Path(policy)
+    known = resources.bundled()
+    name = path.name.removesuffix(resources.SUFFIX)
     try:
-        if path.exists():
+        if path.is_file() or (path.exists() and str(policy) not in known):
             return path
     except (OSError, ValueError) as error:
         raise unreadable(str(policy), str(error)) from None
-    known = resources.bundled()
-    name = path.name.removesuffix(resources.SUFFIX)
     if path.parent == Path() and name in known:
         return known[name]
     near = closest(name, known)
@@ -161,15 +161,24 @@ class _Loader:
         self._file(statements, self.base, None if path is None else path.parent, trail)
 
     def _file(
-        self, statements: tuple[Statement, ...], scope: _Scope, folder: Path | None, trail: tuple[Path, ...]
+        self,
+        statements: tuple[Statement, ...],
+        scope: _Scope,
+        folder: Path | None,
+        trail: tuple[Path, ...],
+        imported: bool = False,
     ) -> None:
-        """The statements of one file, into a scope: those of a variant go into a scope of their own."""
+        """The statements of one file, into a scope: those of a variant go into a scope of their own.
+
+        A variant that imports a policy takes its rules and recipes, not its variants.
+        """
         mine: dict[str, Span] = {}
         variants: dict[str, Span] = {}
         for statement in statements:
             match statement:
                 case Import():
                     self._import(statement, scope, folder, trail)
+                    self._lost(statement, scope, mine)
                 case RecipeDef():
                     self._define(statement, scope, mine)
                 case Rule():
@@ -178,7 +187,8 @@ class _Loader:
                     self._schedule(statement, (when,), scope)
                 case Block(header=str() as name):
                     if scope is not self.base:
-                        self._misplaced(statement.span, "a variant", "a variant")
+                        if not imported:
+                            self._misplaced(statement.span, "a variant", "a variant")
                     elif name in variants:
                         note = Note(variants[name], "first defined here")
                         self.fault("duplicate-variant", statement.span, f"a second variant '{name}'", notes=(note,))
@@ -198,6 +208,14 @@ class _Loader:
         else:
             mine[name] = definition.span
             scope.recipes[name] = definition
+
+    def _lost(self, statement: Import, scope: _Scope, mine: dict[str, Span]) -> None:
+        """An import replaces what stands before it: a recipe that the file itself defines there is lost."""
+        for name, span in mine.items():
+            if scope.recipes[name].span is not span:
+                note = Note(scope.recipes[name].span, "defined again here")
+                message = f"the import replaces the recipe '{name}' that this file defines before it"
+                self.fault("duplicate-recipe", statement.span, message, "import first, then redefine", notes=(note,))
 
     def _schedule(self, block: Block, when: tuple[When, ...], scope: _Scope) -> None:
         for statement in block.body:
@@ -235,7 +253,7 @@ class _Loader:
         else:
             file = self._open(path, statement)
             if file is not None:
-                self._file(file.statements, scope, path.parent, (*trail, real))
+                self._file(file.statements, scope, path.parent, (*trail, real), imported=True)
 
     def _open(self, path: Path, statement: Import) -> File | None:
         real = path.resolve()
@@ -411,6 +429,8 @@ def _contradictions(use: Use) -> Iterable[tuple[str, str, str]]:
             yield "rounding", "sr", "MS-EDEN rounds by itself: it leaves nothing to stochastic rounding"
         if given.get("rht"):
             yield "rounding", "rht", "MS-EDEN brings its own Hadamard transform"
+        if given.get("scale2d"):
+            yield "rounding", "scale2d", "MS-EDEN rotates its operands: a 2D-scaled weight is not rotated"
         if given.get("scale") == "four_over_six":
             yield "rounding", "scale", "MS-EDEN corrects its own scales: four_over_six cannot choose them"
     if given.get("scale") == "four_over_six" and given.get("sr") == frozenset(OPERANDS):

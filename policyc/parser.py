@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -52,7 +52,11 @@ class Import:
     """`import "FILE"`."""
 
     path: str
-    span: Span
+    span: Span = field(compare=False)
+
+    def __str__(self) -> str:
+        quote = "'" if '"' in self.path else '"'
+        return f"import {quote}{self.path}{quote}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,11 @@ class Block:
 
     header: When | str
     body: tuple[Statement, ...]
-    span: Span
+    span: Span = field(compare=False)
+
+    @property
+    def head(self) -> str:
+        return f"variant {self.header}" if isinstance(self.header, str) else str(self.header)
 
 
 Statement = Import | RecipeDef | Rule | Block
@@ -139,7 +147,6 @@ _WORDS = {
 
 _MENDS = (
     (re.compile(r"=>|→|:="), "an arrow is written '->'"),
-    (re.compile(r"=(?!=)"), "a comparison is written '=='"),
     (re.compile(r"&&?"), "write 'and'"),
     (re.compile(r"\|\|?"), "write 'or' in a predicate, {a,b} in a selector"),
     (re.compile(r"!"), "write 'not'"),
@@ -162,6 +169,10 @@ def _syntax_error(source: Source, error: UnexpectedInput, offset: int) -> Diagno
         assert isinstance(error, UnexpectedCharacters)
         expected, seen, end = set(error.allowed or ()), source.text[at : at + 1], at + 1
     mend = next((text for pattern, text in _MENDS if pattern.match(source.text, at)), "")
+    if seen == "=" and "COMPARE" in expected:
+        mend = mend or "a comparison is written '=='"
+    if seen.startswith(";") and "RPAR" in expected:
+        mend = "options are separated by commas"
     shown = seen if seen == "end of line" else f"'{_short(seen)}'"
     return _fault(source, at, end, f"unexpected {shown}", mend or _expectation(expected))
 

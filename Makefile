@@ -1,0 +1,85 @@
+# Each target sets itself up: python3, pip and make are enough. Run it from anywhere: make -f path/to/Makefile test
+#
+#   PYTHON=python3.13   the interpreter (default: the first of python3, python3.13, 3.12, 3.11 that is 3.11 to 3.13)
+#   VENV=.venv-other    the environment to make and use (default: .venv)
+#   JOBS=auto           test processes (default: the fast tests in one, the slow ones in one per core)
+#   ARGS='-k parser'    more arguments for pytest
+
+PYTHON ?=
+VENV ?= .venv
+JOBS ?=
+ARGS ?=
+
+# Through the shell, and not with $(abspath), so that a path with a space in it works.
+ROOT := $(shell cd "$$(dirname '$(strip $(MAKEFILE_LIST))')" && pwd)
+IN := cd "$(ROOT)" &&
+BIN := "$(VENV)/bin"
+PIP := -m pip --disable-pip-version-check --no-input
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check format wheel clean
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
+	  printf '%-18s %s\n' "$$name" "$$text"; done
+
+demo: setup ## lint the bundled policies, then print one of them as tables
+	@$(IN) echo "policyc lint policies/*.policy" && $(BIN)/policyc lint policies/*.policy
+	@$(IN) echo "policyc show llama_nvfp4" && $(BIN)/policyc show llama_nvfp4
+
+test: setup ## run the fast tests
+	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),0) $(ARGS)
+
+test-slow: setup ## run the slow tests: fuzzing, scaling
+	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) -m slow $(ARGS)
+
+check: setup ## lint, format, types and import direction of the code
+	@$(IN) $(BIN)/ruff check .
+	@$(IN) $(BIN)/ruff format --check .
+	@$(IN) $(BIN)/mypy
+	@$(IN) $(BIN)/lint-imports
+
+format: setup ## format the code and apply the linter's safe fixes
+	@$(IN) $(BIN)/ruff check --fix-only --quiet .
+	@$(IN) $(BIN)/ruff format .
+
+wheel: setup ## build the sdist, and from it the wheel, into dist/
+	@$(IN) rm -rf dist && echo "building into dist/" && \
+	{ said=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
+
+clean: ## remove the environments, caches and build outputs
+	@$(IN) rm -rf .venv .venv-newest dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment is made anew when the interpreter or the checkout's place changes, and installed into again when
+# pyproject.toml does; each leaves a file in it that says what it was made from.
+setup: ## make the environment in .venv; the other targets do it when needed
+	@$(IN) \
+	venv="$(VENV)"; \
+	fits='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; \
+	chosen="$(PYTHON)"; python=; \
+	if [ -n "$$chosen" ]; then set -- "$$chosen"; else set -- python3 python3.13 python3.12 python3.11; fi; \
+	for one in "$$@"; do if "$$one" -c "$$fits" >/dev/null 2>&1; then python="$$one"; break; fi; done; \
+	if [ -z "$$python" ]; then \
+	  echo "policyc needs Python 3.11 to 3.13, and $$* is not one: make PYTHON=/path/to/python3" >&2; exit 1; fi; \
+	python=$$("$$python" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))') || exit 1; \
+	made_from="$$PWD $$("$$python" -c 'import sys; print(sys.base_prefix, sys.version.split()[0])')"; \
+	if [ "$$(cat "$$venv/.made-from" 2>/dev/null)" != "$$made_from" ]; then \
+	  echo "setting up $$venv with $$("$$python" -V)"; \
+	  rm -rf "$$venv"; \
+	  if ! said=$$("$$python" -m venv "$$venv" 2>&1); then \
+	    echo "python's venv module does not work here: using virtualenv instead"; \
+	    rm -rf "$$venv"; tools=$$(mktemp -d) || exit 1; trap 'rm -rf "$$tools"' EXIT; \
+	    { "$$python" $(PIP) install -qq --target "$$tools" virtualenv || pip install -qq --target "$$tools" virtualenv; } && \
+	    PYTHONPATH="$$tools" "$$python" -m virtualenv -q "$$venv" || { \
+	      echo "no environment could be made; venv said:" >&2; echo "$$said" >&2; rm -rf "$$venv"; exit 1; }; \
+	  fi; \
+	  echo "$$made_from" >"$$venv/.made-from"; \
+	fi; \
+	if ! cmp -s pyproject.toml "$$venv/.installed-from"; then \
+	  echo "installing policyc and what it needs into $$venv (a minute or two; only when pyproject.toml changes)"; \
+	  "$$venv/bin/python" $(PIP) install -qq -e '.[dev]' || { \
+	    echo "the installation failed; make clean starts over" >&2; exit 1; }; \
+	  cp pyproject.toml "$$venv/.installed-from"; \
+	fi

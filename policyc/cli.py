@@ -1,0 +1,354 @@
+"""The command line. Each verb reads its arguments, calls one function below it, and prints.
+
+The one trap: a verb imports what it needs when it runs, so that `--help` and `lint` start at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from policyc import __version__
+
+if TYPE_CHECKING:
+    from policyc.diagnostics import Diagnostic, PolicyError
+    from policyc.loader import Loaded
+
+CLEAN, FOUND, FAILED = 0, 1, 2  # exit codes
+
+_STYLES = {
+    "error": {"fg": "red", "bold": True}, "warning": {"fg": "yellow", "bold": True}, "path": {"bold": True},
+    "gutter": {"fg": "blue"}, "caret": {"fg": "red"}, "help": {"fg": "cyan"}, "note": {"fg": "blue"},
+}  # fmt: skip
+
+
+def _paint(kind: str, text: str) -> str:
+    return click.style(text, **_STYLES.get(kind, {}))  # type: ignore[arg-type]  # the table above holds style names
+
+
+def _colour() -> bool | None:
+    """None lets click look at the terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return True if os.environ.get("FORCE_COLOR") else None
+
+
+class _Examples(click.Command):
+    """A command whose help ends in examples, as they are written."""
+
+    def __init__(self, *args: object, examples: str = "", **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # handed through to click
+        self.examples = examples
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in self.examples.strip().splitlines():
+                    formatter.write(f"{'':>{formatter.current_indent}}{line.strip()}\n")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="policyc")
+def cli() -> None:
+    """Precision policies for JAX training: write them, check them, look at them.
+
+    A policy says, for every GEMM of a model, in which precision its three products run. Wherever a command takes a
+    POLICY, the name of a bundled one does as well as a path: policyc show lists them.
+    """
+
+
+# ---- lint
+
+
+@cli.command(
+    cls=_Examples,
+    examples="""
+    policyc lint llama.policy                          every finding, with its place and a remedy
+    policyc lint policies/*.policy --format concise    a line each
+    policyc lint llama.policy --fix                    mend what can be mended without changing what it means
+    policyc lint llama_nvfp4 --format sarif > out.sarif
+    """,
+)
+@click.argument("files", nargs=-1, required=True, metavar="POLICY...")
+@click.option("--format", "form", type=click.Choice(["full", "concise", "json", "github", "sarif"]), default="full", show_default=True, help="How findings are printed.")  # fmt: skip
+@click.option("--select", multiple=True, metavar="CODES", help="Look for these codes only (comma-separated).")
+@click.option("--ignore", multiple=True, metavar="CODES", help="Do not look for these codes.")
+@click.option("--fix", is_flag=True, help="Apply the safe fixes; the file is replaced in one go.")
+@click.option("--unsafe-fixes", is_flag=True, help="With --fix: also those that change what the policy means.")
+def lint(
+    files: tuple[str, ...], form: str, select: tuple[str, ...], ignore: tuple[str, ...], fix: bool, unsafe_fixes: bool
+) -> None:
+    """Check policies for faults and for what costs people runs.
+
+    A finding is allowed on its line with '# allow: CODE -- reason'. 'policyc explain CODE' tells what a code means. Exits
+    with 0 if there is no finding, 1 if there are some, 2 if a file could not be read.
+    """
+    from policyc import report
+    from policyc.diagnostics import PolicyError
+    from policyc.lint import lint as check
+
+    if unsafe_fixes and not fix:
+        raise click.UsageError("--unsafe-fixes goes with --fix")
+    codes = _codes(select, ignore)
+    found: list[Diagnostic] = []
+    undecided, failed, mended = 0, False, 0
+    for name in files:
+        try:
+            if fix:
+                mended += _mend(name, codes, unsafe_fixes)
+            findings = check(_inspect(name), codes)
+        except PolicyError as error:
+            failed = True
+            found += error.diagnostics
+            continue
+        found += findings.diagnostics
+        undecided += findings.undecided
+    click.echo(report.FORMS[form](found, _paint), nl=False, color=_colour())
+    if form in ("full", "concise"):
+        if mended:
+            click.echo(f"mended {mended}", err=True)
+        click.echo(report.summary(found, len(files)), err=True)
+    if undecided:
+        click.echo(f"note: reach was not decided {undecided} times, the policy being too large for it", err=True)
+    sys.exit(FAILED if failed else FOUND if found else CLEAN)
+
+
+def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
+    from policyc.diagnostics import did_you_mean
+    from policyc.lint import RULES
+
+    def split(values: Sequence[str]) -> set[str]:
+        names = {code.strip() for value in values for code in value.split(",") if code.strip()}
+        for name in sorted(names - RULES.keys()):
+            raise click.UsageError(f"no rule has the code '{name}'. {did_you_mean(name, RULES)}".strip())
+        return names
+
+    return (split(select) or set(RULES)) - split(ignore)
+
+
+def _inspect(name: str) -> Loaded:
+    from policyc.loader import inspect, locate, read_text
+
+    if name == "-":
+        return inspect(_stdin(), shown="<stdin>")
+    path = locate(name)
+    return inspect(read_text(path), path=path)
+
+
+def _stdin() -> str:
+    from policyc.loader import unreadable
+
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise unreadable("<stdin>", f"byte {error.start} is not UTF-8") from None
+
+
+def _mend(name: str, codes: set[str], unsafe: bool) -> int:
+    from policyc.lint import lint as check
+    from policyc.lint.fixes import mend
+    from policyc.loader import inspect, locate, read_text
+
+    if name == "-":
+        raise click.UsageError("--fix needs a file to write to")
+    path = _writable(name, locate(name))
+    text = read_text(path)
+    result = mend(text, lambda t: inspect(t, path=path), lambda found: check(found, codes), unsafe=unsafe)
+    if result.count:
+        _replace(path, result.text)
+    return result.count
+
+
+def _writable(name: str, path: Path) -> Path:
+    """Bundled policies belong to the installation: a copy may be changed, not they."""
+    if not Path(name).is_file():
+        raise click.UsageError(f"'{name}' is a bundled policy: copy it first (policyc show {name} --format text)")
+    return path
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in one go: whoever reads it sees the old text or the new one, and links stay links."""
+    from policyc.loader import unreadable
+
+    target = path.resolve()
+    try:
+        mode = target.stat().st_mode
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
+                stream.write(text)
+            os.chmod(name, mode & 0o7777)
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise unreadable(str(path), f"cannot be written: {error.strerror}") from None
+
+
+# ---- fmt
+
+
+@cli.command(
+    cls=_Examples,
+    examples="""
+    policyc fmt llama.policy            lay it out, in place
+    policyc fmt --diff *.policy         show what would change
+    policyc fmt - < a.policy            from standard input to standard output
+    """,
+)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file is not laid out.")
+@click.option("--diff", is_flag=True, help="Write nothing; print what would change; exit with 1 if anything would.")
+def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
+    """Lay policies out in the one way: arrows aligned, blocks indented, comments kept."""
+    from policyc.diagnostics import PolicyError, render
+
+    changed, failed = [], False
+    for name in files:
+        try:
+            before, after = _formatted(name)
+            if name == "-" and not (check or diff):
+                click.echo(after, nl=False)
+            elif before != after:
+                changed.append(name)
+                if diff:
+                    click.echo(_difference(name, before, after), nl=False, color=_colour())
+                elif not check:
+                    _replace(Path(name), after)
+        except PolicyError as error:
+            failed = True
+            click.echo("\n".join(render(d, _paint) for d in error.diagnostics), err=True, color=_colour())
+    for name in changed:
+        click.echo(f"{name}: {'would be changed' if check or diff else 'changed'}", err=True)
+    sys.exit(FAILED if failed else FOUND if changed and (check or diff) else CLEAN)
+
+
+def _formatted(name: str) -> tuple[str, str]:
+    from policyc.diagnostics import PolicyError, Source
+    from policyc.formatter import format_file
+    from policyc.loader import locate, read_text
+    from policyc.parser import read
+
+    if name != "-":
+        path = locate(name)
+        text = read_text(path if Path(name).is_file() else _writable(name, path))
+    else:
+        text = _stdin()
+    file, found = read(Source(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name))
+    if found:
+        raise PolicyError(found)
+    return text, format_file(file)
+
+
+def _difference(name: str, before: str, after: str) -> str:
+    import difflib
+
+    colours = {"+": "green", "-": "red", "@": "cyan"}
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="")
+    return "".join(click.style(line, fg=colours.get(line[:1])) + "\n" for line in lines)
+
+
+# ---- explain
+
+
+@cli.command(
+    cls=_Examples,
+    examples="""
+    policyc explain                     every code, a line each
+    policyc explain shadowed-rule       what it means, why it is bad, a bad and a good example
+    policyc explain --markdown          all pages as one document
+    """,
+)
+@click.argument("codes", nargs=-1, metavar="[CODE]...")
+@click.option("--markdown", is_flag=True, help="Print the pages as Markdown, all of them if no code is given.")
+def explain(codes: tuple[str, ...], markdown: bool) -> None:
+    """Print the page of a lint code."""
+    from policyc.diagnostics import did_you_mean
+    from policyc.lint import RULES
+
+    for code in codes:
+        if code not in RULES:
+            raise click.UsageError(f"no rule has the code '{code}'. {did_you_mean(code, RULES)}".strip())
+    if not codes and not markdown:
+        width = max(map(len, RULES))
+        for rule in RULES.values():
+            code = _paint(rule.severity, f"{rule.code:<{width}}")
+            click.echo(f"{code}  {rule.title}", color=_colour())
+        return
+    pages = [f"# {c} ({RULES[c].severity})\n\n{RULES[c].page.rstrip()}\n" for c in codes or RULES]
+    text = "\n".join(pages)
+    if markdown or not sys.stdout.isatty():
+        click.echo(text, nl=False)
+    else:
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(text))
+
+
+# ---- show
+
+
+@cli.command(
+    cls=_Examples,
+    examples="""
+    policyc show                                the bundled policies
+    policyc show llama_nvfp4                    what each of its rules does to each operand
+    policyc show llama_nvfp4 --variant no_rht   the same under a variant
+    policyc show te_nvfp4_no_rht --format text  as one policy, imports expanded
+    """,
+)
+@click.argument("policy", required=False)
+@click.option("--variant", metavar="NAME", help="Show the policy under one of its variants.")
+@click.option("--format", "form", type=click.Choice(["table", "text", "json"]), default="table", show_default=True, help="How it is printed.")  # fmt: skip
+def show(policy: str | None, variant: str | None, form: str) -> None:
+    """Show what a policy does: its rules, and each recipe operand by operand."""
+    from policyc import view
+    from policyc.diagnostics import PolicyError
+    from policyc.loader import load
+
+    if policy is None:
+        click.echo(view.bundled(_paint), nl=False, color=_colour())
+        return
+    try:
+        loaded = load(policy)
+    except PolicyError as error:
+        _fail(error)
+    if variant is not None:
+        try:
+            loaded = loaded.variant(variant)
+        except KeyError as missing:
+            raise click.UsageError(str(missing.args[0])) from None
+    if form == "text":
+        click.echo(str(loaded), nl=False)
+    elif form == "json":
+        click.echo(view.as_json(loaded), nl=False)
+    else:
+        view.table(loaded, policy if variant is None else f"{policy}, variant {variant}")
+
+
+def _fail(error: PolicyError) -> NoReturn:
+    from policyc.diagnostics import render
+
+    click.echo("\n".join(render(d, _paint) for d in error.diagnostics), err=True, color=_colour())
+    unread = any(d.code == "unreadable-file" for d in error.diagnostics)
+    sys.exit(FAILED if unread else FOUND)
+
+
+def main() -> None:
+    """The `policyc` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show '…' shows '?'
+    cli.main(prog_name="policyc")
+
+
+if __name__ == "__main__":
+    main()

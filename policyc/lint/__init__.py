@@ -1,0 +1,143 @@
+"""The linter: a table of rules, one file each, and the engine that runs them.
+
+In: a policy's text. Out: `Diagnostic`s, those that a comment allows taken away. To add a rule, write a file with a page
+for a docstring and a `check`, and name it in `_MODULES`. The one trap: a code is its file's name, so that a rule, its page
+and its fixture can be found from any of them.
+
+Rules without a `check` are found while the policy is read. Rules that need a model's graph will find it in the `Context`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from inspect import cleandoc
+from types import ModuleType
+
+from policyc.diagnostics import Diagnostic, Severity
+from policyc.lint import (
+    ambiguous_products,
+    attention_scores_in_4_bits,
+    bad_import_path,
+    bad_predicate,
+    bad_slice,
+    contradictory_options,
+    duplicate_option,
+    duplicate_recipe,
+    duplicate_variant,
+    embedding_in_4_bits,
+    empty_slice,
+    four_over_six_on_backward,
+    hadamard_on_2d_weight,
+    hadamard_outside_wgrad,
+    head_in_4_bits,
+    idle_option,
+    idle_variant,
+    import_cycle,
+    import_not_found,
+    impossible_predicate,
+    incomplete_split,
+    misplaced_statement,
+    ms_eden_on_forward,
+    nearest_rounded_gradient,
+    nested_too_deep,
+    no_high_precision_tail,
+    number_out_of_range,
+    one_sided_hadamard,
+    phase_never_holds,
+    recipe_cycle,
+    redundant_rule,
+    reserved_name,
+    router_in_4_bits,
+    shadowed_rule,
+    stochastic_rounding_off_gradients,
+    syntax_error,
+    too_many_alternatives,
+    too_many_imports,
+    unknown_format,
+    unknown_option,
+    unknown_product,
+    unknown_recipe,
+    unknown_suppression,
+    unknown_value,
+    unknown_variable,
+    unreadable_file,
+    unused_recipe,
+    unused_suppression,
+)
+from policyc.lint.context import Context
+from policyc.lint.suppressions import Suppressions
+from policyc.loader import Loaded
+
+_MODULES: tuple[ModuleType, ...] = (
+    # the text
+    unreadable_file, syntax_error, nested_too_deep, number_out_of_range, misplaced_statement,
+    bad_slice, bad_predicate, unknown_variable, unknown_product, too_many_alternatives,
+    # names and options
+    unknown_format, unknown_recipe, unknown_option, unknown_value, duplicate_option, contradictory_options,
+    duplicate_recipe, duplicate_variant, reserved_name, recipe_cycle,
+    # imports
+    bad_import_path, import_not_found, import_cycle, too_many_imports,
+    # rules that do nothing, or not what they seem to
+    shadowed_rule, redundant_rule, empty_slice, impossible_predicate, phase_never_holds, ambiguous_products,
+    unused_recipe, idle_option, idle_variant, incomplete_split, unused_suppression, unknown_suppression,
+    # recipes that cost runs
+    stochastic_rounding_off_gradients, nearest_rounded_gradient, one_sided_hadamard, hadamard_outside_wgrad,
+    hadamard_on_2d_weight, four_over_six_on_backward, ms_eden_on_forward,
+    # sites that cost runs
+    attention_scores_in_4_bits, embedding_in_4_bits, head_in_4_bits, router_in_4_bits, no_high_precision_tail,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintRule:
+    """A row of the table: a code, its page, and how to look for it. Without `check`, reading finds it."""
+
+    code: str
+    page: str
+    check: Callable[[Context], Iterator[Diagnostic]] | None
+    severity: Severity
+
+    @property
+    def title(self) -> str:
+        return self.page.splitlines()[0]
+
+
+def _row(module: ModuleType) -> LintRule:
+    check = getattr(module, "check", None)
+    return LintRule(
+        code=module.__name__.rpartition(".")[2].replace("_", "-"),
+        page=cleandoc(module.__doc__ or ""),
+        check=check,
+        severity=getattr(module, "SEVERITY", Severity.WARNING if check else Severity.ERROR),
+    )
+
+
+RULES: dict[str, LintRule] = {row.code: row for row in map(_row, _MODULES)}
+"""Every code, in the order of the pages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What lint found. `undecided` counts questions about reach that were given up as too hard."""
+
+    diagnostics: tuple[Diagnostic, ...]
+    undecided: int = 0
+
+
+def lint(loaded: Loaded, codes: Collection[str] = RULES.keys()) -> Findings:
+    """Everything wrong with a policy. Faults in reading it are always reported, and then nothing else is looked for."""
+    if loaded.found:
+        return Findings(diagnostics=loaded.found)
+    context = Context(loaded)
+    found: dict[tuple[object, ...], Diagnostic] = {}
+    for rule in RULES.values():
+        if rule.check is not None and rule.code in codes:
+            for diagnostic in rule.check(context):
+                found.setdefault(diagnostic.order, diagnostic)
+    suppressions = Suppressions(loaded.file)
+    left = [d for d in found.values() if not suppressions.allows(d)]
+    ran = {c for c, rule in RULES.items() if rule.check is None or c in codes}
+    left += [d for d in suppressions.report(RULES, ran) if d.code in codes]
+    undecided = context.undecided + (context.cover.undecided if "cover" in vars(context) else 0)
+    return Findings(diagnostics=tuple(sorted(left, key=lambda d: d.order)), undecided=undecided)

@@ -1,0 +1,42 @@
+"""four_over_six chooses the scales of a backward product.
+
+Choosing the better of two scales minimizes the error of a block and thereby biases it. Forward that pays; backward the
+bias adds up, as with rounding to nearest. Give the forward product a recipe of its own with `split` or `@ fprop`.
+
+## Bad
+
+```policy
+mlp.* -> nvfp4(scale=four_over_six, sr=grad)
+layers[-4:] -> bf16
+```
+
+## Good
+
+```policy
+mlp.* -> split(fprop=nvfp4(scale=four_over_six), dgrad=nvfp4(sr=grad), wgrad=nvfp4(rht=wgrad, sr=grad))
+layers[-4:] -> bf16
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.diagnostics import Diagnostic
+from policyc.lint.context import Context
+from policyc.recipes import Gemm
+
+
+def check(context: Context) -> Iterator[Diagnostic]:
+    for applied in context.applied:
+        for gemm in (Gemm.DGRAD, Gemm.WGRAD):
+            chosen = any(t.scale == "four_over_six" for t in applied.recipe.product(gemm))
+            if gemm in applied.products and chosen:
+                yield from context.blame(
+                    "four-over-six-on-backward",
+                    applied,
+                    gemm,
+                    "scale",
+                    f"four_over_six chooses the scales of {gemm}",
+                    "use it for fprop: split(fprop=nvfp4(scale=four_over_six), dgrad=..., wgrad=...)",
+                )

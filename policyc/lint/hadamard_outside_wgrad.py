@@ -1,0 +1,43 @@
+"""A Hadamard transform is put on fprop or dgrad.
+
+In wgrad the transform spreads outliers over tokens, where they are. In fprop and dgrad it gives nothing that was ever
+measured, costs a pass over the operands, and keeps a weight from having one set of codes for both.
+
+## Bad
+
+```policy
+mlp.* -> nvfp4(rht=all, sr=grad)
+layers[-4:] -> bf16
+```
+
+## Good
+
+```policy
+mlp.* -> nvfp4(rht=wgrad, sr=grad)
+layers[-4:] -> bf16
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.diagnostics import Diagnostic
+from policyc.lint.context import Context
+from policyc.recipes import Gemm
+
+
+def check(context: Context) -> Iterator[Diagnostic]:
+    for applied in context.applied:
+        for gemm in (Gemm.FPROP, Gemm.DGRAD):
+            rotated = any(t.rht and t.rounding != "ms_eden" for t in applied.recipe.product(gemm))
+            if gemm in applied.products and rotated:
+                yield from context.blame(
+                    "hadamard-outside-wgrad",
+                    applied,
+                    gemm,
+                    "rht",
+                    f"{gemm} is rotated",
+                    "rotate wgrad only: rht=wgrad",
+                    better="rht=wgrad",
+                )

@@ -1,0 +1,37 @@
+"""The head is put in 4 bits.
+
+The logits feed the loss directly. Every published recipe keeps the head in high precision.
+
+Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its sites.
+
+## Bad
+
+```policy
+lm_head -> nvfp4(sr=grad)
+layers[-4:] -> bf16
+```
+
+## Good
+
+```policy
+lm_head -> bf16
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.diagnostics import Diagnostic
+from policyc.lint.context import Context
+from policyc.lint.sensitive import caught
+
+
+def check(context: Context) -> Iterator[Diagnostic]:
+    for rule, name in caught(context, "head"):
+        yield from context.report(
+            "head-in-4-bits",
+            rule.span,
+            f"this rule puts the head ('{name}') in 4 bits",
+            "add a rule behind it: {head,lm_head} -> bf16",
+        )

@@ -1,0 +1,40 @@
+"""A condition can never hold.
+
+No sizes meet it. `m`, `n`, `k`, `batch` and `flops` are at least 1.
+
+## Bad
+
+```policy
+mlp.* where k > 4096 and k < 1024 -> bf16
+```
+
+## Good
+
+```policy
+mlp.* where k > 1024 and k < 4096 -> bf16
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.automata import TooHard
+from policyc.coverage import sites
+from policyc.diagnostics import Diagnostic
+from policyc.lint.context import Context
+
+
+def check(context: Context) -> Iterator[Diagnostic]:
+    for rule in context.rules:
+        if rule.where is None:
+            continue
+        try:
+            possible = any(rule.where.holds(site) for site in sites((rule.where,)))
+        except TooHard:
+            context.undecided += 1
+            continue
+        if not possible:
+            yield from context.report(
+                "impossible-predicate", rule.where.span, "no GEMM meets this condition", "check its numbers"
+            )

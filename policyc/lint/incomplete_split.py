@@ -1,0 +1,47 @@
+"""A split leaves a product out, which is then kept as it is.
+
+A product that `split` does not name runs as the program wrote it, in whatever type that is. If that is meant, say `keep`;
+`--fix` does.
+
+## Bad
+
+```policy
+mlp.* -> split(fprop=fp8, dgrad=fp8)
+```
+
+## Good
+
+```policy
+mlp.* -> split(fprop=fp8, dgrad=fp8, wgrad=keep)
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.diagnostics import Diagnostic, Edit, Fix, Span
+from policyc.lint.context import Context
+from policyc.policy import Split, Use
+from policyc.recipes import Gemm
+
+
+def check(context: Context) -> Iterator[Diagnostic]:
+    for applied in context.applied:
+        node, named = applied.node, applied.policy.named
+        while isinstance(node, Use) and node.name in named:
+            node = named[node.name]
+        if not isinstance(node, Split):
+            continue
+        missing = [g for g in Gemm if g in applied.products and g not in dict(node.parts)]
+        if missing:
+            added = "".join(f", {g}=keep" for g in missing)
+            close = node.span.end - 1
+            yield from context.report(
+                "incomplete-split",
+                node.span,
+                f"{' and '.join(missing)} are left out of the split, and kept as they are" if len(missing) > 1
+                else f"{missing[0]} is left out of the split, and kept as it is",
+                f"say so: {added[2:]}",
+                fix=Fix(message=f"add {added[2:]}", edits=(Edit(Span(node.span.source, close, close), added),), safe=True),
+            )

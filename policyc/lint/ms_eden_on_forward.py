@@ -1,0 +1,42 @@
+"""MS-EDEN rounds a forward product.
+
+MS-EDEN trades error for the absence of bias. The forward pass has no use for that, and pays with a transform of 128 along
+each operand. Give the backward products a recipe of their own with `split` or `@ bwd`.
+
+## Bad
+
+```policy
+mlp.* -> nvfp4(rounding=ms_eden)
+layers[-4:] -> bf16
+```
+
+## Good
+
+```policy
+mlp.* -> split(fprop=nvfp4, dgrad=nvfp4(rounding=ms_eden), wgrad=nvfp4(rounding=ms_eden))
+layers[-4:] -> bf16
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.diagnostics import Diagnostic
+from policyc.lint.context import Context
+from policyc.recipes import Gemm
+
+
+def check(context: Context) -> Iterator[Diagnostic]:
+    for applied in context.applied:
+        if Gemm.FPROP in applied.products and any(
+            t.rounding == "ms_eden" for t in applied.recipe.product(Gemm.FPROP)
+        ):
+            yield from context.blame(
+                "ms-eden-on-forward",
+                applied,
+                Gemm.FPROP,
+                "rounding",
+                "MS-EDEN rounds fprop",
+                "use it for the backward products: split(fprop=nvfp4, dgrad=..., wgrad=...)",
+            )

@@ -1,0 +1,39 @@
+"""The router of a mixture of experts is put in 4 bits.
+
+A router is tiny, and an error in it sends tokens to other experts.
+
+Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its sites.
+
+## Bad
+
+```policy
+moe.* -> nvfp4(sr=grad)
+layers[-4:] -> bf16
+```
+
+## Good
+
+```policy
+moe.* -> nvfp4(sr=grad)
+moe.{router,gate} -> bf16
+layers[-4:] -> bf16
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.diagnostics import Diagnostic
+from policyc.lint.context import Context
+from policyc.lint.sensitive import caught
+
+
+def check(context: Context) -> Iterator[Diagnostic]:
+    for rule, name in caught(context, "router"):
+        yield from context.report(
+            "router-in-4-bits",
+            rule.span,
+            f"this rule puts the router ('{name}') in 4 bits",
+            "add a rule behind it: {router,gate} -> bf16",
+        )

@@ -1,0 +1,69 @@
+"""Sites that 4 bits hurt, by the names that models commonly give them.
+
+In: a policy. Out: the rules that put such a site in 4 bits. The one trap: without a model, names are all there is. Names
+that stand for harmless layers too (`gate`, `output` inside attention) are left to the rules that see the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.automata import Budget, TooHard
+from policyc.coverage import Claim, Point
+from policyc.lint.context import Context
+from policyc.policy import Rule
+from policyc.recipes import Gemm
+from policyc.selectors import Path, path, patterns
+
+_SITES: dict[str, tuple[str, ...]] = {
+    "head": (
+        "lm_head", "head", "output", "output_head", "output_layer", "logits", "logits_dense", "unembed", "unembedding",
+        "embed_out", "to_logits",
+    ),
+    "embedding": (
+        "embed_tokens", "embed", "embedding", "embeddings", "embedder", "token_embedder", "token_embedding",
+        "tok_embeddings", "wte", "word_embeddings",
+    ),
+    "router": ("router", "moe.router", "moe.gate", "block_sparse_moe.gate", "MoeBlock.gate"),
+    "scores": (
+        "attention.scores", "attn.scores", "self_attn.scores", "self_attention.scores", "attention.qk", "attention.pv",
+        "attention_op", "dot_product_attention", "scores", "qk", "attention",
+    ),
+}  # fmt: skip
+
+NAMES = frozenset(name for names in _SITES.values() for name in names) - {"attention"}
+
+_SIZES = {"m": 8192, "n": 4096, "k": 4096, "batch": 1, "flops": 2 * 8192 * 4096 * 4096}
+_START = (0, 1_000_000)
+
+
+def caught(context: Context, kind: str) -> Iterator[tuple[Rule, str]]:
+    """The rules that put a site of a kind in 4 bits, with the name by which they do; each rule once."""
+    seen: set[int] = set()
+    for name in _SITES[kind]:
+        for gemm in Gemm:
+            claim = decision(context, path(name), gemm, weight=kind != "scores")
+            if claim is not None and claim.order not in seen and claim.recipe.bits(gemm) == 4:
+                seen.add(claim.order)
+                yield claim.rule, name
+
+
+def decision(context: Context, names: Path, gemm: Gemm, weight: bool = True) -> Claim | None:
+    """The rule that decides about a product of a site of common size, at the start of training."""
+    point = Point(names, gemm, _START, {**_SIZES, "weight": weight})
+    try:
+        return context.cover.decides(point, Budget(20_000))
+    except TooHard:
+        context.undecided += 1
+        return None
+
+
+def stacks(context: Context) -> tuple[str, ...]:
+    """The names of the stacks that the policy slices; if it slices none, the most common one."""
+    pieces = (p for r in context.policy.rules for s in r.selectors for t in patterns(s) for p in t.pieces)
+    sliced = dict.fromkeys(p.glob.replace("*", "").replace("?", "x") for p in pieces if p.indices is not None)
+    return tuple(name for name in sliced if name)[:8] or ("layers",)
+
+
+def text(names: Path) -> str:
+    return ".".join(map(str, names))

@@ -1,0 +1,43 @@
+"""Weights or activations are rounded at random.
+
+Stochastic rounding keeps gradients unbiased, at the price of twice the error. In the forward pass there is no average to
+protect, only the price: runs with stochastic weights or activations end clearly worse.
+
+## Bad
+
+```policy
+mlp.* -> nvfp4(sr=all)
+layers[-4:] -> bf16
+```
+
+## Good
+
+```policy
+mlp.* -> nvfp4(sr=grad)
+layers[-4:] -> bf16
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.diagnostics import Diagnostic
+from policyc.lint.context import Context
+from policyc.recipes import OPERANDS, Gemm, Role
+
+
+def check(context: Context) -> Iterator[Diagnostic]:
+    for applied in context.applied:
+        for gemm, role in OPERANDS:
+            treatment = applied.recipe.of(gemm, role)
+            if gemm in applied.products and treatment.rounding == "sr" and role is not Role.GRADIENT:
+                yield from context.blame(
+                    "stochastic-rounding-off-gradients",
+                    applied,
+                    gemm,
+                    "sr",
+                    f"the {role} of {gemm} is rounded at random",
+                    "round gradients at random, all else to nearest: sr=grad",
+                    better="sr=grad",
+                )

@@ -1,0 +1,174 @@
+"""Diagnostics in the forms that people and programs read.
+
+In: diagnostics. Out: text: full, concise, json, github or sarif. The one trap: columns count Unicode characters from 1,
+and the end is exclusive, in every form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import PurePath
+from typing import Any
+from urllib.parse import quote
+
+from policyc import __version__
+from policyc.diagnostics import Diagnostic, Paint, Span, headline, render
+from policyc.lint import RULES
+
+_SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+
+def full(found: Sequence[Diagnostic], paint: Paint) -> str:
+    return "\n".join(f"{render(d, paint)}\n" for d in found)
+
+
+def concise(found: Sequence[Diagnostic], paint: Paint) -> str:
+    return "".join(f"{headline(d, paint)}\n" for d in found)
+
+
+def as_json(found: Sequence[Diagnostic], paint: Paint) -> str:
+    return json.dumps([_object(d) for d in found], indent=2, ensure_ascii=False) + "\n"
+
+
+def github(found: Sequence[Diagnostic], paint: Paint) -> str:
+    """Workflow commands: annotations on the lines of a pull request."""
+    return "".join(_command(d) for d in found)
+
+
+def sarif(found: Sequence[Diagnostic], paint: Paint) -> str:
+    codes = list(RULES)
+    driver = {
+        "name": "policyc",
+        "version": __version__,
+        "rules": [_sarif_rule(code) for code in codes],
+    }
+    results = [_sarif_result(d, codes) for d in found]
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
+    log = {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
+    return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
+
+
+FORMS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
+    "full": full, "concise": concise, "json": as_json, "github": github, "sarif": sarif,
+}  # fmt: skip
+
+
+def _place(span: Span) -> dict[str, Any]:
+    return {
+        "path": span.source.path,
+        "line": span.line,
+        "column": span.column,
+        "end_line": span.last_line,
+        "end_column": span.end_column,
+    }
+
+
+def _object(diagnostic: Diagnostic) -> dict[str, Any]:
+    fix = diagnostic.fix
+    return {
+        "code": diagnostic.code,
+        "severity": str(diagnostic.severity),
+        "message": diagnostic.message,
+        **_place(diagnostic.span),
+        "help": diagnostic.help,
+        "notes": [{"message": n.message, **_place(n.span)} for n in diagnostic.notes],
+        "fix": fix and {
+            "message": fix.message,
+            "safe": fix.safe,
+            "edits": [{**_place(e.span), "text": e.text} for e in fix.edits],
+        },
+    }  # fmt: skip
+
+
+def _command(diagnostic: Diagnostic) -> str:
+    span = diagnostic.span
+    values = {
+        "file": span.source.path,
+        "line": span.line,
+        "endLine": span.last_line,
+        "col": span.column,
+        "endColumn": span.end_column,
+        "title": diagnostic.code,
+    }
+    properties = ",".join(f"{name}={_escape(str(value), ':,')}" for name, value in values.items())
+    message = diagnostic.message + (f"\n{diagnostic.help}" if diagnostic.help else "")
+    return f"::{diagnostic.severity} {properties}::{_escape(message)}\n"
+
+
+def _escape(text: str, more: str = "") -> str:
+    for character in ("%", "\r", "\n", *more):
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text
+
+
+def _sarif_rule(code: str) -> dict[str, Any]:
+    rule = RULES[code]
+    return {
+        "id": code,
+        "name": "".join(word.title() for word in code.split("-")),
+        "shortDescription": {"text": rule.title},
+        "fullDescription": {"text": rule.title},
+        "help": {"text": rule.page, "markdown": rule.page},
+        "defaultConfiguration": {"level": str(rule.severity)},
+    }
+
+
+def _sarif_result(diagnostic: Diagnostic, codes: Sequence[str]) -> dict[str, Any]:
+    message = diagnostic.message + (f" ({diagnostic.help})" if diagnostic.help else "")
+    result: dict[str, Any] = {
+        "ruleId": diagnostic.code,
+        "ruleIndex": codes.index(diagnostic.code),
+        "level": str(diagnostic.severity),
+        "message": {"text": message},
+        "locations": [{"physicalLocation": _sarif_location(diagnostic.span)}],
+    }
+    if diagnostic.notes:
+        result["relatedLocations"] = [
+            {"id": i, "physicalLocation": _sarif_location(n.span), "message": {"text": n.message}}
+            for i, n in enumerate(diagnostic.notes)
+        ]
+    if diagnostic.fix is not None:
+        edits = [
+            {"deletedRegion": _region(e.span), "insertedContent": {"text": e.text}} for e in diagnostic.fix.edits
+        ]
+        where = {"uri": _uri(diagnostic.span.source.path)}
+        kind = "" if diagnostic.fix.safe else " (unsafe)"
+        result["fixes"] = [
+            {
+                "description": {"text": diagnostic.fix.message + kind},
+                "artifactChanges": [{"artifactLocation": where, "replacements": edits}],
+            }
+        ]
+    return result
+
+
+def _sarif_location(span: Span) -> dict[str, Any]:
+    return {"artifactLocation": {"uri": _uri(span.source.path)}, "region": _region(span)}
+
+
+def _region(span: Span) -> dict[str, int]:
+    return {
+        "startLine": span.line,
+        "startColumn": span.column,
+        "endLine": span.last_line,
+        "endColumn": span.end_column,
+    }
+
+
+def _uri(path: str) -> str:
+    return quote(PurePath(path).as_posix())
+
+
+def summary(found: Iterable[Diagnostic], files: int) -> str:
+    """One line on how it went."""
+    listed = list(found)
+    policies = f"{files} polic{'y' if files == 1 else 'ies'}"
+    if not listed:
+        return f"{policies}: no findings"
+    errors = sum(d.severity == "error" for d in listed)
+    warnings = len(listed) - errors
+    parts = [f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
+    line = f"{policies}: {' and '.join(parts)}"
+    safe = sum(d.fix is not None and d.fix.safe for d in listed)
+    return f"{line}; --fix mends {safe}" if safe else line
