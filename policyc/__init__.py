@@ -1,7 +1,7 @@
 """policyc: a precision policy, compiled into a JAX training step.
 
-Nothing is imported until it is used: `policyc lint` and `--help` must not wait for JAX. No module may carry the name of
-a function exported here (`parse`, `load`): importing it would hide the function.
+Nothing is imported until it is used: `policyc lint` and `--help` must not wait for JAX. No module may carry
+the name of a function exported here (`parse`, `load`): importing it would hide the function.
 """
 
 from __future__ import annotations

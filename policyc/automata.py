@@ -1,8 +1,9 @@
 """Patterns as automata over the characters of a path: is one inside others?
 
-In: `Pattern`s. Out: a path that is in one and in none of the others, or None. A path is read as its
-segments, each closed by a dot; an index is an underscore and one symbol, which stands for all indices that the slices at
-hand cannot tell apart. The one trap: subset automata can be exponential, so every search is charged to a `Budget`.
+In: `Pattern`s. Out: a path that is in one and in none of the others, or None. A path is read as its segments,
+each closed by a dot; an index is an underscore and one symbol, which stands for all indices that the slices
+at hand cannot tell apart. The one trap: subset automata can be exponential, so every search is charged to a
+`Budget`.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def outside(pattern: Pattern, others: Iterable[Pattern], budget: Budget) -> Path
     world = _World(machines)
     first, rest = machines[0], machines[1:]
     start = (frozenset((n, s) for n, m in enumerate(rest) for s in m.close({m.start})), "start")
-    queue: deque[tuple[State, frozenset[tuple[int, State]], str]] = deque()
-    came: dict[tuple[State, frozenset[tuple[int, State]], str], tuple[object, Symbol]] = {}
+    queue: deque[_Node] = deque()
+    came: dict[_Node, tuple[_Node | None, Symbol]] = {}
     for state in first.close({first.start}):
         node = (state, *start)
         came[node] = (None, "")
@@ -115,11 +116,17 @@ def example(indices: Indices) -> tuple[int, int]:
     return next(((taken[0], depth) for depth in depths if (taken := indices.select(depth))), (-1, 1))
 
 
-def _trace(came: dict[object, tuple[object, Symbol]], node: object) -> list[Symbol]:
+_Node = tuple[State, frozenset[tuple[int, State]], str]
+"""A state of the pattern, those of the others, and the shape of the segment so far."""
+
+
+def _trace(came: dict[_Node, tuple[_Node | None, Symbol]], node: _Node) -> list[Symbol]:
+    """The symbols that led to a node."""
     symbols: list[Symbol] = []
-    while came[node][0] is not None:
-        node, symbol = came[node]
+    before, symbol = came[node]
+    while before is not None:
         symbols.append(symbol)
+        before, symbol = came[before]
     return symbols[::-1]
 
 

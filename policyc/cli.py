@@ -46,7 +46,7 @@ class _Examples(click.Command):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # handed through to click
         self.examples = examples
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         if self.examples:
             with formatter.section("Examples"):
                 for line in self.examples.strip().splitlines():
@@ -76,18 +76,32 @@ def cli() -> None:
     """,
 )
 @click.argument("files", nargs=-1, required=True, metavar="POLICY...")
-@click.option("--format", "form", type=click.Choice(["full", "concise", "json", "github", "sarif"]), default="full", show_default=True, help="How findings are printed.")  # fmt: skip
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["full", "concise", "json", "github", "sarif"]),
+    default="full",
+    show_default=True,
+    help="How findings are printed.",
+)
 @click.option("--select", multiple=True, metavar="CODES", help="Look for these codes only (comma-separated).")
 @click.option("--ignore", multiple=True, metavar="CODES", help="Do not look for these codes.")
 @click.option("--fix", is_flag=True, help="Apply the safe fixes; the file is replaced in one go.")
-@click.option("--unsafe-fixes", is_flag=True, help="With --fix: also those that change what the policy means.")
+@click.option(
+    "--unsafe-fixes", is_flag=True, help="With --fix: also those that change what the policy means."
+)
 def lint(
-    files: tuple[str, ...], form: str, select: tuple[str, ...], ignore: tuple[str, ...], fix: bool, unsafe_fixes: bool
+    files: tuple[str, ...],
+    form: str,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    fix: bool,
+    unsafe_fixes: bool,
 ) -> None:
     """Check policies for faults and for what costs people runs.
 
-    A finding is allowed on its line with '# allow: CODE -- reason'. 'policyc explain CODE' tells what a code means. Exits
-    with 0 if there is no finding, 1 if there are some, 2 if a file could not be read.
+    A finding is allowed on its line with '# allow: CODE -- reason'. 'policyc explain CODE' tells what a code
+    means. Exits with 0 if there is no finding, 1 if there are some, 2 if a file could not be read.
     """
     from policyc import report
     from policyc.diagnostics import PolicyError
@@ -115,7 +129,9 @@ def lint(
             click.echo(f"mended {mended}", err=True)
         click.echo(report.summary(found, len(files)), err=True)
     if undecided:
-        click.echo(f"note: reach was not decided {undecided} times, the policy being too large for it", err=True)
+        click.echo(
+            f"note: reach was not decided {undecided} times, the policy being too large for it", err=True
+        )
     sys.exit(FAILED if failed else FOUND if found else CLEAN)
 
 
@@ -168,7 +184,9 @@ def _mend(name: str, codes: set[str], unsafe: bool) -> int:
 def _writable(name: str, path: Path) -> Path:
     """Bundled policies belong to the installation: a copy may be changed, not they."""
     if not Path(name).is_file():
-        raise click.UsageError(f"'{name}' is a bundled policy: copy it first (policyc show {name} --format text)")
+        raise click.UsageError(
+            f"'{name}' is a bundled policy: copy it first (policyc show {name} --format text)"
+        )
     return path
 
 
@@ -205,7 +223,9 @@ def _replace(path: Path, text: str) -> None:
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file is not laid out.")
-@click.option("--diff", is_flag=True, help="Write nothing; print what would change; exit with 1 if anything would.")
+@click.option(
+    "--diff", is_flag=True, help="Write nothing; print what would change; exit with 1 if anything would."
+)
 def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
     """Lay policies out in the one way: arrows aligned, blocks indented, comments kept."""
     from policyc.diagnostics import PolicyError, render
@@ -267,7 +287,9 @@ def _difference(name: str, before: str, after: str) -> str:
     """,
 )
 @click.argument("codes", nargs=-1, metavar="[CODE]...")
-@click.option("--markdown", is_flag=True, help="Print the pages as Markdown, all of them if no code is given.")
+@click.option(
+    "--markdown", is_flag=True, help="Print the pages as Markdown, all of them if no code is given."
+)
 def explain(codes: tuple[str, ...], markdown: bool) -> None:
     """Print the page of a lint code."""
     from policyc.diagnostics import did_you_mean
@@ -307,7 +329,14 @@ def explain(codes: tuple[str, ...], markdown: bool) -> None:
 )
 @click.argument("policy", required=False)
 @click.option("--variant", metavar="NAME", help="Show the policy under one of its variants.")
-@click.option("--format", "form", type=click.Choice(["table", "text", "json"]), default="table", show_default=True, help="How it is printed.")  # fmt: skip
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "text", "json"]),
+    default="table",
+    show_default=True,
+    help="How it is printed.",
+)
 def show(policy: str | None, variant: str | None, form: str) -> None:
     """Show what a policy does: its rules, and each recipe operand by operand."""
     from policyc import view

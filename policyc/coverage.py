@@ -1,13 +1,14 @@
 """Which sites a rule can still reach, by reasoning on sets and not on text.
 
-In: rules. Out: the later rules that together take every site of an earlier one (`Cover.taken_by`), and whether a rule
-repeats what holds already (`Cover.repeats`). A rule is a set of points: a path, one of the three products, a moment of
-training, the sizes of a GEMM. Containment is decided by looking for a point that is in the one and not in the others:
-over paths with automata, over sizes and moments by trying a point for each combination of conditions. A found point is
-looked up among all rules, which either settles the matter or adds the rule that takes it to the argument.
+In: rules. Out: the later rules that together take every site of an earlier one (`Cover.taken_by`), and
+whether a rule repeats what holds already (`Cover.repeats`). A rule is a set of points: a path, one of the
+three products, a moment of training, the sizes of a GEMM. Containment is decided by looking for a point that
+is in the one and not in the others: over paths with automata, over sizes and moments by trying a point for
+each combination of conditions. A found point is looked up among all rules, which either settles the matter or
+adds the rule that takes it to the argument.
 
-The one trap: every answer must hold for stacks of any depth. `classes` tries depths and indices around every number in
-the slices, which is where answers change.
+The one trap: every answer must hold for stacks of any depth. `classes` tries depths and indices around every
+number in the slices, which is where answers change.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,7 +55,9 @@ class Claim:
     def holds(self, moment: tuple[int, int], site: Attributes) -> bool:
         """Is the rule in force then, for a GEMM of those sizes?"""
         rule = self.rule
-        return all(w.holds(*moment) for w in rule.when) and (rule.where is None or rule.where.holds(site) is True)
+        return all(w.holds(*moment) for w in rule.when) and (
+            rule.where is None or rule.where.holds(site) is True
+        )
 
     def takes(self, point: Point) -> bool:
         if not self.holds(point.moment, point.site):
@@ -65,7 +68,9 @@ class Claim:
 class Cover:
     """Answers for one list of rules. `undecided` counts the questions given up as too hard."""
 
-    def __init__(self, rules: Sequence[Rule], resolve: Callable[[Rule], Recipe], steps: int = 200_000) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], resolve: Callable[[Rule], Recipe], steps: int = 200_000
+    ) -> None:
         self.claims = tuple(Claim(rule, resolve(rule), order) for order, rule in enumerate(rules))
         self.undecided = 0
         self._left = steps

@@ -1,7 +1,7 @@
 """Where something is written, what is wrong with it, and how to say so.
 
-In: offsets into a text. Out: `Diagnostic`s that print themselves with a caret. The one trap: text from a policy
-file is hostile to a terminal, so every quoted line passes `_visible` before it is printed.
+In: offsets into a text. Out: `Diagnostic`s that print themselves with a caret. The one trap: text from a
+policy file is hostile to a terminal, so every quoted line passes `_visible` before it is printed.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ Paint = Callable[[str, str], str]
 """Colours a text, given what it is: error, warning, path, gutter, caret, help or note."""
 
 
-def plain(kind: str, text: str) -> str:
+def plain(_: str, text: str) -> str:
     """The `Paint` that paints nothing."""
     return text
 

@@ -1,8 +1,8 @@
 """A policy file in its one layout, comments kept.
 
-In: a `File` without faults. Out: its text, formatted. Arrows of neighbouring rules stand in one column; a block that was
-written on one line stays on one. The one trap: a comment inside a statement has no place in the layout, so such a
-statement stays as it was written.
+In: a `File` without faults. Out: its text, formatted. Arrows of neighbouring rules stand in one column; a
+block that was written on one line stays on one. The one trap: a comment inside a statement has no place in
+the layout, so such a statement stays as it was written.
 """
 
 from __future__ import annotations

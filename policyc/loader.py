@@ -1,10 +1,11 @@
 """Statements -> Policy: imports expanded, names and options checked.
 
-In: a text, a path or the name of a bundled policy. Out: a `Policy`, or a `PolicyError` with every fault. The one trap:
-a recipe is looked up when the policy is whole, so that a file that imports another can redefine its recipes.
+In: a text, a path or the name of a bundled policy. Out: a `Policy`, or a `PolicyError` with every fault. The
+one trap: a recipe is looked up when the policy is whole, so that a file that imports another can redefine its
+recipes.
 
-An import is looked for beside the importing file, then among the bundled policies. Its path is relative and ends in
-`.policy`: no import reads any other file.
+An import is looked for beside the importing file, then among the bundled policies. Its path is relative and
+ends in `.policy`: no import reads any other file.
 """
 
 from __future__ import annotations
@@ -191,7 +192,9 @@ class _Loader:
                             self._misplaced(statement.span, "a variant", "a variant")
                     elif name in variants:
                         note = Note(variants[name], "first defined here")
-                        self.fault("duplicate-variant", statement.span, f"a second variant '{name}'", notes=(note,))
+                        self.fault(
+                            "duplicate-variant", statement.span, f"a second variant '{name}'", notes=(note,)
+                        )
                     else:
                         variants[name] = statement.span
                         self.variants[name] = (statement.span, _Scope())
@@ -215,7 +218,9 @@ class _Loader:
             if scope.recipes[name].span is not span:
                 note = Note(scope.recipes[name].span, "defined again here")
                 message = f"the import replaces the recipe '{name}' that this file defines before it"
-                self.fault("duplicate-recipe", statement.span, message, "import first, then redefine", notes=(note,))
+                self.fault(
+                    "duplicate-recipe", statement.span, message, "import first, then redefine", notes=(note,)
+                )
 
     def _schedule(self, block: Block, when: tuple[When, ...], scope: _Scope) -> None:
         for statement in block.body:
@@ -232,13 +237,13 @@ class _Loader:
                     self._misplaced(statement.span, "a variant", "a schedule")
 
     def _misplaced(self, span: Span, what: str, where: str) -> None:
-        self.fault("misplaced-statement", span, f"{what} cannot stand inside {where}", "move it out of the braces")
+        self.fault(
+            "misplaced-statement", span, f"{what} cannot stand inside {where}", "move it out of the braces"
+        )
 
     # ---- imports
 
-    def _import(
-        self, statement: Import, scope: _Scope, folder: Path | None, trail: tuple[Path, ...]
-    ) -> None:
+    def _import(self, statement: Import, scope: _Scope, folder: Path | None, trail: tuple[Path, ...]) -> None:
         path = self._find(statement, folder)
         if path is None:
             return
@@ -246,7 +251,9 @@ class _Loader:
         self._imports += 1
         if real in trail:
             chain = " -> ".join(p.name for p in (*trail[trail.index(real) :], real))
-            self.fault("import-cycle", statement.span, f"this file imports itself: {chain}", "break the circle")
+            self.fault(
+                "import-cycle", statement.span, f"this file imports itself: {chain}", "break the circle"
+            )
         elif self._imports > _MOST_IMPORTS:
             if self._imports == _MOST_IMPORTS + 1:
                 self.fault("too-many-imports", statement.span, f"more than {_MOST_IMPORTS} imports in all")
@@ -303,7 +310,9 @@ class _Loader:
             for selector in rule.selectors:
                 if alternatives(selector) > _MOST_ALTERNATIVES:
                     message = f"these braces stand for more than {_MOST_ALTERNATIVES} selectors"
-                    self.fault("too-many-alternatives", selector.span, message, "use '*' or '?' for some of them")
+                    self.fault(
+                        "too-many-alternatives", selector.span, message, "use '*' or '?' for some of them"
+                    )
         depths: dict[str, int] = {}
         for name in changed:
             self._chain(name, known, depths)
@@ -339,7 +348,12 @@ class _Loader:
             if use.name in known:
                 if use.settings:
                     message = f"'{use.name}' is a named recipe: it takes no options"
-                    self.fault("unknown-option", use.settings[0].span, message, f"give them where '{use.name}' is defined")
+                    self.fault(
+                        "unknown-option",
+                        use.settings[0].span,
+                        message,
+                        f"give them where '{use.name}' is defined",
+                    )
             elif use.name in FORMATS:
                 self._settings(use)
             else:
@@ -349,7 +363,9 @@ class _Loader:
         self._suggested += 1
         near = closest(use.name, [*known, *FORMATS]) if self._suggested <= _MOST_SUGGESTIONS else None
         help = f"did you mean '{near}'?" if near else f"formats: {', '.join(FORMATS)}"
-        edit = Fix(message=f"replace it by '{near}'", edits=(_rename(use, near),), safe=False) if near else None
+        edit = (
+            Fix(message=f"replace it by '{near}'", edits=(_rename(use, near),), safe=False) if near else None
+        )
         if use.settings or near in FORMATS:
             self.fault("unknown-format", _name(use), f"no format named '{use.name}'", help, fix=edit)
         else:
@@ -387,7 +403,12 @@ class _Loader:
     def _unknown_value(self, setting: Setting) -> None:
         option = OPTIONS[setting.name]
         if not setting.words:
-            self.fault("unknown-value", setting.span, f"'{setting.name}' needs a value", f"expected {option.expected}")
+            self.fault(
+                "unknown-value",
+                setting.span,
+                f"'{setting.name}' needs a value",
+                f"expected {option.expected}",
+            )
             return
         bad = next((w for w in setting.words if w not in option.choices), setting.words[0])
         near = closest(bad, option.choices)
@@ -437,5 +458,3 @@ def _contradictions(use: Use) -> Iterable[tuple[str, str, str]]:
         yield "scale", "sr", "four_over_six is for operands rounded to nearest, and here is none"
     if given.get("scale2d") and given.get("outer") == "row":
         yield "scale2d", "outer", "a 16x16 tile spans rows: it cannot have a scale per row"
-
-

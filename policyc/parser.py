@@ -1,8 +1,9 @@
 """Text -> statements. The only importer of lark.
 
-In: the text of one policy file. Out: a `File` of statements, and every fault found on the way. A file that the
-grammar takes whole is read in one go; one that it does not take is cut into statements, and each is tried alone, so
-that one mistake does not hide the next. The one trap: offsets in a piece are offsets in the file less its start.
+In: the text of one policy file. Out: a `File` of statements, and every fault found on the way. A file that
+the grammar takes whole is read in one go; one that it does not take is cut into statements, and each is tried
+alone, so that one mistake does not hide the next. The one trap: offsets in a piece are offsets in the file
+less its start.
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ _MENDS = (
     (re.compile(r"&&?"), "write 'and'"),
     (re.compile(r"\|\|?"), "write 'or' in a predicate, {a,b} in a selector"),
     (re.compile(r"!"), "write 'not'"),
-    (re.compile(r"/"), "names are separated by dots"),
     (re.compile(r"//"), "a comment starts with '#'"),
+    (re.compile(r"/"), "names are separated by dots"),
 )
 
 
@@ -159,12 +160,15 @@ def _syntax_error(source: Source, error: UnexpectedInput, offset: int) -> Diagno
     at = offset + max(error.pos_in_stream or 0, 0)
     expected: set[str] = set()
     if isinstance(error, UnexpectedToken):
-        expected, token = set(error.accepts or error.expected), error.token
+        accepts: Any = error.accepts  # what the parser really takes; lark leaves it out at times
+        expected, token = set(accepts or error.expected), error.token
         if token.type == "$END":
             at = offset + (token.end_pos or 0) if token.end_pos else len(source.text.rstrip())
             return _fault(source, at, at, "the text ends too early", _expectation(expected))
         end = at + max(1, len(token.rstrip()))
-        seen = "end of line" if token.type == "_SEP" and "#" not in token and ";" not in token else token.strip()
+        seen = (
+            "end of line" if token.type == "_SEP" and "#" not in token and ";" not in token else token.strip()
+        )
     else:
         assert isinstance(error, UnexpectedCharacters)
         expected, seen, end = set(error.allowed or ()), source.text[at : at + 1], at + 1
@@ -246,7 +250,9 @@ def _recover(builder: _Builder) -> tuple[Statement, ...]:
                 if opened is not None:
                     stack[-1][1].append(Block(opened, tuple(body), Span(builder.source, start, at + 1)))
             else:
-                builder.found.append(_fault(builder.source, at, at + 1, "unexpected '}'", "nothing is open here"))
+                builder.found.append(
+                    _fault(builder.source, at, at + 1, "unexpected '}'", "nothing is open here")
+                )
             at += 1
         elif header:
             block = _piece(builder, at, header.end(), closing="}")
@@ -260,7 +266,9 @@ def _recover(builder: _Builder) -> tuple[Statement, ...]:
             at = end
     for _, _, start in stack[1:]:
         line = _short(text[start:])
-        builder.found.append(_fault(builder.source, start, start + len(line), "this block is never closed", "add '}'"))
+        builder.found.append(
+            _fault(builder.source, start, start + len(line), "this block is never closed", "add '}'")
+        )
     return tuple(stack[0][1])
 
 
@@ -383,15 +391,15 @@ class _Builder:
                 segments.append(self.segment(child))
             else:
                 products = self.products(child)
-        return Selector(
-            segments=tuple(segments), anchored=anchored, products=products, span=self.span(tree)
-        )
+        return Selector(segments=tuple(segments), anchored=anchored, products=products, span=self.span(tree))
 
     def segment(self, tree: Any) -> Segment:
         token = tree.children[0]
         glob = re.sub(r"\*+", "*", token)
         if "{" in glob:
-            glob = re.sub(r"\{[^}]*\}", lambda m: "{" + ",".join(w.strip() for w in m[0][1:-1].split(",")) + "}", glob)
+            glob = re.sub(
+                r"\{[^}]*\}", lambda m: "{" + ",".join(w.strip() for w in m[0][1:-1].split(",")) + "}", glob
+            )
             odd = next((c for c in glob if not (c.isalnum() or c in "_?*~-{},")), None)
             if odd is not None:
                 self.fault(
@@ -416,7 +424,9 @@ class _Builder:
                 parts[-1] = self.bound(token)
         start, stop, step = (*parts, None)[:3]
         if step is not None and (step.percent or step.value < 1):
-            self.fault("bad-slice", step.span, "the step of a slice is 1 or more", "write [::2] for every other one")
+            self.fault(
+                "bad-slice", step.span, "the step of a slice is 1 or more", "write [::2] for every other one"
+            )
             step = None
         return Indices(start=start, stop=stop, step=None if step is None else int(step.value), span=span)
 
@@ -429,7 +439,9 @@ class _Builder:
                     self.fault("unknown-product", token, f"no product named '{word}'", help)
                 taken |= PRODUCTS.get(word, frozenset(Gemm))
         if not taken:
-            self.fault("unknown-product", tree, "no product between the braces", f"known: {', '.join(PRODUCTS)}")
+            self.fault(
+                "unknown-product", tree, "no product between the braces", f"known: {', '.join(PRODUCTS)}"
+            )
         return frozenset(taken)
 
     # predicates
@@ -446,7 +458,9 @@ class _Builder:
         *nots, operand = tree.children
         found = self.any_of(operand.children[1]) if operand.data == "group" else self.compare(operand)
         if len(nots) > _DEEPEST:
-            self.fault("nested-too-deep", nots[0], f"more than {_DEEPEST} times 'not'", "two of them cancel out")
+            self.fault(
+                "nested-too-deep", nots[0], f"more than {_DEEPEST} times 'not'", "two of them cancel out"
+            )
             return found
         for token in reversed(nots):
             found = Not(operand=found, span=self.span(token).to(found.span))
@@ -458,12 +472,13 @@ class _Builder:
         truth = [t for t in terms if "weight" in t.variables]
         if len(terms) == 1:
             if terms[0].value != "weight" or terms[0].modulus is not None:
-                self.fault("bad-predicate", tree, f"'{terms[0]}' is not true or false", "compare it: k >= 1024")
+                self.fault(
+                    "bad-predicate", tree, f"'{terms[0]}' is not true or false", "compare it: k >= 1024"
+                )
             return HasWeight(span=self.span(tree))
         if truth:
-            self.fault(
-                "bad-predicate", truth[0].span, "'weight' is true or false, not a number", "write 'weight' or 'not weight'"
-            )  # fmt: skip
+            help = "write 'weight' or 'not weight'"
+            self.fault("bad-predicate", truth[0].span, "'weight' is true or false, not a number", help)
         return Compare(terms=terms, operators=operators, span=self.span(tree))  # type: ignore[arg-type]  # the grammar admits these six
 
     def term(self, tree: Any) -> Term:
@@ -474,7 +489,9 @@ class _Builder:
             span=self.span(tree),
         )
         if term.modulus == 0:
-            self.fault("bad-predicate", modulus, "a remainder of division by zero", "every GEMM would fail this")
+            self.fault(
+                "bad-predicate", modulus, "a remainder of division by zero", "every GEMM would fail this"
+            )
         return term
 
     def operand(self, token: Any) -> str | int:
@@ -500,17 +517,29 @@ class _Builder:
         for argument in arguments:
             name, value = argument.children
             if name not in PRODUCTS:
-                self.fault("unknown-product", name, f"no product named '{name}'", did_you_mean(name, PRODUCTS))
+                self.fault(
+                    "unknown-product", name, f"no product named '{name}'", did_you_mean(name, PRODUCTS)
+                )
             elif not isinstance(value, Tree):
                 self.fault("unknown-recipe", argument, f"'{name}' is given no recipe", f"write {name}=bf16")
             else:
                 node = self.recipe(value)
                 for gemm in PRODUCTS[name]:
                     if gemm in parts:
-                        self.fault("duplicate-option", argument, f"'{gemm}' has a recipe already", "remove one of them")
+                        self.fault(
+                            "duplicate-option",
+                            argument,
+                            f"'{gemm}' has a recipe already",
+                            "remove one of them",
+                        )
                     parts[gemm] = node
         if not arguments:
-            self.fault("syntax-error", tree, "split() names no product", "write split(fprop=..., dgrad=..., wgrad=...)")
+            self.fault(
+                "syntax-error",
+                tree,
+                "split() names no product",
+                "write split(fprop=..., dgrad=..., wgrad=...)",
+            )
         return Split(parts=tuple((g, parts[g]) for g in Gemm if g in parts), span=self.span(tree))
 
     def setting(self, tree: Any) -> Setting:
@@ -518,8 +547,10 @@ class _Builder:
         words: tuple[str, ...] = ()
         if isinstance(value, Tree):
             if len(value.children) > 1:
-                self.fault("unknown-value", value, f"'{name}' takes no recipe", "recipes nest only in split()")
-            words = (canonical(value.children[0]),)
+                self.fault(
+                    "unknown-value", value, f"'{name}' takes no recipe", "recipes nest only in split()"
+                )
+            words = (canonical(str(value.children[0])),)
         elif value is not None:
             words = tuple(canonical(w) for w in re.findall(r"[^\s,{}]+", value))
             if not words:
@@ -539,7 +570,9 @@ class _Builder:
         if percent and abs(value) > 100:
             self.fault("number-out-of-range", token, "more than all of it", "percentages go up to 100%")
         if not percent and value.denominator != 1:
-            self.fault("number-out-of-range", token, "half a step", f"write a whole number, or a percentage: {text}%")
+            self.fault(
+                "number-out-of-range", token, "half a step", f"write a whole number, or a percentage: {text}%"
+            )
         return Bound(value, percent, self.span(token))
 
     def integer(self, token: Any) -> int:

@@ -1,7 +1,7 @@
 """The policy as data: rules, recipes, variants, schedule. Knows nothing of how a policy is written to a parser.
 
-In: nothing. Out: frozen nodes, each with the span it was read from, each printing as text that parses to an equal
-node. The one trap: spans do not count in comparisons, so two nodes from different places can be equal.
+In: nothing. Out: frozen nodes, each with the span it was read from, each printing as text that parses to an
+equal node. The one trap: spans do not count in comparisons, so two nodes from different places can be equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOWHERE = Span(Source("", "<built>"), 0, 0)
 
 
 def _span() -> Span:
-    return field(default=_NOWHERE, compare=False, repr=False)  # type: ignore[no-any-return]  # dataclasses.field
+    return field(default=_NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

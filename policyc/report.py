@@ -1,7 +1,7 @@
 """Diagnostics in the forms that people and programs read.
 
-In: diagnostics. Out: text: full, concise, json, github or sarif. The one trap: columns count Unicode characters from 1,
-and the end is exclusive, in every form.
+In: diagnostics. Out: text: full, concise, json, github or sarif. The one trap: columns count Unicode
+characters from 1, and the end is exclusive, in every form.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def concise(found: Sequence[Diagnostic], paint: Paint) -> str:
     return "".join(f"{headline(d, paint)}\n" for d in found)
 
 
-def as_json(found: Sequence[Diagnostic], paint: Paint) -> str:
+def as_json(found: Sequence[Diagnostic], _: Paint) -> str:
     return json.dumps([_object(d) for d in found], indent=2, ensure_ascii=False) + "\n"
 
 
-def github(found: Sequence[Diagnostic], paint: Paint) -> str:
+def github(found: Sequence[Diagnostic], _: Paint) -> str:
     """Workflow commands: annotations on the lines of a pull request."""
     return "".join(_command(d) for d in found)
 
 
-def sarif(found: Sequence[Diagnostic], paint: Paint) -> str:
+def sarif(found: Sequence[Diagnostic], _: Paint) -> str:
     codes = list(RULES)
     driver = {
         "name": "policyc",
@@ -130,7 +130,8 @@ def _sarif_result(diagnostic: Diagnostic, codes: Sequence[str]) -> dict[str, Any
         ]
     if diagnostic.fix is not None:
         edits = [
-            {"deletedRegion": _region(e.span), "insertedContent": {"text": e.text}} for e in diagnostic.fix.edits
+            {"deletedRegion": _region(e.span), "insertedContent": {"text": e.text}}
+            for e in diagnostic.fix.edits
         ]
         where = {"uri": _uri(diagnostic.span.source.path)}
         kind = "" if diagnostic.fix.safe else " (unsafe)"
@@ -168,7 +169,9 @@ def summary(found: Iterable[Diagnostic], files: int) -> str:
         return f"{policies}: no findings"
     errors = sum(d.severity == "error" for d in listed)
     warnings = len(listed) - errors
-    parts = [f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((errors, "error"), (warnings, "warning")) if n]
+    parts = [
+        f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((errors, "error"), (warnings, "warning")) if n
+    ]
     line = f"{policies}: {' and '.join(parts)}"
     safe = sum(d.fix is not None and d.fix.safe for d in listed)
     return f"{line}; --fix mends {safe}" if safe else line

@@ -1,6 +1,7 @@
 """Where the data that ships with policyc lies: grammars, policies, models.
 
-In: a folder's name. Out: its path. The one trap: a wheel holds these folders inside the package, a checkout beside it.
+In: a folder's name. Out: its path. The one trap: a wheel holds these folders inside the package, a checkout
+beside it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Selectors as patterns over paths, and which paths they match.
 
-In: a `Selector`. Out: `Pattern`s without braces, and whether one matches a `Path`. The one trap: an index has three
-spellings, and all are one: `layers[3]`, `layers.3` and `layers_3` are the name `layers` with index 3, in a path as in a
-selector. A glob sees an index as one character: `wi_*` and `wi_?` match `wi_0` and `wi_10` alike.
+In: a `Selector`. Out: `Pattern`s without braces, and whether one matches a `Path`. The one trap: an index has
+three spellings, and all are one: `layers[3]`, `layers.3` and `layers_3` are the name `layers` with index 3,
+in a path as in a selector. A glob sees an index as one character: `wi_*` and `wi_?` match `wi_0` and `wi_10`
+alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A policy as people look at it: tables of what its rules do to the operands of each product.
 
-In: a `Policy`. Out: text, a table on the terminal, or JSON. The one trap: a schedule shows beside each rule, since a rule
-in a phase and the same rule outside one are different things.
+In: a `Policy`. Out: text, a table on the terminal, or JSON. The one trap: a schedule shows beside each rule,
+since a rule in a phase and the same rule outside one are different things.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def table(policy: Policy, title: str) -> None:
     for rule in policy.rules:
         grid.add_row(_heading(rule), *(_cell(rule, resolve(rule.recipe), gemm) for gemm in Gemm))
     console.print(grid)
-    console.print("Later rules override earlier ones; a site that no rule matches is kept as it is.", style="dim")
+    console.print(
+        "Later rules override earlier ones; a site that no rule matches is kept as it is.", style="dim"
+    )
 
 
 def _heading(rule: Rule) -> Text:
@@ -109,7 +111,9 @@ def as_json(policy: Policy) -> str:
                 "expect": rule.expect,
                 "recipe": str(rule.recipe),
                 "operands": {
-                    f"{gemm}.{role}": describe(recipe.of(gemm, role)) for gemm, role in OPERANDS if gemm in rule.products
+                    f"{gemm}.{role}": describe(recipe.of(gemm, role))
+                    for gemm, role in OPERANDS
+                    if gemm in rule.products
                 },
             }
         )

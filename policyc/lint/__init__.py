@@ -1,10 +1,11 @@
 """The linter: a table of rules, one file each, and the engine that runs them.
 
-In: a policy's text. Out: `Diagnostic`s, those that a comment allows taken away. To add a rule, write a file with a page
-for a docstring and a `check`, and name it in `_MODULES`. The one trap: a code is its file's name, so that a rule, its page
-and its fixture can be found from any of them.
+In: a policy's text. Out: `Diagnostic`s, those that a comment allows taken away. To add a rule, write a file
+with a page for a docstring and a `check`, and name it in `_MODULES`. The one trap: a code is its file's name,
+so that a rule, its page and its fixture can be found from any of them.
 
-Rules without a `check` are found while the policy is read. Rules that need a model's graph will find it in the `Context`.
+Rules without a `check` are found while the policy is read. Rules that need a model's graph will find it in
+the `Context`.
 """
 
 from __future__ import annotations

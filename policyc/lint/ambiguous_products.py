@@ -1,7 +1,8 @@
 """Only the last of several selectors names products.
 
-`@` belongs to the selector before it: in `a, b @ wgrad` all three products of `a` are taken. Say so for each selector, or
-write two rules. A selector that looks like a misspelt product after a comma is reported here too.
+`@` belongs to the selector before it: in `a, b @ wgrad` all three products of `a` are taken. Say so for each
+selector, or write two rules. A selector that looks like a misspelt product after a comma is reported here
+too.
 
 ## Bad
 
@@ -24,7 +25,6 @@ from policyc.diagnostics import Diagnostic, Edit, Fix, Span, closest
 from policyc.lint.context import Context
 from policyc.policy import Selector
 from policyc.recipes import PRODUCTS, Gemm
-
 
 _ALL = frozenset(Gemm)
 

@@ -1,9 +1,10 @@
 """The score products of attention are put in 4 bits.
 
-`softmax(q k) v` is two GEMMs without a parameter. A rule over all of attention, or over everything, takes them along with
-the projections; their error goes through an exponential. `where weight` leaves them out.
+`softmax(q k) v` is two GEMMs without a parameter. A rule over all of attention, or over everything, takes
+them along with the projections; their error goes through an exponential. `where weight` leaves them out.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its sites.
+Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
+sites.
 
 ## Bad
 

@@ -1,6 +1,7 @@
 """A condition is not one that a site can meet or miss.
 
-`m`, `n`, `k`, `batch` and `flops` are numbers and want a comparison; `weight` is true or false and wants none.
+`m`, `n`, `k`, `batch` and `flops` are numbers and want a comparison; `weight` is true or false and wants
+none.
 
 ## Bad
 

@@ -1,7 +1,8 @@
 """What lint rules look at: a policy that reads without faults, and answers about it that several rules need.
 
-In: a `Loaded` policy. Out: a `Context`. The one trap: rules and recipes may come from imported files; a rule reports
-only what stands in the file at hand (`mine`), or a shared library would be blamed in every file that imports it.
+In: a `Loaded` policy. Out: a `Context`. The one trap: rules and recipes may come from imported files; a rule
+reports only what stands in the file at hand (`mine`), or a shared library would be blamed in every file that
+imports it.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ class Context:
         found: list[Applied] = []
         for policy, variant in self._policies():
             resolve = policy.resolver()
-            for rule in policy.rules:
-                if variant is None or _changed(rule, variant, policy):
-                    found.append(Applied(rule.recipe, rule.products, resolve(rule.recipe), rule, policy))
+            found += [
+                Applied(rule.recipe, rule.products, resolve(rule.recipe), rule, policy)
+                for rule in policy.rules
+                if variant is None or _changed(rule, variant, policy)
+            ]
         return tuple(found)
 
     def _policies(self) -> Iterator[tuple[Policy, Variant | None]]:

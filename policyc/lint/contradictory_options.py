@@ -1,7 +1,7 @@
 """Two options of a recipe exclude each other.
 
-MS-EDEN rotates and rounds by itself, so `sr`, `rht`, `scale2d` and `scale=four_over_six` have nothing left to do;
-four_over_six is for operands that are rounded to nearest; a 16x16 tile cannot have one scale per row.
+MS-EDEN rotates and rounds by itself, so `sr`, `rht`, `scale2d` and `scale=four_over_six` have nothing left to
+do; four_over_six is for operands that are rounded to nearest; a 16x16 tile cannot have one scale per row.
 
 ## Bad
 

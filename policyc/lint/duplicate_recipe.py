@@ -1,7 +1,7 @@
 """A file defines a recipe twice.
 
-One of the two would be lost. To change an imported recipe, define it again after the import: that replaces it in the
-imported rules too. An import after the definition is reported, since it would undo it.
+One of the two would be lost. To change an imported recipe, define it again after the import: that replaces it
+in the imported rules too. An import after the definition is reported, since it would undo it.
 
 ## Bad
 

@@ -1,9 +1,10 @@
 """The embedding is put in 4 bits.
 
-Where a model looks tokens up by a matrix product with one-hot rows, its embedding is a GEMM like any other, and a catch-all
-rule takes it. It costs next to no time and everything passes through it.
+Where a model looks tokens up by a matrix product with one-hot rows, its embedding is a GEMM like any other,
+and a catch-all rule takes it. It costs next to no time and everything passes through it.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its sites.
+Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
+sites.
 
 ## Bad
 

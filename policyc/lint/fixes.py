@@ -1,7 +1,7 @@
 """Applies the fixes of diagnostics to a text.
 
-In: a text and what lint found in it. Out: the mended text. The one trap: fixes may touch the same place; the first one
-wins, and the others get their turn when the mended text is linted again.
+In: a text and what lint found in it. Out: the mended text. The one trap: fixes may touch the same place; the
+first one wins, and the others get their turn when the mended text is linted again.
 """
 
 from __future__ import annotations

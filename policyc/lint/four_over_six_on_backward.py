@@ -1,7 +1,8 @@
 """four_over_six chooses the scales of a backward product.
 
-Choosing the better of two scales minimizes the error of a block and thereby biases it. Forward that pays; backward the
-bias adds up, as with rounding to nearest. Give the forward product a recipe of its own with `split` or `@ fprop`.
+Choosing the better of two scales minimizes the error of a block and thereby biases it. Forward that pays;
+backward the bias adds up, as with rounding to nearest. Give the forward product a recipe of its own with
+`split` or `@ fprop`.
 
 ## Bad
 

@@ -1,7 +1,7 @@
 """A weight is both rotated and scaled in 2D.
 
-2D scales exist so that a weight and its transpose share codes. A rotation along one axis destroys that: the transpose
-would have to be rotated along the other.
+2D scales exist so that a weight and its transpose share codes. A rotation along one axis destroys that: the
+transpose would have to be rotated along the other.
 
 ## Bad
 

@@ -1,7 +1,7 @@
 """A Hadamard transform is put on fprop or dgrad.
 
-In wgrad the transform spreads outliers over tokens, where they are. In fprop and dgrad it gives nothing that was ever
-measured, costs a pass over the operands, and keeps a weight from having one set of codes for both.
+In wgrad the transform spreads outliers over tokens, where they are. In fprop and dgrad it gives nothing that
+was ever measured, costs a pass over the operands, and keeps a weight from having one set of codes for both.
 
 ## Bad
 

@@ -2,7 +2,8 @@
 
 The logits feed the loss directly. Every published recipe keeps the head in high precision.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its sites.
+Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
+sites.
 
 ## Bad
 

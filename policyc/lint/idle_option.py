@@ -1,7 +1,7 @@
 """An option of a recipe does nothing where the recipe is used.
 
-`rht=wgrad` has no effect on a rule for `@ fprop`, `rht_size` none without `rht`, `sr_headroom` none without `sr`. Whoever
-reads the policy believes otherwise. An option that spells out its default is not reported.
+`rht=wgrad` has no effect on a rule for `@ fprop`, `rht_size` none without `rht`, `sr_headroom` none without
+`sr`. Whoever reads the policy believes otherwise. An option that spells out its default is not reported.
 
 ## Bad
 

@@ -1,6 +1,7 @@
 """A variant changes nothing.
 
-A sweep would spend a run on the same policy twice: its recipes are what they were, and its rules repeat what holds.
+A sweep would spend a run on the same policy twice: its recipes are what they were, and its rules repeat what
+holds.
 
 ## Bad
 
@@ -39,7 +40,10 @@ def check(context: Context) -> Iterator[Diagnostic]:
     for variant in policy.variants:
         if context.mine(variant.span) and not _changes(context, variant):
             yield from context.report(
-                "idle-variant", variant.span, f"the variant '{variant.name}' is the policy itself", "remove or mend it"
+                "idle-variant",
+                variant.span,
+                f"the variant '{variant.name}' is the policy itself",
+                "remove or mend it",
             )
 
 

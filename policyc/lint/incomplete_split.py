@@ -1,7 +1,7 @@
 """A split leaves a product out, which is then kept as it is.
 
-A product that `split` does not name runs as the program wrote it, in whatever type that is. If that is meant, say `keep`;
-`--fix` does.
+A product that `split` does not name runs as the program wrote it, in whatever type that is. If that is meant,
+say `keep`; `--fix` does.
 
 ## Bad
 
@@ -40,8 +40,13 @@ def check(context: Context) -> Iterator[Diagnostic]:
             yield from context.report(
                 "incomplete-split",
                 node.span,
-                f"{' and '.join(missing)} are left out of the split, and kept as they are" if len(missing) > 1
+                f"{' and '.join(missing)} are left out of the split, and kept as they are"
+                if len(missing) > 1
                 else f"{missing[0]} is left out of the split, and kept as it is",
                 f"say so: {added[2:]}",
-                fix=Fix(message=f"add {added[2:]}", edits=(Edit(Span(node.span.source, close, close), added),), safe=True),
+                fix=Fix(
+                    message=f"add {added[2:]}",
+                    edits=(Edit(Span(node.span.source, close, close), added),),
+                    safe=True,
+                ),
             )

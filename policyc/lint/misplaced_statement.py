@@ -1,7 +1,7 @@
 """A statement stands where it has no meaning.
 
-A schedule holds rules and other schedules; a variant holds everything but variants. A recipe that should change with time
-is written as two recipes, and a rule for each.
+A schedule holds rules and other schedules; a variant holds everything but variants. A recipe that should
+change with time is written as two recipes, and a rule for each.
 
 ## Bad
 

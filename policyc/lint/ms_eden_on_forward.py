@@ -1,7 +1,7 @@
 """MS-EDEN rounds a forward product.
 
-MS-EDEN trades error for the absence of bias. The forward pass has no use for that, and pays with a transform of 128 along
-each operand. Give the backward products a recipe of their own with `split` or `@ bwd`.
+MS-EDEN trades error for the absence of bias. The forward pass has no use for that, and pays with a transform
+of 128 along each operand. Give the backward products a recipe of their own with `split` or `@ bwd`.
 
 ## Bad
 

@@ -1,8 +1,8 @@
 """A 4-bit gradient is rounded to nearest.
 
-Small gradients then vanish in the same direction every step, and the error adds up over a run. Use stochastic rounding
-(`sr=grad`) or, in `nvfp4`, `rounding=ms_eden` on the backward products. On small models the difference can drown in noise;
-on long runs it does not.
+Small gradients then vanish in the same direction every step, and the error adds up over a run. Use stochastic
+rounding (`sr=grad`) or, in `nvfp4`, `rounding=ms_eden` on the backward products. On small models the
+difference can drown in noise; on long runs it does not.
 
 ## Bad
 
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.recipes import OPERANDS, Gemm, Role
+from policyc.recipes import OPERANDS, Role
 
 
 def check(context: Context) -> Iterator[Diagnostic]:

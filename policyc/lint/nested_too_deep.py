@@ -1,7 +1,7 @@
 """Brackets, or recipes named by recipes, go deeper than anyone can follow.
 
-The limit is 32. Nobody writes such a thing by hand, and what a program writes can be flattened: name the last recipe
-directly, or write several rules.
+The limit is 32. Nobody writes such a thing by hand, and what a program writes can be flattened: name the last
+recipe directly, or write several rules.
 
 ## Bad
 

@@ -1,7 +1,7 @@
 """The last blocks run in 4 bits like all others.
 
-The last blocks are the ones that 4 bits hurt: published runs keep the last 4 of 32 (Llama 3 8B) or the last 8 of 62 (12B)
-in BF16. Add a rule for them behind the others; it works on a scanned stack too.
+The last blocks are the ones that 4 bits hurt: published runs keep the last 4 of 32 (Llama 3 8B) or the last 8
+of 62 (12B) in BF16. Add a rule for them behind the others; it works on a scanned stack too.
 
 ## Bad
 
@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from policyc.automata import witness
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
 from policyc.lint.sensitive import NAMES, decision, stacks, text
-from policyc.automata import witness
 from policyc.recipes import Gemm
 from policyc.selectors import Name, Path, Pattern
 

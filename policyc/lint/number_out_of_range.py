@@ -1,6 +1,7 @@
 """A number is larger than makes sense, or is not whole where it must be.
 
-Steps, indices, sizes and counts are whole numbers of at most 18 digits. Percentages go up to 100, and may have decimals.
+Steps, indices, sizes and counts are whole numbers of at most 18 digits. Percentages go up to 100, and may
+have decimals.
 
 ## Bad
 

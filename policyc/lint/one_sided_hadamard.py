@@ -1,7 +1,7 @@
 """Only one operand of a product is rotated: the product is wrong.
 
-A Hadamard transform along the contraction cancels out because both operands go through it. On one of them alone it does
-not cancel: the result is another number, not a less precise one.
+A Hadamard transform along the contraction cancels out because both operands go through it. On one of them
+alone it does not cancel: the result is another number, not a less precise one.
 
 ## Bad
 

@@ -1,7 +1,7 @@
 """A phase of the schedule never comes.
 
-`after` holds from its step on, `until` before it. `until 0`, `after 100%`, or an `until` inside a later `after` leave no
-step at all: the rules in them are never in force.
+`after` holds from its step on, `until` before it. `until 0`, `after 100%`, or an `until` inside a later
+`after` leave no step at all: the rules in them are never in force.
 
 ## Bad
 

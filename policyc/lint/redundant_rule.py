@@ -1,7 +1,7 @@
 """A rule gives its sites what they have already.
 
-An earlier rule covers this one whole, with a recipe that does the same to every product, and nothing between the two says
-otherwise. The policy means the same without it.
+An earlier rule covers this one whole, with a recipe that does the same to every product, and nothing between
+the two says otherwise. The policy means the same without it.
 
 `--fix` removes the rule, unless it has an `expect`, which still counts sites.
 
@@ -37,5 +37,9 @@ def check(context: Context) -> Iterator[Diagnostic]:
                 "this rule changes nothing",
                 "remove it",
                 notes=(Note(earlier.rule.span, "its sites have this recipe from here"),),
-                fix=Fix(message="remove the rule", edits=(removal(claim.rule.span),), safe=claim.rule.expect is None),
+                fix=Fix(
+                    message="remove the rule",
+                    edits=(removal(claim.rule.span),),
+                    safe=claim.rule.expect is None,
+                ),
             )

@@ -1,7 +1,8 @@
 """Sites that 4 bits hurt, by the names that models commonly give them.
 
-In: a policy. Out: the rules that put such a site in 4 bits. The one trap: without a model, names are all there is. Names
-that stand for harmless layers too (`gate`, `output` inside attention) are left to the rules that see the graph.
+In: a policy. Out: the rules that put such a site in 4 bits. The one trap: without a model, names are all
+there is. Names that stand for harmless layers too (`gate`, `output` inside attention) are left to the rules
+that see the graph.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Later rules take every site of a rule: it does nothing.
 
-Later rules override earlier ones, so an exception goes after what it excepts. A rule that is overridden everywhere is most
-often an exception written too early.
+Later rules override earlier ones, so an exception goes after what it excepts. A rule that is overridden
+everywhere is most often an exception written too early.
 
-This is decided on the sets that the selectors stand for, not on their text: several rules may cover one together, by
-path, index, product, condition or phase. Where a policy is too large for that, `policyc lint` says for how many rules it
-was not decided.
+This is decided on the sets that the selectors stand for, not on their text: several rules may cover one
+together, by path, index, product, condition or phase. Where a policy is too large for that, `policyc lint`
+says for how many rules it was not decided.
 
 `--fix` removes the rule, unless it has an `expect`, which still counts sites.
 

@@ -1,7 +1,7 @@
 """Weights or activations are rounded at random.
 
-Stochastic rounding keeps gradients unbiased, at the price of twice the error. In the forward pass there is no average to
-protect, only the price: runs with stochastic weights or activations end clearly worse.
+Stochastic rounding keeps gradients unbiased, at the price of twice the error. In the forward pass there is no
+average to protect, only the price: runs with stochastic weights or activations end clearly worse.
 
 ## Bad
 
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.recipes import OPERANDS, Gemm, Role
+from policyc.recipes import OPERANDS, Role
 
 
 def check(context: Context) -> Iterator[Diagnostic]:

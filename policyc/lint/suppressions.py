@@ -1,8 +1,8 @@
 """Comments that allow a finding on purpose: `# allow: CODE, CODE -- reason`.
 
-In: the comments of a file. Out: which findings they allow, and which of them allow nothing. Behind a statement, a comment
-speaks of that statement; on a line of its own, of the next one. The one trap: a suppression of a rule that did not run is
-not unused.
+In: the comments of a file. Out: which findings they allow, and which of them allow nothing. Behind a
+statement, a comment speaks of that statement; on a line of its own, of the next one. The one trap: a
+suppression of a rule that did not run is not unused.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Suppressions:
                     span=code,
                     severity=Severity.WARNING,
                     help="remove it",
-                    fix=Fix(message="remove the suppression", edits=(self._removal(code, comment),), safe=True),
+                    fix=Fix(
+                        message="remove the suppression", edits=(self._removal(code, comment),), safe=True
+                    ),
                 )
 
     def _removal(self, code: Span, comment: Span) -> Edit:

@@ -1,7 +1,7 @@
 """A format does not exist.
 
-A rule would otherwise run in a precision nobody asked for. The formats are `nvfp4`, `mxfp4`, `mxfp8`, `fp8`, `bf16`,
-`f32` and `keep`.
+A rule would otherwise run in a precision nobody asked for. The formats are `nvfp4`, `mxfp4`, `mxfp8`, `fp8`,
+`bf16`, `f32` and `keep`.
 
 ## Bad
 

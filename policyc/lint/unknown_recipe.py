@@ -1,7 +1,7 @@
 """A recipe is named that no statement defines.
 
-Recipes are looked up when the policy is whole, so a recipe may be defined after its use or by an import, but it must be
-defined.
+Recipes are looked up when the policy is whole, so a recipe may be defined after its use or by an import, but
+it must be defined.
 
 ## Bad
 

@@ -1,7 +1,7 @@
 """A recipe is defined and never used.
 
-No rule, recipe or variant names it: perhaps a rule was meant to. A file without rules is a library of recipes, and may hold
-more than anyone uses. `--fix` removes the definition.
+No rule, recipe or variant names it: perhaps a rule was meant to. A file without rules is a library of
+recipes, and may hold more than anyone uses. `--fix` removes the definition.
 
 ## Bad
 
@@ -31,7 +31,8 @@ def check(context: Context) -> Iterator[Diagnostic]:
     policy = context.policy
     rules = [*policy.rules, *(r for v in policy.variants for r in v.rules)]
     defs = [*policy.recipes, *(d for v in policy.variants for d in v.recipes)]
-    named = {u.name for owner in (*rules, *defs) for u in uses(owner.recipe)}
+    written = [*(r.recipe for r in rules), *(d.recipe for d in defs)]
+    named = {u.name for node in written for u in uses(node)}
     for definition in policy.recipes if rules else ():
         if definition.name not in named:
             yield from context.report(
