@@ -9,8 +9,10 @@ at hand cannot tell apart. The one trap: subset automata can be exponential, so 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from functools import lru_cache
 
 from policyc.policy import Indices
@@ -112,7 +114,7 @@ def _plain(piece: Piece) -> Name:
 def example(indices: Indices) -> tuple[int, int]:
     """An index that a slice takes, and the depth of a stack of which it does; index -1 if there is none."""
     numbers = sorted({abs(n) for n in _numbers(indices)})
-    depths = itertools.chain((n + 1 for n in numbers), range(1, 102), (2 * n + 1 for n in numbers))
+    depths = itertools.chain((n + 1 for n in numbers), range(1, 102), sorted(_depths(frozenset({indices}))))
     return next(((taken[0], depth) for depth in depths if (taken := indices.select(depth))), (-1, 1))
 
 
@@ -242,21 +244,41 @@ def classes(slices: frozenset[Indices]) -> tuple[Class, ...]:
     """Every combination of slices that some index of some stack is in, with an example of each."""
     found: dict[frozenset[Indices], tuple[int, int]] = {}
     ordered = sorted(slices, key=str)
-    numbers = {abs(n) for s in ordered for n in _numbers(s)}
-    small = 2 * max((n for n in numbers if n <= 40), default=0) + 50
-    depths = {*range(1, small)}
-    depths.update(d + e for n in numbers for d in (n, 2 * n) for e in (-1, 0, 1, 2) if d + e > 0)
-    for depth in sorted(depths):
+    small = 2 * max((abs(n) for s in ordered for n in _numbers(s) if abs(n) <= 40), default=0) + 50
+    steps = math.lcm(*(s.step for s in ordered if s.step is not None))
+    reach = 1 if steps == 1 else min(steps, 40) + 3
+    for depth in sorted({*range(1, small), *_depths(slices)}):
         taken = [s.select(depth) for s in ordered]
         places: Iterable[int] = range(depth)
         if depth > small:
             edges = {e for t in taken if t for e in (t[0], t[-1])} | {0, depth - 1}
-            near = {e + d for e in edges for d in range(-3, 4)}
+            near = {e + d for e in edges for d in range(-reach, reach + 1)}
             places = sorted(p for p in near if 0 <= p < depth)
         for place in places:
             inside = frozenset(s for s, t in zip(ordered, taken, strict=True) if place in t)
             found.setdefault(inside, (place, depth))
     return tuple((inside, place) for inside, place in found.items())
+
+
+_DEEPEST = 160  # with percentages, every depth up to here is tried: no model has more layers
+_MOST_NUMBERS = 16
+
+
+def _depths(slices: frozenset[Indices]) -> set[int]:
+    """Depths around which the slices change places: where two bounds meet, or a share first holds a layer."""
+    numbers = {abs(n) for s in slices for n in _numbers(s)}
+    bounds = {b for s in slices for b in (s.start, s.stop) if b is not None and b.percent}
+    shares = {b.value if b.value >= 0 else 100 + b.value for b in bounds}
+    meet = {m for n in numbers for m in (n, 2 * n)}
+    if len(numbers) <= _MOST_NUMBERS:
+        meet |= {a + b for a, b in itertools.combinations(numbers, 2)}
+    gaps = {abs(a - b) for a, b in itertools.combinations({*shares, Fraction(0), Fraction(100)}, 2)}
+    if shares and len(gaps) <= _MOST_NUMBERS**2:
+        meet |= {
+            math.ceil(n * 100 / g) for g in gaps for n in {1, 2, *(n + d for n in numbers for d in (0, 1))}
+        }
+    found = {m + d for m in meet for d in (-1, 0, 1, 2)}
+    return {d for d in found if d > 0} | set(range(1, _DEEPEST) if shares else ())
 
 
 def _numbers(indices: Indices) -> Iterator[int]:

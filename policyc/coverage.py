@@ -17,18 +17,22 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 from policyc.automata import Budget, TooHard, outside, plainly_inside, witness
-from policyc.policy import Attributes, Predicate, Rule, Term, When, comparisons
+from policyc.policy import Attributes, Compare, Predicate, Rule, When, comparisons
 from policyc.recipes import Gemm, Recipe
 from policyc.selectors import Name, Path, Pattern, matches, patterns
 
 _MOST_COVERING = 24
 _MOST_SITES = 256  # combinations of sizes tried for one argument
 _STEPS_EACH = 20_000
+_LONGEST_PERIOD = 128
+
+_ANY: Attributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1, "weight": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,14 @@ class Point:
 
 
 class Claim:
-    """A rule as a set of points. Compares by identity."""
+    """A rule as a set of points. `varied` is its recipe under the variants that change it. Compares by identity."""
 
-    __slots__ = ("order", "parts", "recipe", "rule")
+    __slots__ = ("order", "parts", "recipe", "rule", "varied")
 
-    def __init__(self, rule: Rule, recipe: Recipe, order: int) -> None:
+    def __init__(self, rule: Rule, recipe: Recipe, varied: Mapping[str, Recipe], order: int) -> None:
         self.rule = rule
         self.recipe = recipe
+        self.varied = varied
         self.order = order
         self.parts = tuple((p, s.products) for s in rule.selectors for p in patterns(s))
 
@@ -69,22 +74,29 @@ class Cover:
     """Answers for one list of rules. `undecided` counts the questions given up as too hard."""
 
     def __init__(
-        self, rules: Sequence[Rule], resolve: Callable[[Rule], Recipe], steps: int = 200_000
+        self,
+        rules: Sequence[Rule],
+        resolve: Callable[[Rule], Recipe],
+        varied: Mapping[int, Mapping[str, Recipe]] = MappingProxyType({}),
+        steps: int = 200_000,
     ) -> None:
-        self.claims = tuple(Claim(rule, resolve(rule), order) for order, rule in enumerate(rules))
+        self.claims = tuple(Claim(r, resolve(r), varied.get(at, {}), at) for at, r in enumerate(rules))
         self.undecided = 0
         self._left = steps
+        self._taken: dict[int, tuple[Claim, ...]] = {}
         self._index = _Index(self.claims)
-        self._by_recipe: dict[Recipe, list[int]] = {}
+        self._alike: dict[object, list[Claim]] = {}  # the claims of one recipe, in their order
         for claim in self.claims:
-            self._by_recipe.setdefault(claim.recipe, []).append(claim.order)
+            self._alike.setdefault((claim.recipe, *claim.varied.items()), []).append(claim)
 
     def taken_by(self, claim: Claim) -> tuple[Claim, ...]:
         """Later rules that together take all that the claim takes; empty where something is left to it."""
-        return self._ask(lambda budget: self._covering(claim, budget))
+        if claim.order not in self._taken:
+            self._taken[claim.order] = self._ask(lambda budget: self._covering(claim, budget))
+        return self._taken[claim.order]
 
     def repeats(self, claim: Claim) -> Claim | None:
-        """An earlier rule that gives every site of the claim the recipe that the claim gives it."""
+        """An earlier rule that gives every site of the claim what the claim gives it, under every variant."""
         found = self._ask(lambda budget: self._repeated(claim, budget))
         return found[0] if found else None
 
@@ -118,22 +130,25 @@ class Cover:
     def _repeated(self, claim: Claim, budget: Budget) -> tuple[Claim, ...]:
         point = _left_over(claim, [], budget)
         last = None if point is None else self._index.last(point, 0, claim.order, budget)
-        if last is None or not _same(last.recipe, claim) or _left_over(claim, [last], budget) is not None:
+        if last is None or not _same(last, claim) or _left_over(claim, [last], budget) is not None:
             return ()
         return () if self._disagrees(claim, last.order + 1, claim.order) else (last,)
 
     def _disagrees(self, claim: Claim, start: int, stop: int) -> bool:
         """Does a rule in a range of orders do something else? Selectors float, so any two can name one site."""
-        for recipe, orders in self._by_recipe.items():
-            at = bisect_left(orders, start)
-            if at < len(orders) and orders[at] < stop and not _same(recipe, claim):
+        for alike in self._alike.values():
+            at = bisect_left(alike, start, key=lambda c: c.order)
+            if at < len(alike) and alike[at].order < stop and not _same(alike[at], claim):
                 return True
         return False
 
 
-def _same(recipe: Recipe, claim: Claim) -> bool:
-    """Does the recipe do what the claim's does, in every product that the claim takes?"""
-    return all(recipe.product(g) == claim.recipe.product(g) for g in claim.rule.products)
+def _same(other: Claim, claim: Claim) -> bool:
+    """Does the other do what the claim does, in every product that the claim takes, under every variant?"""
+    pairs = [(other.recipe, claim.recipe)]
+    for name in other.varied.keys() | claim.varied.keys():
+        pairs.append((other.varied.get(name, other.recipe), claim.varied.get(name, claim.recipe)))
+    return all(a is b or a.product(g) == b.product(g) for a, b in pairs for g in claim.rule.products)
 
 
 def _left_over(claim: Claim, others: list[Claim], budget: Budget) -> Point | None:
@@ -214,31 +229,39 @@ def moments(conditions: tuple[When, ...]) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=1024)
 def sites(conditions: tuple[Predicate, ...]) -> tuple[Attributes, ...]:
-    """Sizes of a GEMM for each combination of conditions that can hold together."""
+    """Sizes of a GEMM for each combination of conditions that can hold together. Every site has all attributes."""
     if not conditions:
-        return ({},)
-    terms = [t for c in conditions for compare in comparisons(c) for t in compare.terms]
-    names = sorted(frozenset().union(*(t.variables for t in terms)))
-    pools = [_numbers_near(terms) for _ in names]
+        return (_ANY,)
+    compares = [compare for c in conditions for compare in comparisons(c)]
+    names = sorted(frozenset().union(*(t.variables for c in compares for t in c.terms)))
+    pools = [_numbers_near(compares, len(names)) for _ in names]
     if math.prod(map(len, pools)) > 200_000:
         raise TooHard
     found: dict[tuple[bool | None, ...], Attributes] = {}
     for weight in (True, False):
         for numbers in itertools.product(*pools):
-            site = {**dict(zip(names, numbers, strict=True)), "weight": weight}
+            site = {**_ANY, **dict(zip(names, numbers, strict=True)), "weight": weight}
             found.setdefault(tuple(c.holds(site) for c in conditions), site)
     if len(found) > _MOST_SITES:
         raise TooHard
     return tuple(found.values())
 
 
-def _numbers_near(terms: list[Term]) -> list[int]:
-    """Numbers on both sides of every edge that the terms draw, and with every remainder that they ask for."""
+def _numbers_near(compares: list[Compare], names: int) -> list[int]:
+    """Numbers on both sides of every edge that the terms draw, and with every remainder that they ask for.
+
+    Sizes that are compared with each other need room for all of them between two edges. Whether one size divides
+    another has no edges: small numbers show what can be.
+    """
+    terms = [t for c in compares for t in c.terms]
     numbers = {t.value for t in terms if isinstance(t.value, int)}
     moduli = {t.modulus for t in terms if isinstance(t.modulus, int)}
     period = math.lcm(*moduli) if moduli else 1
-    if period > 128:
+    if period > _LONGEST_PERIOD:
         raise TooHard
-    edges = {1, *numbers}
-    spread = range(-1, period + 1) if moduli else range(-1, 2)
-    return sorted({e + d for e in edges for d in spread if e + d > 0})
+    linked = any(len(frozenset().union(*(t.variables for t in c.terms))) > 1 for c in compares)
+    room = names if linked else 1
+    found = {e + d for e in {1, *numbers} for d in range(-room, room * period + 1)}
+    if any(isinstance(t.modulus, str) for t in terms):
+        found.update(range(1, 33))
+    return sorted(n for n in found if n > 0)

@@ -71,7 +71,7 @@ class _Printer:
         elif inner:
             while self.comments and self.comments[0][0] < span.end:
                 self.comments.popleft()
-            written = self.text[span.start : span.end].splitlines()
+            written = self.text[span.start : span.end].split("\n")
             self.lines += [_Line(depth if i == 0 else 0, line.rstrip()) for i, line in enumerate(written)]
         elif isinstance(statement, Rule):
             self.lines.append(_Line(depth, statement.head, statement.tail))

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from policyc import resources
 from policyc.diagnostics import Diagnostic, Edit, Fix, Note, PolicyError, Source, Span, closest, did_you_mean
 from policyc.formats import FORMATS
-from policyc.parser import LONGEST, Block, File, Import, Statement, read
+from policyc.parser import LONGEST, Block, File, Import, Statement, comments, read
 from policyc.policy import Policy, RecipeDef, RecipeNode, Rule, Setting, Use, Variant, When, uses, values
 from policyc.recipes import OPERANDS, OPTIONS
 from policyc.selectors import alternatives
@@ -374,12 +374,12 @@ class _Loader:
     def _settings(self, use: Use) -> None:
         format = FORMATS[use.name]
         first: dict[str, Setting] = {}
-        for setting in use.settings:
+        for before, setting in zip((None, *use.settings), use.settings, strict=False):
             name = setting.name
             if name not in format.options:
                 self._unknown_option(use, setting)
-            elif name in first:
-                self._duplicate(first[name], setting)
+            elif name in first and before is not None:
+                self._duplicate(first[name], before, setting)
             elif OPTIONS[name].read(setting.words) is None:
                 self._unknown_value(setting)
             first.setdefault(name, setting)
@@ -415,10 +415,10 @@ class _Loader:
         help = f"did you mean '{near}'?" if near else f"expected {option.expected}"
         self.fault("unknown-value", setting.span, f"'{setting.name}' cannot be '{bad}'", help)
 
-    def _duplicate(self, first: Setting, second: Setting) -> None:
+    def _duplicate(self, first: Setting, before: Setting, second: Setting) -> None:
         same = first == second
         message = f"'{second.name}' is given twice" + ("" if same else ", and not the same")
-        fix = Fix(message="remove the second", edits=(_without(second),), safe=same)
+        fix = Fix(message="remove the second", edits=_without(second, before), safe=same)
         note = Note(first.span, "first given here")
         self.fault("duplicate-option", second.span, message, "keep one", notes=(note,), fix=fix)
 
@@ -431,11 +431,15 @@ def _rename(use: Use, name: str) -> Edit:
     return Edit(_name(use), name)
 
 
-def _without(setting: Setting) -> Edit:
-    """Takes an option out, with the comma before it."""
-    text, start = setting.span.source.text, setting.span.start
-    comma = text.rindex(",", 0, start)
-    return Edit(Span(setting.span.source, comma, setting.span.end), "")
+def _without(setting: Setting, before: Setting) -> tuple[Edit, ...]:
+    """Takes an option out, with the comma between it and the one before; a comment there stays."""
+    source, start, end = setting.span.source, before.span.end, setting.span.end
+    between = source.text[start : setting.span.start]
+    if "#" not in between:
+        return (Edit(Span(source, start, end), ""),)
+    noted = [range(*span) for span in comments(between)]
+    comma = next(start + i for i, c in enumerate(between) if c == "," and not any(i in r for r in noted))
+    return (Edit(Span(source, comma, comma + 1), ""), Edit(setting.span, ""))
 
 
 def _contradictions(use: Use) -> Iterable[tuple[str, str, str]]:

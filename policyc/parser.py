@@ -91,7 +91,7 @@ def read(source: Source) -> tuple[File, tuple[Diagnostic, ...]]:
         return File(source, ()), (deep,)
     builder = _Builder(source)
     try:
-        tree = _lark().parse(source.text, start="policy")
+        tree = _lark().parse(source.text)
     except UnexpectedInput as error:
         first = _syntax_error(source, error, 0)
         statements = _recover(builder)
@@ -102,7 +102,7 @@ def read(source: Source) -> tuple[File, tuple[Diagnostic, ...]]:
 
 def comments(text: str) -> Iterator[tuple[int, int]]:
     """Start and end of every comment."""
-    for match in re.finditer(r"""["'][^"'\n]*["']|#[^\n]*""", text):
+    for match in re.finditer(r"""%s|#[^\n]*""" % _STRING, text):
         if match.group().startswith("#"):
             yield match.span()
 
@@ -132,7 +132,7 @@ class _Newlines:
 @cache
 def _lark() -> Lark:
     grammar = (resources.folder("grammars") / "policy.lark").read_text(encoding="utf-8")
-    return Lark(grammar, parser="lalr", start=["policy", "statement"], postlex=_Newlines())
+    return Lark(grammar, parser="lalr", start="policy", postlex=_Newlines())
 
 
 _WORDS = {
@@ -157,7 +157,8 @@ _MENDS = (
 
 
 def _syntax_error(source: Source, error: UnexpectedInput, offset: int) -> Diagnostic:
-    at = offset + max(error.pos_in_stream or 0, 0)
+    position: Any = error.pos_in_stream
+    at = offset + max(position or 0, 0)
     expected: set[str] = set()
     if isinstance(error, UnexpectedToken):
         accepts: Any = error.accepts  # what the parser really takes; lark leaves it out at times
@@ -226,8 +227,8 @@ def _too_deep(source: Source) -> Diagnostic | None:
 
 # ---- recovery
 
-_HEADER = re.compile(r"(after|until|variant)(?![\w?*~.\[{-])[^\n;#{}]*\{")
-_STARTS = re.compile(r"[ \t]*((import|recipe|after|until|variant)(?![\w?*~.\[{-])|[^\n#]*->|\})")
+_HEADER = re.compile(r"(after|until|variant)(?![\w?*~.\[{]|-(?!>))[^\n;#{}]*\{")
+_STARTS = re.compile(r"[ \t]*((import|recipe|after|until|variant)(?![\w?*~.\[{]|-(?!>))|[^\n#]*->|\})")
 _SKIP = re.compile(r"(?:[\s;]|#[^\n]*)+")
 _STEP = re.compile(r"""["'][^"'\n]*["']|#[^\n]*|->|[(\[{)\]}]|[\n;]|[^"'#()\[\]{}\n;-]+|.""", re.DOTALL)
 _OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\band|\bor|\bnot|\bwhere)[ \t\r]*\Z")
@@ -297,7 +298,7 @@ def _statement_end(text: str, at: int) -> int:
 
 def _piece(builder: _Builder, start: int, end: int, closing: str = "") -> Statement | None:
     try:
-        tree = _lark().parse(builder.source.text[start:end] + closing, start="statement")
+        tree = _lark().parse(builder.source.text[start:end] + closing)
     except UnexpectedInput as error:
         fault = _syntax_error(builder.source, error, start)
         if fault.span.start >= end:
@@ -306,9 +307,9 @@ def _piece(builder: _Builder, start: int, end: int, closing: str = "") -> Statem
         builder.found.append(fault)
         return None
     builder.offset = start
-    statement = builder.statement(tree)
+    statements = builder.statements(tree.children)
     builder.offset = 0
-    return statement
+    return statements[0] if statements else None
 
 
 # ---- trees to nodes
@@ -433,7 +434,7 @@ class _Builder:
     def products(self, tree: Any) -> frozenset[Gemm]:
         taken: set[Gemm] = set()
         for token in tree.children:
-            for word in re.findall(r"[^\s,{}]+", token):
+            for word in re.findall(r"[^\s,{}]+", re.sub("#[^\n]*", "", token)):
                 if word not in PRODUCTS:
                     help = did_you_mean(word, PRODUCTS)
                     self.fault("unknown-product", token, f"no product named '{word}'", help)
@@ -524,7 +525,7 @@ class _Builder:
                 self.fault("unknown-recipe", argument, f"'{name}' is given no recipe", f"write {name}=bf16")
             else:
                 node = self.recipe(value)
-                for gemm in PRODUCTS[name]:
+                for gemm in (g for g in Gemm if g in PRODUCTS[name]):
                     if gemm in parts:
                         self.fault(
                             "duplicate-option",
@@ -582,6 +583,9 @@ class _Builder:
             self.fault("number-out-of-range", token, "this number is too large", f"{_DIGITS} digits at most")
             return 0
         value = Fraction(mantissa) * 10 ** int(exponent or 0)
+        if value >= 10**_DIGITS:  # it would print as a number that cannot be read
+            self.fault("number-out-of-range", token, "this number is too large", f"{_DIGITS} digits at most")
+            return 0
         if value.denominator != 1:
             self.fault("number-out-of-range", token, "not a whole number", "dimensions and counts are whole")
         return int(value)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Literal
 
 from policyc.formats import FORMATS
@@ -252,7 +253,12 @@ class Recipe:
 
 def recipe(format: str, options: Mapping[str, Value] | None = None) -> Recipe:
     """The recipe of a format with options, all of them known to the format."""
-    chosen = {name: OPTIONS[name].default for name in FORMATS[format].options} | dict(options or {})
+    return _recipe(format, frozenset((options or {}).items()))
+
+
+@lru_cache(maxsize=1024)
+def _recipe(format: str, options: frozenset[tuple[str, Value]]) -> Recipe:
+    chosen = {name: OPTIONS[name].default for name in FORMATS[format].options} | dict(options)
     return Recipe(tuple(_treatment(format, chosen, operand) for operand in OPERANDS))
 
 

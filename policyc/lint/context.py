@@ -7,14 +7,16 @@ imports it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from policyc.coverage import Cover
+from policyc.coverage import Claim, Cover
 from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Severity, Span
 from policyc.loader import Loaded
-from policyc.policy import Policy, RecipeNode, Rule, Split, Use, Variant
+from policyc.policy import RecipeNode, Resolver, Rule, Split, Use, uses
 from policyc.recipes import Gemm, Recipe
 
 
@@ -26,11 +28,11 @@ class Applied:
     products: frozenset[Gemm]
     recipe: Recipe
     rule: Rule
-    policy: Policy
+    named: Mapping[str, RecipeNode]
 
     def use(self, gemm: Gemm) -> Use:
         """Where the treatment of a product is written: names and splits followed to a format."""
-        named, node = self.policy.named, self.node
+        named, node = self.named, self.node
         while True:
             if isinstance(node, Split):
                 node = dict(node.parts).get(gemm) or Use(name="keep", span=node.span)
@@ -54,7 +56,17 @@ class Context:
     @cached_property
     def cover(self) -> Cover:
         resolve = self.policy.resolver()
-        return Cover(self.policy.rules, lambda rule: resolve(rule.recipe))
+        varied: dict[int, dict[str, Recipe]] = {}
+        for variant in self.policy.variants:
+            redefined = {d.name: d.recipe for d in variant.recipes}
+            under = Resolver(ChainMap(redefined, self._named))
+            for at in self._affected(redefined):
+                varied.setdefault(at, {})[variant.name] = under(self.policy.rules[at].recipe)
+        return Cover(self.policy.rules, lambda rule: resolve(rule.recipe), varied)
+
+    @cached_property
+    def _named(self) -> dict[str, RecipeNode]:
+        return self.policy.named
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
@@ -65,21 +77,44 @@ class Context:
     @cached_property
     def applied(self) -> tuple[Applied, ...]:
         """Every recipe as the rules apply it; under a variant, those that the variant changes."""
-        found: list[Applied] = []
-        for policy, variant in self._policies():
-            resolve = policy.resolver()
-            found += [
-                Applied(rule.recipe, rule.products, resolve(rule.recipe), rule, policy)
-                for rule in policy.rules
-                if variant is None or _changed(rule, variant, policy)
-            ]
-        return tuple(found)
-
-    def _policies(self) -> Iterator[tuple[Policy, Variant | None]]:
-        yield self.policy, None
+        found = list(_applied(self.policy.rules, self._named))
         for variant in self.policy.variants:
             if self.mine(variant.span):
-                yield self.policy.variant(variant.name), variant
+                redefined = {d.name: d.recipe for d in variant.recipes}
+                rules = (*(self.policy.rules[at] for at in self._affected(redefined)), *variant.rules)
+                found += _applied(rules, ChainMap(redefined, self._named))
+        return tuple(found)
+
+    @cached_property
+    def _users(self) -> dict[str, list[str | int]]:
+        """By the name of a recipe: the recipes that name it, and the places of the rules that do."""
+        found: dict[str, list[str | int]] = {}
+        owners = ((d.name, d.recipe) for d in self.policy.recipes)
+        places = ((at, rule.recipe) for at, rule in enumerate(self.policy.rules))
+        for owner, node in itertools.chain[tuple[str | int, RecipeNode]](owners, places):
+            for use in uses(node):
+                found.setdefault(use.name, []).append(owner)
+        return found
+
+    def _affected(self, redefined: Iterable[str]) -> list[int]:
+        """The places of the rules that mean something else when some recipes do."""
+        reached, waiting = set[str | int](), list[str | int](redefined)
+        while waiting:
+            current = waiting.pop()
+            if current not in reached:
+                reached.add(current)
+                waiting += self._users.get(current, ()) if isinstance(current, str) else ()
+        return sorted(at for at in reached if isinstance(at, int))
+
+    def redundant(self, claim: Claim) -> Claim | None:
+        """An earlier rule that makes a rule needless, whatever variant the policy is under.
+
+        Not one that is shadowed itself: of two rules that make each other needless, one must stay.
+        """
+        earlier = self.cover.repeats(claim)
+        if earlier is None or (self.mine(earlier.rule.span) and self.cover.taken_by(earlier)):
+            return None
+        return earlier
 
     def report(
         self,
@@ -116,22 +151,10 @@ class Context:
         yield from self.report(code, span, message, help, fix=fix)
 
 
-def _changed(rule: Rule, variant: Variant, policy: Policy) -> bool:
-    """Does a rule mean something else under a variant?"""
-    changed = {d.name for d in variant.recipes}
-    return rule in variant.rules or bool(changed & _names(rule.recipe, policy))
-
-
-def _names(node: RecipeNode, policy: Policy) -> set[str]:
-    named, waiting, seen = policy.named, [node], set[str]()
-    while waiting:
-        current = waiting.pop()
-        if isinstance(current, Split):
-            waiting += [part for _, part in current.parts]
-        elif current.name in named and current.name not in seen:
-            seen.add(current.name)
-            waiting.append(named[current.name])
-    return seen
+def _applied(rules: Iterable[Rule], named: Mapping[str, RecipeNode]) -> Iterator[Applied]:
+    resolve = Resolver(named)
+    for rule in rules:
+        yield Applied(rule.recipe, rule.products, resolve(rule.recipe), rule, named)
 
 
 def _put(use: Use, option: str, better: str) -> Edit:

@@ -6,6 +6,8 @@ first one wins, and the others get their turn when the mended text is linted aga
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -13,7 +15,7 @@ from policyc.diagnostics import Diagnostic, Edit
 from policyc.lint import Findings
 from policyc.loader import Loaded
 
-_ROUNDS = 20
+_ROUNDS = 40  # more than recipes can name each other in a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,9 @@ class Mended:
 def mend(
     text: str, load: Callable[[str], Loaded], check: Callable[[Loaded], Findings], *, unsafe: bool = False
 ) -> Mended:
-    """Fix, lint again, until there is nothing left to fix. A round that leaves more faults than it found is undone."""
+    """Fix, lint again, until there is nothing left to fix. A round that brings a new fault is undone."""
     count = 0
+    text = text.removeprefix("\ufeff")  # spans do not count it
     loaded = load(text)
     for _ in range(_ROUNDS):
         edits, applied = _choose(check(loaded).diagnostics, loaded, unsafe)
@@ -36,31 +39,46 @@ def mend(
             break
         changed = _apply(text, edits)
         after = load(changed)
-        if len(after.found) > len(loaded.found):
+        if not _codes(after) <= _codes(loaded):
             break
         text, loaded, count = changed, after, count + applied
     return Mended(text, count)
 
 
 def _choose(found: Iterable[Diagnostic], loaded: Loaded, unsafe: bool) -> tuple[list[Edit], int]:
-    chosen: list[Edit] = []
+    chosen: list[Edit] = []  # in the order of the text
     applied = 0
     for diagnostic in found:
         fix = diagnostic.fix
         if fix is None or not (fix.safe or unsafe) or diagnostic.span.source is not loaded.file.source:
             continue
-        if not any(_overlap(e, c) for e in fix.edits for c in chosen):
-            chosen += fix.edits
+        if not any(_overlaps(edit, chosen) for edit in fix.edits):
+            for edit in fix.edits:
+                insort(chosen, edit, key=_start)
             applied += 1
     return chosen, applied
 
 
-def _overlap(one: Edit, other: Edit) -> bool:
-    a, b = one.span, other.span
-    return a.start <= b.end and b.start <= a.end
+def _start(edit: Edit) -> int:
+    return edit.span.start
+
+
+def _overlaps(edit: Edit, chosen: list[Edit]) -> bool:
+    """Does an edit touch one of those chosen, which do not touch each other?"""
+    at = bisect_left(chosen, edit.span.start, key=_start)
+    return any(
+        edit.span.start <= other.span.end and other.span.start <= edit.span.end
+        for other in chosen[max(at - 1, 0) : at + 1]
+    )
 
 
 def _apply(text: str, edits: list[Edit]) -> str:
-    for edit in sorted(edits, key=lambda e: e.span.start, reverse=True):
-        text = text[: edit.span.start] + edit.text + text[edit.span.end :]
-    return text
+    parts, at = [], 0
+    for edit in edits:
+        parts += [text[at : edit.span.start], edit.text]
+        at = edit.span.end
+    return "".join([*parts, text[at:]])
+
+
+def _codes(loaded: Loaded) -> Counter[str]:
+    return Counter(d.code for d in loaded.found)

@@ -28,25 +28,26 @@ from policyc.recipes import Gemm
 
 def check(context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied:
-        node, named = applied.node, applied.policy.named
+        node, named = applied.node, applied.named
         while isinstance(node, Use) and node.name in named:
             node = named[node.name]
         if not isinstance(node, Split):
             continue
         missing = [g for g in Gemm if g in applied.products and g not in dict(node.parts)]
         if missing:
-            added = "".join(f", {g}=keep" for g in missing)
-            close = node.span.end - 1
+            added = ", ".join(f"{g}=keep" for g in missing)
             yield from context.report(
                 "incomplete-split",
                 node.span,
                 f"{' and '.join(missing)} are left out of the split, and kept as they are"
                 if len(missing) > 1
                 else f"{missing[0]} is left out of the split, and kept as it is",
-                f"say so: {added[2:]}",
-                fix=Fix(
-                    message=f"add {added[2:]}",
-                    edits=(Edit(Span(node.span.source, close, close), added),),
-                    safe=True,
-                ),
+                f"say so: {added}",
+                fix=Fix(message=f"add {added}", edits=(_appended(node, added),), safe=True),
             )
+
+
+def _appended(node: Split, added: str) -> Edit:
+    """Puts parts behind the last one that is written, before the comma that may follow it."""
+    end = max(part.span.end for _, part in node.parts)
+    return Edit(Span(node.span.source, end, end), f", {added}")

@@ -1,7 +1,7 @@
 """A rule gives its sites what they have already.
 
 An earlier rule covers this one whole, with a recipe that does the same to every product, and nothing between
-the two says otherwise. The policy means the same without it.
+the two says otherwise. The policy means the same without it, and so do its variants.
 
 `--fix` removes the rule, unless it has an `expect`, which still counts sites.
 
@@ -29,7 +29,7 @@ from policyc.lint.context import Context, removal
 
 def check(context: Context) -> Iterator[Diagnostic]:
     for claim in context.cover.claims:
-        earlier = context.cover.repeats(claim) if context.mine(claim.rule.span) else None
+        earlier = context.redundant(claim) if context.mine(claim.rule.span) else None
         if earlier is not None and not context.cover.taken_by(claim):
             yield from context.report(
                 "redundant-rule",

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterator
+from functools import cache
 
 from policyc.diagnostics import Diagnostic, Edit, Fix, Severity, Span, did_you_mean
 from policyc.parser import Block, File, Statement, comments
@@ -51,6 +53,8 @@ class Suppressions:
 
     def report(self, known: Collection[str], ran: Collection[str]) -> Iterator[Diagnostic]:
         """Suppressions of codes that do not exist, and those that allow nothing of what was looked for."""
+        suggest = cache(lambda name: did_you_mean(name, known))
+        together = Counter(comment.start for comment in self._comments)
         for code, comment, used in zip(self._codes, self._comments, self._used, strict=True):
             if code.text not in known:
                 yield Diagnostic(
@@ -58,7 +62,7 @@ class Suppressions:
                     message=f"no rule has the code '{code.text}'",
                     span=code,
                     severity=Severity.WARNING,
-                    help=did_you_mean(code.text, known),
+                    help=suggest(code.text),
                 )
             elif not used and code.text in ran:
                 yield Diagnostic(
@@ -68,19 +72,22 @@ class Suppressions:
                     severity=Severity.WARNING,
                     help="remove it",
                     fix=Fix(
-                        message="remove the suppression", edits=(self._removal(code, comment),), safe=True
+                        message="remove the suppression",
+                        edits=(self._removal(code, comment, together[comment.start] > 1),),
+                        safe=True,
                     ),
                 )
 
-    def _removal(self, code: Span, comment: Span) -> Edit:
+    def _removal(self, code: Span, comment: Span, others: bool) -> Edit:
         text = self._file.source.text
-        if sum(c == comment for c in self._comments) > 1:
+        if others:
             after = re.compile(r"\s*,\s*").match(text, code.end)
             if after:
                 return Edit(Span(code.source, code.start, after.end()), "")
             return Edit(Span(code.source, text.rindex(",", 0, code.start), code.end), "")
-        start = len(text[: comment.start].rstrip(" \t"))
-        end = comment.end
+        start, end = comment.start, comment.end
+        while start > 0 and text[start - 1] in " \t":
+            start -= 1
         if (start == 0 or text[start - 1] == "\n") and text[end : end + 1] == "\n":
             end += 1
         return Edit(Span(code.source, start, end), "")
