@@ -45,6 +45,7 @@ from policyc.recipes import PRODUCTS, Gemm, canonical
 
 LONGEST = 16 * 2**20  # bytes of a policy file
 _DEEPEST = 32  # brackets in brackets
+_DEEPEST_SPLIT = 4  # splits in splits: `bwd=` stands for two, so that each level may double the recipe
 _DIGITS = 18
 
 
@@ -86,9 +87,6 @@ class File:
 
 def read(source: Source) -> tuple[File, tuple[Diagnostic, ...]]:
     """The statements of a text that could be read, and what is wrong with the others."""
-    deep = _too_deep(source)
-    if deep is not None:
-        return File(source, ()), (deep,)
     builder = _Builder(source)
     try:
         tree = _lark().parse(source.text)
@@ -96,16 +94,22 @@ def read(source: Source) -> tuple[File, tuple[Diagnostic, ...]]:
         first = _syntax_error(source, error, 0)
         statements = _recover(builder)
         found = tuple(builder.found)
-        return File(source, statements), found if _has_syntax_error(found) else (first, *found)
+        return File(source, statements), found if _explains(found) else (first, *found)
+    deep = _too_deep(source, 0, len(source.text))
+    if deep is not None:
+        return File(source, ()), (deep,)
     return File(source, builder.statements(tree.children)), tuple(builder.found)
 
 
 def comments(text: str) -> Iterator[tuple[int, int]]:
     """Start and end of every comment."""
-    for match in re.finditer(r"""%s|#[^\n]*""" % _STRING, text):
+    for match in _BRACKETS.finditer(text):
         if match.group().startswith("#"):
             yield match.span()
 
+
+_STRING = r"""\"[^"\n]*\"|'[^'\n]*'"""
+_BRACKETS = re.compile(rf"{_STRING}|#[^\n]*|[(\[{{)\]}}]")
 
 # ---- lark
 
@@ -200,21 +204,18 @@ def _fault(source: Source, start: int, end: int, message: str, help: str = "") -
     return Diagnostic(code="syntax-error", message=message, span=Span(source, start, end), help=help)
 
 
-def _has_syntax_error(found: tuple[Diagnostic, ...]) -> bool:
-    return any(d.code == "syntax-error" for d in found)
+def _explains(found: tuple[Diagnostic, ...]) -> bool:
+    """Is there a fault among them for which the grammar would not take the file?"""
+    return any(d.code in ("syntax-error", "nested-too-deep") for d in found)
 
 
-def _too_deep(source: Source) -> Diagnostic | None:
+def _too_deep(source: Source, start: int, end: int, depth: int = 0) -> Diagnostic | None:
     """A fault where brackets nest deeper than anyone writes by hand; what is not this deep cannot overflow."""
-    depth = 0
-    skip = iter([*comments(source.text), (len(source.text), 0)])
-    start, end = next(skip)
-    for match in re.finditer(r"[(\[{)\]}]|\n", source.text):
-        while match.start() >= end > start:
-            start, end = next(skip)
-        if start <= match.start() < end:
-            continue
-        depth = max(0, depth + (1 if match.group() in "([{" else -1 if match.group() in ")]}" else 0))
+    for match in _BRACKETS.finditer(source.text, start, end):
+        if match.group() in ("(", "[", "{"):
+            depth += 1
+        elif match.group() in (")", "]", "}"):
+            depth = max(0, depth - 1)
         if depth > _DEEPEST:
             return Diagnostic(
                 code="nested-too-deep",
@@ -228,10 +229,11 @@ def _too_deep(source: Source) -> Diagnostic | None:
 # ---- recovery
 
 _HEADER = re.compile(r"(after|until|variant)(?![\w?*~.\[{]|-(?!>))[^\n;#{}]*\{")
-_STARTS = re.compile(r"[ \t]*((import|recipe|after|until|variant)(?![\w?*~.\[{]|-(?!>))|[^\n#]*->|\})")
+_KEYWORD = re.compile(r"[ \t\r\f]*((import|recipe|after|until|variant)(?![\w?*~.\[{]|-(?!>))|\})")
+_ARROW_AHEAD = re.compile(r"[^\n#]*->")
 _SKIP = re.compile(r"(?:[\s;]|#[^\n]*)+")
-_STEP = re.compile(r"""["'][^"'\n]*["']|#[^\n]*|->|[(\[{)\]}]|[\n;]|[^"'#()\[\]{}\n;-]+|.""", re.DOTALL)
-_OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\band|\bor|\bnot|\bwhere)[ \t\r]*\Z")
+_STEP = re.compile(rf"""{_STRING}|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;-]+|.""", re.DOTALL)
+_OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
 
 
 def _recover(builder: _Builder) -> tuple[Statement, ...]:
@@ -256,14 +258,21 @@ def _recover(builder: _Builder) -> tuple[Statement, ...]:
                 )
             at += 1
         elif header:
-            block = _piece(builder, at, header.end(), closing="}")
+            deep = _too_deep(builder.source, at, header.end(), len(stack) - 1)
+            if deep is not None:
+                builder.found.append(deep)
+                return ()
+            opened = _piece(builder, at, header.end(), closing="}")
+            block = opened[0] if opened else None
             stack.append((block.header if isinstance(block, Block) else None, [], at))
             at = header.end()
         else:
             end = _statement_end(text, at)
-            statement = _piece(builder, at, end)
-            if statement is not None:
-                stack[-1][1].append(statement)
+            deep = _too_deep(builder.source, at, end, len(stack) - 1)
+            if deep is not None:
+                builder.found.append(deep)
+            else:
+                stack[-1][1].extend(_piece(builder, at, end))
             at = end
     for _, _, start in stack[1:]:
         line = _short(text[start:])
@@ -274,8 +283,13 @@ def _recover(builder: _Builder) -> tuple[Statement, ...]:
 
 
 def _statement_end(text: str, at: int) -> int:
-    """Where the statement that starts at `at` ends, if brackets and line ends can be trusted."""
-    depth, start = 0, at
+    """Where the statement that starts at `at` ends, if brackets and line ends can be trusted.
+
+    They cannot where a line that looks like the start of another statement follows: a word that opens one, or a second
+    arrow.
+    """
+    depth, start, solid = 0, at, at  # `solid` is the end of what is neither space nor comment
+    arrow = _KEYWORD.match(text, at) is not None
     while at < len(text):
         match = _STEP.match(text, at)
         assert match is not None
@@ -288,15 +302,21 @@ def _statement_end(text: str, at: int) -> int:
             depth = max(0, depth - 1)
         elif piece == ";":
             return at
+        elif piece == "->":
+            arrow = True
         elif piece == "\n" or piece.startswith("#"):
-            goes_on = depth > 0 or _OPEN_ENDED.search(text, max(start, at - 16), at)
-            if not goes_on or (piece == "\n" and _STARTS.match(text, at + 1)):
+            goes_on = depth > 0 or _OPEN_ENDED.search(text, max(start, solid - 16), solid)
+            if not goes_on:
                 return at
+            if piece == "\n" and (_KEYWORD.match(text, at + 1) or (arrow and _ARROW_AHEAD.match(text, at + 1))):
+                return at
+        if piece.strip() and not piece.startswith("#"):
+            solid = at + len(piece.rstrip())
         at = match.end()
     return at
 
 
-def _piece(builder: _Builder, start: int, end: int, closing: str = "") -> Statement | None:
+def _piece(builder: _Builder, start: int, end: int, closing: str = "") -> tuple[Statement, ...]:
     try:
         tree = _lark().parse(builder.source.text[start:end] + closing)
     except UnexpectedInput as error:
@@ -305,11 +325,11 @@ def _piece(builder: _Builder, start: int, end: int, closing: str = "") -> Statem
             place = Span(builder.source, end, end)
             fault = replace(fault, span=place, message="this statement ends too early")
         builder.found.append(fault)
-        return None
+        return ()
     builder.offset = start
     statements = builder.statements(tree.children)
     builder.offset = 0
-    return statements[0] if statements else None
+    return statements
 
 
 # ---- trees to nodes
@@ -321,6 +341,7 @@ class _Builder:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.offset = 0
+        self.splits = 0  # around what is being built
         self.found: list[Diagnostic] = []
 
     def span(self, node: Any) -> Span:
@@ -515,6 +536,11 @@ class _Builder:
 
     def split(self, tree: Any, arguments: list[Any]) -> Split:
         parts: dict[Gemm, RecipeNode] = {}
+        if self.splits == _DEEPEST_SPLIT:
+            message = f"splits are nested more than {_DEEPEST_SPLIT} deep"
+            self.fault("nested-too-deep", tree, message, "name the recipe of each product directly")
+            return Split(parts=(), span=self.span(tree))
+        self.splits += 1
         for argument in arguments:
             name, value = argument.children
             if name not in PRODUCTS:
@@ -541,6 +567,7 @@ class _Builder:
                 "split() names no product",
                 "write split(fprop=..., dgrad=..., wgrad=...)",
             )
+        self.splits -= 1
         return Split(parts=tuple((g, parts[g]) for g in Gemm if g in parts), span=self.span(tree))
 
     def setting(self, tree: Any) -> Setting:
