@@ -9,7 +9,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -111,6 +111,8 @@ def lint(
     gc.disable()  # nothing here is garbage before the process ends, and looking for it takes a third of the time
     if unsafe_fixes and not fix:
         raise click.UsageError("--unsafe-fixes goes with --fix")
+    if fix and "-" in files:
+        raise click.UsageError("--fix needs a file to write to, and '-' is standard input")
     codes = _codes(select, ignore)
     found: list[Diagnostic] = []
     undecided, failed, mended = 0, False, 0
@@ -124,30 +126,35 @@ def lint(
             found += error.diagnostics
             continue
         found += findings.diagnostics
+        failed |= any(d.code == "unreadable-file" for d in findings.diagnostics)  # of an import
         undecided += findings.undecided
     click.echo(report.FORMS[form](found, _paint), nl=False, color=_colour())
     if form in ("full", "concise"):
         if mended:
-            click.echo(f"mended {mended}", err=True)
+            click.echo(f"{mended} mended", err=True)
         click.echo(report.summary(found, len(files)), err=True)
     if undecided:
-        click.echo(
-            f"note: reach was not decided {undecided} times, the policy being too large for it", err=True
-        )
+        note = f"{undecided} questions about which rules reach which sites were too hard: some findings may be missing"
+        click.echo(f"note: {note}", err=True)
     sys.exit(FAILED if failed else FOUND if found else CLEAN)
 
 
 def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
-    from policyc.diagnostics import did_you_mean
     from policyc.lint import RULES
 
     def split(values: Sequence[str]) -> set[str]:
         names = {code.strip() for value in values for code in value.split(",") if code.strip()}
         for name in sorted(names - RULES.keys()):
-            raise click.UsageError(f"no rule has the code '{name}'. {did_you_mean(name, RULES)}".strip())
+            raise click.UsageError(f"no rule has the code '{name}': {_near(name, RULES)}")
         return names
 
     return (split(select) or set(RULES)) - split(ignore)
+
+
+def _near(code: str, known: Iterable[str]) -> str:
+    from policyc.diagnostics import did_you_mean
+
+    return did_you_mean(code, known) or "'policyc explain' lists them all"
 
 
 def _inspect(name: str) -> Loaded:
@@ -173,32 +180,34 @@ def _mend(name: str, codes: set[str], unsafe: bool) -> int:
     from policyc.lint.fixes import mend
     from policyc.loader import inspect, locate, read_text
 
-    if name == "-":
-        raise click.UsageError("--fix needs a file to write to")
     path = _writable(name, locate(name))
     text = read_text(path)
     result = mend(text, lambda t: inspect(t, path=path), lambda found: check(found, codes), unsafe=unsafe)
     if result.count:
-        _replace(path, result.text)
+        mark = "\ufeff" if text.startswith("\ufeff") else ""
+        _replace(path, mark + result.text)
     return result.count
 
 
 def _writable(name: str, path: Path) -> Path:
     """Bundled policies belong to the installation: a copy may be changed, not they."""
-    if not Path(name).is_file():
-        raise click.UsageError(
-            f"'{name}' is a bundled policy: copy it first (policyc show {name} --format text)"
-        )
-    return path
+    from policyc.loader import unreadable
+
+    if not path.exists() or Path(name).exists():
+        return path
+    help = f"copy it: policyc show {name} --format text > my_{name}.policy"
+    raise unreadable(name, "this is a bundled policy, and not yours to change", help)
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file in one go: whoever reads it sees the old text or the new one, and links stay links."""
+    """Write a file in one go: whoever reads it sees the old text or the new one. Links and line ends stay."""
     from policyc.loader import unreadable
 
     target = path.resolve()
     try:
         mode = target.stat().st_mode
+        if b"\r\n" in target.read_bytes():
+            text = text.replace("\n", "\r\n")
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
@@ -239,11 +248,11 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
             if name == "-" and not (check or diff):
                 click.echo(after, nl=False)
             elif before != after:
-                changed.append(name)
                 if diff:
                     click.echo(_difference(name, before, after), nl=False, color=_colour())
                 elif not check:
                     _replace(Path(name), after)
+                changed.append(name)
         except PolicyError as error:
             failed = True
             click.echo("\n".join(render(d, _paint) for d in error.diagnostics), err=True, color=_colour())
@@ -260,7 +269,7 @@ def _formatted(name: str) -> tuple[str, str]:
 
     if name != "-":
         path = locate(name)
-        text = read_text(path if Path(name).is_file() else _writable(name, path))
+        text = read_text(_writable(name, path))
     else:
         text = _stdin()
     file, found = read(Source(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name))
@@ -294,12 +303,11 @@ def _difference(name: str, before: str, after: str) -> str:
 )
 def explain(codes: tuple[str, ...], markdown: bool) -> None:
     """Print the page of a lint code."""
-    from policyc.diagnostics import did_you_mean
     from policyc.lint import RULES
 
     for code in codes:
         if code not in RULES:
-            raise click.UsageError(f"no rule has the code '{code}'. {did_you_mean(code, RULES)}".strip())
+            raise click.UsageError(f"no rule has the code '{code}': {_near(code, RULES)}")
     if not codes and not markdown:
         width = max(map(len, RULES))
         for rule in RULES.values():

@@ -118,4 +118,4 @@ def as_json(policy: Policy) -> str:
             }
         )
     variants = [v.name for v in policy.variants]
-    return json.dumps({"rules": rules, "variants": variants}, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps({"rules": rules, "variants": variants}, indent=2) + "\n"

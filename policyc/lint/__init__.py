@@ -11,7 +11,7 @@ the `Context`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import cleandoc
 from types import ModuleType
 
@@ -135,7 +135,7 @@ def lint(loaded: Loaded, codes: Collection[str] = RULES.keys()) -> Findings:
     for rule in RULES.values():
         if rule.check is not None and rule.code in codes:
             for diagnostic in rule.check(context):
-                found.setdefault(diagnostic.order, diagnostic)
+                found.setdefault(diagnostic.order, replace(diagnostic, severity=rule.severity))
     suppressions = Suppressions(loaded.file)
     left = [d for d in found.values() if not suppressions.allows(d)]
     ran = {c for c, rule in RULES.items() if rule.check is None or c in codes}

@@ -31,10 +31,10 @@ from policyc.lint.sensitive import caught
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, name in caught(context, "scores"):
+    for rule, names in caught(context, "scores"):
         yield from context.report(
             "attention-scores-in-4-bits",
             rule.span,
-            f"this rule puts the score products of attention ('{name}') in 4 bits",
+            f"this rule puts the score products of attention ('{names[0]}') in 4 bits",
             "add 'where weight' to take the projections only",
         )

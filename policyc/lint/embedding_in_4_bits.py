@@ -26,14 +26,14 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.lint.sensitive import caught
+from policyc.lint.sensitive import caught, exception
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, name in caught(context, "embedding"):
+    for rule, names in caught(context, "embedding"):
         yield from context.report(
             "embedding-in-4-bits",
             rule.span,
-            f"this rule puts the embedding ('{name}') in 4 bits",
-            "add a rule behind it: *embed* -> bf16",
+            f"this rule puts the embedding ('{names[0]}') in 4 bits",
+            f"add a rule after it: {exception(names)}",
         )

@@ -27,14 +27,14 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.lint.sensitive import caught
+from policyc.lint.sensitive import caught, exception
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, name in caught(context, "router"):
+    for rule, names in caught(context, "router"):
         yield from context.report(
             "router-in-4-bits",
             rule.span,
-            f"this rule puts the router ('{name}') in 4 bits",
-            "add a rule behind it: {router,gate} -> bf16",
+            f"this rule puts the router ('{names[0]}') in 4 bits",
+            f"add a rule after it: {exception(names)}",
         )
