@@ -322,7 +322,7 @@ def explain(codes: tuple[str, ...], markdown: bool) -> None:
         from rich.console import Console
         from rich.markdown import Markdown
 
-        Console().print(Markdown(text))
+        Console(force_terminal=_colour()).print(Markdown(text))
 
 
 # ---- show
@@ -370,7 +370,7 @@ def show(policy: str | None, variant: str | None, form: str) -> None:
     elif form == "json":
         click.echo(view.as_json(loaded), nl=False)
     else:
-        view.table(loaded, policy if variant is None else f"{policy}, variant {variant}")
+        view.table(loaded, policy if variant is None else f"{policy}, variant {variant}", _colour())
 
 
 def _fail(error: PolicyError) -> NoReturn:

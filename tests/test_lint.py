@@ -1,7 +1,8 @@
 """The linter: each rule's page and fixture, the bundled policies, suppressions, fixes, and how it grows.
 
-The fixtures are policies with one kind of fault each, in the forms it takes, and the text that `policyc lint` prints about
-them. After a change that is meant, `UPDATE_SNAPSHOTS=1 pytest tests/test_lint.py` writes the texts anew: read the diff.
+The fixtures are policies with one kind of fault each, in the forms it takes, and the text that `policyc lint` prints
+about them. After a change that is meant, `UPDATE_SNAPSHOTS=1 pytest tests/test_lint.py` writes the texts anew: read the
+diff.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 `softmax(q k) v` is two GEMMs without a parameter. A rule over all of attention, or over everything, takes
 them along with the projections; their error goes through an exponential. `where weight` leaves them out.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
-sites.
+Decided by the names that models commonly have: yours may have others.
 
 ## Bad
 

@@ -3,8 +3,7 @@
 Where a model looks tokens up by a matrix product with one-hot rows, its embedding is a GEMM like any other,
 and a catch-all rule takes it. It costs next to no time and everything passes through it.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
-sites.
+Decided by the names that models commonly have: yours may have others.
 
 ## Bad
 

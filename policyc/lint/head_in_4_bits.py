@@ -2,8 +2,7 @@
 
 The logits feed the loss directly. Every published recipe keeps the head in high precision.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
-sites.
+Decided by the names that models commonly have: yours may have others.
 
 ## Bad
 

@@ -2,8 +2,7 @@
 
 A router is tiny, and an error in it sends tokens to other experts.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
-sites.
+Decided by the names that models commonly have: yours may have others.
 
 ## Bad
 
