@@ -1,0 +1,34 @@
+"""The reference mathematics: every format to the bit, in plain jnp.
+
+In: arrays and treatments. Out: codes, scales and values. The one trap: `dequantize` of a rotated operand is in the
+rotated basis.
+"""
+
+from policyc.quantize.blocks import (
+    Axes,
+    Layout,
+    Quantized,
+    block_values,
+    codes_of,
+    dequantize,
+    pack,
+    quantize,
+    swizzle,
+    unpack,
+)
+from policyc.quantize.random import Key, key
+
+__all__ = [
+    "Axes",
+    "Key",
+    "Layout",
+    "Quantized",
+    "block_values",
+    "codes_of",
+    "dequantize",
+    "key",
+    "pack",
+    "quantize",
+    "swizzle",
+    "unpack",
+]

@@ -1,0 +1,450 @@
+"""Block quantization along one axis, for every format: scales from maxima, codes from scales.
+
+In: an array and a `Treatment`. Out: a `Quantized`. The one trap: the order of the fp32 operations is part of the
+format. A division where the format multiplies moves one code in a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.formats import FORMATS
+from policyc.quantize import random
+from policyc.quantize.bits import (
+    E2M1,
+    E4M3,
+    ELEMENTS,
+    Element,
+    abs_bits,
+    bits_of,
+    decode,
+    exact_div,
+    from_bits,
+    power_of_two,
+    round_nearest,
+    round_stochastic,
+    sign_code,
+)
+from policyc.quantize.hadamard import Method, random_signs, rotate
+from policyc.recipes import Treatment
+
+TILE = 16
+_FULL, _REDUCED = 448.0, 256.0
+_LIFT = 64
+_TINY = (127 - 104) << 23
+_INFINITY = 0x7F800000
+_RANDOM_BITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the arrays of a `Quantized` are to be read. Axes count from the end, so that `vmap` may add some.
+
+    `size` is the length of the quantized axis before it was padded, `tile_size` that of the other axis of 2D tiles.
+    `bound` is the value that the largest element takes when it is divided by the outer scale.
+    """
+
+    format: str
+    element: str
+    axis: int
+    block: int
+    size: int
+    tile_axis: int | None = None
+    tile_size: int = 0
+    bound: float = 1.0
+
+    @property
+    def packed(self) -> bool:
+        return ELEMENTS[self.element].bits == 4
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """Codes (two to a byte where they have four bits), bytes of the block scales, amax of each outer scale."""
+
+    codes: jax.Array
+    scales: jax.Array | None
+    amax: jax.Array | None
+    layout: Layout = field(metadata={"static": True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """What the axes of an operand are, all counted from the end.
+
+    `axis` is cut into blocks; `contract` are all the contracted axes (the scale per row spans them); each index of
+    the `batch` axes is a tensor of its own; `tile` is the other axis of 2D tiles.
+    """
+
+    axis: int = -1
+    contract: tuple[int, ...] = ()
+    batch: tuple[int, ...] = ()
+    tile: int | None = None
+
+
+def split_axis(x: jax.Array, axis: int, *sizes: int) -> jax.Array:
+    """Cuts an axis (counted from the end) into several."""
+    at = x.ndim + axis
+    return x.reshape(x.shape[:at] + sizes + x.shape[at + 1 :])
+
+
+def repeat_axis(x: jax.Array, axis: int, times: int) -> jax.Array:
+    """Repeats each element along an axis, as a broadcast that fuses."""
+    at = x.ndim + axis
+    wide = jnp.broadcast_to(jnp.expand_dims(x, at + 1), x.shape[: at + 1] + (times,) + x.shape[at + 1 :])
+    return wide.reshape(x.shape[:at] + (x.shape[at] * times,) + x.shape[at + 1 :])
+
+
+def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """Zeros at the end of an axis, up to a multiple."""
+    short = -x.shape[axis] % multiple
+    if not short:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, short)
+    return jnp.pad(x, widths)
+
+
+def pack(even: jax.Array, odd: jax.Array) -> jax.Array:
+    """Two codes in a byte, the even one in the low nibble."""
+    return (even | (odd << 4)).astype(jnp.uint8)
+
+
+def unpack(packed: jax.Array, axis: int = -1) -> jax.Array:
+    """The codes of packed bytes, one to a uint8."""
+    at = packed.ndim + axis
+    shifts = lax.broadcasted_iota(jnp.uint8, packed.shape[: at + 1] + (2,) + packed.shape[at + 1 :], at + 1) * 4
+    wide = (jnp.expand_dims(packed, at + 1) >> shifts) & jnp.uint8(15)
+    return wide.reshape(packed.shape[:at] + (2 * packed.shape[at],) + packed.shape[at + 1 :])
+
+
+def quantize(
+    x: jax.Array,
+    treatment: Treatment,
+    axes: Axes | None = None,
+    *,
+    key: random.Key | None = None,
+    signs: random.Key | None = None,
+    method: Method = "matmul",
+) -> Quantized:
+    """Quantizes x along `axes.axis`, padded with zeros to whole blocks.
+
+    `key` feeds stochastic rounding, together with the bits of amax; `signs` the fresh signs of MS-EDEN, which both
+    operands of a product must share.
+    """
+    axes = axes or Axes()
+    element, block = ELEMENTS[treatment.element], FORMATS[treatment.format].block
+    size = x.shape[axes.axis]
+    x = pad_axis(x, axes.axis, max(block, treatment.rht, 2 if element.bits == 4 else 1))
+    tile = axes.tile if treatment.tile2d else None
+    tile_size = x.shape[tile] if tile is not None else 0
+    if tile is not None:
+        x = pad_axis(x, tile, TILE)
+    if treatment.rht:
+        fresh = treatment.rounding == "ms_eden"
+        by = random_signs(signs or random.key(), treatment.rht) if fresh else None
+        x = rotate(x, axes.axis, treatment.rht, by, method=method)
+    key = random.key() if key is None else key
+    layout = Layout(
+        format=treatment.format,
+        element=treatment.element,
+        axis=axes.axis,
+        block=block,
+        size=size,
+        tile_axis=tile,
+        tile_size=tile_size,
+        bound=bound_of(treatment),
+    )
+    return _SCHEMES[treatment.format](x, treatment, axes, layout, key)
+
+
+def bound_of(treatment: Treatment) -> float:
+    """The largest magnitude of an element times its block scale."""
+    if treatment.format == "nvfp4":
+        reduced = treatment.scale == "four_over_six" or treatment.rounding == "ms_eden"
+        return E2M1.top * (_REDUCED if reduced else _FULL)
+    return ELEMENTS[treatment.element].top
+
+
+def _maxima(x: jax.Array, axes: Axes, layout: Layout, treatment: Treatment) -> tuple[jax.Array, jax.Array]:
+    """Bits of the maximum of each block, and of what each outer scale spans (with dimensions of size 1)."""
+    blocks = split_axis(abs_bits(x), axes.axis, x.shape[axes.axis] // layout.block, layout.block)
+    top = blocks.max(axis=blocks.ndim + axes.axis)
+    if layout.tile_axis is not None:
+        tiles = split_axis(top, layout.tile_axis, top.shape[layout.tile_axis] // TILE, TILE)
+        top = tiles.max(axis=tiles.ndim + layout.tile_axis)
+    by_row = treatment.outer == "row" and layout.tile_axis is None
+    spanned = set(axes.contract or (axes.axis,)) if by_row else set(range(-x.ndim, 0)) - set(axes.batch)
+    return top, top.max(axis=tuple(sorted(spanned)), keepdims=True)
+
+
+def _with_headroom(bits: jax.Array, treatment: Treatment) -> jax.Array:
+    if treatment.headroom == 1:
+        return bits
+    # Infinity and NaN stay what they are under the product.
+    return bits_of(from_bits(bits) * jnp.float32(float(treatment.headroom)))
+
+
+def _lift(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """amax as fp32, and a power of two, both for arithmetic without denormals where amax is tiny.
+
+    NaN and infinity are read as 1 (the scales of such a tensor are NaN anyway).
+    """
+    tiny = amax < _TINY
+    lift = power_of_two(jnp.where(tiny, _LIFT, 0))
+    mantissa, exponent = normalized(amax)
+    lifted = mantissa * power_of_two(exponent + _LIFT)
+    sane = jnp.where(amax >= _INFINITY, 0x3F800000, amax)
+    return jnp.where(tiny, lifted, from_bits(sane)), lift
+
+
+def normalized(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """m in [1, 2) (or 0) and an integer e with amax = m * 2**e, from the bits of amax, denormal or not."""
+    denormal = amax < 0x800000
+    by_count = bits_of(amax.astype(jnp.float32))  # The integer is the denormal in units of 2**-149.
+    bits = jnp.where(denormal, by_count, amax)
+    exponent = (bits >> 23) - jnp.where(denormal, 149 + 127, 127)
+    mantissa = from_bits((bits & 0x7FFFFF) | 0x3F800000)
+    return jnp.where(amax == 0, jnp.float32(0), mantissa), exponent
+
+
+def _nvfp4(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key) -> Quantized:
+    blocks, amax = (_with_headroom(b, t) for b in _maxima(x, axes, layout, t))
+    top, lift = _lift(amax)
+    enc_top = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(layout.bound), top))
+    dec_top = exact_div(jnp.float32(1), enc_top)
+    block_top = from_bits(blocks) * lift
+    key = key.fold(from_bits(amax))
+
+    def scaled(fraction: float) -> tuple[jax.Array, jax.Array]:
+        ideal = block_top * (enc_top * jnp.float32(fraction))
+        code = round_nearest(ideal, E4M3)
+        return code, exact_div(jnp.float32(1), decode(code, E4M3) * dec_top)
+
+    # A product with 1 is exact, so that only a tiny tensor sees the lift.
+    lifted = x.astype(jnp.float32) * lift
+    scale, enc = scaled(1 / 6)
+    if t.scale == "four_over_six":
+        scale, enc = choose_four_over_six(lifted, (scale, enc), scaled(1 / 4), axes.axis, layout)
+    codes = _codes(lifted, enc, t, layout, key)
+    if t.rounding == "ms_eden":
+        scale = _corrected(lifted, enc, scale, axes.axis, layout, key.fold("scale"))
+    scale = jnp.where(amax >= _INFINITY, E4M3.nan, scale)
+    return Quantized(codes=codes, scales=scale.astype(jnp.uint8), amax=from_bits(amax), layout=layout)
+
+
+def _spread(per_block: jax.Array, layout: Layout) -> jax.Array:
+    """From one per tile to one per block, with a dimension of size 1 after the axis of blocks."""
+    if layout.tile_axis is not None:
+        per_block = repeat_axis(per_block, layout.tile_axis, TILE)
+    return jnp.expand_dims(per_block, per_block.ndim + layout.axis + 1)
+
+
+def _codes(lifted: jax.Array, enc: jax.Array, t: Treatment, layout: Layout, key: random.Key) -> jax.Array:
+    """Codes of x * enc, packed where they have four bits."""
+    element = ELEMENTS[layout.element]
+    length = lifted.shape[layout.axis]
+    if element.bits == 8:
+        pieces = split_axis(lifted, layout.axis, length // layout.block, layout.block)
+        scaled = pieces * _spread(enc, layout)
+        code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
+        return code.astype(jnp.uint8).reshape(lifted.shape)
+    pairs = split_axis(lifted, layout.axis, length // layout.block, layout.block // 2, 2)
+    at = pairs.ndim + layout.axis
+    spread = _spread(enc, layout)
+    even, odd = (lax.index_in_dim(pairs, i, at, keepdims=False) * spread for i in range(2))
+    if t.rounding == "sr":
+        # One word for a pair: 16 random bits each.
+        k = key.expand(even.ndim) if key.a.ndim == 0 else _key_like(key, layout)
+        word = random.words(k, even.shape)
+        chance = ((word & 0xFFFF).astype(jnp.int32), (word >> 16).astype(jnp.int32))
+        codes = [
+            round_stochastic(jnp.abs(v), r, _RANDOM_BITS, element) for v, r in zip((even, odd), chance, strict=True)
+        ]
+    else:
+        codes = [round_nearest(jnp.abs(v), element) for v in (even, odd)]
+    even_code, odd_code = (c | sign_code(v, element) for c, v in zip(codes, (even, odd), strict=True))
+    packed = pack(even_code, odd_code)
+    return packed.reshape(lifted.shape[: at - 2] + (length // 2,) + lifted.shape[at - 1 :])
+
+
+def _key_like(key: random.Key, layout: Layout) -> random.Key:
+    """A key per outer scale, shaped to meet the pairs: its axis of size 1 becomes two."""
+    at = key.a.ndim + layout.axis + 1
+    return random.Key(jnp.expand_dims(key.a, at), jnp.expand_dims(key.b, at))
+
+
+def _total(terms: jax.Array, axis: int, layout: Layout) -> jax.Array:
+    """Sums over blocks in one order everywhere: halves are added until one is left."""
+    if layout.tile_axis is not None:
+        # The dimension inside the blocks counts as one more where the tile's axis comes before it.
+        tile = layout.tile_axis - (1 if layout.tile_axis < axis else 0)
+        terms = _halve(split_axis(terms, tile, terms.shape[tile] // TILE, TILE), tile)
+    return _halve(terms, axis)
+
+
+def _halve(terms: jax.Array, axis: int) -> jax.Array:
+    while terms.shape[axis] > 1:
+        half = terms.shape[axis] // 2
+        terms = lax.slice_in_dim(terms, 0, half, axis=axis) + lax.slice_in_dim(terms, half, 2 * half, axis=axis)
+    return jnp.squeeze(terms, axis)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    # The select keeps the product from being contracted into the sum that follows.
+    p = a * b
+    return jnp.where(p < jnp.float32(1e30), p, jnp.float32(1e30))
+
+
+def _magnitudes(lifted: jax.Array, enc: jax.Array, layout: Layout) -> jax.Array:
+    pieces = split_axis(lifted, layout.axis, lifted.shape[layout.axis] // layout.block, layout.block)
+    return jnp.minimum(jnp.abs(pieces) * _spread(enc, layout), jnp.float32(1e4))
+
+
+Candidate = tuple[jax.Array, jax.Array]
+
+
+def choose_four_over_six(
+    lifted: jax.Array, six: Candidate, four: Candidate, axis: int, layout: Layout, *, error: str = "mse"
+) -> Candidate:
+    """The scale (and its reciprocal) of smaller error in each block; the one that maps to 6 where they tie."""
+
+    def loss(scale: jax.Array, enc: jax.Array) -> jax.Array:
+        t = _magnitudes(lifted, enc, layout)
+        off = jnp.abs(t - decode(round_nearest(t, E2M1), E2M1))
+        unit = decode(scale, E4M3)
+        if error == "mae":
+            return _total(off, axis, layout) * unit
+        return _total(_product(off, off), axis, layout) * _product(unit, unit)
+
+    better = loss(*four) < loss(*six)
+    return jnp.where(better, four[0], six[0]), jnp.where(better, four[1], six[1])
+
+
+def _corrected(
+    lifted: jax.Array, enc: jax.Array, scale: jax.Array, axis: int, layout: Layout, key: random.Key
+) -> jax.Array:
+    """MS-EDEN: each scale times <v,v>/<v,q>, rounded stochastically."""
+    t = _magnitudes(lifted, enc, layout)
+    q = decode(round_nearest(t, E2M1), E2M1)
+    gain = exact_div(_total(_product(t, t), axis, layout), _total(_product(t, q), axis, layout))
+    value = decode(scale, E4M3) * jnp.where(scale == 0, jnp.float32(1), gain)
+    chance = (random.words(key, scale.shape) >> (32 - _RANDOM_BITS)).astype(jnp.int32)
+    return round_stochastic(value, chance, _RANDOM_BITS, E4M3)
+
+
+def _mx(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key) -> Quantized:
+    """Power-of-two scales (E8M0) per block, no outer scale."""
+    blocks, amax = _maxima(x, axes, layout, t)
+    byte = e8m0(blocks, ELEMENTS[layout.element], "rceil" if layout.format == "mxfp8" else t.scale_rounding)
+    enc = from_bits((254 - byte) << 23)
+    codes = _codes(x.astype(jnp.float32), enc, t, layout, key.fold(from_bits(amax)))
+    byte = jnp.where(blocks >= _INFINITY, 255, byte)
+    return Quantized(codes=codes, scales=byte.astype(jnp.uint8), amax=None, layout=layout)
+
+
+def e8m0(blocks: jax.Array, element: Element, rounding: str) -> jax.Array:
+    """Exponent bytes (int32) from the bits of block maxima."""
+    top = bits_of(jnp.float32(element.top))
+    if rounding == "rceil":
+        above = (blocks & 0x7FFFFF) > (top & 0x7FFFFF)
+        exponent = (blocks >> 23) + above.astype(jnp.int32)
+    elif rounding == "even":
+        exponent = (blocks + (1 << (element.shift - 1))) >> 23
+    else:
+        exponent = blocks >> 23
+    return jnp.clip(exponent - ((top >> 23) - 127), 0, 254)
+
+
+def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key) -> Quantized:
+    """One outer scale, no blocks."""
+    del key
+    element = ELEMENTS[layout.element]
+    amax = abs_bits(x).max(axis=tuple(sorted(set(range(-x.ndim, 0)) - set(axes.batch))), keepdims=True)
+    top, lift = _lift(amax)
+    enc = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(element.top), top))
+    scaled = (x.astype(jnp.float32) * lift) * enc
+    code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
+    # The scale is NaN already; the code too, for whoever multiplies codes and scales later.
+    code = jnp.where(amax >= _INFINITY, element.nan or 0, code)
+    return Quantized(codes=code.astype(jnp.uint8), scales=None, amax=from_bits(amax), layout=layout)
+
+
+_SCHEMES: dict[str, Callable[[jax.Array, Treatment, Axes, Layout, random.Key], Quantized]] = {
+    "nvfp4": _nvfp4,
+    "mxfp4": _mx,
+    "mxfp8": _mx,
+    "fp8": _fp8,
+}
+
+
+def codes_of(q: Quantized) -> jax.Array:
+    """One code to a uint8, padding removed."""
+    codes = unpack(q.codes, q.layout.axis) if q.layout.packed else q.codes
+    return _trim(codes, q.layout)
+
+
+def _trim(x: jax.Array, layout: Layout) -> jax.Array:
+    x = lax.slice_in_dim(x, 0, layout.size, axis=x.ndim + layout.axis)
+    if layout.tile_axis is not None:
+        x = lax.slice_in_dim(x, 0, layout.tile_size, axis=x.ndim + layout.tile_axis)
+    return x
+
+
+def block_values(q: Quantized, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
+    """Code times block scale, padding kept: exact in bfloat16. The outer scale is left out."""
+    layout = q.layout
+    codes = unpack(q.codes, layout.axis) if layout.packed else q.codes
+    values = decode(codes, ELEMENTS[layout.element])
+    if q.scales is None:
+        return values.astype(dtype)
+    pieces = split_axis(values, layout.axis, values.shape[layout.axis] // layout.block, layout.block)
+    scales = _spread(q.scales, layout)
+    if layout.format == "nvfp4":
+        pieces = pieces * decode(scales, E4M3)
+    else:
+        byte = scales.astype(jnp.int32)
+        # The least scale, 2**-127, is not normal: it is applied in two steps.
+        pieces = pieces * from_bits(jnp.clip(byte, 1, 254) << 23) * jnp.where(byte == 0, 0.5, 1.0)
+        pieces = jnp.where(byte == 255, jnp.float32(jnp.nan), pieces)
+    return pieces.reshape(values.shape).astype(dtype)
+
+
+def outer(q: Quantized) -> tuple[jax.Array, jax.Array] | None:
+    """The outer scale amax / bound as m * 2**e, or None where the format has none.
+
+    Apart, since amax / bound alone may be denormal where the product of two scales is not.
+    """
+    if q.amax is None:
+        return None
+    bits = bits_of(q.amax)
+    mantissa, exponent = normalized(bits)
+    m = jnp.where(mantissa == 0, mantissa, exact_div(mantissa, jnp.float32(q.layout.bound)))
+    return jnp.where(bits >= _INFINITY, jnp.float32(jnp.nan), m), jnp.where(bits == 0, 0, exponent)
+
+
+def apply_outer(values: jax.Array, m: jax.Array, e: jax.Array) -> jax.Array:
+    """values * m * 2**e, with no step that under- or overflows before the result does."""
+    half = e >> 1
+    return values * m * power_of_two(half) * power_of_two(e - half)
+
+
+def dequantize(q: Quantized) -> jax.Array:
+    """fp32 values, padding removed. Of a rotated operand: in the rotated basis."""
+    values = _trim(block_values(q, jnp.float32), q.layout)
+    scale = outer(q)
+    return values if scale is None else apply_outer(values, *scale)
+
+
+def swizzle(scales: jax.Array) -> jax.Array:
+    """Block scales (rows, blocks) in the 128x4 tiles that cuBLAS reads, zero padded."""
+    rows, columns = scales.shape[0] + -scales.shape[0] % 128, scales.shape[1] + -scales.shape[1] % 4
+    full = jnp.pad(scales, ((0, rows - scales.shape[0]), (0, columns - scales.shape[1])))
+    tiles = full.reshape(rows // 128, 4, 32, columns // 4, 4)
+    return tiles.transpose(0, 3, 2, 1, 4).reshape(rows, columns)
