@@ -1,22 +1,13 @@
 """The reference mathematics: every format to the bit, in plain jnp.
 
-In: arrays and treatments. Out: codes, scales and values. The one trap: `dequantize` of a rotated operand is in the
-rotated basis.
+In: arrays and treatments. Out: codes, scales and values. The one trap: `dequantize` of a rotated
+operand is in the rotated basis.
 """
 
-from policyc.quantize.blocks import (
-    Axes,
-    Layout,
-    Quantized,
-    block_values,
-    codes_of,
-    dequantize,
-    pack,
-    quantize,
-    swizzle,
-    unpack,
-)
+from policyc.quantize.blocks import quantize
+from policyc.quantize.layout import Axes, Layout, Quantized, pack, swizzle, unpack
 from policyc.quantize.random import Key, key
+from policyc.quantize.values import block_values, codes_of, dequantize
 
 __all__ = [
     "Axes",

@@ -2,8 +2,9 @@
 
 In: fp32 arrays. Out: codes (uint8) of the small formats, or fp32 values. The one trap: XLA drops float round
 trips (f32 -> e4m3 -> f32) where excess precision is allowed, contracts a product and a sum into one fused
-multiply-add, and divides inexactly on a GPU. So nothing here casts down, every product goes through a `select`
-before it meets a sum (which no contraction crosses), and a quotient is corrected by its integer residual.
+multiply-add, and divides inexactly on a GPU. So nothing here casts down, every product goes through a
+`select` before it meets a sum (which no contraction crosses), and a quotient is corrected by its integer
+residual.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ def from_bits(b: jax.Array) -> jax.Array:
 
 
 def abs_bits(x: jax.Array) -> jax.Array:
-    """Bits of |x| as int32 of an fp32: ordered like |x|, with infinity above all numbers and NaN above infinity.
+    """Bits of |x| in fp32, as int32: ordered like |x|, with infinity above all numbers and NaN above that.
 
     A maximum of these neither loses a NaN nor flushes a denormal, which a maximum of floats may do.
     """
     if x.dtype == jnp.bfloat16:
-        raw = lax.bitcast_convert_type(x, jnp.uint16) & jnp.uint16(0x7FFF)
+        raw: jax.Array = lax.bitcast_convert_type(x, jnp.uint16) & jnp.uint16(0x7FFF)
         return raw.astype(jnp.int32) << 16
     return bits_of(x.astype(jnp.float32)) & 0x7FFFFFFF
 

@@ -1,13 +1,12 @@
 """Block quantization along one axis, for every format: scales from maxima, codes from scales.
 
-In: an array and a `Treatment`. Out: a `Quantized`. The one trap: the order of the fp32 operations is part of the
-format. A division where the format multiplies moves one code in a thousand.
+In: an array and a `Treatment`. Out: a `Quantized`. The one trap: the order of the fp32 operations is part of
+the format. A division where the format multiplies moves one code in a thousand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -31,97 +30,17 @@ from policyc.quantize.bits import (
     sign_code,
 )
 from policyc.quantize.hadamard import Method, random_signs, rotate
+from policyc.quantize.layout import TILE, Axes, Layout, Quantized, pack, pad_axis, split_axis, spread
+from policyc.quantize.values import normalized
 from policyc.recipes import Treatment
 
-TILE = 16
 _FULL, _REDUCED = 448.0, 256.0
+_FOUR_OVER_SIX = {"four_over_six": ("mse", _REDUCED), "four_over_six_mae448": ("mae", _FULL)}
+"""Error and bound. The second is a vendor's, for comparison."""
 _LIFT = 64
 _TINY = (127 - 104) << 23
 _INFINITY = 0x7F800000
 _RANDOM_BITS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How the arrays of a `Quantized` are to be read. Axes count from the end, so that `vmap` may add some.
-
-    `size` is the length of the quantized axis before it was padded, `tile_size` that of the other axis of 2D tiles.
-    `bound` is the value that the largest element takes when it is divided by the outer scale.
-    """
-
-    format: str
-    element: str
-    axis: int
-    block: int
-    size: int
-    tile_axis: int | None = None
-    tile_size: int = 0
-    bound: float = 1.0
-
-    @property
-    def packed(self) -> bool:
-        return ELEMENTS[self.element].bits == 4
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantized:
-    """Codes (two to a byte where they have four bits), bytes of the block scales, amax of each outer scale."""
-
-    codes: jax.Array
-    scales: jax.Array | None
-    amax: jax.Array | None
-    layout: Layout = field(metadata={"static": True})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """What the axes of an operand are, all counted from the end.
-
-    `axis` is cut into blocks; `contract` are all the contracted axes (the scale per row spans them); each index of
-    the `batch` axes is a tensor of its own; `tile` is the other axis of 2D tiles.
-    """
-
-    axis: int = -1
-    contract: tuple[int, ...] = ()
-    batch: tuple[int, ...] = ()
-    tile: int | None = None
-
-
-def split_axis(x: jax.Array, axis: int, *sizes: int) -> jax.Array:
-    """Cuts an axis (counted from the end) into several."""
-    at = x.ndim + axis
-    return x.reshape(x.shape[:at] + sizes + x.shape[at + 1 :])
-
-
-def repeat_axis(x: jax.Array, axis: int, times: int) -> jax.Array:
-    """Repeats each element along an axis, as a broadcast that fuses."""
-    at = x.ndim + axis
-    wide = jnp.broadcast_to(jnp.expand_dims(x, at + 1), x.shape[: at + 1] + (times,) + x.shape[at + 1 :])
-    return wide.reshape(x.shape[:at] + (x.shape[at] * times,) + x.shape[at + 1 :])
-
-
-def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """Zeros at the end of an axis, up to a multiple."""
-    short = -x.shape[axis] % multiple
-    if not short:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, short)
-    return jnp.pad(x, widths)
-
-
-def pack(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """Two codes in a byte, the even one in the low nibble."""
-    return (even | (odd << 4)).astype(jnp.uint8)
-
-
-def unpack(packed: jax.Array, axis: int = -1) -> jax.Array:
-    """The codes of packed bytes, one to a uint8."""
-    at = packed.ndim + axis
-    shifts = lax.broadcasted_iota(jnp.uint8, packed.shape[: at + 1] + (2,) + packed.shape[at + 1 :], at + 1) * 4
-    wide = (jnp.expand_dims(packed, at + 1) >> shifts) & jnp.uint8(15)
-    return wide.reshape(packed.shape[:at] + (2 * packed.shape[at],) + packed.shape[at + 1 :])
 
 
 def quantize(
@@ -135,8 +54,8 @@ def quantize(
 ) -> Quantized:
     """Quantizes x along `axes.axis`, padded with zeros to whole blocks.
 
-    `key` feeds stochastic rounding, together with the bits of amax; `signs` the fresh signs of MS-EDEN, which both
-    operands of a product must share.
+    `key` feeds stochastic rounding, together with the bits of amax; `signs` the fresh signs of MS-EDEN, which
+    both operands of a product must share.
     """
     axes = axes or Axes()
     element, block = ELEMENTS[treatment.element], FORMATS[treatment.format].block
@@ -167,8 +86,9 @@ def quantize(
 def bound_of(treatment: Treatment) -> float:
     """The largest magnitude of an element times its block scale."""
     if treatment.format == "nvfp4":
-        reduced = treatment.scale == "four_over_six" or treatment.rounding == "ms_eden"
-        return E2M1.top * (_REDUCED if reduced else _FULL)
+        if treatment.scale in _FOUR_OVER_SIX:
+            return E2M1.top * _FOUR_OVER_SIX[treatment.scale][1]
+        return E2M1.top * (_REDUCED if treatment.rounding == "ms_eden" else _FULL)
     return ELEMENTS[treatment.element].top
 
 
@@ -204,16 +124,6 @@ def _lift(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(tiny, lifted, from_bits(sane)), lift
 
 
-def normalized(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """m in [1, 2) (or 0) and an integer e with amax = m * 2**e, from the bits of amax, denormal or not."""
-    denormal = amax < 0x800000
-    by_count = bits_of(amax.astype(jnp.float32))  # The integer is the denormal in units of 2**-149.
-    bits = jnp.where(denormal, by_count, amax)
-    exponent = (bits >> 23) - jnp.where(denormal, 149 + 127, 127)
-    mantissa = from_bits((bits & 0x7FFFFF) | 0x3F800000)
-    return jnp.where(amax == 0, jnp.float32(0), mantissa), exponent
-
-
 def _nvfp4(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key) -> Quantized:
     blocks, amax = (_with_headroom(b, t) for b in _maxima(x, axes, layout, t))
     top, lift = _lift(amax)
@@ -230,20 +140,14 @@ def _nvfp4(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.K
     # A product with 1 is exact, so that only a tiny tensor sees the lift.
     lifted = x.astype(jnp.float32) * lift
     scale, enc = scaled(1 / 6)
-    if t.scale == "four_over_six":
-        scale, enc = choose_four_over_six(lifted, (scale, enc), scaled(1 / 4), axes.axis, layout)
+    if t.scale in _FOUR_OVER_SIX:
+        error = _FOUR_OVER_SIX[t.scale][0]
+        scale, enc = _four_over_six(lifted, (scale, enc), scaled(1 / 4), layout, error)
     codes = _codes(lifted, enc, t, layout, key)
     if t.rounding == "ms_eden":
-        scale = _corrected(lifted, enc, scale, axes.axis, layout, key.fold("scale"))
-    scale = jnp.where(amax >= _INFINITY, E4M3.nan, scale)
+        scale = _corrected(lifted, enc, scale, layout, key.fold("scale"))
+    scale = jnp.where(amax >= _INFINITY, E4M3.nan or 0, scale)
     return Quantized(codes=codes, scales=scale.astype(jnp.uint8), amax=from_bits(amax), layout=layout)
-
-
-def _spread(per_block: jax.Array, layout: Layout) -> jax.Array:
-    """From one per tile to one per block, with a dimension of size 1 after the axis of blocks."""
-    if layout.tile_axis is not None:
-        per_block = repeat_axis(per_block, layout.tile_axis, TILE)
-    return jnp.expand_dims(per_block, per_block.ndim + layout.axis + 1)
 
 
 def _codes(lifted: jax.Array, enc: jax.Array, t: Treatment, layout: Layout, key: random.Key) -> jax.Array:
@@ -252,21 +156,19 @@ def _codes(lifted: jax.Array, enc: jax.Array, t: Treatment, layout: Layout, key:
     length = lifted.shape[layout.axis]
     if element.bits == 8:
         pieces = split_axis(lifted, layout.axis, length // layout.block, layout.block)
-        scaled = pieces * _spread(enc, layout)
+        scaled = pieces * spread(enc, layout)
         code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
         return code.astype(jnp.uint8).reshape(lifted.shape)
     pairs = split_axis(lifted, layout.axis, length // layout.block, layout.block // 2, 2)
     at = pairs.ndim + layout.axis
-    spread = _spread(enc, layout)
-    even, odd = (lax.index_in_dim(pairs, i, at, keepdims=False) * spread for i in range(2))
+    by = spread(enc, layout)
+    even, odd = (lax.index_in_dim(pairs, i, at, keepdims=False) * by for i in range(2))
     if t.rounding == "sr":
         # One word for a pair: 16 random bits each.
-        k = key.expand(even.ndim) if key.a.ndim == 0 else _key_like(key, layout)
-        word = random.words(k, even.shape)
+        word = random.words(_key_like(key, layout), even.shape)
         chance = ((word & 0xFFFF).astype(jnp.int32), (word >> 16).astype(jnp.int32))
-        codes = [
-            round_stochastic(jnp.abs(v), r, _RANDOM_BITS, element) for v, r in zip((even, odd), chance, strict=True)
-        ]
+        pairs_of = zip((even, odd), chance, strict=True)
+        codes = [round_stochastic(jnp.abs(v), r, _RANDOM_BITS, element) for v, r in pairs_of]
     else:
         codes = [round_nearest(jnp.abs(v), element) for v in (even, odd)]
     even_code, odd_code = (c | sign_code(v, element) for c, v in zip(codes, (even, odd), strict=True))
@@ -280,19 +182,20 @@ def _key_like(key: random.Key, layout: Layout) -> random.Key:
     return random.Key(jnp.expand_dims(key.a, at), jnp.expand_dims(key.b, at))
 
 
-def _total(terms: jax.Array, axis: int, layout: Layout) -> jax.Array:
+def _total(terms: jax.Array, layout: Layout) -> jax.Array:
     """Sums over blocks in one order everywhere: halves are added until one is left."""
     if layout.tile_axis is not None:
         # The dimension inside the blocks counts as one more where the tile's axis comes before it.
-        tile = layout.tile_axis - (1 if layout.tile_axis < axis else 0)
+        tile = layout.tile_axis - (1 if layout.tile_axis < layout.axis else 0)
         terms = _halve(split_axis(terms, tile, terms.shape[tile] // TILE, TILE), tile)
-    return _halve(terms, axis)
+    return _halve(terms, layout.axis)
 
 
 def _halve(terms: jax.Array, axis: int) -> jax.Array:
     while terms.shape[axis] > 1:
         half = terms.shape[axis] // 2
-        terms = lax.slice_in_dim(terms, 0, half, axis=axis) + lax.slice_in_dim(terms, half, 2 * half, axis=axis)
+        low = lax.slice_in_dim(terms, 0, half, axis=axis)
+        terms = low + lax.slice_in_dim(terms, half, 2 * half, axis=axis)
     return jnp.squeeze(terms, axis)
 
 
@@ -304,36 +207,36 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _magnitudes(lifted: jax.Array, enc: jax.Array, layout: Layout) -> jax.Array:
     pieces = split_axis(lifted, layout.axis, lifted.shape[layout.axis] // layout.block, layout.block)
-    return jnp.minimum(jnp.abs(pieces) * _spread(enc, layout), jnp.float32(1e4))
+    return jnp.minimum(jnp.abs(pieces) * spread(enc, layout), jnp.float32(1e4))
 
 
 Candidate = tuple[jax.Array, jax.Array]
 
 
-def choose_four_over_six(
-    lifted: jax.Array, six: Candidate, four: Candidate, axis: int, layout: Layout, *, error: str = "mse"
+def _four_over_six(
+    lifted: jax.Array, six: Candidate, four: Candidate, layout: Layout, error: str
 ) -> Candidate:
-    """The scale (and its reciprocal) of smaller error in each block; the one that maps to 6 where they tie."""
+    """The scale (and its reciprocal) of smaller error in each block; where they tie, the one for 6."""
 
     def loss(scale: jax.Array, enc: jax.Array) -> jax.Array:
         t = _magnitudes(lifted, enc, layout)
         off = jnp.abs(t - decode(round_nearest(t, E2M1), E2M1))
         unit = decode(scale, E4M3)
         if error == "mae":
-            return _total(off, axis, layout) * unit
-        return _total(_product(off, off), axis, layout) * _product(unit, unit)
+            return _total(off, layout) * unit
+        return _total(_product(off, off), layout) * _product(unit, unit)
 
     better = loss(*four) < loss(*six)
     return jnp.where(better, four[0], six[0]), jnp.where(better, four[1], six[1])
 
 
 def _corrected(
-    lifted: jax.Array, enc: jax.Array, scale: jax.Array, axis: int, layout: Layout, key: random.Key
+    lifted: jax.Array, enc: jax.Array, scale: jax.Array, layout: Layout, key: random.Key
 ) -> jax.Array:
     """MS-EDEN: each scale times <v,v>/<v,q>, rounded stochastically."""
     t = _magnitudes(lifted, enc, layout)
     q = decode(round_nearest(t, E2M1), E2M1)
-    gain = exact_div(_total(_product(t, t), axis, layout), _total(_product(t, q), axis, layout))
+    gain = exact_div(_total(_product(t, t), layout), _total(_product(t, q), layout))
     value = decode(scale, E4M3) * jnp.where(scale == 0, jnp.float32(1), gain)
     chance = (random.words(key, scale.shape) >> (32 - _RANDOM_BITS)).astype(jnp.int32)
     return round_stochastic(value, chance, _RANDOM_BITS, E4M3)
@@ -382,69 +285,3 @@ _SCHEMES: dict[str, Callable[[jax.Array, Treatment, Axes, Layout, random.Key], Q
     "mxfp8": _mx,
     "fp8": _fp8,
 }
-
-
-def codes_of(q: Quantized) -> jax.Array:
-    """One code to a uint8, padding removed."""
-    codes = unpack(q.codes, q.layout.axis) if q.layout.packed else q.codes
-    return _trim(codes, q.layout)
-
-
-def _trim(x: jax.Array, layout: Layout) -> jax.Array:
-    x = lax.slice_in_dim(x, 0, layout.size, axis=x.ndim + layout.axis)
-    if layout.tile_axis is not None:
-        x = lax.slice_in_dim(x, 0, layout.tile_size, axis=x.ndim + layout.tile_axis)
-    return x
-
-
-def block_values(q: Quantized, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
-    """Code times block scale, padding kept: exact in bfloat16. The outer scale is left out."""
-    layout = q.layout
-    codes = unpack(q.codes, layout.axis) if layout.packed else q.codes
-    values = decode(codes, ELEMENTS[layout.element])
-    if q.scales is None:
-        return values.astype(dtype)
-    pieces = split_axis(values, layout.axis, values.shape[layout.axis] // layout.block, layout.block)
-    scales = _spread(q.scales, layout)
-    if layout.format == "nvfp4":
-        pieces = pieces * decode(scales, E4M3)
-    else:
-        byte = scales.astype(jnp.int32)
-        # The least scale, 2**-127, is not normal: it is applied in two steps.
-        pieces = pieces * from_bits(jnp.clip(byte, 1, 254) << 23) * jnp.where(byte == 0, 0.5, 1.0)
-        pieces = jnp.where(byte == 255, jnp.float32(jnp.nan), pieces)
-    return pieces.reshape(values.shape).astype(dtype)
-
-
-def outer(q: Quantized) -> tuple[jax.Array, jax.Array] | None:
-    """The outer scale amax / bound as m * 2**e, or None where the format has none.
-
-    Apart, since amax / bound alone may be denormal where the product of two scales is not.
-    """
-    if q.amax is None:
-        return None
-    bits = bits_of(q.amax)
-    mantissa, exponent = normalized(bits)
-    m = jnp.where(mantissa == 0, mantissa, exact_div(mantissa, jnp.float32(q.layout.bound)))
-    return jnp.where(bits >= _INFINITY, jnp.float32(jnp.nan), m), jnp.where(bits == 0, 0, exponent)
-
-
-def apply_outer(values: jax.Array, m: jax.Array, e: jax.Array) -> jax.Array:
-    """values * m * 2**e, with no step that under- or overflows before the result does."""
-    half = e >> 1
-    return values * m * power_of_two(half) * power_of_two(e - half)
-
-
-def dequantize(q: Quantized) -> jax.Array:
-    """fp32 values, padding removed. Of a rotated operand: in the rotated basis."""
-    values = _trim(block_values(q, jnp.float32), q.layout)
-    scale = outer(q)
-    return values if scale is None else apply_outer(values, *scale)
-
-
-def swizzle(scales: jax.Array) -> jax.Array:
-    """Block scales (rows, blocks) in the 128x4 tiles that cuBLAS reads, zero padded."""
-    rows, columns = scales.shape[0] + -scales.shape[0] % 128, scales.shape[1] + -scales.shape[1] % 4
-    full = jnp.pad(scales, ((0, rows - scales.shape[0]), (0, columns - scales.shape[1])))
-    tiles = full.reshape(rows // 128, 4, 32, columns // 4, 4)
-    return tiles.transpose(0, 3, 2, 1, 4).reshape(rows, columns)

@@ -1,7 +1,7 @@
 """Random bits from a counter: a few integer operations per word, fused into whoever uses them.
 
-In: a `Key` (who rounds, and when) and a shape. Out: int32 words. The one trap: the key enters the hash twice. With
-one entry, two keys would give the same words in another order.
+In: a `Key` (who rounds, and when) and a shape. Out: int32 words. The one trap: the key enters the hash twice.
+With one entry, two keys would give the same words in another order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ class Key:
             word = crc32(word.encode())
         w = jnp.uint32(word & 0xFFFFFFFF) if isinstance(word, int) else _as_word(word)
         return Key(mix(self.a ^ w, self.b), mix(self.b + w * jnp.uint32(0x9E3779B9), self.a))
-
-    def expand(self, ndim: int) -> Key:
-        """With trailing dimensions of size 1."""
-        pad = (1,) * (ndim - self.a.ndim)
-        return Key(self.a.reshape(self.a.shape + pad), self.b.reshape(self.b.shape + pad))
 
 
 def key(seed: Word = 0, *words: Any) -> Key:
