@@ -10,6 +10,7 @@ residual.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,14 @@ from jax import lax
 F32_MAX = 3.4028234663852886e38
 _MANTISSA = 0x7FFFFF
 _ONE = 0x800000
+
+
+T = TypeVar("T")
+
+
+def stored(x: T) -> T:
+    """Computed once and kept in memory: what is few must not be computed again for each of the many."""
+    return cast(T, lax.optimization_barrier(x))  # type: ignore[no-untyped-call]
 
 
 def bits_of(x: jax.Array) -> jax.Array:
@@ -46,6 +55,11 @@ def power_of_two(e: jax.Array) -> jax.Array:
     return from_bits((jnp.clip(e, -126, 127) + 127) << 23)
 
 
+def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The machine's own, which may be off by two ulps."""
+    return a / b
+
+
 def exact_div(a: jax.Array, b: jax.Array) -> jax.Array:
     """a / b correctly rounded (nearest even), for positive normal a and b.
 
@@ -56,7 +70,7 @@ def exact_div(a: jax.Array, b: jax.Array) -> jax.Array:
     ba, bb = bits_of(a), bits_of(b)
     ma, mb = (ba & _MANTISSA) | _ONE, (bb & _MANTISSA) | _ONE
     low = (ma < mb).astype(jnp.int32)
-    guess = from_bits((ma & _MANTISSA) | 0x3F800000) / from_bits((mb & _MANTISSA) | 0x3F800000)
+    guess = quotient(from_bits((ma & _MANTISSA) | 0x3F800000), from_bits((mb & _MANTISSA) | 0x3F800000))
     q = (bits_of(guess) & _MANTISSA) | _ONE
     # A guess rounded across 1.0 has the wrong binade: take the end of the right one.
     q = jnp.where((low == 1) & (guess >= 1.0), 2 * _ONE - 1, jnp.where((low == 0) & (guess < 1.0), _ONE, q))

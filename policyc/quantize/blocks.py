@@ -28,6 +28,7 @@ from policyc.quantize.bits import (
     round_nearest,
     round_stochastic,
     sign_code,
+    stored,
 )
 from policyc.quantize.hadamard import Method, random_signs, rotate
 from policyc.quantize.layout import TILE, Axes, Layout, Quantized, pack, pad_axis, split_axis, spread
@@ -68,7 +69,7 @@ def quantize(
     if treatment.rht:
         fresh = treatment.rounding == "ms_eden"
         by = random_signs(signs or random.key(), treatment.rht) if fresh else None
-        x = rotate(x, axes.axis, treatment.rht, by, method=method)
+        x = stored(rotate(x, axes.axis, treatment.rht, by, method=method))
     key = random.key() if key is None else key
     layout = Layout(
         format=treatment.format,
@@ -99,6 +100,7 @@ def _maxima(x: jax.Array, axes: Axes, layout: Layout, treatment: Treatment) -> t
     if layout.tile_axis is not None:
         tiles = split_axis(top, layout.tile_axis, top.shape[layout.tile_axis] // TILE, TILE)
         top = tiles.max(axis=tiles.ndim + layout.tile_axis)
+    top = stored(top)
     by_row = treatment.outer == "row" and layout.tile_axis is None
     spanned = set(axes.contract or (axes.axis,)) if by_row else set(range(-x.ndim, 0)) - set(axes.batch)
     return top, top.max(axis=tuple(sorted(spanned)), keepdims=True)
@@ -128,7 +130,8 @@ def _nvfp4(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.K
     blocks, amax = (_with_headroom(b, t) for b in _maxima(x, axes, layout, t))
     top, lift = _lift(amax)
     enc_top = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(layout.bound), top))
-    dec_top = exact_div(jnp.float32(1), enc_top)
+    enc_top, lift = stored((enc_top, lift))
+    dec_top = stored(exact_div(jnp.float32(1), enc_top))
     block_top = from_bits(blocks) * lift
     key = key.fold(from_bits(amax))
 
@@ -141,8 +144,9 @@ def _nvfp4(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.K
     lifted = x.astype(jnp.float32) * lift
     scale, enc = scaled(1 / 6)
     if t.scale in _FOUR_OVER_SIX:
-        error = _FOUR_OVER_SIX[t.scale][0]
-        scale, enc = _four_over_six(lifted, (scale, enc), scaled(1 / 4), layout, error)
+        unit = lifted * enc_top
+        scale, enc = _four_over_six(lifted, unit, (scale, enc), scaled(1 / 4), layout, t.scale)
+    scale, enc = stored((scale, enc))
     codes = _codes(lifted, enc, t, layout, key)
     if t.rounding == "ms_eden":
         scale = _corrected(lifted, enc, scale, layout, key.fold("scale"))
@@ -155,8 +159,7 @@ def _codes(lifted: jax.Array, enc: jax.Array, t: Treatment, layout: Layout, key:
     element = ELEMENTS[layout.element]
     length = lifted.shape[layout.axis]
     if element.bits == 8:
-        pieces = split_axis(lifted, layout.axis, length // layout.block, layout.block)
-        scaled = pieces * spread(enc, layout)
+        scaled = _blocked(lifted, layout) * spread(enc, layout)
         code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
         return code.astype(jnp.uint8).reshape(lifted.shape)
     pairs = split_axis(lifted, layout.axis, length // layout.block, layout.block // 2, 2)
@@ -205,36 +208,38 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(p < jnp.float32(1e30), p, jnp.float32(1e30))
 
 
-def _magnitudes(lifted: jax.Array, enc: jax.Array, layout: Layout) -> jax.Array:
-    pieces = split_axis(lifted, layout.axis, lifted.shape[layout.axis] // layout.block, layout.block)
-    return jnp.minimum(jnp.abs(pieces) * spread(enc, layout), jnp.float32(1e4))
-
-
 Candidate = tuple[jax.Array, jax.Array]
 
 
 def _four_over_six(
-    lifted: jax.Array, six: Candidate, four: Candidate, layout: Layout, error: str
+    lifted: jax.Array, unit: jax.Array, six: Candidate, four: Candidate, layout: Layout, variant: str
 ) -> Candidate:
-    """The scale (and its reciprocal) of smaller error in each block; where they tie, the one for 6."""
+    """The scale (and its reciprocal) of smaller error in each block; where they tie, the one for 6.
+
+    `unit` are the elements over the outer scale: what codes and block scales should multiply to.
+    """
+    six, four = stored((six, four))
+    target = jnp.abs(_blocked(unit, layout))
+    target = jnp.where(target < jnp.float32(1e5), target, jnp.float32(1e5))
 
     def loss(scale: jax.Array, enc: jax.Array) -> jax.Array:
-        t = _magnitudes(lifted, enc, layout)
-        off = jnp.abs(t - decode(round_nearest(t, E2M1), E2M1))
-        unit = decode(scale, E4M3)
-        if error == "mae":
-            return _total(off, layout) * unit
-        return _total(_product(off, off), layout) * _product(unit, unit)
+        code = round_nearest(jnp.abs(_blocked(lifted, layout)) * spread(enc, layout), E2M1)
+        off = jnp.abs(target - decode(code, E2M1) * decode(spread(scale, layout), E4M3))
+        return _total(off if _FOUR_OVER_SIX[variant][0] == "mae" else _product(off, off), layout)
 
     better = loss(*four) < loss(*six)
     return jnp.where(better, four[0], six[0]), jnp.where(better, four[1], six[1])
+
+
+def _blocked(x: jax.Array, layout: Layout) -> jax.Array:
+    return split_axis(x, layout.axis, x.shape[layout.axis] // layout.block, layout.block)
 
 
 def _corrected(
     lifted: jax.Array, enc: jax.Array, scale: jax.Array, layout: Layout, key: random.Key
 ) -> jax.Array:
     """MS-EDEN: each scale times <v,v>/<v,q>, rounded stochastically."""
-    t = _magnitudes(lifted, enc, layout)
+    t = jnp.minimum(jnp.abs(_blocked(lifted, layout)) * spread(enc, layout), jnp.float32(1e4))
     q = decode(round_nearest(t, E2M1), E2M1)
     gain = exact_div(_total(_product(t, t), layout), _total(_product(t, q), layout))
     value = decode(scale, E4M3) * jnp.where(scale == 0, jnp.float32(1), gain)
@@ -246,7 +251,7 @@ def _mx(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key)
     """Power-of-two scales (E8M0) per block, no outer scale."""
     blocks, amax = _maxima(x, axes, layout, t)
     byte = e8m0(blocks, ELEMENTS[layout.element], "rceil" if layout.format == "mxfp8" else t.scale_rounding)
-    enc = from_bits((254 - byte) << 23)
+    enc = stored(from_bits((254 - byte) << 23))
     codes = _codes(x.astype(jnp.float32), enc, t, layout, key.fold(from_bits(amax)))
     byte = jnp.where(blocks >= _INFINITY, 255, byte)
     return Quantized(codes=codes, scales=byte.astype(jnp.uint8), amax=None, layout=layout)
@@ -272,6 +277,7 @@ def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key
     amax = abs_bits(x).max(axis=tuple(sorted(set(range(-x.ndim, 0)) - set(axes.batch))), keepdims=True)
     top, lift = _lift(amax)
     enc = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(element.top), top))
+    lift, enc = stored((lift, enc))
     scaled = (x.astype(jnp.float32) * lift) * enc
     code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
     # The scale is NaN already; the code too, for whoever multiplies codes and scales later.
