@@ -4,7 +4,7 @@ In: arrays and treatments. Out: codes, scales and values. The one trap: `dequant
 operand is in the rotated basis.
 """
 
-from policyc.quantize.blocks import quantize
+from policyc.quantize.blocks import layout_of, quantize, spanned
 from policyc.quantize.layout import Axes, Layout, Quantized, pack, swizzle, unpack
 from policyc.quantize.random import Key, key
 from policyc.quantize.values import block_values, codes_of, dequantize
@@ -18,8 +18,10 @@ __all__ = [
     "codes_of",
     "dequantize",
     "key",
+    "layout_of",
     "pack",
     "quantize",
+    "spanned",
     "swizzle",
     "unpack",
 ]

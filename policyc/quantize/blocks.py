@@ -31,7 +31,7 @@ from policyc.quantize.bits import (
     stored,
 )
 from policyc.quantize.hadamard import Method, random_signs, rotate
-from policyc.quantize.layout import TILE, Axes, Layout, Quantized, pack, pad_axis, split_axis, spread
+from policyc.quantize.layout import TILE, Axes, Layout, Quantized, pack, split_axis, spread
 from policyc.quantize.values import normalized
 from policyc.recipes import Treatment
 
@@ -59,29 +59,38 @@ def quantize(
     both operands of a product must share.
     """
     axes = axes or Axes()
-    element, block = ELEMENTS[treatment.element], FORMATS[treatment.format].block
-    size = x.shape[axes.axis]
-    x = pad_axis(x, axes.axis, max(block, treatment.rht, 2 if element.bits == 4 else 1))
-    tile = axes.tile if treatment.tile2d else None
-    tile_size = x.shape[tile] if tile is not None else 0
-    if tile is not None:
-        x = pad_axis(x, tile, TILE)
+    layout, padded = layout_of(x.shape, treatment, axes)
+    if padded != x.shape:
+        x = jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, padded, strict=True)])
     if treatment.rht:
         fresh = treatment.rounding == "ms_eden"
         by = random_signs(signs or random.key(), treatment.rht) if fresh else None
         x = stored(rotate(x, axes.axis, treatment.rht, by, method=method))
     key = random.key() if key is None else key
+    return _SCHEMES[treatment.format](x, treatment, axes, layout, key)
+
+
+def layout_of(
+    shape: tuple[int, ...], treatment: Treatment, axes: Axes
+) -> tuple[Layout, tuple[int, ...]]:
+    """The layout of an operand of this shape once quantized, and its shape padded to whole blocks."""
+    element, block = ELEMENTS[treatment.element], FORMATS[treatment.format].block
+    tile = axes.tile if treatment.tile2d else None
+    padded = list(shape)
+    padded[axes.axis] += -shape[axes.axis] % max(block, treatment.rht, 2 if element.bits == 4 else 1)
+    if tile is not None:
+        padded[tile] += -shape[tile] % TILE
     layout = Layout(
         format=treatment.format,
         element=treatment.element,
         axis=axes.axis,
         block=block,
-        size=size,
+        size=shape[axes.axis],
         tile_axis=tile,
-        tile_size=tile_size,
+        tile_size=shape[tile] if tile is not None else 0,
         bound=bound_of(treatment),
     )
-    return _SCHEMES[treatment.format](x, treatment, axes, layout, key)
+    return layout, tuple(padded)
 
 
 def bound_of(treatment: Treatment) -> float:
@@ -101,9 +110,14 @@ def _maxima(x: jax.Array, axes: Axes, layout: Layout, treatment: Treatment) -> t
         tiles = split_axis(top, layout.tile_axis, top.shape[layout.tile_axis] // TILE, TILE)
         top = tiles.max(axis=tiles.ndim + layout.tile_axis)
     top = stored(top)
-    by_row = treatment.outer == "row" and layout.tile_axis is None
-    spanned = set(axes.contract or (axes.axis,)) if by_row else set(range(-x.ndim, 0)) - set(axes.batch)
-    return top, top.max(axis=tuple(sorted(spanned)), keepdims=True)
+    return top, top.max(axis=spanned(treatment, axes, layout, x.ndim), keepdims=True)
+
+
+def spanned(treatment: Treatment, axes: Axes, layout: Layout, ndim: int) -> tuple[int, ...]:
+    """The axes (from the end) that share an outer scale. Those of 2D tiles do, by tensor, in any case."""
+    if treatment.outer == "row" and layout.tile_axis is None:
+        return tuple(sorted(axes.contract or (axes.axis,)))
+    return tuple(i for i in range(-ndim, 0) if i not in axes.batch)
 
 
 def _with_headroom(bits: jax.Array, treatment: Treatment) -> jax.Array:
@@ -274,7 +288,7 @@ def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key
     """One outer scale, no blocks."""
     del key
     element = ELEMENTS[layout.element]
-    amax = abs_bits(x).max(axis=tuple(sorted(set(range(-x.ndim, 0)) - set(axes.batch))), keepdims=True)
+    amax = abs_bits(x).max(axis=spanned(t, axes, layout, x.ndim), keepdims=True)
     top, lift = _lift(amax)
     enc = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(element.top), top))
     lift, enc = stored((lift, enc))

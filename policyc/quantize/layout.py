@@ -84,16 +84,6 @@ def spread(per_block: jax.Array, layout: Layout) -> jax.Array:
     return jnp.expand_dims(per_block, per_block.ndim + layout.axis + 1)
 
 
-def pad_axis(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """Zeros at the end of an axis, up to a multiple."""
-    short = -x.shape[axis] % multiple
-    if not short:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, short)
-    return jnp.pad(x, widths)
-
-
 def pack(even: jax.Array, odd: jax.Array) -> jax.Array:
     """Two codes in a byte, the even one in the low nibble."""
     return (even | (odd << 4)).astype(jnp.uint8)
