@@ -1,8 +1,8 @@
 """Primitives made of a jnp function, and whatever of JAX is private or differs between its versions.
 
-In: a name and a pure function of arrays. Out: a primitive that shows as one equation, lowers to that function, and
-batches, differentiates (not at all) and partitions like it. The one trap: inside `shard_map` an output varies over
-the mesh axes that any input varies over, and that must be said by hand.
+In: a name and a pure function of arrays. Out: a primitive that shows as one equation, lowers to that
+function, and batches, differentiates (not at all) and partitions like it. The one trap: inside `shard_map`
+an output varies over the mesh axes that any input varies over, and that must be said by hand.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def define(
 ) -> Primitive:
     """A primitive called `name` that runs `body(*arrays, **params)`.
 
-    `shapes(*avals, **params)` gives the shape and type of each result. `platforms` has other bodies for the same
-    result. The parameter `mapped` has a tuple for each `vmap` around it, outermost first: which operands carry a
-    leading axis for it.
+    `shapes(*avals, **params)` gives the shape and type of each result. `platforms` has other bodies for the
+    same result. The parameter `mapped` has a tuple for each `vmap` around it, outermost first: which
+    operands carry a leading axis for it.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -96,7 +96,8 @@ def _lowered(body: Body) -> Callable[..., Any]:
     rule = mlir.lower_fun(body, multiple_results=True)
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        # Inside `shard_map` the body runs on one device's share: how it varies over the mesh is settled already.
+        # Inside `shard_map` the body runs on one device's share: how it varies over the mesh is settled
+        # already.
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
         return rule(ctx.replace(avals_in=plain), *args, **params)
 
@@ -104,7 +105,9 @@ def _lowered(body: Body) -> Callable[..., Any]:
 
 
 def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Array]:
-    """Applies a primitive of `define`, its operands made to vary alike over the mesh axes of a `shard_map`."""
+    """Applies a primitive of `define`, its operands made to vary alike over the mesh axes of a
+    `shard_map`.
+    """
     arrays = [jax.numpy.asarray(a) for a in args]
     over = [jax.typeof(a).manual_axis_type.varying for a in arrays]
     every = frozenset().union(*over)

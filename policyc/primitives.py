@@ -1,7 +1,7 @@
 """`quantize` and `scaled_gemm` as JAX primitives: a jaxpr shows one equation, not forty lines of arithmetic.
 
-In: arrays and treatments. Out: `Quantized`s and products. The one trap: their results have no derivative. Whoever wants
-one is inside a `custom_vjp`.
+In: arrays and treatments. Out: `Quantized`s and products. The one trap: their results have no derivative.
+Whoever wants one is inside a `custom_vjp`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,18 @@ class Spec:
         return f"{','.join(words)}@{self.axes.axis}"
 
 
-def _quantize(x: jax.Array, *words: jax.Array, spec: Spec, method: Method = "matmul") -> Sequence[jax.Array]:
-    keys = (q.Key(*words[:2]), q.Key(*words[2:]))
-    out = q.quantize(x, spec.treatment, spec.axes, key=keys[0], signs=keys[1], method=method)
+def _quantize(
+    x: jax.Array, *words: jax.Array, spec: Spec, operand: str, method: Method = "matmul"
+) -> Sequence[jax.Array]:
+    # The words of a key, where something is random; both operands of a product have the same signs.
+    key = q.Key(*words[:2]).fold(operand) if words else None
+    signs = q.Key(*words[2:]).fold(operand.partition(".")[0] + ".signs") if words[2:] else None
+    out = q.quantize(x, spec.treatment, spec.axes, key=key, signs=signs, method=method)
     return [a for a in (out.codes, out.scales, out.amax) if a is not None]
 
 
-def _quantize_shapes(x: Any, *words: Any, spec: Spec) -> list[Shape]:
-    del words
+def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str) -> list[Shape]:
+    del words, operand
     t, axes = spec.treatment, spec.axes
     layout, padded = layout_of(x.shape, t, axes)
     packed, scales = list(padded), list(padded)
@@ -84,14 +88,24 @@ QUANTIZE: dict[str, Primitive] = {
 
 
 def quantize(
-    x: jax.Array, treatment: Treatment, axes: Axes, key: q.Key | None = None, signs: q.Key | None = None
+    x: jax.Array,
+    treatment: Treatment,
+    axes: Axes,
+    *,
+    operand: str = "",
+    key: q.Key | None = None,
+    signs: q.Key | None = None,
 ) -> Quantized:
-    """`policyc.quantize.quantize` as one equation."""
-    key, signs = key or q.key(), signs or q.key()
+    """`policyc.quantize.quantize` as one equation.
+
+    `operand` is its name, `gemm.operand`: it is part of the key, and its first half of the key of fresh
+    signs.
+    """
     layout, _ = layout_of(x.shape, treatment, axes)
-    out = bind(
-        QUANTIZE[treatment.format], x, key.a, key.b, signs.a, signs.b, spec=Spec(treatment, axes)
-    )
+    key = key or q.key()
+    words = {"rne": (), "sr": (key,), "ms_eden": (key, signs or key)}[treatment.rounding]
+    flat = [w for k in words for w in (k.a, k.b)]
+    out = bind(QUANTIZE[treatment.format], x, *flat, spec=Spec(treatment, axes), operand=operand)
     return _rebuilt(layout, out)
 
 
@@ -136,7 +150,8 @@ class Shown:
 
 def _taken(operand: Operand) -> tuple[Shown, list[jax.Array]]:
     if isinstance(operand, Quantized):
-        return Shown(operand.layout), [a for a in (operand.codes, operand.scales, operand.amax) if a is not None]
+        arrays = (operand.codes, operand.scales, operand.amax)
+        return Shown(operand.layout), [a for a in arrays if a is not None]
     return Shown(None), [operand]
 
 
@@ -145,7 +160,7 @@ def _gemm(
     native: bool = False,
 ) -> Sequence[jax.Array]:  # fmt: skip
     a, b = lhs.rebuilt(arrays[: lhs.arrays()]), rhs.rebuilt(arrays[lhs.arrays() :])
-    if native and all(isinstance(o, Quantized) and o.layout.format == "fp8" for o in (a, b)):
+    if native and emulate.is_fp8(a) and emulate.is_fp8(b):
         return [emulate.fp8_gemm(a, b, dimension_numbers).astype(out)]
     return [emulate.scaled_gemm(a, b, dimension_numbers, values).astype(out)]
 

@@ -1,10 +1,13 @@
 """The emulated backend: the specification, on any machine.
 
-In: two operands, `Quantized` or plain arrays. Out: their product in fp32. The one trap: block scales go in before the
-product, where they are exact in bfloat16; outer scales come after it, in fp32. The other way round is not exact.
+In: two operands, `Quantized` or plain arrays. Out: their product in fp32. The one trap: block scales go in
+before the product, where they are exact in bfloat16; outer scales come after it, in fp32. The other way
+round is not exact.
 """
 
 from __future__ import annotations
+
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +20,15 @@ Operand = Quantized | jax.Array
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def values(operand: Operand, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """What goes into the product. Padding stays along the quantized axis (it is zeros) and goes elsewhere."""
+def values(operand: Operand, contract: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """What goes into the product. Padding is zeros: it stays along contracted axes, and is cut elsewhere."""
     if not isinstance(operand, Quantized):
         return operand
     v = block_values(operand, dtype)
     layout = operand.layout
-    if layout.tile_axis is not None and v.shape[layout.tile_axis] != layout.tile_size:
-        v = lax.slice_in_dim(v, 0, layout.tile_size, axis=v.ndim + layout.tile_axis)
+    for axis, size in ((layout.axis, layout.size), (layout.tile_axis, layout.tile_size)):
+        if axis is not None and v.ndim + axis not in contract:
+            v = lax.slice_in_dim(v, 0, size, axis=v.ndim + axis)
     return v
 
 
@@ -33,7 +37,8 @@ def scaled_gemm(lhs: Operand, rhs: Operand, dimensions: Dims, dtype: jax.typing.
     which has the same values.
     """
     (contract, _), (batch, _) = dimensions
-    a, b = _alike(values(lhs, dtype), values(rhs, dtype), dimensions)
+    left, right = dimensions[0]
+    a, b = _alike(values(lhs, left, dtype), values(rhs, right, dtype), dimensions)
     precision = lax.Precision.HIGHEST if jnp.float32 in (a.dtype, b.dtype) else None
     product = lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
     free = a.ndim - len(contract) - len(batch)
@@ -75,6 +80,10 @@ def _place(
     return kept.reshape(shape + (1,) * (ndim - len(shape)))
 
 
+def is_fp8(operand: Operand) -> TypeGuard[Quantized]:
+    return isinstance(operand, Quantized) and operand.layout.format == "fp8"
+
+
 def fp8_gemm(lhs: Quantized, rhs: Quantized, dimensions: Dims) -> jax.Array:
     """The same product on 8-bit matrix units, with full fp32 accumulation."""
     kinds = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -92,14 +101,17 @@ def fp8_gemm(lhs: Quantized, rhs: Quantized, dimensions: Dims) -> jax.Array:
 def scaled_ragged_gemm(
     lhs: Operand, rhs: Operand, sizes: jax.Array, contracting: bool, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Products of groups of rows. Contracting: (m, k), (m, n) -> (g, k, n). Else: (m, k), (g, k, n) -> (m, n)."""
-    a, b = values(lhs, dtype), values(rhs, dtype)
+    """Products of groups of rows. Contracting: (m, k), (m, n) -> (g, k, n). Else: (m, k), (g, k, n) -> (m,
+    n).
+    """
     if contracting:
-        a, b = _alike(a, b, (((0,), (0,)), ((), ())))
-        dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+        a, b = _alike(values(lhs, (0,), dtype), values(rhs, (0,), dtype), (((0,), (0,)), ((), ())))
+        dims = lax.RaggedDotDimensionNumbers(  # type: ignore[no-untyped-call]
+            (((0,), (0,)), ((), ())), [0], []
+        )
         product = lax.ragged_dot_general(a, b, sizes, dims, preferred_element_type=jnp.float32)
         return with_outer(product, lhs, rhs, (((0,), (0,)), ((), ())), 1)
-    a, b = _alike(a, b, (((1,), (1,)), ((), ())))
+    a, b = _alike(values(lhs, (1,), dtype), values(rhs, (1,), dtype), (((1,), (1,)), ((), ())))
     product = lax.ragged_dot(a, b, sizes, preferred_element_type=jnp.float32)
     m, e = jnp.float32(1), jnp.int32(0)
     scale = outer(lhs) if isinstance(lhs, Quantized) else None
