@@ -141,7 +141,8 @@ def memory(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--m", type=int, default=1024, help="tokens")
     parser.add_argument("--k", type=int, default=512)
     parser.add_argument("--n", type=int, default=1024)

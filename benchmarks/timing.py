@@ -16,13 +16,11 @@ import jax
 def seconds(f: Callable[..., Any], *args: Any, repeat: int) -> float:
     """The median of `repeat` runs of a compiled function, each long enough to hide the cost of a dispatch."""
     run = jax.jit(f)
-    start = time.perf_counter()
     jax.block_until_ready(run(*args))
     jax.block_until_ready(run(*args))
     once = time.perf_counter()
     jax.block_until_ready(run(*args))
     once = max(time.perf_counter() - once, 1e-6)
-    del start
     inner = max(1, min(20, int(0.05 / once)))
     times = []
     for _ in range(repeat):
@@ -44,7 +42,8 @@ def report(title: str, rows: dict[str, float], base: str) -> dict[str, dict[str,
 
 def machine() -> dict[str, Any]:
     device = jax.devices()[0]
-    return {"jax": jax.__version__, "device": device.device_kind, "platform": device.platform, "host": platform.machine()}
+    where = {"device": device.device_kind, "platform": device.platform, "host": platform.machine()}
+    return {"jax": jax.__version__, **where}
 
 
 def save(path: str | None, results: dict[str, Any]) -> None:
