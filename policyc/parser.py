@@ -603,7 +603,10 @@ class _Builder:
             self.fault("number-out-of-range", token, "more than all of it", "percentages go up to 100%")
         if not percent and value.denominator != 1:
             self.fault(
-                "number-out-of-range", token, "not a whole number", f"write a whole number, or a percentage: {text}%"
+                "number-out-of-range",
+                token,
+                "not a whole number",
+                f"write a whole number, or a percentage: {text}%",
             )
         return Bound(value, percent, self.span(token))
 

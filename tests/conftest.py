@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis without deadlines, and a record of what a piece of code opens or runs."""
+"""What all tests share: hypothesis without deadlines, eight host devices, a record of what code opens or runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Sharding is tested on eight host devices. This must come before JAX starts.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 settings.register_profile(
     "policyc",
