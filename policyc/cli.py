@@ -383,7 +383,7 @@ def show(policy: str | None, variant: str | None, form: str) -> None:
     cls=_Examples,
     examples="""
     policyc quantize x.npy --recipe nvfp4 --role activation --gemm fprop --out q.npz
-    policyc quantize dy.npy --recipe 'nvfp4(rht=wgrad, sr=grad)' --role gradient --gemm wgrad --out q.npz
+    policyc quantize dy.npy --recipe 'nvfp4(rht=wgrad, sr=grad)' --role gradient --gemm wgrad --axis 0 --out q.npz
     policyc quantize w.npy --recipe 'nvfp4(scale2d=weights)' --role weight --gemm fprop --axis 0 --out q.npz
     """,
 )
@@ -395,10 +395,10 @@ def show(policy: str | None, variant: str | None, form: str) -> None:
 @click.option(
     "--gemm", required=True, type=click.Choice(["fprop", "dgrad", "wgrad"]), help="Where it is used."
 )
-@click.option("--axis", type=int, help="The contracted axis. By default that of y = x @ w.")
+@click.option("--axis", type=int, default=-1, show_default=True, help="The contracted axis.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of stochastic rounding.")
 @click.option("--out", required=True, metavar="OUT.npz", help="Codes, packed codes, scales, amax, values.")
-def quantize(array: str, recipe: str, role: str, gemm: str, axis: int | None, seed: int, out: str) -> None:
+def quantize(array: str, recipe: str, role: str, gemm: str, axis: int, seed: int, out: str) -> None:
     """Quantize an array, to the bit as a policy would, and print what it loses.
 
     OUT.npz holds codes (one a byte), packed (two nibbles a byte, the even one low), scales (raw bytes), amax (f32)
@@ -415,7 +415,7 @@ def quantize(array: str, recipe: str, role: str, gemm: str, axis: int | None, se
     except PolicyError as error:
         _fail(error)
     values = _array(array)
-    if axis is not None and not -values.ndim <= axis < values.ndim:
+    if not -values.ndim <= axis < values.ndim:
         raise click.UsageError(f"--axis {axis}: the array has {values.ndim} axes")
 
     from policyc.measure import measure_operand
@@ -447,10 +447,10 @@ def _array(name: str) -> npt.NDArray[Any]:
     import numpy as np
 
     try:
-        array = np.load(name, allow_pickle=False)
+        array: npt.NDArray[Any] = np.load(name, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise click.UsageError(f"cannot read '{name}': {error}") from None
-    if not isinstance(array, np.ndarray):
+    if not hasattr(array, "dtype"):
         raise click.UsageError(f"'{name}' is not one array: save it with numpy.save")
     if array.dtype == np.dtype("V2"):
         array = array.view(ml_dtypes.bfloat16)

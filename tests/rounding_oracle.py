@@ -108,7 +108,7 @@ def four_over_six(x: np.ndarray, bound: float = 256, error: str = "mse") -> dict
 def hadamard(size: int) -> np.ndarray:
     """Sylvester's matrix from its definition: the parity of the bits that two indices share."""
     i = np.arange(size)
-    return np.array([[(-1.0) ** bin(a & b).count("1") for b in i] for a in i])
+    return np.array([[(-1.0) ** int(a & b).bit_count() for b in i] for a in i])
 
 
 def pack(codes: np.ndarray) -> np.ndarray:

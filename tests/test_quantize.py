@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import rounding_oracle as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,6 @@ from policyc.quantize.bits import (
 from policyc.quantize.hadamard import rotate
 from policyc.quantize.random import words
 from policyc.recipes import Treatment
-import rounding_oracle as oracle
 
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
 SAMPLES = 1 << 20
