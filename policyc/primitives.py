@@ -79,8 +79,9 @@ QUANTIZE: dict[str, Primitive] = {
         f"{name}_quantize",
         _quantize,
         _quantize_shapes,
-        # The product rounds its own result to bfloat16 there, which saves a pass over memory.
+        # The product rounds its own result to bfloat16 there, which saves a pass over memory; kernels save another.
         platforms={"cuda": partial(_quantize, method="matmul_bf16")},
+        alone={"cuda": partial(_quantize, method="kernels")},
     )
     for name, f in FORMATS.items()
     if f.quantized

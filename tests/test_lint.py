@@ -19,11 +19,11 @@ from command import policyc
 from oracle import differ, random_policy
 
 from policyc import load, parse, resources
-from policyc.diagnostics import Severity
+from policyc.diagnostics import Diagnostic, Edit, Fix, Severity
 from policyc.formatter import format_file
-from policyc.lint import RULES, lint
+from policyc.lint import RULES, Findings, lint
 from policyc.lint.fixes import mend
-from policyc.loader import inspect
+from policyc.loader import Loaded, inspect
 from policyc.parser import comments
 
 FIXTURES = Path(__file__).parent / "fixtures" / "lint"
@@ -368,6 +368,18 @@ def test_only_what_was_selected_is_mended() -> None:
     text = "recipe r = fp8\na -> fp8\na.b -> fp8\n"
     assert mended(text, codes={"unused-recipe"}) == "a -> fp8\na.b -> fp8\n"
     assert mended(text, codes={"shadowed-rule"}) == text
+
+
+@pytest.mark.parametrize("replacement", ["mlp => fp8", "mlp -> fp9", "mlp -> ("])
+def test_a_fix_that_would_break_the_file_is_not_applied(replacement: str) -> None:
+    """No rule has such a fix; if one ever has, the file stays whole."""
+
+    def check(loaded: Loaded) -> Findings:
+        span = loaded.file.statements[0].span
+        fix = Fix(message="break it", edits=(Edit(span, replacement),), safe=True)
+        return Findings(diagnostics=(Diagnostic(code="shadowed-rule", message="m", span=span, fix=fix),))
+
+    assert mend("mlp -> fp8\n", inspect, check).text == "mlp -> fp8\n"
 
 
 def untidy(rng: random.Random) -> str:
