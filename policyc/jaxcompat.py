@@ -7,6 +7,7 @@ an output varies over the mesh axes that any input varies over, and that must be
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -121,7 +122,10 @@ def _lowered(body: Body, alone: Body | None = None) -> Callable[..., Any]:
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
         devices = getattr(ctx.module_context.axis_context, "num_devices", None)
         rule = single if devices == 1 and not params["mapped"] else general
-        return rule(ctx.replace(avals_in=plain), *args, **params)
+        with warnings.catch_warnings():
+            # The supported versions of JAX have Triton kernels; that later ones will not is our concern, not a user's.
+            warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+            return rule(ctx.replace(avals_in=plain), *args, **params)
 
     return lower
 

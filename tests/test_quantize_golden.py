@@ -207,7 +207,7 @@ def test_stochastic_table() -> None:
 
 def test_vendor_four_over_six() -> None:
     """The vectors choose by the sum of absolute errors, under the full bound."""
-    from tests.oracle import four_over_six, pack
+    from rounding_oracle import four_over_six, pack
 
     case = "4over6_mae448_64x128_bf16_1d"
     theirs = four_over_six(load(case), bound=448, error="mae")

@@ -14,6 +14,7 @@ from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 F32_MAX = 3.4028234663852886e38
@@ -137,8 +138,8 @@ def round_nearest(t: jax.Array, element: Element) -> jax.Array:
     half = (1 << (element.shift - 1)) - 1
     normal = ((b + half + ((b >> element.shift) & 1)) >> element.shift) - element.rebias
     # The sum of a constant whose ulp is the subnormal step rounds t to that step, ties to even.
-    magic = jnp.float32(2.0 ** (1 - element.bias + element.shift))
-    subnormal = bits_of(t + magic) - bits_of(magic)
+    magic = np.float32(2.0 ** (1 - element.bias + element.shift))
+    subnormal = bits_of(t + magic) - magic.view(np.int32)
     return jnp.where(t < element.least_normal, subnormal, normal)
 
 
