@@ -1,0 +1,1 @@
+"""How a quantized GEMM runs: one module a backend."""

@@ -1,0 +1,124 @@
+"""The emulated backend: the specification, on any machine.
+
+In: two operands, `Quantized` or plain arrays. Out: their product in fp32. The one trap: block scales go in
+before the product, where they are exact in bfloat16; outer scales come after it, in fp32. The other way
+round is not exact.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.quantize.layout import Quantized
+from policyc.quantize.values import apply_outer, block_values, outer
+
+Operand = Quantized | jax.Array
+Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def values(operand: Operand, contract: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """What goes into the product. Padding is zeros: it stays along contracted axes, and is cut elsewhere."""
+    if not isinstance(operand, Quantized):
+        return operand
+    v = block_values(operand, dtype)
+    layout = operand.layout
+    for axis, size in ((layout.axis, layout.size), (layout.tile_axis, layout.tile_size)):
+        if axis is not None and v.ndim + axis not in contract:
+            v = lax.slice_in_dim(v, 0, size, axis=v.ndim + axis)
+    return v
+
+
+def scaled_gemm(lhs: Operand, rhs: Operand, dimensions: Dims, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The product in fp32. `dtype` is what the values are given as: bfloat16, or where that is slow float32,
+    which has the same values.
+    """
+    (contract, _), (batch, _) = dimensions
+    left, right = dimensions[0]
+    a, b = _alike(values(lhs, left, dtype), values(rhs, right, dtype), dimensions)
+    precision = lax.Precision.HIGHEST if jnp.float32 in (a.dtype, b.dtype) else None
+    product = lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    free = a.ndim - len(contract) - len(batch)
+    return with_outer(product, lhs, rhs, dimensions, free)
+
+
+def _alike(a: jax.Array, b: jax.Array, dimensions: Dims) -> tuple[jax.Array, jax.Array]:
+    """Cut to the same contracted lengths: one operand may have more padding than the other."""
+    for i, j in zip(*dimensions[0], strict=True):
+        size = min(a.shape[i], b.shape[j])
+        a, b = lax.slice_in_dim(a, 0, size, axis=i), lax.slice_in_dim(b, 0, size, axis=j)
+    if a.dtype != b.dtype:
+        wide = jnp.promote_types(a.dtype, b.dtype)
+        a, b = a.astype(wide), b.astype(wide)
+    return a, b
+
+
+def with_outer(product: jax.Array, lhs: Operand, rhs: Operand, dimensions: Dims, free: int) -> jax.Array:
+    """Both outer scales, on a product whose dimensions are batch, `free` of lhs, and those of rhs."""
+    ((lc, rc), (lb, rb)) = dimensions
+    m, e = jnp.float32(1), jnp.int32(0)
+    for operand, contract, batch, left in ((lhs, lc, lb, True), (rhs, rc, rb, False)):
+        scale = outer(operand) if isinstance(operand, Quantized) else None
+        if scale is None:
+            continue
+        placed = [_place(s, contract, batch, left, free, product.ndim) for s in scale]
+        m, e = m * placed[0], e + placed[1]
+    return apply_outer(product, m, e) if m.ndim else product
+
+
+def _place(
+    scale: jax.Array, contract: tuple[int, ...], batch: tuple[int, ...], left: bool, free: int, ndim: int
+) -> jax.Array:
+    """A scale shaped like its operand, with its dimensions where the product has them."""
+    own = [i for i in range(scale.ndim) if i not in contract and i not in batch]
+    kept = scale.transpose((*batch, *own, *contract)).reshape([scale.shape[i] for i in (*batch, *own)])
+    lead = len(batch)
+    shape = kept.shape[:lead] + (() if left else (1,) * free) + kept.shape[lead:]
+    return kept.reshape(shape + (1,) * (ndim - len(shape)))
+
+
+def is_fp8(operand: Operand) -> TypeGuard[Quantized]:
+    return isinstance(operand, Quantized) and operand.layout.format == "fp8"
+
+
+def fp8_gemm(lhs: Quantized, rhs: Quantized, dimensions: Dims) -> jax.Array:
+    """The same product on 8-bit matrix units, with full fp32 accumulation."""
+    kinds = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+    a, b = (lax.bitcast_convert_type(o.codes, kinds[o.layout.element]) for o in (lhs, rhs))
+    product = lax.dot_general(
+        a,
+        b,
+        dimensions,
+        precision=lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
+        preferred_element_type=jnp.float32,
+    )
+    return with_outer(product, lhs, rhs, dimensions, a.ndim - len(dimensions[0][0]) - len(dimensions[1][0]))
+
+
+def scaled_ragged_gemm(
+    lhs: Operand, rhs: Operand, sizes: jax.Array, contracting: bool, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Products of groups of rows. Contracting: (m, k), (m, n) -> (g, k, n). Else: (m, k), (g, k, n) -> (m,
+    n).
+    """
+    if contracting:
+        a, b = _alike(values(lhs, (0,), dtype), values(rhs, (0,), dtype), (((0,), (0,)), ((), ())))
+        dims = lax.RaggedDotDimensionNumbers(  # type: ignore[no-untyped-call]
+            (((0,), (0,)), ((), ())), [0], []
+        )
+        product = lax.ragged_dot_general(a, b, sizes, dims, preferred_element_type=jnp.float32)
+        return with_outer(product, lhs, rhs, (((0,), (0,)), ((), ())), 1)
+    a, b = _alike(values(lhs, (1,), dtype), values(rhs, (1,), dtype), (((1,), (1,)), ((), ())))
+    product = lax.ragged_dot(a, b, sizes, preferred_element_type=jnp.float32)
+    m, e = jnp.float32(1), jnp.int32(0)
+    scale = outer(lhs) if isinstance(lhs, Quantized) else None
+    if scale is not None:
+        m, e = scale
+    scale = outer(rhs) if isinstance(rhs, Quantized) else None
+    if scale is not None:
+        group = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=product.shape[0])
+        m, e = m * scale[0][group, 0], e + scale[1][group, 0]
+    return apply_outer(product, m, e) if m.ndim else product

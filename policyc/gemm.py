@@ -1,0 +1,371 @@
+"""A matrix product that owns its three GEMMs: fprop, and in the backward pass dgrad and wgrad.
+
+In: the operands of any dot_general and a `Recipe`. Out: its result, and when differentiated, gradients of
+the shapes and types of the operands. The one trap: which backward product is dgrad and which is wgrad
+follows from which operand is the weight. Of a product without a weight, the gradient of lhs is dgrad and
+that of rhs is wgrad.
+
+What is kept for the backward pass are quantized operands, wherever the recipe quantizes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from policyc import primitives
+from policyc.backends.emulate import Dims, Operand
+from policyc.formats import FORMATS
+from policyc.quantize import Axes, Key, Quantized, dequantize, key
+from policyc.recipes import Gemm, Recipe, Role, Treatment
+from policyc.treatments import effective
+
+Weight = Literal["lhs", "rhs"] | None
+SAVED = "quantization"
+"""The name of quantized tensors, for policies of `jax.checkpoint`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """All of a product that is known before it runs."""
+
+    dims: Dims
+    recipe: Recipe
+    weight: Weight
+    out: Any
+    precision: Any
+    lhs: jax.ShapeDtypeStruct
+    rhs: jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """An operand in a product: what is done to it, along which axes, and which of them are tokens."""
+
+    treatment: Treatment
+    axes: Axes
+    tokens: tuple[int, ...]
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """One of the three GEMMs: its operands, how they meet, and how its result is turned into place."""
+
+    gemm: Gemm
+    left: Side
+    right: Side
+    dims: Dims
+    order: tuple[int, ...]
+
+    @property
+    def over_tokens(self) -> bool:
+        return self.gemm is Gemm.WGRAD
+
+
+def quantized_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    recipe: Recipe,
+    *,
+    weight: Weight = "rhs",
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    seed: int = 0,
+    site: int | str = 0,
+    layer: Any = None,
+    step: Any = None,
+) -> jax.Array:
+    """`lax.dot_general` with its three GEMMs run as the recipe says.
+
+    `weight` is the operand that is a parameter, or None. `seed`, `site`, `layer` and `step` (the last two
+    may be traced) key stochastic rounding, together with the bits of each tensor's maximum.
+    """
+    dims = _as_dims(dimension_numbers)
+    out = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
+    plain = not all(jnp.issubdtype(x.dtype, jnp.floating) and x.size for x in (lhs, rhs))
+    if plain or not dims[0][0] or jnp.float64 in (lhs.dtype, rhs.dtype):
+        return lax.dot_general(
+            lhs, rhs, dims, precision=precision, preferred_element_type=preferred_element_type
+        )
+    chosen = effective(recipe)
+    a, b, merged, shape = _canonical(lhs, rhs, dims, chosen)
+    call = Call(
+        dims=merged,
+        recipe=chosen,
+        weight=weight,
+        out=out,
+        precision=precision,
+        lhs=_like(a),
+        rhs=_like(b),
+    )
+    words = [w for w in (layer, step) if w is not None]
+    return _gemm(call, a, b, key(seed, site, *words)).reshape(shape)
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)  # type: ignore[no-untyped-call]
+
+
+def _as_dims(numbers: Any) -> Dims:
+    (lc, rc), (lb, rb) = numbers
+    return (tuple(map(int, lc)), tuple(map(int, rc))), (tuple(map(int, lb)), tuple(map(int, rb)))
+
+
+def _free(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(i for i in range(ndim) if all(i not in t for t in taken))
+
+
+def _canonical(
+    lhs: jax.Array, rhs: jax.Array, dims: Dims, recipe: Recipe
+) -> tuple[jax.Array, jax.Array, Dims, tuple[int, ...]]:
+    """Operands whose blocks run along single dimensions, and the shape of the original result.
+
+    Blocks run along the contracted dimensions as if they were one. Where the last of them has whole blocks,
+    that is so already, and nothing moves (which matters where they are sharded). Else they are made one. A
+    missing free dimension is added.
+    """
+    (lc, rc), (lb, rb) = dims
+    lf, rf = _free(lhs.ndim, lc, lb), _free(rhs.ndim, rc, rb)
+    shape = tuple(lhs.shape[i] for i in (*lb, *lf)) + tuple(rhs.shape[i] for i in rf)
+    unit = max(max(FORMATS[t.format].block, t.rht, 1) for t in recipe.treatments)
+
+    def awkward(x: jax.Array, group: tuple[int, ...]) -> bool:
+        sizes = [x.shape[i] for i in group]
+        return not sizes or (sum(s > 1 for s in sizes) > 1 and sizes[-1] % unit != 0)
+
+    if not (awkward(lhs, lc) or awkward(lhs, lf) or awkward(rhs, rf)):
+        return lhs, rhs, dims, shape
+    a = lhs.transpose(*lb, *lf, *lc).reshape(*(lhs.shape[i] for i in lb), _size(lhs, lf), _size(lhs, lc))
+    b = rhs.transpose(*rb, *rc, *rf).reshape(*(rhs.shape[i] for i in rb), _size(rhs, rc), _size(rhs, rf))
+    n = len(lb)
+    batch = tuple(range(n))
+    return a, b, (((n + 1,), (n,)), (batch, batch)), shape
+
+
+def _size(x: jax.Array, axes: tuple[int, ...]) -> int:
+    return prod(x.shape[i] for i in axes)
+
+
+def _products(call: Call) -> tuple[Product, Product, Product]:
+    """The product, the one for the gradient of lhs, and the one for that of rhs."""
+    (lc, rc), (lb, rb) = call.dims
+    ln, rn, nb = len(call.lhs.shape), len(call.rhs.shape), len(lb)
+    lf, rf = _free(ln, lc, lb), _free(rn, rc, rb)
+    on = nb + len(lf) + len(rf)
+    batch = tuple(range(nb))
+    olf, orf = tuple(range(nb, nb + len(lf))), tuple(range(nb + len(lf), on))
+    of = call.recipe.of
+    if call.weight is None:
+        # No operand is a parameter: both are activations, and what 2D scales are for does not arise.
+        lhs_role = rhs_role = Role.ACTIVATION
+    else:
+        lhs_role, rhs_role = (
+            (Role.WEIGHT, Role.ACTIVATION) if call.weight == "lhs" else (Role.ACTIVATION, Role.WEIGHT)
+        )
+    for_lhs, for_rhs = (Gemm.WGRAD, Gemm.DGRAD) if call.weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
+
+    def side(
+        gemm: Gemm, role: Role, ndim: int, contract: tuple[int, ...], batch: tuple[int, ...],
+        tokens: tuple[int, ...], name: str,
+    ) -> Side:  # fmt: skip
+        if gemm is Gemm.DGRAD and role is Role.ACTIVATION:
+            t = replace(of(gemm, Role.WEIGHT), tile2d=False)
+        else:
+            t = of(gemm, role)
+        free = _free(ndim, contract, batch)
+        axes = Axes(
+            axis=contract[-1] - ndim,
+            contract=tuple(i - ndim for i in contract),
+            batch=tuple(i - ndim for i in batch),
+            tile=free[-1] - ndim,
+        )
+        return Side(treatment=t, axes=axes, tokens=tokens, name=f"{gemm}.{name}")
+
+    fprop = Product(
+        gemm=Gemm.FPROP,
+        left=side(Gemm.FPROP, lhs_role, ln, lc, lb, lf, "lhs"),
+        right=side(Gemm.FPROP, rhs_role, rn, rc, rb, rf, "rhs"),
+        dims=call.dims,
+        order=tuple(range(on)),
+    )
+    # dy (contracted over the free dimensions of rhs) with rhs.
+    tokens = olf if for_lhs is Gemm.DGRAD else orf
+    d_lhs = Product(
+        gemm=for_lhs,
+        left=side(for_lhs, Role.GRADIENT, on, orf, batch, tokens, "dy"),
+        right=side(for_lhs, rhs_role, rn, rf, rb, rf, "rhs"),
+        dims=((orf, rf), (batch, rb)),
+        order=_order(ln, lb, lf, tuple(lc[rc.index(i)] for i in sorted(rc))),
+    )
+    # lhs with dy, contracted over the free dimensions of lhs.
+    tokens = orf if for_rhs is Gemm.DGRAD else olf
+    d_rhs = Product(
+        gemm=for_rhs,
+        left=side(for_rhs, lhs_role, ln, lf, lb, lf, "lhs"),
+        right=side(for_rhs, Role.GRADIENT, on, olf, batch, tokens, "dy"),
+        dims=((lf, olf), (lb, batch)),
+        order=_order(rn, rb, tuple(rc[lc.index(i)] for i in sorted(lc)), rf),
+    )
+    return fprop, d_lhs, d_rhs
+
+
+def _order(ndim: int, *groups: tuple[int, ...]) -> tuple[int, ...]:
+    """The transpose that puts a result whose dimensions are these of an operand in the operand's own
+    order.
+    """
+    now = [i for g in groups for i in g]
+    return tuple(now.index(i) for i in range(ndim))
+
+
+Parts = tuple[Operand, ...]
+
+
+def _parts(x: jax.Array, side: Side, product: Product, k: Key, signs: Key, *, save: bool = False) -> Parts:
+    """The operand as it enters a product: cast, or quantized, or its mean over tokens and the rest,
+    quantized.
+    """
+    t = side.treatment
+    if not FORMATS[t.format].quantized:
+        return (x.astype(_CASTS[t.format]) if t.format in _CASTS else x,)
+    quantize = partial(primitives.quantize, key=k, signs=signs)
+    if not t.mean_split:
+        q = quantize(x, t, side.axes, operand=side.name)
+        return (_named(q) if save else q,)
+    mean = jnp.mean(x.astype(jnp.float32), axis=side.tokens, keepdims=True)
+    rest = (x.astype(jnp.float32) - mean).astype(x.dtype)
+    main = quantize(rest, t, side.axes, operand=side.name)
+    axes = side.axes
+    if product.over_tokens:
+        # The mean has one token: its blocks run along its features, and there is nothing to rotate.
+        features = _free(x.ndim, side.tokens, tuple(i + x.ndim for i in axes.batch))
+        axes = Axes(axis=features[-1] - x.ndim, batch=axes.batch)
+        t = replace(t, rht=0, rounding="rne" if t.rounding == "rne" else "sr", outer="tensor")
+    average = quantize(mean, t, axes, operand=f"{side.name}.mean")
+    return (_named(main), _named(average)) if save else (main, average)
+
+
+_CASTS = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+
+
+def _named(q: Quantized) -> Quantized:
+    return cast(Quantized, checkpoint_name(q, SAVED))  # type: ignore[no-untyped-call]
+
+
+def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int) -> jax.Array:
+    """The product of all parts, in place."""
+    if not any(isinstance(p, Quantized) for p in (*left, *right)):
+        y = _plain(cast(jax.Array, left[0]), cast(jax.Array, right[0]), product, out)
+    elif len(left) == len(right) == 1:
+        y = primitives.scaled_gemm(left[0], right[0], product.dims, out)
+    elif product.over_tokens:
+        # The parts without their mean sum to zero over tokens, so that the mixed products vanish.
+        y = primitives.scaled_gemm(left[0], right[0], product.dims, jnp.float32)
+        if len(left) == len(right):
+            a, b = (dequantize(cast(Quantized, p[1])) for p in (left, right))
+            y = y + tokens * lax.dot_general(a, b, product.dims, precision=lax.Precision.HIGHEST)
+    else:
+        terms = [primitives.scaled_gemm(a, b, product.dims, jnp.float32) for a in left for b in right]
+        y = sum(terms[1:], start=terms[0])
+    return y.astype(out).transpose(product.order)
+
+
+def _plain(left: jax.Array, right: jax.Array, product: Product, out: Any) -> jax.Array:
+    precision = lax.Precision.HIGHEST if product.left.treatment.format == "f32" else None
+    wide = out if out in (jnp.bfloat16, jnp.float32) else jnp.float32
+    return lax.dot_general(left, right, product.dims, precision=precision, preferred_element_type=wide)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gemm(call: Call, lhs: jax.Array, rhs: jax.Array, k: Key) -> jax.Array:
+    return _forward(call, lhs, rhs, k)[0]
+
+
+def _kept(product: Product) -> bool:
+    return product.left.treatment.format == "keep"
+
+
+def _original(call: Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return lax.dot_general(
+        lhs, rhs, call.dims, precision=call.precision, preferred_element_type=call.out
+    )
+
+
+def _forward(
+    call: Call, lhs: jax.Array, rhs: jax.Array, k: Key, *, save: bool = False
+) -> tuple[jax.Array, Parts, Parts]:
+    fprop, _, _ = _products(call)
+    if _kept(fprop):
+        return _original(call, lhs, rhs), (lhs,), (rhs,)
+    left = _parts(lhs, fprop.left, fprop, k, k, save=save)
+    right = _parts(rhs, fprop.right, fprop, k, k, save=save)
+    return _multiply(fprop, left, right, call.out, 1), left, right
+
+
+def _gemm_fwd(call: Call, lhs: jax.Array, rhs: jax.Array, k: Key) -> tuple[jax.Array, Any]:
+    fprop, d_lhs, d_rhs = _products(call)
+    y, left, right = _forward(call, lhs, rhs, k, save=True)
+    signs = (_signs(rhs, d_lhs, k), _signs(lhs, d_rhs, k))
+    for_lhs = right if _shared(fprop.right, d_lhs.right) else _saved(rhs, d_lhs.right, d_lhs, k, signs[0])
+    for_rhs = left if _shared(fprop.left, d_rhs.left) else _saved(lhs, d_rhs.left, d_rhs, k, signs[1])
+    return y, (for_lhs, for_rhs, k, signs)
+
+
+def _saved(x: jax.Array, side: Side, product: Product, k: Key, signs: Key) -> Parts:
+    return _parts(x, side, product, k, signs, save=True)
+
+
+def _signs(x: jax.Array, product: Product, k: Key) -> Key:
+    """The key of fresh signs of a backward product. Both its operands need them, and one is quantized
+    before the other is known: so they come from the one that is.
+    """
+    if product.left.treatment.rounding != "ms_eden":
+        return k
+    return k.fold(jnp.max(jnp.abs(x)).astype(jnp.float32))
+
+
+def _shared(forward: Side, backward: Side) -> bool:
+    """Are the codes of fprop those of a backward product too? Of 2D tiles and of whole tensors they are."""
+    t = forward.treatment
+    square = t.tile2d or not FORMATS[t.format].block
+    alike = t == backward.treatment and FORMATS[t.format].quantized
+    return alike and square and not t.rht and not t.mean_split
+
+
+def _gemm_bwd(call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    for_lhs, for_rhs, k, signs = kept
+    _, d_lhs, d_rhs = _products(call)
+    return (
+        _gradient(call, d_lhs, dy, for_lhs, k, signs[0], left=True),
+        _gradient(call, d_rhs, dy, for_rhs, k, signs[1], left=False),
+        None,
+    )
+
+
+def _gradient(
+    call: Call, product: Product, dy: jax.Array, other: Parts, k: Key, signs: Key, *, left: bool
+) -> jax.Array:
+    of = call.lhs if left else call.rhs
+    if _kept(product):
+        saved = cast(jax.Array, other[0])
+
+        def linear(x: jax.Array) -> jax.Array:
+            return _original(call, x, saved) if left else _original(call, saved, x)
+
+        return cast(jax.Array, jax.linear_transpose(linear, of)(dy)[0])
+    side = product.left if left else product.right
+    own = _parts(dy, side, product, k, signs)
+    tokens = prod(dy.shape[i] for i in side.tokens)
+    pair = (own, other) if left else (other, own)
+    return _multiply(product, *pair, of.dtype, tokens)
+
+
+_gemm.defvjp(_gemm_fwd, _gemm_bwd)

@@ -1,0 +1,121 @@
+"""Primitives made of a jnp function, and whatever of JAX is private or differs between its versions.
+
+In: a name and a pure function of arrays. Out: a primitive that shows as one equation, lowers to that
+function, and batches, differentiates (not at all) and partitions like it. The one trap: inside `shard_map`
+an output varies over the mesh axes that any input varies over, and that must be said by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+Shape = tuple[tuple[int, ...], Any]
+Body = Callable[..., Sequence[jax.Array]]
+
+
+def define(
+    name: str,
+    body: Body,
+    shapes: Callable[..., Sequence[Shape]],
+    platforms: Mapping[str, Body] | None = None,
+) -> Primitive:
+    """A primitive called `name` that runs `body(*arrays, **params)`.
+
+    `shapes(*avals, **params)` gives the shape and type of each result. `platforms` has other bodies for the
+    same result. The parameter `mapped` has a tuple for each `vmap` around it, outermost first: which
+    operands carry a leading axis for it.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def abstract(*avals: Any, mapped: tuple[tuple[bool, ...], ...], **params: Any) -> list[ShapedArray]:
+        sizes: list[int] = []
+        inner = list(avals)
+        for level in mapped:
+            sizes.append(next(a.shape[0] for a, m in zip(inner, level, strict=True) if m))
+            inner = [_Shaped(a.shape[1:], a.dtype) if m else a for a, m in zip(inner, level, strict=True)]
+        varying = [a.manual_axis_type for a in avals]
+        most = max(varying, key=lambda t: len(t.varying))
+        return [
+            ShapedArray((*sizes, *shape), jax.numpy.dtype(dtype), manual_axis_type=most)
+            for shape, dtype in shapes(*inner, **params)
+        ]
+
+    def mapped_body(f: Body) -> Body:
+        def run(*args: jax.Array, mapped: tuple[tuple[bool, ...], ...], **params: Any) -> Sequence[jax.Array]:
+            g: Callable[..., Sequence[jax.Array]] = partial(f, **params)
+            for level in reversed(mapped):
+                g = jax.vmap(g, in_axes=tuple(0 if m else None for m in level))
+            return g(*args)
+
+        return run
+
+    def batch(
+        args: Sequence[jax.Array], dims: Sequence[int | None], *, mapped: Any, **params: Any
+    ) -> tuple[Sequence[jax.Array], list[int]]:
+        level = tuple(d is not None for d in dims)
+        moved = [a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+        out = primitive.bind(*moved, mapped=(level, *mapped), **params)  # type: ignore[no-untyped-call]
+        return out, [0] * len(out)
+
+    primitive.def_abstract_eval(abstract)  # type: ignore[no-untyped-call]
+    primitive.def_impl(partial(_run, mapped_body(body)))  # type: ignore[no-untyped-call]
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, _lowered(mapped_body(body)))
+    for platform, other in (platforms or {}).items():
+        mlir.register_lowering(primitive, _lowered(mapped_body(other)), platform=platform)
+    return primitive
+
+
+class _Shaped:
+    """A shape and a type, for `shapes`."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.shape, self.dtype, self.ndim = shape, dtype, len(shape)
+
+
+def _run(body: Body, *args: Any, **params: Any) -> Sequence[jax.Array]:
+    # Outside `jit`, as one compiled program: op by op would be slow, and keep every step in memory.
+    return _compiled(body, tuple(sorted(params.items())))(*args)  # type: ignore[no-any-return]
+
+
+@cache
+def _compiled(body: Body, params: tuple[tuple[str, Any], ...]) -> Any:
+    return jax.jit(partial(body, **dict(params)))
+
+
+def _lowered(body: Body) -> Callable[..., Any]:
+    rule = mlir.lower_fun(body, multiple_results=True)
+
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        # Inside `shard_map` the body runs on one device's share: how it varies over the mesh is settled
+        # already.
+        plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        return rule(ctx.replace(avals_in=plain), *args, **params)
+
+    return lower
+
+
+def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Array]:
+    """Applies a primitive of `define`, its operands made to vary alike over the mesh axes of a
+    `shard_map`.
+    """
+    arrays = [jax.numpy.asarray(a) for a in args]
+    over = [jax.typeof(a).manual_axis_type.varying for a in arrays]
+    every = frozenset().union(*over)
+    arrays = [
+        a if v == every else lax.pcast(a, tuple(sorted(every - v)), to="varying")
+        for a, v in zip(arrays, over, strict=True)
+    ]
+    out: list[jax.Array] = primitive.bind(  # type: ignore[no-untyped-call]
+        *arrays, mapped=(), **params
+    )
+    return out

@@ -1,0 +1,226 @@
+"""`quantize` and `scaled_gemm` as JAX primitives: a jaxpr shows one equation, not forty lines of arithmetic.
+
+In: arrays and treatments. Out: `Quantized`s and products. The one trap: their results have no derivative.
+Whoever wants one is inside a `custom_vjp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+from policyc import quantize as q
+from policyc.backends import emulate
+from policyc.backends.emulate import Dims, Operand
+from policyc.formats import FORMATS
+from policyc.jaxcompat import Shape, bind, define
+from policyc.quantize.blocks import layout_of
+from policyc.quantize.hadamard import Method
+from policyc.quantize.layout import TILE, Axes, Layout, Quantized
+from policyc.recipes import Treatment
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a quantize equation does. Prints as short as it can."""
+
+    treatment: Treatment
+    axes: Axes
+
+    def __repr__(self) -> str:
+        t, block = self.treatment, FORMATS[self.treatment.format].block
+        words = [f"{TILE if t.tile2d else 1}x{block}" if block else "tensor", t.rounding]
+        words += [t.element] if t.format == "fp8" else []
+        words += [f"rht{t.rht}"] if t.rht else []
+        words += [t.scale] if t.scale != "amax" else []
+        words += [t.scale_rounding] if t.format == "mxfp4" else []
+        words += [f"headroom{t.headroom}"] if t.headroom != 1 else []
+        words += ["outer=row"] if t.outer == "row" else []
+        return f"{','.join(words)}@{self.axes.axis}"
+
+
+def _quantize(
+    x: jax.Array, *words: jax.Array, spec: Spec, operand: str, method: Method = "matmul"
+) -> Sequence[jax.Array]:
+    # The words of a key, where something is random; both operands of a product have the same signs.
+    key = q.Key(*words[:2]).fold(operand) if words else None
+    signs = q.Key(*words[2:]).fold(operand.partition(".")[0] + ".signs") if words[2:] else None
+    out = q.quantize(x, spec.treatment, spec.axes, key=key, signs=signs, method=method)
+    return [a for a in (out.codes, out.scales, out.amax) if a is not None]
+
+
+def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str) -> list[Shape]:
+    del words, operand
+    t, axes = spec.treatment, spec.axes
+    layout, padded = layout_of(x.shape, t, axes)
+    packed, scales = list(padded), list(padded)
+    if layout.packed:
+        packed[axes.axis] //= 2
+    out: list[Shape] = [(tuple(packed), jnp.uint8)]
+    if layout.block:
+        scales[axes.axis] //= layout.block
+        if layout.tile_axis is not None:
+            scales[layout.tile_axis] //= TILE
+        out.append((tuple(scales), jnp.uint8))
+    if FORMATS[t.format].tensor_scale:
+        spans = q.spanned(t, axes, layout, len(padded))
+        out.append((tuple(1 if i - len(padded) in spans else n for i, n in enumerate(padded)), jnp.float32))
+    return out
+
+
+QUANTIZE: dict[str, Primitive] = {
+    name: define(
+        f"{name}_quantize",
+        _quantize,
+        _quantize_shapes,
+        # The product rounds its own result to bfloat16 there, which saves a pass over memory.
+        platforms={"cuda": partial(_quantize, method="matmul_bf16")},
+    )
+    for name, f in FORMATS.items()
+    if f.quantized
+}
+
+
+def quantize(
+    x: jax.Array,
+    treatment: Treatment,
+    axes: Axes,
+    *,
+    operand: str = "",
+    key: q.Key | None = None,
+    signs: q.Key | None = None,
+) -> Quantized:
+    """`policyc.quantize.quantize` as one equation.
+
+    `operand` is its name, `gemm.operand`: it is part of the key, and its first half of the key of fresh
+    signs.
+    """
+    layout, _ = layout_of(x.shape, treatment, axes)
+    key = key or q.key()
+    words = {"rne": (), "sr": (key,), "ms_eden": (key, signs or key)}[treatment.rounding]
+    flat = [w for k in words for w in (k.a, k.b)]
+    out = bind(QUANTIZE[treatment.format], x, *flat, spec=Spec(treatment, axes), operand=operand)
+    return _rebuilt(layout, out)
+
+
+def _rebuilt(layout: Layout, arrays: Sequence[jax.Array]) -> Quantized:
+    f = FORMATS[layout.format]
+    parts = iter(arrays)
+    return Quantized(
+        codes=next(parts),
+        scales=next(parts) if f.block else None,
+        amax=next(parts) if f.tensor_scale else None,
+        layout=layout,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The layout of an operand, or None of a plain array. Prints as the format's name."""
+
+    layout: Layout | None
+
+    def __repr__(self) -> str:
+        return self.layout.format if self.layout else "plain"
+
+    def arrays(self) -> int:
+        if self.layout is None:
+            return 1
+        f = FORMATS[self.layout.format]
+        return 1 + bool(f.block) + f.tensor_scale
+
+    def rebuilt(self, arrays: Sequence[jax.Array]) -> Operand:
+        return arrays[0] if self.layout is None else _rebuilt(self.layout, arrays)
+
+    def length(self, aval: Any, axis: int) -> int:
+        """Of the operand itself, from that of its codes."""
+        layout = self.layout
+        if layout is not None and axis - aval.ndim == layout.axis:
+            return layout.size
+        if layout is not None and axis - aval.ndim == layout.tile_axis:
+            return layout.tile_size
+        return int(aval.shape[axis])
+
+
+def _taken(operand: Operand) -> tuple[Shown, list[jax.Array]]:
+    if isinstance(operand, Quantized):
+        arrays = (operand.codes, operand.scales, operand.amax)
+        return Shown(operand.layout), [a for a in arrays if a is not None]
+    return Shown(None), [operand]
+
+
+def _gemm(
+    *arrays: jax.Array, lhs: Shown, rhs: Shown, dimension_numbers: Dims, out: Any, values: Any = jnp.bfloat16,
+    native: bool = False,
+) -> Sequence[jax.Array]:  # fmt: skip
+    a, b = lhs.rebuilt(arrays[: lhs.arrays()]), rhs.rebuilt(arrays[lhs.arrays() :])
+    if native and emulate.is_fp8(a) and emulate.is_fp8(b):
+        return [emulate.fp8_gemm(a, b, dimension_numbers).astype(out)]
+    return [emulate.scaled_gemm(a, b, dimension_numbers, values).astype(out)]
+
+
+def _gemm_shapes(*avals: Any, lhs: Shown, rhs: Shown, dimension_numbers: Dims, out: Any) -> list[Shape]:
+    a, b = avals[0], avals[lhs.arrays()]
+    (lc, rc), (lb, rb) = dimension_numbers
+    shape = [lhs.length(a, i) for i in lb]
+    shape += [lhs.length(a, i) for i in range(a.ndim) if i not in (*lc, *lb)]
+    shape += [rhs.length(b, i) for i in range(b.ndim) if i not in (*rc, *rb)]
+    return [(tuple(shape), out)]
+
+
+SCALED_GEMM = define(
+    "scaled_gemm",
+    _gemm,
+    _gemm_shapes,
+    platforms={
+        # The same values; the CPU multiplies them faster in fp32.
+        "cpu": partial(_gemm, values=jnp.float32),
+        "cuda": partial(_gemm, native=True),
+    },
+)
+
+
+def scaled_gemm(lhs: Operand, rhs: Operand, dimension_numbers: Dims, out: Any) -> jax.Array:
+    """The product of two operands, each `Quantized` or plain, as one equation."""
+    (left, a), (right, b) = _taken(lhs), _taken(rhs)
+    dtype = jnp.dtype(out)
+    return bind(
+        SCALED_GEMM, *a, *b, lhs=left, rhs=right, dimension_numbers=dimension_numbers, out=dtype
+    )[0]
+
+
+def _ragged(
+    sizes: jax.Array, *arrays: jax.Array, lhs: Shown, rhs: Shown, contracting: bool, out: Any,
+    values: Any = jnp.bfloat16,
+) -> Sequence[jax.Array]:  # fmt: skip
+    a, b = lhs.rebuilt(arrays[: lhs.arrays()]), rhs.rebuilt(arrays[lhs.arrays() :])
+    return [emulate.scaled_ragged_gemm(a, b, sizes, contracting, values).astype(out)]
+
+
+def _ragged_shapes(
+    sizes: Any, *avals: Any, lhs: Shown, rhs: Shown, contracting: bool, out: Any
+) -> list[Shape]:
+    a, b = avals[0], avals[lhs.arrays()]
+    if contracting:
+        return [((sizes.shape[0], lhs.length(a, 1), rhs.length(b, 1)), out)]
+    return [((lhs.length(a, 0), rhs.length(b, 2)), out)]
+
+
+SCALED_RAGGED_GEMM = define(
+    "scaled_ragged_gemm", _ragged, _ragged_shapes, platforms={"cpu": partial(_ragged, values=jnp.float32)}
+)
+
+
+def scaled_ragged_gemm(
+    lhs: Operand, rhs: Operand, sizes: jax.Array, *, contracting: bool, out: Any
+) -> jax.Array:
+    """Products of groups of rows, as one equation."""
+    (left, a), (right, b) = _taken(lhs), _taken(rhs)
+    dtype = jnp.dtype(out)
+    return bind(SCALED_RAGGED_GEMM, sizes, *a, *b, lhs=left, rhs=right, contracting=contracting, out=dtype)[0]

@@ -1,0 +1,307 @@
+"""Block quantization along one axis, for every format: scales from maxima, codes from scales.
+
+In: an array and a `Treatment`. Out: a `Quantized`. The one trap: the order of the fp32 operations is part of
+the format. A division where the format multiplies moves one code in a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.formats import FORMATS
+from policyc.quantize import random
+from policyc.quantize.bits import (
+    E2M1,
+    E4M3,
+    ELEMENTS,
+    Element,
+    abs_bits,
+    bits_of,
+    decode,
+    exact_div,
+    from_bits,
+    power_of_two,
+    round_nearest,
+    round_stochastic,
+    sign_code,
+    stored,
+)
+from policyc.quantize.hadamard import Method, random_signs, rotate
+from policyc.quantize.layout import TILE, Axes, Layout, Quantized, pack, split_axis, spread
+from policyc.quantize.values import normalized
+from policyc.recipes import Treatment
+
+_FULL, _REDUCED = 448.0, 256.0
+_FOUR_OVER_SIX = {"four_over_six": ("mse", _REDUCED), "four_over_six_mae448": ("mae", _FULL)}
+"""Error and bound. The second is a vendor's, for comparison."""
+_LIFT = 64
+_TINY = (127 - 104) << 23
+_INFINITY = 0x7F800000
+_RANDOM_BITS = 16
+
+
+def quantize(
+    x: jax.Array,
+    treatment: Treatment,
+    axes: Axes | None = None,
+    *,
+    key: random.Key | None = None,
+    signs: random.Key | None = None,
+    method: Method = "matmul",
+) -> Quantized:
+    """Quantizes x along `axes.axis`, padded with zeros to whole blocks.
+
+    `key` feeds stochastic rounding, together with the bits of amax; `signs` the fresh signs of MS-EDEN, which
+    both operands of a product must share.
+    """
+    axes = axes or Axes()
+    layout, padded = layout_of(x.shape, treatment, axes)
+    if padded != x.shape:
+        x = jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, padded, strict=True)])
+    if treatment.rht:
+        fresh = treatment.rounding == "ms_eden"
+        by = random_signs(signs or random.key(), treatment.rht) if fresh else None
+        x = stored(rotate(x, axes.axis, treatment.rht, by, method=method))
+    key = random.key() if key is None else key
+    return _SCHEMES[treatment.format](x, treatment, axes, layout, key)
+
+
+def layout_of(
+    shape: tuple[int, ...], treatment: Treatment, axes: Axes
+) -> tuple[Layout, tuple[int, ...]]:
+    """The layout of an operand of this shape once quantized, and its shape padded to whole blocks."""
+    element, block = ELEMENTS[treatment.element], FORMATS[treatment.format].block
+    tile = axes.tile if treatment.tile2d else None
+    padded = list(shape)
+    padded[axes.axis] += -shape[axes.axis] % max(block, treatment.rht, 2 if element.bits == 4 else 1)
+    if tile is not None:
+        padded[tile] += -shape[tile] % TILE
+    layout = Layout(
+        format=treatment.format,
+        element=treatment.element,
+        axis=axes.axis,
+        block=block,
+        size=shape[axes.axis],
+        tile_axis=tile,
+        tile_size=shape[tile] if tile is not None else 0,
+        bound=bound_of(treatment),
+    )
+    return layout, tuple(padded)
+
+
+def bound_of(treatment: Treatment) -> float:
+    """The largest magnitude of an element times its block scale."""
+    if treatment.format == "nvfp4":
+        if treatment.scale in _FOUR_OVER_SIX:
+            return E2M1.top * _FOUR_OVER_SIX[treatment.scale][1]
+        return E2M1.top * (_REDUCED if treatment.rounding == "ms_eden" else _FULL)
+    return ELEMENTS[treatment.element].top
+
+
+def _maxima(x: jax.Array, axes: Axes, layout: Layout, treatment: Treatment) -> tuple[jax.Array, jax.Array]:
+    """Bits of the maximum of each block, and of what each outer scale spans (with dimensions of size 1)."""
+    blocks = split_axis(abs_bits(x), axes.axis, x.shape[axes.axis] // layout.block, layout.block)
+    top = blocks.max(axis=blocks.ndim + axes.axis)
+    if layout.tile_axis is not None:
+        tiles = split_axis(top, layout.tile_axis, top.shape[layout.tile_axis] // TILE, TILE)
+        top = tiles.max(axis=tiles.ndim + layout.tile_axis)
+    top = stored(top)
+    return top, top.max(axis=spanned(treatment, axes, layout, x.ndim), keepdims=True)
+
+
+def spanned(treatment: Treatment, axes: Axes, layout: Layout, ndim: int) -> tuple[int, ...]:
+    """The axes (from the end) that share an outer scale. Those of 2D tiles do, by tensor, in any case."""
+    if treatment.outer == "row" and layout.tile_axis is None:
+        return tuple(sorted(axes.contract or (axes.axis,)))
+    return tuple(i for i in range(-ndim, 0) if i not in axes.batch)
+
+
+def _with_headroom(bits: jax.Array, treatment: Treatment) -> jax.Array:
+    if treatment.headroom == 1:
+        return bits
+    # Infinity and NaN stay what they are under the product.
+    return bits_of(from_bits(bits) * jnp.float32(float(treatment.headroom)))
+
+
+def _lift(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """amax as fp32, and a power of two, both for arithmetic without denormals where amax is tiny.
+
+    NaN and infinity are read as 1 (the scales of such a tensor are NaN anyway).
+    """
+    tiny = amax < _TINY
+    lift = power_of_two(jnp.where(tiny, _LIFT, 0))
+    mantissa, exponent = normalized(amax)
+    lifted = mantissa * power_of_two(exponent + _LIFT)
+    sane = jnp.where(amax >= _INFINITY, 0x3F800000, amax)
+    return jnp.where(tiny, lifted, from_bits(sane)), lift
+
+
+def _nvfp4(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key) -> Quantized:
+    blocks, amax = (_with_headroom(b, t) for b in _maxima(x, axes, layout, t))
+    top, lift = _lift(amax)
+    enc_top = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(layout.bound), top))
+    enc_top, lift = stored((enc_top, lift))
+    dec_top = stored(exact_div(jnp.float32(1), enc_top))
+    block_top = from_bits(blocks) * lift
+    key = key.fold(from_bits(amax))
+
+    def scaled(fraction: float) -> tuple[jax.Array, jax.Array]:
+        ideal = block_top * (enc_top * jnp.float32(fraction))
+        code = round_nearest(ideal, E4M3)
+        return code, exact_div(jnp.float32(1), decode(code, E4M3) * dec_top)
+
+    # A product with 1 is exact, so that only a tiny tensor sees the lift.
+    lifted = x.astype(jnp.float32) * lift
+    scale, enc = scaled(1 / 6)
+    if t.scale in _FOUR_OVER_SIX:
+        unit = lifted * enc_top
+        scale, enc = _four_over_six(lifted, unit, (scale, enc), scaled(1 / 4), layout, t.scale)
+    scale, enc = stored((scale, enc))
+    codes = _codes(lifted, enc, t, layout, key)
+    if t.rounding == "ms_eden":
+        scale = _corrected(lifted, enc, scale, layout, key.fold("scale"))
+    scale = jnp.where(amax >= _INFINITY, E4M3.nan or 0, scale)
+    return Quantized(codes=codes, scales=scale.astype(jnp.uint8), amax=from_bits(amax), layout=layout)
+
+
+def _codes(lifted: jax.Array, enc: jax.Array, t: Treatment, layout: Layout, key: random.Key) -> jax.Array:
+    """Codes of x * enc, packed where they have four bits."""
+    element = ELEMENTS[layout.element]
+    length = lifted.shape[layout.axis]
+    if element.bits == 8:
+        scaled = _blocked(lifted, layout) * spread(enc, layout)
+        code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
+        return code.astype(jnp.uint8).reshape(lifted.shape)
+    pairs = split_axis(lifted, layout.axis, length // layout.block, layout.block // 2, 2)
+    at = pairs.ndim + layout.axis
+    by = spread(enc, layout)
+    even, odd = (lax.index_in_dim(pairs, i, at, keepdims=False) * by for i in range(2))
+    if t.rounding == "sr":
+        # One word for a pair: 16 random bits each.
+        word = random.words(_key_like(key, layout), even.shape)
+        chance = ((word & 0xFFFF).astype(jnp.int32), (word >> 16).astype(jnp.int32))
+        pairs_of = zip((even, odd), chance, strict=True)
+        codes = [round_stochastic(jnp.abs(v), r, _RANDOM_BITS, element) for v, r in pairs_of]
+    else:
+        codes = [round_nearest(jnp.abs(v), element) for v in (even, odd)]
+    even_code, odd_code = (c | sign_code(v, element) for c, v in zip(codes, (even, odd), strict=True))
+    packed = pack(even_code, odd_code)
+    return packed.reshape(lifted.shape[: at - 2] + (length // 2,) + lifted.shape[at - 1 :])
+
+
+def _key_like(key: random.Key, layout: Layout) -> random.Key:
+    """A key per outer scale, shaped to meet the pairs: its axis of size 1 becomes two."""
+    at = key.a.ndim + layout.axis + 1
+    return random.Key(jnp.expand_dims(key.a, at), jnp.expand_dims(key.b, at))
+
+
+def _total(terms: jax.Array, layout: Layout) -> jax.Array:
+    """Sums over blocks in one order everywhere: halves are added until one is left."""
+    if layout.tile_axis is not None:
+        # The dimension inside the blocks counts as one more where the tile's axis comes before it.
+        tile = layout.tile_axis - (1 if layout.tile_axis < layout.axis else 0)
+        terms = _halve(split_axis(terms, tile, terms.shape[tile] // TILE, TILE), tile)
+    return _halve(terms, layout.axis)
+
+
+def _halve(terms: jax.Array, axis: int) -> jax.Array:
+    while terms.shape[axis] > 1:
+        half = terms.shape[axis] // 2
+        low = lax.slice_in_dim(terms, 0, half, axis=axis)
+        terms = low + lax.slice_in_dim(terms, half, 2 * half, axis=axis)
+    return jnp.squeeze(terms, axis)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    # The select keeps the product from being contracted into the sum that follows.
+    p = a * b
+    return jnp.where(p < jnp.float32(1e30), p, jnp.float32(1e30))
+
+
+Candidate = tuple[jax.Array, jax.Array]
+
+
+def _four_over_six(
+    lifted: jax.Array, unit: jax.Array, six: Candidate, four: Candidate, layout: Layout, variant: str
+) -> Candidate:
+    """The scale (and its reciprocal) of smaller error in each block; where they tie, the one for 6.
+
+    `unit` are the elements over the outer scale: what codes and block scales should multiply to.
+    """
+    six, four = stored((six, four))
+    target = jnp.abs(_blocked(unit, layout))
+    target = jnp.where(target < jnp.float32(1e5), target, jnp.float32(1e5))
+
+    def loss(scale: jax.Array, enc: jax.Array) -> jax.Array:
+        code = round_nearest(jnp.abs(_blocked(lifted, layout)) * spread(enc, layout), E2M1)
+        off = jnp.abs(target - decode(code, E2M1) * decode(spread(scale, layout), E4M3))
+        return _total(off if _FOUR_OVER_SIX[variant][0] == "mae" else _product(off, off), layout)
+
+    better = loss(*four) < loss(*six)
+    return jnp.where(better, four[0], six[0]), jnp.where(better, four[1], six[1])
+
+
+def _blocked(x: jax.Array, layout: Layout) -> jax.Array:
+    return split_axis(x, layout.axis, x.shape[layout.axis] // layout.block, layout.block)
+
+
+def _corrected(
+    lifted: jax.Array, enc: jax.Array, scale: jax.Array, layout: Layout, key: random.Key
+) -> jax.Array:
+    """MS-EDEN: each scale times <v,v>/<v,q>, rounded stochastically."""
+    t = jnp.minimum(jnp.abs(_blocked(lifted, layout)) * spread(enc, layout), jnp.float32(1e4))
+    q = decode(round_nearest(t, E2M1), E2M1)
+    gain = exact_div(_total(_product(t, t), layout), _total(_product(t, q), layout))
+    value = decode(scale, E4M3) * jnp.where(scale == 0, jnp.float32(1), gain)
+    chance = (random.words(key, scale.shape) >> (32 - _RANDOM_BITS)).astype(jnp.int32)
+    return round_stochastic(value, chance, _RANDOM_BITS, E4M3)
+
+
+def _mx(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key) -> Quantized:
+    """Power-of-two scales (E8M0) per block, no outer scale."""
+    blocks, amax = _maxima(x, axes, layout, t)
+    byte = e8m0(blocks, ELEMENTS[layout.element], "rceil" if layout.format == "mxfp8" else t.scale_rounding)
+    enc = stored(from_bits((254 - byte) << 23))
+    codes = _codes(x.astype(jnp.float32), enc, t, layout, key.fold(from_bits(amax)))
+    byte = jnp.where(blocks >= _INFINITY, 255, byte)
+    return Quantized(codes=codes, scales=byte.astype(jnp.uint8), amax=None, layout=layout)
+
+
+def e8m0(blocks: jax.Array, element: Element, rounding: str) -> jax.Array:
+    """Exponent bytes (int32) from the bits of block maxima."""
+    top = bits_of(jnp.float32(element.top))
+    if rounding == "rceil":
+        above = (blocks & 0x7FFFFF) > (top & 0x7FFFFF)
+        exponent = (blocks >> 23) + above.astype(jnp.int32)
+    elif rounding == "even":
+        exponent = (blocks + (1 << (element.shift - 1))) >> 23
+    else:
+        exponent = blocks >> 23
+    return jnp.clip(exponent - ((top >> 23) - 127), 0, 254)
+
+
+def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key) -> Quantized:
+    """One outer scale, no blocks."""
+    del key
+    element = ELEMENTS[layout.element]
+    amax = abs_bits(x).max(axis=spanned(t, axes, layout, x.ndim), keepdims=True)
+    top, lift = _lift(amax)
+    enc = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(element.top), top))
+    lift, enc = stored((lift, enc))
+    scaled = (x.astype(jnp.float32) * lift) * enc
+    code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
+    # The scale is NaN already; the code too, for whoever multiplies codes and scales later.
+    code = jnp.where(amax >= _INFINITY, element.nan or 0, code)
+    return Quantized(codes=code.astype(jnp.uint8), scales=None, amax=from_bits(amax), layout=layout)
+
+
+_SCHEMES: dict[str, Callable[[jax.Array, Treatment, Axes, Layout, random.Key], Quantized]] = {
+    "nvfp4": _nvfp4,
+    "mxfp4": _mx,
+    "mxfp8": _mx,
+    "fp8": _fp8,
+}

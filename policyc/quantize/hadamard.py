@@ -1,0 +1,99 @@
+"""The random Hadamard transform of groups along one axis.
+
+In: an array, an axis whose length is a multiple of the group, signs. Out: bfloat16, rounded once. The one
+trap: both operands of a product must be turned by the same signs, or the product is not theirs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import sqrt
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from policyc.quantize.bits import round_bf16
+from policyc.quantize.random import Key, words
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The fixed signs; a longer transform repeats them."""
+
+Method = Literal["matmul", "matmul_bf16", "butterfly"]
+"""A product with a small matrix, rounded by us or by the product itself; or sums and differences."""
+
+
+@cache
+def sylvester(size: int) -> np.ndarray:
+    """The Hadamard matrix of a power of two, +1 and -1."""
+    h = np.ones((1, 1), np.float32)
+    while h.shape[0] < size:
+        h = np.block([[h, h], [h, -h]])
+    return h
+
+
+def default_signs(size: int) -> jax.Array:
+    return jnp.asarray(np.resize(np.asarray(SIGNS, np.float32), size))
+
+
+def random_signs(key: Key, size: int) -> jax.Array:
+    """Fresh signs: +1 or -1 by the top bit of a random word."""
+    return jnp.where(words(key, (size,)) >> 31 == 0, jnp.float32(1), jnp.float32(-1))
+
+
+def rotate(
+    x: jax.Array, axis: int, size: int, signs: jax.Array | None = None, *, method: Method = "matmul"
+) -> jax.Array:
+    """x @ (diag(signs) @ H) / sqrt(size) on groups of `size` along `axis`, rounded to bfloat16.
+
+    fp32 sums of 16 bfloat16 numbers are exact unless their magnitudes span more than 16 binades, so that the
+    order of the sum, and therefore the method, does not show in the result.
+    """
+    axis = axis % x.ndim
+    signs = default_signs(size) if signs is None else signs
+    split = x.shape[:axis] + (x.shape[axis] // size, size) + x.shape[axis + 1 :]
+    groups = x.reshape(split)
+    norm = 1 / sqrt(size)
+    if method == "matmul_bf16" and x.dtype == jnp.bfloat16 and norm.hex().startswith("0x1.0000000000000p"):
+        # A power of two goes into the matrix, and the one rounding is that of the product's result.
+        return _matmul(groups, axis + 1, signs * norm, jnp.bfloat16).reshape(x.shape)
+    turn = _butterfly if method == "butterfly" else _matmul
+    turned = turn(groups, axis + 1, signs)
+    return round_bf16(turned * jnp.float32(norm)).reshape(x.shape)
+
+
+def _matmul(
+    groups: jax.Array, axis: int, signs: jax.Array, out: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
+    exact = groups.dtype if groups.dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
+    matrix = (signs[:, None] * sylvester(groups.shape[axis])).astype(exact)
+    groups = groups.astype(exact)
+    if axis == groups.ndim - 1:
+        return _dot(groups, matrix, (((axis,), (0,)), ((), ())), out)
+    # A copy of the small matrix for each group leaves the result in place: no transpose of the large array.
+    outer = tuple(range(axis))
+    copies = jnp.broadcast_to(matrix.T, groups.shape[:axis] + matrix.shape)
+    return _dot(copies, groups, (((axis + 1,), (axis,)), (outer, outer)), out)
+
+
+def _dot(
+    a: jax.Array, b: jax.Array, dimensions: lax.DotDimensionNumbers, out: jax.typing.DTypeLike
+) -> jax.Array:
+    highest = lax.Precision.HIGHEST
+    return lax.dot_general(a, b, dimensions, precision=highest, preferred_element_type=out)
+
+
+def _butterfly(groups: jax.Array, axis: int, signs: jax.Array) -> jax.Array:
+    size = groups.shape[axis]
+    shape = groups.shape
+    y = groups.astype(jnp.float32) * signs.reshape((size,) + (1,) * (len(shape) - axis - 1))
+    half = 1
+    while half < size:
+        pairs = y.reshape(shape[:axis] + (size // (2 * half), 2, half) + shape[axis + 1 :])
+        low = lax.index_in_dim(pairs, 0, axis + 1, keepdims=True)
+        high = lax.index_in_dim(pairs, 1, axis + 1, keepdims=True)
+        y = jnp.concatenate([low + high, low - high], axis + 1).reshape(shape)
+        half *= 2
+    return y
