@@ -73,13 +73,13 @@ def bodies(eqn: Eqn) -> tuple[Body, ...]:
             found.append(Body(key, None, value))
         elif isinstance(value, tuple | list):
             found += [Body(key, at, item) for at, item in enumerate(value) if _is_jaxpr(item)]
+        elif _is_jaxpr(getattr(value, "jaxpr", None)):  # an object that stands for a primitive and holds one
+            found.append(Body(key, None, value.jaxpr))
     return tuple(found)
 
 
 def has_bodies(eqn: Eqn) -> bool:
-    return any(
-        _is_jaxpr(v) or (isinstance(v, tuple | list) and any(map(_is_jaxpr, v))) for v in eqn.params.values()
-    )
+    return bool(bodies(eqn))
 
 
 def with_bodies(eqn: Eqn, replaced: Sequence[tuple[Body, Any]]) -> Eqn:
@@ -225,6 +225,13 @@ def inlined(template: Any, invars: Sequence[Atom], eqn: Eqn) -> list[Eqn]:
             )
         )
     return made
+
+
+def explicit_sharding(eqn: Eqn) -> Any:
+    """How the result of an equation is sharded, where its type says so; else None."""
+    sharding = eqn.outvars[0].aval.sharding
+    explicit = any(t is jax.sharding.AxisType.Explicit for t in sharding.mesh.axis_types)
+    return sharding if explicit else None
 
 
 def fresh(aval: Aval) -> Any:
