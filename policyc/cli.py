@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from policyc import __version__
+from policyc import __version__, commands
 
 if TYPE_CHECKING:
     from policyc.diagnostics import Diagnostic, PolicyError
@@ -62,6 +62,10 @@ def cli() -> None:
     A policy says, for every GEMM of a model, in which precision its three products run. Wherever a command takes a
     POLICY, the name of a bundled one does as well as a path: policyc show lists them.
     """
+
+
+cli.add_command(commands.apply)
+cli.add_command(commands.sites)
 
 
 # ---- lint

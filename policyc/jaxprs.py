@@ -315,6 +315,11 @@ def primitive_name(eqn: Eqn) -> str:
 
 
 
+def native() -> bool:
+    """Do the devices here run quantized GEMMs themselves?"""
+    return False  # no native backend yet
+
+
 # ---- telling jaxprs apart
 
 

@@ -137,11 +137,11 @@ class Session:
         with _guarded():
             traced = trace(fun, primals, {}, chosen, jaxprs.argument_names(fun, len(primals)))
         plan = make_plan(self.policy, analyze(traced.closed, traced.paths), self.backend)
-        if len(plan.sites):
-            plan.check()
         self.plans.append(plan)
         if self.on_plan is not None:
             self.on_plan(plan)
+        if len(plan.sites):
+            plan.check()
         return _replacement(traced, compiled(plan), chosen)
 
     @property
