@@ -71,7 +71,9 @@ _OURS = ("_quantize", "scaled_gemm", "scaled_ragged_gemm")
 def analyze(closed: Any, parameters: Sequence[Path | None]) -> Sites:
     """The sites of a loss. `parameters` has the path of every input that is differentiated, None for others."""
     shapes = {
-        path: var.aval.shape for path, var in zip(parameters, closed.jaxpr.invars, strict=True) if path is not None
+        path: var.aval.shape
+        for path, var in zip(parameters, closed.jaxpr.invars, strict=True)
+        if path is not None
     }
     walk = _Walk(shapes)
     facts = [
@@ -101,13 +103,11 @@ class _Walk:
         known: dict[Any, Fact] = dict(zip(jaxpr.invars, facts, strict=True))
 
         def of(atom: Atom) -> Fact:
-            return _NOTHING if isinstance(atom, jaxprs.Literal) else known.get(atom, _NOTHING)
+            return _NOTHING if jaxprs.is_literal(atom) else known.get(atom, _NOTHING)
 
         for at, eqn in enumerate(jaxpr.eqns):
             results = self._equation(eqn, [of(a) for a in eqn.invars], at, where)
-            for var, fact in zip(eqn.outvars, results, strict=True):
-                if fact is not _NOTHING:
-                    known[var] = fact
+            known.update((v, f) for v, f in zip(eqn.outvars, results, strict=True) if f is not _NOTHING)
         return [of(a) for a in jaxpr.outvars]
 
     def _equation(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> Sequence[Fact]:
@@ -170,9 +170,7 @@ class _Walk:
         (body,) = jaxprs.bodies(eqn)
         parts, length = jaxprs.scan_parts(eqn), eqn.params["length"]
         consts, xs = facts[: parts.consts], facts[parts.consts + parts.carry :]
-        carry = _carried(
-            body.jaxpr, facts[parts.consts : parts.consts + parts.carry], parts.consts, parts.xs
-        )
+        carry = _carried(body.jaxpr, facts[parts.consts : parts.consts + parts.carry], parts.consts, parts.xs)
         inside = where.into(eqn, at, 0, repeats=where.repeats * length)
         address = (*where.address, at)
         if any(x.labels for x in xs):
@@ -243,6 +241,8 @@ class _Walk:
         opaque = where.opaque
         if not opaque and any(a.aval.dtype == jnp.float64 for a in eqn.invars[:2]):
             opaque = "a computation in float64, which no recipe speaks of"
+        if not opaque and not _plainly_ragged(eqn):
+            opaque = "a ragged product of a form that has no quantized counterpart"
         scope = parsed((*where.scope, *jaxprs.scopes(eqn)))
         self.found.append(
             Site(
@@ -266,6 +266,17 @@ class _Walk:
         )
 
 
+def _plainly_ragged(eqn: Eqn) -> bool:
+    """Is it no ragged product, or the common one: rows in groups, a matrix for each?"""
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    if numbers is None:
+        return True
+    plain = tuple(tuple(map(tuple, pair)) for pair in numbers.dot_dimension_numbers)
+    groups = (tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions))
+    offset = eqn.params.get("group_offset")
+    return plain == (((1,), (1,)), ((), ())) and groups == ((0,), (0,)) and offset is None
+
+
 def _scope_label(scope: Path, marks: tuple[Mark, ...]) -> Label:
     def fits(place: int) -> bool:
         return place < len(scope) and scope[place].index is None
@@ -276,10 +287,9 @@ def _scope_label(scope: Path, marks: tuple[Mark, ...]) -> Label:
 def _sizes(eqn: Eqn, weight: Weight) -> tuple[int, int, int, int] | None:
     """(batch, m, n, k) as in `y = x W`, or None of what contracts nothing."""
     lhs, rhs = (a.aval.shape for a in eqn.invars[:2])
-    ragged = "ragged_dot_dimension_numbers" in eqn.params
-    numbers = eqn.params["ragged_dot_dimension_numbers"] if ragged else None
-    (lc, rc), (lb, rb) = numbers.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
-    groups = set(numbers.rhs_group_dimensions) if ragged else set()
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    (lc, rc), (lb, rb) = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
+    groups = set(ragged.rhs_group_dimensions) if ragged else set()
     k, batch = math.prod(lhs[i] for i in lc), math.prod(lhs[i] for i in lb)
     left = math.prod(d for i, d in enumerate(lhs) if i not in {*lc, *lb})
     right = math.prod(d for i, d in enumerate(rhs) if i not in {*rc, *rb, *groups})
@@ -325,11 +335,13 @@ def _cut(walk: _Walk, eqn: Eqn, name: str, labels: tuple[Label, ...]) -> tuple[L
     (dim,) = dims
     start: Any = eqn.params["start_indices"][dim] if name == "slice" else eqn.invars[1 + dim]
     if name == "dynamic_slice":
-        if not isinstance(start, jaxprs.Literal):
+        if not jaxprs.is_literal(start):
             return labels
         start = int(start.val)
     size = before[dim]
-    return tuple(label.marked(Mark(walk.places(label.path, dim, size), size, None, start)) for label in labels)
+    return tuple(
+        label.marked(Mark(walk.places(label.path, dim, size), size, None, start)) for label in labels
+    )
 
 
 def _sliced(xs: list[Fact], length: int, address: Address) -> list[Fact]:

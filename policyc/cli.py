@@ -91,6 +91,11 @@ cli.add_command(commands.sites)
 )
 @click.option("--select", multiple=True, metavar="CODES", help="Look for these codes only (comma-separated).")
 @click.option("--ignore", multiple=True, metavar="CODES", help="Do not look for these codes.")
+@click.option(
+    "--against",
+    metavar="PROGRAM",
+    help="Also check what the policy does to a program: a script, or '-m MODULE', with its arguments in quotes.",
+)
 @click.option("--fix", is_flag=True, help="Apply the safe fixes; the file is replaced in one go.")
 @click.option(
     "--unsafe-fixes", is_flag=True, help="With --fix: also those that change what the policy means."
@@ -100,6 +105,7 @@ def lint(
     form: str,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
+    against: str | None,
     fix: bool,
     unsafe_fixes: bool,
 ) -> None:
@@ -116,13 +122,19 @@ def lint(
     if unsafe_fixes and not fix:
         raise click.UsageError("--unsafe-fixes goes with --fix")
     codes = _codes(select, ignore)
+    if against == "-m" and len(files) > 1:  # written without quotes: --against -m MODULE
+        files, against = files[:-1], f"-m {files[-1]}"
+    if against is not None and len(files) != 1:
+        raise click.UsageError("--against goes with one policy")
     found: list[Diagnostic] = []
     undecided, failed, mended = 0, False, 0
     for name in files:
         try:
             if fix:
                 mended += _mend(name, codes, unsafe_fixes)
-            findings = check(_inspect(name), codes)
+            loaded = _inspect(name)
+            plan = None if against is None or loaded.found else commands.plan_of(loaded.policy, against)
+            findings = check(loaded, codes, plan)
         except PolicyError as error:
             failed = True
             found += error.diagnostics
@@ -143,15 +155,17 @@ def lint(
 
 def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
     from policyc.diagnostics import did_you_mean
-    from policyc.lint import RULES
+    from policyc.lint import GRAPH, RULES
+
+    known = [*RULES, *sorted(GRAPH)]
 
     def split(values: Sequence[str]) -> set[str]:
         names = {code.strip() for value in values for code in value.split(",") if code.strip()}
-        for name in sorted(names - RULES.keys()):
-            raise click.UsageError(f"no rule has the code '{name}'. {did_you_mean(name, RULES)}".strip())
+        for name in sorted(names - set(known)):
+            raise click.UsageError(f"no rule has the code '{name}'. {did_you_mean(name, known)}".strip())
         return names
 
-    return (split(select) or set(RULES)) - split(ignore)
+    return (split(select) or set(known)) - split(ignore)
 
 
 def _inspect(name: str) -> Loaded:
@@ -299,18 +313,21 @@ def _difference(name: str, before: str, after: str) -> str:
 def explain(codes: tuple[str, ...], markdown: bool) -> None:
     """Print the page of a lint code."""
     from policyc.diagnostics import did_you_mean
-    from policyc.lint import RULES
+    from policyc.lint import GRAPH, graph_rules
+    from policyc.lint import RULES as READ
 
+    rules = READ | graph_rules() if not codes or any(c in GRAPH for c in codes) else READ
     for code in codes:
-        if code not in RULES:
-            raise click.UsageError(f"no rule has the code '{code}'. {did_you_mean(code, RULES)}".strip())
+        if code not in rules:
+            known = [*READ, *sorted(GRAPH)]
+            raise click.UsageError(f"no rule has the code '{code}'. {did_you_mean(code, known)}".strip())
     if not codes and not markdown:
-        width = max(map(len, RULES))
-        for rule in RULES.values():
+        width = max(map(len, rules))
+        for rule in rules.values():
             code = _paint(rule.severity, f"{rule.code:<{width}}")
             click.echo(f"{code}  {rule.title}", color=_colour())
         return
-    pages = [f"# {c} ({RULES[c].severity})\n\n{RULES[c].page.rstrip()}\n" for c in codes or RULES]
+    pages = [f"# {c} ({rules[c].severity})\n\n{rules[c].page.rstrip()}\n" for c in codes or rules]
     text = "\n".join(pages)
     if markdown or not sys.stdout.isatty():
         click.echo(text, nl=False)

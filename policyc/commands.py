@@ -100,11 +100,15 @@ def _why_nothing(plans: list[Plan], policy: str) -> str:
     plan = with_sites[0]
     if not plan.policy.rules:
         return f"'{policy}' has no rules"
-    return f"'{policy}' matched none of the {len(plan.sites)} sites: {suggestion(plan, plan.policy.rules[-1])}"
+    return (
+        f"'{policy}' matched none of the {len(plan.sites)} sites: {suggestion(plan, plan.policy.rules[-1])}"
+    )
 
 
 @click.command(context_settings=_RAW)
-@click.option("--policy", metavar="POLICY", help="Also show which rule of this policy wins, and which it beats.")
+@click.option(
+    "--policy", metavar="POLICY", help="Also show which rule of this policy wins, and which it beats."
+)
 @click.option("--variant", metavar="NAME", help="The policy under one of its variants.")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
@@ -129,7 +133,7 @@ def plan_of(policy: Policy, program: tuple[str, ...] | str) -> Plan:
     target = _target(words)
     from policyc import runner
 
-    plan = _run(lambda: runner.first_plan(target, policy))
+    plan: Plan | None = _run(lambda: runner.first_plan(target, policy))
     if plan is None:
         _stop("the program ended, and differentiated nothing (jax.grad, vjp, ...)")
     if not len(plan.sites):

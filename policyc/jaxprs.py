@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -204,7 +204,7 @@ def inlined(template: Any, invars: Sequence[Atom], eqn: Eqn) -> list[Eqn]:
     for var, const in zip(jaxpr.constvars, template.consts, strict=True):
         if isinstance(const, jax.core.Tracer):
             raise TypeError("a traced value was closed over where only constants can be")
-        names[var] = Literal(np.asarray(const), var.aval)
+        names[var] = _literal(np.asarray(const), var.aval)
     for old, new in zip(jaxpr.outvars, eqn.outvars, strict=True):
         if isinstance(old, Literal) or old in names:
             raise TypeError("a result must come from an equation of its own")
@@ -239,10 +239,15 @@ def fresh(aval: Aval) -> Any:
     return Var(aval)  # type: ignore[call-arg,unused-ignore]
 
 
+def _literal(value: Any, aval: Aval) -> Atom:
+    make: Any = Literal
+    return make(value, aval)
+
+
 def word(value: int) -> Atom:
     """An operand that is a 32-bit constant."""
     number = np.uint32(value)
-    return Literal(number, _core.ShapedArray((), number.dtype))
+    return _literal(number, _core.ShapedArray((), number.dtype))
 
 
 # ---- running
@@ -250,7 +255,7 @@ def word(value: int) -> Atom:
 
 def evaluate(closed: Any, *args: Any) -> list[Any]:
     """Runs a closed jaxpr, every equation under its own names and source."""
-    return cast("list[Any]", _core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+    return _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
 def bind(eqn: Eqn, *args: Any, **changed: Any) -> list[Any]:
@@ -275,23 +280,30 @@ def differentiating(hook: Hook) -> Iterator[None]:
     `jax.grad`, `value_and_grad`, `vjp`, `linearize` and `jacrev`, however they were imported and whenever they
     were called, all meet in one function inside JAX. That one is replaced while this lasts.
     """
-    original = _ad.linearize
+    home: Any = _ad
+    original = home.linearize
 
     def linearize(fun: Callable[..., Any], primals: Any, *args: Any, **kwargs: Any) -> Any:
         return original(hook(fun, primals.unflatten()), primals, *args, **kwargs)
 
-    _ad.linearize = linearize
+    home.linearize = linearize
     try:
         yield
     finally:
-        _ad.linearize = original
+        home.linearize = original
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:
     """What a function calls its first arguments; those it does not name are `arg0`, `arg1`, ..."""
     names = [f"arg{i}" for i in range(count)]
     chosen = tuple(range(count))
-    cells = dict(zip(getattr(fun, "__code__", _NOTHING).co_freevars, getattr(fun, "__closure__", None) or (), strict=False))
+    cells = dict(
+        zip(
+            getattr(fun, "__code__", _NOTHING).co_freevars,
+            getattr(fun, "__closure__", None) or (),
+            strict=False,
+        )
+    )
     if {"f", "dyn_argnums"} <= cells.keys():  # what jax.grad differentiates holds the arguments left alone
         fun, chosen = cells["f"].cell_contents, cells["dyn_argnums"].cell_contents
     try:
@@ -305,6 +317,10 @@ def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:
 _NOTHING = (lambda: None).__code__
 
 
+def is_literal(atom: Atom) -> bool:
+    return isinstance(atom, Literal)
+
+
 def is_tracer(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
@@ -313,6 +329,10 @@ def primitive_name(eqn: Eqn) -> str:
     return cast("Primitive", eqn.primitive).name
 
 
+def in_key(default: Any = None) -> Any:
+    """A context whose value is part of the key under which JAX keeps what it traced and compiled."""
+    make: Any = jax.make_user_context
+    return make(default)
 
 
 def native() -> bool:
@@ -344,7 +364,9 @@ def _feed(digest: Any, held: Any) -> None:
 
     write(f"({','.join(map(number, [*jaxpr.constvars, *jaxpr.invars]))})")
     for eqn in jaxpr.eqns:
-        write(f"{primitive_name(eqn)} {','.join(map(number, eqn.invars))}>{','.join(map(number, eqn.outvars))}")
+        write(
+            f"{primitive_name(eqn)} {','.join(map(number, eqn.invars))}>{','.join(map(number, eqn.outvars))}"
+        )
         inner = {(b.key, b.at) for b in bodies(eqn)}
         for key, value in sorted(eqn.params.items()):
             if (key, None) not in inner and not any(key == k for k, _ in inner):

@@ -16,8 +16,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from policyc import jaxprs
 from policyc.analysis import analyze
 from policyc.diagnostics import Diagnostic, PolicyError
@@ -30,12 +28,16 @@ from policyc.tracing import Traced, inputs_of, trace
 BACKENDS = ("auto", "emulate")
 
 _inside: ContextVar[bool] = ContextVar("policyc_inside", default=False)
-_POLICY = jax.make_user_context(None)
-_PHASE = jax.make_user_context(None)
+_POLICY = jaxprs.in_key()
+_PHASE = jaxprs.in_key()
 
 
 def apply(
-    policy: Policy | str | Path, fn: Callable[..., Any], *, weights: int | Sequence[int] = 0, backend: str = "auto"
+    policy: Policy | str | Path,
+    fn: Callable[..., Any],
+    *,
+    weights: int | Sequence[int] = 0,
+    backend: str = "auto",
 ) -> Callable[..., Any]:
     """`fn` with its GEMMs run as the policy says. It has the same signature, and composes with any transformation.
 

@@ -75,7 +75,9 @@ class Plan:
     def phase(self, step: int, total: int | None) -> Phase:
         """The phase at a step. Raises ValueError where the length of the training is needed and not known."""
         if total is None and any(w.bound.percent for w in self.policy.phases):
-            raise ValueError("the schedule has percentages: policyc.step(n, total=N) must say of how many steps")
+            raise ValueError(
+                "the schedule has percentages: policyc.step(n, total=N) must say of how many steps"
+            )
         return tuple(w.holds(step, total or 1) for w in self.policy.phases)
 
     def label(self, phase: Phase) -> str:
@@ -105,7 +107,9 @@ class Plan:
             for gemm in Gemm:
                 taken = [at for at in reversed(range(len(found))) if live[at] and gemm in found[at]]
                 chosen.append(Choice(taken[0], tuple(taken[1:])) if taken else Choice(None))
-            parts = {g: self._recipes[c.rule] for g, c in zip(Gemm, chosen, strict=True) if c.rule is not None}
+            parts = {
+                g: self.resolved[c.rule] for g, c in zip(Gemm, chosen, strict=True) if c.rule is not None
+            }
             recipe = recipes.split(parts)
             kept = all(t.format == "keep" for t in recipe.treatments)
             self._decided[key] = Decision((chosen[0], chosen[1], chosen[2]), None if kept else recipe)
@@ -116,7 +120,7 @@ class Plan:
         return {}
 
     @cached_property
-    def _recipes(self) -> tuple[Recipe, ...]:
+    def resolved(self) -> tuple[Recipe, ...]:
         resolve = self.policy.resolver()
         return tuple(resolve(rule.recipe) for rule in self.policy.rules)
 
@@ -154,9 +158,7 @@ class _Matcher:
 
     def __init__(self, rules: tuple[Rule, ...]) -> None:
         self._rules = rules
-        self._parts = [
-            tuple((p, s.products) for s in rule.selectors for p in patterns(s)) for rule in rules
-        ]
+        self._parts = [tuple((p, s.products) for s in rule.selectors for p in patterns(s)) for rule in rules]
         self._known: dict[Path, tuple[frozenset[Gemm], ...]] = {}
         self._holds: dict[Address, tuple[bool, ...]] = {}
 
@@ -226,7 +228,7 @@ def _keeping(site: Site) -> str:
 
 def bad_recipes(plan: Plan) -> Iterator[Diagnostic]:
     """Recipes whose options contradict each other on some product."""
-    for rule, recipe in zip(plan.policy.rules, plan._recipes, strict=True):
+    for rule, recipe in zip(plan.policy.rules, plan.resolved, strict=True):
         for sentence in problems(recipe):
             yield Diagnostic(code="contradictory-options", message=sentence, span=rule.recipe.span)
 

@@ -1,6 +1,6 @@
 """Plans and sites as people look at them.
 
-In: a `Plan`. Out: a compact table of its rules, a table of its sites, or both as JSON. The one trap: shares of
+In: a `Plan`. Out: a compact table of its rules, or a table of its sites. The one trap: shares of
 FLOPs are of all three products that a site really has, in all its layers.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from policyc.planner import Phase, Plan, as_json
+from policyc.planner import Phase, Plan
 from policyc.recipes import Gemm
 from policyc.sites import Layer, Site, dotted
 
@@ -26,7 +26,7 @@ def summary(plan: Plan, backend: str) -> str:
         if rule is None and not sites:
             continue
         names = ", ".join(g for g in Gemm if g in products) or "-"
-        kept = rule is None or all(t.format == "keep" for t in plan._recipes[at or 0].treatments)
+        kept = rule is None or not any(0 < t.bits <= 8 for t in plan.resolved[at or 0].treatments)
         text = "(no rule)" if rule is None else _short(str(rule))
         rows.append([text, str(sites), names, f"{flops / total:.1%}", "-" if kept or not sites else backend])
     if len(plan.phases) > 1:
@@ -104,6 +104,3 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-__all__ = ["as_json", "sites_table", "summary"]

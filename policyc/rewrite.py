@@ -55,7 +55,7 @@ class _Rewriter:
         self._sites = {s.address: s for s in sites if self._changes(s)}
         self._under: dict[Address, list[Site]] = {}
         for address, site in self._sites.items():
-            for end in range(0, len(address) + 1):
+            for end in range(len(address) + 1):
                 self._under.setdefault(address[:end], []).append(site)
         self._templates: dict[Any, Any] = {}
 
@@ -106,7 +106,9 @@ class _Rewriter:
         if stack is not None:
             return self._scan(eqn, stack, fixed, around)
         inside = around.inside(eqn) if jaxprs.primitive_name(eqn) == "shard_map" else around
-        pairs = [(b, self.body(b.held, (*address, i), fixed, inside)) for i, b in enumerate(jaxprs.bodies(eqn))]
+        pairs = [
+            (b, self.body(b.held, (*address, i), fixed, inside)) for i, b in enumerate(jaxprs.bodies(eqn))
+        ]
         return [jaxprs.with_bodies(eqn, [(b, new) for b, new in pairs if new is not b.held])]
 
     # ---- scans
@@ -124,7 +126,9 @@ class _Rewriter:
         if len(runs) == 1:
             return [jaxprs.with_bodies(eqn, [(body, made[0])])]
         split = _split(eqn, body.key, runs, made)
-        return jaxprs.inlined(jaxprs.traced(split, [a.aval for a in eqn.invars], eqn, around), eqn.invars, eqn)
+        return jaxprs.inlined(
+            jaxprs.traced(split, [a.aval for a in eqn.invars], eqn, around), eqn.invars, eqn
+        )
 
     def _runs(self, stack: Stack, inside: Address, fixed: Fixed) -> list[Run]:
         def alike(index: int) -> Signature | None:
@@ -153,7 +157,9 @@ def _word(site: Site) -> int:
 
 
 def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(sorted((k, v if isinstance(v, tuple | int | type(None)) else repr(v)) for k, v in params.items()))
+    return tuple(
+        sorted((k, v if isinstance(v, tuple | int | type(None)) else repr(v)) for k, v in params.items())
+    )
 
 
 def _dot(eqn: Eqn, recipe: Recipe, site: Site) -> Callable[..., Any]:

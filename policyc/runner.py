@@ -24,7 +24,13 @@ from policyc.pipeline import Session, active
 from policyc.planner import Plan
 from policyc.policy import Policy
 
-_HIDDEN = (str(Path(__file__).parent), "<frozen runpy>", "<frozen importlib", runpy.__file__, contextlib.__file__)
+_HIDDEN = (
+    str(Path(__file__).parent),
+    "<frozen runpy>",
+    "<frozen importlib",
+    runpy.__file__,
+    contextlib.__file__,
+)
 
 
 class BadTarget(Exception):

@@ -75,7 +75,9 @@ def trace(
         filled = [list(leaves) for leaves, _ in flat]
         for (i, j), value in zip(slots, values, strict=True):
             filled[i][j] = value
-        *given, named = (jax.tree.unflatten(tree, leaves) for leaves, (_, tree) in zip(filled, flat, strict=True))
+        *given, named = (
+            jax.tree.unflatten(tree, leaves) for leaves, (_, tree) in zip(filled, flat, strict=True)
+        )
         leaves, tree = jax.tree.flatten(fn(*given, **named))
         where = tuple(at for at, leaf in enumerate(leaves) if jaxprs.is_tracer(leaf))
         box.append((tree, tuple(None if at in where else leaf for at, leaf in enumerate(leaves)), where))

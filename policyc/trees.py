@@ -25,10 +25,16 @@ def leaf_paths(arguments: Sequence[tuple[str, Any]]) -> list[Path]:
     found: list[list[str]] = []
     for root, tree in arguments:
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-        found += [_texts(root, keys) for keys, _ in leaves]
+        found += [_texts(root, keys) for keys in _unpacked([keys for keys, _ in leaves])]
     if found and all(len(f) > 1 and f[0] in _COLLECTIONS for f in found):
         found = [f[1:] for f in found]
     return sized([parsed(f) for f in found])
+
+
+def _unpacked(leaves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Key paths without a tuple of one around everything: some frameworks pack their arguments so."""
+    only = {keys[0].idx if len(keys) > 1 and isinstance(keys[0], SequenceKey) else None for keys in leaves}
+    return [keys[1:] for keys in leaves] if only == {0} else leaves
 
 
 def _texts(root: str, keys: Sequence[Any]) -> list[str]:

@@ -75,7 +75,9 @@ class Builder:
         def f(p: Any, h: jax.Array) -> jax.Array:
             x = h.reshape(ROWS, 2, WIDTH // 2)
             with jax.named_scope(name):
-                y = jnp.einsum("rab,bace->rce", x, p["w"].astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+                y = jnp.einsum(
+                    "rab,bace->rce", x, p["w"].astype(jnp.bfloat16), preferred_element_type=jnp.float32
+                )
             return h + jnp.sin(y.reshape(h.shape))
 
         return {"w": self.weight(lead, WIDTH // 2, 2, 2, WIDTH // 2)}, f

@@ -18,7 +18,8 @@ from policyc.sites import Site
 from tests.programs import program
 
 SEEDS = [
-    pytest.param(seed, marks=() if seed in (0, 3, 5) else pytest.mark.slow, id=str(seed)) for seed in range(24)
+    pytest.param(seed, marks=() if seed in (0, 3, 5) else pytest.mark.slow, id=str(seed))
+    for seed in range(24)
 ]
 KEEPING = ["* -> keep", "* @ fprop -> keep; layers[-1:] -> keep", "nothing.here -> nvfp4"]
 
@@ -37,7 +38,9 @@ def test_keeping_everything_changes_nothing(seed):
     plain = jax.jit(jax.value_and_grad(made.loss))
     kept = jax.jit(jax.value_and_grad(policyc.apply(policy, made.loss)))
     args = (made.params, made.batch)
-    assert str(jax.make_jaxpr(policyc.apply(policy, made.loss))(*args)) == str(jax.make_jaxpr(made.loss)(*args))
+    assert str(jax.make_jaxpr(policyc.apply(policy, made.loss))(*args)) == str(
+        jax.make_jaxpr(made.loss)(*args)
+    )
     assert hlo(plain, args) == hlo(kept, args)
     assert same(plain(*args), kept(*args))
     with policyc.active(policy):
@@ -63,7 +66,9 @@ def test_a_split_scan_equals_the_unsplit_one(seed, monkeypatch):
     split = Counter()
 
     def one_by_one(self, stack, inside, fixed):
-        found = [rewriting.Run(i, i + 1) for r in runs(self, stack, inside, fixed) for i in range(r.start, r.stop)]
+        found = [
+            rewriting.Run(i, i + 1) for r in runs(self, stack, inside, fixed) for i in range(r.start, r.stop)
+        ]
         split[len(found)] += 1
         return found[:1] and [rewriting.Run(0, found[0].stop), *_rest(found)]
 
@@ -129,7 +134,9 @@ def test_the_plan_is_what_the_gradient_runs(seed, policy):
     gradient = jax.make_jaxpr(jax.grad(policyc.apply(policy, made.loss)))(*args)
     found = products_found(without_dead_code(gradient))
     assert set(found) == planned
-    left = [e for _, e in scoped(without_dead_code(gradient), ()) if jaxprs.primitive_name(e) == "dot_general"]
+    left = [
+        e for _, e in scoped(without_dead_code(gradient), ()) if jaxprs.primitive_name(e) == "dot_general"
+    ]
     if policy == "* -> nvfp4":
         assert not left
 

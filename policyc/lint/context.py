@@ -12,12 +12,16 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from policyc.coverage import Claim, Cover
 from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Severity, Span
 from policyc.loader import Loaded
 from policyc.policy import RecipeNode, Resolver, Rule, Split, Use, uses
 from policyc.recipes import Gemm, Recipe
+
+if TYPE_CHECKING:
+    from policyc.planner import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +47,10 @@ class Applied:
 
 
 class Context:
-    """One policy under lint."""
+    """One policy under lint. `plan` is what it does to a program, where one was given."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, plan: Plan | None = None) -> None:
+        self.plan = plan
         self.loaded = loaded
         self.policy = loaded.policy
         self.undecided = 0
