@@ -244,12 +244,6 @@ def _literal(value: Any, aval: Aval) -> Atom:
     return make(value, aval)
 
 
-def word(value: int) -> Atom:
-    """An operand that is a 32-bit constant."""
-    number = np.uint32(value)
-    return _literal(number, _core.ShapedArray((), number.dtype))
-
-
 # ---- running
 
 

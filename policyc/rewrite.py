@@ -58,6 +58,7 @@ class _Rewriter:
             for end in range(len(address) + 1):
                 self._under.setdefault(address[:end], []).append(site)
         self._templates: dict[Any, Any] = {}
+        self._words = {address: _word(site) for address, site in self._sites.items()}
 
     def _changes(self, site: Site) -> bool:
         if site.opaque:
@@ -82,7 +83,7 @@ class _Rewriter:
     def _signature(self, address: Address, fixed: Fixed) -> Signature | None:
         """All that decides what becomes of the sites under an address; None where nothing changes."""
         found = tuple(
-            (s.address[len(address) :], s.weight, s.around, _word(s), self._left(s, fixed))
+            (s.address[len(address) :], s.weight, s.around, self._words[s.address], self._left(s, fixed))
             for s in self._under.get(address, ())
         )
         return found if any(r is not None for *_, recipes in found for r in recipes) else None
@@ -142,12 +143,12 @@ class _Rewriter:
     def _quantized(self, site: Site, recipe: Recipe) -> list[Eqn]:
         eqn = site.eqn
         avals = tuple(a.aval for a in eqn.invars)
-        key = (site.kind, avals, _hashable(eqn.params), site.weight, recipe, site.around, id(eqn.ctx))
+        number = self._words[site.address]
+        key = (number, avals, _hashable(eqn.params), site.weight, recipe, site.around, eqn.ctx)
         if key not in self._templates:
-            f = _ragged(eqn, recipe) if site.kind == "ragged" else _dot(eqn, recipe, site)
-            number = jaxprs.word(0)
-            self._templates[key] = jaxprs.traced(f, [*avals, number.aval], eqn, site.around)
-        return jaxprs.inlined(self._templates[key], [*eqn.invars, jaxprs.word(_word(site))], eqn)
+            f = _ragged(eqn, recipe, number) if site.kind == "ragged" else _dot(eqn, recipe, site, number)
+            self._templates[key] = jaxprs.traced(f, avals, eqn, site.around)
+        return jaxprs.inlined(self._templates[key], eqn.invars, eqn)
 
 
 def _word(site: Site) -> int:
@@ -162,10 +163,10 @@ def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _dot(eqn: Eqn, recipe: Recipe, site: Site) -> Callable[..., Any]:
+def _dot(eqn: Eqn, recipe: Recipe, site: Site, number: int) -> Callable[..., Any]:
     params = eqn.params
 
-    def gemm(lhs: Any, rhs: Any, word: Any) -> Any:
+    def gemm(lhs: Any, rhs: Any) -> Any:
         return quantized_dot_general(
             lhs,
             rhs,
@@ -174,19 +175,19 @@ def _dot(eqn: Eqn, recipe: Recipe, site: Site) -> Callable[..., Any]:
             weight=site.weight,
             precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
-            layer=word,
+            site=number,
         )
 
     explicit = jaxprs.explicit_sharding(eqn)
     return gemm if explicit is None else jax.sharding.auto_axes(gemm, out_sharding=explicit)
 
 
-def _ragged(eqn: Eqn, recipe: Recipe) -> Callable[..., Any]:
+def _ragged(eqn: Eqn, recipe: Recipe, number: int) -> Callable[..., Any]:
     from policyc.ragged import quantized_ragged_dot
 
     params = eqn.params
 
-    def gemm(lhs: Any, rhs: Any, sizes: Any, word: Any) -> Any:
+    def gemm(lhs: Any, rhs: Any, sizes: Any) -> Any:
         return quantized_ragged_dot(
             lhs,
             rhs,
@@ -194,7 +195,7 @@ def _ragged(eqn: Eqn, recipe: Recipe) -> Callable[..., Any]:
             recipe,
             precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
-            layer=word,
+            site=number,
         )
 
     return gemm
