@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policyc import primitives
 from policyc.backends.emulate import Dims, Operand
 from policyc.formats import FORMATS
+from policyc.jaxcompat import vary_alike
 from policyc.quantize import Axes, Key, Quantized, dequantize, key
 from policyc.recipes import Gemm, Recipe, Role, Treatment
 from policyc.treatments import effective
@@ -97,6 +98,9 @@ def quantized_dot_general(
             lhs, rhs, dims, precision=precision, preferred_element_type=preferred_element_type
         )
     chosen = effective(recipe)
+    # Here and not inside, so that a weight which is the same on all devices of a `shard_map` has its
+    # gradients summed over them.
+    lhs, rhs = vary_alike(lhs, rhs)
     a, b, merged, shape = _canonical(lhs, rhs, dims, chosen)
     call = Call(
         dims=merged,

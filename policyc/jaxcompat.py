@@ -16,6 +16,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 Shape = tuple[tuple[int, ...], Any]
 Body = Callable[..., Sequence[jax.Array]]
@@ -42,11 +43,17 @@ def define(
         for level in mapped:
             sizes.append(next(a.shape[0] for a, m in zip(inner, level, strict=True) if m))
             inner = [_Shaped(a.shape[1:], a.dtype) if m else a for a, m in zip(inner, level, strict=True)]
-        varying = [a.manual_axis_type for a in avals]
-        most = max(varying, key=lambda t: len(t.varying))
+        # Of operands that vary alike (see `bind`), any says how.
+        mesh, varying = avals[0].sharding.mesh, avals[0].manual_axis_type
+        results = [((*sizes, *shape), dtype) for shape, dtype in shapes(*inner, **params)]
         return [
-            ShapedArray((*sizes, *shape), jax.numpy.dtype(dtype), manual_axis_type=most)
-            for shape, dtype in shapes(*inner, **params)
+            ShapedArray(
+                shape,
+                jax.numpy.dtype(dtype),
+                sharding=NamedSharding(mesh, _replicated(len(shape))),
+                manual_axis_type=varying,
+            )
+            for shape, dtype in results
         ]
 
     def mapped_body(f: Body) -> Body:
@@ -75,6 +82,10 @@ def define(
     return primitive
 
 
+def _replicated(ndim: int) -> PartitionSpec:
+    return PartitionSpec(*[None] * ndim)  # type: ignore[no-untyped-call]
+
+
 class _Shaped:
     """A shape and a type, for `shapes`."""
 
@@ -93,7 +104,11 @@ def _compiled(body: Body, params: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _lowered(body: Body) -> Callable[..., Any]:
-    rule = mlir.lower_fun(body, multiple_results=True)
+    def cached(*args: jax.Array, **params: Any) -> Any:
+        # An inner jit: the same equation twice in a program is traced and lowered once.
+        return _compiled(body, tuple(sorted(params.items())))(*args)
+
+    rule = mlir.lower_fun(cached, multiple_results=True)
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         # Inside `shard_map` the body runs on one device's share: how it varies over the mesh is settled
@@ -104,18 +119,22 @@ def _lowered(body: Body) -> Callable[..., Any]:
     return lower
 
 
-def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Array]:
-    """Applies a primitive of `define`, its operands made to vary alike over the mesh axes of a
-    `shard_map`.
+def vary_alike(*args: Any) -> list[jax.Array]:
+    """The arrays, made to vary over the same mesh axes of a `shard_map`: those that any of them varies
+    over.
     """
     arrays = [jax.numpy.asarray(a) for a in args]
     over = [jax.typeof(a).manual_axis_type.varying for a in arrays]
     every = frozenset().union(*over)
-    arrays = [
+    return [
         a if v == every else lax.pcast(a, tuple(sorted(every - v)), to="varying")
         for a, v in zip(arrays, over, strict=True)
     ]
+
+
+def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Array]:
+    """Applies a primitive of `define`."""
     out: list[jax.Array] = primitive.bind(  # type: ignore[no-untyped-call]
-        *arrays, mapped=(), **params
+        *vary_alike(*args), mapped=(), **params
     )
     return out

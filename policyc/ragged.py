@@ -21,6 +21,7 @@ from policyc import primitives
 from policyc.backends.emulate import Operand
 from policyc.formats import FORMATS
 from policyc.gemm import SAVED
+from policyc.jaxcompat import vary_alike
 from policyc.quantize import Axes, Key, Quantized, key
 from policyc.recipes import Gemm, Recipe, Role, Treatment
 from policyc.treatments import effective
@@ -58,6 +59,7 @@ def quantized_ragged_dot(
     off here: it would be one mean over the rows of all experts.
     """
     words = [w for w in (layer, step) if w is not None]
+    lhs, rhs = vary_alike(lhs, rhs)
     call = Call(
         recipe=effective(recipe),
         out=jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs)),

@@ -110,7 +110,8 @@ def scaled_ragged_gemm(
             (((0,), (0,)), ((), ())), [0], []
         )
         product = lax.ragged_dot_general(a, b, sizes, dims, preferred_element_type=jnp.float32)
-        return with_outer(product, lhs, rhs, (((0,), (0,)), ((), ())), 1)
+        # The scales are those of a plain product of (m, k) and (m, n), the same for each group.
+        return jax.vmap(lambda p: with_outer(p, lhs, rhs, (((0,), (0,)), ((), ())), 1))(product)
     a, b = _alike(values(lhs, (1,), dtype), values(rhs, (1,), dtype), (((1,), (1,)), ((), ())))
     product = lax.ragged_dot(a, b, sizes, preferred_element_type=jnp.float32)
     m, e = jnp.float32(1), jnp.int32(0)

@@ -70,15 +70,13 @@ def exact_div(a: jax.Array, b: jax.Array) -> jax.Array:
     ba, bb = bits_of(a), bits_of(b)
     ma, mb = (ba & _MANTISSA) | _ONE, (bb & _MANTISSA) | _ONE
     low = (ma < mb).astype(jnp.int32)
-    guess = quotient(from_bits((ma & _MANTISSA) | 0x3F800000), from_bits((mb & _MANTISSA) | 0x3F800000))
-    q = (bits_of(guess) & _MANTISSA) | _ONE
-    # A guess rounded across 1.0 has the wrong binade: take the end of the right one.
-    q = jnp.where((low == 1) & (guess >= 1.0), 2 * _ONE - 1, jnp.where((low == 0) & (guess < 1.0), _ONE, q))
+    # Both mantissas as numbers, the first doubled where that brings the quotient into [1, 2).
+    guess = quotient(from_bits((ba & _MANTISSA) + (0x3F800000 + (low << 23))), from_bits(mb + 0x3F000000))
+    q = jnp.clip(bits_of(guess), 0x3F800000, 0x3FFFFFFF) - (0x3F800000 - _ONE)
     residual = (ma << (23 + low)) - q * mb
-    for _ in range(2):
-        under, over = residual < 0, residual >= mb
-        q = jnp.where(under, q - 1, jnp.where(over, q + 1, q))
-        residual = jnp.where(under, residual + mb, jnp.where(over, residual - mb, residual))
+    excess = [residual >= mb, residual >= 2 * mb, residual >= 0, residual >= -mb]
+    adjust = sum((c.astype(jnp.int32) for c in excess), start=jnp.int32(-2))
+    q, residual = q + adjust, residual - adjust * mb
     twice = residual * 2
     q = q + ((twice > mb) | ((twice == mb) & (q & 1 == 1))).astype(jnp.int32)
     e = (ba >> 23) - (bb >> 23) + 127 - low

@@ -1,0 +1,83 @@
+"""Measurements against the oracle and the published figures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from policyc.measure import measure, measure_operand
+from policyc.recipes import TARGETS, Gemm, Role, Treatment, recipe
+from tests import oracle
+
+X = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_arrays_have_the_quantized_axis_last(axis: int) -> None:
+    m = measure(X, Treatment(format="nvfp4", element="e2m1"), axis=axis)
+    want = oracle.nvfp4(X.T if axis == 0 else X)
+    np.testing.assert_array_equal(m.codes, want["codes"])
+    np.testing.assert_array_equal(m.packed, oracle.pack(want["codes"]))
+    np.testing.assert_array_equal(m.scales, want["scales"])
+    np.testing.assert_array_equal(m.amax, [want["amax"]])
+    np.testing.assert_array_equal(m.dequantized, want["dequantized"])
+    assert set(m.arrays()) == {"codes", "packed", "scales", "amax", "dequantized"}
+
+
+def test_figures() -> None:
+    m = measure(X, Treatment(format="nvfp4", element="e2m1"))
+    value = oracle.nvfp4(X)["dequantized"].astype(np.float64)
+    noise, power = np.sum((value - X) ** 2), np.sum(X.astype(np.float64) ** 2)
+    assert m.stats.sqnr_db == pytest.approx(10 * np.log10(power / noise))
+    assert m.stats.relative_error == pytest.approx(np.sqrt(noise / power))
+    assert m.stats.gain == pytest.approx(np.sum(value * X) / power)
+    assert m.stats.flushed == pytest.approx(np.mean((value == 0) & (X != 0)))
+    assert m.stats.zero_blocks == 0
+    assert 19 < m.stats.sqnr_db < 22
+    assert "SQNR" in str(m.stats)
+
+
+def test_zero_blocks_are_counted() -> None:
+    x = X.copy()
+    x[3] = 0
+    assert measure(x, Treatment(format="nvfp4", element="e2m1")).stats.zero_blocks == 6
+
+
+def test_saturation_is_seen() -> None:
+    """MXFP4's rounded-down scale cuts maxima above 6; rounded up, it cuts none."""
+    floor = measure(X, Treatment(format="mxfp4", element="e2m1"))
+    up = measure(X, Treatment(format="mxfp4", element="e2m1", scale_rounding="rceil"))
+    assert floor.stats.saturated > 0.01
+    assert up.stats.saturated == 0
+
+
+@pytest.mark.parametrize(
+    ("gemm", "role", "scales"),
+    [
+        (Gemm.FPROP, Role.ACTIVATION, (64, 6)),
+        (Gemm.FPROP, Role.WEIGHT, (6, 4)),
+        (Gemm.DGRAD, Role.GRADIENT, (64, 6)),
+        (Gemm.WGRAD, Role.ACTIVATION, (96, 4)),
+        (Gemm.WGRAD, Role.GRADIENT, (96, 4)),
+    ],
+)
+def test_operands_of_the_vendors_recipe(gemm: Gemm, role: Role, scales: tuple[int, int]) -> None:
+    options = {"rht": TARGETS["wgrad"], "sr": TARGETS["grad"], "scale2d": TARGETS["weights"]}
+    m = measure_operand(X, recipe("nvfp4", options), gemm, role)
+    assert m.scales.shape == scales
+    assert 15 < m.stats.sqnr_db < 22
+
+
+@pytest.mark.parametrize("name", ["fp8", "mxfp8", "bf16", "f32", "keep"])
+def test_other_formats(name: str) -> None:
+    m = measure_operand(X, recipe(name), Gemm.FPROP, Role.ACTIVATION)
+    assert m.stats.sqnr_db > 30
+    np.testing.assert_allclose(m.dequantized, X, rtol=0.07, atol=1e-2)
+
+
+def test_a_mean_is_added_back() -> None:
+    m = measure_operand(X + 50, recipe("nvfp4", {"mean_split": True}), Gemm.FPROP, Role.ACTIVATION)
+    plain = measure_operand(X + 50, recipe("nvfp4"), Gemm.FPROP, Role.ACTIVATION)
+    # What is left of the mean's own rounding is a bias per feature; the rest is rounded at its own size.
+    left, before = (np.std(v.dequantized - X - 50, axis=0).mean() for v in (m, plain))
+    assert left < 0.5 * before
