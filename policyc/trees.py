@@ -33,8 +33,15 @@ def leaf_paths(arguments: Sequence[tuple[str, Any]]) -> list[Path]:
 
 def _unpacked(leaves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Key paths without a tuple of one around everything: some frameworks pack their arguments so."""
+    leaves = [_node_states(keys) for keys in leaves]
     only = {keys[0].idx if len(keys) > 1 and isinstance(keys[0], SequenceKey) else None for keys in leaves}
     return [keys[1:] for keys in leaves] if only == {0} else leaves
+
+
+def _node_states(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Without the object that Flax NNX puts around the states of a differentiated module."""
+    wrapped = len(keys) > 2 and isinstance(keys[0], GetAttrKey) and keys[0].name == "states"
+    return keys[2:] if wrapped and isinstance(keys[1], SequenceKey) else keys
 
 
 def _texts(root: str, keys: Sequence[Any]) -> list[str]:
