@@ -9,17 +9,20 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from policyc import __version__, commands
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from policyc.diagnostics import Diagnostic, PolicyError
     from policyc.loader import Loaded
+    from policyc.recipes import Recipe
 
 CLEAN, FOUND, FAILED = 0, 1, 2  # exit codes
 
@@ -121,6 +124,8 @@ def lint(
     gc.disable()  # nothing here is garbage before the process ends, and looking for it takes a third of the time
     if unsafe_fixes and not fix:
         raise click.UsageError("--unsafe-fixes goes with --fix")
+    if fix and "-" in files:
+        raise click.UsageError("--fix needs a file to write to, and '-' is standard input")
     codes = _codes(select, ignore)
     if against == "-m" and len(files) > 1:  # written without quotes: --against -m MODULE
         files, against = files[:-1], f"-m {files[-1]}"
@@ -140,21 +145,20 @@ def lint(
             found += error.diagnostics
             continue
         found += findings.diagnostics
+        failed |= any(d.code == "unreadable-file" for d in findings.diagnostics)  # of an import
         undecided += findings.undecided
     click.echo(report.FORMS[form](found, _paint), nl=False, color=_colour())
     if form in ("full", "concise"):
         if mended:
-            click.echo(f"mended {mended}", err=True)
+            click.echo(f"{mended} mended", err=True)
         click.echo(report.summary(found, len(files)), err=True)
     if undecided:
-        click.echo(
-            f"note: reach was not decided {undecided} times, the policy being too large for it", err=True
-        )
+        note = f"{undecided} questions about which rules reach which sites were too hard: some findings may be missing"
+        click.echo(f"note: {note}", err=True)
     sys.exit(FAILED if failed else FOUND if found else CLEAN)
 
 
 def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
-    from policyc.diagnostics import did_you_mean
     from policyc.lint import GRAPH, RULES
 
     known = [*RULES, *sorted(GRAPH)]
@@ -162,10 +166,16 @@ def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
     def split(values: Sequence[str]) -> set[str]:
         names = {code.strip() for value in values for code in value.split(",") if code.strip()}
         for name in sorted(names - set(known)):
-            raise click.UsageError(f"no rule has the code '{name}'. {did_you_mean(name, known)}".strip())
+            raise click.UsageError(f"no rule has the code '{name}': {_near(name, known)}")
         return names
 
     return (split(select) or set(known)) - split(ignore)
+
+
+def _near(code: str, known: Iterable[str]) -> str:
+    from policyc.diagnostics import did_you_mean
+
+    return did_you_mean(code, known) or "'policyc explain' lists them all"
 
 
 def _inspect(name: str) -> Loaded:
@@ -191,32 +201,34 @@ def _mend(name: str, codes: set[str], unsafe: bool) -> int:
     from policyc.lint.fixes import mend
     from policyc.loader import inspect, locate, read_text
 
-    if name == "-":
-        raise click.UsageError("--fix needs a file to write to")
     path = _writable(name, locate(name))
     text = read_text(path)
     result = mend(text, lambda t: inspect(t, path=path), lambda found: check(found, codes), unsafe=unsafe)
     if result.count:
-        _replace(path, result.text)
+        mark = "\ufeff" if text.startswith("\ufeff") else ""
+        _replace(path, mark + result.text)
     return result.count
 
 
 def _writable(name: str, path: Path) -> Path:
     """Bundled policies belong to the installation: a copy may be changed, not they."""
-    if not Path(name).is_file():
-        raise click.UsageError(
-            f"'{name}' is a bundled policy: copy it first (policyc show {name} --format text)"
-        )
-    return path
+    from policyc.loader import unreadable
+
+    if not path.exists() or Path(name).exists():
+        return path
+    help = f"copy it: policyc show {name} --format text > my_{name}.policy"
+    raise unreadable(name, "this is a bundled policy, and not yours to change", help)
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file in one go: whoever reads it sees the old text or the new one, and links stay links."""
+    """Write a file in one go: whoever reads it sees the old text or the new one. Links and line ends stay."""
     from policyc.loader import unreadable
 
     target = path.resolve()
     try:
         mode = target.stat().st_mode
+        if b"\r\n" in target.read_bytes():
+            text = text.replace("\n", "\r\n")
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
@@ -257,11 +269,11 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
             if name == "-" and not (check or diff):
                 click.echo(after, nl=False)
             elif before != after:
-                changed.append(name)
                 if diff:
                     click.echo(_difference(name, before, after), nl=False, color=_colour())
                 elif not check:
                     _replace(Path(name), after)
+                changed.append(name)
         except PolicyError as error:
             failed = True
             click.echo("\n".join(render(d, _paint) for d in error.diagnostics), err=True, color=_colour())
@@ -278,7 +290,7 @@ def _formatted(name: str) -> tuple[str, str]:
 
     if name != "-":
         path = locate(name)
-        text = read_text(path if Path(name).is_file() else _writable(name, path))
+        text = read_text(_writable(name, path))
     else:
         text = _stdin()
     file, found = read(Source(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name))
@@ -312,15 +324,13 @@ def _difference(name: str, before: str, after: str) -> str:
 )
 def explain(codes: tuple[str, ...], markdown: bool) -> None:
     """Print the page of a lint code."""
-    from policyc.diagnostics import did_you_mean
     from policyc.lint import GRAPH, graph_rules
     from policyc.lint import RULES as READ
 
     rules = READ | graph_rules() if not codes or any(c in GRAPH for c in codes) else READ
     for code in codes:
         if code not in rules:
-            known = [*READ, *sorted(GRAPH)]
-            raise click.UsageError(f"no rule has the code '{code}'. {did_you_mean(code, known)}".strip())
+            raise click.UsageError(f"no rule has the code '{code}': {_near(code, [*READ, *sorted(GRAPH)])}")
     if not codes and not markdown:
         width = max(map(len, rules))
         for rule in rules.values():
@@ -335,7 +345,7 @@ def explain(codes: tuple[str, ...], markdown: bool) -> None:
         from rich.console import Console
         from rich.markdown import Markdown
 
-        Console().print(Markdown(text))
+        Console(force_terminal=_colour()).print(Markdown(text))
 
 
 # ---- show
@@ -383,7 +393,111 @@ def show(policy: str | None, variant: str | None, form: str) -> None:
     elif form == "json":
         click.echo(view.as_json(loaded), nl=False)
     else:
-        view.table(loaded, policy if variant is None else f"{policy}, variant {variant}")
+        view.table(loaded, policy if variant is None else f"{policy}, variant {variant}", _colour())
+
+
+# ---- quantize
+
+
+@cli.command(
+    cls=_Examples,
+    examples="""
+    policyc quantize x.npy --recipe nvfp4 --role activation --gemm fprop --out q.npz
+    policyc quantize dy.npy --recipe 'nvfp4(rht=wgrad, sr=grad)' --role gradient --gemm wgrad --axis 0 --out q.npz
+    policyc quantize w.npy --recipe 'nvfp4(scale2d=weights)' --role weight --gemm fprop --axis 0 --out q.npz
+    """,
+)
+@click.argument("array", metavar="IN.npy")
+@click.option("--recipe", required=True, help="A recipe as a policy spells it.")
+@click.option(
+    "--role", required=True, type=click.Choice(["weight", "activation", "gradient"]), help="What IN is."
+)
+@click.option(
+    "--gemm", required=True, type=click.Choice(["fprop", "dgrad", "wgrad"]), help="Where it is used."
+)
+@click.option("--axis", type=int, default=-1, show_default=True, help="The contracted axis.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of stochastic rounding.")
+@click.option("--out", required=True, metavar="OUT.npz", help="Codes, packed codes, scales, amax, values.")
+def quantize(array: str, recipe: str, role: str, gemm: str, axis: int, seed: int, out: str) -> None:
+    """Quantize an array, to the bit as a policy would, and print what it loses.
+
+    OUT.npz holds codes (one a byte), packed (two nibbles a byte, the even one low), scales (raw bytes), amax (f32)
+    and dequantized (f32), with the quantized axis last: enough to compare with any other implementation.
+    """
+    from policyc.diagnostics import PolicyError
+    from policyc.recipes import OPERANDS, Gemm, Role
+
+    if (Gemm(gemm), Role(role)) not in OPERANDS:
+        roles = " and ".join(r for g, r in OPERANDS if g == gemm)
+        raise click.UsageError(f"{gemm} has no {role}: its operands are {roles}")
+    try:
+        chosen = _recipe(recipe)
+    except PolicyError as error:
+        _fail(error)
+    values = _array(array)
+    if not -values.ndim <= axis < values.ndim:
+        raise click.UsageError(f"--axis {axis}: the array has {values.ndim} axes")
+
+    from policyc.measure import measure_operand
+
+    try:
+        found = measure_operand(values, chosen, Gemm(gemm), Role(role), axis=axis, seed=seed)
+    except ValueError as error:
+        raise click.UsageError(f"--recipe: {error}") from None
+    _save(Path(out), found.arrays())
+    click.echo(str(found.stats))
+
+
+def _recipe(text: str) -> Recipe:
+    from policyc.diagnostics import PolicyError
+    from policyc.loader import inspect
+
+    loaded = inspect(f"* -> {text}", shown="--recipe")
+    if loaded.found:
+        raise PolicyError(loaded.found)
+    rules = loaded.policy.rules
+    if len(rules) != 1 or str(rules[0].selectors[0]) != "*" or rules[0].expect is not None:
+        raise click.UsageError("--recipe takes one recipe")
+    return loaded.policy.resolver()(rules[0].recipe)
+
+
+def _array(name: str) -> npt.NDArray[Any]:
+    """A floating-point array from an npy file; bfloat16, which npy cannot name, is read from two-byte voids."""
+    import ml_dtypes
+    import numpy as np
+
+    try:
+        array: npt.NDArray[Any] = np.load(name, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise click.UsageError(f"cannot read '{name}': {error}") from None
+    if not hasattr(array, "dtype"):
+        raise click.UsageError(f"'{name}' is not one array: save it with numpy.save")
+    if array.dtype == np.dtype("V2"):
+        array = array.view(ml_dtypes.bfloat16)
+    kinds = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
+    if array.dtype not in kinds or array.ndim == 0 or array.size == 0:
+        raise click.UsageError(
+            f"'{name}' holds {array.dtype} {array.shape}: give floats with one axis or more"
+        )
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _save(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Write an npz in one go: a file that is there is whole."""
+    import numpy as np
+
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                np.savez(stream, **arrays)  # type: ignore[arg-type]  # the stubs take the names for options
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise click.UsageError(f"cannot write '{path}': {error.strerror}") from None
 
 
 def _fail(error: PolicyError) -> NoReturn:

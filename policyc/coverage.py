@@ -21,16 +21,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import TypeVar
 
 from policyc.automata import Budget, TooHard, outside, plainly_inside, witness
 from policyc.policy import Attributes, Compare, Predicate, Rule, When, comparisons
 from policyc.recipes import Gemm, Recipe
 from policyc.selectors import Name, Path, Pattern, matches, patterns
 
+Answer = TypeVar("Answer")
+
 _MOST_COVERING = 24
 _MOST_SITES = 256  # combinations of sizes tried for one argument
 _STEPS_EACH = 20_000
 _LONGEST_PERIOD = 128
+_MOST_TRIALS = 20_000
+_TRIALS = 2  # of one condition, for the price of one step
 
 _ANY: Attributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1, "weight": True}
 
@@ -92,47 +97,50 @@ class Cover:
     def taken_by(self, claim: Claim) -> tuple[Claim, ...]:
         """Later rules that together take all that the claim takes; empty where something is left to it."""
         if claim.order not in self._taken:
-            self._taken[claim.order] = self._ask(lambda budget: self._covering(claim, budget))
+            self._taken[claim.order] = self._ask(lambda budget: self._covering(claim, budget)[0], ())
         return self._taken[claim.order]
+
+    def left_to(self, claim: Claim) -> Point | None:
+        """A point that the claim decides about: the proof that no later rules take it all."""
+        return self._ask(lambda budget: self._covering(claim, budget)[1], None)
 
     def repeats(self, claim: Claim) -> Claim | None:
         """An earlier rule that gives every site of the claim what the claim gives it, under every variant."""
-        found = self._ask(lambda budget: self._repeated(claim, budget))
-        return found[0] if found else None
+        return self._ask(lambda budget: self._repeated(claim, budget), None)
 
     def decides(self, point: Point, budget: Budget) -> Claim | None:
         """The rule that decides about a point: the last that takes it."""
         return self._index.last(point, 0, len(self.claims), budget)
 
-    def _ask(self, question: Callable[[Budget], tuple[Claim, ...]]) -> tuple[Claim, ...]:
+    def _ask(self, question: Callable[[Budget], Answer], otherwise: Answer) -> Answer:
         granted = min(_STEPS_EACH, self._left)
         budget = Budget(granted)
         try:
             return question(budget)
         except TooHard:
             self.undecided += 1
-            return ()
+            return otherwise
         finally:
             self._left -= granted - max(budget.left, 0)
 
-    def _covering(self, claim: Claim, budget: Budget) -> tuple[Claim, ...]:
+    def _covering(self, claim: Claim, budget: Budget) -> tuple[tuple[Claim, ...], Point | None]:
         covering: list[Claim] = []
         while len(covering) <= _MOST_COVERING:
             point = _left_over(claim, covering, budget)
             if point is None:
-                return tuple(covering)
+                return tuple(covering), None
             later = self._index.last(point, claim.order + 1, len(self.claims), budget)
             if later is None:
-                return ()
+                return (), point
             covering.append(later)
         raise TooHard
 
-    def _repeated(self, claim: Claim, budget: Budget) -> tuple[Claim, ...]:
+    def _repeated(self, claim: Claim, budget: Budget) -> Claim | None:
         point = _left_over(claim, [], budget)
         last = None if point is None else self._index.last(point, 0, claim.order, budget)
         if last is None or not _same(last, claim) or _left_over(claim, [last], budget) is not None:
-            return ()
-        return () if self._disagrees(claim, last.order + 1, claim.order) else (last,)
+            return None
+        return None if self._disagrees(claim, last.order + 1, claim.order) else last
 
     def _disagrees(self, claim: Claim, start: int, stop: int) -> bool:
         """Does a rule in a range of orders do something else? Selectors float, so any two can name one site."""
@@ -147,7 +155,7 @@ def _same(other: Claim, claim: Claim) -> bool:
     """Does the other do what the claim does, in every product that the claim takes, under every variant?"""
     pairs = [(other.recipe, claim.recipe)]
     for name in other.varied.keys() | claim.varied.keys():
-        pairs.append((other.varied.get(name, other.recipe), claim.varied.get(name, claim.recipe)))
+        pairs += [(other.varied.get(name, other.recipe), claim.varied.get(name, claim.recipe))]
     return all(a is b or a.product(g) == b.product(g) for a, b in pairs for g in claim.rule.products)
 
 
@@ -155,7 +163,9 @@ def _left_over(claim: Claim, others: list[Claim], budget: Budget) -> Point | Non
     """A point that the claim takes and none of the others does."""
     rules = [claim.rule, *(c.rule for c in others)]
     times = moments(tuple(dict.fromkeys(w for r in rules for w in r.when)))
-    sizes = sites(tuple(dict.fromkeys(r.where for r in rules if r.where is not None)))
+    conditions = tuple(dict.fromkeys(r.where for r in rules if r.where is not None))
+    budget.spend(trials(conditions) * len(conditions) // _TRIALS)
+    sizes = sites(conditions)
     for moment, site in itertools.product(times, sizes):
         if not claim.holds(moment, site):
             continue
@@ -232,19 +242,34 @@ def sites(conditions: tuple[Predicate, ...]) -> tuple[Attributes, ...]:
     """Sizes of a GEMM for each combination of conditions that can hold together. Every site has all attributes."""
     if not conditions:
         return (_ANY,)
-    compares = [compare for c in conditions for compare in comparisons(c)]
-    names = sorted(frozenset().union(*(t.variables for c in compares for t in c.terms)))
-    pools = [_numbers_near(compares, len(names)) for _ in names]
-    if math.prod(map(len, pools)) > 200_000:
+    pools = _pools(conditions)
+    if trials(conditions) > _MOST_TRIALS:
         raise TooHard
     found: dict[tuple[bool | None, ...], Attributes] = {}
     for weight in (True, False):
-        for numbers in itertools.product(*pools):
-            site = {**_ANY, **dict(zip(names, numbers, strict=True)), "weight": weight}
+        for numbers in itertools.product(*pools.values()):
+            site = {**_ANY, **dict(zip(pools, numbers, strict=True)), "weight": weight}
             found.setdefault(tuple(c.holds(site) for c in conditions), site)
     if len(found) > _MOST_SITES:
         raise TooHard
     return tuple(found.values())
+
+
+def trials(conditions: tuple[Predicate, ...]) -> int:
+    """How many sizes `sites` tries."""
+    return math.prod(map(len, _pools(conditions).values()))
+
+
+@lru_cache(maxsize=1024)
+def _pools(conditions: tuple[Predicate, ...]) -> dict[str, list[int]]:
+    """For each size that the conditions speak of, the numbers to try. Sizes that are compared share their numbers."""
+    groups: list[tuple[set[str], list[Compare]]] = []
+    for compare in (compare for c in conditions for compare in comparisons(c)):
+        names = set[str]().union(*(t.variables for t in compare.terms))
+        joined = [g for g in groups if g[0] & names]
+        groups = [g for g in groups if not g[0] & names]
+        groups.append((names.union(*(g[0] for g in joined)), [compare, *(c for g in joined for c in g[1])]))
+    return {name: _numbers_near(compares, len(names)) for names, compares in groups for name in sorted(names)}
 
 
 def _numbers_near(compares: list[Compare], names: int) -> list[int]:
@@ -256,12 +281,10 @@ def _numbers_near(compares: list[Compare], names: int) -> list[int]:
     terms = [t for c in compares for t in c.terms]
     numbers = {t.value for t in terms if isinstance(t.value, int)}
     moduli = {t.modulus for t in terms if isinstance(t.modulus, int)}
-    period = math.lcm(*moduli) if moduli else 1
+    period = math.lcm(*moduli)
     if period > _LONGEST_PERIOD:
         raise TooHard
-    linked = any(len(frozenset().union(*(t.variables for t in c.terms))) > 1 for c in compares)
-    room = names if linked else 1
-    found = {e + d for e in {1, *numbers} for d in range(-room, room * period + 1)}
+    found = {e + d for e in {1, *numbers} for d in range(-names, names * period + 1)}
     if any(isinstance(t.modulus, str) for t in terms):
         found.update(range(1, 33))
     return sorted(n for n in found if n > 0)

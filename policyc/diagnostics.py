@@ -15,6 +15,7 @@ from enum import StrEnum
 
 _WINDOW = 100  # characters of a quoted line: a policy may be one line of a megabyte
 _SHOWN = 50  # diagnostics in the text of one exception
+_SENTENCE = 400  # characters of a message: it may quote a name of a megabyte
 _LONGEST_NAME = 64  # names longer than this get no suggestion
 
 
@@ -154,23 +155,25 @@ def plain(_: str, text: str) -> str:
 def headline(diagnostic: Diagnostic, paint: Paint = plain) -> str:
     """`path:line:column: severity[code]: message`."""
     label = paint(diagnostic.severity, f"{diagnostic.severity}[{diagnostic.code}]")
-    return f"{paint('path', diagnostic.span.place)}: {label}: {_visible(diagnostic.message)}"
+    return f"{paint('path', diagnostic.span.place)}: {label}: {_sentence(diagnostic.message)}"
 
 
 def render(diagnostic: Diagnostic, paint: Paint = plain) -> str:
     """The diagnostic with the line it is about, a caret under the fault, and its notes."""
     lines = [headline(diagnostic, paint)]
-    lines += _quote(diagnostic.span, _visible(diagnostic.help), paint, "caret")
+    lines += _quote(diagnostic.span, _sentence(diagnostic.help), paint, "caret")
     for note in diagnostic.notes:
-        lines.append(f"{paint('path', note.span.place)}: {paint('note', 'note')}: {_visible(note.message)}")
+        lines.append(f"{paint('path', note.span.place)}: {paint('note', 'note')}: {_sentence(note.message)}")
         lines += _quote(note.span, "", paint, "note")
     if diagnostic.fix is not None:
         kind = "fix" if diagnostic.fix.safe else "unsafe fix"
-        lines.append(f"{paint('help', kind)}: {_visible(diagnostic.fix.message)}")
+        lines.append(f"{paint('help', kind)}: {_sentence(diagnostic.fix.message)}")
     return "\n".join(lines)
 
 
 def _quote(span: Span, label: str, paint: Paint, kind: str) -> list[str]:
+    if not span.source.text:  # a file that could not be read: there is nothing to quote
+        return [f"  {paint('help', label)}"] if label else []
     number = span.line
     text = span.source.line(number)
     start = span.column - 1
@@ -194,6 +197,11 @@ def _visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c == "\t" else f"\\x{ord(c):02x}" for c in text)
+
+
+def _sentence(text: str) -> str:
+    """A message as it is printed: visible, and not longer than anyone reads."""
+    return _visible(text if len(text) <= _SENTENCE else text[: _SENTENCE - 1] + "…")
 
 
 def _width(text: str) -> int:

@@ -298,9 +298,7 @@ def _kept(product: Product) -> bool:
 
 
 def _original(call: Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return lax.dot_general(
-        lhs, rhs, call.dims, precision=call.precision, preferred_element_type=call.out
-    )
+    return lax.dot_general(lhs, rhs, call.dims, precision=call.precision, preferred_element_type=call.out)
 
 
 def _forward(

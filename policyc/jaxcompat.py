@@ -27,12 +27,14 @@ def define(
     body: Body,
     shapes: Callable[..., Sequence[Shape]],
     platforms: Mapping[str, Body] | None = None,
+    alone: Mapping[str, Body] | None = None,
 ) -> Primitive:
     """A primitive called `name` that runs `body(*arrays, **params)`.
 
     `shapes(*avals, **params)` gives the shape and type of each result. `platforms` has other bodies for the
-    same result. The parameter `mapped` has a tuple for each `vmap` around it, outermost first: which
-    operands carry a leading axis for it.
+    same result, and `alone` still others for programs of one device, where nothing has to be divided. The
+    parameter `mapped` has a tuple for each `vmap` around it, outermost first: which operands carry a leading
+    axis for it.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -78,7 +80,9 @@ def define(
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, _lowered(mapped_body(body)))
     for platform, other in (platforms or {}).items():
-        mlir.register_lowering(primitive, _lowered(mapped_body(other)), platform=platform)
+        single = (alone or {}).get(platform)
+        rule = _lowered(mapped_body(other), None if single is None else mapped_body(single))
+        mlir.register_lowering(primitive, rule, platform=platform)
     return primitive
 
 
@@ -103,17 +107,20 @@ def _compiled(body: Body, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(partial(body, **dict(params)))
 
 
-def _lowered(body: Body) -> Callable[..., Any]:
-    def cached(*args: jax.Array, **params: Any) -> Any:
+def _lowered(body: Body, alone: Body | None = None) -> Callable[..., Any]:
+    def cached(chosen: Body, *args: jax.Array, **params: Any) -> Any:
         # An inner jit: the same equation twice in a program is traced and lowered once.
-        return _compiled(body, tuple(sorted(params.items())))(*args)
+        return _compiled(chosen, tuple(sorted(params.items())))(*args)
 
-    rule = mlir.lower_fun(cached, multiple_results=True)
+    general = mlir.lower_fun(partial(cached, body), multiple_results=True)
+    single = general if alone is None else mlir.lower_fun(partial(cached, alone), multiple_results=True)
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         # Inside `shard_map` the body runs on one device's share: how it varies over the mesh is settled
         # already.
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+        rule = single if devices == 1 and not params["mapped"] else general
         return rule(ctx.replace(avals_in=plain), *args, **params)
 
     return lower

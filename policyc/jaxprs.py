@@ -12,6 +12,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -19,8 +20,18 @@ import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util as _sources
+from jax._src import traceback_util as _tracebacks
 from jax._src.interpreters import ad as _ad
 from jax.extend.core import Literal, Primitive, Var
+
+for _file in (
+    "jaxprs",
+    "tracing",
+    "pipeline",
+    "rewrite",
+    "analysis",
+):  # no frame of ours in a user's traceback
+    _tracebacks.register_exclusion(str(Path(__file__).with_name(f"{_file}.py")))
 
 Atom = Any
 Eqn = Any

@@ -10,6 +10,7 @@ ends in `.policy`: no import reads any other file.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -24,6 +25,7 @@ from policyc.selectors import alternatives
 
 _MOST_IMPORTS = 256
 _LONGEST_CHAIN = 32  # recipes named by recipes
+_MOST_STEPS = 100_000  # from recipe to recipe, in all variants: each is checked against the whole policy
 _MOST_ALTERNATIVES = 1024
 _MOST_SUGGESTIONS = 50  # in one policy: looking for a close name costs more than anything else here
 _RESERVED = frozenset(FORMATS) | {"split"}
@@ -125,6 +127,7 @@ class _Loader:
         self._files: dict[Path, File | None] = {}
         self._imports = 0
         self._suggested = 0
+        self._steps = 0
 
     def fault(self, code: str, span: Span, message: str, help: str = "", **more: object) -> None:
         self.found.append(Diagnostic(code=code, message=message, span=span, help=help, **more))  # type: ignore[arg-type]  # notes and fix
@@ -141,8 +144,9 @@ class _Loader:
     def policy(self, source: Source) -> Policy:
         known = {name: d.recipe for name, d in self.base.recipes.items()}
         self._check(self.base, known, list(self.base.recipes))
+        self._steps = 0
         for _, scope in self.variants.values():
-            changed = known | {name: d.recipe for name, d in scope.recipes.items()}
+            changed = ChainMap({name: d.recipe for name, d in scope.recipes.items()}, known)
             self._check(scope, changed, list(scope.recipes))
         return Policy(
             rules=tuple(self.base.rules),
@@ -158,7 +162,7 @@ class _Loader:
 
     def expand(self, statements: tuple[Statement, ...], path: Path | None) -> None:
         """Take in the statements of a file."""
-        trail = () if path is None else (path.resolve(),)
+        trail = () if path is None else (_real(path),)
         self._file(statements, self.base, None if path is None else path.parent, trail)
 
     def _file(
@@ -193,7 +197,11 @@ class _Loader:
                     elif name in variants:
                         note = Note(variants[name], "first defined here")
                         self.fault(
-                            "duplicate-variant", statement.span, f"a second variant '{name}'", notes=(note,)
+                            "duplicate-variant",
+                            statement.span,
+                            f"a second variant '{name}'",
+                            "name it otherwise, or remove one of the two",
+                            notes=(note,),
                         )
                     else:
                         variants[name] = statement.span
@@ -207,15 +215,17 @@ class _Loader:
             self.fault("reserved-name", definition.span, f"'{name}' is a name of the language", help)
         elif name in mine:
             note = Note(mine[name], "first defined here")
-            self.fault("duplicate-recipe", definition.span, f"a second recipe '{name}'", notes=(note,))
+            help = "name it otherwise, or remove one of the two"
+            self.fault("duplicate-recipe", definition.span, f"a second recipe '{name}'", help, notes=(note,))
         else:
             mine[name] = definition.span
             scope.recipes[name] = definition
 
     def _lost(self, statement: Import, scope: _Scope, mine: dict[str, Span]) -> None:
         """An import replaces what stands before it: a recipe that the file itself defines there is lost."""
-        for name, span in mine.items():
+        for name, span in tuple(mine.items()):
             if scope.recipes[name].span is not span:
+                del mine[name]  # reported once, however many imports follow
                 note = Note(scope.recipes[name].span, "defined again here")
                 message = f"the import replaces the recipe '{name}' that this file defines before it"
                 self.fault(
@@ -247,7 +257,7 @@ class _Loader:
         path = self._find(statement, folder)
         if path is None:
             return
-        real = path.resolve()
+        real = _real(path)
         self._imports += 1
         if real in trail:
             chain = " -> ".join(p.name for p in (*trail[trail.index(real) :], real))
@@ -256,14 +266,17 @@ class _Loader:
             )
         elif self._imports > _MOST_IMPORTS:
             if self._imports == _MOST_IMPORTS + 1:
-                self.fault("too-many-imports", statement.span, f"more than {_MOST_IMPORTS} imports in all")
+                help = "import each file once"
+                self.fault(
+                    "too-many-imports", statement.span, f"more than {_MOST_IMPORTS} imports in all", help
+                )
         else:
             file = self._open(path, statement)
             if file is not None:
                 self._file(file.statements, scope, path.parent, (*trail, real), imported=True)
 
     def _open(self, path: Path, statement: Import) -> File | None:
-        real = path.resolve()
+        real = _real(path)
         if real not in self._files:
             self._files[real] = None
             note = Note(statement.span, "imported from here")
@@ -280,7 +293,7 @@ class _Loader:
         pure = PurePosixPath(written)
         if not written.strip() or pure.is_absolute() or any(c in written for c in "\\:\0~"):
             help = "write a path relative to this file, with '/' between folders"
-            self.fault("bad-import-path", statement.span, "an import names a relative path", help)
+            self.fault("bad-import-path", statement.span, f"'{written}' is not a relative path", help)
             return None
         if pure.suffix not in ("", resources.SUFFIX):
             help = f"policies end in '{resources.SUFFIX}'"
@@ -295,7 +308,7 @@ class _Loader:
             except OSError:  # a name that the file system cannot hold is a name that is not there
                 continue
         name = pure.name.removesuffix(resources.SUFFIX)
-        looked = "beside this file and among the bundled policies" if folder else "among the bundled policies"
+        looked = "beside this file or among the bundled policies" if folder else "among the bundled policies"
         help = self.suggest(name, resources.bundled()) or "check the path"
         self.fault("import-not-found", statement.span, f"no '{relative}' {looked}", help)
         return None
@@ -315,28 +328,35 @@ class _Loader:
                     )
         depths: dict[str, int] = {}
         for name in changed:
-            self._chain(name, known, depths)
+            if scope is self.base or self._steps <= _MOST_STEPS:
+                self._chain(name, known, depths)
+                if scope is not self.base and self._steps > _MOST_STEPS:
+                    message = "the recipes of the variants go through too many others"
+                    self.fault("nested-too-deep", known[name].span, message, "name the last ones directly")
 
     def _chain(self, name: str, known: Mapping[str, RecipeNode], depths: dict[str, int]) -> None:
         """Follow a recipe through the recipes it names; a circle or a very long way is a fault."""
         stack: list[tuple[str, bool]] = [(name, False)]
-        path: list[str] = []
+        path: dict[str, None] = {}  # the names on the way here, in their order
         while stack:
             current, done = stack.pop()
+            self._steps += 1
             inner = [u for u in uses(known[current]) if u.name in known]
             if done:
-                path.pop()
+                path.popitem()
                 depths[current] = 1 + max((depths.get(u.name, 0) for u in inner), default=0)
                 continue
             if current in depths:
                 continue
             depths[current] = 0
-            path.append(current)
+            path[current] = None
             stack.append((current, True))
             for use in inner:
                 if use.name in path:
-                    circle = " -> ".join([*path[path.index(use.name) :], use.name])
-                    self.fault("recipe-cycle", use.span, f"this recipe is made of itself: {circle}")
+                    way = list(path)
+                    circle = " -> ".join([*way[way.index(use.name) :], use.name])
+                    help = "one of them must end in a format"
+                    self.fault("recipe-cycle", use.span, f"this recipe is made of itself: {circle}", help)
                     return
                 stack.append((use.name, False))
         if depths[name] > _LONGEST_CHAIN:
@@ -384,8 +404,8 @@ class _Loader:
                 self._unknown_value(setting)
             first.setdefault(name, setting)
         for a, b, reason in _contradictions(use):
-            note = Note(first[a].span, "with this one")
-            self.fault("contradictory-options", first[b].span, reason, "drop one of the two", notes=(note,))
+            notes = (Note(first[a].span, "with this one"),) if a != b else ()
+            self.fault("contradictory-options", first[b].span, reason, "drop one of the two", notes=notes)
 
     def _unknown_option(self, use: Use, setting: Setting) -> None:
         format, name = FORMATS[use.name], setting.name
@@ -423,6 +443,14 @@ class _Loader:
         self.fault("duplicate-option", second.span, message, "keep one", notes=(note,), fix=fix)
 
 
+def _real(path: Path) -> Path:
+    """What a file is called without its links, to tell whether two are one."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or not a path at all
+        return path
+
+
 def _name(use: Use) -> Span:
     return Span(use.span.source, use.span.start, use.span.start + len(use.name))
 
@@ -444,7 +472,7 @@ def _without(setting: Setting, before: Setting) -> tuple[Edit, ...]:
 
 def _contradictions(use: Use) -> Iterable[tuple[str, str, str]]:
     """Pairs of options of which only one can have its way."""
-    given = values(use)
+    given = {name: value for name, value in values(use).items() if name in FORMATS[use.name].options}
     for name in ("rht", "sr"):
         setting = next((s for s in use.settings if s.name == name), None)
         if setting is not None and "none" in setting.words and len(setting.words) > 1:

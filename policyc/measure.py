@@ -20,7 +20,7 @@ from policyc.primitives import quantize
 from policyc.quantize import Axes, Quantized, codes_of, dequantize, key
 from policyc.quantize.bits import ELEMENTS
 from policyc.quantize.hadamard import random_signs, rotate
-from policyc.quantize.layout import unpack
+from policyc.quantize.layout import TILE, unpack
 from policyc.recipes import Gemm, Recipe, Role, Treatment
 from policyc.treatments import effective
 
@@ -56,8 +56,8 @@ class Measurement:
     """Arrays have the quantized axis last.
 
     `codes` has one element to a byte, `packed` two where elements have four bits. `scales` are raw bytes
-    (of fp8, which has no block scales, none); of 2D tiles there is one for each 16x16. `amax` is what the
-    outer scale comes from.
+    (of fp8, which has no block scales, none), one for each block of each row: that of a 2D tile stands in
+    each of its rows. `amax` is what the outer scale comes from.
     """
 
     codes: Array
@@ -73,17 +73,9 @@ class Measurement:
 
 
 def measure_operand(
-    x: Any, recipe: Recipe, gemm: Gemm, role: Role, *, axis: int | None = None, seed: int = 0
+    x: Any, recipe: Recipe, gemm: Gemm, role: Role, *, axis: int = -1, seed: int = 0
 ) -> Measurement:
-    """What a recipe does to an operand of a GEMM.
-
-    `axis` is the contracted one. Without it: the last one of fprop and dgrad, as of x (tokens, k) and dy
-    (tokens, n); the first one of wgrad, where tokens are contracted; of a weight (k, n), the first one of
-    fprop.
-    """
-    if axis is None:
-        first = gemm is Gemm.WGRAD or (gemm is Gemm.FPROP and role is Role.WEIGHT)
-        axis = -np.ndim(x) if first else -1
+    """What a recipe does to an operand of a GEMM. `axis` is the contracted one."""
     treatment = effective(recipe).of(gemm, role)
     over_tokens = gemm is Gemm.WGRAD
     return measure(x, treatment, axis=axis, operand=f"{gemm}.{role}", seed=seed, over_tokens=over_tokens)
@@ -153,6 +145,8 @@ def _measured(q: Quantized, target: Array, values: Array) -> Measurement:
     present = np.count_nonzero(exact) or 1
     power, noise = float(np.sum(exact**2)), float(np.sum((near - exact) ** 2))
     scales = np.zeros(0, np.uint8) if q.scales is None else np.asarray(q.scales)
+    if q.layout.tile_axis is not None:
+        scales = np.repeat(scales, TILE, axis=-2)[..., : codes.shape[-2], :]
     block = q.layout.block or codes.shape[-1]
     padded = np.pad(magnitude, [(0, 0)] * (magnitude.ndim - 1) + [(0, -magnitude.shape[-1] % block)])
     blocks = padded.reshape(*padded.shape[:-1], -1, block)

@@ -231,7 +231,10 @@ def _too_deep(source: Source, start: int, end: int, depth: int = 0) -> Diagnosti
 _HEADER = re.compile(r"(after|until|variant)(?![\w?*~.\[{]|-(?!>))[^\n;#{}]*\{")
 _KEYWORD = re.compile(r"[ \t\r\f]*((import|recipe|after|until|variant)(?![\w?*~.\[{]|-(?!>))|\})")
 _ARROW_AHEAD = re.compile(r"[^\n#]*->")
-_SKIP = re.compile(r"(?:[\s;]|#[^\n]*)+")
+_CLOSES = re.compile(r"(?:(?!->)[^\n#(){}\[\]])*[)\]]")
+_ARROW_FIRST = re.compile(r"[ \t\r\f]*->")
+_BLANK = " \t\r\f\n"  # not what else Python strips: the grammar does not
+_SKIP = re.compile(rf"(?:[{_BLANK};]|#[^\n]*)+")
 _STEP = re.compile(rf"""{_STRING}|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;-]+|.""", re.DOTALL)
 _OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
 
@@ -262,8 +265,7 @@ def _recover(builder: _Builder) -> tuple[Statement, ...]:
             if deep is not None:
                 builder.found.append(deep)
                 return ()
-            opened = _piece(builder, at, header.end(), closing="}")
-            block = opened[0] if opened else None
+            (block,) = _piece(builder, at, header.end(), closing="\n}") or (None,)
             stack.append((block.header if isinstance(block, Block) else None, [], at))
             at = header.end()
         else:
@@ -286,7 +288,7 @@ def _statement_end(text: str, at: int) -> int:
     """Where the statement that starts at `at` ends, if brackets and line ends can be trusted.
 
     They cannot where a line that looks like the start of another statement follows: a word that opens one, or a second
-    arrow.
+    arrow. Nor where the next line starts with the arrow that this one lacks: that is one fault, not two.
     """
     depth, start, solid = 0, at, at  # `solid` is the end of what is neither space nor comment
     arrow = _KEYWORD.match(text, at) is not None
@@ -301,19 +303,20 @@ def _statement_end(text: str, at: int) -> int:
                 return at
             depth = max(0, depth - 1)
         elif piece == ";":
-            return at
+            if depth == 0 or not _CLOSES.match(text, at):
+                return solid
         elif piece == "->":
             arrow = True
-        elif piece == "\n" or piece.startswith("#"):
+        elif piece == "\n":
             goes_on = depth > 0 or _OPEN_ENDED.search(text, max(start, solid - 16), solid)
-            if not goes_on:
-                return at
-            if piece == "\n" and (_KEYWORD.match(text, at + 1) or (arrow and _ARROW_AHEAD.match(text, at + 1))):
-                return at
-        if piece.strip() and not piece.startswith("#"):
-            solid = at + len(piece.rstrip())
+            if not goes_on and (arrow or not _ARROW_FIRST.match(text, at + 1)):
+                return solid
+            if _KEYWORD.match(text, at + 1) or (arrow and _ARROW_AHEAD.match(text, at + 1)):
+                return solid
+        if piece.strip(_BLANK) and not piece.startswith("#"):
+            solid = at + len(piece.rstrip(_BLANK))
         at = match.end()
-    return at
+    return solid
 
 
 def _piece(builder: _Builder, start: int, end: int, closing: str = "") -> tuple[Statement, ...]:
@@ -485,7 +488,7 @@ class _Builder:
             )
             return found
         for token in reversed(nots):
-            found = Not(operand=found, span=self.span(token).to(found.span))
+            found = Not(operand=found, span=self.span(token).to(self.span(operand)))
         return found
 
     def compare(self, tree: Any) -> Predicate:
@@ -493,7 +496,8 @@ class _Builder:
         operators = tuple(str(c) for c in tree.children if isinstance(c, Token))
         truth = [t for t in terms if "weight" in t.variables]
         if len(terms) == 1:
-            if terms[0].value != "weight" or terms[0].modulus is not None:
+            known = terms[0].variables <= {*NUMBERS, "weight"}  # else it has been reported
+            if known and (terms[0].value != "weight" or terms[0].modulus is not None):
                 self.fault(
                     "bad-predicate", tree, f"'{terms[0]}' is not true or false", "compare it: k >= 1024"
                 )
@@ -599,7 +603,10 @@ class _Builder:
             self.fault("number-out-of-range", token, "more than all of it", "percentages go up to 100%")
         if not percent and value.denominator != 1:
             self.fault(
-                "number-out-of-range", token, "half a step", f"write a whole number, or a percentage: {text}%"
+                "number-out-of-range",
+                token,
+                "not a whole number",
+                f"write a whole number, or a percentage: {text}%",
             )
         return Bound(value, percent, self.span(token))
 

@@ -79,8 +79,9 @@ QUANTIZE: dict[str, Primitive] = {
         f"{name}_quantize",
         _quantize,
         _quantize_shapes,
-        # The product rounds its own result to bfloat16 there, which saves a pass over memory.
+        # The product rounds its own result to bfloat16 there, which saves a pass over memory; kernels save another.
         platforms={"cuda": partial(_quantize, method="matmul_bf16")},
+        alone={"cuda": partial(_quantize, method="kernels")},
     )
     for name, f in FORMATS.items()
     if f.quantized
@@ -190,9 +191,7 @@ def scaled_gemm(lhs: Operand, rhs: Operand, dimension_numbers: Dims, out: Any) -
     """The product of two operands, each `Quantized` or plain, as one equation."""
     (left, a), (right, b) = _taken(lhs), _taken(rhs)
     dtype = jnp.dtype(out)
-    return bind(
-        SCALED_GEMM, *a, *b, lhs=left, rhs=right, dimension_numbers=dimension_numbers, out=dtype
-    )[0]
+    return bind(SCALED_GEMM, *a, *b, lhs=left, rhs=right, dimension_numbers=dimension_numbers, out=dtype)[0]
 
 
 def _ragged(

@@ -92,9 +92,7 @@ def _multiply(
         y = lax.ragged_dot(a, b, sizes, precision=precision, preferred_element_type=jnp.float32)
         return y.astype(out)
     dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])  # type: ignore[no-untyped-call]
-    y = lax.ragged_dot_general(
-        a, b, sizes, dims, precision=precision, preferred_element_type=jnp.float32
-    )
+    y = lax.ragged_dot_general(a, b, sizes, dims, precision=precision, preferred_element_type=jnp.float32)
     return y.astype(out)
 
 
@@ -136,9 +134,7 @@ def _forward(
     call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, k: Key
 ) -> tuple[jax.Array, Operand]:
     if call.recipe.of(Gemm.FPROP, Role.ACTIVATION).format == "keep":
-        y = lax.ragged_dot(
-            lhs, rhs, sizes, precision=call.precision, preferred_element_type=call.out
-        )
+        y = lax.ragged_dot(lhs, rhs, sizes, precision=call.precision, preferred_element_type=call.out)
         return y, rhs
     a = _operand(_inside(lhs, sizes), call, Gemm.FPROP, Role.ACTIVATION, _ROWS, k)
     b = _operand(rhs, call, Gemm.FPROP, Role.WEIGHT, _EXPERT, k)

@@ -28,7 +28,7 @@ def concise(found: Sequence[Diagnostic], paint: Paint) -> str:
 
 
 def as_json(found: Sequence[Diagnostic], _: Paint) -> str:
-    return json.dumps([_object(d) for d in found], indent=2, ensure_ascii=False) + "\n"
+    return json.dumps([_object(d) for d in found], indent=2) + "\n"
 
 
 def github(found: Sequence[Diagnostic], _: Paint) -> str:
@@ -47,7 +47,7 @@ def sarif(found: Sequence[Diagnostic], _: Paint) -> str:
     results = [_sarif_result(d, codes) for d in found]
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
     log = {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
-    return json.dumps(log, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(log, indent=2) + "\n"
 
 
 FORMS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
@@ -158,7 +158,7 @@ def _region(span: Span) -> dict[str, int]:
 
 
 def _uri(path: str) -> str:
-    return quote(PurePath(path).as_posix())
+    return quote(PurePath(path).as_posix(), errors="surrogateescape")  # a name need not be UTF-8
 
 
 def summary(found: Iterable[Diagnostic], files: int) -> str:

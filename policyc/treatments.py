@@ -43,9 +43,9 @@ def effective(recipe: Recipe) -> Recipe:
 def _bound(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
     t = recipe.of(gemm, role)
     forward = recipe.of(Gemm.FPROP, Role.WEIGHT)
-    if (gemm, role) == (Gemm.DGRAD, Role.WEIGHT) and t.rounding != "ms_eden":
-        if t.tile2d and forward.tile2d and forward.format == t.format:
-            return _bound(recipe, Gemm.FPROP, Role.WEIGHT)
+    both_2d = t.tile2d and forward.tile2d and forward.format == t.format
+    if (gemm, role) == (Gemm.DGRAD, Role.WEIGHT) and both_2d and t.rounding != "ms_eden":
+        return _bound(recipe, Gemm.FPROP, Role.WEIGHT)
     if t.rounding == "ms_eden" and gemm is Gemm.FPROP:
         t = replace(t, rounding="rne", rht=0)
     if t.rounding == "ms_eden":

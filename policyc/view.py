@@ -60,9 +60,9 @@ def describe(treatment: Treatment) -> str:
     return " ".join([*words, *(word for word, given in extras.items() if given)])
 
 
-def table(policy: Policy, title: str) -> None:
+def table(policy: Policy, title: str, colour: bool | None = None) -> None:
     """Print the rules, and for each what happens to both operands of each product."""
-    console = Console()
+    console = Console(force_terminal=colour)
     resolve = policy.resolver()
     grid = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
     grid.add_column("rule", overflow="fold")
@@ -118,4 +118,4 @@ def as_json(policy: Policy) -> str:
             }
         )
     variants = [v.name for v in policy.variants]
-    return json.dumps({"rules": rules, "variants": variants}, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps({"rules": rules, "variants": variants}, indent=2) + "\n"

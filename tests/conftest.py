@@ -1,5 +1,92 @@
-"""Eight host devices for the tests of sharding. This must come before JAX starts."""
+"""What all tests share: hypothesis without deadlines, eight host devices, a record of what code opens or runs."""
+
+from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Sharding is tested on eight host devices. This must come before JAX starts.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+settings.register_profile(
+    "policyc",
+    deadline=None,  # the machine may be busy
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("policyc")
+
+
+class Audit:
+    """What the interpreter was asked to do while a `recording` was on."""
+
+    def __init__(self) -> None:
+        self.opened: list[str] = []
+        self.ran: list[str] = []
+
+
+_RUNS = (
+    "exec",
+    "compile",
+    "import",
+    "ctypes.",
+    "marshal.",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "os.spawn",
+)
+_RUNS += (
+    "os.system",
+    "pickle.",
+    "socket.",
+    "subprocess.",
+    "urllib.",
+    "os.remove",
+    "os.rename",
+    "os.mkdir",
+    "shutil.",
+)
+_current: Audit | None = None
+
+
+def _hook(event: str, arguments: tuple[object, ...]) -> None:
+    if _current is None:
+        return
+    if event == "open":
+        _current.opened.append(str(arguments[0]))
+    elif event.startswith(_RUNS):
+        _current.ran.append(f"{event} {arguments[:1]}")
+
+
+sys.addaudithook(_hook)
+
+
+@contextmanager
+def recording() -> Iterator[Audit]:
+    """Records every file opened, and every import, process, socket or compilation, of the code under it."""
+    global _current
+    _current = audit = Audit()
+    try:
+        yield audit
+    finally:
+        _current = None
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes policy files into a folder of the test's own: write(name=text) -> the folder."""
+
+    def writer(**files: str):
+        for name, text in files.items():
+            target = tmp_path / f"{name.replace('__', '/')}.policy"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+        return tmp_path
+
+    return writer

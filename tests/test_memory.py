@@ -66,7 +66,7 @@ def test_a_linear_keeps_a_quarter() -> None:
 
 @pytest.mark.slow
 def test_a_step_needs_less_memory_than_bf16() -> None:
-    shapes = {n: (D, D) for n in "qkvo"} | {"gate": (D, FF), "up": (D, FF), "down": (FF, D)}
+    shapes = dict.fromkeys("qkvo", (D, D)) | {"gate": (D, FF), "up": (D, FF), "down": (FF, D)}
     weights = {n: jax.ShapeDtypeStruct((LAYERS, *s), jnp.float32) for n, s in shapes.items()}
     h = jax.ShapeDtypeStruct((4, TOKENS // 4, D), jnp.bfloat16)
 

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import rounding_oracle as oracle
 
 from policyc.quantize import codes_of, quantize
 from policyc.recipes import Treatment
-from tests import oracle
 
 pytestmark = pytest.mark.peers
 

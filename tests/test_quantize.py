@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import rounding_oracle as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,6 @@ from policyc.quantize.bits import (
 from policyc.quantize.hadamard import rotate
 from policyc.quantize.random import words
 from policyc.recipes import Treatment
-from tests import oracle
 
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
 SAMPLES = 1 << 20
@@ -70,6 +70,7 @@ def test_division_does_not_need_a_good_guess(monkeypatch: pytest.MonkeyPatch) ->
     a, b = rng.uniform(1, 2, (2, 1 << 16)).astype(np.float32)
     true = jnp.divide
     for off in (-2, -1, 1, 2):
+
         def crooked(x: Any, y: Any, off: int = off) -> jax.Array:
             q = jax.lax.bitcast_convert_type(true(x, y), jnp.int32) + off
             return jax.lax.bitcast_convert_type(q, jnp.float32)

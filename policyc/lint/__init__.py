@@ -11,7 +11,7 @@ which is in the `Context` when lint is given one; they are loaded only then, sin
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from inspect import cleandoc
 from types import ModuleType
@@ -159,7 +159,7 @@ def lint(loaded: Loaded, codes: Collection[str] = RULES.keys() | GRAPH, plan: Pl
     for rule in rules.values():
         if rule.check is not None and rule.code in codes:
             for diagnostic in rule.check(context):
-                found.setdefault(diagnostic.order, diagnostic)
+                found.setdefault(diagnostic.order, replace(diagnostic, severity=rule.severity))
     suppressions = Suppressions(loaded.file)
     left = [d for d in found.values() if not suppressions.allows(d)]
     ran = {c for c, rule in rules.items() if rule.check is None or c in codes}

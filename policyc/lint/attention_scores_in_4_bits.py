@@ -3,8 +3,7 @@
 `softmax(q k) v` is two GEMMs without a parameter. A rule over all of attention, or over everything, takes
 them along with the projections; their error goes through an exponential. `where weight` leaves them out.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
-sites.
+Decided by the names that models commonly have: yours may have others.
 
 ## Bad
 
@@ -31,10 +30,10 @@ from policyc.lint.sensitive import caught
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, name in caught(context, "scores"):
+    for rule, names in caught(context, "scores"):
         yield from context.report(
             "attention-scores-in-4-bits",
             rule.span,
-            f"this rule puts the score products of attention ('{name}') in 4 bits",
+            f"this rule puts the score products of attention ('{names[0]}') in 4 bits",
             "add 'where weight' to take the projections only",
         )

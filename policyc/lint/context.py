@@ -9,19 +9,41 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from policyc.automata import Budget
 from policyc.coverage import Claim, Cover
-from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Severity, Span
+from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Span
 from policyc.loader import Loaded
-from policyc.policy import RecipeNode, Resolver, Rule, Split, Use, uses
+from policyc.policy import RecipeNode, Resolver, Rule, Split, Use, Variant, uses
 from policyc.recipes import Gemm, Recipe
 
 if TYPE_CHECKING:
     from policyc.planner import Plan
+
+_LOOKS = 200_000  # steps
+
+
+class Names:
+    """Recipes by name, those that a variant redefines before those of the policy."""
+
+    def __init__(self, base: dict[str, RecipeNode], redefined: dict[str, RecipeNode]) -> None:
+        self._known = ChainMap(redefined, base)
+        self._ends: dict[str, RecipeNode] = {}
+        self.resolve = Resolver(self._known)
+
+    def end(self, node: RecipeNode) -> RecipeNode:
+        """The format or the split at the end of a chain of names."""
+        if isinstance(node, Split):
+            return node
+        if node.name not in self._ends:
+            if node.name not in self._known:
+                return node
+            self._ends[node.name] = self.end(self._known[node.name])
+        return self._ends[node.name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +54,14 @@ class Applied:
     products: frozenset[Gemm]
     recipe: Recipe
     rule: Rule
-    named: Mapping[str, RecipeNode]
+    names: Names
 
     def use(self, gemm: Gemm) -> Use:
         """Where the treatment of a product is written: names and splits followed to a format."""
-        named, node = self.named, self.node
-        while True:
-            if isinstance(node, Split):
-                node = dict(node.parts).get(gemm) or Use(name="keep", span=node.span)
-            elif node.name in named:
-                node = named[node.name]
-            else:
-                return node
+        node = self.names.end(self.node)
+        while isinstance(node, Split):
+            node = self.names.end(dict(node.parts).get(gemm) or Use(name="keep", span=node.span))
+        return node
 
 
 class Context:
@@ -60,18 +78,17 @@ class Context:
 
     @cached_property
     def cover(self) -> Cover:
-        resolve = self.policy.resolver()
+        rules, resolve = self.policy.rules, self.policy.resolver()
         varied: dict[int, dict[str, Recipe]] = {}
-        for variant in self.policy.variants:
-            redefined = {d.name: d.recipe for d in variant.recipes}
-            under = Resolver(ChainMap(redefined, self._named))
-            for at in self._affected(redefined):
-                varied.setdefault(at, {})[variant.name] = under(self.policy.rules[at].recipe)
-        return Cover(self.policy.rules, lambda rule: resolve(rule.recipe), varied)
+        for variant, names, affected in self._variants(self.policy.variants):
+            for at in affected:
+                varied.setdefault(at, {})[variant.name] = names.resolve(rules[at].recipe)
+        return Cover(rules, lambda rule: resolve(rule.recipe), varied)
 
     @cached_property
-    def _named(self) -> dict[str, RecipeNode]:
-        return self.policy.named
+    def budget(self) -> Budget:
+        """For all looks at single sites together."""
+        return Budget(_LOOKS)
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
@@ -82,13 +99,19 @@ class Context:
     @cached_property
     def applied(self) -> tuple[Applied, ...]:
         """Every recipe as the rules apply it; under a variant, those that the variant changes."""
-        found = list(_applied(self.policy.rules, self._named))
-        for variant in self.policy.variants:
-            if self.mine(variant.span):
-                redefined = {d.name: d.recipe for d in variant.recipes}
-                rules = (*(self.policy.rules[at] for at in self._affected(redefined)), *variant.rules)
-                found += _applied(rules, ChainMap(redefined, self._named))
+        found = list(_applied(self.policy.rules, Names(self.policy.named, {})))
+        mine = [v for v in self.policy.variants if self.mine(v.span)]
+        for variant, names, affected in self._variants(mine):
+            found += _applied((self.policy.rules[at] for at in affected), names)
+            found += _applied(variant.rules, names)
         return tuple(found)
+
+    def _variants(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Names, list[int]]]:
+        """Each variant with its recipes and the places of the rules that these change."""
+        named = self.policy.named
+        for variant in variants:
+            redefined = {d.name: d.recipe for d in variant.recipes}
+            yield variant, Names(named, redefined), self._affected(redefined)
 
     @cached_property
     def _users(self) -> dict[str, list[str | int]]:
@@ -128,15 +151,12 @@ class Context:
         message: str,
         help: str = "",
         *,
-        severity: Severity = Severity.WARNING,
         notes: tuple[Note, ...] = (),
         fix: Fix | None = None,
     ) -> Iterator[Diagnostic]:
-        """The diagnostic, if its place is in this file."""
+        """The diagnostic, if its place is in this file. How severe it is, the table of rules says."""
         if self.mine(span):
-            yield Diagnostic(
-                code=code, message=message, span=span, help=help, severity=severity, notes=notes, fix=fix
-            )
+            yield Diagnostic(code=code, message=message, span=span, help=help, notes=notes, fix=fix)
 
     def blame(
         self, code: str, applied: Applied, gemm: Gemm, option: str, message: str, help: str, better: str = ""
@@ -156,10 +176,9 @@ class Context:
         yield from self.report(code, span, message, help, fix=fix)
 
 
-def _applied(rules: Iterable[Rule], named: Mapping[str, RecipeNode]) -> Iterator[Applied]:
-    resolve = Resolver(named)
+def _applied(rules: Iterable[Rule], names: Names) -> Iterator[Applied]:
     for rule in rules:
-        yield Applied(rule.recipe, rule.products, resolve(rule.recipe), rule, named)
+        yield Applied(rule.recipe, rule.products, names.resolve(rule.recipe), rule, names)
 
 
 def _put(use: Use, option: str, better: str) -> Edit:

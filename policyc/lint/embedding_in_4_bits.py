@@ -3,8 +3,7 @@
 Where a model looks tokens up by a matrix product with one-hot rows, its embedding is a GEMM like any other,
 and a catch-all rule takes it. It costs next to no time and everything passes through it.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
-sites.
+Decided by the names that models commonly have: yours may have others.
 
 ## Bad
 
@@ -26,14 +25,14 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.lint.sensitive import caught
+from policyc.lint.sensitive import caught, exception
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, name in caught(context, "embedding"):
+    for rule, names in caught(context, "embedding"):
         yield from context.report(
             "embedding-in-4-bits",
             rule.span,
-            f"this rule puts the embedding ('{name}') in 4 bits",
-            "add a rule behind it: *embed* -> bf16",
+            f"this rule puts the embedding ('{names[0]}') in 4 bits",
+            f"add a rule after it: {exception(names)}",
         )

@@ -30,8 +30,10 @@ from policyc.recipes import Gemm
 def check(context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied:
         for gemm in (Gemm.FPROP, Gemm.DGRAD):
-            rotated = any(t.rht and t.rounding != "ms_eden" for t in applied.recipe.product(gemm))
-            if gemm in applied.products and rotated:
+            operands = applied.recipe.product(gemm)
+            rotated = any(t.rht and t.rounding != "ms_eden" for t in operands)
+            tiled = any(t.rht and t.tile2d for t in operands)  # hadamard-on-2d-weight says more about those
+            if gemm in applied.products and rotated and not tiled:
                 yield from context.blame(
                     "hadamard-outside-wgrad",
                     applied,

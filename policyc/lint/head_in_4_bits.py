@@ -2,8 +2,7 @@
 
 The logits feed the loss directly. Every published recipe keeps the head in high precision.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
-sites.
+Decided by the names that models commonly have: yours may have others.
 
 ## Bad
 
@@ -25,14 +24,14 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.lint.sensitive import caught
+from policyc.lint.sensitive import caught, exception
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, name in caught(context, "head"):
+    for rule, names in caught(context, "head"):
         yield from context.report(
             "head-in-4-bits",
             rule.span,
-            f"this rule puts the head ('{name}') in 4 bits",
-            "add a rule behind it: {head,lm_head} -> bf16",
+            f"this rule puts the head ('{names[0]}') in 4 bits",
+            f"add a rule after it: {exception(names)}",
         )

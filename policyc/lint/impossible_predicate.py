@@ -20,17 +20,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.automata import TooHard
-from policyc.coverage import sites
+from policyc.coverage import sites, trials
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
 
+_MOST_TRIALS = 200_000  # sizes tried, for all the conditions of a policy
+
 
 def check(context: Context) -> Iterator[Diagnostic]:
+    left = _MOST_TRIALS
     for rule in context.rules:
         if rule.where is None:
             continue
         try:
-            possible = any(rule.where.holds(site) for site in sites((rule.where,)))
+            left -= trials((rule.where,))
+            possible = left < 0 or any(rule.where.holds(site) for site in sites((rule.where,)))
+            context.undecided += left < 0
         except TooHard:
             context.undecided += 1
             continue

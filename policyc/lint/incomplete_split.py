@@ -22,15 +22,13 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic, Edit, Fix, Span
 from policyc.lint.context import Context
-from policyc.policy import Split, Use
+from policyc.policy import Split
 from policyc.recipes import Gemm
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied:
-        node, named = applied.node, applied.named
-        while isinstance(node, Use) and node.name in named:
-            node = named[node.name]
+        node = applied.names.end(applied.node)
         if not isinstance(node, Split):
             continue
         missing = [g for g in Gemm if g in applied.products and g not in dict(node.parts)]

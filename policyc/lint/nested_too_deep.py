@@ -1,7 +1,7 @@
-"""Brackets, or recipes named by recipes, go deeper than anyone can follow.
+"""Brackets, splits, or recipes named by recipes, go deeper than anyone can follow.
 
-The limit is 32. Nobody writes such a thing by hand, and what a program writes can be flattened: name the last
-recipe directly, or write several rules.
+The limit is 32, and 4 for a `split` in a `split`. Nobody writes such a thing by hand, and what a program writes can be
+flattened: name the last recipe directly, or write several rules.
 
 ## Bad
 

@@ -44,7 +44,7 @@ def check(context: Context) -> Iterator[Diagnostic]:
                     "no-high-precision-tail",
                     claim.rule.span,
                     "the last blocks run in 4 bits too",
-                    "add a rule behind it: layers[-4:] -> bf16",
+                    f"add a rule after it: {last[0].text}[-4:] -> bf16",
                 )
                 return
 

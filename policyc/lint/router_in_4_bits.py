@@ -2,8 +2,7 @@
 
 A router is tiny, and an error in it sends tokens to other experts.
 
-Decided on the names that models commonly have; against a real model, `policyc lint --against` looks at its
-sites.
+Decided by the names that models commonly have: yours may have others.
 
 ## Bad
 
@@ -27,14 +26,14 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.lint.sensitive import caught
+from policyc.lint.sensitive import caught, exception
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, name in caught(context, "router"):
+    for rule, names in caught(context, "router"):
         yield from context.report(
             "router-in-4-bits",
             rule.span,
-            f"this rule puts the router ('{name}') in 4 bits",
-            "add a rule behind it: {router,gate} -> bf16",
+            f"this rule puts the router ('{names[0]}') in 4 bits",
+            f"add a rule after it: {exception(names)}",
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.automata import Budget, TooHard
+from policyc.automata import TooHard
 from policyc.coverage import Claim, Point
 from policyc.lint.context import Context
 from policyc.policy import Rule
@@ -38,22 +38,31 @@ _SIZES = {"m": 8192, "n": 4096, "k": 4096, "batch": 1, "flops": 2 * 8192 * 4096 
 _START = (0, 1_000_000)
 
 
-def caught(context: Context, kind: str) -> Iterator[tuple[Rule, str]]:
-    """The rules that put a site of a kind in 4 bits, with the name by which they do; each rule once."""
-    seen: set[int] = set()
-    for name in KINDS[kind]:
+def caught(context: Context, kind: str) -> Iterator[tuple[Rule, tuple[str, ...]]]:
+    """The rules that put a site of a kind in 4 bits, each with the names by which it does."""
+    found: dict[int, list[str]] = {}
+    low = any(c.recipe.bits(gemm) == 4 for c in context.cover.claims for gemm in Gemm)
+    for name in KINDS[kind] if low else ():
         for gemm in Gemm:
             claim = decision(context, path(name), gemm, weight=kind != "scores")
-            if claim is not None and claim.order not in seen and claim.recipe.bits(gemm) == 4:
-                seen.add(claim.order)
-                yield claim.rule, name
+            if claim is not None and claim.recipe.bits(gemm) == 4:
+                found.setdefault(claim.order, []).append(name)
+    for order in sorted(found):
+        yield context.cover.claims[order].rule, tuple(dict.fromkeys(found[order]))
+
+
+def exception(names: tuple[str, ...]) -> str:
+    """A rule that takes sites of these names out of 4 bits."""
+    plain = [name for name in names if "." not in name]
+    braced = ["{" + ",".join(plain) + "}"] if len(plain) > 1 else plain
+    return f"{', '.join([*braced, *(name for name in names if '.' in name)])} -> bf16"
 
 
 def decision(context: Context, names: Path, gemm: Gemm, weight: bool = True) -> Claim | None:
     """The rule that decides about a product of a site of common size, at the start of training."""
     point = Point(names, gemm, _START, {**_SIZES, "weight": weight})
     try:
-        return context.cover.decides(point, Budget(20_000))
+        return context.cover.decides(point, context.budget)
     except TooHard:
         context.undecided += 1
         return None

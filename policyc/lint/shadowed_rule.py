@@ -5,7 +5,7 @@ everywhere is most often an exception written too early.
 
 This is decided on the sets that the selectors stand for, not on their text: several rules may cover one
 together, by path, index, product, condition or phase. Where a policy is too large for that, `policyc lint`
-says for how many rules it was not decided.
+says how many questions it left open.
 
 `--fix` removes the rule, unless it has an `expect`, which still counts sites.
 

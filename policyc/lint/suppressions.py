@@ -29,17 +29,19 @@ class Suppressions:
         self._used: list[bool] = []
         self._by_line: dict[int, list[int]] = {}
         source = file.source
-        found = [(s, e, m) for s, e in comments(source.text) if (m := _ALLOW.match(source.text, s))]
+        found = [(e, m) for s, e in comments(source.text) if (m := _ALLOW.search(source.text, s, e))]
         lines = _lines(file.statements) if found else []
         starts = [first for first, _ in lines]
-        for start, end, match in found:
-            at = source.position(start)[0]
+        for end, match in found:
+            start = match.start()
+            at, column = source.position(start)
+            alone = not source.line(at)[: column - 1].strip()
             for code in re.finditer(r"[\w-]+", match["codes"]):
                 offset = match.start("codes")
                 self._codes.append(Span(source, offset + code.start(), offset + code.end()))
                 self._comments.append(Span(source, start, end))
                 self._used.append(False)
-                for line in _range(lines, starts, at):
+                for line in _range(lines, starts, at, alone):
                     self._by_line.setdefault(line, []).append(len(self._codes) - 1)
 
     def allows(self, diagnostic: Diagnostic) -> bool:
@@ -62,7 +64,7 @@ class Suppressions:
                     message=f"no rule has the code '{code.text}'",
                     span=code,
                     severity=Severity.WARNING,
-                    help=suggest(code.text),
+                    help=suggest(code.text) or "'policyc explain' lists the codes",
                 )
             elif not used and code.text in ran:
                 yield Diagnostic(
@@ -106,11 +108,11 @@ def _lines(statements: tuple[Statement, ...]) -> list[tuple[int, int]]:
     return found
 
 
-def _range(lines: list[tuple[int, int]], starts: list[int], at: int) -> range:
-    """The lines that a comment on line `at` speaks of."""
+def _range(lines: list[tuple[int, int]], starts: list[int], at: int, alone: bool) -> range:
+    """The lines that a comment on line `at` speaks of; `alone` if nothing stands before it there."""
     after = bisect_left(starts, at + 1)
     if after > 0 and lines[after - 1][1] >= at:
-        return range(lines[after - 1][0], at + 1)
-    if after < len(lines):
+        return range(lines[after - 1][0], at + 2 if alone else at + 1)
+    if alone and after < len(lines):
         return range(lines[after][0], lines[after][1] + 1)
     return range(at, at + 1)

@@ -1,0 +1,115 @@
+"""Rotating and rounding in two passes over memory, as GPU kernels: what XLA alone does in three.
+
+In: a bfloat16 matrix whose rows are tokens. Out: the maxima of its rotated blocks, then their codes. The rotated
+matrix is never stored: it is made again in the second pass, on the matrix units, while memory is waited for.
+The one trap: XLA cannot divide a kernel among devices, so these run where a program has one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from policyc.quantize import random
+from policyc.quantize.bits import E2M1, abs_bits, round_nearest, round_stochastic, sign_code
+from policyc.quantize.hadamard import default_signs, sylvester
+from policyc.quantize.layout import Axes
+from policyc.recipes import Treatment
+
+GROUP = 16
+_COLUMNS = 128
+_WARPS = 2
+_RANDOM_BITS = 16
+
+
+def fit(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
+    """Is this an operand that the kernels take?"""
+    whole = x.ndim == 2 and x.shape[0] % GROUP == 0 and x.shape[1] % _COLUMNS == 0
+    plain = treatment.format == "nvfp4" and treatment.scale == "amax" and treatment.outer == "tensor"
+    rounds = treatment.rht == GROUP and treatment.rounding in ("rne", "sr")
+    return whole and plain and rounds and x.dtype == jnp.bfloat16 and axes.axis == -2 and not axes.batch
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Both passes. `interpret` runs them without a GPU, slowly."""
+
+    interpret: bool = False
+
+    def maxima(self, x: jax.Array) -> jax.Array:
+        """Bits of the maximum of each block of 16 rotated tokens."""
+        out = ((x.shape[0] // GROUP, x.shape[1]), jnp.int32)
+        return _call(_maxima, out, (1, _COLUMNS), x, interpret=self.interpret)
+
+    def codes(
+        self, x: jax.Array, enc: jax.Array, lift: jax.Array, key: random.Key, treatment: Treatment
+    ) -> jax.Array:
+        """Packed codes of the rotated matrix. `enc` has a number for each block, `lift` and the key's words one."""
+        out = ((x.shape[0] // 2, x.shape[1]), jnp.uint8)
+        body = partial(_codes, stochastic=treatment.rounding == "sr", columns=x.shape[1])
+        one = [jnp.reshape(jnp.asarray(a), (1, 1)) for a in (lift, key.a, key.b)]
+        return _call(body, out, (GROUP // 2, _COLUMNS), x, enc, *one, interpret=self.interpret)
+
+
+def _call(
+    body: Any,
+    out: tuple[tuple[int, int], Any],
+    block: tuple[int, int],
+    x: jax.Array,
+    *rest: jax.Array,
+    interpret: bool,
+) -> jax.Array:
+    matrix = (default_signs(GROUP)[:, None] * sylvester(GROUP) / 4).T.astype(jnp.bfloat16)
+
+    def spec(shape: tuple[int, int], moves: bool) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, (lambda i, j: (i, j)) if moves else (lambda *_: (0, 0)))
+
+    specs = [spec((GROUP, _COLUMNS), True), spec((GROUP, GROUP), False)]
+    specs += [spec((1, 1), False) if a.size == 1 else spec((1, _COLUMNS), True) for a in rest]
+    options: dict[str, Any] = {"interpret": True} if interpret else {"compiler_params": _triton()}
+    grid = (x.shape[0] // GROUP, x.shape[1] // _COLUMNS)
+    shape = jax.ShapeDtypeStruct(*out)  # type: ignore[no-untyped-call]
+    run = pl.pallas_call(body, shape, grid=grid, in_specs=specs, out_specs=spec(block, True), **options)
+    return run(x, matrix, *rest)  # type: ignore[no-any-return]
+
+
+def _triton() -> Any:
+    from jax.experimental.pallas import triton  # not there where there is no GPU to build for
+
+    return triton.CompilerParams(num_warps=_WARPS)
+
+
+def _rotated(x: Any, matrix: Any) -> jax.Array:
+    turned = jnp.dot(matrix[...], x[...], preferred_element_type=jnp.float32)
+    return turned.astype(jnp.bfloat16)
+
+
+def _maxima(x: Any, matrix: Any, out: Any) -> None:
+    bits = abs_bits(_rotated(x, matrix).astype(jnp.float32))
+    out[...] = jnp.max(bits, axis=0, keepdims=True)
+
+
+def _codes(
+    x: Any, matrix: Any, enc: Any, lift: Any, a: Any, b: Any, out: Any, *, stochastic: bool, columns: int
+) -> None:
+    scaled = _rotated(x, matrix).astype(jnp.float32) * lift[...] * enc[...]
+    rows = lax.broadcasted_iota(jnp.int32, scaled.shape, 0)
+    if stochastic:
+        # One word for a pair of tokens, by its index in the whole matrix: 16 bits each.
+        pair = pl.program_id(0) * (GROUP // 2) + rows // 2
+        column = pl.program_id(1) * _COLUMNS + lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
+        index = (pair * columns + column).astype(jnp.uint32)
+        word = random.mix(index ^ a[...], b[...])
+        chance = (jnp.where(rows % 2 == 0, word, word >> 16) & 0xFFFF).astype(jnp.int32)
+        magnitude = round_stochastic(jnp.abs(scaled), chance, _RANDOM_BITS, E2M1)
+    else:
+        magnitude = round_nearest(jnp.abs(scaled), E2M1)
+    code = (magnitude | sign_code(scaled, E2M1)) << (4 * (rows % 2))
+    pairs = code.reshape(GROUP // 2, 2, code.shape[1])
+    out[...] = jnp.sum(pairs, axis=1).astype(jnp.uint8)

@@ -1,0 +1,115 @@
+"""An oracle for the tests, in NumPy and ml_dtypes alone: fp32 arithmetic as it is written in the formats'
+definitions, casts by ml_dtypes. It shares no code with policyc.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+F32_MAX = np.float32(3.4028235e38)
+GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+f32 = np.float32
+
+
+def e4m3(x: np.ndarray) -> np.ndarray:
+    return np.minimum(x, f32(448)).astype(ml_dtypes.float8_e4m3fn)
+
+
+def e2m1(x: np.ndarray) -> np.ndarray:
+    """Codes, one to a byte."""
+    return np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
+
+
+def nvfp4(x: np.ndarray, tile: int = 1, bound: float = 448) -> dict[str, np.ndarray]:
+    """Rows of x in blocks of 16. With tile=16, one scale for each 16x16 tile. x has whole blocks."""
+    x = np.asarray(x).astype(f32)
+    m, n = x.shape
+    with np.errstate(all="ignore"):
+        amax = np.abs(x).max()
+        s_enc = np.minimum(f32(bound * 6) / amax, F32_MAX) if amax else f32(1)
+        s_dec = f32(1) / s_enc
+        tiles = np.abs(x).reshape(m // tile, tile, n // 16, 16).max((1, 3))
+        s = e4m3(np.minimum(tiles * (s_enc * f32(1 / 6)), F32_MAX))
+        enc = np.minimum(f32(1) / (s.astype(f32) * s_dec), F32_MAX)
+        wide = np.repeat(np.repeat(enc, tile, 0), 16, 1)
+        codes = e2m1(x * wide)
+        value = GRID[codes & 7] * np.where(codes & 8, f32(-1), f32(1))
+        block = value * np.repeat(np.repeat(s.astype(f32), tile, 0), 16, 1)
+    return {
+        "codes": codes,
+        "scales": s.view(np.uint8),
+        "amax": amax,
+        "block": block,
+        "dequantized": block * (amax / f32(bound * 6)),
+    }
+
+
+def mx(x: np.ndarray, element: str, rounding: str) -> dict[str, np.ndarray]:
+    """Rows in blocks of 32 with power-of-two scales, by way of float64 logarithms."""
+    x = np.asarray(x).astype(f32)
+    m, n = x.shape
+    four = element == "e2m1"
+    top, emax, dtype = (6, 2, ml_dtypes.float4_e2m1fn) if four else (448, 8, ml_dtypes.float8_e4m3fn)
+    amax = np.abs(x).reshape(m, n // 32, 32).max(-1).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        if rounding == "rceil":
+            e = np.ceil(np.log2(amax / top))
+        elif rounding == "even":
+            # The maximum is rounded to the element's own mantissa, half up, before its exponent is read.
+            mantissa, exponent = np.frexp(amax)
+            bits = 2 if four else 4
+            rounded = np.floor(np.log2(np.floor(mantissa * 2**bits + 0.5))) - bits + exponent
+            e = np.where(amax == 0, -np.inf, rounded) - emax
+        else:
+            e = np.floor(np.log2(amax)) - emax
+    e = np.clip(e, -127, 127)
+    wide = np.repeat(np.exp2(e), 32, 1)
+    codes = np.clip(x / wide, -top, top).astype(f32).astype(dtype)
+    value = codes.astype(f32) * wide
+    raw = codes.view(np.uint8) & (15 if four else 255)
+    return {"codes": raw, "scales": (e + 127).astype(np.uint8), "dequantized": value}
+
+
+def fp8(x: np.ndarray, element: str) -> dict[str, np.ndarray]:
+    x = np.asarray(x).astype(f32)
+    wide = element == "e5m2"
+    top, dtype = (f32(57344), ml_dtypes.float8_e5m2) if wide else (f32(448), ml_dtypes.float8_e4m3fn)
+    amax = np.abs(x).max()
+    scale = top / amax if amax else f32(1)
+    codes = np.clip(x * scale, -top, top).astype(dtype)
+    return {"codes": codes.view(np.uint8), "amax": amax, "dequantized": codes.astype(f32) * (amax / top)}
+
+
+def four_over_six(x: np.ndarray, bound: float = 256, error: str = "mse") -> dict[str, np.ndarray]:
+    x = np.asarray(x).astype(f32)
+    m, n = x.shape
+    blocks = x.reshape(m, n // 16, 16)
+    amax = np.abs(x).max()
+    s_enc = f32(bound * 6) / amax
+    s_dec = f32(1) / s_enc
+    tried = []
+    for fraction in (1 / 6, 1 / 4):
+        s = e4m3(np.abs(blocks).max(-1) * (s_enc * f32(fraction)))
+        with np.errstate(all="ignore"):
+            enc = np.minimum(f32(1) / (s.astype(f32) * s_dec), F32_MAX)
+            codes = e2m1(blocks * enc[..., None])
+        value = GRID[codes & 7] * np.where(codes & 8, -1, 1) * s.astype(np.float64)[..., None] * s_dec
+        off = np.abs(value - blocks)
+        tried.append((s.view(np.uint8), codes, (off**2 if error == "mse" else off).sum(-1)))
+    four = tried[1][2] < tried[0][2]
+    return {
+        "scales": np.where(four, tried[1][0], tried[0][0]),
+        "codes": np.where(four[..., None], tried[1][1], tried[0][1]).reshape(m, n),
+        "margin": (tried[1][2] - tried[0][2]) / np.maximum(tried[0][2], 1e-30),
+    }
+
+
+def hadamard(size: int) -> np.ndarray:
+    """Sylvester's matrix from its definition: the parity of the bits that two indices share."""
+    i = np.arange(size)
+    return np.array([[(-1.0) ** int(a & b).bit_count() for b in i] for a in i])
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    return codes[..., ::2] | codes[..., 1::2] << 4

@@ -1,0 +1,610 @@
+"""Hypothesis strategies: policies as data, and policies as text in every spelling that the language admits.
+
+`policies()` draws `Policy` objects. `spelled(policy)` draws a text for one, with spaces, line breaks, comments and
+synonyms wherever the language allows them, and hands back the comments it put there. Neither uses the printers of
+policyc: the lists of words below are written out by hand from docs/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import groupby, pairwise
+from typing import Any
+
+from hypothesis import strategies as st
+
+from policyc.policy import (
+    AllOf,
+    AnyOf,
+    Bound,
+    Compare,
+    HasWeight,
+    Indices,
+    Not,
+    Policy,
+    RecipeDef,
+    Rule,
+    Segment,
+    Selector,
+    Setting,
+    Split,
+    Term,
+    Use,
+    Variant,
+    When,
+)
+from policyc.recipes import Gemm
+
+KEYWORDS = ("import", "recipe", "after", "until", "variant")
+PRODUCTS = ("fprop", "dgrad", "wgrad", "bwd")
+ALL = frozenset(Gemm)
+RESERVED = ("nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "f32", "keep", "split")
+TARGETS = (
+    "all", "fprop", "dgrad", "wgrad", "bwd", "weights", "activations", "grad", "fprop.weights", "dgrad.weights",
+    "fprop.activations", "wgrad.activations", "dgrad.grad", "wgrad.grad",
+)  # fmt: skip
+SYNONYMS = {
+    "weights": ("weights", "weight"),
+    "activations": ("activations", "activation"),
+    "grad": ("grad", "grads", "gradient", "gradients"),
+}
+
+# ---- names and selectors
+
+_letters = st.sampled_from("abxyzABé名_")
+words = st.one_of(
+    st.builds(str.__add__, _letters, st.text("ab1_é", max_size=5)),
+    st.sampled_from(
+        [*KEYWORDS, *PRODUCTS, "where", "expect", "and", "or", "not", "weight", "k", "no_rht", "nv"]
+    ),
+)
+names = words.filter(lambda w: w not in RESERVED)
+_plain = st.text("ab10_-~?*é", min_size=1, max_size=5)
+_braces = st.lists(st.text("ab1_-?*~", max_size=3), min_size=1, max_size=3).map(
+    lambda w: "{" + ",".join(w) + "}"
+)
+globs = st.one_of(
+    words,
+    st.just("*"),
+    st.just("layers"),
+    st.lists(st.one_of(_plain, _braces), min_size=1, max_size=2).map("".join),
+).filter(lambda g: "**" not in g)
+
+_percent = st.integers(0, 10_000).map(lambda n: Bound(Fraction(n, 100), True))
+_signed_percent = st.integers(-10_000, 10_000).map(lambda n: Bound(Fraction(n, 100), True))
+_bounds = st.one_of(st.integers(-99, 99).map(lambda n: Bound(Fraction(n))), _signed_percent)
+indices = st.one_of(
+    st.integers(-(10**6), 10**6).map(lambda n: Indices(at=n)),
+    st.builds(
+        Indices,
+        start=st.none() | _bounds,
+        stop=st.none() | _bounds,
+        step=st.none() | st.integers(1, 9),
+    ),
+)
+segments = st.builds(Segment, glob=globs, indices=st.none() | indices)
+products = st.sets(st.sampled_from(list(Gemm)), min_size=1).map(frozenset)
+selectors = st.builds(
+    Selector,
+    segments=st.lists(segments, min_size=1, max_size=3).map(tuple),
+    anchored=st.booleans(),
+    products=st.just(ALL) | products,
+)
+
+
+def _one_word(selector: Selector) -> str | None:
+    """The word, if a selector is nothing but one."""
+    first, *more = selector.segments
+    return None if selector.anchored or more or first.indices is not None else first.glob
+
+
+def _writable(chosen: tuple[Selector, ...]) -> bool:
+    """The two things that cannot be said: a keyword alone at the start, a product's name after products."""
+    if _one_word(chosen[0]) in KEYWORDS:
+        return False
+    return not any(a.products != ALL and _one_word(b) in PRODUCTS for a, b in pairwise(chosen))
+
+
+selector_lists = st.lists(selectors, min_size=1, max_size=3).map(tuple).filter(_writable)
+
+# ---- predicates
+
+_numbers = st.one_of(st.integers(0, 4096), st.integers(0, 10**18 - 1))
+_sizes = st.sampled_from(["m", "n", "k", "batch", "flops"])
+terms = st.builds(
+    Term, value=_sizes | _numbers, modulus=st.none() | _sizes | _numbers.filter(lambda n: n > 0)
+)
+_operators = st.sampled_from(["==", "!=", "<", "<=", ">", ">="])
+
+
+@st.composite
+def compares(draw: Callable[..., Any]) -> Compare:
+    count = draw(st.integers(2, 4))
+    chain = tuple(draw(terms) for _ in range(count))
+    return Compare(terms=chain, operators=tuple(draw(_operators) for _ in range(count - 1)))
+
+
+def _several(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, min_size=2, max_size=3).map(tuple)
+
+
+predicates = st.recursive(
+    compares() | st.builds(HasWeight),
+    lambda inner: st.one_of(
+        st.builds(Not, operand=inner),
+        st.builds(AllOf, operands=_several(inner)),
+        st.builds(AnyOf, operands=_several(inner)),
+    ),
+    max_leaves=6,
+)
+
+# ---- recipes
+
+
+def _set(name: str, *values: str) -> st.SearchStrategy[Setting]:
+    return st.sampled_from(values).map(lambda v: Setting(name=name, words=(v,)))
+
+
+def _targets(name: str, among: tuple[str, ...] = TARGETS) -> st.SearchStrategy[Setting]:
+    several = st.lists(st.sampled_from(among), min_size=1, max_size=3).map(tuple)
+    return st.one_of(st.just(("none",)), several).map(lambda w: Setting(name=name, words=w))
+
+
+_headroom = _set("sr_headroom", "1", "17/16", "1.0625", "2", "3/2")
+_size = _set("rht_size", "16", "32", "64", "128")
+_mean = st.sampled_from([(), ("on",), ("off",)]).map(lambda w: Setting(name="mean_split", words=w))
+_FORMATS: dict[str, list[list[st.SearchStrategy[Setting]]]] = {
+    # For each format, sets of options that do not exclude each other.
+    "nvfp4": [
+        [_targets("rht"), _size, _targets("sr"), _headroom, _set("scale2d", "weights", "none"), _mean],
+        [_targets("rht"), _targets("sr"), _headroom, _set("outer", "tensor", "row"), _set("rounding", "rne")],
+        [_targets("rht"), _targets("sr", ("grad", "dgrad")), _set("scale", "amax", "four_over_six")],
+        [_set("rounding", "ms_eden"), _size, _headroom, _mean, _set("outer", "tensor", "row")],
+    ],
+    "mxfp4": [[_targets("rht"), _size, _targets("sr"), _set("scale_rounding", "floor", "rceil", "even")]],
+    "fp8": [[_set("grad", "e5m2", "e4m3")]],
+    "mxfp8": [[]],
+    "bf16": [[]],
+    "f32": [[]],
+    "keep": [[]],
+}
+
+
+@st.composite
+def formats(draw: Callable[..., Any]) -> Use:
+    name = draw(st.sampled_from(list(_FORMATS)))
+    options = draw(st.permutations(draw(st.sampled_from(_FORMATS[name]))))
+    chosen = options[: draw(st.integers(0, len(options)))]
+    return Use(name=name, settings=tuple(draw(option) for option in chosen))
+
+
+def recipes(known: list[str], deep: int = 2) -> st.SearchStrategy[Any]:
+    """A recipe made of formats, of known names, and of splits of such."""
+    leaf = st.one_of(formats(), st.sampled_from(known).map(lambda n: Use(name=n))) if known else formats()
+    if deep == 0:
+        return leaf
+    inner = recipes(known, deep - 1)
+    parts = st.dictionaries(st.sampled_from(list(Gemm)), inner, min_size=1).map(
+        lambda d: tuple((gemm, d[gemm]) for gemm in Gemm if gemm in d)
+    )
+    return st.one_of(leaf, leaf, st.builds(Split, parts=parts))
+
+
+# ---- policies
+
+_points = st.one_of(st.integers(0, 10**6).map(lambda n: Bound(Fraction(n))), _percent)
+schedules = st.one_of(
+    st.just(()),
+    st.lists(st.builds(When, kind=st.sampled_from(["after", "until"]), bound=_points), max_size=3).map(tuple),
+)
+
+
+def rules(known: list[str]) -> st.SearchStrategy[Rule]:
+    return st.builds(
+        Rule,
+        selectors=selector_lists,
+        recipe=recipes(known),
+        where=st.none() | predicates,
+        expect=st.none() | st.integers(0, 10**18 - 1),
+        when=schedules,
+    )
+
+
+@st.composite
+def policies(draw: Callable[..., Any]) -> Policy:
+    """A policy without faults. A recipe names only those before it in `base`, in variants too: no circles."""
+    base = draw(st.lists(names, max_size=3, unique=True))
+    defined = [RecipeDef(name=n, recipe=draw(recipes(base[:i]))) for i, n in enumerate(base)]
+    variants = []
+    for name in draw(st.lists(words, max_size=2, unique=True)):
+        redefined = [n for n in base if draw(st.booleans())]
+        own = draw(st.lists(names.filter(lambda n: n not in base), max_size=1))
+        variants.append(
+            Variant(
+                name=name,
+                recipes=tuple(
+                    RecipeDef(name=n, recipe=draw(recipes(base[: base.index(n)] if n in base else base)))
+                    for n in draw(st.permutations(redefined + own))
+                ),
+                rules=tuple(draw(st.lists(rules(base + own), max_size=2))),
+            )
+        )
+    return Policy(
+        recipes=tuple(draw(st.permutations(defined))),
+        rules=tuple(draw(st.lists(rules(base), max_size=3))),
+        variants=tuple(variants),
+    )
+
+
+# ---- texts
+
+_COMMENT = (
+    "a",
+    " ",
+    "# ",
+    "'",
+    '"',
+    "(",
+    ")",
+    "{",
+    "}",
+    "[",
+    ";",
+    ",",
+    "->",
+    "fprop",
+    "é名",
+    "\t",
+    "\r",
+    "\f",
+    "\u2028",
+)
+
+
+class _Writer:
+    """Writes a policy in one of its many spellings, and remembers the comments, in their order."""
+
+    def __init__(self, choices: bytes, commented: bool) -> None:
+        self.choices = iter(choices)  # one byte a choice: when they are used up, the plainest is taken
+        self.commented = commented
+        self.out: list[str] = []
+        self.comments: list[str] = []
+
+    def put(self, *texts: str) -> None:
+        self.out += texts
+
+    def one_of(self, *choices: Any) -> Any:
+        return choices[next(self.choices, 0) % len(choices)]
+
+    def shuffled(self, items: Any) -> list[Any]:
+        rest, found = list(items), []
+        while rest:
+            found.append(rest.pop(next(self.choices, 0) % len(rest)))
+        return found
+
+    def gap(self) -> None:
+        """Spaces, or none."""
+        self.put(self.one_of("", "", " ", " ", "  ", "\t", " \f"))
+
+    def space(self) -> None:
+        self.put(self.one_of(" ", " ", "   ", "\t"))
+
+    def comment(self) -> None:
+        if self.commented:
+            text = "#" + "".join(self.one_of(*_COMMENT) for _ in range(self.one_of(0, 1, 4, 9))).rstrip()
+            self.comments.append(text)
+            self.put(text)
+
+    def soft(self) -> None:
+        """Where the language says that a statement cannot end: spaces, or line breaks and comments."""
+        self.gap()
+        for _ in range(self.one_of(0, 0, 0, 0, 0, 1, 2)):
+            if self.one_of(True, False):
+                self.comment()
+            self.put("\n")
+            self.gap()
+
+    def hard(self) -> None:
+        """Between two statements."""
+        self.gap()
+        if self.one_of(True, False, False):
+            self.put(";")
+            self.gap()
+            if self.one_of(True, False):
+                return
+        for _ in range(self.one_of(1, 1, 2, 3)):
+            if self.one_of(True, False, False):
+                self.comment()
+            self.put("\n")
+            self.gap()
+
+    def ends(self) -> None:
+        """At the start or the end of a file or a block."""
+        if self.one_of(True, False):
+            self.hard()
+
+    def separated(self, items: Any, write: Callable[[Any], None], trailing: bool = False) -> None:
+        for i, item in enumerate(items):
+            if i:
+                self.put(",")
+                self.soft()
+            write(item)
+        if trailing and items and self.one_of(True, False, False):
+            self.soft()
+            self.put(",")
+
+    # numbers
+
+    def integer(self, value: int) -> None:
+        text = str(value)
+        if len(text) > 3 and self.one_of(True, False):
+            text = f"{value:_}"
+        self.put(text)
+
+    def power(self, value: int) -> None:
+        """A number of a predicate, which may be written with an exponent."""
+        zeros = len(str(value)) - len(str(value).rstrip("0"))
+        if value and zeros and self.one_of(True, False):
+            self.put(f"{value // 10**zeros}{self.one_of('e', 'E')}{zeros}")
+        else:
+            self.integer(value)
+
+    def bound(self, bound: Bound) -> None:
+        if not bound.percent:
+            self.put(str(int(bound.value)))
+            return
+        hundredths = abs(int(bound.value * 100))
+        sign = "-" if bound.value < 0 else ""
+        whole, part = divmod(hundredths, 100)
+        self.put(f"{sign}{whole}%" if part == 0 and self.one_of(True, False) else f"{sign}{whole}.{part:02}%")
+
+    # selectors
+
+    def selector(self, selector: Selector) -> None:
+        if selector.anchored:
+            self.put("^")
+            self.gap()
+        for i, segment in enumerate(selector.segments):
+            if i:
+                self.put(".")
+                self.soft()
+            self.segment(segment)
+        if selector.products != ALL:
+            self.gap()
+            self.put("@")
+            self.soft()
+            self.products(selector.products)
+
+    def segment(self, segment: Segment) -> None:
+        glob = segment.glob.replace("*", self.one_of("*", "*", "**"))
+        if "{" in glob:
+            glob = glob.replace(",", self.one_of(",", " , ", ", "))
+        self.put(glob)
+        if segment.indices is None:
+            return
+        taken = segment.indices
+        self.put("[")
+        self.soft()
+        if taken.at is not None:
+            self.put(str(taken.at))
+        else:
+            if taken.start is not None:
+                self.bound(taken.start)
+                self.soft()
+            self.put(":")
+            if taken.stop is not None:
+                self.soft()
+                self.bound(taken.stop)
+            if taken.step is not None:
+                self.put(":", str(taken.step))
+            elif self.one_of(True, False, False):
+                self.put(":")
+        self.soft()
+        self.put("]")
+
+    def products(self, taken: frozenset[Gemm]) -> None:
+        listed = [str(g) for g in self.shuffled(sorted(taken))]
+        if Gemm.DGRAD in taken and Gemm.WGRAD in taken and self.one_of(True, False):
+            listed = [w for w in listed if w == "fprop"] + ["bwd"]
+        if self.one_of(True, False):
+            self.put("{", ", ".join(listed), "}")
+        else:
+            self.separated(listed, self.put)
+
+    # predicates
+
+    def predicate(self, node: Any, around: int = 0) -> None:
+        """`around` is how tightly what stands around it binds: or 1, and 2, not 3."""
+        binds = 1 if isinstance(node, AnyOf) else 2 if isinstance(node, AllOf) else 4
+        if binds <= around or self.one_of(True, False, False, False):
+            self.put("(")
+            self.soft()
+            self.predicate_itself(node)
+            self.soft()
+            self.put(")")
+        else:
+            self.predicate_itself(node)
+
+    def predicate_itself(self, node: Any) -> None:
+        match node:
+            case AnyOf() | AllOf():
+                word, binds = ("or", 1) if isinstance(node, AnyOf) else ("and", 2)
+                for i, operand in enumerate(node.operands):
+                    if i:
+                        self.space()
+                        self.put(word, " ")
+                        self.soft()
+                    self.predicate(operand, binds)
+            case Not():
+                self.put("not ")
+                self.soft()
+                self.predicate(node.operand, 3)
+            case Compare():
+                for i, term in enumerate(node.terms):
+                    if i:
+                        self.gap()
+                        self.put(node.operators[i - 1])
+                        self.soft()
+                    self.term(term)
+            case HasWeight():
+                self.put("weight")
+
+    def term(self, term: Term) -> None:
+        self.operand(term.value)
+        if term.modulus is not None:
+            self.gap()
+            self.put("%")
+            self.soft()
+            self.operand(term.modulus)
+
+    def operand(self, value: str | int) -> None:
+        if isinstance(value, str):
+            self.put(value)
+        else:
+            self.power(value)
+
+    # recipes
+
+    def recipe(self, node: Any) -> None:
+        if isinstance(node, Use):
+            self.put(node.name)
+            if node.settings or self.one_of(True, False, False, False):
+                self.brackets(lambda: self.separated(node.settings, self.setting, trailing=True))
+            return
+        parts = [(str(gemm), part) for gemm, part in self.shuffled(node.parts)]
+        by_name = dict(parts)
+        same = by_name.get("dgrad") is not None and by_name.get("dgrad") == by_name.get("wgrad")
+        if same and self.one_of(True, False):
+            parts = [(n, p) for n, p in parts if n == "fprop"] + [("bwd", by_name["dgrad"])]
+        self.put("split")
+        self.brackets(lambda: self.separated(parts, self.part, trailing=True))
+
+    def brackets(self, write: Callable[[], None]) -> None:
+        self.gap()
+        self.put("(")
+        self.soft()
+        write()
+        self.soft()
+        self.put(")")
+
+    def part(self, part: tuple[str, Any]) -> None:
+        self.put(part[0])
+        self.soft()
+        self.put("=")
+        self.soft()
+        self.recipe(part[1])
+
+    def setting(self, setting: Setting) -> None:
+        self.put(setting.name)
+        if not setting.words:
+            return
+        self.soft()
+        self.put("=")
+        self.soft()
+        spelled = [self.synonym(w) for w in setting.words]
+        if len(spelled) > 1 or self.one_of(True, False, False):
+            self.put("{", self.one_of(",", ", ", " ,").join(spelled), self.one_of("", ","), "}")
+        else:
+            self.put(spelled[0])
+
+    def synonym(self, word: str) -> str:
+        head, dot, tail = word.rpartition(".")
+        return head + dot + self.one_of(*SYNONYMS[tail]) if tail in SYNONYMS else word
+
+    # statements
+
+    def definition(self, node: RecipeDef) -> None:
+        self.put("recipe ", node.name)
+        self.gap()
+        self.put("=")
+        self.soft()
+        self.recipe(node.recipe)
+
+    def rule(self, rule: Rule) -> None:
+        self.separated(rule.selectors, self.selector)
+        if rule.selectors[-1].products == ALL:
+            self.put(self.one_of("", "", "", "@{dgrad, wgrad,fprop}", " @ bwd, fprop"))
+        if rule.where is not None:
+            self.put(" where ")
+            self.soft()
+            self.predicate(rule.where)
+        self.put(" ")
+        self.put("->")
+        self.soft()
+        self.recipe(rule.recipe)
+        if rule.expect is not None:
+            self.put(" expect ")
+            self.integer(rule.expect)
+
+    def block(self, head: Callable[[], None], body: Callable[[], None]) -> None:
+        head()
+        self.put(" {")
+        body()
+        self.put("}")
+
+    def scheduled(self, when: tuple[When, ...], group: list[Rule]) -> None:
+        if not when:
+            self.body([lambda r=r: self.rule(r) for r in group])
+            return
+
+        def head() -> None:
+            self.put(when[0].kind)
+            self.space()
+            self.bound(when[0].bound)
+
+        def body() -> None:
+            self.ends()
+            self.scheduled(when[1:], group)
+            self.ends()
+
+        self.block(head, body)
+
+    def variant(self, variant: Variant) -> None:
+        self.block(
+            lambda: self.put("variant ", variant.name),
+            lambda: self.scope(variant.recipes, variant.rules, ()),
+        )
+
+    def body(self, statements: list[Callable[[], None]]) -> None:
+        for i, statement in enumerate(statements):
+            if i:
+                self.hard()
+            statement()
+
+    def scope(self, recipes: Any, rules: Any, variants: Any) -> None:
+        """Recipes, rules and variants, each in their order, mixed."""
+        queues: list[list[Callable[[], None]]] = [
+            [lambda d=d: self.definition(d) for d in recipes],
+            [
+                lambda w=when, g=tuple(group): self.scheduled(w, list(g))
+                for when, group in groupby(rules, key=lambda r: r.when)
+            ],
+            [lambda v=v: self.variant(v) for v in variants],
+        ]
+        mixed: list[Callable[[], None]] = []
+        while any(queues):
+            waiting = [queue for queue in queues if queue]
+            mixed.append(self.one_of(*waiting).pop(0))
+        self.ends()
+        self.body(mixed)
+        self.ends()
+
+
+@st.composite
+def spelled(draw: Callable[..., Any], policy: Policy, commented: bool = True) -> tuple[str, list[str]]:
+    """A text that means a policy, and the comments in it."""
+    writer = _Writer(draw(st.binary(max_size=300)), commented)
+    writer.scope(policy.recipes, policy.rules, policy.variants)
+    text = "".join(writer.out)
+    if writer.one_of(True, False):
+        text = text.removesuffix("\n")
+    return (text.replace("\n", "\r\n") if writer.one_of(True, False, False) else text), writer.comments
+
+
+@st.composite
+def texts(draw: Callable[..., Any], commented: bool = True) -> tuple[Policy, str, list[str]]:
+    """A policy, a text that means it, and the comments in the text."""
+    policy = draw(policies())
+    text, comments = draw(spelled(policy, commented))
+    return policy, text, comments

@@ -1,0 +1,139 @@
+"""The formatter: one layout, the same meaning, every comment, and nothing left to do the second time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from strategies import texts
+
+from policyc.diagnostics import Source
+from policyc.formatter import format_file
+from policyc.loader import inspect
+from policyc.parser import read
+from policyc.resources import bundled
+
+
+def fmt(text: str) -> str:
+    file, found = read(Source(text))
+    assert not found
+    return format_file(file)
+
+
+def comments_of(text: str) -> list[str]:
+    """The comments of a text in which no '#' stands in a string."""
+    return [line[line.index("#") :].rstrip() for line in text.split("\n") if "#" in line]
+
+
+def check(drawn):
+    policy, text, comments = drawn
+    once = fmt(text)
+    assert inspect(once).policy == policy
+    assert comments_of(once) == comments
+    assert fmt(once) == once
+
+
+@given(texts())
+@settings(max_examples=80)
+def test_means_the_same_keeps_comments_and_is_idempotent(drawn):
+    check(drawn)
+
+
+@pytest.mark.slow
+@given(texts())
+@settings(max_examples=1000)
+def test_many_more_texts(drawn):
+    check(drawn)
+
+
+@given(texts(commented=False))  # a statement with a comment inside stays as it is, empty lines and all
+@settings(max_examples=40)
+def test_layout(drawn):
+    _, text, _ = drawn
+    lines = fmt(text).split("\n")
+    assert lines.pop() == ""  # the last line ends too, and no empty line follows it
+    assert "" not in (lines[:1] + lines[-1:])
+    assert not any(a == b == "" for a, b in pairwise(lines))
+    assert not any(line != line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("name", sorted(bundled()))
+def test_bundled_policies_are_formatted(name):
+    text = bundled()[name].read_text(encoding="utf-8")
+    assert fmt(text) == text
+
+
+EXAMPLES = {
+    "arrows of neighbours stand in one column": (
+        "*->bf16\nmlp.*   -> fp8 # why\nlayers[ -4 : ].mlp ->bf16   expect 1_000",
+        "*               -> bf16\nmlp.*           -> fp8  # why\nlayers[-4:].mlp -> bf16 expect 1000\n",
+    ),
+    "an empty line ends a column, and several are one": (
+        "\n\na -> bf16\n\n\n\nlonger -> bf16\n\n",
+        "a -> bf16\n\nlonger -> bf16\n",
+    ),
+    "a comment does not end a column": (
+        "a -> bf16\n# and\nlonger -> bf16",
+        "a      -> bf16\n# and\nlonger -> bf16\n",
+    ),
+    "semicolons become lines": (
+        "a -> bf16; b -> fp8 ;; # both\nc -> bf16",
+        "a -> bf16\nb -> fp8  # both\nc -> bf16\n",
+    ),
+    "blocks are indented": (
+        "after 10%{until 20%{\na -> bf16\n}}",
+        "after 10% {\n    until 20% {\n        a -> bf16\n    }\n}\n",
+    ),
+    "a block on one line stays there": (
+        "variant   x {a->bf16;recipe b=fp8}",
+        "variant x { a -> bf16; recipe b = fp8 }\n",
+    ),
+    "an empty block is small": ("variant x {\n\n}", "variant x {}\n"),
+    "comments in a block": (
+        "variant x { # one\n# two\n\n\na -> bf16 # three\n# four\n} # five\n# six",
+        "variant x {  # one\n    # two\n\n    a -> bf16  # three\n    # four\n}  # five\n# six\n",
+    ),
+    "a comment inside a statement leaves it as it is": (
+        "a -> nvfp4(rht=wgrad, # both\n           sr=grad)   # here",
+        "a -> nvfp4(rht=wgrad, # both\n           sr=grad)  # here\n",
+    ),
+    "one spelling of each thing": (
+        "a**b, { x , y } @ {wgrad, fprop} where ((k==1e3)) -> nvfp4(sr={gradients,}, mean_split,)",
+        "a*b, {x,y} @ fprop, wgrad where k == 1000 -> nvfp4(sr=grad, mean_split)\n",
+    ),
+    "imports": (
+        "import   'te_nvfp4'#it's\nimport 'say \"x\"'",
+        'import "te_nvfp4"  #it\'s\nimport \'say "x"\'\n',
+    ),
+    "nothing": ("", ""),
+    "a comment alone": ("  # x  ", "# x\n"),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), EXAMPLES.values(), ids=EXAMPLES)
+def test_examples(before, after):
+    assert fmt(before) == after
+    assert fmt(after) == after
+    assert fmt(before.replace("\n", "\r\n")) == after
+
+
+@pytest.mark.parametrize("odd", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
+def test_a_comment_is_one_line_whatever_is_in_it(odd):
+    text = f"a -> nvfp4(  # one{odd}line\n    sr=grad)\n# also{odd}one\n"
+    assert fmt(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a -> unknown(x=y, z={p,q})",
+        "a -> nvfp4(x=1.2.3, y={3/4})",
+        'import "../nope"',
+        "variant a { variant b {} }",
+        "recipe bf16 = bf16",
+    ],
+)
+def test_what_reads_but_means_nothing_is_formatted_too(text):
+    assert inspect(text).found
+    assert fmt(fmt(text)) == fmt(text)

@@ -1,0 +1,73 @@
+"""The GPU kernels against the mathematics they replace: the same codes, scales and maxima, bit for bit."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policyc import primitives
+from policyc.quantize import Axes, Quantized, key, quantize
+from policyc.quantize.hadamard import Method
+from policyc.quantize.kernels import fit
+from policyc.recipes import Treatment
+
+NEAREST = Treatment(format="nvfp4", element="e2m1", rht=16)
+STOCHASTIC = Treatment(format="nvfp4", element="e2m1", rht=16, rounding="sr")
+ROOMY = Treatment(format="nvfp4", element="e2m1", rht=16, rounding="sr", headroom=Fraction(17, 16))
+DOWN = Axes(axis=-2)
+
+gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+
+
+def normal(rows: int, columns: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(5), (rows, columns), jnp.bfloat16)
+
+
+def same(one: Quantized, other: Quantized) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("treatment", [NEAREST, STOCHASTIC, ROOMY])
+@pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan", "spread"])
+def test_kernels_give_the_bits_of_the_mathematics(treatment: Treatment, case: str) -> None:
+    x = normal(64, 256)
+    x = {
+        "normal": x,
+        "huge": x * 1e37,
+        "tiny": x * 1e-28,
+        "zeros": x * 0,
+        "nan": x.at[3, 5].set(jnp.nan),
+        "spread": x * jnp.exp2(jnp.arange(256) % 24 - 12).astype(jnp.bfloat16),
+    }[case]
+
+    def run(method: Method) -> Quantized:
+        return jax.jit(lambda x: quantize(x, treatment, DOWN, key=key(7), method=method))(x)
+
+    same(run("interpreted"), run("matmul"))
+
+
+def test_kernels_take_only_what_they_can() -> None:
+    x = normal(64, 256)
+    assert fit(x, NEAREST, DOWN)
+    assert not fit(x, NEAREST, Axes())
+    assert not fit(x.astype(jnp.float32), NEAREST, DOWN)
+    assert not fit(x[:60], NEAREST, DOWN)
+    assert not fit(x[:, :100], NEAREST, DOWN)
+    assert not fit(x, Treatment(format="nvfp4", element="e2m1"), DOWN)
+    assert not fit(x, Treatment(format="nvfp4", element="e2m1", rht=16, outer="row"), DOWN)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("treatment", [NEAREST, STOCHASTIC, ROOMY])
+def test_compiled_kernels_on_large_arrays(treatment: Treatment) -> None:
+    x = normal(8192, 4096)
+    compiled = jax.jit(lambda x: primitives.quantize(x, treatment, DOWN, operand="wgrad.dy", key=key(7)))
+    assert "triton" in compiled.lower(x).as_text()
+    by_hand = jax.jit(lambda x: quantize(x, treatment, DOWN, key=key(7).fold("wgrad.dy"), method="matmul"))
+    same(compiled(x), by_hand(x))

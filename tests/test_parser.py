@@ -1,0 +1,565 @@
+"""Text -> nodes: every spelling is read, every node knows where it stands, and every fault is named in its place."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from strategies import policies, texts
+
+from policyc import parse
+from policyc.diagnostics import PolicyError, Source
+from policyc.loader import inspect
+from policyc.parser import Block, comments, read
+from policyc.policy import (
+    AllOf,
+    AnyOf,
+    Bound,
+    Compare,
+    HasWeight,
+    Indices,
+    Not,
+    Policy,
+    RecipeDef,
+    Rule,
+    Segment,
+    Selector,
+    Setting,
+    Split,
+    Term,
+    Use,
+    When,
+)
+from policyc.recipes import Gemm
+
+FPROP, DGRAD, WGRAD = Gemm
+NV = Use(
+    name="nvfp4",
+    settings=(
+        Setting(name="rht", words=("wgrad",)),
+        Setting(name="sr", words=("grad",)),
+        Setting(name="scale2d", words=("weights",)),
+    ),
+)
+
+
+def selector(*globs: str, **more) -> Selector:
+    return Selector(segments=tuple(Segment(glob=g) for g in globs), **more)
+
+
+def rule(*selectors: Selector, to: str | Use | Split = "bf16", **more) -> Rule:
+    return Rule(selectors=selectors, recipe=Use(name=to) if isinstance(to, str) else to, **more)
+
+
+def only(text: str) -> Rule:
+    (found,) = parse(text).rules
+    return found
+
+
+# ---- what is written is what is read
+
+
+def test_the_mission_s_one_line_example():
+    policy = parse("mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights); attention.* -> bf16")
+    assert policy == Policy(rules=(rule(selector("mlp", "*"), to=NV), rule(selector("attention", "*"))))
+
+
+LANGUAGE_SAMPLE = """\
+# llama.policy: NVIDIA's NVFP4 pretraining recipe
+mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights); attention.* -> bf16
+
+import "te_nvfp4.policy"                       # its rules first, then ours
+recipe nv = nvfp4(rht=wgrad, sr=grad, scale2d=weights)
+
+*                          -> bf16             # everything...
+mlp.*                      -> nv   expect 96   # ...but the MLPs: and there must be 96 of them
+layers[-4:].mlp.*          -> bf16             # the last four blocks, even inside a scan
+{q,k,v}_proj @ wgrad       -> fp8              # one product of the three
+* where k % 16 != 0        -> bf16
+after 82% { mlp.* @ fprop  -> bf16 }           # the paper's late switch
+
+variant no_rht { recipe nv = nvfp4(sr=grad, scale2d=weights) }
+variant bf16   { * -> bf16 }
+"""
+
+
+def test_the_sample_of_the_language_s_description():
+    policy = parse(LANGUAGE_SAMPLE)
+    first, last = policy.rules[:2], policy.rules[-6:]
+    assert first == (rule(selector("mlp", "*"), to=NV), rule(selector("attention", "*")))
+    layers = Segment(glob="layers", indices=Indices(start=Bound(Fraction(-4))))
+    odd = Compare(terms=(Term(value="k", modulus=16), Term(value=0)), operators=("!=",))
+    assert last == (
+        rule(selector("*")),
+        rule(selector("mlp", "*"), to="nv", expect=96),
+        rule(Selector(segments=(layers, Segment(glob="mlp"), Segment(glob="*")))),
+        rule(selector("{q,k,v}_proj", products=frozenset({WGRAD})), to="fp8"),
+        rule(selector("*"), where=odd),
+        rule(
+            selector("mlp", "*", products=frozenset({FPROP})),
+            when=(When(kind="after", bound=Bound(Fraction(82), True)),),
+        ),
+    )
+    imported = policy.rules[2:-6]
+    assert imported == parse('import "te_nvfp4"').rules
+    assert policy.recipes == (RecipeDef(name="nv", recipe=NV),)
+    # te_nvfp4 brings its own variants fp8 and bf16; ours of the same name replaces the second.
+    by_name = {v.name: v for v in policy.variants}
+    assert set(by_name) == {"no_rht", "bf16", "fp8"}
+    without = Use(name="nvfp4", settings=NV.settings[1:])
+    assert by_name["no_rht"].recipes == (RecipeDef(name="nv", recipe=without),)
+    assert by_name["bf16"].rules == (rule(selector("*")),)
+
+
+@given(texts())
+@settings(max_examples=60)
+def test_every_spelling_of_a_policy_is_read(drawn):
+    policy, text, _ = drawn
+    assert parse(text) == policy
+
+
+@given(policies())
+@settings(max_examples=60)
+def test_printing_and_parsing_is_the_identity(policy):
+    assert parse(str(policy)) == policy
+
+
+@pytest.mark.slow
+@given(texts())
+@settings(max_examples=1000)
+def test_many_more_spellings(drawn):
+    policy, text, _ = drawn
+    found = parse(text)
+    assert found == policy
+    assert parse(str(found)) == policy
+
+
+NUMBER = Compare(terms=(Term(value="k"), Term(value=1)), operators=("==",))
+WEIGHT = HasWeight()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("weight", WEIGHT),
+        ("not weight", Not(operand=WEIGHT)),
+        ("not not weight", Not(operand=Not(operand=WEIGHT))),
+        ("weight and k == 1", AllOf(operands=(WEIGHT, NUMBER))),
+        ("not weight and k == 1", AllOf(operands=(Not(operand=WEIGHT), NUMBER))),
+        ("weight or weight and k == 1", AnyOf(operands=(WEIGHT, AllOf(operands=(WEIGHT, NUMBER))))),
+        ("(weight or weight) and k == 1", AllOf(operands=(AnyOf(operands=(WEIGHT, WEIGHT)), NUMBER))),
+        ("not (weight or k == 1)", Not(operand=AnyOf(operands=(WEIGHT, NUMBER)))),
+        ("((k == 1))", NUMBER),
+        ("not k == 1", Not(operand=NUMBER)),
+    ],
+)
+def test_precedence(text, expected):
+    assert only(f"* where {text} -> bf16").where == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("1_000", 1000), ("1e9", 10**9), ("2.5e3", 2500), ("007", 7), ("1E2", 100), ("4_096", 4096)],
+)
+def test_numbers(text, value):
+    where = only(f"* where k == {text} -> bf16").where
+    assert where == Compare(terms=(Term(value="k"), Term(value=value)), operators=("==",))
+
+
+@pytest.mark.parametrize(
+    ("text", "products"),
+    [
+        ("a @ fprop", {FPROP}),
+        ("a @ bwd", {DGRAD, WGRAD}),
+        ("a @ fprop, wgrad", {FPROP, WGRAD}),
+        ("a @ fprop,wgrad", {FPROP, WGRAD}),
+        ("a @ {fprop,wgrad}", {FPROP, WGRAD}),
+        ("a @ {fprop}, wgrad", {FPROP, WGRAD}),
+        ("a @ fprop,\n  wgrad", {FPROP, WGRAD}),
+        ("a @ fprop,  # forward\n  # and\n  wgrad", {FPROP, WGRAD}),
+        ("a @ bwd, fprop", {FPROP, DGRAD, WGRAD}),
+    ],
+)
+@pytest.mark.parametrize("arrow", [" -> ", "->"])
+def test_products_go_on_after_a_comma(text, products, arrow):
+    assert only(f"{text}{arrow}bf16").selectors == (selector("a", products=frozenset(products)),)
+
+
+@pytest.mark.parametrize(
+    "second", ["wgrad.*", "^wgrad", "wgrad[0]", "wgrad_x", "wgrad-x", "{wgrad}", "wgrads"]
+)
+def test_what_only_begins_like_a_product_is_a_selector(second):
+    first, other = only(f"a @ fprop, {second} -> bf16").selectors
+    assert first == selector("a", products=frozenset({FPROP}))
+    assert other.products == frozenset(Gemm)
+
+
+@pytest.mark.parametrize("word", ["import", "recipe", "after", "until", "variant"])
+@pytest.mark.parametrize("more", [".*", ".x", "[0]", "_x", "-x", "*", "{a,b}", "?", "~"])
+def test_a_keyword_that_goes_on_is_a_selector(word, more):
+    assert str(only(f"{word}{more} -> bf16").selectors[0]) == f"{word}{more}"
+
+
+@pytest.mark.parametrize("word", ["import", "recipe", "after", "until", "variant"])
+def test_a_keyword_alone_is_a_scope_only_where_no_statement_starts(word):
+    assert only(f"a, {word} -> bf16").selectors[1] == selector(word)
+    assert only(f"^{word} -> bf16").selectors[0] == selector(word, anchored=True)
+    for arrow in (" -> ", "->"):  # with and without spaces alike: what is printed must read the same
+        with pytest.raises(PolicyError):
+            parse(f"{word}{arrow}bf16")
+
+
+@pytest.mark.parametrize("word", ["where", "expect", "and", "or", "not", "fprop", "weight", "k"])
+def test_other_words_are_free(word):
+    text = f"recipe {word} = bf16; {word}, {word}.{word} where weight -> {word} expect 1"
+    (found,) = parse(text).rules
+    assert found == rule(selector(word), selector(word, word), to=word, where=WEIGHT, expect=1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a,\nb -> bf16",
+        "a.\nb -> bf16",
+        "a ->\nbf16",
+        "a @\nfprop -> bf16",
+        "a where\nweight -> bf16",
+        "a where k ==\n1 -> bf16",
+        "a where k %\n2 == 0 -> bf16",
+        "a where not\nweight -> bf16",
+        "a where weight and\nweight -> bf16",
+        "a where weight or\nweight -> bf16",
+        "a where (\nweight\n) -> bf16",
+        "a[\n0\n:\n] -> bf16",
+        "a -> nvfp4(\nsr\n=\ngrad\n,\n)",
+        "recipe x =\nbf16",
+        "a -> bf16\n\f\nb -> bf16",
+        "a -> bf16 ;;; \n;b -> bf16;",
+        "\n\n;\n",
+        "# only a comment",
+        "",
+        " \t\r\f",
+    ],
+)
+def test_line_breaks_that_do_not_end_a_statement(text):
+    policy = parse(text)
+    assert policy == parse(text.replace("\n", "\r\n"))
+    assert policy == parse(text.replace("\n", "  # and so on ->\n"))
+    assert policy == parse(str(policy))
+
+
+@pytest.mark.parametrize(
+    "text", ["a\n-> bf16", "a -> bf16\nexpect 1", "a\nwhere weight -> bf16", "a -> nvfp4\n(sr=grad)"]
+)
+def test_line_breaks_that_end_a_statement(text):
+    with pytest.raises(PolicyError):
+        parse(text)
+
+
+def test_comments_are_told_from_strings():
+    text = """import "it's#1" # don't "quote" me\nimport 'say "#"' # '\n#"x"#\n"""
+    assert [text[a:b] for a, b in comments(text)] == ['# don\'t "quote" me', "# '", '#"x"#']
+
+
+def test_globs_are_written_one_way():
+    assert only("a**b.{ x , y* } -> bf16").selectors[0] == selector("a*b", "{x,y*}")
+
+
+# ---- spans
+
+
+def again(node, text: str):
+    """What a node's own text means, in the smallest policy around it."""
+    match node:
+        case Rule():
+            return inspect(text).policy.rules[0]
+        case RecipeDef():
+            return inspect(text).policy.recipes[0]
+        case Selector():
+            return inspect(f"zz, {text} -> keep").policy.rules[0].selectors[1]
+        case Segment():
+            return inspect(f"zz.{text} -> keep").policy.rules[0].selectors[0].segments[1]
+        case Indices():
+            return inspect(f"zz{text} -> keep").policy.rules[0].selectors[0].segments[0].indices
+        case Bound():
+            return inspect(f"zz[{text}:] -> keep").policy.rules[0].selectors[0].segments[0].indices.start
+        case When():
+            return inspect(f"{text} {{ zz -> keep }}").policy.rules[0].when[0]
+        case Compare() | HasWeight() | Not() | AllOf() | AnyOf():
+            return inspect(f"zz where ({text}) -> keep").policy.rules[0].where
+        case Term():
+            return inspect(f"zz where {text} == 1 -> keep").policy.rules[0].where.terms[0]
+        case Use() | Split():
+            return inspect(f"zz -> {text}").policy.rules[0].recipe
+        case Setting():
+            return inspect(f"zz -> nvfp4({text})").policy.rules[0].recipe.settings[0]
+        case _:
+            return inspect(text).policy.variants[0]
+
+
+def nodes(node):
+    """A node and all the nodes in it."""
+    if isinstance(node, tuple):
+        for item in node:
+            yield from nodes(item)
+    elif hasattr(node, "span"):
+        yield node
+        for name in node.__dataclass_fields__:
+            if name not in ("span", "source"):
+                yield from nodes(getattr(node, name))
+
+
+@given(texts())
+@settings(max_examples=30)
+def test_the_text_under_a_node_means_that_node(drawn):
+    _, text, _ = drawn
+    policy = parse(text)
+    found = list(nodes((policy.recipes, policy.rules, policy.variants)))
+    for node in found:
+        assert node.span.source is policy.source
+        assert 0 <= node.span.start < node.span.end <= len(text)
+        assert node.span.text.strip() == node.span.text
+        expected = node
+        if isinstance(node, Rule):
+            expected = Rule(
+                selectors=node.selectors, recipe=node.recipe, where=node.where, expect=node.expect
+            )
+        assert again(node, node.span.text) == expected
+
+
+@given(texts())
+@settings(max_examples=30)
+def test_statements_lie_in_order_and_blocks_hold_theirs(drawn):
+    _, text, _ = drawn
+    file, found = read(Source(text))
+    assert not found
+
+    def check(statements, start, end):
+        for statement in statements:
+            assert start <= statement.span.start < statement.span.end <= end
+            start = statement.span.end
+            if isinstance(statement, Block):
+                assert statement.span.text.endswith("}")
+                check(statement.body, statement.span.start, statement.span.end)
+
+    check(file.statements, 0, len(text))
+
+
+def test_spans_count_lines_and_columns_from_one():
+    policy = parse("# one\n\n  mlp.* -> nvfp4(\n    sr=grad)\n")
+    span = policy.rules[0].recipe.settings[0].span
+    assert (span.line, span.column, span.last_line, span.end_column, span.text) == (4, 5, 4, 12, "sr=grad")
+    assert (policy.rules[0].span.line, policy.rules[0].span.column) == (3, 3)
+    assert (policy.rules[0].span.last_line, policy.rules[0].span.end_column) == (4, 13)
+
+
+# ---- faults
+
+
+FAULTS = [
+    # text, code, line, column, part of the help
+    ("mlp.* => bf16", "syntax-error", 1, 7, "an arrow is written '->'"),
+    ("mlp.* → bf16", "syntax-error", 1, 7, "an arrow is written '->'"),
+    ("mlp.* bf16", "syntax-error", 1, 7, "expected '->'"),
+    ("mlp.*\n    -> bf16", "syntax-error", 1, 6, "'->'"),
+    ("mlp.* ->", "syntax-error", 1, 9, "expected a name"),
+    ("mlp.* -> bf16 bf16", "syntax-error", 1, 15, ""),
+    ("mlp/up -> bf16", "syntax-error", 1, 4, "separated by dots"),
+    ("// a -> bf16", "syntax-error", 1, 1, "'#'"),
+    ("* where weight && weight -> bf16", "syntax-error", 1, 16, "write 'and'"),
+    ("* where weight || weight -> bf16", "syntax-error", 1, 16, "write 'or'"),
+    ("* where !weight -> bf16", "syntax-error", 1, 9, "write 'not'"),
+    ("* where k = 1 -> bf16", "syntax-error", 1, 11, "'=='"),
+    ("a -> nvfp4(sr=grad; rht=wgrad)", "syntax-error", 1, 19, "separated by commas"),
+    ("a -> nvfp4(sr=grad", "syntax-error", 1, 19, "')'"),
+    ("{a.b,c} -> bf16", "syntax-error", 1, 1, "several selectors"),
+    ("{a b} -> bf16", "syntax-error", 1, 1, "several selectors"),
+    ("import te_nvfp4", "syntax-error", 1, 8, "a file name in quotes"),
+    ("recipe nv nvfp4", "syntax-error", 1, 11, "'='"),
+    ("recipe = nvfp4", "syntax-error", 1, 8, "expected a name"),
+    ("after { a -> bf16 }", "syntax-error", 1, 7, "a step or a percentage"),
+    ("variant { a -> bf16 }", "syntax-error", 1, 9, "a name"),
+    ("variant x { a -> bf16", "syntax-error", 1, 1, "add '}'"),
+    ("a -> bf16 }", "syntax-error", 1, 11, "nothing is open here"),
+    ("a -> split()", "syntax-error", 1, 6, "split(fprop=..., dgrad=..., wgrad=...)"),
+    ("a -> bf16 expect many", "syntax-error", 1, 18, "a number"),
+    ("a\u00a0-> bf16", "syntax-error", 1, 2, ""),
+    ("a -> bf16 $", "syntax-error", 1, 11, ""),
+    ("mlp.* -> nvfp5(sr=grad)", "unknown-format", 1, 10, "did you mean 'nvfp4'?"),
+    ("mlp.* -> nvfp5", "unknown-format", 1, 10, "did you mean 'nvfp4'?"),
+    ("recipe mine = bf16; a -> mime", "unknown-recipe", 1, 26, "did you mean 'mine'?"),
+    ("a -> zzzzzz", "unknown-recipe", 1, 6, "formats: nvfp4"),
+    ("a -> nvfp4(sd=grad)", "unknown-option", 1, 12, "known: rht"),
+    ("a -> nvfp4(rouding=rne)", "unknown-option", 1, 12, "did you mean 'rounding'?"),
+    ("a -> mxfp8(rht=wgrad)", "unknown-option", 1, 12, "an option of nvfp4, mxfp4"),
+    ("a -> bf16(fast)", "unknown-option", 1, 11, "takes none"),
+    ("recipe nv = nvfp4; a -> nv(sr=grad)", "unknown-option", 1, 28, "where 'nv' is defined"),
+    ("a -> nvfp4(sr=gard)", "unknown-value", 1, 12, "did you mean 'grad'?"),
+    ("a -> nvfp4(rht_size=17)", "unknown-value", 1, 12, "16"),
+    ("a -> nvfp4(sr_headroom=3)", "unknown-value", 1, 12, "17/16"),
+    ("a -> nvfp4(mean_split=maybe)", "unknown-value", 1, 12, "on or off"),
+    ("a -> nvfp4(sr)", "unknown-value", 1, 12, "one of"),
+    ("a -> nvfp4(sr={})", "unknown-value", 1, 15, ""),
+    ("a -> nvfp4(sr=nvfp4(rht=wgrad))", "unknown-value", 1, 15, "split()"),
+    ("a -> nvfp4(sr=fprop.grad)", "unknown-value", 1, 12, ""),
+    ("a -> nvfp4(sr=grad, sr=grad)", "duplicate-option", 1, 21, "keep one"),
+    ("a -> split(bwd=bf16, wgrad=bf16)", "duplicate-option", 1, 22, "remove one"),
+    ("a -> nvfp4(rounding=ms_eden, sr=grad)", "contradictory-options", 1, 30, "drop one"),
+    ("a -> nvfp4(rounding=ms_eden, rht=wgrad)", "contradictory-options", 1, 30, "drop one"),
+    ("a -> nvfp4(rounding=ms_eden, scale=four_over_six)", "contradictory-options", 1, 30, "drop one"),
+    ("a -> nvfp4(scale=four_over_six, sr=all)", "contradictory-options", 1, 33, "drop one"),
+    ("a -> nvfp4(scale2d=weights, outer=row)", "contradictory-options", 1, 29, "drop one"),
+    ("a -> nvfp4(sr={none,grad})", "contradictory-options", 1, 12, "drop one"),
+    ("a @ wgard -> bf16", "unknown-product", 1, 5, "did you mean 'wgrad'?"),
+    ("a @ {fprop, back} -> bf16", "unknown-product", 1, 5, ""),
+    ("a @ {} -> bf16", "unknown-product", 1, 5, "fprop"),
+    ("a -> split(forward=bf16)", "unknown-product", 1, 12, "fprop"),
+    ("a -> split(fprop)", "unknown-recipe", 1, 12, "fprop=bf16"),
+    ("* where kk == 1 -> bf16", "unknown-variable", 1, 9, "did you mean 'k'?"),
+    ("* where wieght -> bf16", "unknown-variable", 1, 9, "did you mean 'weight'?"),
+    ("* where k -> bf16", "bad-predicate", 1, 9, "compare it"),
+    ("* where weight == 1 -> bf16", "bad-predicate", 1, 9, "not weight"),
+    ("* where k % 0 == 0 -> bf16", "bad-predicate", 1, 13, ""),
+    ("a[5%] -> bf16", "bad-slice", 1, 3, "[5%:]"),
+    ("a[::0] -> bf16", "bad-slice", 1, 5, "[::2]"),
+    ("a[::-1] -> bf16", "bad-slice", 1, 5, "[::2]"),
+    ("a[101%:] -> bf16", "number-out-of-range", 1, 3, "100%"),
+    ("a[:1.5] -> bf16", "number-out-of-range", 1, 4, "1.5%"),
+    ("after 1.5 { a -> bf16 }", "number-out-of-range", 1, 7, "1.5%"),
+    ("after 101% { a -> bf16 }", "number-out-of-range", 1, 7, "100%"),
+    ("* where k == 1.5 -> bf16", "number-out-of-range", 1, 14, "whole"),
+    ("* where k == 1e18 -> bf16", "number-out-of-range", 1, 14, "18 digits"),
+    ("* where k == 1e99999999999 -> bf16", "number-out-of-range", 1, 14, "18 digits"),
+    ("a -> bf16 expect 1234567890123456789", "number-out-of-range", 1, 18, "18 digits"),
+    ("recipe a = b; recipe b = a", "recipe-cycle", 1, 26, ""),
+    ("recipe a = a", "recipe-cycle", 1, 12, ""),
+    ("recipe a = bf16\nrecipe a = fp8", "duplicate-recipe", 2, 1, ""),
+    ("variant a {}\nvariant a {}", "duplicate-variant", 2, 1, ""),
+    ("recipe bf16 = fp8", "reserved-name", 1, 1, "my_bf16"),
+    ("recipe split = fp8", "reserved-name", 1, 1, "my_split"),
+    ("after 1 { recipe a = bf16 }", "misplaced-statement", 1, 11, "out of the braces"),
+    ('after 1 { import "bf16" }', "misplaced-statement", 1, 11, "out of the braces"),
+    ("after 1 { variant a {} }", "misplaced-statement", 1, 11, "out of the braces"),
+    ("variant a { variant b {} }", "misplaced-statement", 1, 13, "out of the braces"),
+    ("variant a { after 1 { recipe b = bf16 } }", "misplaced-statement", 1, 23, "out of the braces"),
+    ("{a,b}" * 11 + " -> bf16", "too-many-alternatives", 1, 1, "'*'"),
+    ('import "nope"', "import-not-found", 1, 1, ""),
+    ('import "te_nvpf4"', "import-not-found", 1, 1, "did you mean 'te_nvfp4'?"),
+    ('import "/etc/passwd"', "bad-import-path", 1, 1, "relative"),
+    ('import "notes.txt"', "bad-import-path", 1, 1, "'.policy'"),
+]
+
+
+@pytest.mark.parametrize(("text", "code", "line", "column", "help"), FAULTS, ids=[f[0][:40] for f in FAULTS])
+def test_a_fault_has_its_code_its_place_and_its_help(text, code, line, column, help):
+    with pytest.raises(PolicyError) as caught:
+        parse(text)
+    assert [(d.code, d.span.line, d.span.column) for d in caught.value.diagnostics] == [(code, line, column)]
+    (fault,) = caught.value.diagnostics
+    assert help in fault.help
+    assert fault.message
+
+
+def codes(text: str) -> list[tuple[str, int]]:
+    return [(d.code, d.span.line) for d in inspect(text).found]
+
+
+def test_all_faults_of_a_file_are_found_at_once():
+    text = """\
+mlp.* -> nvfp5(sr=grad)
+mlp.* bf16
+* where kk == 1 -> bf16
+after 10% {
+    a => bf16
+    b -> nvfp4(sr=gard)
+    after 200% { c -> bf16 }
+}
+variant x {
+    import "nope"
+    d @ wgard -> bf16
+    -> bf16
+}
+recipe bf16 = fp8
+e -> bf16 expect
+"""
+    assert codes(text) == [
+        ("unknown-format", 1),
+        ("syntax-error", 2),
+        ("unknown-variable", 3),
+        ("syntax-error", 5),
+        ("unknown-value", 6),
+        ("number-out-of-range", 7),
+        ("import-not-found", 10),
+        ("unknown-product", 11),
+        ("syntax-error", 12),
+        ("reserved-name", 14),
+        ("syntax-error", 15),
+    ]
+
+
+SOUND = """\
+recipe nv = nvfp4(
+    rht=wgrad,   # both operands
+    sr={grad},
+)
+
+{q,k,v,o}_proj,  # the projections ->
+{gate,up,down}_proj ->
+    nv
+decoder.
+    mlp @ fprop,
+    wgrad -> nv
+* where weight and  # only these
+        (k % 16 != 0 or
+         n % 16 != 0) -> bf16
+after 10% {
+    until 20% { mlp.* -> bf16; attention.* -> fp8 }
+}
+
+variant fp8 {
+    recipe nv = fp8
+    * where not (weight or
+                 k < 16) -> nv
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "wrong", ["a b", "a ->", "a -> (", "a -> nvfp4(sr=grad", "a where ( -> bf16", "a => b", "a[ -> b", "$"]
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_one_fault_does_not_cast_others_into_doubt(wrong, first):
+    """Whatever line breaks the other statements hold, they are read as if the wrong one were not there."""
+    text = f"{wrong}\n{SOUND}" if first else f"{SOUND}{wrong}\n"
+    loaded = inspect(text)
+    line = 1 if first else SOUND.count("\n") + 1
+    assert [(d.code, d.span.line) for d in loaded.found] == [("syntax-error", line)]
+    assert loaded.policy == parse(SOUND)
+
+
+@given(texts(commented=False))
+@settings(max_examples=40)
+def test_a_fault_is_alone_in_every_spelling(drawn):
+    policy, text, _ = drawn
+    loaded = inspect(f"{text}\nwrong wrong\n")
+    assert [d.code for d in loaded.found] == ["syntax-error"]
+    assert loaded.policy == policy
+
+
+def test_many_brackets_left_open_are_so_many_faults():
+    text = "a -> nvfp4(sr=grad\n" * 40
+    assert codes(text) == [("syntax-error", line) for line in range(1, 41)]
+
+
+def test_a_block_left_open_does_not_hide_what_is_wrong_in_it():
+    assert codes("variant x {\n    a => bf16\n    b -> bf16\n") == [("syntax-error", 1), ("syntax-error", 2)]
+
+
+def test_a_recipe_with_a_fault_is_still_a_known_name():
+    assert codes("recipe nv = nvfp4(sr=gard)\na -> nv\n") == [("unknown-value", 1)]
+
+
+def test_messages_do_not_depend_on_the_order_of_sets():
+    messages = [d.message for d in inspect("a -> split(bwd=bf16, bwd=bf16)").found]
+    assert messages == ["'dgrad' has a recipe already", "'wgrad' has a recipe already"]

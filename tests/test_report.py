@@ -1,0 +1,222 @@
+"""Diagnostics in the five forms: what people read, and what programs parse."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from command import policyc
+
+from policyc import __version__, report
+from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Severity, Source, Span, plain
+from policyc.lint import RULES, lint
+from policyc.loader import inspect
+
+HERE = Path(__file__).parent
+FIXTURES = HERE / "fixtures" / "lint"
+
+SOURCE = Source("première -> fp9\nmlp.* ->\n  fp8(grad=e4m3,\n  grad=e4m3)\n", "dir/a b.policy")
+DIAGNOSTIC = Diagnostic(
+    code="unknown-format",
+    message="no format named 'fp9'",
+    span=Span(SOURCE, 12, 15),
+    help="did you mean 'fp8'?",
+    notes=(Note(Span(SOURCE, 16, 54), "elsewhere"),),
+    fix=Fix(message="replace it", edits=(Edit(Span(SOURCE, 12, 15), "fp8"),), safe=False),
+)
+PLACE = {"path": "dir/a b.policy", "line": 1, "column": 13, "end_line": 1, "end_column": 16}
+NOTED = {"path": "dir/a b.policy", "line": 2, "column": 1, "end_line": 4, "end_column": 13}
+
+
+def printed(form: str, *found: Diagnostic) -> str:
+    return report.FORMS[form](found, plain)
+
+
+def schema() -> Any:
+    return json.loads((HERE / "data" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
+
+
+def valid(text: str) -> dict[str, Any]:
+    """The one run of a SARIF log, if the official schema admits it."""
+    log = json.loads(text)
+    known = schema()
+    jsonschema.validators.validator_for(known)(known, format_checker=jsonschema.FormatChecker()).validate(log)
+    (run,) = log["runs"]
+    return run
+
+
+# ---- for people
+
+
+def test_full_has_an_empty_line_between_diagnostics() -> None:
+    text = printed("full", DIAGNOSTIC, DIAGNOSTIC)
+    one = str(DIAGNOSTIC)
+    assert text == f"{one}\n\n{one}\n"
+    assert printed("full") == ""
+
+
+def test_concise_has_a_line_for_each() -> None:
+    line = "dir/a b.policy:1:13: error[unknown-format]: no format named 'fp9'\n"
+    assert printed("concise", DIAGNOSTIC, DIAGNOSTIC) == line * 2
+
+
+@pytest.mark.parametrize(
+    ("errors", "warnings", "fixes", "files", "line"),
+    [
+        (0, 0, 0, 1, "1 policy: no findings"),
+        (0, 0, 0, 2, "2 policies: no findings"),
+        (1, 0, 0, 1, "1 policy: 1 error"),
+        (2, 1, 0, 3, "3 policies: 2 errors and 1 warning"),
+        (0, 2, 0, 1, "1 policy: 2 warnings"),
+        (0, 2, 2, 1, "1 policy: 2 warnings; --fix mends 2"),
+    ],
+)
+def test_summary(errors: int, warnings: int, fixes: int, files: int, line: str) -> None:
+    span = Span(SOURCE, 0, 1)
+    safe = Fix(message="", edits=(), safe=True)
+    severities = [Severity.ERROR] * errors + [Severity.WARNING] * warnings
+    found = [
+        Diagnostic(code="c", message="m", span=span, severity=s, fix=safe if at < fixes else None)
+        for at, s in enumerate(severities)
+    ]
+    assert report.summary(found, files) == line
+
+
+# ---- json
+
+
+def test_json_has_everything() -> None:
+    (item,) = json.loads(printed("json", DIAGNOSTIC))
+    assert item == {
+        "code": "unknown-format",
+        "severity": "error",
+        "message": "no format named 'fp9'",
+        **PLACE,
+        "help": "did you mean 'fp8'?",
+        "notes": [{"message": "elsewhere", **NOTED}],
+        "fix": {"message": "replace it", "safe": False, "edits": [{**PLACE, "text": "fp8"}]},
+    }
+
+
+def test_json_without_a_fix() -> None:
+    (item,) = json.loads(printed("json", Diagnostic(code="c", message="m", span=Span(SOURCE, 0, 0))))
+    assert item["fix"] is None
+    assert item["notes"] == []
+    assert (item["line"], item["column"], item["end_line"], item["end_column"]) == (1, 1, 1, 1)
+
+
+def test_the_edits_in_json_are_the_fix(tmp_path: Path) -> None:
+    """Lines and columns are enough for a program to do what `--fix` does."""
+    path = tmp_path / "a.policy"
+    path.write_text("é.b -> bf16\né -> split(\n    fprop=fp8,  # über\n    dgrad=fp8)\n", encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    edits = [e for d in json.loads(policyc("lint", path, "--format", "json").out) for e in d["fix"]["edits"]]
+    for e in sorted(edits, key=lambda e: (e["line"], e["column"]), reverse=True):
+        start = starts[e["line"] - 1] + e["column"] - 1
+        end = starts[e["end_line"] - 1] + e["end_column"] - 1
+        text = text[:start] + e["text"] + text[end:]
+    policyc("lint", path, "--fix")
+    assert path.read_text(encoding="utf-8") == text
+
+
+def test_json_and_sarif_are_ascii() -> None:
+    """So that no encoding of the output can spoil them."""
+    odd = Diagnostic(code="unknown-format", message="深層", span=Span(Source("深", "深.policy"), 0, 1))
+    assert printed("json", odd).isascii()
+    assert printed("sarif", odd).isascii()
+
+
+# ---- github
+
+
+def test_github_is_a_command_a_line() -> None:
+    text = printed("github", DIAGNOSTIC)
+    assert text == (
+        "::error file=dir/a b.policy,line=1,endLine=1,col=13,endColumn=16,title=unknown-format::"
+        "no format named 'fp9'%0Adid you mean 'fp8'?\n"
+    )
+
+
+def test_github_escapes_what_would_end_a_value_or_the_command() -> None:
+    source = Source("x", "a:b,c%d\ne.policy")
+    odd = Diagnostic(
+        code="c",
+        message="100% wrong::error\r\n::set-output",
+        span=Span(source, 0, 1),
+        severity=Severity.WARNING,
+    )
+    text = printed("github", odd)
+    assert text.count("\n") == 1
+    assert text.startswith("::warning file=a%3Ab%2Cc%25d%0Ae.policy,line=1,")
+    assert text.endswith("::100%25 wrong::error%0D%0A::set-output\n")
+
+
+# ---- sarif
+
+
+def test_sarif_of_every_fixture_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FIXTURES)
+    run = valid(policyc("lint", *(f"{code}.policy" for code in RULES), "--format", "sarif").out)
+    assert {r["ruleId"] for r in run["results"]} == set(RULES)
+    for result in run["results"]:
+        assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
+        assert result["level"] == str(RULES[result["ruleId"]].severity)
+
+
+def test_sarif_says_who_and_how_columns_count() -> None:
+    run = valid(printed("sarif"))
+    assert run["tool"]["driver"]["name"] == "policyc"
+    assert run["tool"]["driver"]["version"] == __version__
+    assert run["columnKind"] == "unicodeCodePoints"
+    assert [r["id"] for r in run["tool"]["driver"]["rules"]] == list(RULES)
+    assert all(
+        r["help"]["markdown"] and r["shortDescription"]["text"] for r in run["tool"]["driver"]["rules"]
+    )
+
+
+def test_sarif_of_a_finding() -> None:
+    (result,) = valid(printed("sarif", DIAGNOSTIC))["results"]
+    region = {"startLine": 1, "startColumn": 13, "endLine": 1, "endColumn": 16}
+    place = {"artifactLocation": {"uri": "dir/a%20b.policy"}, "region": region}
+    assert result["message"] == {"text": "no format named 'fp9' (did you mean 'fp8'?)"}
+    assert result["locations"] == [{"physicalLocation": place}]
+    assert result["relatedLocations"][0]["message"] == {"text": "elsewhere"}
+    assert result["relatedLocations"][0]["physicalLocation"]["region"]["endLine"] == 4
+    (fix,) = result["fixes"]
+    assert fix["description"] == {"text": "replace it (unsafe)"}
+    (change,) = fix["artifactChanges"]
+    assert change["artifactLocation"] == {"uri": "dir/a%20b.policy"}
+    assert change["replacements"] == [{"deletedRegion": region, "insertedContent": {"text": "fp8"}}]
+
+
+@pytest.mark.parametrize(
+    ("path", "uri"),
+    [
+        ("a.policy", "a.policy"),
+        ("/x/y.policy", "/x/y.policy"),
+        ("<stdin>", "%3Cstdin%3E"),
+        ("a b#c?d%e.policy", "a%20b%23c%3Fd%25e.policy"),
+        ("a:b.policy", "a%3Ab.policy"),
+        ("深.policy", "%E6%B7%B1.policy"),
+        (os.fsdecode(b"caf\xe9.policy"), "caf%E9.policy"),
+    ],
+)
+def test_sarif_of_odd_paths(path: str, uri: str) -> None:
+    found = Diagnostic(code="unreadable-file", message="m", span=Span(Source("", path), 0, 0))
+    (result,) = valid(printed("sarif", found))["results"]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == uri
+
+
+@pytest.mark.parametrize("form", report.FORMS)
+def test_every_form_takes_what_lint_finds(form: str) -> None:
+    text = "a.b -> bf16; a -> nvfp4 # allow: nothing\nvariant v {}\r\n" * 3
+    found = lint(inspect(text)).diagnostics
+    assert found
+    assert printed(form, *found)

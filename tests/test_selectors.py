@@ -1,0 +1,287 @@
+"""Selectors against an oracle: braces expanded one at a time, globs as regular expressions, brute force on paths."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policyc import parse
+from policyc.policy import Bound, Indices, Segment, Selector
+from policyc.selectors import Name, alternatives, glob_matches, matches, path, patterns
+
+# ---- the oracle
+
+
+def expanded(globs: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Every choice that the braces leave: the first pair is taken out, and the rest is left to the next round."""
+    for i, glob in enumerate(globs):
+        found = re.search(r"\{([^{}]*)\}", glob)
+        if found:
+            chosen = [glob[: found.start()] + word + glob[found.end() :] for word in found[1].split(",")]
+            return [e for glob in chosen for e in expanded((*globs[:i], glob, *globs[i + 1 :]))]
+    return [globs]
+
+
+def like(glob: str, text: str) -> bool:
+    pattern = "".join({"*": ".*", "?": "."}.get(c) or re.escape(c) for c in glob)
+    return re.fullmatch(pattern, text, re.DOTALL) is not None
+
+
+def place(bound: Bound | None, size: int) -> int | None:
+    if bound is None or not bound.percent:
+        return None if bound is None else int(bound.value)
+    percent = bound.value if bound.value >= 0 else bound.value + 100
+    return math.floor(size * percent / 100)
+
+
+def taken(indices: Indices, size: int) -> list[int]:
+    layers = list(range(size))
+    if indices.at is not None:
+        return [layers[indices.at]] if -size <= indices.at < size else []
+    return layers[place(indices.start, size) : place(indices.stop, size) : indices.step]
+
+
+def segment_takes(glob: str, indices: Indices | None, name: Name) -> bool:
+    if indices is None:
+        return like(glob, name.text) or (name.index is not None and like(glob, f"{name.text}_\x01"))
+    if name.index is None or not like(glob, name.text):
+        return False
+    return name.index in taken(indices, name.size) if name.size is not None else name.index == indices.at
+
+
+def at_or_under(pieces: list[tuple[str, Indices | None]], names: tuple[Name, ...]) -> bool:
+    if not pieces:
+        return True
+    (glob, indices), *rest = pieces
+    if glob == "*" and indices is None:
+        return any(at_or_under(rest, names[i:]) for i in range(len(names) + 1))
+    return bool(names) and segment_takes(glob, indices, names[0]) and at_or_under(rest, names[1:])
+
+
+def oracle(selector: Selector, names: tuple[Name, ...]) -> bool:
+    starts = [names] if selector.anchored else [names[i:] for i in range(len(names) + 1)]
+    indices = [s.indices for s in selector.segments]
+    return any(
+        at_or_under(list(zip(globs, indices, strict=True)), start)
+        for globs in expanded(tuple(s.glob for s in selector.segments))
+        for start in starts
+    )
+
+
+# ---- few letters, so that things match often; no digits, whose spellings have tests of their own
+
+_text = st.text("ab_", min_size=1, max_size=3)
+_size = st.integers(1, 6)
+_names = st.one_of(
+    st.builds(Name, _text),
+    st.builds(Name, _text, st.integers(0, 5)),
+    _size.flatmap(lambda size: st.builds(Name, _text, st.integers(0, size - 1), st.just(size))),
+)
+_paths = st.lists(_names, min_size=1, max_size=4).map(tuple)
+_word = st.text("ab_?*", max_size=3)
+_globs = st.one_of(
+    st.just("*"),
+    _word.filter(bool),
+    st.tuples(_word, st.lists(_word, min_size=1, max_size=3), _word).map(
+        lambda t: f"{t[0]}{{{','.join(t[1])}}}{t[2]}"
+    ),
+)
+_bounds = st.one_of(
+    st.integers(-7, 7).map(lambda n: Bound(Fraction(n))),
+    st.sampled_from(["-100", "-50", "-33.3", "-15", "0", "10", "15", "50", "66.6", "85", "100"]).map(
+        lambda p: Bound(Fraction(p), True)
+    ),
+)
+_indices = st.one_of(
+    st.integers(-7, 7).map(lambda n: Indices(at=n)),
+    st.builds(
+        Indices, start=st.none() | _bounds, stop=st.none() | _bounds, step=st.none() | st.integers(1, 3)
+    ),
+)
+_selectors = st.builds(
+    Selector,
+    segments=st.lists(
+        st.builds(Segment, glob=_globs, indices=st.one_of(st.none(), st.none(), _indices)),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
+    anchored=st.booleans(),
+)
+
+
+def selected(selector: Selector, names: tuple[Name, ...]) -> bool:
+    return any(matches(pattern, names) for pattern in patterns(selector))
+
+
+@given(_selectors, _paths)
+@settings(max_examples=300)
+def test_matches_what_the_oracle_matches(selector, names):
+    assert selected(selector, names) == oracle(selector, names)
+
+
+@pytest.mark.slow
+@given(_selectors, _paths)
+@settings(max_examples=4000)
+def test_matches_what_the_oracle_matches_many_times(selector, names):
+    assert selected(selector, names) == oracle(selector, names)
+
+
+@given(_selectors, _paths, _names)
+def test_what_is_under_a_matched_scope_is_matched(selector, names, under):
+    if selected(selector, names):
+        assert selected(selector, (*names, under))
+
+
+@given(_selectors, _paths)
+def test_a_star_at_the_end_says_nothing_new(selector, names):
+    starred = Selector(segments=(*selector.segments, Segment(glob="*")), anchored=selector.anchored)
+    assert selected(starred, names) == selected(selector, names)
+
+
+@given(_selectors)
+def test_alternatives_bound_the_patterns(selector):
+    assert (
+        len(patterns(selector))
+        <= len(expanded(tuple(s.glob for s in selector.segments)))
+        == alternatives(selector)
+    )
+
+
+@given(st.text("ab*?", max_size=10), st.text("ab", max_size=10))
+@settings(max_examples=200)
+def test_globs_against_regular_expressions(glob, text):
+    assert glob_matches(glob, text) == like(glob, text)
+
+
+def test_globs_do_not_blow_up():
+    assert not glob_matches("a*" * 200 + "b", "a" * 5000)
+
+
+# ---- by hand
+
+
+def one(text: str) -> Selector:
+    return parse(f"{text} -> bf16").rules[0].selectors[0]
+
+
+@pytest.mark.parametrize(
+    ("selector", "name", "expected"),
+    [
+        ("mlp.*", "decoder.layers[3].mlp.up", True),
+        ("mlp.*", "mlp", True),
+        ("mlp", "mlp.up", True),
+        ("mlp.*", "my_mlp.up", False),
+        ("mlp.*", "mlps.up", False),
+        ("MLP", "mlp", False),
+        ("^encoder.*", "encoder.mlp", True),
+        ("^encoder.*", "decoder.encoder.mlp", False),
+        ("^*.mlp", "decoder.mlp", True),
+        ("*_proj", "mlp.up_proj", True),
+        ("*_proj", "mlp.up_proj.kernel", True),
+        ("*_proj", "mlp.up_proj_x", False),
+        ("mlp.{gate,up}_proj", "mlp.up_proj", True),
+        ("mlp.{gate,up}_proj", "mlp.down_proj", False),
+        ("{,x}a", "xa", True),
+        ("{,x}a", "a", True),
+        ("decoder.*.query", "decoder.query", True),
+        ("decoder.*.query", "decoder.layers[3].attention.query", True),
+        ("decoder.query", "decoder.layers.query", False),
+        ("wi_?", "wi_0", True),
+        ("wi_?", "wi_10", True),
+        ("wi_*", "wi_10", True),
+        ("wi_?", "wi", False),
+        ("wi", "wi_10", True),
+        ("layers.mlp.*", "layers[3].mlp.up", True),
+        ("layers.mlp.*", "layers.3.mlp.up", True),
+        ("layers.mlp.*", "layers_3.mlp.up", True),
+        ("a.b.c", "a.b", False),
+        ("a-b~c", "a-b~c", True),
+        ("*", "anything.at.all", True),
+        ("*[0]", "layers[0].mlp", True),
+        ("*[0]", "layers[1].mlp", False),
+        ("*[0]", "mlp", False),
+        ("layers[3]", "layers[3].mlp", True),
+        ("layers[3].mlp", "layers[3].x.mlp", False),
+    ],
+)
+def test_by_hand(selector, name, expected):
+    assert selected(one(selector), path(name)) is expected
+
+
+SPELLINGS = ("layers[3]", "layers.3", "layers_3")
+
+
+@pytest.mark.parametrize("written", SPELLINGS)
+@pytest.mark.parametrize("named", SPELLINGS)
+def test_an_index_has_three_spellings(written, named):
+    other = named.replace("3", "4")
+    for size in (None, 12):
+        assert selected(one(f"{written}.mlp"), path(f"decoder.{named}.mlp.up", size))
+        assert not selected(one(f"{written}.mlp"), path(f"decoder.{other}.mlp.up", size))
+
+
+def test_an_index_in_braces():
+    chosen = one("layers_{3,5}.mlp")
+    assert [i for i in range(8) if selected(chosen, path(f"layers.{i}.mlp", 8))] == [3, 5]
+
+
+def test_not_every_number_is_an_index():
+    assert path("layers__3") == (Name("layers__3"),)
+    assert path("3.x") == (Name("3"), Name("x"))
+    assert path("a3") == (Name("a3"),)
+    assert path("a[3]")[0] == Name("a", 3)
+
+
+@pytest.mark.parametrize(
+    ("written", "size", "expected"),
+    [
+        ("[0]", 4, [0]),
+        ("[-1]", 4, [3]),
+        ("[4]", 4, []),
+        ("[-5]", 4, []),
+        ("[:2]", 4, [0, 1]),
+        ("[-4:]", 6, [2, 3, 4, 5]),
+        ("[-4:]", 3, [0, 1, 2]),
+        ("[4:8]", 32, [4, 5, 6, 7]),
+        ("[::2]", 5, [0, 2, 4]),
+        ("[1::2]", 5, [1, 3]),
+        ("[:]", 3, [0, 1, 2]),
+        ("[3:1]", 5, []),
+        # docs/language.md, the table of percentages
+        ("[-15%:]", 32, [27, 28, 29, 30, 31]),
+        ("[:85%]", 32, list(range(27))),
+        ("[:15%]", 32, [0, 1, 2, 3]),
+        ("[-15%:]", 62, list(range(52, 62))),
+        ("[:85%]", 62, list(range(52))),
+        ("[:15%]", 62, list(range(9))),
+        ("[-15%:]", 6, [5]),
+        ("[:85%]", 6, [0, 1, 2, 3, 4]),
+        ("[:15%]", 6, []),
+        ("[12.5%:87.5%]", 8, [1, 2, 3, 4, 5, 6]),
+        ("[0%:100%]", 7, list(range(7))),
+        ("[-100%:]", 7, list(range(7))),
+    ],
+)
+def test_layers(written, size, expected):
+    indices = one(f"layers{written}").segments[0].indices
+    assert list(indices.select(size)) == expected
+
+
+@pytest.mark.parametrize("percent", range(1, 100))
+def test_a_share_and_its_complement_divide_every_stack(percent):
+    head = one(f"layers[:{percent}%]").segments[0].indices
+    tail = one(f"layers[-{100 - percent}%:]").segments[0].indices
+    for depth in range(1, 501):
+        assert [*head.select(depth), *tail.select(depth)] == list(range(depth))
+
+
+@given(st.integers(1, 500), st.integers(1, 9999))
+def test_a_share_with_decimals_too(depth, hundredths):
+    head = Indices(stop=Bound(Fraction(hundredths, 100), True))
+    tail = Indices(start=Bound(Fraction(hundredths - 10_000, 100), True))
+    assert [*head.select(depth), *tail.select(depth)] == list(range(depth))
