@@ -43,7 +43,12 @@ def parameters(layers: int) -> Any:
         },
         "mlp": {"gate": abstract(D, FF), "up": abstract(D, FF), "down": abstract(FF, D), "norm": abstract(D)},
     }  # fmt: skip
-    return {"embed": abstract(VOCAB, D), "layers": [layer] * layers, "norm": abstract(D), "lm_head": abstract(D, VOCAB)}
+    return {
+        "embed": abstract(VOCAB, D),
+        "layers": [layer] * layers,
+        "norm": abstract(D),
+        "lm_head": abstract(D, VOCAB),
+    }
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -64,7 +64,9 @@ def policyc(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_script_runs_as_under_python(home):
-    ran = policyc(home, "apply", "good.policy", "--plan-out", "plan.json", "train.py", "--plan-out", "x", "--five")
+    ran = policyc(
+        home, "apply", "good.policy", "--plan-out", "plan.json", "train.py", "--plan-out", "x", "--five"
+    )
     assert ran.returncode == 5, ran.stderr
     assert "args ['--plan-out', 'x', '--five'] stdin hello" in ran.stdout
     assert "mlp -> fp8 expect 2" in ran.stderr
@@ -116,7 +118,13 @@ def test_an_interrupt_ends_it(home):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "policyc.cli", "apply", "good.policy", "train.py", "--wait"]
     with subprocess.Popen(
-        command, cwd=home, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
+        command,
+        cwd=home,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
     ) as running:
         for line in running.stdout:
             if "waiting" in line:

@@ -75,7 +75,10 @@ def test_flax_linen_with_scan_and_remat():
         @nn.compact
         def __call__(self, x):
             stacked = nn.scan(
-                nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=3
+                nn.remat(Block),
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=3,
             )
             h, _ = stacked(name="layers")(x, None)
             return nn.Dense(1, name="head")(h)
@@ -102,7 +105,9 @@ def test_flax_linen_with_scan_and_remat():
             losses.append(float(value))
         return losses
 
-    _, plan = trained(train, "layers -> nvfp4 expect 6; layers[-1:].up -> keep expect 1; layers[0].down @ bwd -> fp8")
+    _, plan = trained(
+        train, "layers -> nvfp4 expect 6; layers[-1:].up -> keep expect 1; layers[0].down @ bwd -> fp8"
+    )
     assert names(plan) == ["layers.up.kernel", "layers.down.kernel", "head.kernel"]
     assert [s.count for s in plan.sites] == [3, 3, 1]
 

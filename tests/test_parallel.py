@@ -13,7 +13,14 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize(
     "name",
-    ["shard_map", "shard_map_checked", "ragged_in_shard_map", "gradient_inside", "sharded_arrays", "explicit"],
+    [
+        "shard_map",
+        "shard_map_checked",
+        "ragged_in_shard_map",
+        "gradient_inside",
+        "sharded_arrays",
+        "explicit",
+    ],
 )
 def test_on_eight_devices(name):
     command = [sys.executable, "-m", "tests.parallel_program", name]

@@ -353,3 +353,40 @@ def test_the_weight_may_come_through_layout_only():
     assert [(s.name, s.weight) for s in plan.sites][:2] == [("a", "rhs"), ("a", "rhs")]
     assert [len(s.parameters) for s in plan.sites] == [1, 2, 0, 0]
     assert plan.sites.sites[2].products == {Gemm.FPROP}
+
+
+def test_a_custom_derivative_is_not_entered_either():
+    @jax.custom_jvp
+    def inner(w, x):
+        return (x @ w).sum()
+
+    inner.defjvp(lambda p, t: (inner(*p), (p[1] @ t[0]).sum()))
+    with pytest.raises(policyc.PolicyError, match="custom_jvp"):
+        policyc.apply("* -> nvfp4", inner)(W, X)
+    assert jax.grad(policyc.apply("* -> keep", inner))(W, X).shape == W.shape
+
+
+def test_tied_embeddings_are_one_parameter_in_two_sites():
+    def f(p, tokens):
+        h = jax.nn.one_hot(tokens, 16) @ p["embed"]
+        return jax.nn.logsumexp(jnp.tanh(h) @ p["embed"].T)
+
+    plan = policyc.plan("embed -> fp8 expect 2", f, {"embed": W}, jnp.arange(8))
+    plan.check()
+    assert [s.one_hot for s in plan.sites] == [True, False]
+    assert [s.name for s in plan.sites] == ["embed", "embed"]
+
+
+def test_a_jitted_loss_differentiated_outside_jit_is_compiled_once():
+    from jax._src.interpreters import pxla
+
+    inner, other, seen = jax.jit(loss), W + 1, []
+    original = pxla.lower_sharding_computation
+    with policyc.active("* -> nvfp4"):
+        jax.grad(inner)(W, X)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                pxla, "lower_sharding_computation", lambda *a, **k: seen.append(1) or original(*a, **k)
+            )
+            jax.grad(inner)(other, X)
+        assert not seen
