@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from policyc import __version__, commands
+from policyc.commands import Examples
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -43,20 +44,6 @@ def _colour() -> bool | None:
     return True if os.environ.get("FORCE_COLOR") else None
 
 
-class _Examples(click.Command):
-    """A command whose help ends in examples, as they are written."""
-
-    def __init__(self, *args: object, examples: str = "", **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # handed through to click
-        self.examples = examples
-
-    def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.examples:
-            with formatter.section("Examples"):
-                for line in self.examples.strip().splitlines():
-                    formatter.write(f"{'':>{formatter.current_indent}}{line.strip()}\n")
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="policyc")
 def cli() -> None:
@@ -75,7 +62,7 @@ cli.add_command(commands.sites)
 
 
 @cli.command(
-    cls=_Examples,
+    cls=Examples,
     examples="""
     policyc lint llama.policy                          every finding, with its place and a remedy
     policyc lint policies/*.policy --format concise    a line each
@@ -246,7 +233,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 @cli.command(
-    cls=_Examples,
+    cls=Examples,
     examples="""
     policyc fmt llama.policy            lay it out, in place
     policyc fmt --diff *.policy         show what would change
@@ -311,7 +298,7 @@ def _difference(name: str, before: str, after: str) -> str:
 
 
 @cli.command(
-    cls=_Examples,
+    cls=Examples,
     examples="""
     policyc explain                     every code, a line each
     policyc explain shadowed-rule       what it means, why it is bad, a bad and a good example
@@ -352,7 +339,7 @@ def explain(codes: tuple[str, ...], markdown: bool) -> None:
 
 
 @cli.command(
-    cls=_Examples,
+    cls=Examples,
     examples="""
     policyc show                                the bundled policies
     policyc show llama_nvfp4                    what each of its rules does to each operand
@@ -400,7 +387,7 @@ def show(policy: str | None, variant: str | None, form: str) -> None:
 
 
 @cli.command(
-    cls=_Examples,
+    cls=Examples,
     examples="""
     policyc quantize x.npy --recipe nvfp4 --role activation --gemm fprop --out q.npz
     policyc quantize dy.npy --recipe 'nvfp4(rht=wgrad, sr=grad)' --role gradient --gemm wgrad --axis 0 --out q.npz

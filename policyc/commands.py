@@ -24,6 +24,20 @@ FOUND, FAILED = 1, 2
 _RAW: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
+class Examples(click.Command):
+    """A command whose help ends in examples, as they are written."""
+
+    def __init__(self, *args: object, examples: str = "", **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # handed through to click
+        self.examples = examples
+
+    def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in self.examples.strip().splitlines():
+                    formatter.write(f"{'':>{formatter.current_indent}}{line.strip()}\n")
+
+
 def _taking(words: tuple[str, ...], options: dict[str, bool]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Our options at the front of some words, and the rest. `options` says which of them take a value."""
     found: dict[str, str] = {}
@@ -41,7 +55,15 @@ def _taking(words: tuple[str, ...], options: dict[str, bool]) -> tuple[dict[str,
 _OPTIONS = {"--plan-out": True, "--backend": True, "--variant": True, "--require-native": False}
 
 
-@click.command(context_settings=_RAW)
+@click.command(
+    cls=Examples,
+    context_settings=_RAW,
+    examples="""
+    policyc apply llama.policy train.py --steps 100             a script, with its own arguments
+    policyc apply llama_nvfp4 -m trainer.main                   a module
+    policyc apply llama.policy --plan-out plan.json train.py    what was done, as JSON
+    """,
+)
 @click.option("--plan-out", type=click.Path(dir_okay=False), help="Write the whole plan here, as JSON.")
 @click.option("--backend", default=None, help="What runs quantized GEMMs; auto looks at the devices.")
 @click.option("--variant", metavar="NAME", help="Apply the policy under one of its variants.")
@@ -105,12 +127,26 @@ def _why_nothing(plans: list[Plan], policy: str) -> str:
     )
 
 
-@click.command(context_settings=_RAW)
+@click.command(
+    cls=Examples,
+    context_settings=_RAW,
+    examples="""
+    policyc sites train.py                              its GEMMs: names, shapes, FLOPs, roles
+    policyc sites --policy llama.policy -m trainer      and which rule wins, and which it beats
+    """,
+)
 @click.option(
     "--policy", metavar="POLICY", help="Also show which rule of this policy wins, and which it beats."
 )
 @click.option("--variant", metavar="NAME", help="The policy under one of its variants.")
-@click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    show_default=True,
+    help="How they are printed.",
+)
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
 def sites(policy: str | None, variant: str | None, form: str, program: tuple[str, ...]) -> None:
     """List the GEMMs of a program's loss.
