@@ -12,21 +12,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from policyc.diagnostics import Diagnostic, PolicyError, Span
     from policyc.loader import load, parse
+    from policyc.pipeline import active, apply, plan, step
+    from policyc.planner import Plan
     from policyc.policy import Policy, Rule
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Diagnostic": "diagnostics",
+    "Plan": "planner",
     "Policy": "policy",
     "PolicyError": "diagnostics",
     "Rule": "policy",
     "Span": "diagnostics",
+    "active": "pipeline",
+    "apply": "pipeline",
     "load": "loader",
     "parse": "loader",
+    "plan": "pipeline",
+    "step": "pipeline",
 }
 
-__all__ = ["Diagnostic", "Policy", "PolicyError", "Rule", "Span", "load", "parse"]
+__all__ = [
+    "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "load", "parse", "plan", "step",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from policyc import __version__
+from policyc import __version__, commands
+from policyc.commands import Examples
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -43,20 +44,6 @@ def _colour() -> bool | None:
     return True if os.environ.get("FORCE_COLOR") else None
 
 
-class _Examples(click.Command):
-    """A command whose help ends in examples, as they are written."""
-
-    def __init__(self, *args: object, examples: str = "", **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # handed through to click
-        self.examples = examples
-
-    def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.examples:
-            with formatter.section("Examples"):
-                for line in self.examples.strip().splitlines():
-                    formatter.write(f"{'':>{formatter.current_indent}}{line.strip()}\n")
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="policyc")
 def cli() -> None:
@@ -67,11 +54,15 @@ def cli() -> None:
     """
 
 
+cli.add_command(commands.apply)
+cli.add_command(commands.sites)
+
+
 # ---- lint
 
 
 @cli.command(
-    cls=_Examples,
+    cls=Examples,
     examples="""
     policyc lint llama.policy                          every finding, with its place and a remedy
     policyc lint policies/*.policy --format concise    a line each
@@ -90,6 +81,11 @@ def cli() -> None:
 )
 @click.option("--select", multiple=True, metavar="CODES", help="Look for these codes only (comma-separated).")
 @click.option("--ignore", multiple=True, metavar="CODES", help="Do not look for these codes.")
+@click.option(
+    "--against",
+    metavar="PROGRAM",
+    help="Also check what the policy does to a program: a script, or '-m MODULE', with its arguments in quotes.",
+)
 @click.option("--fix", is_flag=True, help="Apply the safe fixes; the file is replaced in one go.")
 @click.option(
     "--unsafe-fixes", is_flag=True, help="With --fix: also those that change what the policy means."
@@ -99,6 +95,7 @@ def lint(
     form: str,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
+    against: str | None,
     fix: bool,
     unsafe_fixes: bool,
 ) -> None:
@@ -117,13 +114,19 @@ def lint(
     if fix and "-" in files:
         raise click.UsageError("--fix needs a file to write to, and '-' is standard input")
     codes = _codes(select, ignore)
+    if against == "-m" and len(files) > 1:  # written without quotes: --against -m MODULE
+        files, against = files[:-1], f"-m {files[-1]}"
+    if against is not None and len(files) != 1:
+        raise click.UsageError("--against goes with one policy")
     found: list[Diagnostic] = []
     undecided, failed, mended = 0, False, 0
     for name in files:
         try:
             if fix:
                 mended += _mend(name, codes, unsafe_fixes)
-            findings = check(_inspect(name), codes)
+            loaded = _inspect(name)
+            plan = None if against is None or loaded.found else commands.plan_of(loaded.policy, against)
+            findings = check(loaded, codes, plan)
         except PolicyError as error:
             failed = True
             found += error.diagnostics
@@ -143,15 +146,17 @@ def lint(
 
 
 def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
-    from policyc.lint import RULES
+    from policyc.lint import GRAPH, RULES
+
+    known = [*RULES, *sorted(GRAPH)]
 
     def split(values: Sequence[str]) -> set[str]:
         names = {code.strip() for value in values for code in value.split(",") if code.strip()}
-        for name in sorted(names - RULES.keys()):
-            raise click.UsageError(f"no rule has the code '{name}': {_near(name, RULES)}")
+        for name in sorted(names - set(known)):
+            raise click.UsageError(f"no rule has the code '{name}': {_near(name, known)}")
         return names
 
-    return (split(select) or set(RULES)) - split(ignore)
+    return (split(select) or set(known)) - split(ignore)
 
 
 def _near(code: str, known: Iterable[str]) -> str:
@@ -228,7 +233,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 @cli.command(
-    cls=_Examples,
+    cls=Examples,
     examples="""
     policyc fmt llama.policy            lay it out, in place
     policyc fmt --diff *.policy         show what would change
@@ -293,7 +298,7 @@ def _difference(name: str, before: str, after: str) -> str:
 
 
 @cli.command(
-    cls=_Examples,
+    cls=Examples,
     examples="""
     policyc explain                     every code, a line each
     policyc explain shadowed-rule       what it means, why it is bad, a bad and a good example
@@ -306,18 +311,20 @@ def _difference(name: str, before: str, after: str) -> str:
 )
 def explain(codes: tuple[str, ...], markdown: bool) -> None:
     """Print the page of a lint code."""
-    from policyc.lint import RULES
+    from policyc.lint import GRAPH, graph_rules
+    from policyc.lint import RULES as READ
 
+    rules = READ | graph_rules() if not codes or any(c in GRAPH for c in codes) else READ
     for code in codes:
-        if code not in RULES:
-            raise click.UsageError(f"no rule has the code '{code}': {_near(code, RULES)}")
+        if code not in rules:
+            raise click.UsageError(f"no rule has the code '{code}': {_near(code, [*READ, *sorted(GRAPH)])}")
     if not codes and not markdown:
-        width = max(map(len, RULES))
-        for rule in RULES.values():
+        width = max(map(len, rules))
+        for rule in rules.values():
             code = _paint(rule.severity, f"{rule.code:<{width}}")
             click.echo(f"{code}  {rule.title}", color=_colour())
         return
-    pages = [f"# {c} ({RULES[c].severity})\n\n{RULES[c].page.rstrip()}\n" for c in codes or RULES]
+    pages = [f"# {c} ({rules[c].severity})\n\n{rules[c].page.rstrip()}\n" for c in codes or rules]
     text = "\n".join(pages)
     if markdown or not sys.stdout.isatty():
         click.echo(text, nl=False)
@@ -332,7 +339,7 @@ def explain(codes: tuple[str, ...], markdown: bool) -> None:
 
 
 @cli.command(
-    cls=_Examples,
+    cls=Examples,
     examples="""
     policyc show                                the bundled policies
     policyc show llama_nvfp4                    what each of its rules does to each operand
@@ -380,7 +387,7 @@ def show(policy: str | None, variant: str | None, form: str) -> None:
 
 
 @cli.command(
-    cls=_Examples,
+    cls=Examples,
     examples="""
     policyc quantize x.npy --recipe nvfp4 --role activation --gemm fprop --out q.npz
     policyc quantize dy.npy --recipe 'nvfp4(rht=wgrad, sr=grad)' --role gradient --gemm wgrad --axis 0 --out q.npz

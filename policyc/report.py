@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from policyc import __version__
 from policyc.diagnostics import Diagnostic, Paint, Span, headline, render
-from policyc.lint import RULES
+from policyc.lint import GRAPH, RULES, LintRule, graph_rules
 
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -37,11 +37,12 @@ def github(found: Sequence[Diagnostic], _: Paint) -> str:
 
 
 def sarif(found: Sequence[Diagnostic], _: Paint) -> str:
-    codes = list(RULES)
+    known = RULES | graph_rules() if any(d.code in GRAPH for d in found) else RULES
+    codes = list(known)
     driver = {
         "name": "policyc",
         "version": __version__,
-        "rules": [_sarif_rule(code) for code in codes],
+        "rules": [_sarif_rule(rule) for rule in known.values()],
     }
     results = [_sarif_result(d, codes) for d in found]
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
@@ -102,11 +103,10 @@ def _escape(text: str, more: str = "") -> str:
     return text
 
 
-def _sarif_rule(code: str) -> dict[str, Any]:
-    rule = RULES[code]
+def _sarif_rule(rule: LintRule) -> dict[str, Any]:
     return {
-        "id": code,
-        "name": "".join(word.title() for word in code.split("-")),
+        "id": rule.code,
+        "name": "".join(word.title() for word in rule.code.split("-")),
         "shortDescription": {"text": rule.title},
         "fullDescription": {"text": rule.title},
         "help": {"text": rule.page, "markdown": rule.page},

@@ -4,16 +4,18 @@ In: a policy's text. Out: `Diagnostic`s, those that a comment allows taken away.
 with a page for a docstring and a `check`, and name it in `_MODULES`. The one trap: a code is its file's name,
 so that a rule, its page and its fixture can be found from any of them.
 
-Rules without a `check` are found while the policy is read. Rules that need a model's graph will find it in
-the `Context`.
+Rules without a `check` are found while the policy is read. Those in `GRAPH` need what the policy does to a program,
+which is in the `Context` when lint is given one; they are loaded only then, since they need JAX.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from inspect import cleandoc
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from policyc.diagnostics import Diagnostic, Severity
 from policyc.lint import (
@@ -70,6 +72,9 @@ from policyc.lint.context import Context
 from policyc.lint.suppressions import Suppressions
 from policyc.loader import Loaded
 
+if TYPE_CHECKING:
+    from policyc.planner import Plan
+
 _MODULES: tuple[ModuleType, ...] = (
     # the text
     unreadable_file, syntax_error, nested_too_deep, number_out_of_range, misplaced_statement,
@@ -118,6 +123,21 @@ RULES: dict[str, LintRule] = {row.code: row for row in map(_row, _MODULES)}
 """Every code, in the order of the pages."""
 
 
+_GRAPH_MODULES = (
+    "unmatched_rule", "overridden_rule", "expect_violated", "opaque_site", "schedule_without_step",
+    "quantized_embedding", "quantized_head", "padded_gemm", "small_gemm", "hadamard_does_not_fit", "split_scan",
+)  # fmt: skip
+
+
+def graph_rules() -> dict[str, LintRule]:
+    """The rules that need a program, by code."""
+    return {r.code: r for r in map(_row, (import_module(f"policyc.lint.{m}") for m in _GRAPH_MODULES))}
+
+
+GRAPH: frozenset[str] = frozenset(name.replace("_", "-") for name in _GRAPH_MODULES)
+"""The codes of the rules that need a program."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """What lint found. `undecided` counts questions about reach that were given up as too hard."""
@@ -126,19 +146,23 @@ class Findings:
     undecided: int = 0
 
 
-def lint(loaded: Loaded, codes: Collection[str] = RULES.keys()) -> Findings:
-    """Everything wrong with a policy. Faults in reading it are always reported, and then nothing else is looked for."""
+def lint(loaded: Loaded, codes: Collection[str] = RULES.keys() | GRAPH, plan: Plan | None = None) -> Findings:
+    """Everything wrong with a policy, and with what it does to a program where a plan is given.
+
+    Faults in reading it are always reported, and then nothing else is looked for.
+    """
     if loaded.found:
         return Findings(diagnostics=loaded.found)
-    context = Context(loaded)
+    context = Context(loaded, plan)
     found: dict[tuple[object, ...], Diagnostic] = {}
-    for rule in RULES.values():
+    rules = RULES if plan is None else RULES | graph_rules()
+    for rule in rules.values():
         if rule.check is not None and rule.code in codes:
             for diagnostic in rule.check(context):
                 found.setdefault(diagnostic.order, replace(diagnostic, severity=rule.severity))
     suppressions = Suppressions(loaded.file)
     left = [d for d in found.values() if not suppressions.allows(d)]
-    ran = {c for c, rule in RULES.items() if rule.check is None or c in codes}
-    left += [d for d in suppressions.report(RULES, ran) if d.code in codes]
+    ran = {c for c, rule in rules.items() if rule.check is None or c in codes}
+    left += [d for d in suppressions.report(RULES.keys() | GRAPH, ran) if d.code in codes]
     undecided = context.undecided + (context.cover.undecided if "cover" in vars(context) else 0)
     return Findings(diagnostics=tuple(sorted(left, key=lambda d: d.order)), undecided=undecided)

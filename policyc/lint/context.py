@@ -12,6 +12,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from policyc.automata import Budget
 from policyc.coverage import Claim, Cover
@@ -19,6 +20,9 @@ from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Span
 from policyc.loader import Loaded
 from policyc.policy import RecipeNode, Resolver, Rule, Split, Use, Variant, uses
 from policyc.recipes import Gemm, Recipe
+
+if TYPE_CHECKING:
+    from policyc.planner import Plan
 
 _LOOKS = 200_000  # steps
 
@@ -61,9 +65,10 @@ class Applied:
 
 
 class Context:
-    """One policy under lint."""
+    """One policy under lint. `plan` is what it does to a program, where one was given."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, plan: Plan | None = None) -> None:
+        self.plan = plan
         self.loaded = loaded
         self.policy = loaded.policy
         self.undecided = 0

@@ -16,7 +16,7 @@ from policyc.policy import Rule
 from policyc.recipes import Gemm
 from policyc.selectors import Path, path, patterns
 
-_SITES: dict[str, tuple[str, ...]] = {
+KINDS: dict[str, tuple[str, ...]] = {
     "head": (
         "lm_head", "head", "output", "output_head", "output_layer", "logits", "logits_dense", "unembed", "unembedding",
         "embed_out", "to_logits",
@@ -32,7 +32,7 @@ _SITES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-NAMES = frozenset(name for names in _SITES.values() for name in names) - {"attention"}
+NAMES = frozenset(name for names in KINDS.values() for name in names) - {"attention"}
 
 _SIZES = {"m": 8192, "n": 4096, "k": 4096, "batch": 1, "flops": 2 * 8192 * 4096 * 4096}
 _START = (0, 1_000_000)
@@ -42,7 +42,7 @@ def caught(context: Context, kind: str) -> Iterator[tuple[Rule, tuple[str, ...]]
     """The rules that put a site of a kind in 4 bits, each with the names by which it does."""
     found: dict[int, list[str]] = {}
     low = any(c.recipe.bits(gemm) == 4 for c in context.cover.claims for gemm in Gemm)
-    for name in _SITES[kind] if low else ():
+    for name in KINDS[kind] if low else ():
         for gemm in Gemm:
             claim = decision(context, path(name), gemm, weight=kind != "scores")
             if claim is not None and claim.recipe.bits(gemm) == 4:

@@ -1,0 +1,385 @@
+"""jaxpr -> Sites: every GEMM of a loss, found by one forward walk.
+
+In: the closed jaxpr of a loss and which of its inputs are differentiated. Out: `Sites`. On the way every
+variable gets a `Fact`: the parameters it is laid out from, and whether a gradient flows through it. The one
+trap: a jaxpr can be called from several places. A site is a GEMM and the calls that lead to it, so a function
+that is jitted once and called for every layer has a site for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from policyc import jaxprs
+from policyc.jaxprs import Atom, Body, Eqn
+from policyc.recipes import Gemm
+from policyc.selectors import Path
+from policyc.sites import Address, Label, Mark, Site, Sites, Stack, Weight
+from policyc.trees import parsed, sized
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What is known of a variable. `labels` are the parameters it is laid out from, `counts` is for an iota."""
+
+    labels: tuple[Label, ...] = ()
+    active: bool = False
+    one_hot: bool = False
+    counts: bool = False
+
+
+_NOTHING = Fact()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """The way to a jaxpr: the calls around it and their names."""
+
+    address: Address = ()
+    scope: tuple[str, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    stacks: tuple[Stack, ...] = ()
+    repeats: int = 1
+    opaque: str = ""
+    around: jaxprs.Around = jaxprs.Around()
+
+    def into(self, eqn: Eqn, at: int, body: int, **changed: Any) -> Where:
+        scope = (*self.scope, *jaxprs.scopes(eqn))
+        return replace(self, address=(*self.address, at, body), scope=scope, **changed)
+
+
+LAYOUT = frozenset({
+    "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "copy",
+    "copy_p", "slice", "dynamic_slice", "split", "sharding_constraint", "mesh_cast", "reshard", "all_gather",
+    "all_gather_invariant", "all_gather_reduced", "pvary", "pcast", "pbroadcast", "preduced", "optimization_barrier",
+    "name", "reduce_precision", "device_put", "stop_gradient", "layout_constraint", "vary_unreduced_cast", "to_edtype",
+    "pad", "neg", "auto_axes", "explicit_axes", "real", "with_memory_space_constraint", "annotate",
+})  # fmt: skip
+"""What leaves a parameter a parameter: its numbers in another order, type or place."""
+
+_SCALED = frozenset({"mul", "div"})
+_JOINED = frozenset({"concatenate", "stack"})
+_GEMMS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
+_OURS = ("_quantize", "scaled_gemm", "scaled_ragged_gemm")
+
+
+def analyze(closed: Any, parameters: Sequence[Path | None]) -> Sites:
+    """The sites of a loss. `parameters` has the path of every input that is differentiated, None for others."""
+    shapes = {
+        path: var.aval.shape
+        for path, var in zip(parameters, closed.jaxpr.invars, strict=True)
+        if path is not None
+    }
+    walk = _Walk(shapes)
+    facts = [
+        _NOTHING if path is None else Fact((Label(path),), active=_is_float(var.aval))
+        for path, var in zip(parameters, closed.jaxpr.invars, strict=True)
+    ]
+    walk.run(closed.jaxpr, facts, Where())
+    scopes = sized([s.scope.path for s in walk.found])
+    sites = (replace(s, scope=Label(p, s.scope.marks)) for s, p in zip(walk.found, scopes, strict=True))
+    return Sites(sites=tuple(sites), parameters=tuple(p for p in parameters if p is not None), jaxpr=closed)
+
+
+def _is_float(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+class _Walk:
+    def __init__(self, shapes: dict[Path, tuple[int, ...]]) -> None:
+        self.found: list[Site] = []
+        self._shapes = shapes
+        self._places: dict[tuple[Path, int, int], tuple[int, ...]] = {}
+        self._dry = 0
+        self._ours: dict[int, bool] = {}
+
+    def run(self, jaxpr: Any, facts: Sequence[Fact], where: Where) -> list[Fact]:
+        """Facts of the results from facts of the inputs. Sites are noted on the way."""
+        known: dict[Any, Fact] = dict(zip(jaxpr.invars, facts, strict=True))
+
+        def of(atom: Atom) -> Fact:
+            return _NOTHING if jaxprs.is_literal(atom) else known.get(atom, _NOTHING)
+
+        for at, eqn in enumerate(jaxpr.eqns):
+            results = self._equation(eqn, [of(a) for a in eqn.invars], at, where)
+            known.update((v, f) for v, f in zip(eqn.outvars, results, strict=True) if f is not _NOTHING)
+        return [of(a) for a in jaxpr.outvars]
+
+    def _equation(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> Sequence[Fact]:
+        name = jaxprs.primitive_name(eqn)
+        if name in _GEMMS:
+            self._gemm(eqn, facts, at, where)
+        elif name == "scan":
+            return self._scan(eqn, facts, at, where)
+        elif name == "while":
+            return self._while(eqn, facts, at, where)
+        elif name == "cond":
+            return self._cond(eqn, facts, at, where)
+        elif name in jaxprs.CALLS or name == "shard_map":
+            return self._call(eqn, facts, at, where)
+        elif jaxprs.has_bodies(eqn):
+            return self._closed_to_us(eqn, facts, at, where)
+        return _through(self, eqn, name, facts)
+
+    def places(self, path: Path, dim: int, size: int) -> tuple[int, ...]:
+        """Where in a path the index of a slice belongs: from the topmost name under which all is so stacked."""
+        key = (path, dim, size)
+        if key not in self._places:
+            self._places[key] = self._find_places(path, dim, size)
+        return self._places[key]
+
+    def _find_places(self, path: Path, dim: int, size: int) -> tuple[int, ...]:
+        for top in range(len(path)):
+            under = {p: s for p, s in self._shapes.items() if p[: top + 1] == path[: top + 1]}
+            if all(len(s) > dim and s[dim] == size for s in under.values()):
+                last = max(top + 1, _common(list(under)))
+                return tuple(i for i in range(top, last) if path[i].index is None)
+        return ()
+
+    # ---- containers
+
+    def _call(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
+        (body,) = jaxprs.bodies(eqn)
+        inside = where.into(eqn, at, 0)
+        if jaxprs.primitive_name(eqn) == "shard_map":
+            inside = replace(inside, around=where.around.inside(eqn))
+        return self.run(body.jaxpr, facts, inside)
+
+    def _cond(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
+        branches = jaxprs.bodies(eqn)
+        results = [self.run(b.jaxpr, facts[1:], where.into(eqn, at, i)) for i, b in enumerate(branches)]
+        return [_joined(group) for group in zip(*results, strict=True)]
+
+    def _while(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
+        test, body = (next(b for b in jaxprs.bodies(eqn) if b.key == k) for k in ("cond_jaxpr", "body_jaxpr"))
+        nt, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        numbers = {b.key: i for i, b in enumerate(jaxprs.bodies(eqn))}
+        consts, carry = facts[nt : nt + nb], _carried(body.jaxpr, facts[nt + nb :], nb, 0)
+        inside = where.into(eqn, at, numbers["body_jaxpr"])
+        carry = self._settled(body, consts, carry, [], inside)
+        self.run(test.jaxpr, [*facts[:nt], *carry], where.into(eqn, at, numbers["cond_jaxpr"]))
+        results = self.run(body.jaxpr, [*consts, *carry], inside)
+        return [Fact(active=a.active or b.active) for a, b in zip(results, carry, strict=True)]
+
+    def _scan(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
+        (body,) = jaxprs.bodies(eqn)
+        parts, length = jaxprs.scan_parts(eqn), eqn.params["length"]
+        consts, xs = facts[: parts.consts], facts[parts.consts + parts.carry :]
+        carry = _carried(body.jaxpr, facts[parts.consts : parts.consts + parts.carry], parts.consts, parts.xs)
+        inside = where.into(eqn, at, 0, repeats=where.repeats * length)
+        address = (*where.address, at)
+        if any(x.labels for x in xs):
+            stack = Stack(address, length, bool(eqn.params["reverse"]))
+            depth = len(inside.scope)
+            mark = Mark(tuple(p for p in (depth - 1, depth) if p >= 0), length, address)
+            inside = replace(inside, stacks=(*where.stacks, stack), marks=(*where.marks, mark))
+            xs = _sliced(xs, length, address)
+        carry = self._settled(body, consts, carry, xs, inside)
+        results = self.run(body.jaxpr, [*consts, *carry, *xs], inside)
+        ended = [Fact(active=a.active or b.active) for a, b in zip(results, carry, strict=False)]
+        return [*ended, *(Fact(active=r.active) for r in results[parts.carry :])]
+
+    def _settled(
+        self, body: Body, consts: list[Fact], carry: list[Fact], xs: list[Fact], where: Where
+    ) -> list[Fact]:
+        """The carry, active wherever some iteration makes it so."""
+        self._dry += 1
+        while not all(c.active for c in carry) and any(f.active for f in (*consts, *carry, *xs)):
+            results = self.run(body.jaxpr, [*consts, *carry, *xs], where)
+            grown = [replace(c, active=c.active or r.active) for c, r in zip(carry, results, strict=False)]
+            if grown == carry:
+                break
+            carry = grown
+        self._dry -= 1
+        return carry
+
+    def _closed_to_us(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
+        """A container that is not entered: its sites are opaque."""
+        name = jaxprs.primitive_name(eqn)
+        active = any(f.active for f in facts)
+        results = [Fact(active=active and _is_float(v.aval)) for v in eqn.outvars]
+        if self._is_ours(eqn):
+            return results
+        reason = where.opaque or jaxprs.CUSTOM.get(name, f"'{name}', which the compiler does not know")
+        for number, body in enumerate(jaxprs.bodies(eqn)):
+            same = len(body.jaxpr.invars) == len(facts)
+            given = facts if same else [Fact(active=active)] * len(body.jaxpr.invars)
+            found = self.run(body.jaxpr, given, where.into(eqn, at, number, opaque=reason))
+            if name == "custom_jvp_call" and len(found) == len(results):
+                results = found
+        return results
+
+    def _is_ours(self, eqn: Eqn) -> bool:
+        """Is this a quantized GEMM already?"""
+        if not jaxprs.primitive_name(eqn).startswith("custom_vjp_call"):
+            return False
+        (body,) = jaxprs.bodies(eqn)
+        key = id(body.held)
+        if key not in self._ours:
+            names = (jaxprs.primitive_name(e) for e in jaxprs.body_eqns(body.held))
+            self._ours[key] = any(n.endswith(_OURS) for n in names)
+        return self._ours[key]
+
+    # ---- GEMMs
+
+    def _gemm(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> None:
+        if self._dry or not all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in eqn.invars[:2]):
+            return
+        lhs, rhs = facts[:2]
+        weight: Weight = "rhs" if rhs.labels else "lhs" if lhs.labels else None
+        sizes = _sizes(eqn, weight)
+        if sizes is None:
+            return
+        batch, m, n, k = sizes
+        of_lhs, of_rhs = (Gemm.WGRAD, Gemm.DGRAD) if weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
+        taken = {Gemm.FPROP, *([of_lhs] if lhs.active else ()), *([of_rhs] if rhs.active else ())}
+        opaque = where.opaque
+        if not opaque and any(a.aval.dtype == jnp.float64 for a in eqn.invars[:2]):
+            opaque = "a computation in float64, which no recipe speaks of"
+        if not opaque and not _plainly_ragged(eqn):
+            opaque = "a ragged product of a form that has no quantized counterpart"
+        scope = parsed((*where.scope, *jaxprs.scopes(eqn)))
+        self.found.append(
+            Site(
+                address=(*where.address, at),
+                scope=_scope_label(scope, where.marks),
+                parameters=rhs.labels if weight == "rhs" else lhs.labels,
+                stacks=where.stacks,
+                weight=weight,
+                kind="dot" if jaxprs.primitive_name(eqn) == "dot_general" else "ragged",
+                batch=batch,
+                m=m,
+                n=n,
+                k=k,
+                repeats=where.repeats,
+                products=frozenset(taken),
+                opaque=opaque,
+                one_hot=(lhs if weight == "rhs" else rhs).one_hot,
+                around=where.around,
+                eqn=eqn,
+            )
+        )
+
+
+def _plainly_ragged(eqn: Eqn) -> bool:
+    """Is it no ragged product, or the common one: rows in groups, a matrix for each?"""
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    if numbers is None:
+        return True
+    plain = tuple(tuple(map(tuple, pair)) for pair in numbers.dot_dimension_numbers)
+    groups = (tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions))
+    offset = eqn.params.get("group_offset")
+    return plain == (((1,), (1,)), ((), ())) and groups == ((0,), (0,)) and offset is None
+
+
+def _scope_label(scope: Path, marks: tuple[Mark, ...]) -> Label:
+    def fits(place: int) -> bool:
+        return place < len(scope) and scope[place].index is None
+
+    return Label(scope, tuple(replace(m, places=tuple(filter(fits, m.places))) for m in marks))
+
+
+def _sizes(eqn: Eqn, weight: Weight) -> tuple[int, int, int, int] | None:
+    """(batch, m, n, k) as in `y = x W`, or None of what contracts nothing."""
+    lhs, rhs = (a.aval.shape for a in eqn.invars[:2])
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    (lc, rc), (lb, rb) = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
+    groups = set(ragged.rhs_group_dimensions) if ragged else set()
+    k, batch = math.prod(lhs[i] for i in lc), math.prod(lhs[i] for i in lb)
+    left = math.prod(d for i, d in enumerate(lhs) if i not in {*lc, *lb})
+    right = math.prod(d for i, d in enumerate(rhs) if i not in {*rc, *rb, *groups})
+    if not lc or k <= 1 or not (batch and left and right):
+        return None
+    return (batch, right, left, k) if weight == "lhs" else (batch, left, right, k)
+
+
+# ---- facts through plain equations
+
+
+def _through(walk: _Walk, eqn: Eqn, name: str, facts: list[Fact]) -> list[Fact]:
+    active = name != "stop_gradient" and any(f.active for f in facts)
+    first = facts[0] if facts else _NOTHING
+    labels: tuple[Label, ...] = ()
+    if name in LAYOUT:
+        labels = _cut(walk, eqn, name, first.labels)
+    elif name in _SCALED and len(facts) == 2:
+        # A weight times a number is a weight.
+        pair = zip(facts, reversed(eqn.invars), strict=True)
+        labels = next((f.labels for f, other in pair if f.labels and not other.aval.shape), ())
+    elif name in _JOINED and all(f.labels for f in facts):
+        labels = tuple(dict.fromkeys(label for f in facts for label in f.labels))
+    counts = name == "iota" or (name in LAYOUT and first.counts)
+    one_hot = (name == "eq" and any(f.counts for f in facts)) or (name in LAYOUT and first.one_hot)
+    if not (active or labels or counts or one_hot):
+        return [_NOTHING] * len(eqn.outvars)
+    if name == "optimization_barrier":
+        return facts
+    return [
+        Fact(labels, active=active and _is_float(v.aval), one_hot=one_hot, counts=counts) for v in eqn.outvars
+    ]
+
+
+def _cut(walk: _Walk, eqn: Eqn, name: str, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+    """The labels of a slice: with an index, where it takes one member of a stack."""
+    if not labels or name not in ("slice", "dynamic_slice"):
+        return labels
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    dims = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    if len(dims) != 1 or after[dims[0]] != 1:
+        return labels
+    (dim,) = dims
+    start: Any = eqn.params["start_indices"][dim] if name == "slice" else eqn.invars[1 + dim]
+    if name == "dynamic_slice":
+        if not jaxprs.is_literal(start):
+            return labels
+        start = int(start.val)
+    size = before[dim]
+    return tuple(
+        label.marked(Mark(walk.places(label.path, dim, size), size, None, start)) for label in labels
+    )
+
+
+def _sliced(xs: list[Fact], length: int, address: Address) -> list[Fact]:
+    """The facts of stacked inputs inside a scan. The stack is named by what their paths have in common."""
+    paths = [label.path for x in xs for label in x.labels]
+    shared = _common(paths)
+
+    def mark(label: Label) -> Label:
+        places = tuple(i for i in range(shared) if label.path[i].index is None)
+        if not shared and label.path and label.path[-1].index is None:
+            places = (len(label.path) - 1,)
+        return label.marked(Mark(places, length, address))
+
+    return [replace(x, labels=tuple(map(mark, x.labels))) for x in xs]
+
+
+def _common(paths: list[Path]) -> int:
+    """How many names all paths begin with."""
+    shared = 0
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared += 1
+    return shared
+
+
+def _carried(jaxpr: Any, carry: list[Fact], before: int, after: int) -> list[Fact]:
+    """Facts of a carry on entry: a parameter stays one only if the body hands it on as it is."""
+    count = len(jaxpr.invars) - before - after
+    inputs = jaxpr.invars[before : before + count]
+    return [
+        fact if out is var else replace(fact, labels=(), one_hot=False, counts=False)
+        for fact, var, out in zip(carry, inputs, jaxpr.outvars, strict=False)
+    ]
+
+
+def _joined(facts: Sequence[Fact]) -> Fact:
+    """What holds on every branch, and of activity what holds on some."""
+    first = facts[0]
+    alike = all(f.labels == first.labels for f in facts)
+    return Fact(first.labels if alike else (), active=any(f.active for f in facts))

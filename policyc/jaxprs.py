@@ -1,0 +1,391 @@
+"""Jaxprs: walking them, rebuilding them, and whatever of JAX is private or differs between its versions.
+
+In: equations and jaxprs of any supported JAX. Out: their sub-jaxprs, scopes and operands under one form, and
+new equations made from old ones. The one trap: JAX 0.10 keeps constants in a `ClosedJaxpr` around a `Jaxpr`,
+and 0.12 has one class for both. `Body` stands for either; what a container held is what it gets back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+from jax._src import config as _config
+from jax._src import core as _core
+from jax._src import source_info_util as _sources
+from jax._src import traceback_util as _tracebacks
+from jax._src.interpreters import ad as _ad
+from jax.extend.core import Literal, Primitive, Var
+
+for _file in (
+    "jaxprs",
+    "tracing",
+    "pipeline",
+    "rewrite",
+    "analysis",
+):  # no frame of ours in a user's traceback
+    _tracebacks.register_exclusion(str(Path(__file__).with_name(f"{_file}.py")))
+
+Atom = Any
+Eqn = Any
+Jaxpr = Any
+Aval = Any
+DropVar = _core.DropVar
+
+
+# ---- sub-jaxprs
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A jaxpr inside an equation: where it is kept, and how it was closed."""
+
+    key: str
+    at: int | None
+    held: Any
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        return self.held.jaxpr if hasattr(self.held, "jaxpr") else self.held
+
+    @property
+    def consts(self) -> Sequence[Any]:
+        return getattr(self.held, "consts", ())
+
+    def with_eqns(self, eqns: Sequence[Eqn]) -> Any:
+        """The same, with other equations: to be put back by `with_bodies`."""
+        return with_eqns(self.held, eqns)
+
+
+def with_eqns(held: Any, eqns: Sequence[Eqn]) -> Any:
+    """A jaxpr, open or closed, with other equations."""
+    inner = getattr(held, "jaxpr", held)
+    if inner is held:
+        return held.replace(eqns=list(eqns))
+    return held.replace(jaxpr=inner.replace(eqns=list(eqns)))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") and hasattr(value, "outvars")
+
+
+def bodies(eqn: Eqn) -> tuple[Body, ...]:
+    """The jaxprs in the parameters of an equation, in the order of their names."""
+    found: list[Body] = []
+    for key, value in eqn.params.items():
+        if _is_jaxpr(value):
+            found.append(Body(key, None, value))
+        elif isinstance(value, tuple | list):
+            found += [Body(key, at, item) for at, item in enumerate(value) if _is_jaxpr(item)]
+        elif _is_jaxpr(getattr(value, "jaxpr", None)):  # an object that stands for a primitive and holds one
+            found.append(Body(key, None, value.jaxpr))
+    return tuple(found)
+
+
+def has_bodies(eqn: Eqn) -> bool:
+    return bool(bodies(eqn))
+
+
+def with_bodies(eqn: Eqn, replaced: Sequence[tuple[Body, Any]]) -> Eqn:
+    """The equation with other jaxprs in the places of some."""
+    params = dict(eqn.params)
+    for body, new in replaced:
+        if body.at is None:
+            params[body.key] = new
+        else:
+            items = list(params[body.key])
+            items[body.at] = new
+            params[body.key] = type(params[body.key])(items)
+    return eqn.replace(params=params)
+
+
+def body_eqns(held: Any) -> Sequence[Eqn]:
+    """The equations of a jaxpr, open or closed."""
+    return cast("Sequence[Eqn]", getattr(held, "jaxpr", held).eqns)
+
+
+def every_eqn(held: Any) -> Iterator[Eqn]:
+    """The equations of a jaxpr and of all jaxprs in it."""
+    for eqn in body_eqns(held):
+        yield eqn
+        for body in bodies(eqn):
+            yield from every_eqn(body.held)
+
+
+# ---- containers
+
+
+REMAT = frozenset({"checkpoint", "remat", "remat2", "remat_call"})
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "core_closed_call", "custom_lin", *REMAT})
+"""Containers whose operands are those of their one body, one for one."""
+
+CUSTOM = {
+    "custom_vjp_call": "a function with its own backward rule (jax.custom_vjp)",
+    "custom_vjp_call_jaxpr": "a function with its own backward rule (jax.custom_vjp)",
+    "custom_jvp_call": "a function with its own derivative rule (jax.custom_jvp)",
+    "pallas_call": "a Pallas kernel",
+}
+"""Containers that are not entered, in words: a product in one may not be the one that a gradient runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanParts:
+    """How the operands and results of a scan are counted off."""
+
+    consts: int
+    carry: int
+    xs: int
+
+
+def scan_parts(eqn: Eqn) -> ScanParts:
+    params = eqn.params
+    if "ft_in" in params:
+        consts, carry, xs = (len(list(part)) for part in params["ft_in"].unpack())
+        return ScanParts(consts, carry, xs)
+    consts, carry = params["num_consts"], params["num_carry"]
+    return ScanParts(consts, carry, len(eqn.invars) - consts - carry)
+
+
+def axis_sizes(shard_map: Eqn) -> tuple[tuple[str, int], ...]:
+    """The mesh axes that a shard_map makes visible in its body."""
+    mesh = shard_map.params["mesh"]
+    names = shard_map.params.get("newly_manual_axes", shard_map.params.get("manual_axes", mesh.axis_names))
+    return tuple((name, size) for name, size in mesh.shape.items() if name in names)
+
+
+# ---- names
+
+
+def scopes(eqn: Eqn) -> tuple[str, ...]:
+    """The name scopes of an equation inside its jaxpr; those of transformations do not count."""
+    found = (s.name for s in eqn.source_info.name_stack.stack if isinstance(s, _sources.Scope))
+    return tuple(part for name in found for part in name.split("/") if part)
+
+
+def place(eqn: Eqn) -> str:
+    """Where in the user's program an equation was written, or nothing if that is not known."""
+    try:
+        frame = _sources.user_frame(eqn.source_info.traceback)
+    except (AttributeError, TypeError):
+        return ""
+    return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+# ---- making equations
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What an equation is traced in: the axes of the shard_maps around it, and whether they check variance."""
+
+    axes: tuple[tuple[str, int], ...] = ()
+    check_vma: bool = True
+
+    def inside(self, shard_map: Eqn) -> Around:
+        return Around((*self.axes, *axis_sizes(shard_map)), bool(shard_map.params.get("check_vma", True)))
+
+
+@contextlib.contextmanager
+def _within(eqn: Eqn, around: Around) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if around.axes:
+            stack.enter_context(_core.extend_axis_env_nd(list(around.axes)))
+            stack.enter_context(_config._check_vma(around.check_vma))
+        stack.enter_context(eqn.ctx.manager)
+        yield
+
+
+def traced(f: Callable[..., Any], avals: Sequence[Aval], eqn: Eqn, around: Around) -> Any:
+    """The closed jaxpr of a function of arrays, traced as if it stood where an equation stands."""
+    with _within(eqn, around):
+        return jax.make_jaxpr(f)(*avals)
+
+
+def inlined(template: Any, invars: Sequence[Atom], eqn: Eqn) -> list[Eqn]:
+    """The equations of a closed jaxpr, with these operands, in the place of an equation and under its names."""
+    jaxpr = template.jaxpr
+    names: dict[Any, Atom] = dict(zip(jaxpr.invars, invars, strict=True))
+    for var, const in zip(jaxpr.constvars, template.consts, strict=True):
+        if isinstance(const, jax.core.Tracer):
+            raise TypeError("a traced value was closed over where only constants can be")
+        names[var] = _literal(np.asarray(const), var.aval)
+    for old, new in zip(jaxpr.outvars, eqn.outvars, strict=True):
+        if isinstance(old, Literal) or old in names:
+            raise TypeError("a result must come from an equation of its own")
+        names[old] = fresh(old.aval) if isinstance(new, DropVar) else new
+    made: list[Eqn] = []
+    for inner in jaxpr.eqns:
+        for var in inner.outvars:
+            if var not in names:
+                names[var] = var if isinstance(var, DropVar) else fresh(var.aval)
+        atoms = [a if isinstance(a, Literal) else names[a] for a in inner.invars]
+        stack = eqn.source_info.name_stack + inner.source_info.name_stack
+        made.append(
+            inner.replace(
+                invars=atoms,
+                outvars=[names[v] for v in inner.outvars],
+                source_info=eqn.source_info.replace(name_stack=stack),
+                ctx=eqn.ctx,
+            )
+        )
+    return made
+
+
+def explicit_sharding(eqn: Eqn) -> Any:
+    """How the result of an equation is sharded, where its type says so; else None."""
+    sharding = eqn.outvars[0].aval.sharding
+    explicit = any(t is jax.sharding.AxisType.Explicit for t in sharding.mesh.axis_types)
+    return sharding if explicit else None
+
+
+def fresh(aval: Aval) -> Any:
+    """A new variable."""
+    return Var(aval)  # type: ignore[call-arg,unused-ignore]
+
+
+def _literal(value: Any, aval: Aval) -> Atom:
+    make: Any = Literal
+    return make(value, aval)
+
+
+# ---- running
+
+
+def evaluate(closed: Any, *args: Any) -> list[Any]:
+    """Runs a closed jaxpr, every equation under its own names and source."""
+    return _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+
+
+def bind(eqn: Eqn, *args: Any, **changed: Any) -> list[Any]:
+    """Applies the primitive of an equation to other operands, with some parameters changed."""
+    params = {**eqn.params, **changed}
+    found: Any = eqn.primitive.get_bind_params(params)
+    subfuns, rest = found if isinstance(found, tuple) else ((), found)
+    out = eqn.primitive.bind(*subfuns, *args, **rest)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+# ---- the door of autodiff
+
+Hook = Callable[[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]]
+"""Given a function and the values it is to be differentiated at: the function to differentiate instead."""
+
+
+@contextlib.contextmanager
+def differentiating(hook: Hook) -> Iterator[None]:
+    """Has every reverse-mode derivative taken of what the hook makes of a function.
+
+    `jax.grad`, `value_and_grad`, `vjp`, `linearize` and `jacrev`, however they were imported and whenever they
+    were called, all meet in one function inside JAX. That one is replaced while this lasts.
+    """
+    home: Any = _ad
+    original = home.linearize
+
+    def linearize(fun: Callable[..., Any], primals: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(hook(fun, primals.unflatten()), primals, *args, **kwargs)
+
+    home.linearize = linearize
+    try:
+        yield
+    finally:
+        home.linearize = original
+
+
+def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """What a function calls its first arguments; those it does not name are `arg0`, `arg1`, ..."""
+    names = [f"arg{i}" for i in range(count)]
+    chosen = tuple(range(count))
+    cells = dict(
+        zip(
+            getattr(fun, "__code__", _NOTHING).co_freevars,
+            getattr(fun, "__closure__", None) or (),
+            strict=False,
+        )
+    )
+    if {"f", "dyn_argnums"} <= cells.keys():  # what jax.grad differentiates holds the arguments left alone
+        fun, chosen = cells["f"].cell_contents, cells["dyn_argnums"].cell_contents
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return tuple(names)
+    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(plain[at] if at < len(plain) else name for at, name in zip(chosen, names, strict=False))
+
+
+_NOTHING = (lambda: None).__code__
+
+
+def is_literal(atom: Atom) -> bool:
+    return isinstance(atom, Literal)
+
+
+def is_tracer(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+def primitive_name(eqn: Eqn) -> str:
+    return cast("Primitive", eqn.primitive).name
+
+
+def in_key(default: Any = None) -> Any:
+    """A context whose value is part of the key under which JAX keeps what it traced and compiled."""
+    make: Any = jax.make_user_context
+    return make(default)
+
+
+def native() -> bool:
+    """Do the devices here run quantized GEMMs themselves?"""
+    return False  # no native backend yet
+
+
+# ---- telling jaxprs apart
+
+
+def fingerprint(closed: Any) -> str:
+    """A hash of what a jaxpr computes: the same for the same equations, in this process and in another."""
+    digest = hashlib.sha256()
+    _feed(digest, closed)
+    return digest.hexdigest()
+
+
+def _feed(digest: Any, held: Any) -> None:
+    jaxpr = getattr(held, "jaxpr", held)
+    numbers: dict[Any, int] = {}
+
+    def number(atom: Atom) -> str:
+        if isinstance(atom, Literal):
+            return f"={atom.val!r}"
+        return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
+
+    def write(text: str) -> None:
+        digest.update(text.encode())
+
+    write(f"({','.join(map(number, [*jaxpr.constvars, *jaxpr.invars]))})")
+    for eqn in jaxpr.eqns:
+        write(
+            f"{primitive_name(eqn)} {','.join(map(number, eqn.invars))}>{','.join(map(number, eqn.outvars))}"
+        )
+        inner = {(b.key, b.at) for b in bodies(eqn)}
+        for key, value in sorted(eqn.params.items()):
+            if (key, None) not in inner and not any(key == k for k, _ in inner):
+                write(f"[{key}={_stable(value)}]")
+        for body in bodies(eqn):
+            _feed(digest, body.held)
+    write(f"<{','.join(map(number, jaxpr.outvars))}>")
+
+
+def _stable(value: Any) -> str:
+    """The text of a parameter, without what changes from run to run."""
+    if isinstance(value, int | float | str | bool | np.dtype | type(None)):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return f"({','.join(map(_stable, value))})"
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text or callable(value) else text

@@ -1,0 +1,32 @@
+"""A rule matches another number of sites than it expects.
+
+`expect N` says how many GEMMs a rule is about, every layer of a stack counted. A model that has grown a layer, or
+a name that catches more than was meant, shows here before anything runs. `policyc apply` refuses to run then.
+
+## Bad
+
+```policy
+mlp.* -> fp8 expect 97
+```
+
+## Good
+
+```policy
+mlp.* -> fp8 expect 96
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.diagnostics import Diagnostic, Severity
+from policyc.lint.context import Context
+from policyc.planner import expectations
+
+SEVERITY = Severity.ERROR
+
+
+def check(context: Context) -> Iterator[Diagnostic]:
+    if context.plan is not None:
+        yield from (d for d in expectations(context.plan) if context.mine(d.span))

@@ -1,0 +1,34 @@
+"""A rule changes a GEMM that the compiler cannot reach.
+
+The body of a function with its own backward rule (`jax.custom_vjp`), of a Pallas kernel, or of a container that
+the compiler does not know is not entered: what it computes there is not what a gradient runs. Rather than
+skip such a GEMM, `policyc apply` refuses to run. Keep it explicitly.
+
+## Bad
+
+```policy
+* -> fp8
+```
+
+## Good
+
+```policy
+* -> fp8
+cross_entropy -> keep
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from policyc.diagnostics import Diagnostic, Severity
+from policyc.lint.context import Context
+from policyc.planner import opaque_sites
+
+SEVERITY = Severity.ERROR
+
+
+def check(context: Context) -> Iterator[Diagnostic]:
+    if context.plan is not None:
+        yield from (d for d in opaque_sites(context.plan) if context.mine(d.span))

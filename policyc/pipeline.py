@@ -1,0 +1,242 @@
+"""The whole walk: a policy and a loss in, a quantized loss out.
+
+In: a policy and a function, or a program that differentiates functions. Out: the function as the policy has it
+(`apply`), what would be done (`plan`), or every function differentiated inside a `with` (`active`). The one
+trap: a jitted step is traced once. What the policy makes of it depends on the policy and the phase of its
+schedule, so both are part of the key under which JAX keeps compiled functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from policyc import jaxprs
+from policyc.analysis import analyze
+from policyc.diagnostics import Diagnostic, PolicyError
+from policyc.loader import load, parse
+from policyc.planner import Phase, Plan, make_plan
+from policyc.policy import Policy
+from policyc.rewrite import rewrite
+from policyc.tracing import Traced, inputs_of, trace
+
+BACKENDS = ("auto", "emulate")
+
+_inside: ContextVar[bool] = ContextVar("policyc_inside", default=False)
+_POLICY = jaxprs.in_key()
+_PHASE = jaxprs.in_key()
+
+
+def apply(
+    policy: Policy | str | Path,
+    fn: Callable[..., Any],
+    *,
+    weights: int | Sequence[int] = 0,
+    backend: str = "auto",
+) -> Callable[..., Any]:
+    """`fn` with its GEMMs run as the policy says. It has the same signature, and composes with any transformation.
+
+    `weights` are the numbers of the arguments that hold parameters. `policy` is a `Policy`, a path, the name of
+    a bundled policy, or the text of one.
+    """
+    meant = as_policy(policy)
+    chosen = (weights,) if isinstance(weights, int) else tuple(weights)
+    _check_backend(backend)
+    _schedule.watch(meant)
+
+    @wraps(fn)
+    def quantized(*args: Any, **kwargs: Any) -> Any:
+        if _inside.get():
+            return fn(*args, **kwargs)
+        names = jaxprs.argument_names(fn, len(args))
+        with _guarded():
+            traced = trace(fn, args, kwargs, _within(chosen, args), [names[i] for i in _within(chosen, args)])
+        plan = make_plan(meant, analyze(traced.closed, traced.paths), backend)
+        plan.check()
+        closed = compiled(plan)
+        with _guarded():
+            return traced.run(closed, inputs_of(args, chosen))
+
+    return quantized
+
+
+def plan(
+    policy: Policy | str | Path,
+    fn: Callable[..., Any],
+    *args: Any,
+    weights: int | Sequence[int] = 0,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> Plan:
+    """What a policy does to `fn` called with these arguments, which may be `jax.ShapeDtypeStruct`s."""
+    meant = as_policy(policy)
+    _check_backend(backend)
+    chosen = _within((weights,) if isinstance(weights, int) else tuple(weights), args)
+    names = jaxprs.argument_names(fn, len(args))
+    with _guarded():
+        traced = trace(fn, args, kwargs, chosen, [names[i] for i in chosen])
+    return make_plan(meant, analyze(traced.closed, traced.paths), backend)
+
+
+def compiled(plan: Plan) -> Any:
+    """The jaxpr of the plan's loss in the present phase."""
+    return rewrite(plan.sites, plan.decisions(_schedule.phase(plan)))
+
+
+def as_policy(policy: Policy | str | Path) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str) and ("->" in policy or "\n" in policy):
+        return parse(policy)
+    return load(policy)
+
+
+def _within(chosen: Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
+    found = tuple(i + len(args) if i < 0 else i for i in chosen)
+    for i in found:
+        if not 0 <= i < len(args):
+            raise TypeError(f"argument {i} is said to hold the weights, and there are {len(args)} arguments")
+    return found
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"no backend named '{backend}' (known: {', '.join(BACKENDS)})")
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """While this lasts, what is differentiated or applied is part of something that is being compiled already."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+# ---- every derivative in a program
+
+
+@dataclass(kw_only=True)
+class Session:
+    """What happened while a policy was active. `plans` has one for each loss that was traced."""
+
+    policy: Policy
+    backend: str
+    on_plan: Callable[[Plan], None] | None = None
+    plans: list[Plan] = field(default_factory=list)
+
+    def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[..., Any]:
+        """The function to differentiate instead of `fun`."""
+        if _inside.get() or getattr(fun, "_policyc", False) or _is_internal(fun):
+            return fun
+        chosen = tuple(range(len(primals)))
+        with _guarded():
+            traced = trace(fun, primals, {}, chosen, jaxprs.argument_names(fun, len(primals)))
+        plan = make_plan(self.policy, analyze(traced.closed, traced.paths), self.backend)
+        self.plans.append(plan)
+        if self.on_plan is not None:
+            self.on_plan(plan)
+        if len(plan.sites):
+            plan.check()
+        return _replacement(traced, compiled(plan), chosen)
+
+    @property
+    def matched(self) -> bool:
+        """Did any rule match anything?"""
+        return any(any(plan.counts) for plan in self.plans)
+
+
+def _replacement(traced: Traced, closed: Any, chosen: tuple[int, ...]) -> Callable[..., Any]:
+    def quantized(*primals: Any) -> Any:
+        with _guarded():
+            return traced.run(closed, inputs_of(primals, chosen))
+
+    quantized._policyc = True  # type: ignore[attr-defined]  # so that a policy inside another is the only one
+    return quantized
+
+
+def _is_internal(fun: Callable[..., Any]) -> bool:
+    """Is it JAX that differentiates, for its own ends, and not the program?"""
+    module = getattr(fun, "__module__", None) or ""
+    return module.startswith("jax._src.") and module != "jax._src.api_util"
+
+
+@contextlib.contextmanager
+def active(
+    policy: Policy | str | Path, *, backend: str = "auto", on_plan: Callable[[Plan], None] | None = None
+) -> Iterator[Session]:
+    """Every loss differentiated in reverse inside this `with` runs as the policy says.
+
+    `jax.grad`, `value_and_grad`, `vjp`, `linearize`, and whatever a framework makes of them. `on_plan` is called
+    with the plan of each loss, before it is compiled.
+    """
+    _check_backend(backend)
+    session = Session(policy=as_policy(policy), backend=backend, on_plan=on_plan)
+    _schedule.watch(session.policy)
+    with _POLICY((id(session), str(session.policy))), jaxprs.differentiating(session.hook):
+        yield session
+
+
+# ---- schedules
+
+
+class _Schedule:
+    """The present step, and the policies whose phase depends on it."""
+
+    def __init__(self) -> None:
+        self.now: tuple[int, int | None] | None = None
+        self._watched: list[Policy] = []
+        self._held = contextlib.ExitStack()
+        self._key: tuple[Any, ...] | None = None
+
+    def watch(self, policy: Policy) -> None:
+        if policy.phases and not any(p is policy for p in self._watched):
+            self._watched.append(policy)
+
+    def set(self, step: int, total: int | None) -> None:
+        self.now = (step, total)
+        key = tuple(
+            tuple(w.holds(step, total or 1) for w in p.phases if total is not None or not w.bound.percent)
+            for p in self._watched
+        )
+        if key != self._key:
+            self._held.close()
+            self._held.enter_context(_PHASE(key))
+            self._key = key
+
+    def phase(self, plan: Plan) -> Phase:
+        """The phase to compile. A schedule in a program that never tells its step is a fault."""
+        conditions = plan.policy.phases
+        if not conditions:
+            return ()
+        if self.now is None:
+            raise PolicyError([
+                Diagnostic(
+                    code="schedule-without-step",
+                    message="this policy has a schedule, and the program does not say at which step it is",
+                    span=w.span,
+                    help="call policyc.step(n, total=N) before each step",
+                )
+                for w in conditions[:1]
+            ])  # fmt: skip
+        return plan.phase(*self.now)
+
+
+_schedule = _Schedule()
+
+
+def step(number: int, *, total: int | None = None) -> None:
+    """Tells at which step the training is. Where a phase of a schedule begins, the step is compiled for it.
+
+    `total` is the number of steps in all: percentages are of it. A length once told is remembered.
+    """
+    if number < 0 or (total is not None and total <= 0):
+        raise ValueError(f"step {number} of {total}: a step is 0 or more, and a length more than 0")
+    known = _schedule.now[1] if _schedule.now is not None else None
+    _schedule.set(int(number), known if total is None else int(total))

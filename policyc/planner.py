@@ -1,0 +1,335 @@
+"""Policy x Sites -> Plan: which rule decides about every product of every GEMM, and which rules it beat.
+
+In: a policy and the sites of a loss. Out: a `Plan`, or its faults as diagnostics. The one trap: a rule is
+counted by what it matches and not by what it wins: `expect` speaks of the sites that a selector names.
+
+A policy with a schedule has one decision for each phase. A `Phase` is which of the schedule's conditions hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from policyc import recipes
+from policyc.coverage import moments
+from policyc.diagnostics import Diagnostic, PolicyError, Severity, closest
+from policyc.policy import Policy, Rule
+from policyc.recipes import OPERANDS, Gemm, Recipe
+from policyc.selectors import Path, matches, patterns
+from policyc.sites import Address, Layer, Site, Sites, dotted
+from policyc.treatments import problems
+
+Phase = tuple[bool, ...]
+"""For each condition of the schedule, in the order of `Policy.phases`: does it hold?"""
+
+_SHOWN = 3  # sites named in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The rule that decides about a product, and those it beat, the nearest first: places in the policy."""
+
+    rule: int | None
+    beaten: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to one layer of a site. A recipe of None leaves it as it is."""
+
+    choices: tuple[Choice, Choice, Choice]
+    recipe: Recipe | None
+
+    def of(self, gemm: Gemm) -> Choice:
+        return self.choices[list(Gemm).index(gemm)]
+
+
+Decisions = Mapping[tuple[Address, Layer], Decision]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Every site with what the policy makes of it."""
+
+    policy: Policy
+    sites: Sites
+    backend: str = "auto"
+    _known: dict[Phase, Decisions] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases that the schedule can be in, the earliest first."""
+        conditions = self.policy.phases
+        found = dict.fromkeys(
+            tuple(w.holds(step, total) for w in conditions)
+            for step, total in sorted(moments(conditions), key=lambda m: m[0] / m[1])
+        )
+        return tuple(found) or ((),)
+
+    def phase(self, step: int, total: int | None) -> Phase:
+        """The phase at a step. Raises ValueError where the length of the training is needed and not known."""
+        if total is None and any(w.bound.percent for w in self.policy.phases):
+            raise ValueError(
+                "the schedule has percentages: policyc.step(n, total=N) must say of how many steps"
+            )
+        return tuple(w.holds(step, total or 1) for w in self.policy.phases)
+
+    def label(self, phase: Phase) -> str:
+        held = [str(w) for w, holds in zip(self.policy.phases, phase, strict=True) if holds]
+        if not self.policy.phases:
+            return "always"
+        return " and ".join(held) or "outside " + ", ".join(map(str, self.policy.phases))
+
+    @cached_property
+    def matched(self) -> Mapping[tuple[Address, Layer], tuple[frozenset[Gemm], ...]]:
+        """For each layer of each site, the products that each rule matches, whenever it is in force."""
+        matcher = _Matcher(self.policy.rules)
+        return {(s.address, layer): matcher(s, layer) for s in self.sites for layer in s.layers()}
+
+    def decisions(self, phase: Phase = ()) -> Decisions:
+        """What happens to every layer of every site in a phase."""
+        if phase not in self._known:
+            conditions = dict(zip(self.policy.phases, phase, strict=True))
+            live = [all(conditions[w] for w in rule.when) for rule in self.policy.rules]
+            self._known[phase] = {key: self._decide(found, live) for key, found in self.matched.items()}
+        return self._known[phase]
+
+    def _decide(self, found: tuple[frozenset[Gemm], ...], live: list[bool]) -> Decision:
+        key = (found, tuple(live))
+        if key not in self._decided:
+            chosen: list[Choice] = []
+            for gemm in Gemm:
+                taken = [at for at in reversed(range(len(found))) if live[at] and gemm in found[at]]
+                chosen.append(Choice(taken[0], tuple(taken[1:])) if taken else Choice(None))
+            parts = {
+                g: self.resolved[c.rule] for g, c in zip(Gemm, chosen, strict=True) if c.rule is not None
+            }
+            recipe = recipes.split(parts)
+            kept = all(t.format == "keep" for t in recipe.treatments)
+            self._decided[key] = Decision((chosen[0], chosen[1], chosen[2]), None if kept else recipe)
+        return self._decided[key]
+
+    @cached_property
+    def _decided(self) -> dict[Any, Decision]:
+        return {}
+
+    @cached_property
+    def resolved(self) -> tuple[Recipe, ...]:
+        resolve = self.policy.resolver()
+        return tuple(resolve(rule.recipe) for rule in self.policy.rules)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many sites each rule matches, every layer counted."""
+        found = [0] * len(self.policy.rules)
+        for products in self.matched.values():
+            for at, taken in enumerate(products):
+                found[at] += bool(taken)
+        return tuple(found)
+
+    @property
+    def quantized(self) -> bool:
+        """Does any phase change anything?"""
+        return any(d.recipe is not None for phase in self.phases for d in self.decisions(phase).values())
+
+    def check(self) -> None:
+        """Raises every fault that stops the policy from being applied to this loss."""
+        found = [*expectations(self), *opaque_sites(self), *bad_recipes(self)]
+        if found:
+            raise PolicyError(found)
+
+    @cached_property
+    def policy_hash(self) -> str:
+        return hashlib.sha256(str(self.policy).encode()).hexdigest()
+
+
+def make_plan(policy: Policy, sites: Sites, backend: str = "auto") -> Plan:
+    return Plan(policy=policy, sites=sites, backend=backend)
+
+
+class _Matcher:
+    """Which products of a site each rule takes. Paths repeat, so what is found is kept."""
+
+    def __init__(self, rules: tuple[Rule, ...]) -> None:
+        self._rules = rules
+        self._parts = [tuple((p, s.products) for s in rule.selectors for p in patterns(s)) for rule in rules]
+        self._known: dict[Path, tuple[frozenset[Gemm], ...]] = {}
+        self._holds: dict[Address, tuple[bool, ...]] = {}
+
+    def __call__(self, site: Site, layer: Layer) -> tuple[frozenset[Gemm], ...]:
+        if site.address not in self._holds:
+            given = site.attributes
+            self._holds[site.address] = tuple(
+                r.where is None or r.where.holds(given) is True for r in self._rules
+            )
+        found = [self._taken(path) for path in site.paths(layer)]
+        joined = found[0] if len(found) == 1 else tuple(a.union(*b) for a, *b in zip(*found, strict=True))
+        holds = self._holds[site.address]
+        return tuple(products if ok else frozenset() for products, ok in zip(joined, holds, strict=True))
+
+    def _taken(self, path: Path) -> tuple[frozenset[Gemm], ...]:
+        if path not in self._known:
+            self._known[path] = tuple(
+                frozenset[Gemm]().union(*(products for p, products in parts if matches(p, path)))
+                for parts in self._parts
+            )
+        return self._known[path]
+
+
+# ---- faults
+
+
+def expectations(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that match another number of sites than they expect."""
+    for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
+        if rule.expect is not None and rule.expect != count:
+            yield Diagnostic(
+                code="expect-violated",
+                message=f"this rule expects {rule.expect} site{'s'[: rule.expect != 1]} and matches {count}",
+                span=rule.span,
+                help=suggestion(plan, rule) if not count else f"expect {count}, if that is right",
+            )
+
+
+def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that change a GEMM which the compiler cannot reach."""
+    blamed: dict[int, list[Site]] = {}
+    for site in (s for s in plan.sites if s.opaque):
+        for phase, layer in itertools.product(plan.phases, site.layers()):
+            decision = plan.decisions(phase)[site.address, layer]
+            for gemm, choice in zip(Gemm, decision.choices, strict=True):
+                changed = decision.recipe is not None and decision.recipe.bits(gemm) != 0
+                if choice.rule is not None and changed and site not in blamed.setdefault(choice.rule, []):
+                    blamed[choice.rule].append(site)
+    for at, sites in blamed.items():
+        if not sites:
+            continue
+        rule, first = plan.policy.rules[at], sites[0]
+        where = f" ({first.place})" if first.place else ""
+        more = f", and {len(sites) - 1} more" if len(sites) > 1 else ""
+        yield Diagnostic(
+            code="opaque-site",
+            message=f"the GEMM '{first.name}'{where} cannot be changed: it is inside {first.opaque}{more}",
+            span=rule.span,
+            help=f"keep it with a rule behind this one: {_keeping(first)} -> keep",
+        )
+
+
+def _keeping(site: Site) -> str:
+    path = site.parameters[0].path if site.parameters else site.scope.path
+    return ".".join(n.text for n in path) or f"* where k == {site.k} and n == {site.n}"
+
+
+def bad_recipes(plan: Plan) -> Iterator[Diagnostic]:
+    """Recipes whose options contradict each other on some product."""
+    for rule, recipe in zip(plan.policy.rules, plan.resolved, strict=True):
+        for sentence in problems(recipe):
+            yield Diagnostic(code="contradictory-options", message=sentence, span=rule.recipe.span)
+
+
+def unmatched_rules(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that match no site of the loss."""
+    for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
+        if not count and rule.expect is None:
+            yield Diagnostic(
+                code="unmatched-rule",
+                message="no site of this model matches this rule",
+                span=rule.span,
+                severity=Severity.WARNING,
+                help=suggestion(plan, rule),
+            )
+
+
+def suggestion(plan: Plan, rule: Rule) -> str:
+    """What the writer of a rule that matches nothing may have meant, from the real paths."""
+    if not len(plan.sites):
+        return "the loss has no GEMM at all"
+    names = list(dict.fromkeys(n.text for s in plan.sites for p in _all_paths(s) for n in p))
+    for selector in rule.selectors:
+        for segment in selector.segments:
+            if segment.glob == "*" or segment.glob in names:
+                continue
+            near = closest(segment.glob, names)
+            if near is not None:
+                return f"did you mean '{near}' for '{segment.glob}'?"
+    indexed = any(segment.indices for s in rule.selectors for segment in s.segments)
+    if indexed and not any(n.index is not None for s in plan.sites for p in _layer_paths(s) for n in p):
+        return "nothing in this model is a stack: no path has an index"
+    shown = list(dict.fromkeys(s.name for s in plan.sites))
+    more = f", ... ({len(shown)} in all)" if len(shown) > _SHOWN else ""
+    return f"paths here are like {', '.join(shown[:_SHOWN])}{more}"
+
+
+def _all_paths(site: Site) -> Iterable[Path]:
+    return (site.scope.path, *(p.path for p in site.parameters))
+
+
+def _layer_paths(site: Site) -> Iterable[Path]:
+    return site.paths(next(iter(site.layers()), ()))
+
+
+# ---- as data
+
+
+def as_json(plan: Plan) -> str:
+    """The whole plan: for every site and phase, runs of layers that share their decisions."""
+    data = {
+        "policy": {"path": plan.policy.source.path, "sha256": plan.policy_hash},
+        "jaxpr": {"sha256": plan.sites.hash},
+        "backend": plan.backend,
+        "rules": [str(rule) for rule in plan.policy.rules],
+        "phases": [plan.label(phase) for phase in plan.phases],
+        "sites": [_site_json(plan, site) for site in plan.sites],
+    }
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
+    return {
+        "address": list(site.address),
+        "scope": dotted(site.scope.path),
+        "parameters": [dotted(p.path) for p in site.parameters],
+        "place": site.place,
+        "kind": site.kind,
+        "weight": site.weight,
+        "batch": site.batch,
+        "m": site.m,
+        "n": site.n,
+        "k": site.k,
+        "stacks": [s.size for s in site.stacks],
+        "repeats": site.repeats,
+        "flops": site.flops,
+        "products": [g for g in Gemm if g in site.products],
+        "opaque": site.opaque or None,
+        "decisions": {plan.label(phase): _runs(plan, site, phase) for phase in plan.phases},
+    }
+
+
+def _runs(plan: Plan, site: Site, phase: Phase) -> list[dict[str, Any]]:
+    decisions = plan.decisions(phase)
+    runs: list[dict[str, Any]] = []
+    for decision, group in itertools.groupby(site.layers(), key=lambda la: decisions[site.address, la]):
+        layers = list(group)
+        products = {}
+        for gemm in (g for g in Gemm if g in site.products):
+            choice = decision.of(gemm)
+            products[gemm] = {
+                "rule": choice.rule,
+                "beaten": list(choice.beaten),
+                "formats": [
+                    "keep" if decision.recipe is None else decision.recipe.of(g, role).format
+                    for g, role in OPERANDS
+                    if g is gemm
+                ],
+            }
+        run: dict[str, Any] = {"products": products}
+        if site.stacks:
+            run = {"layers": [list(layers[0]), list(layers[-1])], **run}
+        runs.append(run)
+    return runs

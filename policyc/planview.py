@@ -1,0 +1,106 @@
+"""Plans and sites as people look at them.
+
+In: a `Plan`. Out: a compact table of its rules, or a table of its sites. The one trap: shares of
+FLOPs are of all three products that a site really has, in all its layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from policyc.planner import Phase, Plan
+from policyc.recipes import Gemm
+from policyc.sites import Layer, Site, dotted
+
+_WIDEST = 60
+
+
+def summary(plan: Plan, backend: str) -> str:
+    """One line for each rule: what it decides about, and its share of the FLOPs of the GEMMs."""
+    total = sum(s.total_flops for s in plan.sites) or 1
+    rows: list[list[str]] = [["rule", "sites", "products", "FLOPs", "backend"]]
+    phase = plan.phases[0]
+    for at, rule in [*enumerate(plan.policy.rules), (None, None)]:
+        sites, flops, products = _won(plan, phase, at)
+        if rule is None and not sites:
+            continue
+        names = ", ".join(g for g in Gemm if g in products) or "-"
+        kept = rule is None or not any(0 < t.bits <= 8 for t in plan.resolved[at or 0].treatments)
+        text = "(no rule)" if rule is None else _short(str(rule))
+        rows.append([text, str(sites), names, f"{flops / total:.1%}", "-" if kept or not sites else backend])
+    if len(plan.phases) > 1:
+        rows[0][0] = f"rule ({plan.label(phase)})"
+    return "".join(f"policyc: {line}\n" for line in columns(rows))
+
+
+def _won(plan: Plan, phase: Phase, at: int | None) -> tuple[int, float, set[Gemm]]:
+    """How many layers of sites a rule decides something about, the FLOPs of it, and in which products."""
+    decisions = plan.decisions(phase)
+    count, flops, products = 0, 0.0, set[Gemm]()
+    for site in plan.sites:
+        share = site.flops * site.repeats / site.count
+        for layer in site.layers():
+            won = {g for g in site.products if decisions[site.address, layer].of(g).rule == at}
+            count += bool(won)
+            flops += share * len(won)
+            products |= won
+    return count, flops, products
+
+
+def sites_table(plan: Plan) -> str:
+    """Every site with its shapes, and where there are rules, which won and which it beat."""
+    rows = [["scope", "parameter", "layers", "batch x m x n x k", "GFLOP", "weight", "products"]]
+    ruled = bool(plan.policy.rules)
+    if ruled:
+        rows[0] += ["rule", "beat"]
+    for site in plan.sites:
+        sizes = "x".join(str(s.size) for s in site.stacks) or "-"
+        shape = f"{site.batch} x {site.m} x {site.n} x {site.k}"
+        row = [
+            dotted(site.scope.path) or "-",
+            ", ".join(dotted(p.path) for p in site.parameters) or "-",
+            sizes,
+            shape,
+            f"{site.flops * site.repeats / 1e9:.3g}",
+            site.weight or "-",
+            " ".join(g for g in Gemm if g in site.products) + (" (opaque)" if site.opaque else ""),
+        ]
+        for run, won, beat in _decided(plan, site) if ruled else [((), "", "")]:
+            where = [*row[:2], _layers(run) if site.stacks and run else row[2], *row[3:]]
+            rows.append([*where, won, beat] if ruled else where)
+    total = sum(s.total_flops for s in plan.sites)
+    sites = sum(s.count for s in plan.sites)
+    end = f"{sites} GEMM{'s'[: sites != 1]}, {total / 1e9:.4g} GFLOP a step in their products\n"
+    return "".join(f"{line}\n" for line in columns(rows)) + end
+
+
+def _decided(plan: Plan, site: Site) -> Iterator[tuple[Sequence[Layer], str, str]]:
+    decisions = plan.decisions(plan.phases[0])
+    for decision, group in itertools.groupby(site.layers(), key=lambda la: decisions[site.address, la]):
+        won: dict[str, list[str]] = {}
+        beat: dict[int, None] = {}
+        for gemm in (g for g in Gemm if g in site.products):
+            choice = decision.of(gemm)
+            text = "kept" if choice.rule is None else _short(str(plan.policy.rules[choice.rule]))
+            won.setdefault(text, []).append(gemm)
+            beat.update(dict.fromkeys(choice.beaten))
+        alone = len(won) == 1
+        shown = "; ".join(text if alone else f"{text} @ {', '.join(gemms)}" for text, gemms in won.items())
+        yield list(group), shown, "; ".join(_short(plan.policy.rules[b].head) for b in beat) or "-"
+
+
+def _layers(run: Sequence[Layer]) -> str:
+    first, last = (".".join(map(str, layer)) for layer in (run[0], run[-1]))
+    return first if first == last else f"{first}-{last}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows as lines, their cells aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,0 +1,154 @@
+"""Runs somebody's program in this process, as `python` would, under a policy.
+
+In: a script or a module with its arguments. Out: whatever it does, and its exit code. The one trap: an exception
+of the program is the program's: its traceback shows no frame of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from policyc.diagnostics import PolicyError
+from policyc.pipeline import Session, active
+from policyc.planner import Plan
+from policyc.policy import Policy
+
+_HIDDEN = (
+    str(Path(__file__).parent),
+    "<frozen runpy>",
+    "<frozen importlib",
+    runpy.__file__,
+    contextlib.__file__,
+)
+
+
+class BadTarget(Exception):
+    """There is no such program."""
+
+
+class Traced(BaseException):
+    """The loss was traced, and that was all that was wanted. Not an Exception, so that no program swallows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A script, or a module, and its arguments."""
+
+    name: str
+    is_module: bool = False
+    args: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Target:
+        """From the words of a command line: `train.py --lr 1`, or `-m pkg.train --lr 1`."""
+        if not words:
+            raise BadTarget("name a script to run, or -m and a module")
+        if words[0] == "-m":
+            if len(words) < 2:
+                raise BadTarget("-m needs the name of a module")
+            return cls(words[1], True, tuple(words[2:]))
+        return cls(words[0], False, tuple(words[1:]))
+
+    def check(self) -> None:
+        """Raises BadTarget where there is nothing to run."""
+        if not self.is_module:
+            if not Path(self.name).exists():
+                raise BadTarget(f"no such script: '{self.name}'")
+            return
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(self.name)
+        except (ImportError, ValueError) as error:
+            raise BadTarget(f"no module named '{self.name}' ({error})") from None
+        finally:
+            sys.path.pop(0)
+        if found is None:
+            raise BadTarget(f"no module named '{self.name}'")
+
+    def run(self) -> None:
+        """Runs it as `__main__`."""
+        sys.argv = [self.name, *self.args]
+        if self.is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            path = Path(self.name)
+            if not path.is_dir():
+                sys.path.insert(0, str(path.resolve().parent))
+            runpy.run_path(self.name, run_name="__main__")
+
+
+def run(target: Target, policy: Policy, backend: str, on_plan: Any) -> Session:
+    """Runs a program under a policy. `SystemExit` and our own errors come through; others are printed and exit."""
+    target.check()
+    with active(policy, backend=backend, on_plan=on_plan) as session:
+        try:
+            target.run()
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        except (PolicyError, Traced):
+            raise
+        except KeyboardInterrupt as error:
+            _show(error)
+            _interrupt()
+        except BaseException as error:  # noqa: BLE001  # as the interpreter itself does
+            _show(error)
+            sys.exit(1)
+    return session
+
+
+def first_plan(target: Target, policy: Policy, backend: str = "auto") -> Plan | None:
+    """The plan of the first loss with a GEMM in it. The program ends there; None where it has no such loss."""
+    plans: list[Plan] = []
+
+    def stop(plan: Plan) -> None:
+        plans.append(plan)
+        if len(plan.sites):
+            raise Traced
+
+    with contextlib.suppress(Traced):
+        run(target, policy, backend, stop)
+    return plans[-1] if plans else None
+
+
+def _show(error: BaseException) -> None:
+    """Prints a traceback as Python does, without our frames."""
+    sys.stdout.flush()
+    trace = _ours_removed(error.__traceback__)
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, trace)
+        return
+    shown = traceback.TracebackException(type(error), error, trace)
+    chain: traceback.TracebackException | None = shown
+    while chain is not None:
+        chain.stack = traceback.StackSummary.from_list(
+            [frame for frame in chain.stack if not frame.filename.startswith(_HIDDEN)]
+        )
+        chain = chain.__cause__ or chain.__context__
+    sys.stderr.write("".join(shown.format()))
+
+
+def _ours_removed(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HIDDEN):
+        trace = trace.tb_next
+    return trace
+
+
+def _interrupt() -> NoReturn:
+    """Ends as a program ends that is interrupted: by the signal."""
+    sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(130)

@@ -1,0 +1,167 @@
+"""Sites: the forward GEMMs of a loss, each with its names, shapes, roles and products.
+
+In: what the analysis of a jaxpr finds. Out: `Site`s and the paths that selectors see. The one trap: a GEMM in a
+scan over stacked parameters is one site and many layers; its paths have an index only once a layer is chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from policyc import jaxprs
+from policyc.policy import Attributes
+from policyc.recipes import Gemm
+from policyc.selectors import Name, Path
+
+Address = tuple[int, ...]
+"""Where an equation is: its number in the jaxpr, then the number of a body in it, then one in that body, ..."""
+
+Layer = tuple[int, ...]
+"""An index in each of the stacks around a site, the outermost first."""
+
+Weight = Literal["lhs", "rhs"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A scan over stacked parameters: the layers are one body."""
+
+    address: Address
+    size: int
+    reverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An index that belongs at one of some places in a path: that of a stack, or a known one."""
+
+    places: tuple[int, ...]
+    size: int
+    stack: Address | None = None
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A path whose stack indices are still open."""
+
+    path: Path
+    marks: tuple[Mark, ...] = ()
+
+    def marked(self, mark: Mark) -> Label:
+        return Label(self.path, (*self.marks, mark))
+
+    def at(self, indices: Mapping[Address, int]) -> Iterator[Path]:
+        """The path of a layer, in each way that its indices can be written.
+
+        Two stacks under one name count as one: index 1 of 4 times index 2 of 8 is index 10 of 32.
+        """
+        for places in itertools.product(*(m.places or (None,) for m in self.marks)):
+            if any(b is not None and a is not None and b < a for a, b in itertools.pairwise(places)):
+                continue
+            names = list(self.path)
+            for place, mark in zip(places, self.marks, strict=True):
+                if place is None:
+                    continue
+                index = mark.index if mark.stack is None else indices[mark.stack]
+                before = names[place]
+                outer, size = (before.index or 0, before.size or 1) if before.index is not None else (0, 1)
+                names[place] = Name(before.text, outer * mark.size + index, size * mark.size)
+            yield tuple(names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One forward GEMM, as `y = x W`: m rows of x, n columns of W, k contracted, `batch` of them."""
+
+    address: Address
+    scope: Label
+    parameters: tuple[Label, ...]
+    stacks: tuple[Stack, ...]
+    weight: Weight
+    kind: Literal["dot", "ragged"]
+    batch: int
+    m: int
+    n: int
+    k: int
+    repeats: int
+    products: frozenset[Gemm]
+    opaque: str = ""
+    one_hot: bool = False
+    around: jaxprs.Around = jaxprs.Around()
+    eqn: Any = field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The parameter's path, else the scope."""
+        path = self.parameters[0].path if self.parameters else self.scope.path
+        return dotted(path) or f"({self.place or 'unnamed'})"
+
+    @property
+    def place(self) -> str:
+        return jaxprs.place(self.eqn)
+
+    @property
+    def count(self) -> int:
+        """How many GEMMs of the model this is: one for each layer."""
+        return math.prod(s.size for s in self.stacks)
+
+    @property
+    def flops(self) -> int:
+        """Of one product of one layer, once."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def total_flops(self) -> int:
+        """Of all its products in a step."""
+        return self.flops * self.repeats * len(self.products)
+
+    @property
+    def attributes(self) -> Attributes:
+        """What a `where` can ask."""
+        return {
+            "m": self.m,
+            "n": self.n,
+            "k": self.k,
+            "batch": self.batch,
+            "flops": self.flops,
+            "weight": self.weight is not None,
+        }
+
+    def layers(self) -> Iterator[Layer]:
+        return itertools.product(*(range(s.size) for s in self.stacks))
+
+    def paths(self, layer: Layer) -> tuple[Path, ...]:
+        """Every path by which a selector may name a layer of this site."""
+        indices = {s.address: i for s, i in zip(self.stacks, layer, strict=True)}
+        labels = (self.scope, *self.parameters)
+        return tuple(dict.fromkeys(path for label in labels for path in label.at(indices)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sites:
+    """All GEMMs of a loss, in the order in which they run."""
+
+    sites: tuple[Site, ...]
+    parameters: tuple[Path, ...]
+    jaxpr: Any = field(compare=False, repr=False)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites)
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    @cached_property
+    def hash(self) -> str:
+        """Of the loss itself: equal for equal computations, whatever their variables are called."""
+        return jaxprs.fingerprint(self.jaxpr)
+
+
+def dotted(path: Path) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,163 @@
+"""Random programs for the compiler's property tests: nested scans, conds, remats, jits and dot_generals.
+
+Every GEMM stands in a name scope of its own (`g0`, `g1`, ...), so that it can be found again in a gradient's jaxpr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+WIDTH, ROWS = 8, 4
+Block = Callable[[Any, jax.Array], jax.Array]
+
+
+@dataclass
+class Program:
+    """A loss of parameters and a batch."""
+
+    loss: Callable[[Any, jax.Array], jax.Array]
+    params: Any
+    batch: jax.Array
+
+
+@dataclass
+class Builder:
+    random: np.random.Generator
+    gemms: int = 0
+    stacked: int = 0
+    names: list[str] = field(default_factory=list)
+
+    def weight(self, lead: tuple[int, ...], *shape: int) -> jax.Array:
+        values = self.random.standard_normal((*lead, *shape)) / np.sqrt(WIDTH)
+        return jnp.asarray(values, jnp.float32)
+
+    def name(self) -> str:
+        self.names.append(f"g{self.gemms}")
+        self.gemms += 1
+        return self.names[-1]
+
+    def block(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        leaves = [self.dense, self.left, self.einsum, self.pair, self.attention]
+        nests = [self.scanned, self.checkpointed, self.jitted, self.conditional, self.chained, self.looped]
+        made = leaves if depth == 0 else [*leaves[:2], *nests, *nests]
+        return made[self.random.integers(len(made))](depth, lead)
+
+    def dense(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        name = self.name()
+
+        def f(p: Any, h: jax.Array) -> jax.Array:
+            with jax.named_scope(name):
+                y = h @ p["w"]
+            return h + jax.nn.relu(y)
+
+        return {"w": self.weight(lead, WIDTH, WIDTH)}, f
+
+    def left(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        name = self.name()
+
+        def f(p: Any, h: jax.Array) -> jax.Array:
+            with jax.named_scope(name):
+                y = p["w"].T @ h.T
+            return h + jnp.tanh(y.T)
+
+        return {"w": self.weight(lead, WIDTH, WIDTH)}, f
+
+    def einsum(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        name = self.name()
+
+        def f(p: Any, h: jax.Array) -> jax.Array:
+            x = h.reshape(ROWS, 2, WIDTH // 2)
+            with jax.named_scope(name):
+                y = jnp.einsum(
+                    "rab,bace->rce", x, p["w"].astype(jnp.bfloat16), preferred_element_type=jnp.float32
+                )
+            return h + jnp.sin(y.reshape(h.shape))
+
+        return {"w": self.weight(lead, WIDTH // 2, 2, 2, WIDTH // 2)}, f
+
+    def pair(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        """Experts under vmap."""
+        name = self.name()
+
+        def f(p: Any, h: jax.Array) -> jax.Array:
+            with jax.named_scope(name):
+                y = jax.vmap(lambda w: h @ w)(p["w"])
+            return h + y.mean(0)
+
+        return {"w": self.weight(lead, 3, WIDTH, WIDTH)}, f
+
+    def attention(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        """A product of two activations."""
+        name = self.name()
+
+        def f(p: Any, h: jax.Array) -> jax.Array:
+            with jax.named_scope(name):
+                scores = jnp.einsum("rd,sd->rs", h, h * p["s"])
+            return h + jax.nn.softmax(scores, -1).sum(-1, keepdims=True)
+
+        return {"s": self.weight(lead, WIDTH)}, f
+
+    def scanned(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        length = int(self.random.integers(2, 5))
+        params, inner = self.block(depth - 1, (*lead, length))
+        reverse, unroll = bool(self.random.integers(2)), int(self.random.integers(1, 3))
+
+        def f(p: Any, h: jax.Array) -> jax.Array:
+            def body(h: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
+                h = inner(layer, h)
+                return h, h.mean(-1)
+
+            with jax.named_scope("layers"):
+                h, means = lax.scan(body, h, p["layers"], reverse=reverse, unroll=unroll)
+            return h + 0.1 * jnp.cumsum(means, 0)[-1][:, None]
+
+        return {"layers": params}, f
+
+    def checkpointed(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        params, inner = self.block(depth - 1, lead)
+        saved = [None, jax.checkpoint_policies.dots_saveable]
+        return params, jax.checkpoint(inner, policy=saved[self.random.integers(2)])
+
+    def jitted(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        params, inner = self.block(depth - 1, lead)
+        return params, jax.jit(inner)
+
+    def conditional(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        params, inner = self.block(depth - 1, lead)
+
+        def f(p: Any, h: jax.Array) -> jax.Array:
+            return lax.cond(h.mean() > -1e3, inner, lambda _, h: h, p, h)
+
+        return params, f
+
+    def chained(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        first, f = self.block(depth - 1, lead)
+        second, g = self.block(depth - 1, lead)
+        return {"a": first, "b": second}, lambda p, h: g(p["b"], f(p["a"], h))
+
+    def looped(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        """The same weights, again and again."""
+        params, inner = self.block(depth - 1, lead)
+        return params, lambda p, h: lax.fori_loop(0, 2, lambda _, h: inner(p, h), h)
+
+
+def program(seed: int, depth: int = 3) -> Program:
+    builder = Builder(np.random.default_rng(seed))
+    params, block = builder.block(depth, ())
+    batch = jnp.asarray(builder.random.standard_normal((ROWS, WIDTH)), jnp.float32)
+    first = builder.weight((), WIDTH, WIDTH)
+    name = builder.name()
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope(name):
+            h = x @ p["first"]
+        return jnp.mean(jnp.square(block(p["block"], h)))
+
+    return Program(loss, {"first": first, "block": params}, batch)

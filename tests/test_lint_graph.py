@@ -1,0 +1,87 @@
+"""The lint rules that see a program: each has a page, and finds its fault in a model that has it."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import policyc
+from policyc.lint import GRAPH, RULES, graph_rules, lint
+from policyc.loader import inspect
+
+W = jnp.ones((256, 256))
+X = jnp.ones((130, 256))
+
+
+@jax.custom_vjp
+def cross_entropy(w, h):
+    return jnp.sum(h @ w)
+
+
+cross_entropy.defvjp(lambda w, h: (cross_entropy(w, h), (w, h)), lambda r, g: (g * r[0], g * r[1]))
+
+
+def model(p, x):
+    tokens = jnp.argmax(x, -1)
+    h = jax.nn.one_hot(tokens, 256) @ p["table"]
+
+    def body(h, layer):
+        return h + jnp.tanh(h @ layer["mlp"]["up"]) @ layer["mlp"]["down"], None
+
+    h, _ = jax.lax.scan(body, h, p["layers"])
+    small = jnp.tanh(h @ p["narrow"]) @ p["narrow"].T
+    return jnp.sum((h + small) @ p["lm_head"]) + cross_entropy(p["loss"], h)
+
+
+stack = jnp.stack([W] * 6)
+PARAMS = {
+    "table": W, "layers": {"mlp": {"up": stack, "down": stack}}, "narrow": jnp.ones((256, 40)), "lm_head": W, "loss": W,
+}  # fmt: skip
+
+FAULTY = {
+    "unmatched-rule": "mpl -> fp8",
+    "overridden-rule": "up -> fp8; mlp where k > 100 -> mxfp8",
+    "expect-violated": "mlp -> fp8 expect 97",
+    "opaque-site": "loss -> fp8",
+    "quantized-embedding": "table -> fp8",
+    "quantized-head": "lm_head -> fp8",
+    "padded-gemm": "narrow -> mxfp8",
+    "small-gemm": "narrow -> fp8",
+    "hadamard-does-not-fit": "mlp -> nvfp4(rht=wgrad, rht_size=128, sr=grad)",
+    "split-scan": "layers[::2] -> fp8",
+}
+
+
+def found(text: str) -> set[str]:
+    loaded = inspect(text)
+    assert not loaded.found
+    plan = policyc.plan(loaded.policy, model, PARAMS, X)
+    return {d.code for d in lint(loaded, GRAPH, plan).diagnostics}
+
+
+@pytest.mark.parametrize("code", FAULTY)
+def test_a_rule_finds_its_fault(code):
+    assert code in found(FAULTY[code])
+
+
+def test_a_careful_policy_is_clean():
+    assert found("mlp -> fp8 expect 12; layers[-2:].mlp -> keep") == set()
+
+
+def test_every_rule_has_a_page_and_a_test():
+    rules = graph_rules()
+    assert set(rules) == GRAPH == FAULTY.keys() | {"schedule-without-step"}
+    assert not GRAPH & RULES.keys()
+    for rule in rules.values():
+        assert re.fullmatch(r"[A-Z].*\.", rule.title)
+        for kind in ("Bad", "Good"):
+            assert f"## {kind}\n\n```policy\n" in rule.page
+
+
+def test_without_a_program_nothing_is_asked_of_it():
+    loaded = inspect("mpl -> fp8  # allow: unmatched-rule -- another model\n")
+    assert not lint(loaded, GRAPH).diagnostics
+    assert not [d for d in lint(loaded).diagnostics if "suppression" in d.code]
