@@ -2,7 +2,7 @@
 #
 #   PYTHON=python3.13   the interpreter (default: the first of python3, python3.13, 3.12, 3.11 that is 3.11 to 3.13)
 #   VENV=.venv-other    the environment to make and use (default: .venv)
-#   JOBS=auto           test processes (default: the fast tests in one, the slow ones in one per core)
+#   JOBS=4              test processes (default: one per core)
 #   ARGS='-k parser'    more arguments for pytest
 
 PYTHON ?=
@@ -29,7 +29,7 @@ demo: setup ## lint the bundled policies, then print one of them as tables
 	@$(IN) echo "policyc show llama_nvfp4" && $(BIN)/policyc show llama_nvfp4
 
 test: setup ## run the fast tests
-	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),0) $(ARGS)
+	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) $(ARGS)
 
 test-slow: setup ## run the slow tests: fuzzing, scaling
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) -m slow $(ARGS)

@@ -75,7 +75,7 @@ def copies(x: jax.Array, repeat: int) -> Any:
         "fp8": (Treatment(format="fp8", element="e4m3"), Axes()),
         "mxfp8": (Treatment(format="mxfp8", element="e4m3"), Axes()),
     }
-    method: Any = "matmul_bf16" if jax.default_backend() == "gpu" else "matmul"
+    method: Any = "kernels" if jax.default_backend() == "gpu" else "matmul"
     for name, (t, axes) in cases.items():
         rows[name] = seconds(partial(quantize, treatment=t, axes=axes, method=method), x, repeat=repeat)
     q = jax.jit(partial(quantize, treatment=nvfp4()))(x)
@@ -107,7 +107,8 @@ def designs(x: jax.Array, repeat: int) -> dict[str, Any]:
         rows["threefry"] = seconds(lambda x: quantize(x, sr, key=key(1)), x, repeat=repeat)
     out = {"random bits": report("random bits", rows, "hash")}
     rows = {}
-    for method in ("matmul", "matmul_bf16", "butterfly"):
+    methods = ["matmul", "matmul_bf16", "butterfly"]
+    for method in [*methods, "kernels"] if jax.default_backend() == "gpu" else methods:
         f = partial(quantize, treatment=turned, axes=Axes(axis=-2), method=method)
         rows[method] = seconds(f, x, repeat=repeat)
     out["transform"] = report("transform", rows, "matmul")
