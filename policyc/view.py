@@ -18,6 +18,7 @@ from policyc.diagnostics import Paint
 from policyc.loader import load
 from policyc.policy import Policy, Rule
 from policyc.recipes import OPERANDS, Gemm, Recipe, Treatment
+from policyc.treatments import effective, problems
 
 _COLOURS = {4: "green", 8: "cyan", 16: "white", 32: "white", 0: "dim"}
 
@@ -70,11 +71,17 @@ def table(policy: Policy, title: str, colour: bool | None = None) -> None:
         roles = " x ".join(role for g, role in OPERANDS if g is gemm)
         grid.add_column(Text(f"{gemm}\n{roles}"), overflow="fold")
     for rule in policy.rules:
-        grid.add_row(_heading(rule), *(_cell(rule, resolve(rule.recipe), gemm) for gemm in Gemm))
+        recipe = _carried_out(resolve(rule.recipe))
+        grid.add_row(_heading(rule), *(_cell(rule, recipe, gemm) for gemm in Gemm))
     console.print(grid)
     console.print(
         "Later rules override earlier ones; a site that no rule matches is kept as it is.", style="dim"
     )
+
+
+def _carried_out(recipe: Recipe) -> Recipe:
+    """What is done, which is not all that is written: but for a recipe that cannot be carried out at all."""
+    return recipe if problems(recipe) else effective(recipe)
 
 
 def _heading(rule: Rule) -> Text:
@@ -102,7 +109,7 @@ def as_json(policy: Policy) -> str:
     resolve = policy.resolver()
     rules: list[dict[str, Any]] = []
     for rule in policy.rules:
-        recipe = resolve(rule.recipe)
+        recipe = _carried_out(resolve(rule.recipe))
         rules.append(
             {
                 "selectors": [str(s) for s in rule.selectors],

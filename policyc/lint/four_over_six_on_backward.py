@@ -1,7 +1,8 @@
-"""four_over_six chooses the scales of a backward product.
+"""four_over_six is asked of a backward product, where it does not apply.
 
 Choosing the better of two scales minimizes the error of a block and thereby biases it. Forward that pays;
-backward the bias adds up, as with rounding to nearest. Give the forward product a recipe of its own with
+backward the bias would add up, as with rounding to nearest. It is defined for forward operands alone, and left
+out of backward products: such a recipe says more than it does. Give the forward product a recipe of its own with
 `split` or `@ fprop`.
 
 ## Bad
@@ -38,6 +39,6 @@ def check(context: Context) -> Iterator[Diagnostic]:
                     applied,
                     gemm,
                     "scale",
-                    f"four_over_six chooses the scales of {gemm}",
+                    f"four_over_six does not apply to {gemm}, and is left out there",
                     "use it for fprop: split(fprop=nvfp4(scale=four_over_six), dgrad=..., wgrad=...)",
                 )

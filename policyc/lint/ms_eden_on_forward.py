@@ -1,7 +1,8 @@
-"""MS-EDEN rounds a forward product.
+"""MS-EDEN is asked of the forward product, where it does not apply.
 
-MS-EDEN trades error for the absence of bias. The forward pass has no use for that, and pays with a transform
-of 128 along each operand. Give the backward products a recipe of their own with `split` or `@ bwd`.
+MS-EDEN trades error for the absence of bias, which the forward pass has no use for. It is defined for backward
+operands alone, and fprop is rounded to nearest without it: such a recipe says more than it does. Give the backward
+products a recipe of their own with `split` or `@ bwd`.
 
 ## Bad
 
@@ -37,6 +38,6 @@ def check(context: Context) -> Iterator[Diagnostic]:
                 applied,
                 Gemm.FPROP,
                 "rounding",
-                "MS-EDEN rounds fprop",
+                "MS-EDEN does not apply to fprop, which is rounded to nearest without it",
                 "use it for the backward products: split(fprop=nvfp4, dgrad=..., wgrad=...)",
             )
