@@ -1,0 +1,100 @@
+"""`policyc quantize` against the vendor's vectors, and against what is not an array."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from command import Ran, policyc
+
+REFERENCE = np.load(Path(__file__).parent / "data" / "nvfp4_reference.npz")
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = np.concatenate([E2M1, -E2M1])
+WEIGHT = ("--role", "weight", "--gemm", "fprop")
+OTHER = ("--role", "weight", "--gemm", "dgrad")
+TOKENS = ("--role", "activation", "--gemm", "wgrad")
+GRADIENT = ("--role", "gradient", "--gemm", "wgrad")
+BF16 = "normal_48x80_bfloat16_1d"
+TILES = "normal_64x128_float32_2d"
+ROTATED = "rht_64x128_bf16"
+
+
+def run(folder: Path, array: np.ndarray, *options: str) -> tuple[Ran, dict[str, np.ndarray]]:
+    np.save(folder / "in.npy", array)
+    ran = policyc("quantize", folder / "in.npy", *options, "--out", folder / "out.npz")
+    found = dict(np.load(folder / "out.npz")) if (folder / "out.npz").exists() else {}
+    return ran, found
+
+
+def array(case: str) -> np.ndarray:
+    """bfloat16 as numpy saves it: two-byte voids."""
+    x = REFERENCE[f"{case}/x"]
+    return x.view("V2") if x.dtype == np.uint16 else x
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "codes", "scales"),
+    [
+        (BF16, ("--recipe", "nvfp4", "--role", "activation", "--gemm", "fprop"), "q", "s"),
+        (BF16, ("--recipe", "nvfp4", "--role", "activation", "--gemm", "fprop", "--axis", "0"), "q_t", "s_t"),
+        (TILES, ("--recipe", "nvfp4(scale2d=weights)", *WEIGHT), "q", "s"),
+        (TILES, ("--recipe", "nvfp4(scale2d=weights)", *OTHER, "--axis", "0"), "q_t", "s_t"),
+        (ROTATED, ("--recipe", "nvfp4(rht=wgrad)", *TOKENS, "--axis", "0"), "q_t", "s_t"),
+    ],
+)  # fmt: skip
+def test_the_files_hold_the_vendors_bits(
+    tmp_path: Path, case: str, options: tuple[str, ...], codes: str, scales: str
+) -> None:
+    ran, found = run(tmp_path, array(case), *options)
+    assert ran.code == 0
+    packed = REFERENCE[f"{case}/{codes}"]
+    np.testing.assert_array_equal(found["packed"], packed)
+    np.testing.assert_array_equal(
+        found["codes"], np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+    )
+    np.testing.assert_array_equal(found["scales"], REFERENCE[f"{case}/{scales}"])
+    amax = REFERENCE[f"{case}/{'amax_col' if codes == 'q_t' else 'amax_row'}"]
+    np.testing.assert_array_equal(found["amax"], amax)
+    by_block = np.repeat(found["scales"].view(ml_dtypes.float8_e4m3fn).astype(np.float64), 16, axis=-1)
+    values = E2M1[found["codes"]] * by_block[:, : found["codes"].shape[1]] * (np.float64(amax) / 2688)
+    # fp32 has 24 bits, and the product of three numbers is rounded three times at most.
+    np.testing.assert_allclose(found["dequantized"], values, rtol=3 * 2**-24)
+    assert {k: v.dtype for k, v in found.items()} == {
+        "codes": np.uint8, "packed": np.uint8, "scales": np.uint8, "amax": np.float32, "dequantized": np.float32,
+    }  # fmt: skip
+    for figure in ("SQNR", "relative error", "flushed", "saturated", "zero blocks", "gain"):
+        assert figure in ran.out
+
+
+@pytest.mark.parametrize(
+    ("array", "options", "code", "said"),
+    [
+        (np.arange(4), ("--recipe", "nvfp4", *WEIGHT), 2, "int64"),
+        (np.float32(3), ("--recipe", "nvfp4", *WEIGHT), 2, "one axis or more"),
+        (np.ones(16, "f4"), ("--recipe", "nvfp5", *WEIGHT), 1, "did you mean 'nvfp4'?"),
+        (np.ones(16, "f4"), ("--recipe", "nvfp4", "--role", "gradient", "--gemm", "fprop"), 2, "has no gradient"),
+        (np.ones(16, "f4"), ("--recipe", "nvfp4", *WEIGHT, "--axis", "1"), 2, "1 axes"),
+        (np.ones(16, "f4"), ("--recipe", "bf16; * -> fp8", *WEIGHT), 2, "one recipe"),
+        (np.ones((16, 16), "f4"), ("--recipe", "nvfp4(rht=wgrad.grad)", *GRADIENT), 2, "both"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_said_and_leaves_nothing(
+    tmp_path: Path, array: np.ndarray, options: tuple[str, ...], code: int, said: str
+) -> None:
+    ran, found = run(tmp_path, array, *options)
+    assert ran.code == code
+    assert said in ran.err
+    assert not found
+    assert os.listdir(tmp_path) == ["in.npy"]
+
+
+def test_a_file_that_is_no_array(tmp_path: Path) -> None:
+    (tmp_path / "x.npy").write_text("hello")
+    options = ("--recipe", "fp8", *WEIGHT, "--out", tmp_path / "o.npz")
+    for name in ("x.npy", "absent.npy"):
+        ran = policyc("quantize", tmp_path / name, *options)
+        assert ran.code == 2
+        assert name in ran.err
