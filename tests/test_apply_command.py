@@ -114,9 +114,18 @@ def test_a_traceback_is_the_programs_own(home):
     assert "runpy" not in ran.stderr
 
 
+# A test runner in the background ignores interrupts, and so does what it starts: this one listens again.
+LISTENING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from policyc.cli import main
+main()
+"""
+
+
 def test_an_interrupt_ends_it(home):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "policyc.cli", "apply", "good.policy", "train.py", "--wait"]
+    command = [sys.executable, "-c", LISTENING, "apply", "good.policy", "train.py", "--wait"]
     with subprocess.Popen(
         command,
         cwd=home,
