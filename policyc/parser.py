@@ -338,6 +338,10 @@ def _piece(builder: _Builder, start: int, end: int, closing: str = "") -> tuple[
 # ---- trees to nodes
 
 
+_VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|\d[\w./]*")
+"""A value outside of braces: what stands in them alone must be able to stand without them."""
+
+
 class _Builder:
     """Turns trees into nodes. Collects faults instead of raising them; a faulty statement is left out."""
 
@@ -585,8 +589,13 @@ class _Builder:
             words = (canonical(str(value.children[0])),)
         elif value is not None:
             words = tuple(canonical(w) for w in re.findall(r"[^\s,{}]+", value))
+            odd = next((w for w in words if not _VALUE.fullmatch(w)), None)
             if not words:
                 self.fault("unknown-value", value, f"no value for '{name}' between the braces")
+            elif odd is not None:
+                self.fault(
+                    "unknown-value", value, f"'{odd}' is not a value", "values are words, separated by commas"
+                )
         end = self.span(value if value is not None else name)
         return Setting(name=str(name), words=words, span=self.span(name).to(end))
 

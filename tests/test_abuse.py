@@ -316,7 +316,6 @@ def test_ten_thousand_rules_take_four_times_as_long_as_a_quarter_of_them(make):
     small = min(seconds(make(2_500)) for _ in range(3))
     large = min(seconds(make(10_000)) for _ in range(2))
     assert large / small < 8
-    assert large < 60  # seconds on a quiet machine are 2 to 5
 
 
 @pytest.mark.slow

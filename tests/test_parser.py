@@ -395,6 +395,7 @@ FAULTS = [
     ("a -> mxfp8(rht=wgrad)", "unknown-option", 1, 12, "an option of nvfp4, mxfp4"),
     ("a -> bf16(fast)", "unknown-option", 1, 11, "takes none"),
     ("recipe nv = nvfp4; a -> nv(sr=grad)", "unknown-option", 1, 28, "where 'nv' is defined"),
+    ("a -> nvfp4(sr={gr-ad})", "unknown-value", 1, 15, "words"),
     ("a -> nvfp4(sr=gard)", "unknown-value", 1, 12, "did you mean 'grad'?"),
     ("a -> nvfp4(rht_size=17)", "unknown-value", 1, 12, "16"),
     ("a -> nvfp4(sr_headroom=3)", "unknown-value", 1, 12, "17/16"),
