@@ -230,7 +230,7 @@ def _too_deep(source: Source, start: int, end: int, depth: int = 0) -> Diagnosti
 
 _HEADER = re.compile(r"(after|until|variant)(?![\w?*~.\[{]|-(?!>))[^\n;#{}]*\{")
 _KEYWORD = re.compile(r"[ \t\r\f]*((import|recipe|after|until|variant)(?![\w?*~.\[{]|-(?!>))|\})")
-_ARROW_AHEAD = re.compile(r"[^\n#]*->")
+_ARROW_AHEAD = re.compile(r"[^\n#;]*->")
 _CLOSES = re.compile(r"(?:(?!->)[^\n#(){}\[\]])*[)\]]")
 _ARROW_FIRST = re.compile(r"[ \t\r\f]*->")
 _BLANK = " \t\r\f\n"  # not what else Python strips: the grammar does not
