@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +16,7 @@ import click
 
 from policyc import __version__, commands
 from policyc.commands import Examples
+from policyc.files import whole
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -216,15 +216,8 @@ def _replace(path: Path, text: str) -> None:
         mode = target.stat().st_mode
         if b"\r\n" in target.read_bytes():
             text = text.replace("\n", "\r\n")
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
-                stream.write(text)
-            os.chmod(name, mode & 0o7777)
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with whole(target, mode & 0o7777) as stream:
+            stream.write(text.encode("utf-8"))
     except OSError as error:
         raise unreadable(str(path), f"cannot be written: {error.strerror}") from None
 
@@ -474,15 +467,8 @@ def _save(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:
     import numpy as np
 
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                np.savez(stream, **arrays)  # type: ignore[arg-type]  # the stubs take the names for options
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with whole(path) as stream:
+            np.savez(stream, **arrays)  # type: ignore[arg-type]  # the stubs take the names for options
     except OSError as error:
         raise click.UsageError(f"cannot write '{path}': {error.strerror}") from None
 

@@ -6,7 +6,6 @@ program's name is the program's, even what looks like an option of ours.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+
+from policyc.files import whole
 
 if TYPE_CHECKING:
     from policyc.planner import Plan
@@ -225,10 +226,8 @@ def _stop(message: str) -> NoReturn:
 
 
 def _write(path: str, text: str) -> None:
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
+        with whole(Path(path)) as stream:
+            stream.write(text.encode("utf-8"))
     except OSError as error:
         _stop(f"--plan-out: '{path}' cannot be written: {error.strerror}")

@@ -19,7 +19,7 @@ from policyc.coverage import Claim, Cover
 from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Span
 from policyc.loader import Loaded
 from policyc.policy import RecipeNode, Resolver, Rule, Split, Use, Variant, uses
-from policyc.recipes import Gemm, Recipe
+from policyc.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 
 if TYPE_CHECKING:
     from policyc.planner import Plan
@@ -143,6 +143,13 @@ class Context:
         if earlier is None or (self.mine(earlier.rule.span) and self.cover.taken_by(earlier)):
             return None
         return earlier
+
+    def operands(self) -> Iterator[tuple[Applied, Gemm, Role, Treatment]]:
+        """Every operand that some rule takes, with what the rule's recipe does to it."""
+        for applied in self.applied:
+            for gemm, role in OPERANDS:
+                if gemm in applied.products:
+                    yield applied, gemm, role, applied.recipe.of(gemm, role)
 
     def report(
         self,

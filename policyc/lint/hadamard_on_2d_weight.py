@@ -24,20 +24,18 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.recipes import OPERANDS, Role
+from policyc.recipes import Role
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for applied in context.applied:
-        for gemm, role in OPERANDS:
-            treatment = applied.recipe.of(gemm, role)
-            if gemm in applied.products and role is Role.WEIGHT and treatment.rht and treatment.tile2d:
-                yield from context.blame(
-                    "hadamard-on-2d-weight",
-                    applied,
-                    gemm,
-                    "rht",
-                    f"the 2D-scaled weight of {gemm} is rotated",
-                    "rotate wgrad only, which has no weight: rht=wgrad",
-                    better="rht=wgrad",
-                )
+    for applied, gemm, role, treatment in context.operands():
+        if role is Role.WEIGHT and treatment.rht and treatment.tile2d:
+            yield from context.blame(
+                "hadamard-on-2d-weight",
+                applied,
+                gemm,
+                "rht",
+                f"the 2D-scaled weight of {gemm} is rotated",
+                "rotate wgrad only, which has no weight: rht=wgrad",
+                better="rht=wgrad",
+            )

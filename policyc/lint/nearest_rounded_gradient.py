@@ -25,21 +25,18 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.recipes import OPERANDS, Role
+from policyc.recipes import Role
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for applied in context.applied:
-        for gemm, role in OPERANDS:
-            treatment = applied.recipe.of(gemm, role)
-            nearest = treatment.bits == 4 and treatment.rounding == "rne"
-            if gemm in applied.products and role is Role.GRADIENT and nearest:
-                yield from context.blame(
-                    "nearest-rounded-gradient",
-                    applied,
-                    gemm,
-                    "sr",
-                    f"the gradient of {gemm} is rounded to nearest in {treatment.format}",
-                    "add sr=grad",
-                    better="sr=grad",
-                )
+    for applied, gemm, role, treatment in context.operands():
+        if role is Role.GRADIENT and treatment.bits == 4 and treatment.rounding == "rne":
+            yield from context.blame(
+                "nearest-rounded-gradient",
+                applied,
+                gemm,
+                "sr",
+                f"the gradient of {gemm} is rounded to nearest in {treatment.format}",
+                "add sr=grad",
+                better="sr=grad",
+            )

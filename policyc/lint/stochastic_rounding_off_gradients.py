@@ -24,20 +24,18 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.recipes import OPERANDS, Role
+from policyc.recipes import Role
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for applied in context.applied:
-        for gemm, role in OPERANDS:
-            treatment = applied.recipe.of(gemm, role)
-            if gemm in applied.products and treatment.rounding == "sr" and role is not Role.GRADIENT:
-                yield from context.blame(
-                    "stochastic-rounding-off-gradients",
-                    applied,
-                    gemm,
-                    "sr",
-                    f"the {role} of {gemm} is rounded at random",
-                    "round gradients at random, all else to nearest: sr=grad",
-                    better="sr=grad",
-                )
+    for applied, gemm, role, treatment in context.operands():
+        if treatment.rounding == "sr" and role is not Role.GRADIENT:
+            yield from context.blame(
+                "stochastic-rounding-off-gradients",
+                applied,
+                gemm,
+                "sr",
+                f"the {role} of {gemm} is rounded at random",
+                "round gradients at random, all else to nearest: sr=grad",
+                better="sr=grad",
+            )
