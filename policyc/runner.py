@@ -33,7 +33,7 @@ _HIDDEN = (
 )
 
 
-class BadTarget(Exception):
+class BadProgram(Exception):
     """There is no such program."""
 
 
@@ -42,7 +42,7 @@ class Traced(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Program:
     """A script, or a module, and its arguments."""
 
     name: str
@@ -50,31 +50,31 @@ class Target:
     args: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Target:
+    def of(cls, words: Sequence[str]) -> Program:
         """From the words of a command line: `train.py --lr 1`, or `-m pkg.train --lr 1`."""
         if not words:
-            raise BadTarget("name a script to run, or -m and a module")
+            raise BadProgram("name a script to run, or -m and a module")
         if words[0] == "-m":
             if len(words) < 2:
-                raise BadTarget("-m needs the name of a module")
+                raise BadProgram("-m needs the name of a module")
             return cls(words[1], True, tuple(words[2:]))
         return cls(words[0], False, tuple(words[1:]))
 
     def check(self) -> None:
-        """Raises BadTarget where there is nothing to run."""
+        """Raises BadProgram where there is nothing to run."""
         if not self.is_module:
             if not Path(self.name).exists():
-                raise BadTarget(f"no such script: '{self.name}'")
+                raise BadProgram(f"no such script: '{self.name}'")
             return
         sys.path.insert(0, os.getcwd())
         try:
             found = importlib.util.find_spec(self.name)
         except (ImportError, ValueError) as error:
-            raise BadTarget(f"no module named '{self.name}' ({error})") from None
+            raise BadProgram(f"no module named '{self.name}' ({error})") from None
         finally:
             sys.path.pop(0)
         if found is None:
-            raise BadTarget(f"no module named '{self.name}'")
+            raise BadProgram(f"no module named '{self.name}'")
 
     def run(self) -> None:
         """Runs it as `__main__`."""
@@ -89,12 +89,12 @@ class Target:
             runpy.run_path(self.name, run_name="__main__")
 
 
-def run(target: Target, policy: Policy, backend: str, on_plan: Any) -> Session:
+def run(program: Program, policy: Policy, backend: str, on_plan: Any) -> Session:
     """Runs a program under a policy. `SystemExit` and our own errors come through; others are printed and exit."""
-    target.check()
+    program.check()
     with active(policy, backend=backend, on_plan=on_plan) as session:
         try:
-            target.run()
+            program.run()
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
@@ -109,7 +109,7 @@ def run(target: Target, policy: Policy, backend: str, on_plan: Any) -> Session:
     return session
 
 
-def first_plan(target: Target, policy: Policy, backend: str = "auto") -> Plan | None:
+def first_plan(program: Program, policy: Policy, backend: str = "auto") -> Plan | None:
     """The plan of the first loss with a GEMM in it. The program ends there; None where it has no such loss."""
     plans: list[Plan] = []
 
@@ -119,7 +119,7 @@ def first_plan(target: Target, policy: Policy, backend: str = "auto") -> Plan | 
             raise Traced
 
     with contextlib.suppress(Traced):
-        run(target, policy, backend, stop)
+        run(program, policy, backend, stop)
     return plans[-1] if plans else None
 
 

@@ -1,0 +1,138 @@
+"""`policyc lint`: faults in policies, alone or against a program."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from policyc.verbs.programs import plan_of
+from policyc.verbs.shared import CLEAN, FAILED, FOUND, Examples, colour, near, paint, replace, stdin, writable
+
+if TYPE_CHECKING:
+    from policyc.diagnostics import Diagnostic
+    from policyc.loader import Loaded
+
+
+@click.command(
+    cls=Examples,
+    examples="""
+    policyc lint llama.policy                          every finding, with its place and a remedy
+    policyc lint policies/*.policy --format concise    a line each
+    policyc lint llama.policy --fix                    mend what can be mended without changing what it means
+    policyc lint llama_nvfp4 --format sarif > out.sarif
+    """,
+)
+@click.argument("files", nargs=-1, required=True, metavar="POLICY...")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["full", "concise", "json", "github", "sarif"]),
+    default="full",
+    show_default=True,
+    help="How findings are printed.",
+)
+@click.option("--select", multiple=True, metavar="CODES", help="Look for these codes only (comma-separated).")
+@click.option("--ignore", multiple=True, metavar="CODES", help="Do not look for these codes.")
+@click.option(
+    "--against",
+    metavar="PROGRAM",
+    help="Also check what the policy does to a program: a script, or '-m MODULE', with its arguments in quotes.",
+)
+@click.option("--fix", is_flag=True, help="Apply the safe fixes; the file is replaced in one go.")
+@click.option(
+    "--unsafe-fixes", is_flag=True, help="With --fix: also those that change what the policy means."
+)
+def lint(
+    files: tuple[str, ...],
+    form: str,
+    select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    against: str | None,
+    fix: bool,
+    unsafe_fixes: bool,
+) -> None:
+    """Check policies for faults and for what costs people runs.
+
+    A finding is allowed on its line with '# allow: CODE -- reason'. 'policyc explain CODE' tells what a code
+    means. Exits with 0 if there is no finding, 1 if there are some, 2 if a file could not be read.
+    """
+    from policyc import report
+    from policyc.diagnostics import PolicyError
+    from policyc.lint import lint as check
+
+    gc.disable()  # nothing here is garbage before the process ends, and looking for it takes a third of the time
+    if unsafe_fixes and not fix:
+        raise click.UsageError("--unsafe-fixes goes with --fix")
+    if fix and "-" in files:
+        raise click.UsageError("--fix needs a file to write to, and '-' is standard input")
+    codes = _codes(select, ignore)
+    if against == "-m" and len(files) > 1:  # written without quotes: --against -m MODULE
+        files, against = files[:-1], f"-m {files[-1]}"
+    if against is not None and len(files) != 1:
+        raise click.UsageError("--against goes with one policy")
+    found: list[Diagnostic] = []
+    undecided, failed, mended = 0, False, 0
+    for name in files:
+        try:
+            if fix:
+                mended += _mend(name, codes, unsafe_fixes)
+            loaded = _inspect(name)
+            plan = None if against is None or loaded.found else plan_of(loaded.policy, against)
+            findings = check(loaded, codes, plan)
+        except PolicyError as error:
+            failed = True
+            found += error.diagnostics
+            continue
+        found += findings.diagnostics
+        failed |= any(d.code == "unreadable-file" for d in findings.diagnostics)  # of an import
+        undecided += findings.undecided
+    click.echo(report.FORMS[form](found, paint), nl=False, color=colour())
+    if form in ("full", "concise"):
+        if mended:
+            click.echo(f"{mended} mended", err=True)
+        click.echo(report.summary(found, len(files)), err=True)
+    if undecided:
+        note = f"{undecided} questions about which rules reach which sites were too hard: some findings may be missing"
+        click.echo(f"note: {note}", err=True)
+    sys.exit(FAILED if failed else FOUND if found else CLEAN)
+
+
+def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
+    from policyc.lint import GRAPH, RULES
+
+    known = [*RULES, *sorted(GRAPH)]
+
+    def split(values: Sequence[str]) -> set[str]:
+        names = {code.strip() for value in values for code in value.split(",") if code.strip()}
+        for name in sorted(names - set(known)):
+            raise click.UsageError(f"no rule has the code '{name}': {near(name, known)}")
+        return names
+
+    return (split(select) or set(known)) - split(ignore)
+
+
+def _inspect(name: str) -> Loaded:
+    from policyc.loader import inspect, locate, read_text
+
+    if name == "-":
+        return inspect(stdin(), shown="<stdin>")
+    path = locate(name)
+    return inspect(read_text(path), path=path)
+
+
+def _mend(name: str, codes: set[str], unsafe: bool) -> int:
+    from policyc.lint import lint as check
+    from policyc.lint.fixes import mend
+    from policyc.loader import inspect, locate, read_text
+
+    path = writable(name, locate(name))
+    text = read_text(path)
+    result = mend(text, lambda t: inspect(t, path=path), lambda found: check(found, codes), unsafe=unsafe)
+    if result.count:
+        mark = "\ufeff" if text.startswith("\ufeff") else ""
+        replace(path, mark + result.text)
+    return result.count
