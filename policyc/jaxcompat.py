@@ -16,7 +16,7 @@ import jax
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 Shape = tuple[tuple[int, ...], Any]
@@ -76,6 +76,7 @@ def define(
         out = primitive.bind(*moved, mapped=(level, *mapped), **params)  # type: ignore[no-untyped-call]
         return out, [0] * len(out)
 
+    ad.primitive_jvps[primitive] = _once
     primitive.def_abstract_eval(abstract)  # type: ignore[no-untyped-call]
     primitive.def_impl(partial(_run, mapped_body(body)))  # type: ignore[no-untyped-call]
     batching.primitive_batchers[primitive] = batch
@@ -85,6 +86,13 @@ def define(
         rule = _lowered(mapped_body(other), None if single is None else mapped_body(single))
         mlir.register_lowering(primitive, rule, platform=platform)
     return primitive
+
+
+def _once(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "a quantized GEMM is differentiated once, in reverse: it has no forward-mode derivative and no second one. "
+        "Keep the GEMMs of such a loss, or take its derivative outside the policy."
+    )
 
 
 def _replicated(ndim: int) -> PartitionSpec:

@@ -30,6 +30,7 @@ for _file in (
     "pipeline",
     "rewrite",
     "analysis",
+    "jaxcompat",
 ):  # no frame of ours in a user's traceback
     _tracebacks.register_exclusion(str(Path(__file__).with_name(f"{_file}.py")))
 
@@ -208,6 +209,25 @@ def traced(f: Callable[..., Any], avals: Sequence[Aval], eqn: Eqn, around: Aroun
         return jax.make_jaxpr(f)(*avals)
 
 
+def traced_for(fn: Callable[..., Any], traceable: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    """The closed jaxpr of a function that stands for another one; messages speak of that one."""
+    held: Any = traceable
+    held.__signature__ = inspect.signature(traceable)
+    held.__wrapped__ = _given(fn)[0]  # where JAX looks for a name and a place
+    try:
+        return jax.make_jaxpr(traceable)(*inputs)
+    except jax.errors.ConcretizationTypeError as error:
+        if not getattr(error, "__notes__", None):
+            error.add_note(_NO_VALUES)
+        raise
+
+
+_NO_VALUES = (
+    "policyc traces the loss before it is differentiated, as jax.jit does: Python cannot look at the values of "
+    "parameters in it. Use jax.lax.cond or jnp.where there."
+)
+
+
 def inlined(template: Any, invars: Sequence[Atom], eqn: Eqn) -> list[Eqn]:
     """The equations of a closed jaxpr, with these operands, in the place of an equation and under its names."""
     jaxpr = template.jaxpr
@@ -301,16 +321,8 @@ def differentiating(hook: Hook) -> Iterator[None]:
 def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:
     """What a function calls its first arguments; those it does not name are `arg0`, `arg1`, ..."""
     names = [f"arg{i}" for i in range(count)]
-    chosen = tuple(range(count))
-    cells = dict(
-        zip(
-            getattr(fun, "__code__", _NOTHING).co_freevars,
-            getattr(fun, "__closure__", None) or (),
-            strict=False,
-        )
-    )
-    if {"f", "dyn_argnums"} <= cells.keys():  # what jax.grad differentiates holds the arguments left alone
-        fun, chosen = cells["f"].cell_contents, cells["dyn_argnums"].cell_contents
+    fun, differentiated = _given(fun)
+    chosen = tuple(range(count)) if differentiated is None else differentiated
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
@@ -319,7 +331,16 @@ def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:
     return tuple(plain[at] if at < len(plain) else name for at, name in zip(chosen, names, strict=False))
 
 
-_NOTHING = (lambda: None).__code__
+def _given(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[int, ...] | None]:
+    """The function that a program gave to `jax.grad`, and which arguments of it are differentiated, if that is known.
+
+    What `jax.grad` differentiates holds the arguments that are left alone.
+    """
+    code, cells = getattr(fun, "__code__", None), getattr(fun, "__closure__", None) or ()
+    held = dict(zip(code.co_freevars, cells, strict=False)) if code is not None else {}
+    if {"f", "dyn_argnums"} <= held.keys():
+        return held["f"].cell_contents, held["dyn_argnums"].cell_contents
+    return fun, None
 
 
 def is_literal(atom: Atom) -> bool:

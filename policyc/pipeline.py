@@ -20,7 +20,7 @@ from policyc import jaxprs
 from policyc.analysis import analyze
 from policyc.diagnostics import Diagnostic, PolicyError
 from policyc.loader import load, parse
-from policyc.planner import Phase, Plan, make_plan
+from policyc.planner import Phase, Plan, expectations, make_plan
 from policyc.policy import Policy
 from policyc.rewrite import rewrite
 from policyc.tracing import Traced, inputs_of, trace
@@ -124,12 +124,20 @@ def _guarded() -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Session:
-    """What happened while a policy was active. `plans` has one for each loss that was traced."""
+    """What happened while a policy was active. `plans` has one for each loss that was traced.
+
+    The first loss with a GEMM must meet every `expect`. In later ones a rule may match nothing, being about the
+    first. With `several`, a rule may match nothing in any one loss, and `unmet` says which never matched.
+    """
 
     policy: Policy
     backend: str
+    several: bool = False
     on_plan: Callable[[Plan], None] | None = None
+    refuse: Callable[[PolicyError], BaseException] = lambda fault: fault
     plans: list[Plan] = field(default_factory=list)
+    _seen: set[Any] = field(default_factory=set)
+    _checked: bool = False
 
     def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[..., Any]:
         """The function to differentiate instead of `fun`."""
@@ -139,17 +147,42 @@ class Session:
         with _guarded():
             traced = trace(fun, primals, {}, chosen, jaxprs.argument_names(fun, len(primals)))
         plan = make_plan(self.policy, analyze(traced.closed, traced.paths), self.backend)
+        self._note(plan)
+        try:
+            if len(plan.sites):
+                plan.check(may_miss=self.several or self._checked)
+                self._checked = True
+            closed = compiled(plan)
+        except PolicyError as fault:
+            raise self.refuse(fault) from None
+        return _replacement(traced, closed, chosen)
+
+    def _note(self, plan: Plan) -> None:
+        """Keeps a plan. Outside `jit` a loss is traced at every step: it is noted once."""
+        seen = tuple((s.address, s.name, s.batch, s.m, s.n, s.k) for s in plan.sites)
+        if seen in self._seen:
+            return
+        self._seen.add(seen)
         self.plans.append(plan)
         if self.on_plan is not None:
             self.on_plan(plan)
-        if len(plan.sites):
-            plan.check()
-        return _replacement(traced, compiled(plan), chosen)
 
     @property
     def matched(self) -> bool:
         """Did any rule match anything?"""
         return any(any(plan.counts) for plan in self.plans)
+
+    @property
+    def unmet(self) -> list[Diagnostic]:
+        """The rules that expect sites and matched none in any loss."""
+        found = {p.span: p for plan in self.plans if len(plan.sites) for p in expectations(plan)}
+        met = {
+            rule.span
+            for plan in self.plans
+            for rule, count in zip(self.policy.rules, plan.counts, strict=True)
+            if count
+        }
+        return [diagnostic for span, diagnostic in found.items() if span not in met]
 
 
 def _replacement(traced: Traced, closed: Any, chosen: tuple[int, ...]) -> Callable[..., Any]:
@@ -169,15 +202,20 @@ def _is_internal(fun: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def active(
-    policy: Policy | str | Path, *, backend: str = "auto", on_plan: Callable[[Plan], None] | None = None
+    policy: Policy | str | Path,
+    *,
+    backend: str = "auto",
+    several: bool = False,
+    on_plan: Callable[[Plan], None] | None = None,
 ) -> Iterator[Session]:
     """Every loss differentiated in reverse inside this `with` runs as the policy says.
 
     `jax.grad`, `value_and_grad`, `vjp`, `linearize`, and whatever a framework makes of them. `on_plan` is called
-    with the plan of each loss, before it is compiled.
+    with the plan of each loss, before it is compiled. `several` is for programs that differentiate more than one
+    loss (a GAN): an `expect` may then be met by any of them.
     """
     _check_backend(backend)
-    session = Session(policy=as_policy(policy), backend=backend, on_plan=on_plan)
+    session = Session(policy=as_policy(policy), backend=backend, several=several, on_plan=on_plan)
     _schedule.watch(session.policy)
     with _POLICY((id(session), str(session.policy))), jaxprs.differentiating(session.hook):
         yield session

@@ -73,18 +73,30 @@ class Plan:
         return tuple(found) or ((),)
 
     def phase(self, step: int, total: int | None) -> Phase:
-        """The phase at a step. Raises ValueError where the length of the training is needed and not known."""
-        if total is None and any(w.bound.percent for w in self.policy.phases):
-            raise ValueError(
-                "the schedule has percentages: policyc.step(n, total=N) must say of how many steps"
-            )
+        """The phase at a step. A percentage needs the length of the training to be known."""
+        if total is None:
+            found = [
+                Diagnostic(
+                    code="schedule-without-step",
+                    message="this is a share of the training, and the program does not say how long that is",
+                    span=w.span,
+                    help="call policyc.step(n, total=N): total is the number of steps in all",
+                )
+                for w in self.policy.phases
+                if w.bound.percent
+            ]
+            if found:
+                raise PolicyError(found)
         return tuple(w.holds(step, total or 1) for w in self.policy.phases)
 
     def label(self, phase: Phase) -> str:
-        held = [str(w) for w, holds in zip(self.policy.phases, phase, strict=True) if holds]
-        if not self.policy.phases:
-            return "always"
-        return " and ".join(held) or "outside " + ", ".join(map(str, self.policy.phases))
+        held = zip(self.policy.phases, phase, strict=True)
+        return " and ".join(str(w if holds else w.opposite) for w, holds in held) or "always"
+
+    def in_force(self, at: int, phase: Phase) -> bool:
+        """Does a rule apply in a phase?"""
+        held = dict(zip(self.policy.phases, phase, strict=True))
+        return all(held[w] for w in self.policy.rules[at].when)
 
     @cached_property
     def matched(self) -> Mapping[tuple[Address, Layer], tuple[frozenset[Gemm], ...]]:
@@ -95,8 +107,7 @@ class Plan:
     def decisions(self, phase: Phase = ()) -> Decisions:
         """What happens to every layer of every site in a phase."""
         if phase not in self._known:
-            conditions = dict(zip(self.policy.phases, phase, strict=True))
-            live = [all(conditions[w] for w in rule.when) for rule in self.policy.rules]
+            live = [self.in_force(at, phase) for at in range(len(self.policy.rules))]
             self._known[phase] = {key: self._decide(found, live) for key, found in self.matched.items()}
         return self._known[phase]
 
@@ -138,9 +149,12 @@ class Plan:
         """Does any phase change anything?"""
         return any(d.recipe is not None for phase in self.phases for d in self.decisions(phase).values())
 
-    def check(self) -> None:
-        """Raises every fault that stops the policy from being applied to this loss."""
-        found = [*expectations(self), *opaque_sites(self), *bad_recipes(self)]
+    def check(self, *, may_miss: bool = False) -> None:
+        """Raises every fault that stops the policy from being applied to this loss.
+
+        `may_miss` lets a rule match nothing, whatever it expects: another loss of the program is meant by it.
+        """
+        found = [*expectations(self, may_miss=may_miss), *opaque_sites(self), *bad_recipes(self)]
         if found:
             raise PolicyError(found)
 
@@ -185,16 +199,20 @@ class _Matcher:
 # ---- faults
 
 
-def expectations(plan: Plan) -> Iterator[Diagnostic]:
+def expectations(plan: Plan, *, may_miss: bool = False) -> Iterator[Diagnostic]:
     """Rules that match another number of sites than they expect."""
     for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
-        if rule.expect is not None and rule.expect != count:
+        if rule.expect is not None and rule.expect != count and (count or not may_miss):
             yield Diagnostic(
                 code="expect-violated",
                 message=f"this rule expects {rule.expect} site{'s'[: rule.expect != 1]} and matches {count}",
                 span=rule.span,
-                help=suggestion(plan, rule) if not count else f"expect {count}, if that is right",
+                help=_other_loss(suggestion(plan, rule)) if not count else f"expect {count}, if that is right",
             )
+
+
+def _other_loss(help: str) -> str:
+    return f"{help}; or if another loss of the program has them: --several-losses"
 
 
 def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:

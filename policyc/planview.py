@@ -17,21 +17,24 @@ _WIDEST = 60
 
 
 def summary(plan: Plan, backend: str) -> str:
-    """One line for each rule: what it decides about, and its share of the FLOPs of the GEMMs."""
+    """One line for each rule and phase: what it decides about, and its share of the FLOPs of the GEMMs."""
+    rows: list[list[str]] = []
+    for phase in plan.phases:
+        title = "rule" if len(plan.phases) == 1 else f"rule ({plan.label(phase)})"
+        rows += [[title, "sites", "products", "FLOPs", "backend"], *_rules(plan, phase, backend)]
+    return "".join(f"policyc: {line}\n" for line in columns(rows))
+
+
+def _rules(plan: Plan, phase: Phase, backend: str) -> Iterator[list[str]]:
     total = sum(s.total_flops for s in plan.sites) or 1
-    rows: list[list[str]] = [["rule", "sites", "products", "FLOPs", "backend"]]
-    phase = plan.phases[0]
     for at, rule in [*enumerate(plan.policy.rules), (None, None)]:
         sites, flops, products = _won(plan, phase, at)
-        if rule is None and not sites:
+        if not (sites if at is None else plan.in_force(at, phase)):
             continue
         names = ", ".join(g for g in Gemm if g in products) or "-"
         kept = rule is None or not any(0 < t.bits <= 8 for t in plan.resolved[at or 0].treatments)
         text = "(no rule)" if rule is None else _short(str(rule))
-        rows.append([text, str(sites), names, f"{flops / total:.1%}", "-" if kept or not sites else backend])
-    if len(plan.phases) > 1:
-        rows[0][0] = f"rule ({plan.label(phase)})"
-    return "".join(f"policyc: {line}\n" for line in columns(rows))
+        yield [text, str(sites), names, f"{flops / total:.1%}", "-" if kept or not sites else backend]
 
 
 def _won(plan: Plan, phase: Phase, at: int | None) -> tuple[int, float, set[Gemm]]:
@@ -53,7 +56,7 @@ def sites_table(plan: Plan) -> str:
     rows = [["scope", "parameter", "layers", "batch x m x n x k", "GFLOP", "weight", "products"]]
     ruled = bool(plan.policy.rules)
     if ruled:
-        rows[0] += ["rule", "beat"]
+        rows[0] += ["phase", "rule", "beat"] if len(plan.phases) > 1 else ["rule", "beat"]
     for site in plan.sites:
         sizes = "x".join(str(s.size) for s in site.stacks) or "-"
         shape = f"{site.batch} x {site.m} x {site.n} x {site.k}"
@@ -66,17 +69,21 @@ def sites_table(plan: Plan) -> str:
             site.weight or "-",
             " ".join(g for g in Gemm if g in site.products) + (" (opaque)" if site.opaque else ""),
         ]
-        for run, won, beat in _decided(plan, site) if ruled else [((), "", "")]:
-            where = [*row[:2], _layers(run) if site.stacks and run else row[2], *row[3:]]
-            rows.append([*where, won, beat] if ruled else where)
+        if not ruled:
+            rows.append(row)
+        for phase in plan.phases if ruled else ():
+            label = [plan.label(phase)] if len(plan.phases) > 1 else []
+            for run, won, beat in _decided(plan, site, phase):
+                layers = _layers(run) if site.stacks else row[2]
+                rows.append([*row[:2], layers, *row[3:], *label, won, beat])
     total = sum(s.total_flops for s in plan.sites)
     sites = sum(s.count for s in plan.sites)
     end = f"{sites} GEMM{'s'[: sites != 1]}, {total / 1e9:.4g} GFLOP a step in their products\n"
     return "".join(f"{line}\n" for line in columns(rows)) + end
 
 
-def _decided(plan: Plan, site: Site) -> Iterator[tuple[Sequence[Layer], str, str]]:
-    decisions = plan.decisions(plan.phases[0])
+def _decided(plan: Plan, site: Site, phase: Phase) -> Iterator[tuple[Sequence[Layer], str, str]]:
+    decisions = plan.decisions(phase)
     for decision, group in itertools.groupby(site.layers(), key=lambda la: decisions[site.address, la]):
         won: dict[str, list[str]] = {}
         beat: dict[int, None] = {}

@@ -239,6 +239,11 @@ class When:
     def __str__(self) -> str:
         return f"{self.kind} {self.bound}"
 
+    @property
+    def opposite(self) -> When:
+        kind: Literal["after", "until"] = "until" if self.kind == "after" else "after"
+        return When(kind=kind, bound=self.bound, span=self.span)
+
     def holds(self, step: int, total: int) -> bool:
         reached = 100 * step >= self.bound.value * total if self.bound.percent else step >= self.bound.value
         return reached if self.kind == "after" else not reached

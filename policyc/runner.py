@@ -13,11 +13,11 @@ import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from policyc.diagnostics import PolicyError
 from policyc.pipeline import Session, active
@@ -35,6 +35,14 @@ _HIDDEN = (
 
 class BadProgram(Exception):
     """There is no such program."""
+
+
+class Refused(BaseException):
+    """The policy cannot be applied. Not an Exception, so that no program swallows it and trains without."""
+
+    def __init__(self, fault: PolicyError) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
 
 
 class Traced(BaseException):
@@ -61,16 +69,19 @@ class Program:
         return cls(words[0], False, tuple(words[1:]))
 
     def check(self) -> None:
-        """Raises BadProgram where there is nothing to run."""
+        """Raises BadProgram where there is nothing to run. Of a module only the outermost package is looked for:
+        to look further is to run it.
+        """
         if not self.is_module:
             if not Path(self.name).exists():
                 raise BadProgram(f"no such script: '{self.name}'")
             return
+        outermost = self.name.partition(".")[0]
         sys.path.insert(0, os.getcwd())
         try:
-            found = importlib.util.find_spec(self.name)
-        except (ImportError, ValueError) as error:
-            raise BadProgram(f"no module named '{self.name}' ({error})") from None
+            found = importlib.util.find_spec(outermost) if outermost else None
+        except ValueError:  # a module that was made by hand and says nothing of where it is from
+            return
         finally:
             sys.path.pop(0)
         if found is None:
@@ -89,21 +100,28 @@ class Program:
             runpy.run_path(self.name, run_name="__main__")
 
 
-def run(program: Program, policy: Policy, backend: str, on_plan: Any) -> Session:
+def run(
+    program: Program, policy: Policy, backend: str, on_plan: Callable[[Plan], None], *, several: bool = False
+) -> Session:
     """Runs a program under a policy. `SystemExit` and our own errors come through; others are printed and exit."""
     program.check()
-    with active(policy, backend=backend, on_plan=on_plan) as session:
+    with active(policy, backend=backend, on_plan=on_plan, several=several) as session:
+        session.refuse = Refused
         try:
             program.run()
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-        except (PolicyError, Traced):
+        except Refused as refused:
+            raise refused.fault from None
+        except Traced:
             raise
         except KeyboardInterrupt as error:
             _show(error)
             _interrupt()
         except BaseException as error:  # noqa: BLE001  # as the interpreter itself does
+            if isinstance(error, ImportError) and _ours_removed(error.__traceback__) is None:
+                raise BadProgram(str(error)) from None  # nothing of the program has run
             _show(error)
             sys.exit(1)
     return session

@@ -58,22 +58,22 @@ def trace(
     names: Sequence[str],
 ) -> Traced:
     """Traces a call. `chosen` are the numbers of the arguments that are parameters, `names` what each is called."""
-    parameters = dict(zip((i for i in chosen), leaf_groups(args, chosen, names), strict=True))
+    named_leaves = dict(zip(chosen, leaf_groups(args, chosen, names), strict=True))
     flat = [jax.tree.flatten(arg) for arg in (*args, dict(kwargs))]
     inputs: list[Any] = []
     paths: list[Path | None] = []
     slots: list[tuple[int, int]] = []
     for i, (leaves, _) in enumerate(flat):
         for j, leaf in enumerate(leaves):
-            if _is_input(leaf, i in parameters):
+            if _is_input(leaf, i in named_leaves):
                 inputs.append(leaf)
-                paths.append(parameters[i][j] if i in parameters else None)
+                paths.append(named_leaves[i][j] if i in named_leaves else None)
                 slots.append((i, j))
     box: list[tuple[Any, tuple[Any, ...], tuple[int, ...]]] = []
 
-    def traceable(*values: Any) -> list[Any]:
+    def traceable(*parameters: Any) -> list[Any]:
         filled = [list(leaves) for leaves, _ in flat]
-        for (i, j), value in zip(slots, values, strict=True):
+        for (i, j), value in zip(slots, parameters, strict=True):
             filled[i][j] = value
         *given, named = (
             jax.tree.unflatten(tree, leaves) for leaves, (_, tree) in zip(filled, flat, strict=True)
@@ -83,7 +83,7 @@ def trace(
         box.append((tree, tuple(None if at in where else leaf for at, leaf in enumerate(leaves)), where))
         return [leaves[at] for at in where]
 
-    closed = jax.make_jaxpr(traceable)(*inputs)
+    closed = jaxprs.traced_for(fn, traceable, inputs)
     tree, results, where = box[-1]
     return Traced(closed, tuple(paths), tree, results, where)
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
+
+from policyc import apply as compiled
 
 ROOT = Path(__file__).parent.parent
 TRAIN = """
@@ -51,6 +56,10 @@ def home(tmp_path):
     (tmp_path / "count.policy").write_text("mlp -> fp8 expect 3\n")
     (tmp_path / "broken.policy").write_text("mlp => fp8\n")
     (tmp_path / "plain.py").write_text("print('no jax here')\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "broken.py").write_text("1 / 0\n")
     (tmp_path / "no_gemm.py").write_text("import jax\njax.grad(lambda x: x * x)(1.0)\nprint('done')\n")
     return tmp_path
 
@@ -92,6 +101,9 @@ def test_a_module_runs_too(home):
         (("good.policy", "no_gemm.py"), "no loss of the program has a GEMM"),
         (("good.policy", "absent.py"), "no such script"),
         (("good.policy", "-m", "absent.module"), "no module named 'absent.module'"),
+        (("good.policy", "-m", "package.absent"), "No module named package.absent"),
+        (("good.policy", "-m", "package"), "'package' is a package and cannot be directly executed"),
+        (("good.policy", "empty"), "can't find '__main__' module in 'empty'"),
         (("good.policy",), "name a script"),
         (("good.policy", "--backend", "abacus", "train.py"), "no backend named 'abacus'"),
     ],
@@ -112,6 +124,176 @@ def test_a_traceback_is_the_programs_own(home):
     assert 'train.py", line' in ran.stderr
     assert "policyc/" not in ran.stderr
     assert "runpy" not in ran.stderr
+
+
+def test_what_a_module_raises_when_it_is_found_is_its_own(home):
+    ran = policyc(home, "apply", "good.policy", "-m", "package.broken")
+    assert ran.returncode == 1
+    assert "ZeroDivisionError" in ran.stderr
+    assert "package/broken.py" in ran.stderr
+    assert "policyc/" not in ran.stderr
+
+
+LOSSES = """
+import traceback
+import jax, jax.numpy as jnp
+w, x = jnp.ones((16, 16)), jnp.ones((4, 16))
+
+def nothing(w): x @ w
+def text(w): return "text"
+def matrix(w): return x @ w
+def pair(w): return (x @ w).sum(), None
+def looks(w): return (x @ w).sum() if w.sum() > 0 else 0.0
+def misfit(w): return (x @ w @ jnp.ones((3, 3))).sum()
+
+for loss in (nothing, text, matrix, pair, looks, misfit):
+    try:
+        jax.grad(loss)(w)
+    except Exception:
+        traceback.print_exc()
+try:
+    jax.hessian(lambda w: (x @ w).sum())(w)
+except Exception:
+    traceback.print_exc()
+
+calls = []
+def single_shot(w):
+    assert not calls, "traced twice"
+    calls.append(1)
+    return (x @ w).sum()
+jax.jit(jax.grad(single_shot))(w)
+print("the end")
+"""
+
+
+def test_losses_that_cannot_be_differentiated(home):
+    (home / "losses.py").write_text(LOSSES)
+    (home / "all.policy").write_text("* -> fp8\n")
+    ran = policyc(home, "apply", "all.policy", "losses.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "the end" in ran.stdout
+    assert "policyc/" not in ran.stderr, "no frame of ours, nor a name of a function of ours"
+    for said in (
+        "Output was None",
+        "'text' of type <class 'str'>",
+        "Output had shape: (4, 16)",
+        "Output was (",
+        "tracing the function looks at",
+        "Python cannot look at the values of parameters",
+        "losses.py",
+        "got (16,) and (3,)",
+        "differentiated once, in reverse",
+    ):
+        assert said in ran.stderr, said
+
+
+SWALLOWING = """
+import jax, jax.numpy as jnp
+try:
+    jax.grad(lambda w: (jnp.ones((4, 16)) @ w).sum())(jnp.ones((16, 16)))
+except Exception as error:
+    print("swallowed", error)
+print("goes on")
+"""
+
+
+def test_a_program_cannot_swallow_a_refusal(home):
+    (home / "swallowing.py").write_text(SWALLOWING)
+    (home / "seven.policy").write_text("* -> fp8 expect 7\n")
+    ran = policyc(home, "apply", "seven.policy", "swallowing.py")
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert "expects 7 sites and matches 1" in ran.stderr
+
+
+def test_an_expect_may_be_met_by_any_of_several_losses(home):
+    (home / "gan.py").write_text(GAN)
+    (home / "gan.policy").write_text("up -> fp8 expect 1\nfirst, second -> fp8 expect 2\n")
+    alone = policyc(home, "apply", "gan.policy", "gan.py")
+    assert alone.returncode == 1, "the first loss must meet every expect"
+    assert "step" not in alone.stdout
+    assert "--several-losses" in alone.stderr
+    (home / "gan.policy").write_text("up -> fp8 expect 1\nfirst -> fp8 expect 1\nthird -> fp8 expect 2\n")
+    ran = policyc(home, "apply", "gan.policy", "--several-losses", "gan.py")
+    assert "two steps" in ran.stdout
+    assert ran.returncode == 1, "one of the three was never met"
+    assert "expects 2 sites and matches 0" in ran.stderr
+    assert ran.stderr.count("error") == 1
+
+
+GAN = """
+import jax, jax.numpy as jnp
+w = jnp.ones((16, 16))
+
+def scored(judge, made):
+    return jnp.tanh(made @ judge["up"]).mean()
+
+def made(maker):
+    return jnp.tanh(w @ maker["first"]) @ maker["second"]
+
+judge, maker = {"up": w}, {"first": w, "second": w}
+jax.grad(lambda judge: scored(judge, w))(judge)
+print("one step")
+jax.grad(lambda maker: scored(judge, made(maker)))(maker)
+jax.grad(lambda x: x * x)(1.0)
+print("two steps")
+"""
+
+
+SCHEDULED = """
+import sys
+import jax, jax.numpy as jnp, optax
+import policyc
+
+w, x = jax.random.normal(jax.random.key(0), (16, 16)) / 4, jax.random.normal(jax.random.key(1), (8, 16))
+tx = optax.adamw(1e-2)
+
+def loss(p):
+    print("traced")
+    return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] - 1) ** 2)
+
+def update(gradient, p, s):
+    value, grads = gradient(p)
+    updates, s = tx.update(grads, s, p)
+    return optax.apply_updates(p, updates), s, value
+
+def train(step, before=lambda n: None):
+    p = {"up": w, "down": w}
+    s = tx.init(p)
+    losses = []
+    for n in range(6):
+        before(n)
+        p, s, value = step(n)(p, s)
+        losses.append(float(value))
+    return [*losses, int(s[0].count), float(s[0].nu["up"].sum())]
+
+if __name__ == "__main__":
+    step = jax.jit(lambda p, s: update(jax.value_and_grad(loss), p, s))
+    tell = (lambda n: None) if "--quiet" in sys.argv else lambda n: policyc.step(n, total=6)
+    print(train(lambda n: step, tell))
+"""
+
+
+def test_a_schedule_with_a_real_optimizer(home):
+    pytest.importorskip("optax")
+    (home / "scheduled.py").write_text(SCHEDULED)
+    (home / "late.policy").write_text("* -> nvfp4(sr=grad) expect 2\nafter 50% { up -> bf16 }\n")
+    ran = policyc(home, "apply", "late.policy", "scheduled.py")
+    assert ran.returncode == 0, ran.stderr
+    *traced, losses = ran.stdout.splitlines()
+    assert traced == ["traced"] * 2, "once for each phase"
+    for title in ("rule (until 50%)", "rule (after 50%)"):
+        assert title in ran.stderr
+    by_hand = runpy.run_path(str(home / "scheduled.py"))
+    early, late = (
+        jax.jit(partial(by_hand["update"], jax.value_and_grad(compiled(text, by_hand["loss"]))))
+        for text in ("* -> nvfp4(sr=grad)", "* -> nvfp4(sr=grad); up -> bf16")
+    )
+    assert losses == str(by_hand["train"](lambda n: early if n < 3 else late))
+    quiet = policyc(home, "apply", "late.policy", "scheduled.py", "--quiet")
+    assert quiet.returncode == 1
+    assert "call policyc.step(n, total=N)" in quiet.stderr
+    assert quiet.stdout == "traced\n", "before the first step"
 
 
 # A test runner in the background ignores interrupts, and so does what it starts: this one listens again.

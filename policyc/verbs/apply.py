@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from policyc.verbs.programs import RAW, program_of, running, taking
-from policyc.verbs.shared import Examples, policy_of, stop, write_out
+from policyc.verbs.shared import FOUND, Examples, policy_of, say, stop, write_out
 
 if TYPE_CHECKING:
     from policyc.planner import Plan
 
-_OPTIONS = {"--plan-out": True, "--backend": True, "--variant": True, "--require-native": False}
+_OPTIONS = {"--plan-out": True, "--backend": True, "--variant": True, "--require-native": False, "--several-losses": False}
 
 
 @click.command(
@@ -28,6 +29,7 @@ _OPTIONS = {"--plan-out": True, "--backend": True, "--variant": True, "--require
 @click.option("--backend", default=None, help="What runs quantized GEMMs; auto looks at the devices.")
 @click.option("--variant", metavar="NAME", help="Apply the policy under one of its variants.")
 @click.option("--require-native", is_flag=True, help="Fail where a product would be emulated.")
+@click.option("--several-losses", is_flag=True, help="An expect may be met by any loss, not only by the first.")
 @click.argument("policy")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
 def apply(
@@ -35,6 +37,7 @@ def apply(
     backend: str | None,
     variant: str | None,
     require_native: bool,
+    several_losses: bool,
     policy: str,
     program: tuple[str, ...],
 ) -> None:
@@ -49,6 +52,7 @@ def apply(
     meant = policy_of(policy, variant)
     found = program_of(words)
     from policyc import jaxprs, runner
+    from policyc.diagnostics import PolicyError
     from policyc.planner import as_json
     from policyc.planview import summary
 
@@ -66,9 +70,13 @@ def apply(
             write_out("--plan-out", plan_out, as_json(plan))
         seen.append(weight)
 
-    session = running(lambda: runner.run(found, meant, backend, report))
+    several = several_losses or "--several-losses" in more
+    session = running(lambda: runner.run(found, meant, backend, report, several=several))
     if not session.matched:
         stop(_why_nothing(session.plans, policy))
+    if session.unmet:
+        say(PolicyError(session.unmet))
+        sys.exit(FOUND)
 
 
 def _why_nothing(plans: list[Plan], policy: str) -> str:

@@ -65,11 +65,12 @@ def plan_of(policy: Policy, program: tuple[str, ...] | str) -> Plan:
 
 def running(act: Callable[[], Any]) -> Any:
     from policyc.diagnostics import PolicyError
+    from policyc.runner import BadProgram
 
     try:
         return act()
     except PolicyError as error:
         say(error)
         sys.exit(FOUND)
-    except ValueError as error:
+    except (BadProgram, ValueError) as error:
         stop(str(error))
