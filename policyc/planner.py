@@ -207,7 +207,9 @@ def expectations(plan: Plan, *, may_miss: bool = False) -> Iterator[Diagnostic]:
                 code="expect-violated",
                 message=f"this rule expects {rule.expect} site{'s'[: rule.expect != 1]} and matches {count}",
                 span=rule.span,
-                help=_other_loss(suggestion(plan, rule)) if not count else f"expect {count}, if that is right",
+                help=_other_loss(suggestion(plan, rule))
+                if not count
+                else f"expect {count}, if that is right",
             )
 
 

@@ -13,7 +13,13 @@ from policyc.verbs.shared import FOUND, Examples, policy_of, say, stop, write_ou
 if TYPE_CHECKING:
     from policyc.planner import Plan
 
-_OPTIONS = {"--plan-out": True, "--backend": True, "--variant": True, "--require-native": False, "--several-losses": False}
+_OPTIONS = {
+    "--plan-out": True,
+    "--backend": True,
+    "--variant": True,
+    "--require-native": False,
+    "--several-losses": False,
+}
 
 
 @click.command(
@@ -29,7 +35,9 @@ _OPTIONS = {"--plan-out": True, "--backend": True, "--variant": True, "--require
 @click.option("--backend", default=None, help="What runs quantized GEMMs; auto looks at the devices.")
 @click.option("--variant", metavar="NAME", help="Apply the policy under one of its variants.")
 @click.option("--require-native", is_flag=True, help="Fail where a product would be emulated.")
-@click.option("--several-losses", is_flag=True, help="An expect may be met by any loss, not only by the first.")
+@click.option(
+    "--several-losses", is_flag=True, help="An expect may be met by any loss, not only by the first."
+)
 @click.argument("policy")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
 def apply(
