@@ -1,0 +1,112 @@
+"""Checkpoints: written behind the training's back, whole or not at all, and never taken for another run's.
+
+In: a state, the data's position, the run's identity. Out: the same again after any crash. The one trap: a state that
+loads is not always one that fits; a checkpoint holds what decided its numbers, and is refused where that differs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from llama.configs import BadRun
+
+_FAULTS = (OSError, ValueError, RuntimeError, KeyError, TypeError)
+
+
+class Checkpoints:
+    """The checkpoints of a run, in one folder."""
+
+    def __init__(self, folder: Path, keep: int, identity: dict[str, Any]) -> None:
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells every step of every save
+        self.folder = folder.resolve()
+        self._identity = identity
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+        )
+        with self._told("cannot be opened", "is the folder writable?"):
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def latest(self) -> int | None:
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+        """Begins to write. Returns once the state is copied; the file becomes valid when it is whole."""
+        needed = sum(a.nbytes for a in jax.tree.leaves(state)) // jax.process_count()
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise BadRun(
+                f"no room for a checkpoint at step {step}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB free "
+                f"in {self.folder}. The last good one is at step {self.latest()}: make room, and run the same command"
+            )
+        about = {"identity": self._identity, "positions": _gathered(position)}
+        parts = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
+        with self._failing_to_write(step):
+            self._manager.save(step, args=parts)
+
+    def restore(self, step: int, described: Any, accept_changes: bool) -> tuple[Any, dict[str, Any]]:
+        """The state and the data's position at a step."""
+        remedy = "give an older one with --resume-from, or remove its folder"
+        with self._told(f"checkpoint {self.folder / str(step)} cannot be read", remedy):
+            about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+            before, positions = about["identity"], about["positions"]
+        self._compare(step, before, accept_changes)
+        if len(positions) != jax.process_count():
+            raise BadRun(f"checkpoint {step} was written by {len(positions)} processes: run as many")
+        with self._told(f"checkpoint {self.folder / str(step)} cannot be read", remedy):
+            wanted = ocp.args.Composite(state=ocp.args.StandardRestore(described))
+            state = self._manager.restore(step, args=wanted).state
+        return state, positions[jax.process_index()]
+
+    def forget_after(self, step: int) -> None:
+        for later in [s for s in self._manager.all_steps() if s > step]:
+            self._manager.delete(later)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        with self._failing_to_write(None):
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+    def _compare(self, step: int, before: dict[str, Any], accept_changes: bool) -> None:
+        changed = [
+            f"{name.replace('_', '-')}: {before.get(name)} there, {self._identity.get(name)} now"
+            for name in sorted({*before, *self._identity})
+            if before.get(name) != self._identity.get(name)
+        ]
+        if changed and not accept_changes:
+            raise BadRun(
+                f"the checkpoint at step {step} in {self.folder} is of another run:\n  " + "\n  ".join(changed)
+                + "\ngive another folder with --out, or --accept-changes to go on from it"
+            )  # fmt: skip
+
+    def _failing_to_write(self, step: int | None) -> Any:
+        at = "" if step is None else f" at step {step}"
+        return self._told(f"writing a checkpoint{at} failed", "is the disk full? Earlier checkpoints are intact")
+
+    @contextmanager
+    def _told(self, what: str, remedy: str) -> Iterator[None]:
+        try:
+            yield
+        except _FAULTS as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            raise BadRun(f"{what} ({self.folder}): {reason}\n{remedy}") from error
+
+
+def _gathered(position: dict[str, Any]) -> list[dict[str, Any]]:
+    """The positions of all processes, in order."""
+    if jax.process_count() == 1:
+        return [position]
+    text = json.dumps(position).encode()
+    longest = int(np.max(multihost_utils.process_allgather(np.asarray(len(text)))))
+    rows = multihost_utils.process_allgather(np.frombuffer(text.ljust(longest), np.uint8))
+    return [json.loads(bytes(row)) for row in np.asarray(rows)]

@@ -1,0 +1,155 @@
+"""One step of training: gradients in parts, AdamW, and what happens when a number goes wrong.
+
+In: a state and a batch. Out: the next state and what was measured. The one trap: a faulty step must not block the
+host to be found out. The device itself leaves the weights as they were; the host reads about it later, and then
+stops or counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from llama import model as llama
+from llama.configs import Model, Run
+from llama.mesh import constrain
+
+State = dict[str, Any]
+
+GROW_AFTER = 1000  # good steps until the loss scale doubles
+MEAN_OVER = 0.95  # of the running mean of the loss
+
+
+def learning_rate(run: Run, step: jax.Array) -> jax.Array:
+    """At a step, counted from 0: up to the peak, and down at the end."""
+    at = (step + 1) / run.steps
+    rise = jnp.minimum(1.0, at / run.warmup) if run.warmup else 1.0
+    if run.schedule == "constant":
+        return run.learning_rate * rise * jnp.ones(())
+    begin = run.warmup if run.schedule == "cosine" else 1 - run.decay
+    done = jnp.clip((at - begin) / max(1 - begin, 1e-9), 0, 1)
+    fall = (1 + jnp.cos(jnp.pi * done)) / 2 if run.schedule == "cosine" else 1 - done
+    return run.learning_rate * rise * (run.final + (1 - run.final) * fall)
+
+
+def adamw(run: Run) -> optax.GradientTransformation:
+    """All of AdamW but the learning rate."""
+
+    def decayed(params: Any) -> Any:
+        names = jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1]), params)
+        return jax.tree.map(lambda name: "norm" not in name, names)
+
+    return optax.chain(
+        optax.clip_by_global_norm(run.clip) if run.clip else optax.identity(),
+        optax.scale_by_adam(run.beta1, run.beta2, eps=1e-8),
+        optax.add_decayed_weights(run.weight_decay, mask=decayed),
+    )
+
+
+def first_state(c: Model, run: Run, mesh: Mesh) -> tuple[State, Callable[[], State]]:
+    """The state's shapes and places, and a function that makes it where it belongs."""
+
+    def make() -> State:
+        params = llama.init(jax.random.key(run.seed), c)
+        zero = jnp.zeros((), jnp.int32)
+        counts = {"step": zero, "skipped": zero, "good": zero}
+        return counts | {
+            "params": params,
+            "adam": adamw(run).init(params),
+            "scale": jnp.asarray(run.loss_scale or 1.0, jnp.float32),
+            "mean": jnp.full((), jnp.inf),
+        }
+
+    shapes = jax.eval_shape(make)
+    where = llama.shardings(c, mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    # Adam's moments lie where their parameters lie.
+    placed = jax.tree.map(lambda _: everywhere, shapes) | {"params": where}
+    placed["adam"] = optax.tree_map_params(
+        adamw(run), lambda _, s: s, shapes["adam"], where, transform_non_params=lambda _: everywhere
+    )
+    described = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, placed
+    )
+    return described, jax.jit(make, out_shardings=placed)
+
+
+def train_step(c: Model, run: Run, mesh: Mesh) -> Callable[[State, Any], tuple[State, dict[str, jax.Array]]]:
+    """The compiled step. It takes the state's memory."""
+    transform = adamw(run)
+
+    def gradients(params: Any, batch: Any, scale: jax.Array) -> tuple[Any, jax.Array]:
+        """Of the mean over all tokens that count, in `accumulate` parts."""
+        count = jnp.maximum(jnp.sum(batch["mask"].astype(jnp.float32)), 1)
+
+        def objective(params: Any, part: Any) -> tuple[jax.Array, jax.Array]:
+            nats, z = llama.loss(params, part, c, mesh, run.z_loss)
+            return scale * (nats + z) / count, nats / count
+
+        derivative = jax.grad(objective, has_aux=True)
+        if run.accumulate == 1:
+            return derivative(params, batch)
+
+        def parts(rows: jax.Array) -> jax.Array:
+            """Every n-th row, so that each part lies on all devices."""
+            rows = jnp.moveaxis(rows.reshape(-1, run.accumulate, rows.shape[1]), 1, 0)
+            return constrain(rows, mesh, None, "batch", "sequence")
+
+        def body(total: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, derivative(params, part)), None
+
+        zero = jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
+        return lax.scan(body, zero, jax.tree.map(parts, batch))[0]
+
+    def step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
+        grads, nats = gradients(state["params"], batch, state["scale"])
+        if run.loss_scale:
+            grads = jax.tree.map(lambda g: g / state["scale"], grads)
+        size = optax.global_norm(grads)
+        rate = learning_rate(run, state["step"])
+        updates, adam = transform.update(grads, state["adam"], state["params"])
+        params = jax.tree.map(lambda p, u: p - rate * u, state["params"], updates)
+
+        finite = jnp.isfinite(nats) & jnp.isfinite(size)
+        spike = (nats > state["mean"] + run.spike) if run.spike else jnp.asarray(False)
+        fine = finite & ~spike
+        kept = {"params": state["params"], "adam": state["adam"], "mean": state["mean"]}
+        mean = jnp.where(jnp.isinf(state["mean"]), nats, MEAN_OVER * state["mean"] + (1 - MEAN_OVER) * nats)
+        moved = {"params": params, "adam": adam, "mean": mean}
+        chosen = jax.tree.map(lambda new, old: jnp.where(fine, new, old), moved, kept)
+        good = jnp.where(finite, state["good"] + 1, 0)
+        grown = run.loss_scale and jnp.where(good % GROW_AFTER == 0, state["scale"] * 2, state["scale"])
+        scale = jnp.where(finite, grown, state["scale"] / 2) if run.loss_scale else state["scale"]
+        after = chosen | {
+            "step": state["step"] + 1,
+            "skipped": state["skipped"] + ~fine,
+            "good": good,
+            "scale": scale,
+        }
+        measured = {"loss": nats, "grad_norm": size, "learning_rate": rate, "fine": fine,
+                    "skipped": after["skipped"], "loss_scale": scale}  # fmt: skip
+        return after, measured
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def validation(c: Model, mesh: Mesh, under_policy: bool) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
+    """Sum of the loss over a batch, and its tokens; plain, or as training computes it.
+
+    A policy changes what is differentiated. So the loss is differentiated, and XLA removes the gradient that
+    nobody reads.
+    """
+
+    def nats(params: Any, batch: Any) -> jax.Array:
+        return llama.loss(params, batch, c, mesh)[0]
+
+    def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        found = jax.value_and_grad(nats)(params, batch)[0] if under_policy else nats(params, batch)
+        return found, jnp.sum(batch["mask"].astype(jnp.float32))
+
+    return jax.jit(evaluate)
