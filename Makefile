@@ -79,7 +79,7 @@ setup: ## make the environment in .venv; the other targets do it when needed
 	fi; \
 	if ! cmp -s pyproject.toml "$$venv/.installed-from"; then \
 	  echo "installing policyc and what it needs into $$venv (a minute or two; only when pyproject.toml changes)"; \
-	  "$$venv/bin/python" $(PIP) install -qq -e '.[dev]' || { \
+	  "$$venv/bin/python" $(PIP) install -qq -e '.[dev,train]' || { \
 	    echo "the installation failed; make clean starts over" >&2; exit 1; }; \
 	  cp pyproject.toml "$$venv/.installed-from"; \
 	fi

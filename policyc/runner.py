@@ -7,13 +7,14 @@ of the program is the program's: its traceback shows no frame of ours.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import os
 import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,9 @@ from policyc.diagnostics import PolicyError
 from policyc.pipeline import Session, active
 from policyc.planner import Plan
 from policyc.policy import Policy
+
+IDENTITY = "POLICYC_POLICY_SHA256"
+"""Tells a program under which policy it runs, so that it can put it beside its results."""
 
 _HIDDEN = (
     str(Path(__file__).parent),
@@ -105,7 +109,7 @@ def run(
 ) -> Session:
     """Runs a program under a policy. `SystemExit` and our own errors come through; others are printed and exit."""
     program.check()
-    with active(policy, backend=backend, on_plan=on_plan, several=several) as session:
+    with _identified(policy), active(policy, backend=backend, on_plan=on_plan, several=several) as session:
         session.refuse = Refused
         try:
             program.run()
@@ -125,6 +129,19 @@ def run(
             _show(error)
             sys.exit(1)
     return session
+
+
+@contextlib.contextmanager
+def _identified(policy: Policy) -> Iterator[None]:
+    """The policy's hash in the environment, for this program and those it starts."""
+    before = os.environ.get(IDENTITY)
+    os.environ[IDENTITY] = hashlib.sha256(str(policy).encode()).hexdigest()
+    try:
+        yield
+    finally:
+        del os.environ[IDENTITY]
+        if before is not None:
+            os.environ[IDENTITY] = before
 
 
 def first_plan(program: Program, policy: Policy, backend: str = "auto") -> Plan | None:

@@ -6,7 +6,6 @@ loads is not always one that fits; a checkpoint holds what decided its numbers, 
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -15,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from llama.configs import BadRun
 
 _FAULTS = (OSError, ValueError, RuntimeError, KeyError, TypeError)
@@ -45,10 +42,10 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise BadRun(
-                f"no room for a checkpoint at step {step}: {needed / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB free "
-                f"in {self.folder}. The last good one is at step {self.latest()}: make room, and run the same command"
+                f"no room for a checkpoint at step {step}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free "
+                f"in {self.folder}. The last good one is at step {self.latest()}: make room and run this again"
             )
-        about = {"identity": self._identity, "positions": _gathered(position)}
+        about = {"identity": self._identity, "position": position}
         parts = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
         with self._failing_to_write(step):
             self._manager.save(step, args=parts)
@@ -58,14 +55,12 @@ class Checkpoints:
         remedy = "give an older one with --resume-from, or remove its folder"
         with self._told(f"checkpoint {self.folder / str(step)} cannot be read", remedy):
             about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
-            before, positions = about["identity"], about["positions"]
+            before, position = about["identity"], about["position"]
         self._compare(step, before, accept_changes)
-        if len(positions) != jax.process_count():
-            raise BadRun(f"checkpoint {step} was written by {len(positions)} processes: run as many")
         with self._told(f"checkpoint {self.folder / str(step)} cannot be read", remedy):
             wanted = ocp.args.Composite(state=ocp.args.StandardRestore(described))
             state = self._manager.restore(step, args=wanted).state
-        return state, positions[jax.process_index()]
+        return state, position
 
     def forget_after(self, step: int) -> None:
         for later in [s for s in self._manager.all_steps() if s > step]:
@@ -91,7 +86,9 @@ class Checkpoints:
 
     def _failing_to_write(self, step: int | None) -> Any:
         at = "" if step is None else f" at step {step}"
-        return self._told(f"writing a checkpoint{at} failed", "is the disk full? Earlier checkpoints are intact")
+        return self._told(
+            f"writing a checkpoint{at} failed", "is the disk full? Earlier checkpoints are intact"
+        )
 
     @contextmanager
     def _told(self, what: str, remedy: str) -> Iterator[None]:
@@ -100,13 +97,3 @@ class Checkpoints:
         except _FAULTS as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
             raise BadRun(f"{what} ({self.folder}): {reason}\n{remedy}") from error
-
-
-def _gathered(position: dict[str, Any]) -> list[dict[str, Any]]:
-    """The positions of all processes, in order."""
-    if jax.process_count() == 1:
-        return [position]
-    text = json.dumps(position).encode()
-    longest = int(np.max(multihost_utils.process_allgather(np.asarray(len(text)))))
-    rows = multihost_utils.process_allgather(np.frombuffer(text.ljust(longest), np.uint8))
-    return [json.loads(bytes(row)) for row in np.asarray(rows)]

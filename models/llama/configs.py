@@ -36,8 +36,9 @@ class Model:
     norm_eps: float = flag(1e-5, "epsilon of RMSNorm")
     compute: str = flag("bfloat16", "type that is computed in", choices=("bfloat16", "float32"))
     scan: bool = flag(True, "scan over the layers instead of unrolling them")
-    remat: str = flag("none", "what the backward pass computes anew: nothing; all of a block; all but GEMMs and "
-                      "attention; all but quantized operands", choices=("none", "full", "dots", "quantized"))  # fmt: skip
+    remat: str = flag("none", "what is computed anew in the backward pass: nothing; a block; a block but for its "
+                      "GEMMs and attention; but for quantized operands",
+                      choices=("none", "full", "dots", "quantized"))  # fmt: skip
     loss_chunks: int = flag(1, "parts that the logits are made in, each one twice; 1: whole, and once")
     attention: str = flag("auto", "what runs attention", choices=("auto", "cudnn", "xla"))
 
@@ -70,14 +71,22 @@ class Run:
     tensor_axis: int = flag(1, "devices over heads, hidden and vocabulary", free=True)
     context_axis: int = flag(1, "devices over the sequence", free=True)
     distributed: bool = flag(False, "start jax.distributed: several processes", free=True)
-    coordinator: str | None = flag(None, "host:port; found by JAX under Slurm, Open MPI, Kubernetes", free=True)
+    coordinator: str | None = flag(
+        None, "host:port; found by JAX under Slurm, Open MPI, Kubernetes", free=True
+    )
     processes: int | None = flag(None, "how many; as above", free=True)
     process_id: int | None = flag(None, "which one this is; as above", free=True)
-    out: str | None = flag(None, "folder of the run (default: runs/CONFIG, with the policy's hash)", free=True)
+    out: str | None = flag(
+        None, "folder of the run (default: runs/CONFIG, with the policy's hash)", free=True
+    )
     checkpoint_every: int = flag(100, "steps; also at the end; 0: never", free=True)
     keep: int = flag(3, "checkpoints to keep", free=True)
-    resume_from: int | None = flag(None, "an older checkpoint, by its step; later ones are removed", free=True)
-    accept_changes: bool = flag(False, "go on from a checkpoint of another policy or other settings", free=True)
+    resume_from: int | None = flag(
+        None, "an older checkpoint, by its step; later ones are removed", free=True
+    )
+    accept_changes: bool = flag(
+        False, "go on from a checkpoint of another policy or other settings", free=True
+    )
     init_from: str | None = flag(None, "folder of safetensors in the Hugging Face layout")
     eval_every: int = flag(0, "steps between validations; also at the end; 0: never", free=True)
     eval_batches: int = flag(8, "batches of the fixed validation set", free=True)
@@ -92,7 +101,9 @@ class Run:
 
 def _small(layers: int, width: int, hidden: int) -> Model:
     heads = width // 128
-    return Model(layers=layers, width=width, hidden=hidden, heads=heads, kv_heads=heads, head_dim=128, vocab=32000)
+    return Model(
+        layers=layers, width=width, hidden=hidden, heads=heads, kv_heads=heads, head_dim=128, vocab=32000
+    )
 
 
 def _llama3(layers: int, width: int, hidden: int, heads: int, **more: Any) -> Model:

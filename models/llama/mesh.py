@@ -77,7 +77,9 @@ def share(mesh: Mesh, batch: int) -> tuple[int, int]:
         ranges[device.process_index] = min(low, start), max(high, stop)
     parts = sorted(set(ranges.values()))
     if any(low != at * batch // len(parts) for at, (low, _) in enumerate(parts)):
-        raise BadRun("processes hold overlapping rows of a batch: make tensor x context divide their devices evenly")
+        raise BadRun(
+            "processes hold overlapping rows of a batch: make tensor x context divide their devices evenly"
+        )
     return parts.index(ranges[jax.process_index()]), len(parts)
 
 

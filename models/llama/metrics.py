@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from llama import model as llama
 from llama.configs import BadRun, Model, Run
 
 # Dense bf16 TFLOP/s of a device, by a part of its name.
@@ -25,17 +24,9 @@ PEAKS = {"GB300": 2450, "GB200": 2450, "B300": 2250, "B200": 2250, "H200": 989, 
 
 def flops_per_token(c: Model, sequence: int) -> int:
     """Forward and backward: 6 for each weight of a GEMM, and attention's two products, half of them masked."""
-    leaves = [leaf for leaf in jax.tree.leaves(llama.table(c), is_leaf=lambda x: isinstance(x, llama.Leaf))]
-    weights = sum(_size(leaf) for leaf in leaves) - c.vocab * c.width  # the embedding is a look-up
-    norms = (2 * c.layers + 1) * c.width
-    return 6 * (weights - norms) + 6 * c.layers * c.heads * c.head_dim * sequence
-
-
-def _size(leaf: llama.Leaf) -> int:
-    found = 1
-    for n in leaf.shape:
-        found *= n
-    return found
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    layer = c.width * (2 * q + 2 * kv + 3 * c.hidden)
+    return 6 * (c.layers * layer + c.width * c.vocab) + 6 * c.layers * q * sequence
 
 
 def peak_tflops(run: Run) -> float | None:
@@ -96,7 +87,9 @@ class Log:
         if not fine:
             said = f"step {step}: the loss is {values['loss']}, the gradient norm {values['grad_norm']}"
             if self._run.on_fault == "stop":
-                raise BadRun(f"{said}. The weights are those before it; --on-fault skip goes on after such steps")
+                raise BadRun(
+                    f"{said}. The weights are those before it; --on-fault skip goes on after such steps"
+                )
             if self._main:
                 self._say(f"{said}; skipped, {values['skipped']} in all")
 
@@ -114,10 +107,13 @@ class Log:
             self._bar(row)
         elif "validation_loss" in row:
             self._say(f"step {row['step']}  " + "  ".join(f"{k} {v:.4f}" for k, v in numbers.items()))
-        elif "loss" in row and (row["step"] % self._run.log_every == 0 or row["step"] in (1, self._run.steps)):
+        elif "loss" in row and (
+            row["step"] % self._run.log_every == 0 or row["step"] in (1, self._run.steps)
+        ):
             self._say(
                 f"step {row['step']}/{self._run.steps}  loss {row['loss']:.4f}  grad {row['grad_norm']:.3f}  "
-                f"{row['tokens_per_second_per_device']:.0f} tokens/s/device  {row['tflops_per_device']:.3g} TFLOP/s/device"
+                f"{row['tokens_per_second_per_device']:.0f} tokens/s/device  "
+                f"{row['tflops_per_device']:.3g} TFLOP/s/device"
                 + (f"  MFU {row['mfu']:.1%}" if row["mfu"] else "")
             )
 
@@ -158,7 +154,11 @@ class _Board:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary, self._writer = event_pb2.Event, summary_pb2.Summary, EventFileWriter(str(folder))
+        self._event, self._summary, self._writer = (
+            event_pb2.Event,
+            summary_pb2.Summary,
+            EventFileWriter(str(folder)),
+        )
 
     def __call__(self, step: int, numbers: dict[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]

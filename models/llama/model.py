@@ -181,7 +181,9 @@ def logits(params: Params, tokens: jax.Array, c: Model, mesh: Mesh | None = None
 
 
 @jax.checkpoint  # so that only the logits, in the compute type, are kept
-def _penalty(values: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: float) -> tuple[jax.Array, jax.Array]:
+def _penalty(
+    values: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: float
+) -> tuple[jax.Array, jax.Array]:
     wide = values.astype(jnp.float32)
     partition = jax.nn.logsumexp(wide, axis=-1)
     # A comparison and not a gather: the gradient of a gather would be an array of logits in fp32.

@@ -73,9 +73,7 @@ def first_state(c: Model, run: Run, mesh: Mesh) -> tuple[State, Callable[[], Sta
     placed["adam"] = optax.tree_map_params(
         adamw(run), lambda _, s: s, shapes["adam"], where, transform_non_params=lambda _: everywhere
     )
-    described = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, placed
-    )
+    described = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, placed)
     return described, jax.jit(make, out_shardings=placed)
 
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import os
-import queue
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         name, c, run = configs.parse(words)
         train(name, c, run)
-    except BadRun as error:
+    except (BadRun, data.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -52,14 +50,16 @@ def train(name: str, c: Model, run: Run) -> None:
     described, make = optimizer.first_state(c, run, where)
     step = optimizer.train_step(c, run, where)
     tell_step(0, run.steps)
-    step.trace(described, feed.described())  # so that a policy that does not fit is known before anything is written
+    step.trace(
+        described, feed.described()
+    )  # so that a policy that does not fit is known before anything is written
 
     checkpoints = Checkpoints(folder / "checkpoints", run.keep, configs.identity(c, run, policy))
     begin = run.resume_from if run.resume_from is not None else checkpoints.latest()
     if begin is not None:
         state, position = checkpoints.restore(begin, described, run.accept_changes)
         checkpoints.forget_after(begin)
-        feed.restore(position)
+        feed.source.restore(position)
     else:
         begin, state = 0, make()
         if run.init_from:
@@ -71,10 +71,9 @@ def train(name: str, c: Model, run: Run) -> None:
     log = metrics.Log(folder, c, run, begin)
     profile = Profile(run, folder)
     evaluations = Validation(c, run, where, policy is not None)
-    feed.start()
     try:
         for at in range(begin, run.steps):
-            batch, position, stall = feed.next()
+            batch, stall = feed.next()
             tell_step(at, run.steps)
             profile.before(at + 1)
             with jax.profiler.StepTraceAnnotation("train", step_num=at + 1):
@@ -91,11 +90,10 @@ def train(name: str, c: Model, run: Run) -> None:
                 if due[1]:
                     export(state["params"], c, folder / "exports" / str(done), run.export_command)
                 if due[2]:
-                    checkpoints.save(done, state, position)
+                    checkpoints.save(done, state, feed.source.state())
                 log.restart_clock()
         log.flush()
     finally:
-        feed.close()
         log.close()
         checkpoints.close()
     if jax.process_index() == 0:
@@ -110,64 +108,28 @@ def tell_step(number: int, total: int) -> None:
 
 
 class Feed:
-    """Batches on the devices, read ahead by a thread."""
+    """Batches on the devices. The source reads ahead by itself."""
 
     def __init__(self, c: Model, run: Run, where: Any, split: str = "train") -> None:
-        self._mesh, self._run = where, run
+        self._mesh, self._shape = where, (run.batch, run.sequence)
         self._part, self._parts = mesh.share(where, run.batch)
-        self.source = data.open(
-            run.data, batch=run.batch, sequence=run.sequence, vocab=c.vocab, seed=run.seed,
-            process_index=self._part, process_count=self._parts, split=split, tokenizer=run.tokenizer,
+        self.source = data.open_source(
+            run.data, batch=run.batch, sequence=run.sequence, vocab=c.vocab, seed=run.seed, split=split,
+            process_index=self._part, process_count=self._parts, tokenizer=run.tokenizer,
         )  # fmt: skip
-        if self.source.vocab > c.vocab:
-            raise BadRun(f"the data has {self.source.vocab} tokens and the model {c.vocab}: --vocab {self.source.vocab}")
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=2)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._read, daemon=True)
 
     def described(self) -> dict[str, jax.ShapeDtypeStruct]:
         place = mesh.sharding(self._mesh, ("batch", "sequence"))
-        shape = (self._run.batch, self._run.sequence)
-        return {n: jax.ShapeDtypeStruct(shape, "int32", sharding=place) for n in ("tokens", "targets", "mask")}
+        return {
+            n: jax.ShapeDtypeStruct(self._shape, "int32", sharding=place)
+            for n in ("tokens", "targets", "mask")
+        }
 
-    def restore(self, position: dict[str, Any]) -> None:
-        self.source.restore(position)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def batches(self) -> Any:
-        for local in self.source:
-            yield mesh.placed({k: v.astype("int32") for k, v in local.items()}, self._mesh, self._part, self._parts)
-
-    def _read(self) -> None:
-        try:
-            for batch in self.batches():
-                item = (batch, self.source.state())
-                while not self._closed.is_set():
-                    try:
-                        self._ready.put(item, timeout=0.1)
-                        break
-                    except queue.Full:
-                        pass
-                if self._closed.is_set():
-                    return
-            self._ready.put(BadRun("the data came to its end"))
-        except Exception as error:  # noqa: BLE001  # it belongs to the thread that waits for a batch
-            self._ready.put(error)
-
-    def next(self) -> tuple[Any, dict[str, Any], float]:
-        """A batch, the data's position after it, and the seconds that were waited for it."""
+    def next(self) -> tuple[Any, float]:
+        """A batch, and the seconds that were waited for it."""
         begin = time.perf_counter()
-        item = self._ready.get()
-        if isinstance(item, Exception):
-            raise item
-        return *item, time.perf_counter() - begin
-
-    def close(self) -> None:
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=10)
+        local = next(self.source)
+        return mesh.placed(local, self._mesh, self._part, self._parts), time.perf_counter() - begin
 
 
 class Validation:
@@ -181,7 +143,8 @@ class Validation:
     def losses(self, params: Any) -> dict[str, float]:
         totals = {name: [0.0, 0.0] for name in self._losses}
         feed = Feed(self._c, self._run, self._mesh, "validation")
-        for _, batch in zip(range(self._run.eval_batches), feed.batches(), strict=False):
+        for _ in range(self._run.eval_batches):
+            batch, _ = feed.next()
             for name, evaluate in self._losses.items():
                 nats, count = evaluate(params, batch)
                 totals[name][0] += float(nats)
@@ -209,7 +172,9 @@ class Profile:
             try:
                 self._cuda = ctypes.CDLL(library)
             except OSError:
-                raise BadRun("--profile nsys needs CUDA's runtime library, and libcudart.so is not found") from None
+                raise BadRun(
+                    "--profile nsys needs CUDA's runtime library, and libcudart.so is not found"
+                ) from None
 
     def before(self, step: int) -> None:
         if step == self._first and self._kind == "xplane":

@@ -85,7 +85,10 @@ def save(params: Any, c: Model, folder: Path, dtype: str = "bfloat16") -> None:
         return
     if held:
         write()
-    names = {n: f"model-{n:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors" for n in range(1, shards + 1)}
+    names = {
+        n: f"model-{n:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors"
+        for n in range(1, shards + 1)
+    }
     for number, name in names.items():
         (unfinished / f"shard-{number}").rename(unfinished / name)
     if shards > 1:
@@ -132,7 +135,11 @@ def load(folder: Path, c: Model, mesh: Mesh) -> Any:
     def leaf(path: Any, entry: llama.Leaf, where: Any) -> Any:
         name, turned = _theirs(path)
         stacked = "{}" in name and c.scan
-        names = [name.format(i) for i in range(c.layers)] if stacked else [name.format(path[1].idx if "{}" in name else "")]
+        names = (
+            [name.format(i) for i in range(c.layers)]
+            if stacked
+            else [name.format(path[1].idx if "{}" in name else "")]
+        )
         missing.extend(n for n in names if n not in files)
         if missing:
             return None
@@ -152,7 +159,9 @@ def load(folder: Path, c: Model, mesh: Mesh) -> Any:
     is_leaf = lambda x: isinstance(x, llama.Leaf)  # noqa: E731
     params = jax.tree_util.tree_map_with_path(leaf, llama.table(c), llama.shardings(c, mesh), is_leaf=is_leaf)
     if missing:
-        raise BadRun(f"{folder} has no tensor named {missing[0]} ({len(missing)} are missing): is it a Llama?")
+        raise BadRun(
+            f"{folder} has no tensor named {missing[0]} ({len(missing)} are missing): is it a Llama?"
+        )
     return params
 
 
