@@ -29,6 +29,9 @@ from policyc.recipes import Gemm, Recipe, Role, Treatment
 from policyc.treatments import effective
 
 Weight = Literal["lhs", "rhs"] | None
+Backends = tuple[str, str, str]
+"""What runs fprop, dgrad and wgrad."""
+
 SAVED = "quantization"
 """The name of quantized tensors, for policies of `jax.checkpoint`."""
 
@@ -44,6 +47,7 @@ class Call:
     precision: Any
     lhs: jax.ShapeDtypeStruct
     rhs: jax.ShapeDtypeStruct
+    backends: Backends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,7 @@ class Product:
     right: Side
     dims: Dims
     order: tuple[int, ...]
+    backend: str
 
     @property
     def over_tokens(self) -> bool:
@@ -84,6 +89,7 @@ def quantized_dot_general(
     site: int | str = 0,
     layer: Any = None,
     step: Any = None,
+    backends: Backends = ("emulate", "emulate", "emulate"),
 ) -> jax.Array:
     """`lax.dot_general` with its three GEMMs run as the recipe says.
 
@@ -110,6 +116,7 @@ def quantized_dot_general(
         precision=precision,
         lhs=_like(a),
         rhs=_like(b),
+        backends=backends,
     )
     words = [w for w in (layer, step) if w is not None]
     return _gemm(call, a, b, key(seed, site, *words)).reshape(shape)
@@ -168,6 +175,7 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
     batch = tuple(range(nb))
     olf, orf = tuple(range(nb, nb + len(lf))), tuple(range(nb + len(lf), on))
     of = call.recipe.of
+    backend = dict(zip(Gemm, call.backends, strict=True))
     if call.weight is None:
         # No operand is a parameter: both are activations, and what 2D scales are for does not arise.
         lhs_role = rhs_role = Role.ACTIVATION
@@ -200,6 +208,7 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
         right=side(Gemm.FPROP, rhs_role, rn, rc, rb, rf, "rhs"),
         dims=call.dims,
         order=tuple(range(on)),
+        backend=backend[Gemm.FPROP],
     )
     # dy (contracted over the free dimensions of rhs) with rhs.
     tokens = olf if for_lhs is Gemm.DGRAD else orf
@@ -209,6 +218,7 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
         right=side(for_lhs, rhs_role, rn, rf, rb, rf, "rhs"),
         dims=((orf, rf), (batch, rb)),
         order=_order(ln, lb, lf, tuple(lc[rc.index(i)] for i in sorted(rc))),
+        backend=backend[for_lhs],
     )
     # lhs with dy, contracted over the free dimensions of lhs.
     tokens = orf if for_rhs is Gemm.DGRAD else olf
@@ -218,6 +228,7 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
         right=side(for_rhs, Role.GRADIENT, on, olf, batch, tokens, "dy"),
         dims=((lf, olf), (lb, batch)),
         order=_order(rn, rb, tuple(rc[lc.index(i)] for i in sorted(lc)), rf),
+        backend=backend[for_rhs],
     )
     return fprop, d_lhs, d_rhs
 
@@ -240,7 +251,7 @@ def _parts(x: jax.Array, side: Side, product: Product, k: Key, signs: Key, *, sa
     t = side.treatment
     if not FORMATS[t.format].quantized:
         return (x.astype(_CASTS[t.format]) if t.format in _CASTS else x,)
-    quantize = partial(primitives.quantize, key=k, signs=signs)
+    quantize = partial(primitives.quantize, key=k, signs=signs, backend=product.backend)
     if not t.mean_split:
         q = quantize(x, t, side.axes, operand=side.name)
         return (_named(q) if save else q,)
@@ -266,18 +277,19 @@ def _named(q: Quantized) -> Quantized:
 
 def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int) -> jax.Array:
     """The product of all parts, in place."""
+    multiply = partial(primitives.scaled_gemm, dimension_numbers=product.dims, backend=product.backend)
     if not any(isinstance(p, Quantized) for p in (*left, *right)):
         y = _plain(cast(jax.Array, left[0]), cast(jax.Array, right[0]), product, out)
     elif len(left) == len(right) == 1:
-        y = primitives.scaled_gemm(left[0], right[0], product.dims, out)
+        y = multiply(left[0], right[0], out=out)
     elif product.over_tokens:
         # The parts without their mean sum to zero over tokens, so that the mixed products vanish.
-        y = primitives.scaled_gemm(left[0], right[0], product.dims, jnp.float32)
+        y = multiply(left[0], right[0], out=jnp.float32)
         if len(left) == len(right):
             a, b = (dequantize(cast(Quantized, p[1])) for p in (left, right))
             y = y + tokens * lax.dot_general(a, b, product.dims, precision=lax.Precision.HIGHEST)
     else:
-        terms = [primitives.scaled_gemm(a, b, product.dims, jnp.float32) for a in left for b in right]
+        terms = [multiply(a, b, out=jnp.float32) for a in left for b in right]
         y = sum(terms[1:], start=terms[0])
     return y.astype(out).transpose(product.order)
 

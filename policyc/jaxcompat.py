@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax._src import dispatch
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -29,13 +30,14 @@ def define(
     shapes: Callable[..., Sequence[Shape]],
     platforms: Mapping[str, Body] | None = None,
     alone: Mapping[str, Body] | None = None,
+    needs_devices: bool = False,
 ) -> Primitive:
     """A primitive called `name` that runs `body(*arrays, **params)`.
 
     `shapes(*avals, **params)` gives the shape and type of each result. `platforms` has other bodies for the
     same result, and `alone` still others for programs of one device, where nothing has to be divided. The
     parameter `mapped` has a tuple for each `vmap` around it, outermost first: which operands carry a leading
-    axis for it.
+    axis for it. A body that divides itself among devices needs to know them when it is lowered.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -76,6 +78,8 @@ def define(
         out = primitive.bind(*moved, mapped=(level, *mapped), **params)  # type: ignore[no-untyped-call]
         return out, [0] * len(out)
 
+    if needs_devices:
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
     ad.primitive_jvps[primitive] = _once
     primitive.def_abstract_eval(abstract)  # type: ignore[no-untyped-call]
     primitive.def_impl(partial(_run, mapped_body(body)))  # type: ignore[no-untyped-call]

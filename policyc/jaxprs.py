@@ -361,11 +361,6 @@ def in_key(default: Any = None) -> Any:
     return make(default)
 
 
-def native() -> bool:
-    """Do the devices here run quantized GEMMs themselves?"""
-    return False  # no native backend yet
-
-
 # ---- telling jaxprs apart
 
 

@@ -16,16 +16,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from policyc import jaxprs
+from policyc import backends, jaxprs, targets
 from policyc.analysis import analyze
-from policyc.diagnostics import Diagnostic, PolicyError
+from policyc.diagnostics import Diagnostic, PolicyError, did_you_mean
 from policyc.loader import load, parse
-from policyc.planner import Phase, Plan, expectations, make_plan
+from policyc.planner import How, Phase, Plan, expectations, make_plan
 from policyc.policy import Policy
 from policyc.rewrite import rewrite
 from policyc.tracing import Traced, inputs_of, trace
-
-BACKENDS = ("auto", "emulate")
 
 _inside: ContextVar[bool] = ContextVar("policyc_inside", default=False)
 _POLICY = jaxprs.in_key()
@@ -38,15 +36,18 @@ def apply(
     *,
     weights: int | Sequence[int] = 0,
     backend: str = "auto",
+    target: str | None = None,
+    require_native: bool = False,
 ) -> Callable[..., Any]:
     """`fn` with its GEMMs run as the policy says. It has the same signature, and composes with any transformation.
 
     `weights` are the numbers of the arguments that hold parameters. `policy` is a `Policy`, a path, the name of
-    a bundled policy, or the text of one.
+    a bundled policy, or the text of one. `backend` is what runs quantized GEMMs; `auto` takes what the devices here,
+    or a `target` like gb200, do natively, and emulates the rest. With `require_native` that is an error instead.
     """
     meant = as_policy(policy)
     chosen = (weights,) if isinstance(weights, int) else tuple(weights)
-    _check_backend(backend)
+    how = as_how(backend, target, require_native)
     _schedule.watch(meant)
 
     @wraps(fn)
@@ -56,7 +57,7 @@ def apply(
         names = jaxprs.argument_names(fn, len(args))
         with _guarded():
             traced = trace(fn, args, kwargs, _within(chosen, args), [names[i] for i in _within(chosen, args)])
-        plan = make_plan(meant, analyze(traced.closed, traced.paths), backend)
+        plan = make_plan(meant, analyze(traced.closed, traced.paths), how)
         plan.check()
         closed = compiled(plan)
         with _guarded():
@@ -71,16 +72,17 @@ def plan(
     *args: Any,
     weights: int | Sequence[int] = 0,
     backend: str = "auto",
+    target: str | None = None,
     **kwargs: Any,
 ) -> Plan:
     """What a policy does to `fn` called with these arguments, which may be `jax.ShapeDtypeStruct`s."""
     meant = as_policy(policy)
-    _check_backend(backend)
+    how = as_how(backend, target)
     chosen = _within((weights,) if isinstance(weights, int) else tuple(weights), args)
     names = jaxprs.argument_names(fn, len(args))
     with _guarded():
         traced = trace(fn, args, kwargs, chosen, [names[i] for i in chosen])
-    return make_plan(meant, analyze(traced.closed, traced.paths), backend)
+    return make_plan(meant, analyze(traced.closed, traced.paths), how)
 
 
 def compiled(plan: Plan) -> Any:
@@ -104,9 +106,16 @@ def _within(chosen: Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
     return found
 
 
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"no backend named '{backend}' (known: {', '.join(BACKENDS)})")
+def as_how(backend: str = "auto", target: str | None = None, require_native: bool = False) -> How:
+    """Raises ValueError where there is no such backend or target."""
+    if backend not in backends.NAMES:
+        near = did_you_mean(backend, backends.NAMES)
+        raise ValueError(f"no backend named '{backend}': {near}")
+    try:
+        chosen = None if target is None else targets.target(target)
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
+    return How(backend=backend, target=chosen, require_native=require_native)
 
 
 @contextlib.contextmanager
@@ -131,7 +140,7 @@ class Session:
     """
 
     policy: Policy
-    backend: str
+    how: How = How()
     several: bool = False
     on_plan: Callable[[Plan], None] | None = None
     refuse: Callable[[PolicyError], BaseException] = lambda fault: fault
@@ -146,7 +155,7 @@ class Session:
         chosen = tuple(range(len(primals)))
         with _guarded():
             traced = trace(fun, primals, {}, chosen, jaxprs.argument_names(fun, len(primals)))
-        plan = make_plan(self.policy, analyze(traced.closed, traced.paths), self.backend)
+        plan = make_plan(self.policy, analyze(traced.closed, traced.paths), self.how)
         self._note(plan)
         try:
             if len(plan.sites):
@@ -205,6 +214,8 @@ def active(
     policy: Policy | str | Path,
     *,
     backend: str = "auto",
+    target: str | None = None,
+    require_native: bool = False,
     several: bool = False,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Iterator[Session]:
@@ -212,10 +223,19 @@ def active(
 
     `jax.grad`, `value_and_grad`, `vjp`, `linearize`, and whatever a framework makes of them. `on_plan` is called
     with the plan of each loss, before it is compiled. `several` is for programs that differentiate more than one
-    loss (a GAN): an `expect` may then be met by any of them.
+    loss (a GAN): an `expect` may then be met by any of them. The rest is as in `apply`.
     """
-    _check_backend(backend)
-    session = Session(policy=as_policy(policy), backend=backend, several=several, on_plan=on_plan)
+    how = as_how(backend, target, require_native)
+    with session_of(as_policy(policy), how, on_plan, several=several) as session:
+        yield session
+
+
+@contextlib.contextmanager
+def session_of(
+    policy: Policy, how: How, on_plan: Callable[[Plan], None] | None = None, *, several: bool = False
+) -> Iterator[Session]:
+    """What `active` does, once what it was given has been read."""
+    session = Session(policy=policy, how=how, several=several, on_plan=on_plan)
     _schedule.watch(session.policy)
     with _POLICY((id(session), str(session.policy))), jaxprs.differentiating(session.hook):
         yield session

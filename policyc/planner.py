@@ -12,18 +12,20 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from policyc import recipes
+from policyc.backends.choice import PLAIN, Ask, Lowering, Machine, Obstacle, choose, machine_here, machine_of
 from policyc.coverage import moments
 from policyc.diagnostics import Diagnostic, PolicyError, Severity, closest
 from policyc.policy import Policy, Rule
 from policyc.recipes import OPERANDS, Gemm, Recipe
 from policyc.selectors import Path, matches, patterns
 from policyc.sites import Address, Layer, Site, Sites, dotted
-from policyc.treatments import problems
+from policyc.targets import Target
+from policyc.treatments import effective, problems
 
 Phase = tuple[bool, ...]
 """For each condition of the schedule, in the order of `Policy.phases`: does it hold?"""
@@ -45,21 +47,34 @@ class Decision:
 
     choices: tuple[Choice, Choice, Choice]
     recipe: Recipe | None
+    lowerings: tuple[Lowering, Lowering, Lowering] = (PLAIN, PLAIN, PLAIN)
 
     def of(self, gemm: Gemm) -> Choice:
         return self.choices[list(Gemm).index(gemm)]
+
+    def runs(self, gemm: Gemm) -> Lowering:
+        return self.lowerings[list(Gemm).index(gemm)]
 
 
 Decisions = Mapping[tuple[Address, Layer], Decision]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """How products are to run: by which backend, for which target (None: the devices here), emulated or not at all."""
+
+    backend: str = "auto"
+    target: Target | None = None
+    require_native: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every site with what the policy makes of it."""
+    """Every site with what the policy makes of it, and how that runs: on a target, or else on the devices here."""
 
     policy: Policy
     sites: Sites
-    backend: str = "auto"
+    how: How
     _known: dict[Phase, Decisions] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -108,8 +123,30 @@ class Plan:
         """What happens to every layer of every site in a phase."""
         if phase not in self._known:
             live = [self.in_force(at, phase) for at in range(len(self.policy.rules))]
-            self._known[phase] = {key: self._decide(found, live) for key, found in self.matched.items()}
+            self._known[phase] = {
+                key: self._placed(key[0], self._decide(found, live)) for key, found in self.matched.items()
+            }
         return self._known[phase]
+
+    @cached_property
+    def machine(self) -> Machine:
+        """What the products are to run on."""
+        return machine_here() if self.how.target is None else machine_of(self.how.target)
+
+    def _placed(self, address: Address, decision: Decision) -> Decision:
+        """A decision with how each product runs."""
+        if decision.recipe is None:
+            return decision
+        key = (address, decision)
+        if key not in self._decided:
+            asks = asked(self._site[address], decision.recipe)
+            fprop, dgrad, wgrad = (choose(self.how.backend, ask, self.machine) for ask in asks)
+            self._decided[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
+        return self._decided[key]
+
+    @cached_property
+    def _site(self) -> dict[Address, Site]:
+        return {site.address: site for site in self.sites}
 
     def _decide(self, found: tuple[frozenset[Gemm], ...], live: list[bool]) -> Decision:
         key = (found, tuple(live))
@@ -155,6 +192,8 @@ class Plan:
         `may_miss` lets a rule match nothing, whatever it expects: another loss of the program is meant by it.
         """
         found = [*expectations(self, may_miss=may_miss), *opaque_sites(self), *bad_recipes(self)]
+        if self.how.require_native:
+            found += not_native(self)
         if found:
             raise PolicyError(found)
 
@@ -163,8 +202,29 @@ class Plan:
         return hashlib.sha256(str(self.policy).encode()).hexdigest()
 
 
-def make_plan(policy: Policy, sites: Sites, backend: str = "auto") -> Plan:
-    return Plan(policy=policy, sites=sites, backend=backend)
+def make_plan(policy: Policy, sites: Sites, how: How | None = None) -> Plan:
+    return Plan(policy=policy, sites=sites, how=how or How())
+
+
+def asked(site: Site, recipe: Recipe) -> tuple[Ask, Ask, Ask]:
+    """The three products of a site, as a backend is asked about them."""
+    chosen = recipe if problems(recipe) else effective(recipe)
+    m, n, k = site.m, site.n, site.k
+    sizes = {Gemm.FPROP: (m, n, k), Gemm.DGRAD: (m, k, n), Gemm.WGRAD: (k, n, m)}
+    fprop, dgrad, wgrad = (
+        Ask(
+            gemm=gemm,
+            left=chosen.product(gemm)[0],
+            right=chosen.product(gemm)[1],
+            m=rows,
+            n=columns,
+            k=contracted,
+            batch=site.batch,
+            ragged=site.kind == "ragged",
+        )
+        for gemm, (rows, columns, contracted) in sizes.items()
+    )
+    return fprop, dgrad, wgrad
 
 
 class _Matcher:
@@ -253,6 +313,27 @@ def bad_recipes(plan: Plan) -> Iterator[Diagnostic]:
             yield Diagnostic(code="contradictory-options", message=sentence, span=rule.recipe.span)
 
 
+def not_native(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules by which a product would be emulated."""
+    blamed: dict[tuple[int, Obstacle], dict[tuple[str, Gemm], None]] = {}
+    for phase in plan.phases:
+        for (address, _), decision in plan.decisions(phase).items():
+            site = plan._site[address]
+            for gemm in (g for g in Gemm if g in site.products):
+                rule, runs = decision.of(gemm).rule, decision.runs(gemm)
+                if rule is not None and not runs.native and runs.obstacle is not None:
+                    blamed.setdefault((rule, runs.obstacle), {})[site.name, gemm] = None
+    for (at, obstacle), products in blamed.items():
+        name, gemm = next(iter(products))
+        more = f", and {len(products) - 1} more" if len(products) > 1 else ""
+        yield Diagnostic(
+            code="not-native",
+            message=f"{gemm} of '{name}' would be emulated{more}: {obstacle.reason}",
+            span=plan.policy.rules[at].span,
+            help=obstacle.remedy,
+        )
+
+
 def unmatched_rules(plan: Plan) -> Iterator[Diagnostic]:
     """Rules that match no site of the loss."""
     for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
@@ -302,7 +383,8 @@ def as_json(plan: Plan) -> str:
     data = {
         "policy": {"path": plan.policy.source.path, "sha256": plan.policy_hash},
         "jaxpr": {"sha256": plan.sites.hash},
-        "backend": plan.backend,
+        "backend": plan.how.backend,
+        "machine": plan.machine.name,
         "rules": [str(rule) for rule in plan.policy.rules],
         "phases": [plan.label(phase) for phase in plan.phases],
         "sites": [_site_json(plan, site) for site in plan.sites],
@@ -347,9 +429,19 @@ def _runs(plan: Plan, site: Site, phase: Phase) -> list[dict[str, Any]]:
                     for g, role in OPERANDS
                     if g is gemm
                 ],
+                **_runs_json(decision.runs(gemm)),
             }
         run: dict[str, Any] = {"products": products}
         if site.stacks:
             run = {"layers": [list(layers[0]), list(layers[-1])], **run}
         runs.append(run)
     return runs
+
+
+def _runs_json(runs: Lowering) -> dict[str, Any]:
+    if not runs.backend:
+        return {"backend": None}
+    found: dict[str, Any] = {"backend": runs.backend, "native": runs.native}
+    if runs.obstacle is not None:
+        found |= {"reason": runs.obstacle.reason, "remedy": runs.obstacle.remedy}
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from policyc.backends.choice import Obstacle
 from policyc.planner import Phase, Plan
 from policyc.recipes import Gemm
 from policyc.sites import Layer, Site, dotted
@@ -16,31 +17,45 @@ from policyc.sites import Layer, Site, dotted
 _WIDEST = 60
 
 
-def summary(plan: Plan, backend: str) -> str:
-    """One line for each rule and phase: what it decides about, and its share of the FLOPs of the GEMMs."""
+def summary(plan: Plan) -> str:
+    """One line for each rule and phase: what it decides about, its share of the FLOPs of the GEMMs, and how they run.
+    Then why what is not native is not.
+    """
     rows: list[list[str]] = []
     for phase in plan.phases:
         title = "rule" if len(plan.phases) == 1 else f"rule ({plan.label(phase)})"
-        rows += [[title, "sites", "products", "FLOPs", "backend"], *_rules(plan, phase, backend)]
-    return "".join(f"policyc: {line}\n" for line in columns(rows))
+        rows += [[title, "sites", "products", "FLOPs", "backend"], *_rules(plan, phase)]
+    return "".join(f"policyc: {line}\n" for line in (*columns(rows), *emulated(plan)))
 
 
-def _rules(plan: Plan, phase: Phase, backend: str) -> Iterator[list[str]]:
+def _rules(plan: Plan, phase: Phase) -> Iterator[list[str]]:
     total = sum(s.total_flops for s in plan.sites) or 1
     for at, rule in [*enumerate(plan.policy.rules), (None, None)]:
-        sites, flops, products = _won(plan, phase, at)
+        sites, flops, products, runs = _won(plan, phase, at)
         if not (sites if at is None else plan.in_force(at, phase)):
             continue
         names = ", ".join(g for g in Gemm if g in products) or "-"
-        kept = rule is None or not any(0 < t.bits <= 8 for t in plan.resolved[at or 0].treatments)
         text = "(no rule)" if rule is None else _short(str(rule))
-        yield [text, str(sites), names, f"{flops / total:.1%}", "-" if kept or not sites else backend]
+        yield [text, str(sites), names, f"{flops / total:.1%}", "; ".join(runs) or "-"]
 
 
-def _won(plan: Plan, phase: Phase, at: int | None) -> tuple[int, float, set[Gemm]]:
-    """How many layers of sites a rule decides something about, the FLOPs of it, and in which products."""
+def emulated(plan: Plan) -> Iterator[str]:
+    """Why products are not native, a line for each reason, and what would help."""
+    found: dict[Obstacle, set[str]] = {}
+    every = (decision for phase in plan.phases for decision in plan.decisions(phase).values())
+    for decision in every:
+        for gemm, runs in zip(Gemm, decision.lowerings, strict=True):
+            if not runs.native and runs.obstacle is not None:
+                found.setdefault(runs.obstacle, set()).add(gemm)
+    for obstacle, gemms in found.items():
+        names = ", ".join(g for g in Gemm if g in gemms)
+        yield f"emulated ({names}): {obstacle.reason}; {obstacle.remedy}"
+
+
+def _won(plan: Plan, phase: Phase, at: int | None) -> tuple[int, float, set[Gemm], list[str]]:
+    """How many layers of sites a rule decides something about, the FLOPs of it, in which products, and how they run."""
     decisions = plan.decisions(phase)
-    count, flops, products = 0, 0.0, set[Gemm]()
+    count, flops, products, runs = 0, 0.0, set[Gemm](), dict[str, None]()
     for site in plan.sites:
         share = site.flops * site.repeats / site.count
         for layer in site.layers():
@@ -48,7 +63,9 @@ def _won(plan: Plan, phase: Phase, at: int | None) -> tuple[int, float, set[Gemm
             count += bool(won)
             flops += share * len(won)
             products |= won
-    return count, flops, products
+            how = (decisions[site.address, layer].runs(g) for g in won)
+            runs.update(dict.fromkeys(str(h) for h in how if h.backend))
+    return count, flops, products, list(runs)
 
 
 def sites_table(plan: Plan) -> str:

@@ -1,27 +1,27 @@
 """`quantize` and `scaled_gemm` as JAX primitives: a jaxpr shows one equation, not forty lines of arithmetic.
 
-In: arrays and treatments. Out: `Quantized`s and products. The one trap: their results have no derivative.
-Whoever wants one is inside a `custom_vjp`.
+In: arrays, treatments, and the backend that is to run them. Out: `Quantized`s and products. The one trap: their
+results have no derivative. Whoever wants one is inside a `custom_vjp`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
+from policyc import backends
 from policyc import quantize as q
 from policyc.backends import emulate
 from policyc.backends.emulate import Dims, Operand
 from policyc.formats import FORMATS
 from policyc.jaxcompat import Shape, bind, define
 from policyc.quantize.blocks import layout_of
-from policyc.quantize.hadamard import Method
 from policyc.quantize.layout import TILE, Axes, Layout, Quantized
 from policyc.recipes import Treatment
 
@@ -46,17 +46,19 @@ class Spec:
 
 
 def _quantize(
-    x: jax.Array, *words: jax.Array, spec: Spec, operand: str, method: Method = "matmul"
-) -> Sequence[jax.Array]:
+    x: jax.Array, *words: jax.Array, spec: Spec, operand: str, backend: str,
+    platform: str = "", alone: bool = False,
+) -> Sequence[jax.Array]:  # fmt: skip
     # The words of a key, where something is random; both operands of a product have the same signs.
     key = q.Key(*words[:2]).fold(operand) if words else None
     signs = q.Key(*words[2:]).fold(operand.partition(".")[0] + ".signs") if words[2:] else None
-    out = q.quantize(x, spec.treatment, spec.axes, key=key, signs=signs, method=method)
+    run = backends.load(backend).quantize
+    out = run(x, spec.treatment, spec.axes, key=key, signs=signs, platform=platform, alone=alone)
     return [a for a in (out.codes, out.scales, out.amax) if a is not None]
 
 
-def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str) -> list[Shape]:
-    del words, operand
+def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str, backend: str) -> list[Shape]:
+    del words, operand, backend
     t, axes = spec.treatment, spec.axes
     layout, padded = layout_of(x.shape, t, axes)
     packed, scales = list(padded), list(padded)
@@ -74,18 +76,31 @@ def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str) -> list[Shap
     return out
 
 
-QUANTIZE: dict[str, Primitive] = {
-    name: define(
-        f"{name}_quantize",
+PLATFORMS = ("cpu", "cuda")
+"""Those that some backend treats in a way of their own."""
+
+
+@cache
+def _quantizer(format: str, backend: str) -> Primitive:
+    return define(
+        f"{format}_quantize",
         _quantize,
         _quantize_shapes,
-        # The product rounds its own result to bfloat16 there, which saves a pass over memory; kernels save another.
-        platforms={"cuda": partial(_quantize, method="matmul_bf16")},
-        alone={"cuda": partial(_quantize, method="kernels")},
+        platforms={name: partial(_quantize, platform=name) for name in PLATFORMS},
+        alone={name: partial(_quantize, platform=name, alone=True) for name in PLATFORMS},
+        needs_devices=backend != "emulate",
     )
-    for name, f in FORMATS.items()
-    if f.quantized
-}
+
+
+@cache
+def _multiplier(backend: str) -> Primitive:
+    return define(
+        "scaled_gemm",
+        _gemm,
+        _gemm_shapes,
+        platforms={name: partial(_gemm, platform=name) for name in PLATFORMS},
+        needs_devices=backend != "emulate",
+    )
 
 
 def quantize(
@@ -96,6 +111,7 @@ def quantize(
     operand: str = "",
     key: q.Key | None = None,
     signs: q.Key | None = None,
+    backend: str = "emulate",
 ) -> Quantized:
     """`policyc.quantize.quantize` as one equation.
 
@@ -106,7 +122,8 @@ def quantize(
     key = key or q.key()
     words = {"rne": (), "sr": (key,), "ms_eden": (key, signs or key)}[treatment.rounding]
     flat = [w for k in words for w in (k.a, k.b)]
-    out = bind(QUANTIZE[treatment.format], x, *flat, spec=Spec(treatment, axes), operand=operand)
+    spec = Spec(treatment, axes)
+    out = bind(_quantizer(treatment.format, backend), x, *flat, spec=spec, operand=operand, backend=backend)
     return _rebuilt(layout, out)
 
 
@@ -157,16 +174,22 @@ def _taken(operand: Operand) -> tuple[Shown, list[jax.Array]]:
 
 
 def _gemm(
-    *arrays: jax.Array, lhs: Shown, rhs: Shown, dimension_numbers: Dims, out: Any, values: Any = jnp.bfloat16,
-    native: bool = False,
-) -> Sequence[jax.Array]:  # fmt: skip
+    *arrays: jax.Array,
+    lhs: Shown,
+    rhs: Shown,
+    dimension_numbers: Dims,
+    out: Any,
+    backend: str,
+    platform: str = "",
+) -> Sequence[jax.Array]:
     a, b = lhs.rebuilt(arrays[: lhs.arrays()]), rhs.rebuilt(arrays[lhs.arrays() :])
-    if native and emulate.is_fp8(a) and emulate.is_fp8(b):
-        return [emulate.fp8_gemm(a, b, dimension_numbers).astype(out)]
-    return [emulate.scaled_gemm(a, b, dimension_numbers, values).astype(out)]
+    return [backends.load(backend).gemm(a, b, dimension_numbers, out, platform=platform)]
 
 
-def _gemm_shapes(*avals: Any, lhs: Shown, rhs: Shown, dimension_numbers: Dims, out: Any) -> list[Shape]:
+def _gemm_shapes(
+    *avals: Any, lhs: Shown, rhs: Shown, dimension_numbers: Dims, out: Any, backend: str
+) -> list[Shape]:
+    del backend
     a, b = avals[0], avals[lhs.arrays()]
     (lc, rc), (lb, rb) = dimension_numbers
     shape = [lhs.length(a, i) for i in lb]
@@ -175,23 +198,13 @@ def _gemm_shapes(*avals: Any, lhs: Shown, rhs: Shown, dimension_numbers: Dims, o
     return [(tuple(shape), out)]
 
 
-SCALED_GEMM = define(
-    "scaled_gemm",
-    _gemm,
-    _gemm_shapes,
-    platforms={
-        # The same values; the CPU multiplies them faster in fp32.
-        "cpu": partial(_gemm, values=jnp.float32),
-        "cuda": partial(_gemm, native=True),
-    },
-)
-
-
-def scaled_gemm(lhs: Operand, rhs: Operand, dimension_numbers: Dims, out: Any) -> jax.Array:
+def scaled_gemm(
+    lhs: Operand, rhs: Operand, dimension_numbers: Dims, out: Any, *, backend: str = "emulate"
+) -> jax.Array:
     """The product of two operands, each `Quantized` or plain, as one equation."""
     (left, a), (right, b) = _taken(lhs), _taken(rhs)
-    dtype = jnp.dtype(out)
-    return bind(SCALED_GEMM, *a, *b, lhs=left, rhs=right, dimension_numbers=dimension_numbers, out=dtype)[0]
+    params = {"lhs": left, "rhs": right, "dimension_numbers": dimension_numbers, "out": jnp.dtype(out)}
+    return bind(_multiplier(backend), *a, *b, backend=backend, **params)[0]
 
 
 def _ragged(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from policyc import jaxprs
-from policyc.gemm import quantized_dot_general
+from policyc.gemm import Backends, quantized_dot_general
 from policyc.jaxprs import Around, Eqn
 from policyc.planner import Decisions
 from policyc.recipes import Recipe
@@ -31,6 +31,9 @@ Fixed = Mapping[Address, int]
 """The index in each stack that has been entered."""
 
 Signature = tuple[Any, ...]
+
+Done = tuple[Recipe, Backends]
+"""What is done to a layer of a site."""
 
 _known: WeakKeyDictionary[Any, dict[Signature, Any]] = WeakKeyDictionary()
 
@@ -88,10 +91,17 @@ class _Rewriter:
         )
         return found if any(r is not None for *_, recipes in found for r in recipes) else None
 
-    def _left(self, site: Site, fixed: Fixed) -> tuple[Recipe | None, ...]:
-        """The recipes of the layers of a site that are still open."""
+    def _left(self, site: Site, fixed: Fixed) -> tuple[Done | None, ...]:
+        """What is done to the layers of a site that are still open."""
         ranges = [(fixed[s.address],) if s.address in fixed else range(s.size) for s in site.stacks]
-        return tuple(self._decisions[site.address, la].recipe for la in itertools.product(*ranges))
+        return tuple(self._done(site.address, la) for la in itertools.product(*ranges))
+
+    def _done(self, address: Address, layer: Layer) -> Done | None:
+        decision = self._decisions[address, layer]
+        if decision.recipe is None:
+            return None
+        fprop, dgrad, wgrad = (runs.backend or "emulate" for runs in decision.lowerings)
+        return decision.recipe, (fprop, dgrad, wgrad)
 
     def _equation(self, eqn: Eqn, address: Address, fixed: Fixed, around: Around) -> list[Eqn]:
         if address not in self._under:
@@ -99,8 +109,8 @@ class _Rewriter:
         if address in self._sites:
             site = self._sites[address]
             layer: Layer = tuple(fixed[s.address] for s in site.stacks)
-            recipe = self._decisions[address, layer].recipe
-            return [eqn] if recipe is None else self._quantized(site, recipe)
+            done = self._done(address, layer)
+            return [eqn] if done is None else self._quantized(site, *done)
         if self._signature(address, fixed) is None:
             return [eqn]
         stack = self._stack(address)
@@ -140,13 +150,14 @@ class _Rewriter:
 
     # ---- sites
 
-    def _quantized(self, site: Site, recipe: Recipe) -> list[Eqn]:
+    def _quantized(self, site: Site, recipe: Recipe, backends: Backends) -> list[Eqn]:
         eqn = site.eqn
         avals = tuple(a.aval for a in eqn.invars)
         number = self._words[site.address]
-        key = (number, avals, _hashable(eqn.params), site.weight, recipe, site.around, eqn.ctx)
+        key = (number, avals, _hashable(eqn.params), site.weight, recipe, backends, site.around, eqn.ctx)
         if key not in self._templates:
-            f = _ragged(eqn, recipe, number) if site.kind == "ragged" else _dot(eqn, recipe, site, number)
+            ragged = site.kind == "ragged"
+            f = _ragged(eqn, recipe, number) if ragged else _dot(eqn, recipe, site, number, backends)
             self._templates[key] = jaxprs.traced(f, avals, eqn, site.around)
         return jaxprs.inlined(self._templates[key], eqn.invars, eqn)
 
@@ -163,7 +174,7 @@ def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _dot(eqn: Eqn, recipe: Recipe, site: Site, number: int) -> Callable[..., Any]:
+def _dot(eqn: Eqn, recipe: Recipe, site: Site, number: int, backends: Backends) -> Callable[..., Any]:
     params = eqn.params
 
     def gemm(lhs: Any, rhs: Any) -> Any:
@@ -176,6 +187,7 @@ def _dot(eqn: Eqn, recipe: Recipe, site: Site, number: int) -> Callable[..., Any
             precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
             site=number,
+            backends=backends,
         )
 
     explicit = jaxprs.explicit_sharding(eqn)

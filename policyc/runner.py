@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from policyc.diagnostics import PolicyError
-from policyc.pipeline import Session, active
-from policyc.planner import Plan
+from policyc.pipeline import Session, session_of
+from policyc.planner import How, Plan
 from policyc.policy import Policy
 
 IDENTITY = "POLICYC_POLICY_SHA256"
@@ -105,11 +105,11 @@ class Program:
 
 
 def run(
-    program: Program, policy: Policy, backend: str, on_plan: Callable[[Plan], None], *, several: bool = False
+    program: Program, policy: Policy, how: How, on_plan: Callable[[Plan], None], *, several: bool = False
 ) -> Session:
     """Runs a program under a policy. `SystemExit` and our own errors come through; others are printed and exit."""
     program.check()
-    with _identified(policy), active(policy, backend=backend, on_plan=on_plan, several=several) as session:
+    with _identified(policy), session_of(policy, how, on_plan, several=several) as session:
         session.refuse = Refused
         try:
             program.run()
@@ -144,7 +144,7 @@ def _identified(policy: Policy) -> Iterator[None]:
             os.environ[IDENTITY] = before
 
 
-def first_plan(program: Program, policy: Policy, backend: str = "auto") -> Plan | None:
+def first_plan(program: Program, policy: Policy, how: How | None = None) -> Plan | None:
     """The plan of the first loss with a GEMM in it. The program ends there; None where it has no such loss."""
     plans: list[Plan] = []
 
@@ -154,7 +154,7 @@ def first_plan(program: Program, policy: Policy, backend: str = "auto") -> Plan 
             raise Traced
 
     with contextlib.suppress(Traced):
-        run(program, policy, backend, stop)
+        run(program, policy, how or How(), stop)
     return plans[-1] if plans else None
 
 

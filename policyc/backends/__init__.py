@@ -1,1 +1,49 @@
-"""How a quantized GEMM runs: one module a backend."""
+"""How a quantized GEMM runs: one module a backend, loaded when it is first used.
+
+In: a backend's name. Out: the module. To add a backend, write its module as `Backend` says and add its row to
+`MODULES`. The one trap: operands are `Quantized` whatever made them, so that one backend can multiply what another
+one quantized.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+if TYPE_CHECKING:
+    import jax
+
+    from policyc.backends.choice import Ask, Obstacle
+    from policyc.backends.emulate import Dims, Operand
+    from policyc.quantize import Axes, Key, Quantized
+    from policyc.recipes import Treatment
+
+MODULES: dict[str, str] = {
+    "emulate": "policyc.backends.emulate",
+    "xla": "policyc.backends.xla",
+}
+
+NAMES = ("auto", *MODULES)
+"""What `--backend` takes."""
+
+
+class Backend(Protocol):
+    """What a backend's module has. `platform` is JAX's word; `alone` says that the program has one device."""
+
+    def obstacle(self, ask: Ask) -> Obstacle | None:
+        """What keeps the backend from running this product, on any machine; None where it can."""
+
+    def quantize(
+        self, x: jax.Array, treatment: Treatment, axes: Axes, *,
+        key: Key | None, signs: Key | None, platform: str, alone: bool,
+    ) -> Quantized:  # fmt: skip
+        """An operand, quantized."""
+
+    def gemm(self, lhs: Operand, rhs: Operand, dimensions: Dims, out: Any, *, platform: str) -> jax.Array:
+        """The product of two operands, of type `out`."""
+
+
+@cache
+def load(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(MODULES[name]))

@@ -7,17 +7,50 @@ round is not exact.
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.quantize.layout import Quantized
+from policyc import quantize as q
+from policyc.backends.choice import Ask, Obstacle
+from policyc.quantize.hadamard import Method
+from policyc.quantize.layout import Axes, Quantized
 from policyc.quantize.values import apply_outer, block_values, outer
+from policyc.recipes import Treatment
 
 Operand = Quantized | jax.Array
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def obstacle(ask: Ask) -> Obstacle | None:
+    """There is none: this backend runs everything."""
+    del ask
+    return None
+
+
+def quantize(
+    x: jax.Array,
+    treatment: Treatment,
+    axes: Axes,
+    *,
+    key: q.Key | None,
+    signs: q.Key | None,
+    platform: str,
+    alone: bool,
+) -> Quantized:
+    method: Method = "matmul"
+    if platform == "cuda":
+        # The product rounds its own result to bfloat16 there, which saves a pass over memory; kernels save another.
+        method = "kernels" if alone else "matmul_bf16"
+    return q.quantize(x, treatment, axes, key=key, signs=signs, method=method)
+
+
+def gemm(lhs: Operand, rhs: Operand, dimensions: Dims, out: Any, *, platform: str) -> jax.Array:
+    # The values are the same in both types; the CPU multiplies them faster in fp32.
+    given = jnp.float32 if platform == "cpu" else jnp.bfloat16
+    return scaled_gemm(lhs, rhs, dimensions, given).astype(out)
 
 
 def values(operand: Operand, contract: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -78,24 +111,6 @@ def _place(
     lead = len(batch)
     shape = kept.shape[:lead] + (() if left else (1,) * free) + kept.shape[lead:]
     return kept.reshape(shape + (1,) * (ndim - len(shape)))
-
-
-def is_fp8(operand: Operand) -> TypeGuard[Quantized]:
-    return isinstance(operand, Quantized) and operand.layout.format == "fp8"
-
-
-def fp8_gemm(lhs: Quantized, rhs: Quantized, dimensions: Dims) -> jax.Array:
-    """The same product on 8-bit matrix units, with full fp32 accumulation."""
-    kinds = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-    a, b = (lax.bitcast_convert_type(o.codes, kinds[o.layout.element]) for o in (lhs, rhs))
-    product = lax.dot_general(
-        a,
-        b,
-        dimensions,
-        precision=lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
-        preferred_element_type=jnp.float32,
-    )
-    return with_outer(product, lhs, rhs, dimensions, a.ndim - len(dimensions[0][0]) - len(dimensions[1][0]))
 
 
 def scaled_ragged_gemm(

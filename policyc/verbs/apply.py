@@ -55,31 +55,31 @@ def apply(
     output are its own. Fails if the policy matched nothing in the whole run, or if an expect was not met.
     """
     more, words = taking(program, _OPTIONS)
-    plan_out, backend = more.get("--plan-out", plan_out), more.get("--backend", backend) or "auto"
+    plan_out, backend = more.get("--plan-out", plan_out), more.get("--backend", backend)
     variant, require_native = more.get("--variant", variant), require_native or "--require-native" in more
     meant = policy_of(policy, variant)
     found = program_of(words)
-    from policyc import jaxprs, runner
+    from policyc import runner
     from policyc.diagnostics import PolicyError
+    from policyc.pipeline import as_how
     from policyc.planner import as_json
     from policyc.planview import summary
 
+    how = running(lambda: as_how(backend or "auto", None, require_native))
     seen: list[int] = []
 
     def report(plan: Plan) -> None:
         if not len(plan.sites):
             return
-        if require_native and plan.quantized and not jaxprs.native():
-            stop("--require-native: quantized GEMMs would be emulated on these devices")
         weight = sum(plan.counts)
         if not seen:
-            click.echo(summary(plan, "native" if jaxprs.native() else "emulated"), err=True, nl=False)
+            click.echo(summary(plan), err=True, nl=False)
         if plan_out is not None and weight > max(seen, default=-1):
             write_out("--plan-out", plan_out, as_json(plan))
         seen.append(weight)
 
     several = several_losses or "--several-losses" in more
-    session = running(lambda: runner.run(found, meant, backend, report, several=several))
+    session = running(lambda: runner.run(found, meant, how, report, several=several))
     if not session.matched:
         stop(_why_nothing(session.plans, policy))
     if session.unmet:

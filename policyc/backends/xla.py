@@ -1,0 +1,117 @@
+"""XLA's own GEMMs of small formats: block-scaled for nvfp4 and mxfp8, 8-bit for fp8.
+
+In: two operands of one format. Out: their product. Blackwell runs the block-scaled one as a cuDNN call; elsewhere XLA
+multiplies values and scales out, which gives the same numbers. The one trap: both operands are read with what is
+contracted last, and packed along it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.backends import emulate
+from policyc.backends.choice import Ask, Obstacle
+from policyc.backends.emulate import Dims, Operand, quantize, with_outer
+from policyc.quantize.layout import TILE, Quantized, pack, repeat_axis, split_axis, unpack
+
+__all__ = ["gemm", "obstacle", "quantize"]
+
+_BLOCK_SCALED = {
+    "nvfp4": (jnp.float4_e2m1fn, jnp.float8_e4m3fn),
+    "mxfp8": (jnp.float8_e4m3fn, jnp.float8_e8m0fnu),
+}
+_FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+
+
+def obstacle(ask: Ask) -> Obstacle | None:
+    if ask.ragged:
+        return Obstacle(
+            "XLA has no block-scaled GEMM over ragged groups",
+            "keep it in bf16, or pad the groups to a dense GEMM",
+        )
+    if ask.format not in (*_BLOCK_SCALED, "fp8"):
+        return Obstacle(f"XLA has no block-scaled GEMM of {ask.format}", "nvfp4 or mxfp8")
+    return None
+
+
+def gemm(lhs: Operand, rhs: Operand, dimensions: Dims, out: Any, *, platform: str) -> jax.Array:
+    if not isinstance(lhs, Quantized) or not isinstance(rhs, Quantized):
+        raise TypeError("both operands of a product of small formats must be quantized")
+    if lhs.layout.format == "fp8":
+        if platform == "cpu":
+            return emulate.gemm(lhs, rhs, dimensions, out, platform=platform)
+        return _fp8(lhs, rhs, dimensions).astype(out)
+    (lc, rc), (lb, rb) = dimensions
+    left, left_scales, left_free = _rows(lhs, lc, lb)
+    right, right_scales, right_free = _rows(rhs, rc, rb)
+    multiply = _block_scaled if platform == "cuda" else _multiplied_out
+    product = multiply(left, right, left_scales, right_scales)
+    batch = tuple(lhs.codes.shape[i] for i in lb)
+    product = product.reshape(*batch, *left_free, *right_free)
+    return with_outer(product, lhs, rhs, dimensions, len(left_free)).astype(out)
+
+
+def _block_scaled(a: jax.Array, b: jax.Array, a_scales: jax.Array, b_scales: jax.Array) -> jax.Array:
+    return jax.nn.scaled_matmul(a, b, a_scales, b_scales, jnp.float32)
+
+
+def _multiplied_out(a: jax.Array, b: jax.Array, a_scales: jax.Array, b_scales: jax.Array) -> jax.Array:
+    """The same where XLA has no such GEMM: what it makes of one on a GPU that has none either."""
+
+    def values(x: jax.Array, scales: jax.Array) -> jax.Array:
+        blocks = x.astype(jnp.float32).reshape(*scales.shape, -1)
+        return (blocks * scales.astype(jnp.float32)[..., None]).reshape(x.shape)
+
+    dims = (((2,), (2,)), ((0,), (0,)))
+    return lax.dot_general(values(a, a_scales), values(b, b_scales), dims, precision=lax.Precision.HIGHEST)
+
+
+def _rows(
+    operand: Quantized, contract: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
+    """An operand as (batch, rows, contracted), its scales alike, and the lengths of its free dimensions."""
+    layout, ndim = operand.layout, operand.codes.ndim
+    element, scale = _BLOCK_SCALED[layout.format]
+    free = tuple(i for i in range(ndim) if i not in (*contract, *batch))
+    order = (*batch, *free, *contract)
+    along = contract[-1] - ndim
+    codes, scales = operand.codes, operand.scales
+    assert scales is not None
+    if along != layout.axis:
+        # Square tiles, contracted along their other axis: the scales serve as they are.
+        assert along == layout.tile_axis
+        scales = repeat_axis(scales, layout.axis, TILE)
+        if layout.packed:
+            split = split_axis(unpack(codes, layout.axis), along, codes.shape[along] // 2, 2)
+            at = split.ndim + along
+            codes = pack(*(lax.index_in_dim(split, i, at, keepdims=False) for i in range(2)))
+    elif layout.tile_axis is not None:
+        scales = repeat_axis(scales, layout.tile_axis, TILE)
+    sizes = {layout.axis: layout.size, layout.tile_axis: layout.tile_size}
+    for i in free:
+        if i - ndim in sizes:
+            codes = lax.slice_in_dim(codes, 0, sizes[i - ndim], axis=i)
+            scales = lax.slice_in_dim(scales, 0, sizes[i - ndim], axis=i)
+    shape = tuple(codes.shape[i] for i in free)
+    lead = (prod(codes.shape[i] for i in batch), prod(shape))
+    codes, scales = (a.transpose(order).reshape(*lead, -1) for a in (codes, scales))
+    values = lax.bitcast_convert_type(codes, element).reshape(*lead, -1)
+    return values, lax.bitcast_convert_type(scales, scale), shape
+
+
+def _fp8(lhs: Quantized, rhs: Quantized, dimensions: Dims) -> jax.Array:
+    """On 8-bit matrix units, with full fp32 accumulation."""
+    a, b = (lax.bitcast_convert_type(o.codes, _FP8[o.layout.element]) for o in (lhs, rhs))
+    product = lax.dot_general(
+        a,
+        b,
+        dimensions,
+        precision=lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
+        preferred_element_type=jnp.float32,
+    )
+    return with_outer(product, lhs, rhs, dimensions, a.ndim - len(dimensions[0][0]) - len(dimensions[1][0]))

@@ -1,0 +1,156 @@
+"""XLA's GEMMs of small formats against the emulation: on a CPU, XLA multiplies values and scales out.
+
+The quantizers are the same, so that all that may differ is the order of fp32 sums of at most 128 products: 1e-6 of the
+norm.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_gemm import MATMUL, RECIPES, normal, off, three
+
+import policyc
+from policyc.backends.choice import Machine, choose
+from policyc.gemm import quantized_dot_general
+from policyc.planner import asked
+from policyc.recipes import Gemm, recipe
+
+XLA = ("xla", "xla", "xla")
+SUMS = 1e-6
+SMALL = ("full", "plain", "row", "mean", "four_over_six", "ms_eden", "mxfp8", "fp8")
+
+
+def both(name: str, dims: Any, weight: Any = "rhs") -> tuple[Any, Any]:
+    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name], weight=weight)
+    return f, partial(f, backends=XLA)
+
+
+def same(ours: Any, theirs: Any) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert off(a, b) < SUMS
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_three_products(name: str) -> None:
+    """Sizes that are no multiple of a block, or of a tile, in any of the three."""
+    x, w, dy = normal(40, 72), normal(72, 24, seed=1), normal(40, 24, seed=2)
+    emulated, ours = both(name, MATMUL)
+    same(jax.jit(partial(three, ours))(x, w, dy), jax.jit(partial(three, emulated))(x, w, dy))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "dims", "weight"),
+    [
+        pytest.param((2, 24, 32), (32, 4, 16), (((2,), (0,)), ((), ())), "rhs", id="several free"),
+        pytest.param((24, 2, 16), (2, 16, 48), (((1, 2), (0, 1)), ((), ())), "rhs", id="several contracted"),
+        pytest.param((16, 3, 32), (32, 16, 3), (((0,), (1,)), ((1,), (2,))), "lhs", id="batch, weight left"),
+        pytest.param((4, 20, 16), (4, 12, 16), (((2,), (2,)), ((0,), (0,))), None, id="no weight"),
+    ],
+)
+def test_any_dot_general(left: Any, right: Any, dims: Any, weight: Any) -> None:
+    x, w = normal(*left), normal(*right, seed=1)
+    emulated, ours = both("full", dims, weight)
+    dy = normal(*jax.eval_shape(emulated, x, w).shape, seed=2)
+    same(jax.jit(partial(three, ours))(x, w, dy), jax.jit(partial(three, emulated))(x, w, dy))
+
+
+def test_under_transformations() -> None:
+    """vmap over both operands or one, inside a scan, under remat: values and gradients."""
+
+    def losses(f: Any) -> dict[str, Any]:
+        def scanned(w: Any, x: Any) -> Any:
+            body = jax.checkpoint(lambda h, w: (f(h, w), None))
+            return jnp.sum(jax.lax.scan(body, x, w)[0] ** 2)
+
+        return {
+            "vmap both": lambda w, x: jnp.sum(jax.vmap(f)(x, w) ** 2),
+            "vmap one": lambda w, x: jnp.sum(jax.vmap(f, (0, None))(x, w[0]) ** 2),
+            "scan": lambda w, x: scanned(w[:1], x[0]),
+        }
+
+    x, w = normal(3, 16, 32), normal(3, 32, 32, seed=1)
+    emulated, ours = (losses(f) for f in both("full", MATMUL))
+    for name in ours:
+        same(jax.jit(jax.value_and_grad(ours[name]))(w, x), jax.jit(jax.value_and_grad(emulated[name]))(w, x))
+
+
+def test_nothing_is_laundered() -> None:
+    """A NaN or an infinity in an operand leaves none of the product's results finite."""
+    emulated, ours = both("plain", MATMUL)
+    for bad in (jnp.nan, jnp.inf):
+        x = normal(16, 32).at[3, 5].set(bad)
+        assert not np.isfinite(ours(x, normal(32, 16))).any()
+        assert not np.isfinite(emulated(x, normal(32, 16))).any()
+
+
+# ---- choosing
+
+
+def plan(policy: str, **how: Any) -> policyc.Plan:
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(x @ p["mlp"])
+
+    shapes = {"mlp": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, jax.ShapeDtypeStruct((48, 64), jnp.float32)
+    return policyc.plan(policy, loss, *shapes, **how)
+
+
+def shown(policy: str, **how: Any) -> list[str]:
+    (decision,) = plan(policy, **how).decisions().values()
+    return [str(runs) for runs in decision.lowerings]
+
+
+@pytest.mark.parametrize(
+    ("format", "backend", "target", "expected"),
+    [
+        ("nvfp4", "auto", "gb200", "xla, native"),
+        ("nvfp4", "auto", "h200", "emulate, emulated"),
+        ("nvfp4", "auto", None, "emulate, emulated"),
+        ("nvfp4", "xla", None, "xla, emulated"),
+        ("nvfp4", "emulate", "gb200", "emulate, emulated"),
+        ("mxfp8", "auto", "b300", "xla, native"),
+        ("mxfp4", "auto", "gb300", "emulate, emulated"),
+        ("fp8", "auto", "h100", "xla, native"),
+        ("bf16", "auto", "gb200", "-"),
+    ],
+)
+def test_what_runs_where(format: str, backend: str, target: str | None, expected: str) -> None:
+    assert shown(f"* -> {format}", backend=backend, target=target) == [expected] * 3
+
+
+def test_products_are_chosen_apart() -> None:
+    mixed = "* -> split(fprop=nvfp4, dgrad=mxfp4, wgrad=bf16)"
+    assert shown(mixed, target="gb200") == ["xla, native", "emulate, emulated", "-"]
+
+
+def test_what_is_emulated_says_why() -> None:
+    ask = asked(plan("* -> nvfp4").sites.sites[0], recipe("mxfp4"))[0]
+    assert (ask.gemm, ask.m, ask.n, ask.k) == (Gemm.FPROP, 48, 32, 64)
+    obstacle = choose("auto", ask, Machine("gb200", frozenset({"mxfp4"}))).obstacle
+    assert obstacle is not None
+    assert obstacle.reason == "XLA has no block-scaled GEMM of mxfp4"
+    obstacle = choose("auto", ask, Machine("cpu")).obstacle
+    assert obstacle is not None
+    assert obstacle.reason == "cpu does not multiply mxfp4"
+
+
+def test_native_is_required() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(x @ p["mlp"])
+
+    f = policyc.apply("mlp @ fprop -> nvfp4", loss, require_native=True)
+    with pytest.raises(policyc.PolicyError, match="fprop of 'mlp' would be emulated: cpu does not") as caught:
+        jax.grad(f)({"mlp": normal(16, 16)}, normal(16, 16))
+    assert caught.value.diagnostics[0].code == "not-native"
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ValueError, match="no backend named 'xlaa': did you mean 'xla'"):
+        shown("* -> nvfp4", backend="xlaa")
+    with pytest.raises(ValueError, match="no target named 'gb20': did you mean 'gb200'"):
+        shown("* -> nvfp4", target="gb20")
