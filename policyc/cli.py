@@ -10,7 +10,7 @@ import sys
 import click
 
 from policyc import __version__
-from policyc.verbs import apply, explain, fmt, lint, quantize, show, sites
+from policyc.verbs import apply, estimate, explain, fmt, lint, quantize, show, sites, targets
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -23,7 +23,10 @@ def cli() -> None:
     """
 
 
-for _verb in (lint.lint, fmt.fmt, explain.explain, show.show, sites.sites, apply.apply, quantize.quantize):
+for _verb in (
+    lint.lint, fmt.fmt, explain.explain, show.show, sites.sites, apply.apply, quantize.quantize, targets.targets,
+    estimate.estimate,
+):  # fmt: skip
     cli.add_command(_verb)
 
 

@@ -16,16 +16,16 @@ from typing import Any
 
 from policyc import costs
 from policyc.costs import BF16_BYTES, FP32_BYTES
-from policyc.planner import Plan
+from policyc.planner import Phase, Plan
 from policyc.recipes import Gemm, Recipe, Role
 from policyc.sites import Site
 from policyc.targets import Target
 
-PARTS = (
-    "gemms", "quantization", "attention", "other kernels", "optimizer", "communication", "everything else",
-)  # fmt: skip
+_FORWARD_AGAIN = ("full", "quantized")
 
-_ADAM_BYTES = 32  # of a parameter: read it, its gradient twice (once for the norm) and two moments, write three
+_ADAM_BYTES = (
+    32  # of a parameter: read it, its gradient twice (once for the norm) and two moments, write three
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Work:
     """A step: a plan of one evaluation of the loss, how many there are, and what a plan cannot show.
 
     `causal` says that half of the scores of attention are never computed. `remat` is what the backward pass computes
-    anew: nothing, all but GEMMs (dots), or all (full).
+    anew: nothing, all but GEMMs (dots), or all of it (full; quantized, which keeps operands and not results).
     """
 
     plan: Plan
@@ -105,7 +105,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """The layers of a site that share a recipe. `count` is how often their products run in an evaluation."""
+    """The layers of a site that share a recipe, and the rule that first quantizes a product of theirs.
+
+    `count` is how often their products run in an evaluation of the loss.
+    """
 
     site: Site
     recipe: Recipe | None
@@ -113,14 +116,15 @@ class Layers:
     count: float
 
 
-def layers(plan: Plan) -> Iterator[Layers]:
-    """Every site of a plan in its first phase, its layers by recipe."""
-    decisions = plan.decisions(plan.phases[0])
+def layers(plan: Plan, phase: Phase | None = None) -> Iterator[Layers]:
+    """Every site of a plan in a phase, the first unless it is given, its layers by recipe."""
+    decisions = plan.decisions(plan.phases[0] if phase is None else phase)
     for site in plan.sites:
         found = Counter(decisions[site.address, layer] for layer in site.layers())
         for decision, count in found.items():
             recipe = None if site.opaque else decision.recipe
-            rule = next((c.rule for c in decision.choices if c.rule is not None), None)
+            bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
+            rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
             yield Layers(site=site, recipe=recipe, rule=rule, count=count * site.repeats / site.count)
 
 
@@ -154,10 +158,10 @@ def busy(work: Work, target: Target, mesh: Mesh) -> Busy:
     shared = readers(work.plan)
     for some in layers(work.plan):
         site, products = some.site, len(some.site.products)
-        done = some.count * site.flops
-        if site.weight is None and not _quantized(some.recipe):
+        done = float(some.count * site.flops)
+        if site.weight is None and not quantized(some.recipe):
             done *= 0.5 if work.causal else 1
-            again = 1 if work.remat == "full" else 0
+            again = work.remat in _FORWARD_AGAIN
             attention += done * (products + again) / (costs.ATTENTION * target.peak("bf16")) / mesh.devices
         else:
             for format, seconds in gemm_parts(some, target, mesh, work.remat):
@@ -188,7 +192,8 @@ def kernels_seconds(site: Site, target: Target, mesh: Mesh, remat: str) -> float
     return (2 if remat == "none" else 3) * costs.copy_seconds(target, moved)
 
 
-def _quantized(recipe: Recipe | None) -> bool:
+def quantized(recipe: Recipe | None) -> bool:
+    """Does it put any operand into 8 bits or fewer?"""
     return recipe is not None and any(0 < t.bits <= 8 for t in recipe.treatments)
 
 
@@ -215,7 +220,7 @@ def gemm_parts(some: Layers, target: Target, mesh: Mesh, remat: str = "none") ->
         if not target.native(format):
             operands = batch * contracted * (rows + columns)
             seconds += costs.emulation_seconds(target, operands, batch * rows * columns)
-        yield format, seconds * (2 if remat == "full" and gemm is Gemm.FPROP else 1)
+        yield format, seconds * (2 if remat in _FORWARD_AGAIN and gemm is Gemm.FPROP else 1)
 
 
 Readers = dict[tuple[Any, ...], int]
@@ -231,9 +236,7 @@ def _source(site: Site) -> tuple[Any, ...]:
     return (*site.address[:-1], id(of))
 
 
-def quantization_seconds(
-    some: Layers, target: Target, mesh: Mesh, shared: Readers, backend: str
-) -> float:
+def quantization_seconds(some: Layers, target: Target, mesh: Mesh, shared: Readers, backend: str) -> float:
     """Of quantizing the operands of one layer on one device."""
     if some.recipe is None:
         return 0.0
@@ -249,7 +252,9 @@ def quantization_seconds(
 def parameters(plan: Plan) -> float:
     """The parameters that GEMMs read."""
     sizes = {
-        tuple(p.path for p in s.parameters): s.batch * s.n * s.k * s.count for s in plan.sites if s.weight is not None
+        tuple(p.path for p in s.parameters): s.batch * s.n * s.k * s.count
+        for s in plan.sites
+        if s.weight is not None
     }
     return sum(sizes.values())
 
@@ -269,7 +274,9 @@ def communication_seconds(work: Work, target: Target, mesh: Mesh) -> float:
     total = work.accumulate * exchange(target, (2 * BF16_BYTES + FP32_BYTES) * weights, mesh.fsdp, inside)
     total += exchange(target, 2 * FP32_BYTES * weights / mesh.fsdp, mesh.data, inside * mesh.fsdp)
     if work.block is not None:
-        tokens = max(s.m * s.batch for s in work.plan.sites if s.weight is not None) * work.accumulate / mesh.rows
+        tokens = (
+            max(s.m * s.batch for s in work.plan.sites if s.weight is not None) * work.accumulate / mesh.rows
+        )
         stream = BF16_BYTES * tokens / mesh.context * work.block.layers
         total += exchange(target, 2 * 4 * stream * work.block.width, mesh.tensor, 1)
         heads = 2 * (2 * work.block.heads_width + 2 * work.block.kv_width) / mesh.tensor
@@ -296,12 +303,16 @@ def mesh_of(text: str, devices: int) -> Mesh:
     for word in text.replace(",", " ").split():
         name, equals, size = word.partition("=")
         if name not in names or not equals or not size.isdigit() or not int(size):
-            raise ValueError(f"'{word}' is no axis of a mesh: write fsdp=8 tensor=4 (axes: {', '.join(names)})")
+            raise ValueError(
+                f"'{word}' is no axis of a mesh: write fsdp=8 tensor=4 (axes: {', '.join(names)})"
+            )
         sizes[name] = int(size)
     product = math.prod(sizes.values())
     if product != devices:
         free = next((n for n in ("fsdp", "data") if n not in sizes), None)
         fits = free is not None and devices % product == 0
         remedy = f"add {free}={devices // product}" if fits else f"--devices {product}, or another size"
-        raise ValueError(f"a mesh of {' '.join(f'{n}={s}' for n, s in sizes.items())} is {product} devices, not {devices}: {remedy}")
+        raise ValueError(
+            f"a mesh of {' '.join(f'{n}={s}' for n, s in sizes.items())} is {product} devices, not {devices}: {remedy}"
+        )
     return Mesh(**sizes)

@@ -11,6 +11,7 @@ import pytest
 import policyc
 from policyc.lint import GRAPH, RULES, graph_rules, lint
 from policyc.loader import inspect
+from policyc.targets import target
 
 W = jnp.ones((256, 256))
 X = jnp.ones((130, 256))
@@ -49,7 +50,7 @@ FAULTY = {
     "quantized-embedding": "table -> fp8",
     "quantized-head": "lm_head -> fp8",
     "padded-gemm": "narrow -> mxfp8",
-    "small-gemm": "narrow -> fp8",
+    "slower-than-bf16": "narrow -> fp8",
     "hadamard-does-not-fit": "mlp -> nvfp4(rht=wgrad, rht_size=128, sr=grad)",
     "split-scan": "layers[::2] -> fp8",
 }
@@ -68,7 +69,30 @@ def test_a_rule_finds_its_fault(code):
 
 
 def test_a_careful_policy_is_clean():
-    assert found("mlp -> fp8 expect 12; layers[-2:].mlp -> keep") == set()
+    """But for speed: no GEMM of so small a model gains."""
+    assert found("mlp -> fp8 expect 12; layers[-2:].mlp -> keep") == {"slower-than-bf16"}
+
+
+def test_what_is_slower_depends_on_the_target():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w["large"]) @ w["large"].T) + jnp.sum(x @ w["narrow"])
+
+    shapes = {
+        "large": jax.ShapeDtypeStruct((8192, 8192), "bfloat16"),
+        "narrow": jax.ShapeDtypeStruct((8192, 64), "bfloat16"),
+    }
+    loaded = inspect("* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
+    plan = policyc.plan(loaded.policy, loss, shapes, jax.ShapeDtypeStruct((16384, 8192), "bfloat16"))
+
+    def said(name: str) -> list[str]:
+        return [str(d) for d in lint(loaded, {"slower-than-bf16"}, plan, target(name)).diagnostics]
+
+    (native,), (emulated,) = said("b200"), said("h200")
+    assert "'narrow'" in native
+    assert "more" not in native
+    assert "where n <= 64 -> bf16" in native
+    assert ", and 1 more" in emulated
+    assert "h200 has no nvfp4" in emulated
 
 
 def test_every_rule_has_a_page_and_a_test():

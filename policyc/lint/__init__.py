@@ -68,9 +68,10 @@ from policyc.lint import (
     unused_recipe,
     unused_suppression,
 )
-from policyc.lint.context import Context
+from policyc.lint.context import DEFAULT_TARGET, Context
 from policyc.lint.suppressions import Suppressions
 from policyc.loader import Loaded
+from policyc.targets import Target
 
 if TYPE_CHECKING:
     from policyc.planner import Plan
@@ -125,7 +126,7 @@ RULES: dict[str, LintRule] = {row.code: row for row in map(_row, _MODULES)}
 
 _GRAPH_MODULES = (
     "unmatched_rule", "overridden_rule", "expect_violated", "opaque_site", "schedule_without_step", "not_native",
-    "quantized_embedding", "quantized_head", "padded_gemm", "small_gemm", "hadamard_does_not_fit", "split_scan",
+    "quantized_embedding", "quantized_head", "padded_gemm", "slower_than_bf16", "hadamard_does_not_fit", "split_scan",
 )  # fmt: skip
 
 
@@ -146,14 +147,19 @@ class Findings:
     undecided: int = 0
 
 
-def lint(loaded: Loaded, codes: Collection[str] = RULES.keys() | GRAPH, plan: Plan | None = None) -> Findings:
-    """Everything wrong with a policy, and with what it does to a program where a plan is given.
+def lint(
+    loaded: Loaded,
+    codes: Collection[str] = RULES.keys() | GRAPH,
+    plan: Plan | None = None,
+    target: Target = DEFAULT_TARGET,
+) -> Findings:
+    """Everything wrong with a policy, and with what it does to a program where a plan is given, on a target.
 
     Faults in reading it are always reported, and then nothing else is looked for.
     """
     if loaded.found:
         return Findings(diagnostics=loaded.found)
-    context = Context(loaded, plan)
+    context = Context(loaded, plan, target)
     found: dict[tuple[object, ...], Diagnostic] = {}
     rules = RULES if plan is None else RULES | graph_rules()
     for rule in rules.values():

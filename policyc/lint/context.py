@@ -20,11 +20,15 @@ from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Span
 from policyc.loader import Loaded
 from policyc.policy import RecipeNode, Resolver, Rule, Split, Use, Variant, uses
 from policyc.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     from policyc.planner import Plan
 
 _LOOKS = 200_000  # steps
+
+DEFAULT_TARGET = TARGETS["b200"]
+"""Where speed is judged unless something else is asked for: the plainest GPU that multiplies 4-bit numbers."""
 
 
 class Names:
@@ -65,10 +69,11 @@ class Applied:
 
 
 class Context:
-    """One policy under lint. `plan` is what it does to a program, where one was given."""
+    """One policy under lint. `plan` is what it does to a program, where one was given; `target` is where that runs."""
 
-    def __init__(self, loaded: Loaded, plan: Plan | None = None) -> None:
+    def __init__(self, loaded: Loaded, plan: Plan | None = None, target: Target = DEFAULT_TARGET) -> None:
         self.plan = plan
+        self.target = target
         self.loaded = loaded
         self.policy = loaded.policy
         self.undecided = 0

@@ -15,6 +15,7 @@ from policyc.verbs.shared import CLEAN, FAILED, FOUND, Examples, colour, near, p
 if TYPE_CHECKING:
     from policyc.diagnostics import Diagnostic
     from policyc.loader import Loaded
+    from policyc.targets import Target
 
 
 @click.command(
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     metavar="PROGRAM",
     help="Also check what the policy does to a program: a script, or '-m MODULE', with its arguments in quotes.",
 )
+@click.option(
+    "--target", "gpu", metavar="GPU", help="With --against: the GPU that speed is judged on (default: b200)."
+)
 @click.option("--fix", is_flag=True, help="Apply the safe fixes; the file is replaced in one go.")
 @click.option(
     "--unsafe-fixes", is_flag=True, help="With --fix: also those that change what the policy means."
@@ -52,6 +56,7 @@ def lint(
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     against: str | None,
+    gpu: str | None,
     fix: bool,
     unsafe_fixes: bool,
 ) -> None:
@@ -72,6 +77,9 @@ def lint(
     codes = _codes(select, ignore)
     if against == "-m" and len(files) > 1:  # written without quotes: --against -m MODULE
         files, against = files[:-1], f"-m {files[-1]}"
+    if gpu is not None and against is None:
+        raise click.UsageError("--target goes with --against")
+    target = _target(gpu)
     if against is not None and len(files) != 1:
         raise click.UsageError("--against goes with one policy")
     found: list[Diagnostic] = []
@@ -82,7 +90,7 @@ def lint(
                 mended += _mend(name, codes, unsafe_fixes)
             loaded = _inspect(name)
             plan = None if against is None or loaded.found else plan_of(loaded.policy, against)
-            findings = check(loaded, codes, plan)
+            findings = check(loaded, codes, plan, target)
         except PolicyError as error:
             failed = True
             found += error.diagnostics
@@ -99,6 +107,16 @@ def lint(
         note = f"{undecided} questions about which rules reach which sites were too hard: some findings may be missing"
         click.echo(f"note: {note}", err=True)
     sys.exit(FAILED if failed else FOUND if found else CLEAN)
+
+
+def _target(name: str | None) -> Target:
+    from policyc.lint.context import DEFAULT_TARGET
+    from policyc.targets import target
+
+    try:
+        return DEFAULT_TARGET if name is None else target(name)
+    except KeyError as missing:
+        raise click.UsageError(str(missing.args[0])) from None
 
 
 def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:

@@ -1,0 +1,118 @@
+"""The Llama driver that ships with policyc, as the cost model sees it: the plan of one of its configurations.
+
+In: a policy, the name of a configuration, sizes. Out: a `Work`. No array is made: the loss is traced with shapes. The
+one trap: the driver is no part of the package. It is imported as its own scripts import it, from the folder of models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+from policyc import pipeline
+from policyc.diagnostics import did_you_mean
+from policyc.policy import Policy
+from policyc.resources import folder
+from policyc.stepcosts import Block, Mesh, Work
+
+_AT_ONCE = 2  # sequences that a device computes at a time, unless something else is asked for
+
+
+class BadRun(ValueError):
+    """Such a run is not possible; the message says what to change."""
+
+
+def _module(name: str) -> ModuleType:
+    home = str(folder("models"))
+    if home not in sys.path:
+        sys.path.append(home)
+    return importlib.import_module(f"llama.{name}")
+
+
+def configuration(name: str) -> tuple[Any, Any]:
+    """The model and the run of a configuration. Raises BadRun where there is none of that name."""
+    known = _module("configs").CONFIGS
+    if name not in known:
+        raise BadRun(f"no configuration named '{name}': {did_you_mean(name, known)}")
+    return known[name][0], known[name][1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What may be asked of a configuration; None is what it says itself."""
+
+    batch: int | None = None
+    sequence: int | None = None
+    accumulate: int | None = None
+    remat: str | None = None
+
+
+def work(policy: Policy, name: str, mesh: Mesh, sizes: Sizes, backend: str) -> Work:
+    """A step of a configuration under a policy, on a mesh that must divide it."""
+    model, run = configuration(name)
+    batch, sequence = sizes.batch or run.batch, sizes.sequence or run.sequence
+    accumulate = sizes.accumulate or _parts(batch, mesh)
+    remat = sizes.remat or model.remat
+    _check(model, batch, sequence, accumulate, mesh)
+    # Traced on one device with plain attention: so its products are seen. Neither changes a GEMM.
+    model = dataclasses.replace(model, remat=remat, attention="xla", loss_chunks=1)
+    plan = pipeline.plan(policy, _loss(model), *_shapes(model, batch // accumulate, sequence))
+    block = Block(
+        layers=model.layers,
+        width=model.width,
+        heads_width=model.heads * model.head_dim,
+        kv_width=model.kv_heads * model.head_dim,
+    )
+    return Work(plan=plan, accumulate=accumulate, causal=True, remat=remat, backend=backend, block=block)
+
+
+def _loss(model: Any) -> Any:
+    loss = _module("model").loss
+    return lambda params, batch: loss(params, batch, model)
+
+
+def _shapes(model: Any, rows: int, sequence: int) -> tuple[Any, Any]:
+    import jax
+
+    def array(shape: tuple[int, ...], dtype: str) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
+
+    of = _module("model")
+    params = of.leaf_map(lambda leaf: array(leaf.shape, "float32"), of.table(model))
+    return params, dict.fromkeys(("tokens", "targets", "mask"), array((rows, sequence), "int32"))
+
+
+def _parts(batch: int, mesh: Mesh) -> int:
+    """The fewest parts in which a device has two sequences at a time or fewer."""
+    share = batch // mesh.rows
+    return next((n for n in range(1, share + 1) if share % n == 0 and share // n <= _AT_ONCE), 1)
+
+
+def _check(model: Any, batch: int, sequence: int, accumulate: int, mesh: Mesh) -> None:
+    if batch < mesh.rows:
+        within = mesh.rows // batch
+        raise BadRun(
+            f"{mesh.rows} devices over data and fsdp are too many for a batch of {batch}: --batch {mesh.rows}, or "
+            f"--mesh 'fsdp={batch} tensor={within}'"
+        )
+    if batch % accumulate or (batch // accumulate) % mesh.rows:
+        raise BadRun(
+            f"a batch of {batch} in {accumulate} parts does not divide over {mesh.rows} devices (data x fsdp): "
+            f"--batch {-(-batch // (mesh.rows * accumulate)) * mesh.rows * accumulate}"
+        )
+    uneven = [
+        f"{what} {size} is no multiple of {by} ({axes})"
+        for what, size, by, axes in (
+            ("sequence", sequence, mesh.context, "context"),
+            ("heads", model.heads, mesh.tensor * mesh.context, "tensor x context"),
+            ("hidden", model.hidden, mesh.tensor, "tensor"),
+        )
+        if size % by
+    ]
+    if uneven:
+        raise BadRun(
+            f"the mesh does not divide the model: {'; '.join(uneven)}: take smaller axes, and fsdp for the rest"
+        )

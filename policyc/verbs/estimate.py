@@ -1,0 +1,209 @@
+"""`policyc estimate`: what a step would cost on a GPU that need not be here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from policyc.verbs.programs import RAW, plan_of, taking
+from policyc.verbs.shared import Examples, colour, policy_of, stop
+
+if TYPE_CHECKING:
+    from policyc.policy import Policy
+    from policyc.stepcosts import Estimate, Mesh, Work
+
+_VALUES = (
+    "--config", "--target", "--devices", "--mesh", "--batch", "--sequence", "--accumulate", "--remat", "--against",
+    "--variant", "--backend", "--format",
+)  # fmt: skip
+
+ASSUMPTIONS = """\
+A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or the memory's speed.
+A copy reaches .62 of the memory's bandwidth. Between GEMMs, each input is written and each output read once a pass.
+te: a tensor is read for its maximum and once more for all of its codes. xla: each set of codes in passes of its own,
+as measured on an H200.
+Attention reaches half of the bf16 peak, of its causal FLOPs in a configuration, of all of them in a program.
+fsdp gathers weights twice in bf16 and scatters gradients in fp32, for each part of a batch.
+Everything else is one part of every step. It, and how much communication is hidden, are fitted to four published
+figures; docs/estimate.md has them, and the errors on eight others. Speed-ups are better known than times.
+Memory is not looked at: what does not fit has an estimate too.
+"""
+
+
+@click.command(
+    cls=Examples,
+    context_settings=RAW,
+    examples="""
+    policyc estimate te_nvfp4 --config llama3_405b --target gb300 --devices 128
+    policyc estimate te_nvfp4 --against fp8 --config llama3_8b --target gb200 --devices 8 --batch 128
+    policyc estimate te_nvfp4 --config llama3_405b --target gb200 --devices 128 --mesh 'fsdp=32 tensor=4'
+    policyc estimate llama.policy --target b200 train.py --steps 100       any program, from its traced loss
+    """,
+)
+@click.option("--config", metavar="NAME", help="A configuration of the Llama driver, in place of a program.")
+@click.option("--target", "gpu", metavar="GPU", help="The GPU: policyc targets lists them.  [required]")
+@click.option("--devices", type=int, default=1, show_default=True, help="How many of them.")
+@click.option(
+    "--mesh", metavar="AXES", help="How they divide the step: 'fsdp=32 tensor=4' (default: all fsdp)."
+)
+@click.option("--batch", type=int, help="Sequences in a step (default: the configuration's).")
+@click.option("--sequence", type=int, help="Tokens in a sequence (default: the configuration's).")
+@click.option("--accumulate", type=int, help="Parts of a batch (default: two sequences a device at a time).")
+@click.option(
+    "--remat",
+    type=click.Choice(["none", "dots", "full", "quantized"]),
+    help="What is computed anew (default: the configuration's; none for a program).",
+)
+@click.option("--against", metavar="POLICY", help="Another policy to compare with.")
+@click.option("--variant", metavar="NAME", help="The policy under one of its variants.")
+@click.option(
+    "--backend", type=click.Choice(["te", "xla"]), default="te", show_default=True, help="Whose quantizers."
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    show_default=True,
+    help="How it is printed.",
+)
+@click.option("--assumptions", is_flag=True, help="Also print what the model assumes.")
+@click.argument("policy")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT|-m MODULE [ARGS]...]")
+def estimate(policy: str, program: tuple[str, ...], **options: Any) -> None:
+    """Estimate the time of a training step, part by part, on GPUs that need not be here.
+
+    A model of costs, not a measurement: see docs/estimate.md for what it is worth.
+    """
+    more, words = taking(program, dict.fromkeys(_VALUES, True) | {"--assumptions": False})
+    options = _read(options, more)
+    from policyc import stepcosts
+    from policyc.planner import make_plan
+    from policyc.targets import target
+
+    if options["gpu"] is None:
+        raise click.UsageError("--target says which GPU: policyc targets lists them")
+    try:
+        gpu = target(options["gpu"])
+    except KeyError as missing:
+        raise click.UsageError(str(missing.args[0])) from None
+    if bool(words) == bool(options["config"]):
+        raise click.UsageError("name a program, or a configuration with --config; one of the two")
+    if options["devices"] < 1:
+        raise click.UsageError(f"--devices {options['devices']}: at least 1")
+    first = policy_of(policy, options["variant"])
+    meant = [(policy if options["variant"] is None else f"{policy} {options['variant']}", first)]
+    if options["against"] is not None:
+        meant.insert(0, (options["against"], policy_of(options["against"], None)))
+    try:
+        mesh = stepcosts.mesh_of(options["mesh"] or f"fsdp={options['devices']}", options["devices"])
+        work = _work(first, words, mesh, options)
+    except ValueError as error:
+        stop(str(error))
+    found = [
+        (name, stepcosts.estimate(dataclasses.replace(work, plan=make_plan(of, work.plan.sites)), gpu, mesh))
+        for name, of in meant
+    ]
+    if options["form"] == "json":
+        click.echo(json.dumps(_as_data(found, gpu.name, mesh), indent=2))
+    else:
+        _table(found, f"{options['devices']} x {gpu.name} ({mesh})")
+        if options["assumptions"]:
+            click.echo(ASSUMPTIONS, nl=False)
+
+
+def _read(options: dict[str, Any], more: dict[str, str]) -> dict[str, Any]:
+    """Options may also stand behind the policy."""
+    command = cast(click.Command, estimate)
+    context = click.Context(command)
+    by_flag = {flag: p for p in command.params if isinstance(p, click.Option) for flag in p.opts}
+    return options | {
+        str(by_flag[flag].name): True
+        if flag == "--assumptions"
+        else by_flag[flag].type_cast_value(context, value)
+        for flag, value in more.items()
+    }
+
+
+def _work(policy: Policy, words: tuple[str, ...], mesh: Mesh, options: dict[str, Any]) -> Work:
+    from policyc import driver, stepcosts
+
+    asked = {name: options[name] for name in ("batch", "sequence", "accumulate", "remat")}
+    bad = [f"--{name} {value}" for name, value in asked.items() if isinstance(value, int) and value < 1]
+    if bad:
+        raise ValueError(f"{', '.join(bad)}: at least 1")
+    if options["config"]:
+        return driver.work(policy, options["config"], mesh, driver.Sizes(**asked), options["backend"])
+    given = [f"--{name}" for name in ("batch", "sequence") if options[name] is not None]
+    if given:
+        raise ValueError(f"{' and '.join(given)}: a program has its own sizes; give it its own arguments")
+    if mesh.tensor * mesh.context > 1:
+        raise ValueError(
+            f"a program can be divided over data and fsdp only, not {mesh}: what a tensor axis moves is not known"
+        )
+    found = plan_of(policy, words)
+    rows = max(site.batch * site.m for site in found.sites)
+    if rows < mesh.rows:
+        raise ValueError(
+            f"{mesh.rows} devices are too many for {rows} rows of the largest GEMM: --devices {rows} at most"
+        )
+    return stepcosts.Work(
+        plan=found,
+        accumulate=options["accumulate"] or 1,
+        remat=options["remat"] or "none",
+        backend=options["backend"],
+    )
+
+
+Named = list[tuple[str, "Estimate"]]
+
+
+def _as_data(found: Named, gpu: str, mesh: Mesh) -> dict[str, Any]:
+    estimates = [
+        {
+            "policy": name,
+            "seconds": of.seconds,
+            "tflops_per_device": of.tflops,
+            "parts": dict(of.parts),
+            "gemms": dict(of.gemms),
+        }
+        for name, of in found
+    ]
+    data: dict[str, Any] = {"target": gpu, "devices": mesh.devices, "mesh": str(mesh), "estimates": estimates}
+    return data if len(found) == 1 else data | {"speed_up": _speed_up(found)}
+
+
+def _speed_up(found: Named) -> float:
+    (_, before), (_, after) = found
+    return before.seconds / after.seconds
+
+
+def _table(found: Named, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table(title=title, title_justify="left", title_style="bold")
+    grid.add_column("seconds a step")
+    for name, _ in found:
+        grid.add_column(name, justify="right")
+        grid.add_column("share", justify="right")
+
+    def row(label: str, seconds: list[float], style: str | None = None) -> None:
+        shares = [f"{part / of.seconds:.1%}" for part, (_, of) in zip(seconds, found, strict=True)]
+        cells = (cell for pair in zip((f"{s:.4g}" for s in seconds), shares, strict=True) for cell in pair)
+        grid.add_row(label, *cells, style=style)
+
+    for part in found[0][1].parts:
+        row(part, [of.parts[part] for _, of in found])
+        if part == "gemms":
+            for format in sorted({name for _, of in found for name in of.gemms}):
+                row(f"  {format}", [of.gemms.get(format, 0.0) for _, of in found], "dim")
+    grid.add_section()
+    grid.add_row("step", *(cell for _, of in found for cell in (f"{of.seconds:.4g}", "")))
+    grid.add_row("TFLOP/s a device", *(cell for _, of in found for cell in (f"{of.tflops:.0f}", "")))
+    if len(found) == 2:
+        grid.add_row("speed-up", "", "", f"{_speed_up(found):.2f}x", "")
+    Console(force_terminal=colour()).print(grid)
