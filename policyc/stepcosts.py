@@ -8,7 +8,7 @@ many there are.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -153,12 +153,12 @@ def estimate(work: Work, target: Target, mesh: Mesh) -> Estimate:
 
 def busy(work: Work, target: Target, mesh: Mesh) -> Busy:
     """The parts of a step that are computed one by one."""
-    gemms: Counter[str] = Counter()
+    gemms: dict[str, float] = defaultdict(float)
     quantization = attention = kernels = flops = 0.0
     shared = readers(work.plan)
     for some in layers(work.plan):
         site, products = some.site, len(some.site.products)
-        done = float(some.count * site.flops)
+        done = some.count * site.flops
         if site.weight is None and not quantized(some.recipe):
             done *= 0.5 if work.causal else 1
             again = work.remat in _FORWARD_AGAIN

@@ -343,7 +343,7 @@ def test_lint_against_a_program(home):
     assert "slower-than-bf16" in ran.stdout
     assert "on b200" in ran.stdout
     ran = policyc(home, "lint", "good.policy", "--against", "train.py", "--target", "h200")
-    assert "h200 has no nvfp4" in ran.stdout
+    assert "bf16 on h200" in ran.stdout
     ran = policyc(home, "lint", "good.policy", "--against", "train.py", "--target", "h20")
     assert ran.returncode == 2
     assert "did you mean 'h200'" in ran.stderr

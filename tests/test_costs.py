@@ -85,7 +85,16 @@ def test_more_devices_compute_no_longer(policy):
     assert times == sorted(times, reverse=True)
 
 
-def test_what_devices_share_is_one_quantization():
+def test_more_devices_take_no_longer_over_a_step():
+    """Of a model whose computation hides what gathering its weights costs, within one NVLink domain."""
+    meshes = [Mesh(fsdp=n) for n in (8, 16, 32, 64)]
+    sizes = driver.Sizes(batch=64, sequence=8192, accumulate=1)
+    case = driver.work(load("te_nvfp4"), "llama3_8b", meshes[-1], sizes, "te")
+    times = [stepcosts.estimate(case, target("gb300"), mesh).seconds for mesh in meshes]
+    assert times == sorted(times, reverse=True)
+
+
+def test_two_readers_share_one_quantization():
     def both(w, x):
         return jnp.sum(x @ w["up"]) + jnp.sum(x @ w["gate"])
 

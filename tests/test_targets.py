@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 from pathlib import Path
 
 import pytest
+from command import policyc
 
 from policyc.formats import FORMATS
 from policyc.targets import TARGETS, of_device_kind, target
@@ -72,6 +74,17 @@ def test_a_format_that_is_not_native_runs_in_bf16():
     assert blackwell.native("nvfp4")
     assert blackwell.native("keep")
     assert set(blackwell.formats) == FORMATS.keys() - {"keep"}
+
+
+def test_the_verb_prints_them():
+    table = policyc("targets", env={"COLUMNS": "80"}).out
+    assert all(name in table for name in TARGETS)
+    assert "…" not in table
+    assert json.loads(policyc("targets", "gb300", "--format", "json").out)["peak_flops"]["nvfp4"] == 14700e12
+    assert len(json.loads(policyc("targets", "--format", "json").out)) == len(TARGETS)
+    assert policyc("targets", "b200", "--format", "xla").out == target("b200").description
+    assert "goes with one target" in policyc("targets", "--format", "xla").err
+    assert "did you mean 'h200'" in policyc("targets", "h20").err
 
 
 def test_an_unknown_target_says_what_is_meant():

@@ -72,10 +72,10 @@ def _table(chosen: list[Target]) -> None:
     from rich.table import Table
 
     title = "dense TFLOP/s; memory; GB/s in one direction, NVLink among so many GPUs"
-    grid = Table(title=title, title_justify="left", title_style="dim", box=box.SIMPLE)
+    grid = Table(title=title, title_justify="left", title_style="dim", box=box.SIMPLE, pad_edge=False)
     for heading in ("target", "SM"):
         grid.add_column(heading)
-    for heading in ("bf16", "fp8", "mxfp8", "nvfp4", "GB", "TB/s", "NVLink", "of", "network"):
+    for heading in ("bf16", "fp8", "mxfp8", "nvfp4", "GB", "TB/s", "NVLink", "of", "net"):
         grid.add_column(heading, justify="right")
     for of in chosen:
         peaks = (
