@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from command import policyc as command
 
 import policyc
 from policyc.lint import GRAPH, RULES, graph_rules, lint
@@ -93,6 +94,11 @@ def test_what_is_slower_depends_on_the_target():
     assert "where n <= 64 -> bf16" in native
     assert ", and 1 more" in emulated
     assert "h200 has no nvfp4" in emulated
+
+
+def test_a_target_goes_with_a_program():
+    assert "did you mean 'h200'" in command("lint", "fp8", "--against", "train.py", "--target", "h20").err
+    assert "--target goes with --against" in command("lint", "fp8", "--target", "h200").err
 
 
 def test_every_rule_has_a_page_and_a_test():
