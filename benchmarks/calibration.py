@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -74,9 +75,9 @@ def predicted(
     return computed(case, format).estimate(hidden, other).tflops
 
 
-def fit() -> tuple[float, float]:
+def fit(cases: Sequence[Published] = tuple(c for c in PUBLISHED if c.fitted)) -> tuple[float, float]:
     """The constants with the least squared error of the logarithms, to two digits."""
-    figures = [(case, f, getattr(case, f)) for case in PUBLISHED if case.fitted for f in POLICIES]
+    figures = [(case, f, getattr(case, f)) for case in cases for f in POLICIES]
 
     def error(constants: tuple[float, float]) -> float:
         return sum(math.log(predicted(c, f, *constants) / figure) ** 2 for c, f, figure in figures)
@@ -104,8 +105,18 @@ class Row:
         )
 
 
-def rows() -> list[Row]:
-    return [Row(case, predicted(case, "fp8"), predicted(case, "nvfp4")) for case in PUBLISHED]
+def rows(hidden: float = costs.HIDDEN, other: float = costs.OTHER) -> list[Row]:
+    return [Row(case, *(predicted(case, format, hidden, other) for format in POLICIES)) for case in PUBLISHED]
+
+
+OTHER_FITS = {
+    "8B, both GPUs": PUBLISHED[0:3:2],
+    "405B, first trainer": PUBLISHED[1:4:2],
+    "405B, second trainer": PUBLISHED[4:6],
+    "GB300": PUBLISHED[2:4] + PUBLISHED[5:],
+    "all": PUBLISHED,
+}
+"""What the errors would be had other rows been chosen."""
 
 
 # ---- an H200, one linear of 16384 x 4096 x 14336: docs/numerics.md
@@ -163,6 +174,11 @@ def main() -> None:
         name = f"{kind:9}{case.trainer:7} {case.config} {case.devices} x {case.gpu}"
         print(f"{name:42}" + "".join(f"{cell:>22}" for cell in cells))
         found.append({"case": name, "predicted": [p for p, _ in pairs], "published": [p for _, p in pairs]})
+    print("\nerrors of the speed-ups, in that order, fitted to other rows:")
+    for name, cases in OTHER_FITS.items():
+        constants = fit(cases)
+        errors = " ".join(f"{row.errors()[2]:+4.0%}" for row in rows(*constants))
+        print(f"{name:24} hidden {constants[0]:.2f}, other {constants[1]:.2f}:  {errors}")
     print()
     for what, measured, by_model in h200():
         print(f"H200, {what:42}{by_model:8.2f} / {measured:.2f} {by_model / measured - 1:+4.0%}")

@@ -20,6 +20,7 @@ from policyc.planner import Phase, Plan
 from policyc.recipes import Gemm, Recipe, Role
 from policyc.sites import Site
 from policyc.targets import Target
+from policyc.treatments import effective, problems
 
 _FORWARD_AGAIN = ("full", "quantized")
 
@@ -122,10 +123,15 @@ def layers(plan: Plan, phase: Phase | None = None) -> Iterator[Layers]:
     for site in plan.sites:
         found = Counter(decisions[site.address, layer] for layer in site.layers())
         for decision, count in found.items():
-            recipe = None if site.opaque else decision.recipe
+            recipe = None if site.opaque or decision.recipe is None else _carried_out(decision.recipe)
             bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
             rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
             yield Layers(site=site, recipe=recipe, rule=rule, count=count * site.repeats / site.count)
+
+
+def _carried_out(recipe: Recipe) -> Recipe:
+    """What is done, which is not all that is written: but for a recipe that cannot be carried out at all."""
+    return recipe if problems(recipe) else effective(recipe)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
