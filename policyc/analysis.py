@@ -97,6 +97,7 @@ class _Walk:
         self._places: dict[tuple[Path, int, int], tuple[int, ...]] = {}
         self._dry = 0
         self._ours: dict[int, bool] = {}
+        self._devices: dict[Address, Stack] = {}
 
     def run(self, jaxpr: Any, facts: Sequence[Fact], where: Where) -> list[Fact]:
         """Facts of the results from facts of the inputs. Sites are noted on the way."""
@@ -148,7 +149,28 @@ class _Walk:
         inside = where.into(eqn, at, 0)
         if jaxprs.primitive_name(eqn) == "shard_map":
             inside = replace(inside, around=where.around.inside(eqn))
+            facts = self._divided(eqn, body, facts, (*where.address, at))
         return self.run(body.jaxpr, facts, inside)
+
+    def _divided(self, eqn: Eqn, body: Body, facts: list[Fact], address: Address) -> list[Fact]:
+        """The facts of what a shard_map divides: each device has some members of a stack, or one."""
+        found = []
+        for fact, var, parts in zip(facts, body.jaxpr.invars, jaxprs.first_divided(eqn), strict=True):
+            if parts > 1 and fact.labels:
+                stack = Stack(address, parts, devices=True)
+                self._devices[address] = stack
+                alone = var.aval.shape[0] == 1
+                fact = replace(
+                    fact,
+                    labels=tuple(
+                        label.marked(Mark(self.places(label.path, 0, parts), parts, address))
+                        if alone
+                        else replace(label, shards=stack)
+                        for label in fact.labels
+                    ),
+                )
+            found.append(fact)
+        return found
 
     def _cond(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
         branches = jaxprs.bodies(eqn)
@@ -176,7 +198,8 @@ class _Walk:
         if any(x.labels for x in xs):
             stack = Stack(address, length, bool(eqn.params["reverse"]))
             depth = len(inside.scope)
-            mark = Mark(tuple(p for p in (depth - 1, depth) if p >= 0), length, address)
+            shards = next((label.shards for x in xs for label in x.labels if label.shards), None)
+            mark = _stacked(tuple(p for p in (depth - 1, depth) if p >= 0), length, address, shards)
             inside = replace(inside, stacks=(*where.stacks, stack), marks=(*where.marks, mark))
             xs = _sliced(xs, length, address)
         carry = self._settled(body, consts, carry, xs, inside)
@@ -244,12 +267,15 @@ class _Walk:
         if not opaque and not _plainly_ragged(eqn):
             opaque = "a ragged product of a form that has no quantized counterpart"
         scope = parsed((*where.scope, *jaxprs.scopes(eqn)))
+        parameters = rhs.labels if weight == "rhs" else lhs.labels
+        marks = (m for label in (*parameters, Label(scope, where.marks)) for m in label.marks)
+        shared = dict.fromkeys(a for m in marks for a in (m.shards, m.stack) if a in self._devices)
         self.found.append(
             Site(
                 address=(*where.address, at),
                 scope=_scope_label(scope, where.marks),
-                parameters=rhs.labels if weight == "rhs" else lhs.labels,
-                stacks=where.stacks,
+                parameters=parameters,
+                stacks=(*(self._devices[a] for a in shared if a is not None), *where.stacks),
                 weight=weight,
                 kind="dot" if jaxprs.primitive_name(eqn) == "dot_general" else "ragged",
                 batch=batch,
@@ -307,6 +333,8 @@ def _through(walk: _Walk, eqn: Eqn, name: str, facts: list[Fact]) -> list[Fact]:
     labels: tuple[Label, ...] = ()
     if name in LAYOUT:
         labels = _cut(walk, eqn, name, first.labels)
+        if name.startswith("all_gather"):
+            labels = tuple(replace(label, shards=None) for label in labels)
     elif name in _SCALED and len(facts) == 2:
         # A weight times a number is a weight.
         pair = zip(facts, reversed(eqn.invars), strict=True)
@@ -353,9 +381,16 @@ def _sliced(xs: list[Fact], length: int, address: Address) -> list[Fact]:
         places = tuple(i for i in range(shared) if label.path[i].index is None)
         if not shared and label.path and label.path[-1].index is None:
             places = (len(label.path) - 1,)
-        return label.marked(Mark(places, length, address))
+        return label.marked(_stacked(places, length, address, label.shards))
 
     return [replace(x, labels=tuple(map(mark, x.labels))) for x in xs]
+
+
+def _stacked(places: tuple[int, ...], length: int, address: Address, shards: Stack | None) -> Mark:
+    """The index that a scan gives to its layers, which may be those of one device of several."""
+    if shards is None:
+        return Mark(places, length, address)
+    return Mark(places, length * shards.size, address, shards=shards.address, each=length)
 
 
 def _common(paths: list[Path]) -> int:

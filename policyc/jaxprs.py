@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,16 @@ def axis_sizes(shard_map: Eqn) -> tuple[tuple[str, int], ...]:
     mesh = shard_map.params["mesh"]
     names = shard_map.params.get("newly_manual_axes", shard_map.params.get("manual_axes", mesh.axis_names))
     return tuple((name, size) for name, size in mesh.shape.items() if name in names)
+
+
+def first_divided(shard_map: Eqn) -> list[int]:
+    """Into how many parts a shard_map divides the first dimension of each operand."""
+    sizes = shard_map.params["mesh"].shape
+    found = []
+    for spec in shard_map.params["in_specs"]:
+        axes = spec[0] if len(spec) and spec[0] is not None else ()
+        found.append(math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes)))
+    return found
 
 
 # ---- names
@@ -359,6 +370,11 @@ def in_key(default: Any = None) -> Any:
     """A context whose value is part of the key under which JAX keeps what it traced and compiled."""
     make: Any = jax.make_user_context
     return make(default)
+
+
+def first_process() -> bool:
+    """Is this the process that speaks for all?"""
+    return jax.process_index() == 0
 
 
 # ---- telling jaxprs apart

@@ -191,7 +191,12 @@ class Plan:
 
         `may_miss` lets a rule match nothing, whatever it expects: another loss of the program is meant by it.
         """
-        found = [*expectations(self, may_miss=may_miss), *opaque_sites(self), *bad_recipes(self)]
+        found = [
+            *expectations(self, may_miss=may_miss),
+            *opaque_sites(self),
+            *divided_stacks(self),
+            *bad_recipes(self),
+        ]
         if self.how.require_native:
             found += not_native(self)
         if found:
@@ -299,6 +304,33 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
             span=rule.span,
             help=f"keep it with a rule behind this one: {_keeping(first)} -> keep",
         )
+
+
+def divided_stacks(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that treat the layers of one device otherwise than those of another, which run the same program."""
+    blamed: dict[int, Site] = {}
+    for site in (s for s in plan.sites if any(stack.devices for stack in s.stacks)):
+        for phase in plan.phases:
+            for rule in _told_apart(plan.decisions(phase), site):
+                blamed.setdefault(rule, site)
+    for at, site in sorted(blamed.items()):
+        devices = max(s.size for s in site.stacks if s.devices)
+        yield Diagnostic(
+            code="opaque-site",
+            message=f"the layers of '{site.name}' are divided over {devices} devices, which run one program "
+            "(shard_map): they cannot be told apart by index",
+            span=plan.policy.rules[at].span,
+            help="choose layers at the same place on every device, or all of them",
+        )
+
+
+def _told_apart(decisions: Decisions, site: Site) -> Iterator[int]:
+    """The last of the rules that decide otherwise about a layer than about its counterpart on the first device."""
+    for layer in site.layers():
+        first = tuple(0 if s.devices else i for s, i in zip(site.stacks, layer, strict=True))
+        one, other = decisions[site.address, first], decisions[site.address, layer]
+        if one.recipe != other.recipe:
+            yield max(c.rule for d in (one, other) for c in d.choices if c.rule is not None)
 
 
 def _keeping(site: Site) -> str:

@@ -114,8 +114,10 @@ class _Rewriter:
         if self._signature(address, fixed) is None:
             return [eqn]
         stack = self._stack(address)
-        if stack is not None:
+        if stack is not None and not stack.devices:
             return self._scan(eqn, stack, fixed, around)
+        if stack is not None:  # one program for all devices: the plan says that it is the same for each
+            fixed = {**fixed, address: 0}
         inside = around.inside(eqn) if jaxprs.primitive_name(eqn) == "shard_map" else around
         pairs = [
             (b, self.body(b.held, (*address, i), fixed, inside)) for i, b in enumerate(jaxprs.bodies(eqn))

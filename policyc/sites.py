@@ -29,29 +29,40 @@ Weight = Literal["lhs", "rhs"] | None
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A scan over stacked parameters: the layers are one body."""
+    """A scan over stacked parameters: the layers are one body. Or a shard_map over them: one program on `devices`."""
 
     address: Address
     size: int
     reverse: bool = False
+    devices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """An index that belongs at one of some places in a path: that of a stack, or a known one."""
+    """An index that belongs at one of some places in a path: that of a stack, or a known one.
+
+    With `shards`, every device has `each` members of the stack: the index counts those of the devices before.
+    """
 
     places: tuple[int, ...]
     size: int
     stack: Address | None = None
     index: int = 0
+    shards: Address | None = None
+    each: int = 0
+
+    def at(self, indices: Mapping[Address, int]) -> int:
+        index = self.index if self.stack is None else indices[self.stack]
+        return index if self.shards is None else indices[self.shards] * self.each + index
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A path whose stack indices are still open."""
+    """A path whose stack indices are still open. `shards` says that a shard_map divides its first dimension."""
 
     path: Path
     marks: tuple[Mark, ...] = ()
+    shards: Stack | None = None
 
     def marked(self, mark: Mark) -> Label:
         return Label(self.path, (*self.marks, mark))
@@ -68,10 +79,9 @@ class Label:
             for place, mark in zip(places, self.marks, strict=True):
                 if place is None:
                     continue
-                index = mark.index if mark.stack is None else indices[mark.stack]
                 before = names[place]
                 outer, size = (before.index or 0, before.size or 1) if before.index is not None else (0, 1)
-                names[place] = Name(before.text, outer * mark.size + index, size * mark.size)
+                names[place] = Name(before.text, outer * mark.size + mark.at(indices), size * mark.size)
             yield tuple(names)
 
 

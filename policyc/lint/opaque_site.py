@@ -24,11 +24,12 @@ from collections.abc import Iterator
 
 from policyc.diagnostics import Diagnostic, Severity
 from policyc.lint.context import Context
-from policyc.planner import opaque_sites
+from policyc.planner import divided_stacks, opaque_sites
 
 SEVERITY = Severity.ERROR
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
     if context.plan is not None:
-        yield from (d for d in opaque_sites(context.plan) if context.mine(d.span))
+        found = (*opaque_sites(context.plan), *divided_stacks(context.plan))
+        yield from (d for d in found if context.mine(d.span))

@@ -72,7 +72,7 @@ def apply(
         if not len(plan.sites):
             return
         weight = sum(plan.counts)
-        if not seen:
+        if not seen and jaxprs.first_process():
             click.echo(summary(plan), err=True, nl=False)
         if plan_out is not None and weight > max(seen, default=-1):
             write_out("--plan-out", plan_out, as_json(plan))

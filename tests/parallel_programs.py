@@ -1,19 +1,15 @@
-"""Programs on eight host devices; `tests/test_parallel.py` runs this file by itself, since devices are counted once."""
+"""Programs on eight host devices, which `tests/conftest.py` asks for."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-os.environ["JAX_PLATFORMS"] = "cpu"
-
+import contextlib
 from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -147,10 +143,96 @@ def explicit() -> None:
         check(loss, params, x, sites=2)
 
 
-PROGRAMS = {
-    f.__name__: f
-    for f in (shard_map, shard_map_checked, ragged_in_shard_map, gradient_inside, sharded_arrays, explicit)
-}
+# ---- pipelines
 
-if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]]()
+STAGES, MICRO = 4, 3
+LAYERS = jnp.asarray(np.random.default_rng(2).standard_normal((2 * STAGES, 16, 16)), jnp.float32) / 8
+BATCHES = jnp.asarray(np.random.default_rng(3).standard_normal((MICRO, 2, 16)), jnp.float32)
+
+
+def residual(h: jax.Array, layers: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, layers)[0]
+
+
+def whole(p: Any, x: jax.Array) -> jax.Array:
+    """What every pipeline computes, without one."""
+    return jnp.mean((jax.vmap(residual, (0, None))(x, p["layers"].reshape(-1, 16, 16)) - 1) ** 2)
+
+
+def handed_on(p: Any, x: jax.Array) -> jax.Array:
+    """GPipe: a stage on each device, activations handed on by ppermute in a scan over time."""
+    mesh = jax.make_mesh((STAGES,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[:STAGES])
+
+    def local(layers, x):
+        stage = jax.lax.axis_index("stage")
+        state, out = jax.lax.pcast((jnp.zeros_like(x[0]), jnp.zeros_like(x)), ("stage",), to="varying")
+
+        def tick(carry, time):
+            state, out = carry
+            state = jnp.where(stage == 0, x[jnp.minimum(time, MICRO - 1)], state)
+            state = residual(state, layers)
+            done = (stage == STAGES - 1) & (time >= STAGES - 1)
+            out = jnp.where(done, out.at[time - STAGES + 1].set(state), out)
+            state = jax.lax.ppermute(state, "stage", [(i, (i + 1) % STAGES) for i in range(STAGES)])
+            return (state, out), None
+
+        (_, out), _ = jax.lax.scan(tick, (state, out), jnp.arange(MICRO + STAGES - 1))
+        return jax.lax.psum(jnp.where(stage == STAGES - 1, jnp.mean((out - 1) ** 2), 0.0), "stage")
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P())(p["layers"], x)
+
+
+def shifted(p: Any, x: jax.Array) -> jax.Array:
+    """All stages at once by vmap, the activations shifted from one to the next: one GEMM with stages for a batch."""
+    layers = p["layers"].reshape(STAGES, 2, 16, 16)
+
+    def tick(carry, time):
+        state, out = carry
+        state = jnp.concatenate([x[jnp.minimum(time, MICRO - 1)][None], state[:-1]])
+        state = jax.vmap(residual)(state, layers)
+        return (state, out.at[time - STAGES + 1].set(state[-1])), None
+
+    start = (jnp.zeros((STAGES, *x.shape[1:])), jnp.zeros_like(x))
+    (_, out), _ = jax.lax.scan(tick, start, jnp.arange(MICRO + STAGES - 1))
+    return jnp.mean((out - 1) ** 2)
+
+
+def trained(loss: Any, policy: str | None) -> list[float]:
+    step, params, losses = jax.jit(jax.value_and_grad(loss)), {"layers": LAYERS}, []
+    with contextlib.nullcontext() if policy is None else policyc.active(policy):
+        for _ in range(3):
+            value, grads = step(params, BATCHES)
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            losses.append(float(value))
+    return losses
+
+
+def pipeline(loss: Any, policy: str) -> None:
+    """Keeping changes no bit; quantized, it learns, and starts as the model without a pipeline under the same rules."""
+    plain = trained(loss, None)
+    assert trained(loss, "* -> keep") == plain
+    args = {"layers": LAYERS}, BATCHES
+    np.testing.assert_allclose(plain[0], jax.jit(whole)(*args), rtol=1e-5)  # the same sums in another order
+    losses = trained(loss, policy)
+    assert losses != plain
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(
+        losses[0], jax.jit(policyc.apply(policy, whole))(*args), rtol=0.02
+    )  # scales of fp8 are of other tensors
+
+
+def pipeline_by_ppermute() -> None:
+    pipeline(handed_on, "layers -> fp8 expect 8; layers[1::2] -> keep expect 4")
+    plan = policyc.plan("layers -> fp8; layers[-1:] -> keep expect 1", handed_on, {"layers": LAYERS}, BATCHES)
+    with pytest.raises(policyc.PolicyError, match="divided over 4 devices"):
+        plan.check()
+
+
+def pipeline_by_vmap() -> None:
+    pipeline(shifted, "layers -> fp8")
+
+
+PROGRAMS = (
+    shard_map, shard_map_checked, ragged_in_shard_map, gradient_inside, sharded_arrays, explicit, pipeline_by_ppermute,
+    pipeline_by_vmap,
+)  # fmt: skip
