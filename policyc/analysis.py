@@ -275,7 +275,7 @@ class _Walk:
                 address=(*where.address, at),
                 scope=_scope_label(scope, where.marks),
                 parameters=parameters,
-                stacks=(*(self._devices[a] for a in shared if a is not None), *where.stacks),
+                stacks=(*(self._devices[a] for a in shared), *where.stacks),
                 weight=weight,
                 kind="dot" if jaxprs.primitive_name(eqn) == "dot_general" else "ragged",
                 batch=batch,

@@ -59,7 +59,7 @@ def apply(
     variant, require_native = more.get("--variant", variant), require_native or "--require-native" in more
     meant = policy_of(policy, variant)
     found = program_of(words)
-    from policyc import runner
+    from policyc import jaxprs, runner
     from policyc.diagnostics import PolicyError
     from policyc.pipeline import as_how
     from policyc.planner import as_json
