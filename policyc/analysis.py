@@ -83,7 +83,12 @@ def analyze(closed: Any, parameters: Sequence[Path | None]) -> Sites:
     walk.run(closed.jaxpr, facts, Where())
     scopes = sized([s.scope.path for s in walk.found])
     sites = (replace(s, scope=Label(p, s.scope.marks)) for s, p in zip(walk.found, scopes, strict=True))
-    return Sites(sites=tuple(sites), parameters=tuple(p for p in parameters if p is not None), jaxpr=closed)
+    return Sites(
+        sites=tuple(sites),
+        parameters=tuple(p for p in parameters if p is not None),
+        jaxpr=closed,
+        looked_up=frozenset(walk.looked_up),
+    )
 
 
 def _is_float(aval: Any) -> bool:
@@ -98,6 +103,7 @@ class _Walk:
         self._dry = 0
         self._ours: dict[int, bool] = {}
         self._devices: dict[Address, Stack] = {}
+        self.looked_up: set[Path] = set()
 
     def run(self, jaxpr: Any, facts: Sequence[Fact], where: Where) -> list[Fact]:
         """Facts of the results from facts of the inputs. Sites are noted on the way."""
@@ -125,6 +131,8 @@ class _Walk:
             return self._call(eqn, facts, at, where)
         elif jaxprs.has_bodies(eqn):
             return self._closed_to_us(eqn, facts, at, where)
+        elif name == "gather":
+            self.looked_up.update(label.path for label in facts[0].labels)
         return _through(self, eqn, name, facts)
 
     def places(self, path: Path, dim: int, size: int) -> tuple[int, ...]:

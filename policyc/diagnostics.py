@@ -92,10 +92,11 @@ class Span:
 
 
 class Severity(StrEnum):
-    """Errors stop a policy from being used; warnings do not."""
+    """Errors stop a policy from being used, warnings do not, and notes are no findings: they only tell."""
 
     ERROR = "error"
     WARNING = "warning"
+    NOTE = "note"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ characters from 1, and the end is exclusive, in every form.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
 from policyc import __version__
-from policyc.diagnostics import Diagnostic, Paint, Span, headline, render
+from policyc.diagnostics import Diagnostic, Paint, Severity, Span, headline, render
 from policyc.lint import GRAPH, RULES, LintRule, graph_rules
 
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -94,7 +95,8 @@ def _command(diagnostic: Diagnostic) -> str:
     }
     properties = ",".join(f"{name}={_escape(str(value), ':,')}" for name, value in values.items())
     message = diagnostic.message + (f"\n{diagnostic.help}" if diagnostic.help else "")
-    return f"::{diagnostic.severity} {properties}::{_escape(message)}\n"
+    kind = "notice" if diagnostic.severity == "note" else diagnostic.severity
+    return f"::{kind} {properties}::{_escape(message)}\n"
 
 
 def _escape(text: str, more: str = "") -> str:
@@ -167,11 +169,8 @@ def summary(found: Iterable[Diagnostic], files: int) -> str:
     policies = f"{files} polic{'y' if files == 1 else 'ies'}"
     if not listed:
         return f"{policies}: no findings"
-    errors = sum(d.severity == "error" for d in listed)
-    warnings = len(listed) - errors
-    parts = [
-        f"{n} {word}{'' if n == 1 else 's'}" for n, word in ((errors, "error"), (warnings, "warning")) if n
-    ]
-    line = f"{policies}: {' and '.join(parts)}"
+    counts = Counter(str(d.severity) for d in listed)
+    parts = [f"{counts[s]} {s}{'' if counts[s] == 1 else 's'}" for s in Severity if counts[s]]
+    line = f"{policies}: {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
     safe = sum(d.fix is not None and d.fix.safe for d in listed)
     return f"{line}; --fix mends {safe}" if safe else line

@@ -160,6 +160,8 @@ class Sites:
     sites: tuple[Site, ...]
     parameters: tuple[Path, ...]
     jaxpr: Any = field(compare=False, repr=False)
+    looked_up: frozenset[Path] = frozenset()
+    """The parameters from which rows are gathered: embeddings."""
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)

@@ -53,8 +53,18 @@ FAULTY = {
     "padded-gemm": "narrow -> mxfp8",
     "slower-than-bf16": "narrow -> fp8",
     "hadamard-does-not-fit": "mlp -> nvfp4(rht=wgrad, rht_size=128, sr=grad)",
-    "split-scan": "layers[::2] -> fp8",
+    "split-scan": "layers[-2:].mlp -> fp8",
+    "shredded-scan": "layers[::2] -> fp8",
+    "transformer-engine-shape": "mlp -> nvfp4(rht=wgrad, sr=grad)",
 }
+
+
+def findings(text: str, loss=model, params=PARAMS, x=X):
+    """All but speed: no GEMM of so small models gains."""
+    loaded = inspect(text)
+    assert not loaded.found
+    plan = policyc.plan(loaded.policy, loss, params, x)
+    return lint(loaded, GRAPH - {"slower-than-bf16"}, plan).diagnostics
 
 
 def found(text: str) -> set[str]:
@@ -70,8 +80,39 @@ def test_a_rule_finds_its_fault(code):
 
 
 def test_a_careful_policy_is_clean():
-    """But for speed: no GEMM of so small a model gains."""
-    assert found("mlp -> fp8 expect 12; layers[-2:].mlp -> keep") == {"slower-than-bf16"}
+    (note,) = findings("mlp -> fp8 expect 12; layers[-2:].mlp -> keep")
+    assert note.severity == "note"
+    assert note.message == "the stack of 'layers.mlp.up' becomes 2 scans: layers 0-3, 4-5"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_is_known_by_more_than_its_name(tied):
+    def loss(p, tokens):
+        h = p["words"][tokens] @ p["mix"]
+        logits = h @ (p["words"].T if tied else p["out"])
+        return jax.nn.logsumexp(logits, -1).sum()
+
+    params = {"words": jnp.ones((512, 256)), "mix": W, "out": jnp.ones((256, 512))}
+    tokens = jnp.zeros(256, jnp.int32)
+    told = findings("* -> fp8", loss, params, tokens)
+    assert [d.code for d in told] == ["quantized-head"]
+    assert f"'{'words' if tied else 'out'}'" in told[0].message
+    assert not findings("mix -> fp8", loss, params, tokens)
+
+
+def test_shapes_of_transformer_engine_matter_to_4_bits_only():
+    def loss(p, x):
+        return (jnp.tanh(x @ p["w"]) @ p["w"]).sum()
+
+    def said(policy, dtype, rows):
+        told = findings(policy, loss, {"w": W.astype(dtype)}, jnp.ones((rows, 256), dtype))
+        return [d.message.partition(": ")[2] for d in told if d.code == "transformer-engine-shape"]
+
+    assert said("w -> nvfp4(rht=wgrad)", jnp.bfloat16, 256) == []
+    assert said("w -> nvfp4(rht=wgrad)", jnp.float32, 256) == ["the Hadamard transform wants bfloat16"]
+    assert said("w -> nvfp4", jnp.float32, 256) == []
+    assert said("w -> nvfp4", jnp.bfloat16, 144) == ["m = 144 is no multiple of 32"]
+    assert said("w -> mxfp8", jnp.bfloat16, 144) == []
 
 
 def test_what_is_slower_depends_on_the_target():

@@ -1,7 +1,8 @@
 """A rule puts the output head of this model in 8 bits or fewer.
 
 The head turns the last hidden state into logits. Published recipes keep it in high precision; it is a few
-percent of the FLOPs and its errors go straight into the loss. Seen only against a program.
+percent of the FLOPs and its errors go straight into the loss. Seen only against a program, in which it is known by its
+name, by sharing its weight with the embedding, or as the last and widest GEMM of the loss.
 
 ## Bad
 
@@ -27,7 +28,7 @@ from policyc.lint.context import Context
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, site in graph.caught(context, lambda s: graph.named(s, "head")):
+    for rule, site in graph.caught(context, lambda s: graph.is_head(context, s)):
         yield from context.report(
             "quantized-head",
             rule.span,

@@ -63,10 +63,10 @@ def lint(
     """Check policies for faults and for what costs people runs.
 
     A finding is allowed on its line with '# allow: CODE -- reason'. 'policyc explain CODE' tells what a code
-    means. Exits with 0 if there is no finding, 1 if there are some, 2 if a file could not be read.
+    means. Exits with 0 if there is no finding (notes are none), 1 if there are some, 2 if a file could not be read.
     """
     from policyc import report
-    from policyc.diagnostics import PolicyError
+    from policyc.diagnostics import PolicyError, Severity
     from policyc.lint import lint as check
 
     gc.disable()  # nothing here is garbage before the process ends, and looking for it takes a third of the time
@@ -106,7 +106,8 @@ def lint(
     if undecided:
         note = f"{undecided} questions about which rules reach which sites were too hard: some findings may be missing"
         click.echo(f"note: {note}", err=True)
-    sys.exit(FAILED if failed else FOUND if found else CLEAN)
+    faults = [d for d in found if d.severity is not Severity.NOTE]
+    sys.exit(FAILED if failed else FOUND if faults else CLEAN)
 
 
 def _target(name: str | None) -> Target:
