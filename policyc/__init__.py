@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from policyc.pipeline import active, apply, plan, step
     from policyc.planner import Plan
     from policyc.policy import Policy, Rule
+    from policyc.telemetry import observe, observes, results_in, stats
 
 __version__ = "0.1.0"
 
@@ -28,13 +29,18 @@ _HOMES = {
     "active": "pipeline",
     "apply": "pipeline",
     "load": "loader",
+    "observe": "telemetry",
+    "observes": "telemetry",
     "parse": "loader",
     "plan": "pipeline",
+    "results_in": "telemetry",
+    "stats": "telemetry",
     "step": "pipeline",
 }
 
 __all__ = [
-    "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "load", "parse", "plan", "step",
+    "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "load", "observe", "observes",
+    "parse", "plan", "results_in", "stats", "step",
 ]  # fmt: skip
 
 

@@ -383,3 +383,47 @@ def _gradient(
 
 
 _gemm.defvjp(_gemm_fwd, _gemm_bwd)
+
+
+# ---- looking at operands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entering:
+    """An operand as it enters one of the three GEMMs: as it was, and its parts. `signs` key a fresh rotation."""
+
+    gemm: Gemm
+    role: Role
+    side: Side
+    array: jax.Array
+    parts: Parts
+    signs: Key
+
+
+def operands(
+    lhs: jax.Array, rhs: jax.Array, dy: jax.Array, dimension_numbers: Any, recipe: Recipe, *, weight: Weight,
+    site: int | str = 0,
+) -> list[Entering]:  # fmt: skip
+    """What `quantized_dot_general` makes of its operands and of the gradient of its result, for looking at."""
+    chosen, k = effective(recipe), key(0, site)
+    a, b, dims, _ = _canonical(lhs, rhs, _as_dims(dimension_numbers), chosen)
+    call = Call(
+        dims=dims, recipe=chosen, weight=weight, out=dy.dtype, precision=None, lhs=_like(a), rhs=_like(b),
+        backends=("emulate",) * 3,
+    )  # fmt: skip
+    fprop, d_lhs, d_rhs = _products(call)
+    like = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), a, b)
+    d = dy.reshape(like.shape)
+    of_lhs, of_rhs = (Role.WEIGHT if weight == name else Role.ACTIVATION for name in ("lhs", "rhs"))
+    found = []
+    for product, signs, pair in (
+        (fprop, k, ((of_lhs, a), (of_rhs, b))),
+        (d_lhs, _signs(b, d_lhs, k), ((Role.GRADIENT, d), (of_rhs, b))),
+        (d_rhs, _signs(a, d_rhs, k), ((of_lhs, a), (Role.GRADIENT, d))),
+    ):
+        for side, (role, array) in zip((product.left, product.right), pair, strict=True):
+            parts = _parts(array, side, product, k, signs)
+            found.append(
+                Entering(gemm=product.gemm, role=role, side=side, array=array, parts=parts, signs=signs)
+            )
+    return found

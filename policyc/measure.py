@@ -8,7 +8,7 @@ basis, against the rotated input: the rotation itself loses nothing but a roundi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policyc.formats import FORMATS
+from policyc.gemm import Entering
 from policyc.primitives import quantize
 from policyc.quantize import Axes, Quantized, codes_of, dequantize, key
 from policyc.quantize.bits import ELEMENTS
@@ -128,7 +129,7 @@ def _rotated(array: jax.Array, treatment: Treatment, operand: str, seed: int) ->
 
 def _with_padding(q: Quantized) -> Quantized:
     """A rotation spreads numbers into the padding: there it is part of the array."""
-    length = q.codes.shape[-1] * (2 if q.layout.packed else 1)
+    length = q.codes.shape[q.layout.axis] * (2 if q.layout.packed else 1)
     return replace(q, layout=replace(q.layout, size=length))
 
 
@@ -167,6 +168,54 @@ def _measured(q: Quantized, target: Array, values: Array) -> Measurement:
         dequantized=values.astype(np.float32),
         stats=stats,
     )
+
+
+# ---- inside a step
+
+FIGURES = ("power", "noise", "present", "flushed", "saturated", "amax")
+
+
+def figures(operand: Entering) -> jax.Array:
+    """The sums behind `Stats` and the largest magnitude, in the order of FIGURES: what a step can return.
+
+    Powers are of the array divided by its largest magnitude, which leaves their ratio as it is: squares of small
+    gradients would be lost in fp32.
+    """
+    t, q = operand.side.treatment, cast(Quantized, operand.parts[0])
+    exact = operand.array.astype(jnp.float32)
+    if t.mean_split:
+        exact = exact - jnp.mean(exact, axis=operand.side.tokens, keepdims=True)
+    if t.rht:
+        signs, q, axis = None, _with_padding(q), q.layout.axis
+        if t.rounding == "ms_eden":
+            signs = random_signs(operand.signs.fold(f"{operand.gemm}.signs"), t.rht)
+        room = [(0, 0)] * exact.ndim
+        room[axis] = (0, q.layout.size - exact.shape[axis])
+        padded = jnp.pad(exact.astype(operand.array.dtype), room)
+        exact = rotate(padded, axis, t.rht, signs).astype(jnp.float32)
+    near, codes = dequantize(q), codes_of(q)
+    amax = jnp.max(jnp.abs(exact))
+    unit = jnp.where(amax > 0, amax, 1)
+    element = ELEMENTS[q.layout.element]
+    cut = (codes & (element.sign - 1) == _top_code(element.name)) & (jnp.abs(exact) > jnp.abs(near) * 1.0001)
+    counts = (exact != 0, (near == 0) & (exact != 0), cut)
+    sums = (jnp.sum((exact / unit) ** 2), jnp.sum(((near - exact) / unit) ** 2))
+    return jnp.stack([*sums, *(jnp.sum(c, dtype=jnp.float32) for c in counts), amax])
+
+
+def told(found: Array) -> dict[str, float | None]:
+    """What figures say, as numbers to be written down. They may be of several uses, the last axis being FIGURES.
+
+    An SQNR of None: nothing was there, nothing was lost, or something was no number.
+    """
+    rows = found.reshape(-1, len(FIGURES)).astype(np.float64)
+    power, noise, present, flushed, saturated = rows[:, :5].sum(0)
+    return {
+        "sqnr_db": float(10 * np.log10(power / noise)) if noise > 0 and 0 < power < np.inf else None,
+        "flushed": float(flushed / max(present, 1)),
+        "saturated": float(saturated / max(present, 1)),
+        "amax": float(rows[:, 5].max()) if np.isfinite(rows[:, 5]).all() else None,
+    }
 
 
 def _top_code(element: str) -> int:

@@ -55,12 +55,12 @@ def apply(
         if _inside.get():
             return fn(*args, **kwargs)
         names = jaxprs.argument_names(fn, len(args))
-        with _guarded():
+        with guarded():
             traced = trace(fn, args, kwargs, _within(chosen, args), [names[i] for i in _within(chosen, args)])
         plan = make_plan(meant, analyze(traced.closed, traced.paths), how)
         plan.check()
         closed = compiled(plan)
-        with _guarded():
+        with guarded():
             return traced.run(closed, inputs_of(args, chosen))
 
     return quantized
@@ -80,14 +80,19 @@ def plan(
     how = as_how(backend, target)
     chosen = _within((weights,) if isinstance(weights, int) else tuple(weights), args)
     names = jaxprs.argument_names(fn, len(args))
-    with _guarded():
+    with guarded():
         traced = trace(fn, args, kwargs, chosen, [names[i] for i in chosen])
     return make_plan(meant, analyze(traced.closed, traced.paths), how)
 
 
 def compiled(plan: Plan) -> Any:
     """The jaxpr of the plan's loss in the present phase."""
-    return rewrite(plan.sites, plan.decisions(_schedule.phase(plan)))
+    return rewrite(plan.sites, plan.decisions(present(plan)))
+
+
+def present(plan: Plan) -> Phase:
+    """The phase that the plan's schedule is in."""
+    return _schedule.phase(plan)
 
 
 def as_policy(policy: Policy | str | Path) -> Policy:
@@ -119,7 +124,7 @@ def as_how(backend: str = "auto", target: str | None = None, require_native: boo
 
 
 @contextlib.contextmanager
-def _guarded() -> Iterator[None]:
+def guarded() -> Iterator[None]:
     """While this lasts, what is differentiated or applied is part of something that is being compiled already."""
     token = _inside.set(True)
     try:
@@ -137,6 +142,8 @@ class Session:
 
     The first loss with a GEMM must meet every `expect`. In later ones a rule may match nothing, being about the
     first. With `several`, a rule may match nothing in any one loss, and `unmet` says which never matched.
+    Every `stats_every` steps, programs that call `policyc.observe` have their numbers measured; 0 is never. What is
+    measured goes to `folder`.
     """
 
     policy: Policy
@@ -144,7 +151,10 @@ class Session:
     several: bool = False
     on_plan: Callable[[Plan], None] | None = None
     refuse: Callable[[PolicyError], BaseException] = lambda fault: fault
+    stats_every: int = 0
+    folder: Path | None = None
     plans: list[Plan] = field(default_factory=list)
+    measured: dict[Any, Any] = field(default_factory=dict)
     _seen: set[Any] = field(default_factory=set)
     _checked: bool = False
 
@@ -153,7 +163,7 @@ class Session:
         if _inside.get() or getattr(fun, "_policyc", False) or _is_internal(fun):
             return fun
         chosen = tuple(range(len(primals)))
-        with _guarded():
+        with guarded():
             traced = trace(fun, primals, {}, chosen, jaxprs.argument_names(fun, len(primals)))
         plan = make_plan(self.policy, analyze(traced.closed, traced.paths), self.how)
         self._note(plan)
@@ -196,7 +206,7 @@ class Session:
 
 def _replacement(traced: Traced, closed: Any, chosen: tuple[int, ...]) -> Callable[..., Any]:
     def quantized(*primals: Any) -> Any:
-        with _guarded():
+        with guarded():
             return traced.run(closed, inputs_of(primals, chosen))
 
     quantized._policyc = True  # type: ignore[attr-defined]  # so that a policy inside another is the only one
@@ -218,6 +228,7 @@ def active(
     require_native: bool = False,
     several: bool = False,
     on_plan: Callable[[Plan], None] | None = None,
+    stats_every: int = 0,
 ) -> Iterator[Session]:
     """Every loss differentiated in reverse inside this `with` runs as the policy says.
 
@@ -227,6 +238,7 @@ def active(
     """
     how = as_how(backend, target, require_native)
     with session_of(as_policy(policy), how, on_plan, several=several) as session:
+        session.stats_every = stats_every
         yield session
 
 
@@ -237,8 +249,20 @@ def session_of(
     """What `active` does, once what it was given has been read."""
     session = Session(policy=policy, how=how, several=several, on_plan=on_plan)
     _schedule.watch(session.policy)
-    with _POLICY((id(session), str(session.policy))), jaxprs.differentiating(session.hook):
-        yield session
+    token = _current.set(session)
+    try:
+        with _POLICY((id(session), str(session.policy))), jaxprs.differentiating(session.hook):
+            yield session
+    finally:
+        _current.reset(token)
+
+
+def current() -> Session | None:
+    """The session of the innermost `active`."""
+    return _current.get()
+
+
+_current: ContextVar[Session | None] = ContextVar("policyc_session", default=None)
 
 
 # ---- schedules

@@ -40,7 +40,7 @@ _known: WeakKeyDictionary[Any, dict[Signature, Any]] = WeakKeyDictionary()
 
 def rewrite(sites: Sites, decisions: Decisions) -> Any:
     """The closed jaxpr of the loss with every site run as decided."""
-    work = _Rewriter(sites, decisions)
+    work = Rewriter(sites, decisions)
     return work.body(sites.jaxpr, (), {}, Around())
 
 
@@ -52,7 +52,9 @@ class Run:
     stop: int
 
 
-class _Rewriter:
+class Rewriter:
+    """Puts the decisions about sites into equations."""
+
     def __init__(self, sites: Sites, decisions: Decisions) -> None:
         self._decisions = decisions
         self._sites = {s.address: s for s in sites if self._changes(s)}
@@ -61,7 +63,7 @@ class _Rewriter:
             for end in range(len(address) + 1):
                 self._under.setdefault(address[:end], []).append(site)
         self._templates: dict[Any, Any] = {}
-        self._words = {address: _word(site) for address, site in self._sites.items()}
+        self._words = {address: word(site) for address, site in self._sites.items()}
 
     def _changes(self, site: Site) -> bool:
         if site.opaque:
@@ -79,7 +81,7 @@ class _Rewriter:
         if key not in known:
             eqns: list[Eqn] = []
             for at, eqn in enumerate(jaxprs.body_eqns(held)):
-                eqns += self._equation(eqn, (*address, at), fixed, around)
+                eqns += self.equation(eqn, (*address, at), fixed, around)
             known[key] = jaxprs.with_eqns(held, eqns)
         return known[key]
 
@@ -94,26 +96,28 @@ class _Rewriter:
     def _left(self, site: Site, fixed: Fixed) -> tuple[Done | None, ...]:
         """What is done to the layers of a site that are still open."""
         ranges = [(fixed[s.address],) if s.address in fixed else range(s.size) for s in site.stacks]
-        return tuple(self._done(site.address, la) for la in itertools.product(*ranges))
+        return tuple(self.done(site.address, la) for la in itertools.product(*ranges))
 
-    def _done(self, address: Address, layer: Layer) -> Done | None:
+    def done(self, address: Address, layer: Layer) -> Done | None:
+        """What is done to a layer of a site; None where it is left as it is."""
         decision = self._decisions[address, layer]
         if decision.recipe is None:
             return None
         fprop, dgrad, wgrad = (runs.backend or "emulate" for runs in decision.lowerings)
         return decision.recipe, (fprop, dgrad, wgrad)
 
-    def _equation(self, eqn: Eqn, address: Address, fixed: Fixed, around: Around) -> list[Eqn]:
+    def equation(self, eqn: Eqn, address: Address, fixed: Fixed, around: Around) -> list[Eqn]:
+        """What stands in the place of an equation."""
         if address not in self._under:
             return [eqn]
         if address in self._sites:
             site = self._sites[address]
             layer: Layer = tuple(fixed[s.address] for s in site.stacks)
-            done = self._done(address, layer)
+            done = self.done(address, layer)
             return [eqn] if done is None else self._quantized(site, *done)
         if self._signature(address, fixed) is None:
             return [eqn]
-        stack = self._stack(address)
+        stack = self.stack(address)
         if stack is not None and not stack.devices:
             return self._scan(eqn, stack, fixed, around)
         if stack is not None:  # one program for all devices: the plan says that it is the same for each
@@ -126,15 +130,16 @@ class _Rewriter:
 
     # ---- scans
 
-    def _stack(self, address: Address) -> Stack | None:
-        stacks = (s for site in self._under[address] for s in site.stacks)
+    def stack(self, address: Address) -> Stack | None:
+        """The stack that a scan runs over, if it is one."""
+        stacks = (s for site in self._under.get(address, ()) for s in site.stacks)
         return next((s for s in stacks if s.address == address), None)
 
     def _scan(self, eqn: Eqn, stack: Stack, fixed: Fixed, around: Around) -> list[Eqn]:
         """A scan over a stack, as one scan for each run of layers that are treated alike."""
         inside = (*stack.address, 0)
         (body,) = jaxprs.bodies(eqn)
-        runs = self._runs(stack, inside, fixed)
+        runs = self.runs(stack, inside, fixed)
         made = [self.body(body.held, inside, {**fixed, stack.address: r.start}, around) for r in runs]
         if len(runs) == 1:
             return [jaxprs.with_bodies(eqn, [(body, made[0])])]
@@ -143,7 +148,9 @@ class _Rewriter:
             jaxprs.traced(split, [a.aval for a in eqn.invars], eqn, around), eqn.invars, eqn
         )
 
-    def _runs(self, stack: Stack, inside: Address, fixed: Fixed) -> list[Run]:
+    def runs(self, stack: Stack, inside: Address, fixed: Fixed) -> list[Run]:
+        """The layers of a stack, those together that are treated alike."""
+
         def alike(index: int) -> Signature | None:
             return self._signature(inside, {**fixed, stack.address: index})
 
@@ -159,12 +166,12 @@ class _Rewriter:
         key = (number, avals, _hashable(eqn.params), site.weight, recipe, backends, site.around, eqn.ctx)
         if key not in self._templates:
             ragged = site.kind == "ragged"
-            f = _ragged(eqn, recipe, number) if ragged else _dot(eqn, recipe, site, number, backends)
+            f = _ragged(eqn, recipe, number) if ragged else dot(eqn, recipe, site, number, backends)
             self._templates[key] = jaxprs.traced(f, avals, eqn, site.around)
         return jaxprs.inlined(self._templates[key], eqn.invars, eqn)
 
 
-def _word(site: Site) -> int:
+def word(site: Site) -> int:
     """A number for the site's random bits. Layers share it, so that what they share stays shared."""
     path = site.parameters[0].path if site.parameters else site.scope.path
     return zlib.crc32(".".join(n.text for n in path).encode())
@@ -176,7 +183,7 @@ def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _dot(eqn: Eqn, recipe: Recipe, site: Site, number: int, backends: Backends) -> Callable[..., Any]:
+def dot(eqn: Eqn, recipe: Recipe, site: Site, number: int, backends: Backends) -> Callable[..., Any]:
     params = eqn.params
 
     def gemm(lhs: Any, rhs: Any) -> Any:

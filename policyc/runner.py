@@ -24,6 +24,7 @@ from policyc.diagnostics import PolicyError
 from policyc.pipeline import Session, session_of
 from policyc.planner import How, Plan
 from policyc.policy import Policy
+from policyc.resources import folder
 
 IDENTITY = "POLICYC_POLICY_SHA256"
 """Tells a program under which policy it runs, so that it can put it beside its results."""
@@ -105,12 +106,18 @@ class Program:
 
 
 def run(
-    program: Program, policy: Policy, how: How, on_plan: Callable[[Plan], None], *, several: bool = False
+    program: Program,
+    policy: Policy,
+    how: How,
+    on_plan: Callable[[Plan], None],
+    *,
+    several: bool = False,
+    stats_every: int = 0,
 ) -> Session:
     """Runs a program under a policy. `SystemExit` and our own errors come through; others are printed and exit."""
     program.check()
     with _identified(policy), session_of(policy, how, on_plan, several=several) as session:
-        session.refuse = Refused
+        session.refuse, session.stats_every = Refused, stats_every
         try:
             program.run()
         except SystemExit as end:
@@ -169,16 +176,21 @@ def _show(error: BaseException) -> None:
     chain: traceback.TracebackException | None = shown
     while chain is not None:
         chain.stack = traceback.StackSummary.from_list(
-            [frame for frame in chain.stack if not frame.filename.startswith(_HIDDEN)]
+            [frame for frame in chain.stack if not _is_ours(frame.filename)]
         )
         chain = chain.__cause__ or chain.__context__
     sys.stderr.write("".join(shown.format()))
 
 
 def _ours_removed(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HIDDEN):
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
+
+
+def _is_ours(file: str) -> bool:
+    """Is a file of policyc itself? The models that ship with it are programs like any other."""
+    return file.startswith(_HIDDEN) and not file.startswith(str(folder("models")))
 
 
 def _interrupt() -> NoReturn:

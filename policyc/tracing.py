@@ -34,8 +34,12 @@ class Traced:
 
     def run(self, closed: Any, inputs: Sequence[Any]) -> Any:
         """What the function returns, with a jaxpr of the same inputs and results in the place of its own."""
+        return self.result(jaxprs.evaluate(closed, *inputs))
+
+    def result(self, values: Sequence[Any]) -> Any:
+        """What the function returns where its jaxpr returns these values."""
         leaves = list(self.results)
-        for at, value in zip(self.where, jaxprs.evaluate(closed, *inputs), strict=True):
+        for at, value in zip(self.where, values, strict=True):
             leaves[at] = value
         return jax.tree.unflatten(self.tree, leaves)
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 try:
     import jax
-    from llama import configs, data, mesh, metrics, optimizer, weights
+    from llama import configs, data, mesh, metrics, model, optimizer, weights
     from llama.checkpoints import Checkpoints
     from llama.configs import BadRun, Model, Run
 except ModuleNotFoundError as error:
@@ -49,7 +49,7 @@ def train(name: str, c: Model, run: Run) -> None:
     feed = Feed(c, run, where)
     described, make = optimizer.first_state(c, run, where)
     step = optimizer.train_step(c, run, where)
-    tell_step(0, run.steps)
+    tell("step", 0, total=run.steps)
     step.trace(
         described, feed.described()
     )  # so that a policy that does not fit is known before anything is written
@@ -68,13 +68,14 @@ def train(name: str, c: Model, run: Run) -> None:
         print(f"{folder} is at step {begin} of {run.steps} already: remove it, or give another --out")
         return
 
+    tell("results_in", folder)
     log = metrics.Log(folder, c, run, begin)
     profile = Profile(run, folder)
     evaluations = Validation(c, run, where, policy is not None)
     try:
         for at in range(begin, run.steps):
             batch, stall = feed.next()
-            tell_step(at, run.steps)
+            tell("step", at, total=run.steps)
             profile.before(at + 1)
             with jax.profiler.StepTraceAnnotation("train", step_num=at + 1):
                 state, measured = step(state, batch)
@@ -83,6 +84,7 @@ def train(name: str, c: Model, run: Run) -> None:
             done = at + 1
             due = [every and (done % every == 0 or done == run.steps)
                    for every in (run.eval_every, run.export_every, run.checkpoint_every)]  # fmt: skip
+            due.append(tell("observes", done))
             if any(due):
                 log.flush()
                 if due[0]:
@@ -91,6 +93,8 @@ def train(name: str, c: Model, run: Run) -> None:
                     export(state["params"], c, folder / "exports" / str(done), run.export_command)
                 if due[2]:
                     checkpoints.save(done, state, feed.source.state())
+                if due[3]:
+                    tell("observe", done, evaluations.mean, state["params"], batch)
                 log.restart_clock()
         log.flush()
     finally:
@@ -100,11 +104,12 @@ def train(name: str, c: Model, run: Run) -> None:
         print(f"loss {log.last['loss']:.4f} after {run.steps} steps; metrics and checkpoints are in {folder}")
 
 
-def tell_step(number: int, total: int) -> None:
-    """For policies with a schedule. Where no policyc is loaded, there is none."""
+def tell(what: str, *about: Any, **more: Any) -> Any:
+    """Tells policyc something, where it runs this program: the step, for schedules; where results are; a loss to
+    measure. Where no policyc is loaded, nobody listens.
+    """
     policyc = sys.modules.get("policyc")
-    if policyc is not None:
-        policyc.step(number, total=total)
+    return None if policyc is None else getattr(policyc, what)(*about, **more)
 
 
 class Feed:
@@ -139,6 +144,11 @@ class Validation:
         self._c, self._run, self._mesh = c, run, where
         plain = {"validation_loss_plain": optimizer.validation(c, where, False)} if policy else {}
         self._losses = {"validation_loss": optimizer.validation(c, where, True), **plain}
+
+    def mean(self, params: Any, batch: Any) -> jax.Array:
+        """The loss of a batch, or of as much of it as is computed at a time."""
+        part = {name: rows[:: self._run.accumulate] for name, rows in batch.items()}
+        return model.loss(params, part, self._c, self._mesh)[0] / part["mask"].sum()
 
     def losses(self, params: Any) -> dict[str, float]:
         totals = {name: [0.0, 0.0] for name in self._losses}

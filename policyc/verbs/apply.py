@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING
-
 import click
 
-from policyc.verbs.programs import RAW, program_of, running, taking
-from policyc.verbs.shared import FOUND, Examples, policy_of, say, stop, write_out
-
-if TYPE_CHECKING:
-    from policyc.planner import Plan
+from policyc.verbs.programs import RAW, STATS_EVERY, apply_to, program_of, taking, whole_number
+from policyc.verbs.shared import Examples
 
 _OPTIONS = {
     "--plan-out": True,
@@ -19,6 +13,7 @@ _OPTIONS = {
     "--variant": True,
     "--require-native": False,
     "--several-losses": False,
+    "--stats-every": True,
 }
 
 
@@ -38,6 +33,7 @@ _OPTIONS = {
 @click.option(
     "--several-losses", is_flag=True, help="An expect may be met by any loss, not only by the first."
 )
+@click.option("--stats-every", type=click.IntRange(0), default=0, metavar="N", help=STATS_EVERY)
 @click.argument("policy")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
 def apply(
@@ -46,6 +42,7 @@ def apply(
     variant: str | None,
     require_native: bool,
     several_losses: bool,
+    stats_every: int,
     policy: str,
     program: tuple[str, ...],
 ) -> None:
@@ -57,47 +54,9 @@ def apply(
     more, words = taking(program, _OPTIONS)
     plan_out, backend = more.get("--plan-out", plan_out), more.get("--backend", backend)
     variant, require_native = more.get("--variant", variant), require_native or "--require-native" in more
-    meant = policy_of(policy, variant)
-    found = program_of(words)
-    from policyc import jaxprs, runner
-    from policyc.diagnostics import PolicyError
-    from policyc.pipeline import as_how
-    from policyc.planner import as_json
-    from policyc.planview import summary
-
-    how = running(lambda: as_how(backend or "auto", None, require_native))
-    seen: list[int] = []
-
-    def report(plan: Plan) -> None:
-        if not len(plan.sites):
-            return
-        weight = sum(plan.counts)
-        if not seen and jaxprs.first_process():
-            click.echo(summary(plan), err=True, nl=False)
-        if plan_out is not None and weight > max(seen, default=-1):
-            write_out("--plan-out", plan_out, as_json(plan))
-        seen.append(weight)
-
     several = several_losses or "--several-losses" in more
-    session = running(lambda: runner.run(found, meant, how, report, several=several))
-    if not session.matched:
-        stop(_why_nothing(session.plans, policy))
-    if session.unmet:
-        say(PolicyError(session.unmet))
-        sys.exit(FOUND)
-
-
-def _why_nothing(plans: list[Plan], policy: str) -> str:
-    from policyc.planner import suggestion
-
-    if not plans:
-        return f"'{policy}' was not applied: the program differentiated nothing (jax.grad, vjp, ...)"
-    with_sites = [p for p in plans if len(p.sites)]
-    if not with_sites:
-        return f"'{policy}' was not applied: no loss of the program has a GEMM"
-    plan = with_sites[0]
-    if not plan.policy.rules:
-        return f"'{policy}' has no rules"
-    return (
-        f"'{policy}' matched none of the {len(plan.sites)} sites: {suggestion(plan, plan.policy.rules[-1])}"
-    )
+    every = whole_number("--stats-every", more["--stats-every"]) if "--stats-every" in more else stats_every
+    apply_to(
+        program_of(words), policy, variant=variant, backend=backend, require_native=require_native, plan_out=plan_out,
+        several=several, stats_every=every,
+    )  # fmt: skip

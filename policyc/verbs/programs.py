@@ -9,11 +9,12 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.verbs.shared import FOUND, say, stop
+from policyc.verbs.shared import FOUND, policy_of, say, stop, write_out
 
 if TYPE_CHECKING:
     from policyc.planner import Plan
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 RAW: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """Settings of a command whose last words are a program's."""
+
+STATS_EVERY = (
+    "Every N steps, measure what quantization does to operands and gradients, for the program's report."
+)
 
 
 def taking(words: tuple[str, ...], options: dict[str, bool]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -36,6 +41,12 @@ def taking(words: tuple[str, ...], options: dict[str, bool]) -> tuple[dict[str, 
             value = rest.pop(0)
         found[name] = value if options[name] else "yes"
     return found, tuple(rest)
+
+
+def whole_number(option: str, text: str) -> int:
+    if not text.isdigit():
+        raise click.UsageError(f"{option} is a number of steps, and not '{text}'")
+    return int(text)
 
 
 def program_of(words: tuple[str, ...]) -> Program:
@@ -74,3 +85,73 @@ def running(act: Callable[[], Any]) -> Any:
         sys.exit(FOUND)
     except (BadProgram, ValueError) as error:
         stop(str(error))
+
+
+def apply_to(
+    program: Program,
+    policy: str,
+    *,
+    variant: str | None,
+    backend: str | None,
+    require_native: bool,
+    plan_out: str | None,
+    several: bool,
+    stats_every: int,
+) -> None:
+    """Runs a program under a policy, and tells what became of it. Exits where the policy was not applied."""
+    meant = policy_of(policy, variant)
+    from policyc import runner
+    from policyc.diagnostics import PolicyError
+    from policyc.pipeline import as_how
+    from policyc.planner import as_json
+    from policyc.planview import summary
+
+    how = running(lambda: as_how(backend or "auto", None, require_native))
+    seen: list[int] = []
+
+    def report(plan: Plan) -> None:
+        if not len(plan.sites):
+            return
+        weight = sum(plan.counts)
+        if not seen:
+            click.echo(summary(plan), err=True, nl=False)
+        if plan_out is not None and weight > max(seen, default=-1):
+            write_out("--plan-out", plan_out, as_json(plan))
+        seen.append(weight)
+
+    session = running(
+        lambda: runner.run(program, meant, how, report, several=several, stats_every=stats_every)
+    )
+    if not session.matched:
+        stop(_why_nothing(session.plans, policy))
+    if session.unmet:
+        say(PolicyError(session.unmet))
+        sys.exit(FOUND)
+    if session.folder is not None:
+        write_report(session.folder)
+
+
+def write_report(folder: Path) -> None:
+    """The report of a run, where the run has left something to report on."""
+    from policyc.runreport import BadRun, written
+
+    try:
+        click.echo(f"policyc: report: {written([folder])}", err=True)
+    except BadRun as error:
+        click.echo(f"policyc: no report: {error}", err=True)
+
+
+def _why_nothing(plans: list[Plan], policy: str) -> str:
+    from policyc.planner import suggestion
+
+    if not plans:
+        return f"'{policy}' was not applied: the program differentiated nothing (jax.grad, vjp, ...)"
+    with_sites = [p for p in plans if len(p.sites)]
+    if not with_sites:
+        return f"'{policy}' was not applied: no loss of the program has a GEMM"
+    plan = with_sites[0]
+    if not plan.policy.rules:
+        return f"'{policy}' has no rules"
+    return (
+        f"'{policy}' matched none of the {len(plan.sites)} sites: {suggestion(plan, plan.policy.rules[-1])}"
+    )
