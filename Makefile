@@ -24,9 +24,11 @@ help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
 	  printf '%-18s %s\n' "$$name" "$$text"; done
 
-demo: setup ## lint the bundled policies, then print one of them as tables
+demo: setup ## lint the bundled policies, show one, and train a small Llama under it: about a minute on a CPU
 	@$(IN) echo "policyc lint policies/*.policy" && $(BIN)/policyc lint policies/*.policy
 	@$(IN) echo "policyc show llama_nvfp4" && $(BIN)/policyc show llama_nvfp4
+	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps 100 --stats-every 100 --out runs/demo" && \
+	echo "policyc $$words" && $(BIN)/policyc $$words
 
 test: setup ## run the fast tests
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) $(ARGS)

@@ -167,11 +167,12 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
 
 def test_observe_writes_every_nth_step_and_takes_up_a_run_again(tmp_path: Path) -> None:
     out, args = tmp_path / "run" / "stats.jsonl", (_params(), _array(0, 48, 32))
-    policyc.observe(0, _loss, *args, out=out)
+    policyc.observe(0, _loss, *args)
     assert not out.exists()
     with policyc.active("head -> fp8", stats_every=2):
+        policyc.results_in(out.parent)
         for step in (1, 2, 3, 4, 5, 4):
-            policyc.observe(step, _loss, *args, out=out)
+            policyc.observe(step, _loss, *args)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     steps = [r["step"] for r in rows]
     assert steps == sorted(steps)
