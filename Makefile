@@ -27,7 +27,7 @@ help: ## print this list
 demo: setup ## lint the bundled policies, show one, and train a small Llama under it: about a minute on a CPU
 	@$(IN) echo "policyc lint policies/*.policy" && $(BIN)/policyc lint policies/*.policy
 	@$(IN) echo "policyc show llama_nvfp4" && $(BIN)/policyc show llama_nvfp4
-	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps 100 --stats-every 100 --out runs/demo" && \
+	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps 100 --eval-every 50 --out runs/demo" && \
 	echo "policyc $$words" && $(BIN)/policyc $$words
 
 test: setup ## run the fast tests

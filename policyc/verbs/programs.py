@@ -100,7 +100,7 @@ def apply_to(
 ) -> None:
     """Runs a program under a policy, and tells what became of it. Exits where the policy was not applied."""
     meant = policy_of(policy, variant)
-    from policyc import runner
+    from policyc import jaxprs, runner
     from policyc.diagnostics import PolicyError
     from policyc.pipeline import as_how
     from policyc.planner import as_json
@@ -113,7 +113,7 @@ def apply_to(
         if not len(plan.sites):
             return
         weight = sum(plan.counts)
-        if not seen:
+        if not seen and jaxprs.first_process():
             click.echo(summary(plan), err=True, nl=False)
         if plan_out is not None and weight > max(seen, default=-1):
             write_out("--plan-out", plan_out, as_json(plan))
@@ -127,7 +127,7 @@ def apply_to(
     if session.unmet:
         say(PolicyError(session.unmet))
         sys.exit(FOUND)
-    if session.folder is not None:
+    if session.folder is not None and jaxprs.first_process():
         write_report(session.folder)
 
 
