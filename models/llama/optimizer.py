@@ -62,7 +62,7 @@ def first_state(c: Model, run: Run, mesh: Mesh) -> tuple[State, Callable[[], Sta
             "params": params,
             "adam": adamw(run).init(params),
             "scale": jnp.asarray(run.loss_scale or 1.0, jnp.float32),
-            "mean": jnp.full((), jnp.inf),
+            "mean": jnp.full((), jnp.inf, jnp.float32),
         }
 
     shapes = jax.eval_shape(make)
@@ -80,6 +80,7 @@ def first_state(c: Model, run: Run, mesh: Mesh) -> tuple[State, Callable[[], Sta
 def train_step(c: Model, run: Run, mesh: Mesh) -> Callable[[State, Any], tuple[State, dict[str, jax.Array]]]:
     """The compiled step. It takes the state's memory."""
     transform = adamw(run)
+    where = jax.tree.map(lambda a: a.sharding, first_state(c, run, mesh)[0])
 
     def gradients(params: Any, batch: Any, scale: jax.Array) -> tuple[Any, jax.Array]:
         """Of the mean over all tokens that count, in `accumulate` parts."""
@@ -133,7 +134,8 @@ def train_step(c: Model, run: Run, mesh: Mesh) -> Callable[[State, Any], tuple[S
                     "skipped": after["skipped"], "loss_scale": scale}  # fmt: skip
         return after, measured
 
-    return jax.jit(step, donate_argnums=0)
+    # Said, and not left to XLA: a state that came back with its places named otherwise would be compiled for again.
+    return jax.jit(step, donate_argnums=0, out_shardings=(where, None))
 
 
 def validation(c: Model, mesh: Mesh, under_policy: bool) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
