@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -263,7 +264,6 @@ def inlined(template: Any, invars: Sequence[Atom], eqn: Eqn) -> list[Eqn]:
                 invars=atoms,
                 outvars=[names[v] for v in inner.outvars],
                 source_info=eqn.source_info.replace(name_stack=stack),
-                ctx=eqn.ctx,
             )
         )
     return made
@@ -308,25 +308,36 @@ def bind(eqn: Eqn, *args: Any, **changed: Any) -> list[Any]:
 Hook = Callable[[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]]
 """Given a function and the values it is to be differentiated at: the function to differentiate instead."""
 
+_walking_back: ContextVar[bool] = ContextVar("policyc_walking_back", default=False)
+
 
 @contextlib.contextmanager
 def differentiating(hook: Hook) -> Iterator[None]:
     """Has every reverse-mode derivative taken of what the hook makes of a function.
 
     `jax.grad`, `value_and_grad`, `vjp`, `linearize` and `jacrev`, however they were imported and whenever they
-    were called, all meet in one function inside JAX. That one is replaced while this lasts.
+    were called, all meet in one function inside JAX. That one is replaced while this lasts. So is the one that
+    walks backwards: a derivative taken on that walk is part of somebody's backward rule and no loss.
     """
     home: Any = _ad
-    original = home.linearize
+    linearize, walk_back = home.linearize, home.backward_pass3
 
-    def linearize(fun: Callable[..., Any], primals: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(hook(fun, primals.unflatten()), primals, *args, **kwargs)
+    def hooked(fun: Callable[..., Any], primals: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = fun if _walking_back.get() else hook(fun, primals.unflatten())
+        return linearize(chosen, primals, *args, **kwargs)
 
-    home.linearize = linearize
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        token = _walking_back.set(True)
+        try:
+            return walk_back(*args, **kwargs)
+        finally:
+            _walking_back.reset(token)
+
+    home.linearize, home.backward_pass3 = hooked, noted
     try:
         yield
     finally:
-        home.linearize = original
+        home.linearize, home.backward_pass3 = linearize, walk_back
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:

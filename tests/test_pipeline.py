@@ -190,6 +190,42 @@ def test_derivatives_inside_a_custom_rule_are_left_alone():
     assert len(session.plans) == 1
 
 
+def test_a_derivative_taken_by_a_backward_rule_is_no_loss_of_its_own():
+    """As in a loss that computes its logits piece by piece and again on the way back."""
+
+    @jax.custom_vjp
+    def head(w, h):
+        return (h @ w).sum()
+
+    head.defvjp(
+        lambda w, h: (head(w, h), (w, h)),
+        lambda saved, g: tuple(g * d for d in jax.grad(lambda w, h: (h @ w).sum(), argnums=(0, 1))(*saved)),
+    )
+
+    def f(params, x):
+        return head(params["head"], loss(params["body"], x) * x)
+
+    params = {"body": W, "head": W}
+    with policyc.active("body -> nvfp4 expect 2") as session:
+        jax.jit(jax.grad(f))(params, X)
+    assert [[s.name for s in plan.sites] for plan in session.plans] == [["body", "body", "head"]]
+
+
+def test_a_gemm_stays_in_the_mesh_it_was_written_in():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    everywhere = jax.sharding.PartitionSpec(None, None)
+
+    def f(w, x):
+        product = jax.sharding.auto_axes(lambda w, x: x @ w, out_sharding=everywhere)
+        return (product(w, x @ w) ** 2).sum()
+
+    with jax.set_mesh(mesh):
+        w, x = jax.sharding.reshard(W, everywhere), jax.sharding.reshard(X, everywhere)
+        plain = jax.grad(f)(w, x)
+        np.testing.assert_array_equal(jax.grad(policyc.apply("* -> f32", f))(w, x), plain)
+        assert jnp.isfinite(jax.grad(policyc.apply("* -> nvfp4", f))(w, x)).all()
+
+
 def test_a_gemm_inside_a_custom_rule_is_an_error_and_can_be_kept():
     @jax.custom_vjp
     def inner(w, x):
