@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax import lax
 
 from policyc.formats import FORMATS
 from policyc.gemm import Entering
@@ -198,9 +199,13 @@ def figures(operand: Entering) -> jax.Array:
     unit = jnp.where(amax > 0, amax, 1)
     element = ELEMENTS[q.layout.element]
     cut = (codes & (element.sign - 1) == _top_code(element.name)) & (jnp.abs(exact) > jnp.abs(near) * 1.0001)
-    counts = (exact != 0, (near == 0) & (exact != 0), cut)
-    sums = (jnp.sum((exact / unit) ** 2), jnp.sum(((near - exact) / unit) ** 2))
-    return jnp.stack([*sums, *(jnp.sum(c, dtype=jnp.float32) for c in counts), amax])
+    counts = (c.astype(jnp.float32) for c in (exact != 0, (near == 0) & (exact != 0), cut))
+    terms = ((exact / unit) ** 2, ((near - exact) / unit) ** 2, *counts)
+    # All sums in one pass: each of its own would be compiled with a quantizer of its own. Of rows first: fp32 counts no
+    # further than 2**24 one by one.
+    zero = (jnp.float32(0),) * len(terms)
+    rows = lax.reduce(terms, zero, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (exact.ndim - 1,))
+    return jnp.stack([*(jnp.sum(r) for r in rows), amax])
 
 
 def told(found: Array) -> dict[str, float | None]:

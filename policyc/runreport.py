@@ -104,7 +104,7 @@ def page(runs: Sequence[Run]) -> str:
     colours = {id(r): _COLOURS[i % len(_COLOURS)] for i, r in enumerate(runs)}
     keys = [(r.name, colours[id(r)]) for r in runs]
     parts = [f"<h1>{escape(title)}</h1>", _cards(runs[0]) if len(runs) == 1 else _comparison(runs, colours)]
-    loss = [(r.series("loss"), colours[id(r)], "") for r in runs]
+    loss = [(r.series("loss"), colours[id(r)]) for r in runs]
     dots = [(r.series("validation_loss", r.evaluations), colours[id(r)]) for r in runs]
     legend = [*keys, ("● validation", "")] if any(d for d, _ in dots) else keys
     parts.append(_figure("Loss", "nats per token; a faint line is each step, the strong one their running mean",
@@ -113,7 +113,7 @@ def page(runs: Sequence[Run]) -> str:
         ("tokens_per_second_per_device", "Speed", "tokens per second and device"),
         ("grad_norm", "Gradient norm", "before clipping"),
     ):
-        lines = [(r.series(name), colours[id(r)], "") for r in runs]
+        lines = [(r.series(name), colours[id(r)]) for r in runs]
         if any(points for points, *_ in lines):
             parts.append(_figure(what, unit, _lines_plot(lines, smooth=True, typical=True), keys))
     for run in runs:
@@ -196,15 +196,16 @@ def _key(name: str, colour: str) -> str:
 
 
 def _lines_plot(
-    lines: Sequence[tuple[Points, str, str]],
+    lines: Sequence[tuple[Points, str]],
     *,
     dots: Sequence[tuple[Points, str]] = (),
     smooth: bool = False,
     typical: bool = False,
 ) -> str:
-    """Lines over steps. `typical` leaves the first steps, which compile, out of the scale."""
-    shown = [p for points, *_ in lines for p in (points[2:] if typical and len(points) > 4 else points)]
-    shown += [p for points, _ in dots for p in points]
+    """Lines over steps. `typical` leaves out the first steps, which compile and whose numbers are like no other."""
+    if typical:
+        lines = [(points[2:] if len(points) > 4 else points, colour) for points, colour in lines]
+    shown = [p for points, *_ in (*lines, *dots) for p in points]
     if not shown:
         return "<p class=note>nothing was measured</p>"
     x0, x1 = min(p[0] for p in shown), max(p[0] for p in shown)
@@ -226,23 +227,23 @@ def _lines_plot(
         if x0 <= tick <= x1:
             x, _ = at(tick, y0)
             out.append(f"<text x={x:.1f} y={_HEIGHT - 10} text-anchor=middle>{_tick_text(tick)}</text>")
-    for points, colour, dash in lines:
+    for points, colour in lines:
         thin = _thinned(points)
         if smooth and len(thin) > 8:
-            out.append(_path([at(*p) for p in thin], colour, "faint", dash))
+            out.append(_path([at(*p) for p in thin], colour, "faint"))
             thin = _smoothed(thin)
-        out.append(_path([at(*p) for p in thin], colour, "line", dash))
+        out.append(_path([at(*p) for p in thin], colour, "line"))
     for points, colour in dots:
         for x, y in (at(*p) for p in points):
             out.append(f'<circle cx={x:.1f} cy={y:.1f} r=4 fill="{colour}" class=dot />')
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role=img>{"".join(out)}</svg>'
 
 
-def _path(points: Sequence[tuple[float, float]], colour: str, kind: str, dash: str) -> str:
+def _path(points: Sequence[tuple[float, float]], colour: str, kind: str) -> str:
     if not points:
         return ""
     d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    return f'<path class={kind} d="{d}" stroke="{colour}" stroke-dasharray="{dash}" />'
+    return f'<path class={kind} d="{d}" stroke="{colour}" />'
 
 
 def _ticks(low: float, high: float) -> list[float]:

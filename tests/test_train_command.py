@@ -25,7 +25,7 @@ SMALL = shlex.split(
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    here = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    here = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "policyc.cli", *words]
     return subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True, check=False)
 
