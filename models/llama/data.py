@@ -306,7 +306,7 @@ def open_source(
     return Source(windows, spec, mark, words, vocab, batch, rows, seed if training else 0)
 
 
-REMEDY = ": another vocabulary or tokenizer is needed, or dtype=uint16 or dtype=uint32 behind the file's name"
+REMEDY = ": give the model a larger one, or, if these are token files, their dtype=uint16 or dtype=uint32"
 
 
 class Source:

@@ -37,6 +37,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except (BadRun, data.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 
