@@ -10,7 +10,20 @@ import sys
 import click
 
 from policyc import __version__
-from policyc.verbs import apply, estimate, explain, fmt, lint, quantize, report, show, sites, targets, train
+from policyc.verbs import (
+    apply,
+    compile,
+    estimate,
+    explain,
+    fmt,
+    lint,
+    quantize,
+    report,
+    show,
+    sites,
+    targets,
+    train,
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -25,7 +38,7 @@ def cli() -> None:
 
 for _verb in (
     lint.lint, fmt.fmt, explain.explain, show.show, sites.sites, apply.apply, quantize.quantize, targets.targets,
-    estimate.estimate, train.train, report.report,
+    estimate.estimate, compile.compile, train.train, report.report,
 ):  # fmt: skip
     cli.add_command(_verb)
 

@@ -1,7 +1,8 @@
-"""The Llama driver that ships with policyc, as the cost model sees it: the plan of one of its configurations.
+"""The Llama driver that ships with policyc, without running it: the plan of a configuration, or its whole step.
 
-In: a policy, the name of a configuration, sizes. Out: a `Work`. No array is made: the loss is traced with shapes. The
-one trap: the driver is no part of the package. It is imported as its own scripts import it, from the folder of models.
+In: a policy, the name of a configuration, sizes. Out: a `Work` for the cost model, or a step and the shapes and places
+of its arguments for a compiler. No array is made: all is traced with shapes. The one trap: the driver is no part of
+the package. It is imported as its own scripts import it, from the folder of models.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -52,21 +54,56 @@ class Sizes:
 
 def work(policy: Policy, name: str, mesh: Mesh, sizes: Sizes, backend: str) -> Work:
     """A step of a configuration under a policy, on a mesh that must divide it."""
-    model, run = configuration(name)
-    batch, sequence = sizes.batch or run.batch, sizes.sequence or run.sequence
-    accumulate = sizes.accumulate or _parts(batch, mesh)
-    remat = sizes.remat or model.remat
-    _check(model, batch, sequence, accumulate, mesh)
+    model, run = _sized(name, mesh, sizes)
     # Traced on one device with plain attention: so its products are seen. Neither changes a GEMM.
-    model = dataclasses.replace(model, remat=remat, attention="xla", loss_chunks=1)
-    plan = pipeline.plan(policy, _loss(model), *_shapes(model, batch // accumulate, sequence))
+    model = dataclasses.replace(model, attention="xla", loss_chunks=1)
+    plan = pipeline.plan(policy, _loss(model), *_shapes(model, run.batch // run.accumulate, run.sequence))
     block = Block(
         layers=model.layers,
         width=model.width,
         heads_width=model.heads * model.head_dim,
         kv_width=model.kv_heads * model.head_dim,
     )
-    return Work(plan=plan, accumulate=accumulate, causal=True, remat=remat, backend=backend, block=block)
+    return Work(
+        plan=plan, accumulate=run.accumulate, causal=True, remat=model.remat, backend=backend, block=block
+    )
+
+
+def check(name: str, mesh: Mesh, sizes: Sizes) -> None:
+    """Raises BadRun where a mesh does not divide a configuration."""
+    _sized(name, mesh, sizes)
+
+
+def _sized(name: str, mesh: Mesh, sizes: Sizes) -> tuple[Any, Any]:
+    """The model and the run of a configuration with other sizes."""
+    model, run = configuration(name)
+    batch, sequence = sizes.batch or run.batch, sizes.sequence or run.sequence
+    accumulate = sizes.accumulate or _parts(batch, mesh)
+    _check(model, batch, sequence, accumulate, mesh)
+    model = dataclasses.replace(model, remat=sizes.remat or model.remat)
+    return model, dataclasses.replace(run, batch=batch, sequence=sequence, accumulate=accumulate)
+
+
+def step(name: str, mesh: Mesh, sizes: Sizes, devices: Sequence[Any]) -> tuple[Any, tuple[Any, Any], Any]:
+    """The jitted training step of a configuration on these devices, its state and batch as shapes, and the run."""
+    import jax
+    import numpy as np
+
+    model, run = _sized(name, mesh, sizes)
+    model = dataclasses.replace(model, attention="cudnn")
+    try:
+        optimizer = _module("optimizer")
+    except ModuleNotFoundError as error:
+        raise BadRun(f"the driver needs the package '{error.name}': pip install 'policyc[train]'") from None
+    where = _module("mesh")
+    axes = tuple(getattr(mesh, axis) for axis in where.AXES)
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    laid = jax.sharding.Mesh(np.array(devices).reshape(axes), where.AXES, axis_types=kinds)
+    state, _ = optimizer.first_state(model, run, laid)
+    place = where.sharding(laid, ("batch", "sequence"))
+    tokens = jax.ShapeDtypeStruct((run.batch, run.sequence), "int32", sharding=place)  # type: ignore[no-untyped-call]
+    rows = dict.fromkeys(("tokens", "targets", "mask"), tokens)
+    return optimizer.train_step(model, run, laid), (state, rows), run
 
 
 def _loss(model: Any) -> Any:

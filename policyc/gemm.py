@@ -48,6 +48,7 @@ class Call:
     lhs: jax.ShapeDtypeStruct
     rhs: jax.ShapeDtypeStruct
     backends: Backends
+    site: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,12 @@ class Product:
     dims: Dims
     order: tuple[int, ...]
     backend: str
+    site: str
+
+    @property
+    def scope(self) -> str:
+        """Its name in profiles and compiled programs."""
+        return f"{self.gemm}.{self.site}"
 
     @property
     def over_tokens(self) -> bool:
@@ -117,6 +124,7 @@ def quantized_dot_general(
         lhs=_like(a),
         rhs=_like(b),
         backends=backends,
+        site=str(site),
     )
     words = [w for w in (layer, step) if w is not None]
     return _gemm(call, a, b, key(seed, site, *words)).reshape(shape)
@@ -209,6 +217,7 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
         dims=call.dims,
         order=tuple(range(on)),
         backend=backend[Gemm.FPROP],
+        site=call.site,
     )
     # dy (contracted over the free dimensions of rhs) with rhs.
     tokens = olf if for_lhs is Gemm.DGRAD else orf
@@ -219,6 +228,7 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
         dims=((orf, rf), (batch, rb)),
         order=_order(ln, lb, lf, tuple(lc[rc.index(i)] for i in sorted(rc))),
         backend=backend[for_lhs],
+        site=call.site,
     )
     # lhs with dy, contracted over the free dimensions of lhs.
     tokens = orf if for_rhs is Gemm.DGRAD else olf
@@ -229,6 +239,7 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
         dims=((lf, olf), (lb, batch)),
         order=_order(rn, rb, tuple(rc[lc.index(i)] for i in sorted(lc)), rf),
         backend=backend[for_rhs],
+        site=call.site,
     )
     return fprop, d_lhs, d_rhs
 
@@ -248,6 +259,11 @@ def _parts(x: jax.Array, side: Side, product: Product, k: Key, signs: Key, *, sa
     """The operand as it enters a product: cast, or quantized, or its mean over tokens and the rest,
     quantized.
     """
+    with jax.named_scope(product.scope):
+        return _entering(x, side, product, k, signs, save)
+
+
+def _entering(x: jax.Array, side: Side, product: Product, k: Key, signs: Key, save: bool) -> Parts:
     t = side.treatment
     if not FORMATS[t.format].quantized:
         return (x.astype(_CASTS[t.format]) if t.format in _CASTS else x,)
@@ -277,6 +293,11 @@ def _named(q: Quantized) -> Quantized:
 
 def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int) -> jax.Array:
     """The product of all parts, in place."""
+    with jax.named_scope(product.scope):
+        return _multiplied(product, left, right, out, tokens)
+
+
+def _multiplied(product: Product, left: Parts, right: Parts, out: Any, tokens: int) -> jax.Array:
     multiply = partial(primitives.scaled_gemm, dimension_numbers=product.dims, backend=product.backend)
     if not any(isinstance(p, Quantized) for p in (*left, *right)):
         y = _plain(cast(jax.Array, left[0]), cast(jax.Array, right[0]), product, out)

@@ -294,6 +294,11 @@ def evaluate(closed: Any, *args: Any) -> list[Any]:
     return _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
+def evaluate_with(closed: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """The same with other values for what the jaxpr closes over."""
+    return _core.eval_jaxpr(closed.jaxpr, consts, *args)
+
+
 def bind(eqn: Eqn, *args: Any, **changed: Any) -> list[Any]:
     """Applies the primitive of an equation to other operands, with some parameters changed."""
     params = {**eqn.params, **changed}

@@ -10,7 +10,6 @@ it as often as it is called.
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +62,6 @@ class Rewriter:
             for end in range(len(address) + 1):
                 self._under.setdefault(address[:end], []).append(site)
         self._templates: dict[Any, Any] = {}
-        self._words = {address: word(site) for address, site in self._sites.items()}
 
     def _changes(self, site: Site) -> bool:
         if site.opaque:
@@ -88,7 +86,7 @@ class Rewriter:
     def _signature(self, address: Address, fixed: Fixed) -> Signature | None:
         """All that decides what becomes of the sites under an address; None where nothing changes."""
         found = tuple(
-            (s.address[len(address) :], s.weight, s.around, self._words[s.address], self._left(s, fixed))
+            (s.address[len(address) :], s.weight, s.around, s.number, self._left(s, fixed))
             for s in self._under.get(address, ())
         )
         return found if any(r is not None for *_, recipes in found for r in recipes) else None
@@ -162,19 +160,13 @@ class Rewriter:
     def _quantized(self, site: Site, recipe: Recipe, backends: Backends) -> list[Eqn]:
         eqn = site.eqn
         avals = tuple(a.aval for a in eqn.invars)
-        number = self._words[site.address]
+        number = site.number
         key = (number, avals, _hashable(eqn.params), site.weight, recipe, backends, site.around, eqn.ctx)
         if key not in self._templates:
             ragged = site.kind == "ragged"
             f = _ragged(eqn, recipe, number) if ragged else dot(eqn, recipe, site, number, backends)
             self._templates[key] = jaxprs.traced(f, avals, eqn, site.around)
         return jaxprs.inlined(self._templates[key], eqn.invars, eqn)
-
-
-def word(site: Site) -> int:
-    """A number for the site's random bits. Layers share it, so that what they share stays shared."""
-    path = site.parameters[0].path if site.parameters else site.scope.path
-    return zlib.crc32(".".join(n.text for n in path).encode())
 
 
 def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -111,6 +112,12 @@ class Site:
         """The parameter's path, else the scope."""
         path = self.parameters[0].path if self.parameters else self.scope.path
         return dotted(path) or f"({self.place or 'unnamed'})"
+
+    @property
+    def number(self) -> int:
+        """For its random bits, and its name in a compiled program. Layers share it: what they share stays shared."""
+        path = self.parameters[0].path if self.parameters else self.scope.path
+        return zlib.crc32(".".join(n.text for n in path).encode())
 
     @property
     def place(self) -> str:

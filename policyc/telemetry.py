@@ -32,7 +32,7 @@ from policyc.pipeline import as_policy, current, guarded, present
 from policyc.planner import How, Phase, Plan, as_json, make_plan
 from policyc.policy import Policy
 from policyc.recipes import Recipe
-from policyc.rewrite import Fixed, Rewriter, Run, dot, word
+from policyc.rewrite import Fixed, Rewriter, Run, dot
 from policyc.selectors import Path as Names
 from policyc.sites import Address, Layer, Site
 from policyc.tracing import inputs_of, trace
@@ -142,11 +142,11 @@ class Tap:
     names: list[tuple[str, str]] = field(default_factory=list)
 
     def run(self, lhs: jax.Array, rhs: jax.Array) -> Any:
-        return dot(self.site.eqn, self.recipe, self.site, word(self.site), self.backends)(lhs, rhs)
+        return dot(self.site.eqn, self.recipe, self.site, self.site.number, self.backends)(lhs, rhs)
 
     def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:
         numbers = self.site.eqn.params["dimension_numbers"]
-        entering = operands(lhs, rhs, dy, numbers, self.recipe, weight=self.site.weight, site=word(self.site))
+        entering = operands(lhs, rhs, dy, numbers, self.recipe, weight=self.site.weight, site=self.site.number)
         self.names[:] = [
             (f"{e.gemm}.{e.role}" if self.site.weight else e.side.name, e.side.treatment.format)
             for e in entering

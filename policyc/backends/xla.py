@@ -17,6 +17,7 @@ from jax import lax
 from policyc.backends import emulate
 from policyc.backends.choice import Ask, Obstacle
 from policyc.backends.emulate import Dims, Operand, quantize, with_outer
+from policyc.quantize.bits import stored
 from policyc.quantize.layout import TILE, Quantized, pack, repeat_axis, split_axis, unpack
 
 __all__ = ["gemm", "obstacle", "quantize"]
@@ -82,6 +83,9 @@ def _rows(
     along = contract[-1] - ndim
     codes, scales = operand.codes, operand.scales
     assert scales is not None
+    if layout.tile_axis is not None:
+        # Both fprop and dgrad read these, each turned in its own way: packed first, and then turned.
+        codes = stored(codes)
     if along != layout.axis:
         # Square tiles, contracted along their other axis: the scales serve as they are.
         assert along == layout.tile_axis

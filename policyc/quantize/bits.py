@@ -46,9 +46,14 @@ def abs_bits(x: jax.Array) -> jax.Array:
     A maximum of these neither loses a NaN nor flushes a denormal, which a maximum of floats may do.
     """
     if x.dtype == jnp.bfloat16:
-        raw: jax.Array = lax.bitcast_convert_type(x, jnp.uint16) & jnp.uint16(0x7FFF)
-        return raw.astype(jnp.int32) << 16
+        return half_bits(x).astype(jnp.int32) << 16
     return bits_of(x.astype(jnp.float32)) & 0x7FFFFFFF
+
+
+def half_bits(x: jax.Array) -> jax.Array:
+    """Bits of |x| of a bfloat16 array, as uint16: the upper half of `abs_bits`."""
+    raw: jax.Array = lax.bitcast_convert_type(x, jnp.uint16) & jnp.uint16(0x7FFF)
+    return raw
 
 
 def power_of_two(e: jax.Array) -> jax.Array:

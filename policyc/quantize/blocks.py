@@ -24,6 +24,7 @@ from policyc.quantize.bits import (
     decode,
     exact_div,
     from_bits,
+    half_bits,
     power_of_two,
     round_nearest,
     round_stochastic,
@@ -106,14 +107,29 @@ def bound_of(treatment: Treatment) -> float:
 
 def _maxima(
     x: jax.Array, axes: Axes, layout: Layout, treatment: Treatment, kernel: kernels.Kernels | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Bits of the maximum of each block, and of what each outer scale spans (with dimensions of size 1)."""
-    top = stored(_block_maxima(x, axes, layout)) if kernel is None else kernel.maxima(x)
-    return top, top.max(axis=spanned(treatment, axes, layout, x.ndim), keepdims=True)
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """x, bits of the maximum of each block, and of what each outer scale spans (with dimensions of size 1).
+
+    x and the maxima stand in memory together, written by whatever makes x. Else XLA carries what comes after into
+    what makes x: it keeps x in fp32, without its rounding to bfloat16, and halves of it once more. A weight is made
+    by a cast alone: it is written first, and read again in half the bytes.
+    """
+    if kernel is not None:
+        top = kernel.maxima(x)
+    elif layout.tile_axis is not None:
+        x = stored(x)
+        top = stored(_block_maxima(x, axes, layout))
+    else:
+        x, top = stored((x, _block_maxima(x, axes, layout)))
+    if top.dtype == jnp.uint16:
+        top = top.astype(jnp.int32) << 16
+    return x, top, top.max(axis=spanned(treatment, axes, layout, x.ndim), keepdims=True)
 
 
 def _block_maxima(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
-    blocks = split_axis(abs_bits(x), axes.axis, x.shape[axes.axis] // layout.block, layout.block)
+    """Of bfloat16 as 16 bits: half the bytes to write and to read."""
+    bits = half_bits(x) if x.dtype == jnp.bfloat16 else abs_bits(x)
+    blocks = split_axis(bits, axes.axis, x.shape[axes.axis] // layout.block, layout.block)
     top = blocks.max(axis=blocks.ndim + axes.axis)
     if layout.tile_axis is not None:
         tiles = split_axis(top, layout.tile_axis, top.shape[layout.tile_axis] // TILE, TILE)
@@ -157,7 +173,8 @@ def _nvfp4(
     kernel: kernels.Kernels | None = None,
 ) -> Quantized:
     """With `kernel`, x is not rotated yet: that is part of what the kernels do."""
-    blocks, amax = (_with_headroom(b, t) for b in _maxima(x, axes, layout, t, kernel))
+    x, *found = _maxima(x, axes, layout, t, kernel)
+    blocks, amax = (_with_headroom(b, t) for b in found)
     top, lift = _lift(amax)
     enc_top = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(layout.bound), top))
     enc_top, lift = stored((enc_top, lift))
@@ -176,12 +193,14 @@ def _nvfp4(
     if t.scale in _FOUR_OVER_SIX:
         unit = lifted * enc_top
         scale, enc = _four_over_six(lifted, unit, (scale, enc), scaled(1 / 4), layout, t.scale)
-    scale, enc = stored((scale, enc))
+    # As bytes already here: they are a quarter of the words, and nothing has to turn those into bytes later.
+    byte = jnp.where(amax >= _INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
+    byte, enc = stored((byte, enc))
     codes = _codes(lifted, enc, t, layout, key) if kernel is None else kernel.codes(x, enc, lift, key, t)
     if t.rounding == "ms_eden":
-        scale = _corrected(lifted, enc, scale, layout, key.fold("scale"))
-    scale = jnp.where(amax >= _INFINITY, E4M3.nan or 0, scale)
-    return Quantized(codes=codes, scales=scale.astype(jnp.uint8), amax=from_bits(amax), layout=layout)
+        scale = _corrected(lifted, enc, byte.astype(jnp.int32), layout, key.fold("scale"))
+        byte = jnp.where(amax >= _INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
+    return Quantized(codes=codes, scales=byte, amax=from_bits(amax), layout=layout)
 
 
 def _codes(lifted: jax.Array, enc: jax.Array, t: Treatment, layout: Layout, key: random.Key) -> jax.Array:
@@ -279,7 +298,7 @@ def _corrected(
 
 def _mx(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key) -> Quantized:
     """Power-of-two scales (E8M0) per block, no outer scale."""
-    blocks, amax = _maxima(x, axes, layout, t)
+    x, blocks, amax = _maxima(x, axes, layout, t)
     byte = e8m0(blocks, ELEMENTS[layout.element], "rceil" if layout.format == "mxfp8" else t.scale_rounding)
     enc = stored(from_bits((254 - byte) << 23))
     codes = _codes(x.astype(jnp.float32), enc, t, layout, key.fold(from_bits(amax)))

@@ -1,0 +1,286 @@
+"""A training step compiled for a GPU that is not here, and what came of it.
+
+In: a step, the shapes and places of its arguments, and the plans of the losses in it. Out: a `Report`: every product
+with the call that runs it, memory, collectives, kernels. The one trap: what a plan claims to be native is only a claim
+until the call is found in the compiled program. One that is not there is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from policyc import hlo, jaxprs
+from policyc.pipeline import compiled, session_of
+from policyc.planner import How, Plan
+from policyc.policy import Policy
+from policyc.recipes import Gemm
+from policyc.sites import Layer, Site
+from policyc.targets import Target
+
+CALLS = {"nvfp4": "__cudnn$blockScaledDot", "mxfp8": "__cudnn$blockScaledDot", "fp8": "__cublas$lt$matmul$f8"}
+"""The call that multiplies a format natively."""
+
+_OPTIONS = {
+    # With no device there is nothing to try kernels on: take the library's, in its first configuration.
+    "xla_gpu_autotune_level": "0",
+    "xla_gpu_enable_triton_gemm": "False",
+}
+
+
+class NotPossible(Exception):
+    """The step cannot be compiled for this target here; the message says what would help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One product of a run of layers of a site: what it was planned to be, and what was found."""
+
+    site: str
+    layers: tuple[Layer, Layer] | None
+    gemm: Gemm
+    format: str
+    backend: str
+    native: bool
+    call: str = ""
+    found: int = 0
+    expected: int = 0
+    reason: str = ""
+    remedy: str = ""
+
+    @property
+    def missing(self) -> bool:
+        """Is it claimed to be native, and not there?"""
+        return self.native and bool(self.call) and self.found < self.expected
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Collectives of one kind and type: how many a step, and the bytes that a device takes part in."""
+
+    kind: str
+    type: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    target: str
+    devices: int
+    rows: tuple[Row, ...]
+    memory: Mapping[str, int]
+    device_memory: int
+    collectives: tuple[Moved, ...]
+    kernels: int
+    kernel_bytes: int
+    seconds: Mapping[str, float]
+    text: str = field(repr=False)
+
+    @property
+    def missing(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.missing)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a device's memory: what is given and given back share where they can."""
+        return sum(self.memory.values()) - 2 * self.memory["shared"]
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.device_memory
+
+
+def devices_of(target: Target, count: int) -> list[Any]:
+    """Devices to compile for. They cannot run anything."""
+    if importlib.util.find_spec("jax_plugins") is None or not _plugin():
+        raise NotPossible(
+            "compiling for a GPU that is not here needs XLA's CUDA compiler: pip install 'policyc[cuda13]'"
+        )
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jax.experimental import topologies
+
+    described = _with_cudnn(target.description)
+    found = topologies.get_topology_desc(
+        platform="cuda", target_config=described, topology=f"1x1x{count}"
+    ).devices
+    return list(found)
+
+
+def _plugin() -> bool:
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") is not None for n in (12, 13))
+
+
+def _with_cudnn(description: str) -> str:
+    """A description of a GPU with the cuDNN that is installed here: what is there is what will run."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for package in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            known = ".".join(version(package).split(".")[:3])
+        except PackageNotFoundError:
+            continue
+        return re.sub(r'dnn_version: "[^"]*"', f'dnn_version: "{known}"', description)
+    return description
+
+
+def compile_step(step: Any, arguments: Sequence[Any], policy: Policy, how: How, devices: int) -> Report:
+    """A jitted step with its losses under a policy, compiled for the target of `how`."""
+    begin = time.perf_counter()
+    with session_of(policy, how) as session:
+        lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
+    if not any(len(plan.sites) for plan in session.plans):
+        raise NotPossible("the step differentiates no loss with a GEMM")
+    traced = time.perf_counter()
+    executable = lowered.compile(compiler_options=_OPTIONS)
+    return _report(executable, session.plans, how, devices, (traced - begin, time.perf_counter() - traced))
+
+
+def compile_loss(plan: Plan, device: Any) -> Report:
+    """The loss of a plan and its gradient, compiled for one device of the plan's target."""
+    import jax
+
+    closed = compiled(plan)
+    place = jax.sharding.SingleDeviceSharding(device)
+
+    def shapes(variables: Sequence[Any]) -> list[Any]:
+        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=place) for v in variables]  # type: ignore[no-untyped-call]
+
+    def step(consts: list[Any], inputs: list[Any]) -> Any:
+        results, back = jax.vjp(partial(jaxprs.evaluate_with, closed, consts), *inputs)
+        first = next(i for i, r in enumerate(results) if jax.numpy.issubdtype(r.dtype, jax.numpy.floating))
+        seeds = [jax.numpy.full_like(r, float(i == first)) for i, r in enumerate(results)]
+        return results, back(seeds)
+
+    begin = time.perf_counter()
+    jaxpr = closed.jaxpr
+    try:
+        lowered = (
+            jax.jit(step)
+            .trace(shapes(jaxpr.constvars), shapes(jaxpr.invars))
+            .lower(lowering_platforms=("cuda",))
+        )
+        traced = time.perf_counter()
+        executable = lowered.compile(compiler_options=_OPTIONS)
+    except ValueError as error:
+        raise NotPossible(f"the program's loss cannot leave the devices it was traced on: {error}") from None
+    return _report(executable, [plan], plan.how, 1, (traced - begin, time.perf_counter() - traced))
+
+
+def _report(
+    executable: Any, plans: Sequence[Plan], how: How, devices: int, seconds: tuple[float, float]
+) -> Report:
+    assert how.target is not None
+    text = executable.as_text()
+    module = hlo.read(text)
+    stats = executable.memory_analysis()
+    kernels = [r for r in module.ran if r.is_kernel]
+    return Report(
+        target=how.target.name,
+        devices=devices,
+        rows=tuple(row for plan in plans for row in rows(plan, module)),
+        memory={
+            "arguments": stats.argument_size_in_bytes,
+            "outputs": stats.output_size_in_bytes,
+            "shared": stats.alias_size_in_bytes,
+            "temporaries": stats.temp_size_in_bytes,
+            "code": stats.generated_code_size_in_bytes,
+        },
+        device_memory=how.target.chip.memory_bytes,
+        collectives=tuple(moved(module)),
+        kernels=sum(r.times for r in kernels),
+        kernel_bytes=sum(r.times * (r.read + r.written) for r in kernels),
+        seconds=dict(zip(("tracing", "compiling"), seconds, strict=True)),
+        text=text,
+    )
+
+
+# ---- products
+
+
+def rows(plan: Plan, module: hlo.Module) -> Iterator[Row]:
+    """Every quantized product of a plan, with the calls found for it."""
+    calls = _calls(module)
+    taken: dict[tuple[int, Gemm], int] = {}
+    for site in plan.sites:
+        for layers, row in _planned(plan, site):
+            tag = (site.number, row.gemm)
+            if row.native and row.call:
+                # Several runs of layers share a name in the program: what one has not used is the next one's.
+                there = calls.get((f"{row.gemm}.{site.number}", row.call), 0) - taken.get(tag, 0)
+                found = there if _is_last(plan, site, row.gemm, layers) else min(there, row.expected)
+                taken[tag] = taken.get(tag, 0) + found
+                yield replace(row, found=found)
+            else:
+                yield row
+
+
+def _planned(plan: Plan, site: Site) -> Iterator[tuple[Sequence[Layer], Row]]:
+    import itertools
+
+    from policyc.pipeline import present
+
+    decisions = plan.decisions(present(plan))
+    for decision, group in itertools.groupby(site.layers(), key=lambda la: decisions[site.address, la]):
+        layers = list(group)
+        if decision.recipe is None:
+            continue
+        for gemm in (g for g in Gemm if g in site.products):
+            runs, format = decision.runs(gemm), decision.recipe.product(gemm)[0].format
+            if not runs.backend:
+                continue
+            yield (
+                layers,
+                Row(
+                    site=site.name,
+                    layers=(layers[0], layers[-1]) if site.stacks else None,
+                    gemm=gemm,
+                    format=format,
+                    backend=runs.backend,
+                    native=runs.native,
+                    call=CALLS[format] if runs.native and runs.backend == "xla" else "",
+                    expected=len(layers),
+                    reason=runs.obstacle.reason if runs.obstacle else "",
+                    remedy=runs.obstacle.remedy if runs.obstacle else "",
+                ),
+            )
+
+
+def _is_last(plan: Plan, site: Site, gemm: Gemm, layers: Sequence[Layer]) -> bool:
+    return layers[-1] == [la for la, row in _planned(plan, site) if row.gemm is gemm and row.native][-1][-1]
+
+
+def _calls(module: hlo.Module) -> dict[tuple[str, str], int]:
+    """How often each call runs a step, by the product that is in its name."""
+    found: dict[tuple[str, str], int] = {}
+    for ran in module.ran:
+        target = ran.instruction.target
+        tags = re.findall(r"(?:^|/)((?:fprop|dgrad|wgrad)\.\d+)(?=/|$)", ran.instruction.scope)
+        if target and tags:
+            found[tags[-1], target] = found.get((tags[-1], target), 0) + ran.times
+    return found
+
+
+# ---- collectives
+
+
+def moved(module: hlo.Module) -> Iterator[Moved]:
+    """The collectives of a program, the most bytes first."""
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for ran in module.ran:
+        kind = ran.instruction.opcode.removesuffix("-start")
+        if kind not in hlo.COLLECTIVES:
+            continue
+        # The shape of a start has its operands in it too.
+        written = ran.written - ran.read if ran.instruction.opcode.endswith("-start") else ran.written
+        types = "+".join(dict.fromkeys(re.findall(r"(\w+)\[", ran.instruction.shape)))
+        count, size = totals.get((kind, types), (0, 0))
+        totals[kind, types] = count + ran.times, size + ran.times * max(ran.read, written)
+    for (kind, types), (count, size) in sorted(totals.items(), key=lambda item: -item[1][1]):
+        yield Moved(kind, types, count, size)

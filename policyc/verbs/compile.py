@@ -1,0 +1,232 @@
+"""`policyc compile`: a training step, compiled for GPUs that need not be here."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from policyc.verbs.programs import RAW, program_of, running, taking
+from policyc.verbs.shared import Examples, policy_of, stop, write_out
+
+if TYPE_CHECKING:
+    from policyc.deviceless import Report
+    from policyc.planner import How
+    from policyc.policy import Policy
+
+_FLAGS = ("--require-native",)
+_VALUES = (
+    "--config", "--target", "--devices", "--mesh", "--batch", "--sequence", "--accumulate", "--remat", "--variant",
+    "--backend", "--dump-hlo", "--format",
+)  # fmt: skip
+
+
+@click.command(
+    cls=Examples,
+    context_settings=RAW,
+    examples="""
+    policyc compile llama_nvfp4 --config llama3_8b --target gb200 --devices 8
+    policyc compile fp8 --config llama3_405b --target gb300 --devices 128 --mesh 'fsdp=32 tensor=4' --batch 128
+    policyc compile llama_nvfp4 --config llama3_8b --target gb200 --devices 8 --dump-hlo hlo --format json
+    policyc compile my.policy --target b200 --require-native train.py --steps 100      loss and gradient, one device
+    """,
+)
+@click.option("--config", metavar="NAME", help="A configuration of the Llama driver, in place of a program.")
+@click.option("--target", "gpu", metavar="GPU", help="The GPU: policyc targets lists them.  [required]")
+@click.option("--devices", type=int, default=1, show_default=True, help="How many of them.")
+@click.option(
+    "--mesh", metavar="AXES", help="How they divide the step: 'fsdp=32 tensor=4' (default: all fsdp)."
+)
+@click.option("--batch", type=int, help="Sequences in a step (default: the configuration's).")
+@click.option("--sequence", type=int, help="Tokens in a sequence (default: the configuration's).")
+@click.option("--accumulate", type=int, help="Parts of a batch (default: two sequences a device at a time).")
+@click.option(
+    "--remat",
+    type=click.Choice(["none", "dots", "full", "quantized"]),
+    help="What is computed anew (default: the configuration's).",
+)
+@click.option("--variant", metavar="NAME", help="The policy under one of its variants.")
+@click.option("--backend", default="auto", show_default=True, help="What runs quantized GEMMs.")
+@click.option("--require-native", is_flag=True, help="Fail where a product would be emulated.")
+@click.option("--dump-hlo", metavar="DIR", help="Write the optimized HLO here.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    show_default=True,
+    help="How it is printed.",
+)
+@click.argument("policy")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT|-m MODULE [ARGS]...]")
+def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
+    """Compile a training step for GPUs that need not be here, and report what came of it.
+
+    Of a configuration, the whole step is compiled: forward, backward, optimizer. Of a program, its first loss with a
+    GEMM and the gradient, for one device. Fails where a product that is claimed to be native is not in the compiled
+    program, and where the step does not fit into the device's memory.
+    """
+    more, words = taking(program, dict.fromkeys(_VALUES, True) | dict.fromkeys(_FLAGS, False))
+    options = _read(options, more)
+    if options["gpu"] is None:
+        raise click.UsageError("--target says which GPU: policyc targets lists them")
+    if bool(words) == bool(options["config"]):
+        raise click.UsageError("name a program, or a configuration with --config; one of the two")
+    if options["devices"] < 1:
+        raise click.UsageError(f"--devices {options['devices']}: at least 1")
+    meant = policy_of(policy, options["variant"])
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no GPU is looked for
+    from policyc.deviceless import NotPossible
+    from policyc.pipeline import as_how
+
+    how = running(lambda: as_how(options["backend"], options["gpu"], options["require_native"]))
+    try:
+        report: Report = running(lambda: _compiled(meant, words, how, options))
+    except NotPossible as error:
+        stop(str(error))
+    title = f"{options['config'] or words[0]} under {policy}"
+    if options["dump_hlo"]:
+        _dump(options["dump_hlo"], report, title)
+    click.echo(_as_json(report, title) if options["form"] == "json" else _as_table(report, title), nl=False)
+    _judge(report)
+
+
+def _read(options: dict[str, Any], more: dict[str, str]) -> dict[str, Any]:
+    """Options may also stand behind the policy."""
+    command = cast(click.Command, compile)
+    context = click.Context(command)
+    by_flag = {flag: p for p in command.params if isinstance(p, click.Option) for flag in p.opts}
+    return options | {
+        str(by_flag[flag].name): flag in _FLAGS or by_flag[flag].type_cast_value(context, value)
+        for flag, value in more.items()
+    }
+
+
+def _compiled(policy: Policy, words: tuple[str, ...], how: How, options: dict[str, Any]) -> Report:
+    from policyc import deviceless, pipeline, runner, stepcosts
+
+    count = options["devices"]
+    asked = {name: options[name] for name in ("batch", "sequence", "accumulate", "remat")}
+    assert how.target is not None
+    if options["config"]:
+        from policyc import driver
+
+        bad = [f"--{name} {value}" for name, value in asked.items() if isinstance(value, int) and value < 1]
+        if bad:
+            raise ValueError(f"{', '.join(bad)}: at least 1")
+        mesh = stepcosts.mesh_of(options["mesh"] or f"fsdp={count}", count)
+        driver.check(options["config"], mesh, driver.Sizes(**asked))
+        devices = deviceless.devices_of(how.target, count)
+        step, arguments, run = driver.step(options["config"], mesh, driver.Sizes(**asked), devices)
+        pipeline.step(0, total=run.steps)
+        return deviceless.compile_step(step, arguments, policy, how, count)
+    given = [f"--{name}" for name, value in asked.items() if value is not None]
+    if given:
+        raise ValueError(f"{' and '.join(given)}: a program has its own sizes; give it its own arguments")
+    if count > 1 or options["mesh"]:
+        raise ValueError(
+            "a program is compiled for one device: how it divides its arrays belongs to its own devices"
+        )
+    (device,) = deviceless.devices_of(how.target, 1)
+    found = program_of(words)
+    plan = runner.first_plan(found, policy, how)
+    if plan is None or not len(plan.sites):
+        raise ValueError("the program ended, and no loss that it differentiated has a GEMM")
+    plan.check()
+    return deviceless.compile_loss(plan, device)
+
+
+# ---- telling
+
+
+def _dump(folder: str, report: Report, title: str) -> None:
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"--dump-hlo: '{folder}' cannot be made: {error.strerror}")
+    name = "".join(
+        c if c.isalnum() or c in "-_." else "_" for c in f"{title}_{report.target}x{report.devices}"
+    )
+    write_out("--dump-hlo", str(Path(folder) / f"{name}.hlo.txt"), report.text)
+
+
+def _as_json(report: Report, title: str) -> str:
+    data = {
+        "step": title,
+        "target": report.target,
+        "devices": report.devices,
+        "products": [
+            {
+                "site": row.site,
+                "layers": None if row.layers is None else [list(end) for end in row.layers],
+                "gemm": row.gemm,
+                "format": row.format,
+                "backend": row.backend,
+                "native": row.native,
+                "call": row.call or None,
+                "found": row.found,
+                "reason": row.reason or None,
+                "remedy": row.remedy or None,
+            }
+            for row in report.rows
+        ],
+        "memory": {**report.memory, "needed": report.needed, "device": report.device_memory},
+        "collectives": [
+            {"kind": m.kind, "type": m.type, "count": m.count, "bytes": m.bytes} for m in report.collectives
+        ],
+        "kernels": report.kernels,
+        "kernel_bytes": report.kernel_bytes,
+        "seconds": dict(report.seconds),
+    }
+    return json.dumps(data, indent=1) + "\n"
+
+
+def _as_table(report: Report, title: str) -> str:
+    from policyc.planview import columns
+
+    def layers(row: Any) -> str:
+        if row.layers is None:
+            return "-"
+        first, last = (".".join(map(str, end)) for end in row.layers)
+        return first if first == last else f"{first}-{last}"
+
+    rows = [["site", "layers", "product", "format", "runs", "found"]]
+    for row in report.rows:
+        how = f"{row.backend}, {'native' if row.native else 'emulated'}"
+        found = f"{row.found} x {row.call}" if row.call else "-"
+        rows.append([row.site, layers(row), row.gemm, row.format, how, found])
+    reasons = dict.fromkeys(f"{row.reason}; {row.remedy}" for row in report.rows if row.reason)
+    m, gb = report.memory, 1e9
+    lines = [f"{title}, for {report.devices} x {report.target}", *columns(rows)]
+    lines += [f"not native: {reason}" for reason in reasons]
+    lines += [
+        "memory of a device (GB): " + ", ".join(
+            f"{name} {m[name] / gb:.2f}" for name in ("arguments", "outputs", "temporaries", "code")
+        ) + f"; {m['shared'] / gb:.2f} of the outputs lie where arguments lay",
+        f"  {report.needed / gb:.2f} of {report.device_memory / gb:.2f}: {'fits' if report.fits else 'does not fit'}",
+    ]  # fmt: skip
+    lines += [f"{c.count} x {c.kind} of {c.type}: {c.bytes / gb:.3f} GB" for c in report.collectives]
+    lines += [
+        f"{report.kernels} kernels, which read and write {report.kernel_bytes / gb:.1f} GB",
+        ", ".join(f"{name} took {value:.0f} s" for name, value in report.seconds.items()),
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _judge(report: Report) -> None:
+    missing = report.missing
+    if missing:
+        row = missing[0]
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        stop(
+            f"{row.gemm} of '{row.site}' was to be native{more}, and {row.call} is in the compiled program "
+            f"{row.found} times, not {row.expected}: --dump-hlo DIR shows what is there instead"
+        )
+    if not report.fits:
+        stop(
+            "the step does not fit into the device's memory: more devices, a smaller --batch in more parts "
+            "(--accumulate), or --remat full"
+        )
