@@ -9,6 +9,7 @@ PYTHON ?=
 VENV ?= .venv
 JOBS ?=
 ARGS ?=
+EXTRAS ?= dev
 
 # Through the shell, and not with $(abspath), so that a path with a space in it works.
 ROOT := $(shell cd "$$(dirname '$(strip $(MAKEFILE_LIST))')" && pwd)
@@ -18,7 +19,7 @@ PIP := -m pip --disable-pip-version-check --no-input
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check format wheel clean
+.PHONY: help setup demo test test-slow test-cuda check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -36,6 +37,11 @@ test: setup ## run the fast tests
 test-slow: setup ## run the slow tests: fuzzing, scaling
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) -m slow $(ARGS)
 
+# XLA's CUDA compiler is 4 GB of packages: it gets an environment of its own.
+test-cuda: ## compile for GPUs that are not here, and check what came of it
+	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train setup
+	@$(IN) JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -m cuda $(ARGS)
+
 check: setup ## lint, format, types and import direction of the code
 	@$(IN) $(BIN)/ruff check .
 	@$(IN) $(BIN)/ruff format --check .
@@ -51,7 +57,7 @@ wheel: setup ## build the sdist, and from it the wheel, into dist/
 	{ said=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
 
 clean: ## remove the environments, caches and build outputs
-	@$(IN) rm -rf .venv .venv-newest dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@$(IN) rm -rf .venv .venv-newest .venv-cuda dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is made anew when the interpreter or the checkout's place changes, and installed into again when

@@ -139,7 +139,9 @@ class Module:
         read = written = 0
         for at, operand in enumerate(operands):
             users = [i for i in body.values() if at in parameters and parameters[at].name in i.operands]
-            slices = [i for i in users if i.opcode == "dynamic-slice"]
+            slices = [
+                i for i in users if i.opcode == "dynamic-slice" and i.operands[0] == parameters[at].name
+            ]
             updated = [i for i in users if _updates(i, parameters[at].name)]
             if users and len(slices) + len(updated) == len(users):
                 read += sum(i.bytes for i in slices)
