@@ -430,7 +430,7 @@ def operands(
     a, b, dims, _ = _canonical(lhs, rhs, _as_dims(dimension_numbers), chosen)
     call = Call(
         dims=dims, recipe=chosen, weight=weight, out=dy.dtype, precision=None, lhs=_like(a), rhs=_like(b),
-        backends=("emulate",) * 3,
+        backends=("emulate",) * 3, site=str(site),
     )  # fmt: skip
     fprop, d_lhs, d_rhs = _products(call)
     like = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), a, b)

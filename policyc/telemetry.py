@@ -146,7 +146,9 @@ class Tap:
 
     def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:
         numbers = self.site.eqn.params["dimension_numbers"]
-        entering = operands(lhs, rhs, dy, numbers, self.recipe, weight=self.site.weight, site=self.site.number)
+        entering = operands(
+            lhs, rhs, dy, numbers, self.recipe, weight=self.site.weight, site=self.site.number
+        )
         self.names[:] = [
             (f"{e.gemm}.{e.role}" if self.site.weight else e.side.name, e.side.treatment.format)
             for e in entering
