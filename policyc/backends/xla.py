@@ -7,6 +7,8 @@ contracted last, and packed along it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from policyc import quantize as q
 from policyc.backends import emulate
 from policyc.backends.choice import Ask, Obstacle
-from policyc.backends.emulate import Dims, Operand, quantize, with_outer
+from policyc.backends.emulate import Dims, Operand, with_outer
 from policyc.quantize.bits import stored
-from policyc.quantize.layout import TILE, Quantized, pack, repeat_axis, split_axis, unpack
-
-__all__ = ["gemm", "obstacle", "quantize"]
+from policyc.quantize.layout import TILE, Axes, Quantized, pack, repeat_axis, split_axis, unpack
+from policyc.recipes import Treatment
 
 _BLOCK_SCALED = {
     "nvfp4": (jnp.float4_e2m1fn, jnp.float8_e4m3fn),
@@ -38,6 +40,35 @@ def obstacle(ask: Ask) -> Obstacle | None:
     if ask.format not in (*_BLOCK_SCALED, "fp8"):
         return Obstacle(f"XLA has no block-scaled GEMM of {ask.format}", "nvfp4 or mxfp8")
     return None
+
+
+def quantize(
+    x: jax.Array,
+    treatment: Treatment,
+    axes: Axes,
+    *,
+    key: q.Key | None,
+    signs: q.Key | None,
+    platform: str,
+    alone: bool,
+) -> Quantized:
+    """As in the emulation. A weight in tiles is turned first, where the product reads it turned.
+
+    XLA would turn it anyway, but later, as fp32 numbers on their way to codes.
+    """
+    how = partial(emulate.quantize, key=key, signs=signs, platform=platform, alone=alone)
+    if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
+        return how(x, treatment, axes)
+    swap = {-1: -2, -2: -1}
+    contract = tuple(swap.get(i, i) for i in axes.contract)
+    out = how(stored(x.swapaxes(-1, -2)), treatment, replace(axes, axis=-1, tile=-2, contract=contract))
+    assert out.scales is not None
+    return Quantized(
+        codes=out.codes.swapaxes(-1, -2),
+        scales=out.scales.swapaxes(-1, -2),
+        amax=None if out.amax is None else out.amax.swapaxes(-1, -2),
+        layout=replace(out.layout, axis=-2, tile_axis=-1),
+    )
 
 
 def gemm(lhs: Operand, rhs: Operand, dimensions: Dims, out: Any, *, platform: str) -> jax.Array:
@@ -83,9 +114,6 @@ def _rows(
     along = contract[-1] - ndim
     codes, scales = operand.codes, operand.scales
     assert scales is not None
-    if layout.tile_axis is not None:
-        # Both fprop and dgrad read these, each turned in its own way: packed first, and then turned.
-        codes = stored(codes)
     if along != layout.axis:
         # Square tiles, contracted along their other axis: the scales serve as they are.
         assert along == layout.tile_axis
