@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core.primitives import dot_general_p
 
 from policyc import jaxprs
 from policyc.gemm import Backends, quantized_dot_general
@@ -49,6 +50,24 @@ class Run:
 
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class _DotsAreDots:
+    """A policy of `jax.checkpoint` that takes a quantized GEMM for the product whose place it has.
+
+    Otherwise `dots_saveable` and its like would not know it, and it would be computed twice. JAX refers to it weakly.
+    """
+
+    policy: Callable[..., Any]
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive.name != "scaled_gemm":
+            return self.policy(primitive, *avals, **params)
+        dims, out = params["dimension_numbers"], params["out"]
+        return self.policy(
+            dot_general_p, *avals, dimension_numbers=dims, precision=None, preferred_element_type=out
+        )
 
 
 class Rewriter:
@@ -124,7 +143,10 @@ class Rewriter:
         pairs = [
             (b, self.body(b.held, (*address, i), fixed, inside)) for i, b in enumerate(jaxprs.bodies(eqn))
         ]
-        return [jaxprs.with_bodies(eqn, [(b, new) for b, new in pairs if new is not b.held])]
+        made = jaxprs.with_bodies(eqn, [(b, new) for b, new in pairs if new is not b.held])
+        if jaxprs.primitive_name(eqn) in jaxprs.REMAT and eqn.params.get("policy") is not None:
+            made = made.replace(params={**made.params, "policy": _DotsAreDots(eqn.params["policy"])})
+        return [made]
 
     # ---- scans
 

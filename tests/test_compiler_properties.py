@@ -6,20 +6,21 @@ from collections import Counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis.strategies import integers
 
 import policyc
 from policyc import jaxprs
 from policyc import rewrite as rewriting
 from policyc.recipes import Gemm
 from policyc.sites import Site
-from tests.programs import program
+from tests.programs import Program, program
 
-SEEDS = [
-    pytest.param(seed, marks=() if seed in (0, 3, 5) else pytest.mark.slow, id=str(seed)) for seed in range(7)
-]
+SEEDS = [pytest.param(seed, id=str(seed)) for seed in (0, 3)]
+DEEP = settings(max_examples=12, phases=[Phase.generate], print_blob=True)
+seeds = integers(0, 2**32 - 1)
 KEEPING = ["* -> keep", "* @ fprop -> keep; layers[-1:] -> keep", "nothing.here -> nvfp4"]
 
 
@@ -32,6 +33,17 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_keeping_everything_changes_nothing(seed):
+    keeping(seed)
+
+
+@pytest.mark.slow
+@DEEP
+@given(seeds)
+def test_keeping_everything_changes_nothing_of_any_program(seed):
+    keeping(seed)
+
+
+def keeping(seed: int) -> None:
     made = program(seed)
     policy = KEEPING[seed % len(KEEPING)]
     plain = jax.jit(jax.value_and_grad(made.loss))
@@ -52,7 +64,18 @@ def hlo(f: Any, args: Any) -> str:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_split_scan_equals_the_unsplit_one(seed, monkeypatch):
+def test_a_split_scan_equals_the_unsplit_one(seed):
+    splitting(seed)
+
+
+@pytest.mark.slow
+@DEEP
+@given(seeds)
+def test_a_split_scan_equals_the_unsplit_one_of_any_program(seed):
+    splitting(seed)
+
+
+def splitting(seed: int) -> None:
     made = program(seed)
     args = (made.params, made.batch)
     policy = "* -> fp8; layers -> nvfp4"
@@ -61,7 +84,7 @@ def test_a_split_scan_equals_the_unsplit_one(seed, monkeypatch):
         return jax.jit(jax.value_and_grad(policyc.apply(policy, made.loss)))(*args)
 
     whole = run()
-    runs = rewriting._Rewriter._runs
+    runs = rewriting.Rewriter._runs
     split = Counter()
 
     def one_by_one(self, stack, inside, fixed):
@@ -71,10 +94,11 @@ def test_a_split_scan_equals_the_unsplit_one(seed, monkeypatch):
         split[len(found)] += 1
         return found[:1] and [rewriting.Run(0, found[0].stop), *_rest(found)]
 
-    monkeypatch.setattr(rewriting._Rewriter, "_runs", one_by_one)
-    rewriting._known.clear()
-    apart = run()
-    rewriting._known.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rewriting.Rewriter, "_runs", one_by_one)
+        rewriting._known.clear()
+        apart = run()
+        rewriting._known.clear()
     if not any(s.stacks for s in policyc.plan(policy, made.loss, *args).sites):
         assert not split
     assert same(whole, apart)
@@ -118,11 +142,56 @@ def without_dead_code(closed: Any) -> Any:
     return opened
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("policy", ["* -> nvfp4", "* @ bwd -> fp8; layers[0] @ dgrad -> keep"])
-def test_the_plan_is_what_the_gradient_runs(seed, policy):
+def check_counts(made: Program, policy: str) -> None:
+    """Every product of the plan is in the gradient, by site and by product, as often as in the original's gradient.
+
+    A backward product stands there once, however deep in scans, branches and remats its site is. A forward one stands
+    there once, and once more where a remat computes it again: the original says where.
+    """
+    args = (made.params, made.batch)
+    plan = policyc.plan(policy, made.loss, *args)
+    original = by_scope(without_dead_code(jax.make_jaxpr(jax.grad(made.loss))(*args)), "dot_general")
+    gradient = without_dead_code(jax.make_jaxpr(jax.grad(policyc.apply(policy, made.loss)))(*args))
+    expected: Counter = Counter()
+    for site in plan.sites:
+        backward = site.products - {Gemm.FPROP}
+        expected.update({(scope_of(site), g): 1 for g in backward})
+        expected[scope_of(site), Gemm.FPROP] = original[scope_of(site)] - len(backward)
+    assert products_found(gradient) == expected
+    assert by_scope(gradient, "scaled_gemm") == original
+    assert not by_scope(gradient, "dot_general")
+
+
+def by_scope(closed: Any, primitive: str) -> Counter:
+    """How often a primitive is in a jaxpr, by the scope of the GEMM it belongs to."""
+    found: Counter = Counter()
+    for stack, eqn in scoped(closed, ()):
+        names = [s for s in stack if s.startswith("g") and s[1:].isdigit()]
+        if jaxprs.primitive_name(eqn) == primitive and names:
+            found[names[0]] += 1
+    return found
+
+
+@settings(DEEP, max_examples=6)
+@given(seeds)
+def test_products_are_counted(seed):
+    check_counts(program(seed), "* -> nvfp4")
+
+
+@pytest.mark.slow
+@settings(DEEP, max_examples=100)
+@given(seeds, integers(2, 5))
+def test_products_are_counted_in_any_program(seed, depth):
+    check_counts(program(seed, depth), "* -> nvfp4")
+
+
+@settings(DEEP, max_examples=4)
+@given(seeds)
+def test_layers_and_products_apart(seed):
+    """Which products run where layers are treated differently, and some are kept."""
     made = program(seed)
     args = (made.params, made.batch)
+    policy = "* @ bwd -> fp8; layers[0] @ dgrad -> keep"
     plan = policyc.plan(policy, made.loss, *args)
     planned = set()
     for site in plan.sites:
@@ -131,24 +200,4 @@ def test_the_plan_is_what_the_gradient_runs(seed, policy):
             if recipe is not None:
                 planned |= {(scope_of(site), g) for g in site.products if recipe.bits(g)}
     gradient = jax.make_jaxpr(jax.grad(policyc.apply(policy, made.loss)))(*args)
-    found = products_found(without_dead_code(gradient))
-    assert set(found) == planned
-    left = [
-        e for _, e in scoped(without_dead_code(gradient), ()) if jaxprs.primitive_name(e) == "dot_general"
-    ]
-    if policy == "* -> nvfp4":
-        assert not left
-
-
-def test_products_are_counted_once_where_nothing_is_computed_twice():
-    def loss(p, x):
-        for i in range(3):
-            with jax.named_scope(f"g{i}"):
-                x = jnp.tanh(x @ p[i])
-        return x.sum()
-
-    p, x = [jnp.ones((16, 16))] * 3, jnp.ones((4, 16))
-    gradient = without_dead_code(jax.make_jaxpr(jax.grad(policyc.apply("* -> nvfp4", loss)))(p, x))
-    expected = {(f"g{i}", g): 1 for i in range(3) for g in Gemm}
-    del expected["g0", Gemm.DGRAD]  # the batch has no gradient
-    assert products_found(gradient) == expected
+    assert set(products_found(without_dead_code(gradient))) == planned
