@@ -33,8 +33,9 @@ for _file in (
     "rewrite",
     "analysis",
     "jaxcompat",
-):  # no frame of ours in a user's traceback
-    _tracebacks.register_exclusion(str(Path(__file__).with_name(f"{_file}.py")))
+):  # no frame of ours in a user's traceback, nor in what XLA is told of a program's places
+    for _home in (_tracebacks, _sources):
+        _home.register_exclusion(str(Path(__file__).with_name(f"{_file}.py")))
 
 Atom = Any
 Eqn = Any

@@ -104,6 +104,7 @@ def _inside(x: jax.Array, sizes: jax.Array) -> jax.Array:
 
 def _aligned(x: jax.Array, sizes: jax.Array, unit: int) -> jax.Array:
     """The rows of each group from a multiple of `unit` on, zeros between."""
+    sizes = jnp.asarray(sizes)  # sizes that are constants of the program come as numpy's
     groups = sizes.shape[0]
     length = x.shape[0] + -x.shape[0] % unit + groups * unit
     padded = _padded(sizes, unit)

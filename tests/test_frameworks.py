@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import policyc
 
@@ -58,6 +60,85 @@ def test_plain_jax():
 
     _, plan = trained(train, "mlp -> fp8 expect 4; layers[-1:].mlp -> mxfp8 expect 2")
     assert names(plan) == ["layers[0].up", "layers[0].down", "layers[1].up", "layers[1].down"]
+
+
+@jax.custom_vjp
+def cross_entropy(logits, labels):
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, 16), -1))
+
+
+def _backward(kept, gradient):
+    logits, labels = kept
+    return gradient * (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 16)) / len(labels), None
+
+
+cross_entropy.defvjp(lambda logits, labels: (cross_entropy(logits, labels), (logits, labels)), _backward)
+
+
+@jax.custom_vjp
+def rescaled(x, w):
+    """A function with its own backward rule and a GEMM in it, which no policy can reach."""
+    return x @ w
+
+
+rescaled.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, dy: (dy @ kept[1].T, kept[0].T @ dy))
+
+
+def mixture(params, tokens, key):
+    """Tied embeddings, a scan of blocks that are checkpointed by name, experts by vmap and by ragged_dot, dropout, and
+    bfloat16 where it computes.
+    """
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    h = params["embed"][tokens]
+
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("quantization", "hidden"))
+    def block(h, layer):
+        hidden = checkpoint_name(jax.nn.silu(h @ layer["up"]), "hidden")
+        return h + hidden @ layer["down"], None
+
+    h, _ = jax.lax.scan(block, h, params["layers"])
+    h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0)
+    h = h + jax.vmap(lambda w: jnp.tanh(h @ w))(params["experts"]).mean(0)
+    sizes = jnp.array([3, len(tokens) - 3], jnp.int32)
+    h = h + jax.lax.ragged_dot(h, params["routed"], sizes)
+    h = rescaled(h, params["own"])
+    logits = (h @ params["embed"].T).astype(jnp.float32)
+    return cross_entropy(logits, (tokens + 1) % 16), {"norm": jnp.linalg.norm(logits), "kind": "mixture"}
+
+
+def test_everything_at_once():
+    def weights(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape) / 4
+
+    def train():
+        params = {
+            "embed": weights(0, 16, 16), "layers": {"up": weights(1, 3, 16, 32), "down": weights(2, 3, 32, 16)},
+            "experts": weights(3, 2, 16, 16), "routed": weights(4, 2, 16, 16), "own": weights(5, 16, 16),
+        }  # fmt: skip
+        batches = jax.random.randint(jax.random.key(6), (2, 8), 0, 16)
+
+        @jax.jit
+        def step(params, key):
+            def micro(total, tokens):
+                (value, aux), grads = jax.value_and_grad(mixture, has_aux=True)(params, tokens, key)
+                assert aux["kind"] == "mixture"
+                return jax.tree.map(jnp.add, total, grads), (value, aux["norm"])
+
+            total, (values, _) = jax.lax.scan(micro, jax.tree.map(jnp.zeros_like, params), batches)
+            return jax.tree.map(lambda p, g: p - 0.2 * g, params, total), values.mean()
+
+        losses = []
+        for n in range(4):
+            params, value = step(params, jax.random.key(n))
+            losses.append(float(value))
+        return losses
+
+    rules = "* -> fp8; embed -> keep expect 1; layers[0] -> mxfp8 expect 2; experts -> nvfp4 expect 1"
+    _, plan = trained(train, f"{rules}; routed -> fp8 expect 1; own -> keep expect 1")
+    assert names(plan) == ["layers.up", "layers.down", "experts", "routed", "own", "embed"]
+    assert [s.kind for s in plan.sites].count("ragged") == 1
+    with policyc.active(rules), pytest.raises(policyc.PolicyError, match="opaque-site.*'own'"):
+        train()
 
 
 def test_flax_linen_with_scan_and_remat():
