@@ -137,7 +137,7 @@ def test_everything_at_once():
     _, plan = trained(train, f"{rules}; routed -> fp8 expect 1; own -> keep expect 1")
     assert names(plan) == ["layers.up", "layers.down", "experts", "routed", "own", "embed"]
     assert [s.kind for s in plan.sites].count("ragged") == 1
-    with policyc.active(rules), pytest.raises(policyc.PolicyError, match="opaque-site.*'own'"):
+    with policyc.active(rules), pytest.raises(policyc.PolicyError, match=r"opaque-site.*'own'"):
         train()
 
 
