@@ -90,3 +90,13 @@ def write(tmp_path):
         return tmp_path
 
     return writer
+
+
+@pytest.fixture(scope="module")
+def quick_compile() -> Iterator[None]:
+    """Compiled in a third of the time, for programs that run a few small steps. What they compute is the same."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -75,9 +75,12 @@ def init(key: jax.Array, c: Model) -> Params:
         if names[0] != "layers":
             return leaf.deviation * jax.random.normal(own, leaf.shape)
         shape = leaf.shape[1:] if c.scan else leaf.shape
-        keys = [jax.random.fold_in(own, i) for i in (range(c.layers) if c.scan else [path[1].idx])]
-        values = jax.vmap(lambda k: leaf.deviation * jax.random.normal(k, shape))(jnp.stack(keys))
-        return values if c.scan else values[0]
+        numbers = jnp.arange(c.layers) if c.scan else path[1].idx
+
+        def one(number: jax.Array) -> jax.Array:
+            return leaf.deviation * jax.random.normal(jax.random.fold_in(own, number), shape)
+
+        return jax.vmap(one)(numbers) if c.scan else one(numbers)
 
     return jax.tree_util.tree_map_with_path(draw, table(c), is_leaf=lambda x: isinstance(x, Leaf))
 
@@ -157,7 +160,7 @@ REMAT: dict[str, Any] = {
 def hidden(params: Params, tokens: jax.Array, c: Model, mesh: Mesh | None = None) -> jax.Array:
     """What the head reads."""
     with jax.named_scope("embed"):
-        x = params["embed"][tokens].astype(c.compute)
+        x = constrain(params["embed"], mesh, "inner", None)[tokens].astype(c.compute)
     x = constrain(x, mesh, "batch", "sequence", None)
     rope = rotary(c, tokens.shape[1])
 

@@ -38,14 +38,13 @@ def learning_rate(run: Run, step: jax.Array) -> jax.Array:
 
 
 def adamw(run: Run) -> optax.GradientTransformation:
-    """All of AdamW but the learning rate."""
+    """AdamW, but for the learning rate."""
 
     def decayed(params: Any) -> Any:
         names = jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1]), params)
         return jax.tree.map(lambda name: "norm" not in name, names)
 
     return optax.chain(
-        optax.clip_by_global_norm(run.clip) if run.clip else optax.identity(),
         optax.scale_by_adam(run.beta1, run.beta2, eps=1e-8),
         optax.add_decayed_weights(run.weight_decay, mask=decayed),
     )
@@ -109,7 +108,9 @@ def train_step(c: Model, run: Run, mesh: Mesh) -> Callable[[State, Any], tuple[S
         grads, nats = gradients(state["params"], batch, state["scale"])
         if run.loss_scale:
             grads = jax.tree.map(lambda g: g / state["scale"], grads)
-        size = optax.global_norm(grads)
+        size = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+        if run.clip:
+            grads = jax.tree.map(lambda g: g * jnp.minimum(1, run.clip / size), grads)
         rate = learning_rate(run, state["step"])
         updates, adam = transform.update(grads, state["adam"], state["params"])
         params = jax.tree.map(lambda p, u: p - rate * u, state["params"], updates)

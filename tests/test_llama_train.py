@@ -1,0 +1,264 @@
+"""Whole runs of the Llama driver: killed, resumed, refused, over two processes, under a policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import llama_runs
+import numpy as np
+import pytest
+from llama_runs import losses, spawn, words
+
+from tests.command import spawn as policyc
+
+pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
+pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
+from llama import checkpoints, metrics, train
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+STEPS = {"steps": 8, "checkpoint_every": 3, "keep": 2}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert train.main(words(out=folder, **STEPS, profile="xplane", profile_steps="2:3")) == 0
+    return folder
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_run(whole):
+    rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
+    names = {"loss", "grad_norm", "learning_rate", "step_seconds", "stall_seconds", "tokens_per_second_per_device",
+             "tflops_per_device", "memory_bytes", "skipped"}  # fmt: skip
+    assert names <= set(rows[0])
+    assert sorted(int(p.name) for p in (whole / "checkpoints").iterdir()) == [6, 8]
+    assert list((whole / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_run_that_is_cut_off_goes_on_to_the_same_numbers(whole, tmp_path, monkeypatch):
+    """Cut between a checkpoint and the line of its step, which must not be lost, and with a torn line."""
+    folder = tmp_path / "run"
+    later = metrics.Log.later
+
+    def cut(self, step, measured, stall):
+        if step == 5:
+            raise Killed
+        later(self, step, measured, stall)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.Log, "later", cut)
+        with pytest.raises(Killed):
+            train.main(words(out=folder, **STEPS))
+    assert [step for step, _ in losses(folder)] == [1, 2, 3]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert train.main(words(out=folder, **STEPS)) == 0
+    assert losses(folder) == losses(whole)
+    assert train.main(words(out=folder, **STEPS)) == 0  # nothing is left to do
+
+
+def test_a_checkpoint_of_another_run_is_refused(whole, capsys, monkeypatch):
+    assert train.main(words(out=whole, **{**STEPS, "steps": 9}, beta1=0.8)) == 1
+    said = capsys.readouterr().err
+    assert "beta1: 0.9 there, 0.8 now" in said
+    assert "--accept-changes" in said
+    monkeypatch.setenv("POLICYC_POLICY_SHA256", "f" * 64)
+    assert train.main(words(out=whole, **STEPS)) == 1
+    assert f"policy: None there, {'f' * 64} now" in capsys.readouterr().err
+    assert len(losses(whole)) == 8
+
+
+def test_a_checkpoint_that_cannot_be_read(whole, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for part in (folder / "checkpoints" / "8" / "state").rglob("*"):
+        if part.is_file():
+            part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
+    assert train.main(words(out=folder, **STEPS)) == 1
+    said = capsys.readouterr().err
+    assert "checkpoints/8 cannot be read" in said
+    assert "--resume-from" in said
+    assert train.main(words(out=folder, **STEPS, resume_from=6)) == 0  # the one before it is whole
+    assert losses(folder) == losses(whole)
+
+
+def test_no_room_is_known_before_a_checkpoint_is_written(tmp_path, monkeypatch):
+    found = checkpoints.Checkpoints(tmp_path / "checkpoints", 2, {})
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(train.BadRun, match=r"no room for a checkpoint at step 3: 0\.40 GB needed"):
+        found.save(3, {"x": np.zeros(10**8, np.float32)}, {})
+    found.close()
+
+
+def test_data_that_does_not_fit(capsys, tmp_path):
+    assert train.main(words(out=tmp_path / "run", data="stdlib", vocab=256)) == 1
+    assert "vocabulary of 256" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fault_stops_with_its_step(tmp_path, capsys):
+    """A spike below the mean: the second step is one."""
+    code = train.main(words(out=tmp_path / "run", steps=4, spike=1e-9, learning_rate=10.0, clip=0, warmup=0))
+    assert code == 1
+    assert "the loss is" in capsys.readouterr().err
+
+
+def test_sites_are_named_for_the_bundled_policies(tmp_path):
+    ran = policyc("sites", "--policy", "te_nvfp4", llama_runs.TRAIN, *words(), cwd=tmp_path)
+    assert ran.code == 0, ran.err
+    rules = {line.split()[0]: line for line in ran.out.splitlines()}
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        assert "-> nv" in rules[f"layers.attention.{name}"]
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert "-> nv" in rules[f"layers.mlp.{name}"]
+    assert "{head,lm_head,logits_dense}" in rules["lm_head"]  # the rule that keeps it in bf16
+    assert not list(tmp_path.iterdir())  # nothing was trained
+
+
+def test_knows_nothing_of_policyc():
+    sources = "".join(p.read_text() for p in llama_runs.TRAIN.parent.glob("*.py"))
+    assert "import policyc" not in sources
+    assert "from policyc" not in sources
+
+
+@pytest.mark.parametrize("package", ["optax", "orbax"])
+def test_a_missing_package_is_named(package, tmp_path):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name='{package}')")
+    ran = subprocess.run(
+        [sys.executable, str(llama_runs.TRAIN), "--help"], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert f"needs the package '{package}': pip install 'policyc[train]'" in ran.stderr
+
+
+# ---- slow
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(tmp_path):
+    """kill -9 at random moments: starting, compiling, stepping, writing. What follows is bit-identical."""
+    flags = {"steps": 60, "checkpoint_every": 3, "keep": 2, "eval_every": 20, "eval_batches": 2}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    calm = spawn(*words(out=tmp_path / "calm", **flags), **cache)
+    said, _ = calm.communicate(timeout=600)
+    assert calm.returncode == 0, said
+    begin = time.monotonic()
+    probe = spawn(*words(out=tmp_path / "probe", **flags), **cache)
+    probe.communicate(timeout=600)
+    length = time.monotonic() - begin
+    moments, folder, kills = random.Random(5), tmp_path / "killed", 0
+    while kills < 20:
+        run = spawn(*words(out=folder, **flags), **cache)
+        try:
+            said, _ = run.communicate(timeout=moments.uniform(0.2, 1.0) * length)
+        except subprocess.TimeoutExpired:
+            run.send_signal(signal.SIGKILL)
+            run.communicate()
+            kills += 1
+        else:
+            assert run.returncode == 0, said
+            assert losses(folder) == losses(tmp_path / "calm")
+            folder = tmp_path / f"killed{kills}"  # it came through: begin another
+    run = spawn(*words(out=folder, **flags), **cache)
+    said, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, said
+    assert losses(folder) == losses(tmp_path / "calm")
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    more = {
+        "steps": 4,
+        "checkpoint_every": 2,
+        "fsdp_axis": 2,
+        "compute": "float32",
+        "eval_every": 2,
+        "export_every": 4,
+    }
+    flags = {**more, "distributed": True, "coordinator": f"127.0.0.1:{port}", "processes": 2}
+    both = [spawn(*words(out=tmp_path / "two", process_id=i, **flags), devices=2) for i in range(2)]
+    said = [run.communicate(timeout=600)[0] for run in both]
+    assert [run.returncode for run in both] == [0, 0], said
+    one = spawn(*words(out=tmp_path / "one", **{**more, "fsdp_axis": 1}))
+    assert one.wait(timeout=600) == 0, one.communicate()
+    # fp32, and sums in another order: see test_llama_step.
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+    assert (tmp_path / "two" / "exports" / "4" / "model.safetensors").exists()
+
+
+def _small_files_only() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_last_checkpoint(whole, tmp_path):
+    """A limit on the size of files stands for the disk: writing fails in the middle."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    command = [
+        sys.executable,
+        str(llama_runs.TRAIN),
+        *words(out=folder, **{**STEPS, "steps": 12}),
+        "--accept-changes",
+    ]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, preexec_fn=_small_files_only
+    )
+    assert ran.returncode == 1
+    assert "writing a checkpoint" in ran.stderr
+    assert "Earlier checkpoints are intact" in ran.stderr
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert [step for step, _ in losses(folder)] == list(range(1, 13))
+
+
+@pytest.mark.slow
+def test_under_a_policy(tmp_path):
+    more = {"steps": 4, "checkpoint_every": 0, "eval_every": 4, "sequence": 32}
+    ran = policyc("apply", "llama_nvfp4", llama_runs.TRAIN, *words(out=tmp_path / "run", **more))
+    assert ran.code == 0, ran.err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = rows[-1]
+    # The policy changes the loss, a little.
+    assert 0 < abs(found["validation_loss"] - found["validation_loss_plain"]) < 0.05
+    plain = tmp_path / "plain"
+    assert train.main(words(out=plain, **more)) == 0
+    assert [row["loss"] for row in rows[:-1]] != [loss for _, loss in losses(plain)]
+
+
+@pytest.mark.slow
+def test_a_schedule_changes_its_phase(tmp_path):
+    (tmp_path / "late.policy").write_text("mlp.* -> nvfp4\nafter 50% { mlp.* -> bf16 }\n")
+    ran = policyc(
+        "apply",
+        tmp_path / "late.policy",
+        llama_runs.TRAIN,
+        *words(out=tmp_path / "run", steps=4, checkpoint_every=2),
+    )
+    assert ran.code == 0, ran.err
+    assert len(losses(tmp_path / "run")) == 4
