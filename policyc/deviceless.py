@@ -261,7 +261,8 @@ def _calls(module: hlo.Module) -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], int] = {}
     for ran in module.ran:
         target = ran.instruction.target
-        tags = re.findall(r"(?:^|/)((?:fprop|dgrad|wgrad)\.\d+)(?=/|$)", ran.instruction.scope)
+        # Bare, or in what a transformation makes of a name: transpose(jvp(dgrad.7)).
+        tags = re.findall(r"(?:^|[/(])((?:fprop|dgrad|wgrad)\.\d+)(?=[/)]|$)", ran.instruction.scope)
         if target and tags:
             found[tags[-1], target] = found.get((tags[-1], target), 0) + ran.times
     return found

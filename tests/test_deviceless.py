@@ -96,6 +96,15 @@ def test_products_are_found() -> None:
     assert not row.missing
 
 
+def test_a_name_inside_a_transformation() -> None:
+    plan = layered()
+    number = plan.sites.sites[0].number
+    text = PROGRAM.replace("mlp/fprop.NUMBER/", f"transpose(jvp(fprop.{number}))/")
+    assert text != PROGRAM
+    (row,) = deviceless.rows(plan, hlo.read(text))
+    assert row.found == 4
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -43,7 +43,8 @@ def quantize(
     method: Method = "matmul"
     if platform == "cuda":
         # The product rounds its own result to bfloat16 there, which saves a pass over memory; kernels save another.
-        method = "kernels" if alone else "matmul_bf16"
+        # They can be built only where there is a GPU to build them for.
+        method = "kernels" if alone and jax.default_backend() == "gpu" else "matmul_bf16"
     return q.quantize(x, treatment, axes, key=key, signs=signs, method=method)
 
 
