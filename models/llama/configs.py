@@ -126,7 +126,8 @@ CONFIGS: dict[str, tuple[Model, Run]] = {
            _tuned(4e-4, 25000, 256, 4096)),
     "llama3_8b": (_llama3(32, 4096, 14336, 32), _tuned(3e-4, 10000, 1024, 8192, warmup=0.02)),
     "llama3_70b": (_llama3(80, 8192, 28672, 64, rope_scaling=8.0), _tuned(1.5e-4, 10000, 1024, 8192, warmup=0.02)),
-    "llama3_405b": (_llama3(126, 16384, 53248, 128, rope_scaling=8.0), _tuned(8e-5, 10000, 1024, 8192, warmup=0.02)),
+    "llama3_405b": (_llama3(126, 16384, 53248, 128, rope_scaling=8.0, remat="full"),
+                    _tuned(8e-5, 10000, 1024, 8192, warmup=0.02)),
 }  # fmt: skip
 
 EXAMPLES = """examples:
