@@ -31,13 +31,15 @@ def define(
     platforms: Mapping[str, Body] | None = None,
     alone: Mapping[str, Body] | None = None,
     needs_devices: bool = False,
+    local: str = "",
 ) -> Primitive:
     """A primitive called `name` that runs `body(*arrays, **params)`.
 
     `shapes(*avals, **params)` gives the shape and type of each result. `platforms` has other bodies for the
     same result, and `alone` still others for programs of one device, where nothing has to be divided. The
     parameter `mapped` has a tuple for each `vmap` around it, outermost first: which operands carry a leading
-    axis for it. A body that divides itself among devices needs to know them when it is lowered.
+    axis for it. A body that divides itself among devices needs to know them when it is lowered. `local` is the name of
+    a backend that runs on one device's arrays only, and not under `vmap`: elsewhere it is an error.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -73,6 +75,8 @@ def define(
     def batch(
         args: Sequence[jax.Array], dims: Sequence[int | None], *, mapped: Any, **params: Any
     ) -> tuple[Sequence[jax.Array], list[int]]:
+        if local:
+            raise NotImplementedError(f"backend {local} runs no GEMM under a vmap around the loss: {_ELSEWHERE}")
         level = tuple(d is not None for d in dims)
         moved = [a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
         out = primitive.bind(*moved, mapped=(level, *mapped), **params)  # type: ignore[no-untyped-call]
@@ -84,10 +88,10 @@ def define(
     primitive.def_abstract_eval(abstract)  # type: ignore[no-untyped-call]
     primitive.def_impl(partial(_run, mapped_body(body)))  # type: ignore[no-untyped-call]
     batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, _lowered(mapped_body(body)))
+    mlir.register_lowering(primitive, _lowered(mapped_body(body), local=local))
     for platform, other in (platforms or {}).items():
         single = (alone or {}).get(platform)
-        rule = _lowered(mapped_body(other), None if single is None else mapped_body(single))
+        rule = _lowered(mapped_body(other), None if single is None else mapped_body(single), local)
         mlir.register_lowering(primitive, rule, platform=platform)
     return primitive
 
@@ -120,7 +124,10 @@ def _compiled(body: Body, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(partial(body, **dict(params)))
 
 
-def _lowered(body: Body, alone: Body | None = None) -> Callable[..., Any]:
+_ELSEWHERE = "use --backend auto there"
+
+
+def _lowered(body: Body, alone: Body | None = None, local: str = "") -> Callable[..., Any]:
     def cached(chosen: Body, *args: jax.Array, **params: Any) -> Any:
         # An inner jit: the same equation twice in a program is traced and lowered once.
         return _compiled(chosen, tuple(sorted(params.items())))(*args)
@@ -133,6 +140,11 @@ def _lowered(body: Body, alone: Body | None = None) -> Callable[..., Any]:
         # already.
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
         devices = getattr(ctx.module_context.axis_context, "num_devices", None)
+        if local and devices not in (None, 1):
+            raise NotImplementedError(
+                f"backend {local} runs on one device, or inside a shard_map, and this program is divided among "
+                f"{devices} by XLA: {_ELSEWHERE}"
+            )
         rule = single if devices == 1 and not params["mapped"] else general
         with warnings.catch_warnings():
             # The supported versions of JAX have Triton kernels; that later ones will not is our concern, not a user's.

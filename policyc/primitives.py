@@ -79,6 +79,9 @@ def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str, backend: str
 PLATFORMS = ("cpu", "cuda")
 """Those that some backend treats in a way of their own."""
 
+LOCAL = ("te",)
+"""Backends whose calls neither `vmap` nor XLA can divide or repeat."""
+
 
 @cache
 def _quantizer(format: str, backend: str) -> Primitive:
@@ -89,6 +92,7 @@ def _quantizer(format: str, backend: str) -> Primitive:
         platforms={name: partial(_quantize, platform=name) for name in PLATFORMS},
         alone={name: partial(_quantize, platform=name, alone=True) for name in PLATFORMS},
         needs_devices=backend != "emulate",
+        local=backend if backend in LOCAL else "",
     )
 
 
@@ -100,6 +104,7 @@ def _multiplier(backend: str) -> Primitive:
         _gemm_shapes,
         platforms={name: partial(_gemm, platform=name) for name in PLATFORMS},
         needs_devices=backend != "emulate",
+        local=backend if backend in LOCAL else "",
     )
 
 

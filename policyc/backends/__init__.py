@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MODULES: dict[str, str] = {
     "emulate": "policyc.backends.emulate",
     "xla": "policyc.backends.xla",
+    "te": "policyc.backends.te",
 }
 
 NAMES = ("auto", *MODULES)

@@ -1,8 +1,8 @@
 """Which backend runs a product, whether the machine multiplies its format itself, and if not, why.
 
 In: what is known of a product before it runs, a machine, and the backend asked for. Out: a `Lowering`, for the plan.
-The one trap: a backend may run a product on a machine that does not have its format. `xla` then gives the same
-result by ordinary products, and that is not native.
+The one trap: `xla` also runs a product on a machine that does not have its format. It then gives the same result by
+ordinary products, and that is not native.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from policyc.targets import TARGETS, Target, of_device_kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A product: `batch` times (m, k) by (n, k). `left` and `right` are what its operands go through."""
+    """A product: `batch` times (m, k) by (n, k). `left` and `right` are what its operands go through.
+
+    `types` are what they have before.
+    """
 
     gemm: Gemm
     left: Treatment
@@ -27,6 +30,7 @@ class Ask:
     k: int
     batch: int = 1
     ragged: bool = False
+    types: tuple[str, str] = ("bfloat16", "bfloat16")
 
     @property
     def format(self) -> str:
@@ -74,7 +78,7 @@ def choose(asked: str, ask: Ask, machine: Machine) -> Lowering:
         return Lowering("emulate", False, Obstacle("emulation was asked for", "--backend auto"))
     lacking = None if ask.format in machine.formats else _lacking(ask.format, machine)
     obstacle = backends.load("xla" if asked == "auto" else asked).obstacle(ask)
-    if obstacle is None and (lacking is None or asked != "auto"):
+    if obstacle is None and (lacking is None or asked == "xla"):
         return Lowering("xla" if asked == "auto" else asked, lacking is None, lacking)
     if asked not in ("auto", "xla") and lacking is None and backends.load("xla").obstacle(ask) is None:
         return Lowering("xla", True, obstacle)

@@ -79,8 +79,8 @@ def gemm(lhs: Operand, rhs: Operand, dimensions: Dims, out: Any, *, platform: st
             return emulate.gemm(lhs, rhs, dimensions, out, platform=platform)
         return _fp8(lhs, rhs, dimensions).astype(out)
     (lc, rc), (lb, rb) = dimensions
-    left, left_scales, left_free = _rows(lhs, lc, lb)
-    right, right_scales, right_free = _rows(rhs, rc, rb)
+    left, left_scales, left_free = rows(lhs, lc, lb)
+    right, right_scales, right_free = rows(rhs, rc, rb)
     multiply = _block_scaled if platform == "cuda" else _multiplied_out
     product = multiply(left, right, left_scales, right_scales)
     batch = tuple(lhs.codes.shape[i] for i in lb)
@@ -103,7 +103,7 @@ def _multiplied_out(a: jax.Array, b: jax.Array, a_scales: jax.Array, b_scales: j
     return lax.dot_general(values(a, a_scales), values(b, b_scales), dims, precision=lax.Precision.HIGHEST)
 
 
-def _rows(
+def rows(
     operand: Quantized, contract: tuple[int, ...], batch: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
     """An operand as (batch, rows, contracted), its scales alike, and the lengths of its free dimensions."""
