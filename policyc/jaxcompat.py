@@ -7,18 +7,20 @@ an output varies over the mesh axes that any input varies over, and that must be
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax._src import dispatch
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 Shape = tuple[tuple[int, ...], Any]
 Body = Callable[..., Sequence[jax.Array]]
@@ -76,7 +78,9 @@ def define(
         args: Sequence[jax.Array], dims: Sequence[int | None], *, mapped: Any, **params: Any
     ) -> tuple[Sequence[jax.Array], list[int]]:
         if local:
-            raise NotImplementedError(f"backend {local} runs no GEMM under a vmap around the loss: {_ELSEWHERE}")
+            raise NotImplementedError(
+                f"backend {local} runs no GEMM under a vmap around the loss: {_ELSEWHERE}"
+            )
         level = tuple(d is not None for d in dims)
         moved = [a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
         out = primitive.bind(*moved, mapped=(level, *mapped), **params)  # type: ignore[no-untyped-call]
@@ -173,3 +177,15 @@ def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Arra
         *vary_alike(*args), mapped=(), **params
     )
     return out
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """What is traced in here is one device's share: a mesh around it is not to be seen."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(use_abstract_mesh(AbstractMesh((), ())))
+        with warnings.catch_warnings():
+            # The old way to set a mesh still hides the new one from some libraries.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            stack.enter_context(Mesh(np.empty((), dtype=object), ()))
+        yield

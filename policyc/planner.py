@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from policyc import recipes
+from policyc import backends, recipes
 from policyc.backends.choice import PLAIN, Ask, Lowering, Machine, Obstacle, choose, machine_here, machine_of
 from policyc.coverage import moments
 from policyc.diagnostics import Diagnostic, PolicyError, Severity, closest
@@ -196,6 +196,7 @@ class Plan:
             *opaque_sites(self),
             *divided_stacks(self),
             *bad_recipes(self),
+            *missing_libraries(self),
         ]
         if self.how.require_native:
             found += not_native(self)
@@ -368,6 +369,28 @@ def not_native(plan: Plan) -> Iterator[Diagnostic]:
             span=plan.policy.rules[at].span,
             help=obstacle.remedy,
         )
+
+
+def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
+    """Backends that are to run something here, and whose library is not installed."""
+    if plan.how.target is not None:
+        return
+    blamed: dict[str, int] = {}
+    for phase in plan.phases:
+        for decision in plan.decisions(phase).values():
+            for gemm in Gemm:
+                rule, runs = decision.of(gemm).rule, decision.runs(gemm)
+                if rule is not None and runs.backend:
+                    blamed.setdefault(runs.backend, rule)
+    for backend, at in blamed.items():
+        lacking = backends.load(backend).missing()
+        if lacking:
+            yield Diagnostic(
+                code="missing-library",
+                message=f"backend {backend} cannot run: {lacking}",
+                span=plan.policy.rules[at].span,
+                help="--backend auto runs it by XLA",
+            )
 
 
 def unmatched_rules(plan: Plan) -> Iterator[Diagnostic]:

@@ -35,6 +35,9 @@ class Backend(Protocol):
     def obstacle(self, ask: Ask) -> Obstacle | None:
         """What keeps the backend from running this product, on any machine; None where it can."""
 
+    def missing(self) -> str:
+        """What stands in the way of running at all here, and the command that helps; empty where nothing does."""
+
     def quantize(
         self, x: jax.Array, treatment: Treatment, axes: Axes, *,
         key: Key | None, signs: Key | None, platform: str, alone: bool,

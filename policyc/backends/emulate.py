@@ -30,6 +30,11 @@ def obstacle(ask: Ask) -> Obstacle | None:
     return None
 
 
+def missing() -> str:
+    """Nothing: it needs only JAX."""
+    return ""
+
+
 def quantize(
     x: jax.Array,
     treatment: Treatment,

@@ -10,9 +10,7 @@ other than CUDA the emulation runs, which gives the same numbers.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator
 from functools import cache
 from math import prod
 from types import SimpleNamespace
@@ -20,13 +18,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 
 from policyc.backends import emulate, xla
 from policyc.backends.choice import Ask, Obstacle
 from policyc.backends.emulate import Dims, Operand
+from policyc.jaxcompat import without_mesh
 from policyc.quantize.blocks import layout_of
 from policyc.quantize.hadamard import SIGNS
 from policyc.quantize.layout import TILE, Axes, Quantized
@@ -65,7 +62,8 @@ def _option(t: Treatment, of_type: str) -> Obstacle | None:
         return Obstacle(f"Transformer Engine does not quantize {of_type}", "compute in bfloat16")
     if t.rht and of_type != "bfloat16":
         return Obstacle(
-            f"Transformer Engine rotates bfloat16, and this operand is {of_type}", "compute in bfloat16, or rht=none"
+            f"Transformer Engine rotates bfloat16, and this operand is {of_type}",
+            "compute in bfloat16, or rht=none",
         )
     lacking = {
         f"rht_size={t.rht}": t.rht not in (0, len(SIGNS)),
@@ -78,7 +76,9 @@ def _option(t: Treatment, of_type: str) -> Obstacle | None:
     option = next((name for name, asked in lacking.items() if asked), None)
     if option is None:
         return None
-    return Obstacle(f"Transformer Engine's quantizers have no {option}", "leave the option out, or --backend auto")
+    return Obstacle(
+        f"Transformer Engine's quantizers have no {option}", "leave the option out, or --backend auto"
+    )
 
 
 def _size(ask: Ask) -> Obstacle | None:
@@ -97,6 +97,14 @@ def _size(ask: Ask) -> Obstacle | None:
 
 
 # ---- how it runs
+
+
+def missing() -> str:
+    try:
+        _engine()
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 def quantize(
@@ -128,8 +136,10 @@ def quantize(
         use_rht=bool(treatment.rht),
         stochastic_rounding_rng_state=_state(key, amax) if treatment.rounding == "sr" else None,
     )
-    with _one_device():
-        out = te.quantize(te.NoScaleTensor(data=flat, amax=amax.reshape(1)), quantizer=quantizer, flatten_axis=1)
+    with without_mesh():
+        out = te.quantize(
+            te.NoScaleTensor(data=flat, amax=amax.reshape(1)), quantizer=quantizer, flatten_axis=1
+        )
     if isinstance(out, te.ScaledTensor2x):
         out = out.colwise_tensor
     if treatment.rht:
@@ -155,9 +165,10 @@ def gemm(lhs: Operand, rhs: Operand, dimensions: Dims, out: Any, *, platform: st
     te = _engine()
     (lc, rc), (lb, rb) = dimensions
     (left, left_free), (right, right_free) = (
-        _scaled(te, operand, contract, batch, out) for operand, contract, batch in ((lhs, lc, lb), (rhs, rc, rb))
+        _scaled(te, operand, contract, batch, out)
+        for operand, contract, batch in ((lhs, lc, lb), (rhs, rc, rb))
     )
-    with _one_device():
+    with without_mesh():
         product: jax.Array = te.gemm(left, right, contracting_dims=((1,), (1,)))
     return product.reshape(*left_free, *right_free)
 
@@ -189,7 +200,8 @@ def _scaled(
     te: Any, operand: Operand, contract: tuple[int, ...], batch: tuple[int, ...], out: Any
 ) -> tuple[Any, tuple[int, ...]]:
     """An operand as Transformer Engine has it, and the lengths of its free dimensions."""
-    assert isinstance(operand, Quantized) and operand.amax is not None
+    assert isinstance(operand, Quantized)
+    assert operand.amax is not None
     values, scales, free = xla.rows(operand, contract, batch)
     scaled = te.ScaledTensorFactory.create_1x(
         data=values[0],
@@ -203,25 +215,40 @@ def _scaled(
     return scaled, free
 
 
-@contextlib.contextmanager
-def _one_device() -> Iterator[None]:
-    """What runs in here is one device's share: Transformer Engine is not to divide it by a mesh around it."""
-    with use_abstract_mesh(AbstractMesh((), ())), Mesh(np.empty((), dtype=object), ()):
-        yield
+def _engine() -> Any:
+    """Whatever of Transformer Engine is used, with its kernels switched on."""
+    te = _imported()
+    if not all(primitive.enabled() for primitive in te.primitives):
+        raise ImportError(
+            "Transformer Engine's kernels are switched off, and its own JAX code for them is wrong: unset "
+            "NVTE_JAX_CUSTOM_CALLS and NVTE_JAX_CUSTOM_CALLS_RE"
+        )
+    return te
 
 
 @cache
-def _engine() -> Any:
-    """Whatever of Transformer Engine is used."""
+def _imported() -> Any:
+    calls = "transformer_engine.jax.cpp_extensions"
     try:
-        calls = importlib.import_module("transformer_engine.jax.cpp_extensions")
+        quantization, gemms = (
+            importlib.import_module(f"{calls}.{name}") for name in ("quantization", "gemm")
+        )
         parts = importlib.import_module("transformer_engine.jax.quantize")
-    except ImportError as error:
-        raise ImportError(f"--backend te needs Transformer Engine ({error}). To install it: {INSTALL}") from error
+        te = SimpleNamespace(
+            quantize=quantization.quantize,
+            gemm=gemms.gemm,
+            primitives=(quantization.QuantizePrimitive, gemms.GemmPrimitive),
+            **{name: getattr(parts, name) for name in _NAMES},
+        )
+    except (ImportError, OSError, AttributeError) as error:
+        raise ImportError(
+            f"it needs Transformer Engine 2.20 for JAX ({error}). To install it: {INSTALL}"
+        ) from error
     if tuple(parts.get_wgrad_sign_vector()) != SIGNS:
-        raise ImportError("this Transformer Engine rotates by other signs than the recipe: use --backend auto")
-    names = (
-        "NoScaleTensor", "QuantizeLayout", "QuantizerFactory", "ScaledTensor2x", "ScaledTensorFactory", "ScalingMode",
-    )  # fmt: skip
-    used = {name: getattr(parts, name) for name in names}
-    return SimpleNamespace(quantize=calls.quantize, gemm=calls.gemm, **used)
+        raise ImportError("this Transformer Engine rotates by other signs than the recipe")
+    return te
+
+
+_NAMES = (
+    "NoScaleTensor", "QuantizeLayout", "QuantizerFactory", "ScaledTensor2x", "ScaledTensorFactory", "ScalingMode",
+)  # fmt: skip

@@ -19,10 +19,12 @@ from jax import lax
 from policyc import quantize as q
 from policyc.backends import emulate
 from policyc.backends.choice import Ask, Obstacle
-from policyc.backends.emulate import Dims, Operand, with_outer
+from policyc.backends.emulate import Dims, Operand, missing, with_outer
 from policyc.quantize.bits import stored
 from policyc.quantize.layout import TILE, Axes, Quantized, pack, repeat_axis, split_axis, unpack
 from policyc.recipes import Treatment
+
+__all__ = ["gemm", "missing", "obstacle", "quantize", "rows"]
 
 _BLOCK_SCALED = {
     "nvfp4": (jnp.float4_e2m1fn, jnp.float8_e4m3fn),

@@ -126,6 +126,7 @@ RULES: dict[str, LintRule] = {row.code: row for row in map(_row, _MODULES)}
 
 _GRAPH_MODULES = (
     "unmatched_rule", "overridden_rule", "expect_violated", "opaque_site", "schedule_without_step", "not_native",
+    "missing_library",
     "quantized_embedding", "quantized_head", "padded_gemm", "slower_than_bf16", "hadamard_does_not_fit", "split_scan",
     "shredded_scan", "transformer_engine_shape",
 )  # fmt: skip

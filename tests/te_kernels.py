@@ -1,0 +1,85 @@
+"""What Transformer Engine's kernels write, for machines that cannot run them: each is the emulation of a plain 2D array.
+
+Layouts as in its sources: rows in blocks along the last dimension; columns as the transpose, in blocks along the rows of
+what was given, and rotated first where it says so; a 2D scale repeated for each row of its tile.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.quantize import Axes, block_values, quantize
+from policyc.quantize.layout import Layout, Quantized, repeat_axis
+from policyc.recipes import Treatment
+
+ROWS, COLUMNS, BOTH = "rows", "columns", "both"
+ONE, TWO = "1D", "2D"
+
+
+class Written(NamedTuple):
+    data: jax.Array
+    scale_inv: jax.Array
+    amax: jax.Array
+
+
+def written(x: jax.Array, two_d: bool = False, rotated: bool = False) -> Written:
+    """One of the kernel's results: (rows, length) of float4, and a scale for each 16 of them."""
+    treatment = Treatment(format="nvfp4", element="e2m1", rht=16 * rotated, tile2d=two_d)
+    q = quantize(x, treatment, Axes(axis=-1, contract=(-1,), tile=-2))
+    assert q.scales is not None and q.amax is not None  # noqa: PT018
+    scales = repeat_axis(q.scales, -2, 16) if two_d else q.scales
+    data = lax.bitcast_convert_type(q.codes, jnp.float4_e2m1fn).reshape(x.shape)
+    return Written(data, lax.bitcast_convert_type(scales, jnp.float8_e4m3fn), q.amax.reshape(1))
+
+
+def product(left: Any, right: Any, alpha: jax.Array, out: Any) -> jax.Array:
+    """What cuBLAS gives: rows by rows, all contracted along the last dimension, times alpha."""
+
+    def values(operand: Any) -> jax.Array:
+        rows, length = operand.data.shape
+        layout = Layout(format="nvfp4", element="e2m1", axis=-1, block=16, size=length)
+        codes = lax.bitcast_convert_type(operand.data.reshape(rows, length // 2, 2), jnp.uint8)
+        scales = lax.bitcast_convert_type(operand.scale_inv, jnp.uint8)
+        return block_values(Quantized(codes=codes, scales=scales, amax=None, layout=layout), jnp.float32)
+
+    dims = (((1,), (1,)), ((), ()))
+    return (lax.dot_general(values(left), values(right), dims, precision="highest") * alpha).astype(out)
+
+
+def engine() -> Any:
+    """Stands in for Transformer Engine, with as much of it as the backend uses."""
+
+    def quantized(x: Any, quantizer: Any, flatten_axis: int) -> Any:
+        assert flatten_axis == 1
+        two_d = quantizer.scaling_mode == TWO
+        columns = Pair(written(x.data.T, two_d, quantizer.use_rht))
+        # It has no kernel for columns alone, unless they are rotated, nor one that rotates rows.
+        if quantizer.q_layout == COLUMNS:
+            assert quantizer.use_rht
+            return columns.colwise_tensor
+        return columns if quantizer.q_layout == BOTH else written(x.data, two_d)
+
+    def multiplied(left: Any, right: Any, contracting_dims: Any) -> jax.Array:
+        assert contracting_dims == ((1,), (1,))
+        return product(left, right, left.amax / 2688 * (right.amax / 2688), left.dq_dtype)
+
+    made = SimpleNamespace(create=lambda **given: SimpleNamespace(**given))
+    return SimpleNamespace(
+        quantize=quantized,
+        gemm=multiplied,
+        NoScaleTensor=lambda **given: SimpleNamespace(**given),
+        QuantizeLayout=SimpleNamespace(ROWWISE=ROWS, COLWISE=COLUMNS, ROWWISE_COLWISE=BOTH),
+        QuantizerFactory=made,
+        ScaledTensor2x=Pair,
+        ScaledTensorFactory=SimpleNamespace(create_1x=made.create),
+        ScalingMode=SimpleNamespace(NVFP4_1D_SCALING=ONE, NVFP4_2D_SCALING=TWO),
+    )
+
+
+class Pair(NamedTuple):
+    colwise_tensor: Written

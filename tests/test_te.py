@@ -1,0 +1,239 @@
+"""The te backend without Transformer Engine: what it takes, what the plan says, and where its operands lie.
+
+That Transformer Engine is called as it should be is tested by `make test-te`.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import te_kernels
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_gemm import MATMUL, NEAREST, RECIPES, normal, off, three
+
+import policyc
+from policyc import backends
+from policyc.backends import te
+from policyc.backends.choice import Ask, Lowering, Machine, choose
+from policyc.gemm import quantized_dot_general
+from policyc.recipes import TARGETS, Gemm, Recipe, recipe
+
+VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
+BLACKWELL = Machine("gb200", frozenset({"nvfp4", "mxfp8", "fp8"}))
+SUMS = 1e-6
+"""The order of fp32 sums of at most 256 products, relative to the norm."""
+
+
+# ---- what it takes
+
+
+def ask(r: Recipe = NEAREST, gemm: Gemm = Gemm.WGRAD, **more: Any) -> Ask:
+    left, right = r.product(gemm)
+    return Ask(**({"gemm": gemm, "left": left, "right": right, "m": 128, "n": 256, "k": 64} | more))
+
+
+def option(**options: Any) -> Recipe:
+    return recipe("nvfp4", options)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (ask(), None),
+        (ask(gemm=Gemm.FPROP, m=16, n=48, k=32), None),
+        (ask(option(), types=("float32", "bfloat16")), None),
+        (ask(RECIPES["mxfp8"]), "the te backend runs nvfp4 and not mxfp8"),
+        (ask(batch=4), "Transformer Engine has no NVFP4 GEMM with batch dimensions"),
+        (ask(ragged=True), "Transformer Engine has no NVFP4 GEMM over ragged groups"),
+        (ask(types=("bfloat16", "float32")), "rotates bfloat16, and this operand is float32"),
+        (ask(types=("int8", "bfloat16")), "does not quantize int8"),
+        (ask(option(rht=TARGETS["wgrad"], rht_size=32)), "no rht_size=32"),
+        (ask(option(rounding="ms_eden")), "no rht_size=128"),
+        (ask(option(mean_split=True)), "no mean_split"),
+        (ask(option(outer="row")), "no outer=row"),
+        (ask(option(scale="four_over_six"), Gemm.FPROP), "no scale=four_over_six"),
+        (ask(k=96), "wants contracted % 64 == 0 where it rotates, and wgrad has 96"),
+        (ask(m=192), "wants rows % 128 == 0 where it rotates, and wgrad has 192"),
+        (ask(n=64), "wants columns % 128 == 0 where it rotates, and wgrad has 64"),
+        (ask(gemm=Gemm.FPROP, k=48), "wants contracted % 32 == 0, and fprop has 48"),
+        (ask(gemm=Gemm.DGRAD, m=40), "wants rows % 16 == 0, and dgrad has 40"),
+    ],
+)
+def test_what_it_takes(asked: Ask, reason: str | None) -> None:
+    found = te.obstacle(asked)
+    assert (found is None) if reason is None else (found is not None and reason in found.reason)
+    assert found is None or found.remedy
+
+
+def test_another_backend_takes_the_rest() -> None:
+    assert choose("te", ask(), BLACKWELL) == Lowering("te", True, None)
+    batched = choose("te", ask(batch=2), BLACKWELL)
+    assert (str(batched), batched.obstacle) == ("xla, native", te.obstacle(ask(batch=2)))
+    here = choose("te", ask(), Machine("h200", frozenset({"fp8"})))
+    assert str(here) == "emulate, emulated"
+    assert here.obstacle is not None
+    assert here.obstacle.reason == "h200 does not multiply nvfp4"
+
+
+# ---- in a program
+
+
+def loss(p: Any, x: Any) -> Any:
+    with jax.named_scope("up"):
+        h = jax.nn.relu(x @ p["up"])
+    with jax.named_scope("down"):
+        y = h @ p["down"]
+    with jax.named_scope("narrow"):
+        z = y @ p["narrow"]
+    return jnp.sum(z.astype(jnp.float32) ** 2)
+
+
+def arguments(dtype: Any = jnp.bfloat16) -> Any:
+    shapes = {"up": (128, 256), "down": (256, 128), "narrow": (128, 48)}
+    p = {name: normal(*shape, seed=i, dtype=dtype) / 8 for i, (name, shape) in enumerate(shapes.items())}
+    return p, normal(2, 64, 128, seed=9, dtype=dtype)
+
+
+def applied(backend: str, **how: Any) -> Any:
+    return policyc.apply(VENDOR, loss, backend=backend, target="gb200", **how)
+
+
+def test_the_plan_says_who_runs_what() -> None:
+    plan = policyc.plan(VENDOR, loss, *arguments(), backend="te", target="gb200")
+    found = {site.name: d for site, d in zip(plan.sites, plan.decisions().values(), strict=True)}
+    assert [str(r) for r in found["up"].lowerings] == ["te, native"] * 3
+    assert [str(r) for r in found["narrow"].lowerings] == ["te, native", "xla, native", "xla, native"]
+    for runs, reason in zip(found["narrow"].lowerings[1:], ("contracted % 32", "columns % 128"), strict=True):
+        assert runs.obstacle is not None
+        assert reason in runs.obstacle.reason
+
+
+def equations(backend: str) -> list[str]:
+    """Every quantizer and product of a step, in order, with all that it does but for who does it."""
+    jaxpr = jax.make_jaxpr(jax.grad(applied(backend), argnums=(0, 1)))(*arguments())
+    kinds = ("quantize", "scaled_gemm")
+    found = [e for e in jaxpr.jaxpr.eqns if e.primitive.name.endswith(kinds)]
+    return [
+        f"{e.source_info.name_stack} {e.primitive.name} "
+        f"{ {k: v for k, v in e.params.items() if k != 'backend'} } {[str(v.aval) for v in e.invars]}"
+        for e in found
+    ]
+
+
+def test_backends_treat_operands_alike() -> None:
+    """The same sites, products and operands, whoever runs them."""
+    emulated = equations("emulate")
+    assert len(emulated) == 3 * (5 + 3)  # five quantizers a site, since 2D weights are shared; three products
+    assert sum("'dgrad.dy'" in e and "16,sr@" in e for e in emulated) == 3
+    assert sum("'wgrad." in e and ",rht16@" in e for e in emulated) == 6
+    assert equations("xla") == emulated
+    assert equations("te") == emulated
+
+
+def test_elsewhere_than_on_cuda_it_is_the_emulation() -> None:
+    ours, emulated = (jax.jit(jax.grad(applied(b), argnums=(0, 1)))(*arguments()) for b in ("te", "emulate"))
+    # The narrow layer's backward products run by XLA: their sums, and what follows from them, may differ.
+    assert float(off(ours[0]["narrow"], emulated[0]["narrow"])) < 0.01
+    forward = [jax.jit(applied(b))(*arguments()) for b in ("te", "emulate")]
+    assert forward[0] == forward[1]
+
+
+# ---- where operands lie
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.MODULES, "te_here", "te_here")
+    monkeypatch.setattr(te, "_engine", te_kernels.engine)
+
+
+@pytest.mark.parametrize("name", ["nearest", "plain"])
+@pytest.mark.parametrize(
+    ("left", "right", "dims", "weight"),
+    [
+        pytest.param((128, 128), (128, 256), MATMUL, "rhs", id="matmul"),
+        pytest.param((2, 64, 128), (128, 256), (((2,), (0,)), ((), ())), "rhs", id="tokens in two dimensions"),
+        pytest.param((64, 8, 16), (8, 16, 128), (((1, 2), (0, 1)), ((), ())), "rhs", id="several contracted"),
+        pytest.param((64, 128), (8, 16, 128), (((1,), (2,)), ((), ())), "rhs", id="weight transposed"),
+        pytest.param((128, 256), (64, 128), (((0,), (1,)), ((), ())), "lhs", id="weight left"),
+        pytest.param((128, 64), (128, 256), (((0,), (0,)), ((), ())), "rhs", id="tokens last"),
+        pytest.param((8, 8, 128), (128, 256), (((2,), (0,)), ((), ())), "rhs", id="awkward tokens"),
+    ],
+)
+@pytest.mark.usefixtures("kernels")
+def test_three_products(name: str, left: Any, right: Any, dims: Any, weight: Any) -> None:
+    """The kernels write what they are documented to write: it must reach the GEMM as the recipe has it."""
+    x, w = normal(*left, dtype=jnp.bfloat16), normal(*right, seed=1, dtype=jnp.bfloat16)
+    f = partial(
+        quantized_dot_general,
+        dimension_numbers=dims,
+        recipe=RECIPES[name],
+        weight=weight,
+        preferred_element_type=jnp.bfloat16,
+    )
+    dy = normal(*jax.eval_shape(f, x, w).shape, seed=2)
+    ours = jax.jit(partial(three, partial(f, backends=("te_here",) * 3)))(x, w, dy)
+    emulated = jax.jit(partial(three, f))(x, w, dy)
+    for a, b in zip(ours, emulated, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        # One result in a thousand may be rounded to bfloat16 the other way.
+        assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
+        assert off(a, b) < SUMS + 2**-8 * 1e-3
+
+
+@pytest.mark.usefixtures("kernels")
+def test_nothing_is_laundered() -> None:
+    """Kernels may lose a NaN in their maxima; no result of the product is finite all the same."""
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=NEAREST, backends=("te_here",) * 3)
+    for bad in (jnp.nan, jnp.inf):
+        x = normal(64, 128, dtype=jnp.bfloat16).at[3, 5].set(bad)
+        y, dx, dw = three(f, x, normal(128, 128, dtype=jnp.bfloat16), normal(64, 128, seed=2))
+        assert not np.isfinite(y.astype(jnp.float32)).any()
+        assert np.isfinite(dx.astype(jnp.float32)).all()
+        assert not np.isfinite(dw.astype(jnp.float32)).any()
+
+
+# ---- what it refuses
+
+
+def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    te._imported.cache_clear()
+    monkeypatch.setattr(policyc.planner, "machine_here", lambda: BLACKWELL)
+    with pytest.raises(policyc.PolicyError, match="needs Transformer Engine") as caught:
+        jax.grad(policyc.apply(VENDOR, loss, backend="te"))(*arguments())
+    (fault,) = caught.value.diagnostics
+    assert fault.code == "missing-library"
+    assert te.INSTALL in fault.message
+    with pytest.raises(ImportError, match="needs Transformer Engine"):
+        lowered(applied("te"))
+
+
+def lowered(f: Any, *given: Any) -> Any:
+    return jax.jit(jax.grad(f)).trace(*(given or arguments())).lower(lowering_platforms=("cuda",))
+
+
+def test_no_vmap_around_the_loss() -> None:
+    p, x = arguments()
+    f = jax.vmap(applied("te"), (None, 0))
+    with pytest.raises(NotImplementedError, match="backend te runs no GEMM under a vmap"):
+        jax.grad(lambda p, x: jnp.sum(f(p, x)))(p, jnp.stack([x, x]))
+
+
+def test_xla_is_not_to_divide_it() -> None:
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    p, x = arguments()
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    p = jax.device_put(p, NamedSharding(mesh, P()))
+    with pytest.raises(NotImplementedError, match="divided among 2 by XLA"):
+        lowered(applied("te"), p, x)
