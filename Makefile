@@ -19,7 +19,7 @@ PIP := -m pip --disable-pip-version-check --no-input
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-cuda check format wheel clean
+.PHONY: help setup demo test test-slow test-cuda test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -42,6 +42,28 @@ test-cuda: ## compile for GPUs that are not here, and check what came of it
 	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train setup
 	@$(IN) JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -m cuda $(ARGS)
 
+# Transformer Engine's JAX half is compiled against the JAX that is installed. These versions are known to go together.
+TE_JAX := 0.11.2
+TE := 2.20.2
+
+test-te: ## build Transformer Engine into .venv-te (no GPU needed; 10 to 30 minutes, once), and test the te backend
+	@$(IN) venv=.venv-te; wants="jax $(TE_JAX), te $(TE)"; \
+	why() { echo "no test of the te backend here: $$*" >&2; exit 1; }; \
+	[ "$$(uname -s)" = Linux ] || why "Transformer Engine is for Linux"; \
+	command -v g++ >/dev/null || why "Transformer Engine needs a C++ compiler (g++) to be built"; \
+	$(MAKE) --no-print-directory -f "$(ROOT)/Makefile" setup VENV=$$venv || exit 1; \
+	$$venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	  why "JAX $(TE_JAX) needs Python 3.12: make test-te PYTHON=python3.12"; \
+	if [ "$$(cat $$venv/.te 2>/dev/null)" != "$$wants" ]; then \
+	  echo "building Transformer Engine $(TE) for JAX $(TE_JAX) into $$venv (10 to 30 minutes)"; \
+	  $$venv/bin/python $(PIP) install -qq setuptools wheel ninja cmake pybind11 flax "jax[cuda13]==$(TE_JAX)" nvidia-nvtx \
+	    nvidia-curand nvidia-cudnn-frontend || why "the CUDA wheels of JAX could not be installed"; \
+	  NVTE_FRAMEWORK=jax NVTE_BUILD_USE_NVIDIA_WHEELS=1 $$venv/bin/python $(PIP) install -qq --no-build-isolation \
+	    "transformer-engine[core-cu13,jax]==$(TE)" || why "the build failed; what pip said stands above"; \
+	  echo "$$wants" >$$venv/.te; \
+	fi; \
+	JAX_PLATFORMS=cpu $$venv/bin/python -m pytest -p no:xdist -m te tests/test_transformer_engine.py $(ARGS)
+
 check: setup ## lint, format, types and import direction of the code
 	@$(IN) $(BIN)/ruff check .
 	@$(IN) $(BIN)/ruff format --check .
@@ -57,7 +79,7 @@ wheel: setup ## build the sdist, and from it the wheel, into dist/
 	{ said=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
 
 clean: ## remove the environments, caches and build outputs
-	@$(IN) rm -rf .venv .venv-newest .venv-cuda dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is made anew when the interpreter or the checkout's place changes, and installed into again when

@@ -1,7 +1,7 @@
-"""What Transformer Engine's kernels write, for machines that cannot run them: each is the emulation of a plain 2D array.
+"""What Transformer Engine's kernels write, for machines that cannot run them: the emulation of plain 2D arrays.
 
-Layouts as in its sources: rows in blocks along the last dimension; columns as the transpose, in blocks along the rows of
-what was given, and rotated first where it says so; a 2D scale repeated for each row of its tile.
+Layouts as in its sources: rows in blocks along the last dimension; columns as the transpose, in blocks along the rows
+of what was given, and rotated first where it says so; a 2D scale repeated for each row of its tile.
 """
 
 from __future__ import annotations
