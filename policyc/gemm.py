@@ -159,7 +159,7 @@ def _canonical(
 
     def awkward(x: jax.Array, group: tuple[int, ...]) -> bool:
         sizes = [x.shape[i] for i in group]
-        return not sizes or (sum(s > 1 for s in sizes) > 1 and sizes[-1] % unit != 0)
+        return not sizes or (any(s > 1 for s in sizes[:-1]) and sizes[-1] % unit != 0)
 
     if not (awkward(lhs, lc) or awkward(lhs, lf) or awkward(rhs, rf)):
         return lhs, rhs, dims, shape

@@ -486,3 +486,15 @@ def test_ragged_nonfinite_comes_out() -> None:
     assert not np.isfinite(np.asarray(y)[5:25, 3]).any()
     # Garbage in rows that belong to no group is nobody's.
     assert np.isfinite(np.asarray(f(x.at[30].set(np.nan), w, dy)[0])).all()
+
+
+def test_a_last_dimension_of_one() -> None:
+    """Blocks of wgrad run along all tokens as if they were one dimension: (32, 1) of them are 32."""
+    x, w, dy = normal(32, 32), normal(32, 16, seed=1), normal(32, 16, seed=2)
+
+    def gradient(*tokens: int) -> jax.Array:
+        dims = (((len(tokens),), (0,)), ((), ()))
+        f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES["plain"])
+        return three(f, x.reshape(*tokens, 32), w, dy.reshape(*tokens, 16))[2]
+
+    np.testing.assert_array_equal(gradient(32, 1), gradient(32))
