@@ -24,8 +24,13 @@ from policyc.recipes import Gemm
 from policyc.sites import Layer, Site
 from policyc.targets import Target
 
-CALLS = {"nvfp4": "__cudnn$blockScaledDot", "mxfp8": "__cudnn$blockScaledDot", "fp8": "__cublas$lt$matmul$f8"}
-"""The call that multiplies a format natively."""
+CALLS = {
+    ("xla", "nvfp4"): "__cudnn$blockScaledDot",
+    ("xla", "mxfp8"): "__cudnn$blockScaledDot",
+    ("xla", "fp8"): "__cublas$lt$matmul$f8",
+    ("te", "nvfp4"): "te_gemm_v2_ffi",
+}
+"""The call by which a backend multiplies a format natively."""
 
 _OPTIONS = {
     # With no device there is nothing to try kernels on: take the library's, in its first configuration.
@@ -244,7 +249,7 @@ def _planned(plan: Plan, site: Site) -> Iterator[tuple[Sequence[Layer], Row]]:
                     format=format,
                     backend=runs.backend,
                     native=runs.native,
-                    call=CALLS[format] if runs.native and runs.backend == "xla" else "",
+                    call=CALLS[runs.backend, format] if runs.native else "",
                     expected=len(layers),
                     reason=runs.obstacle.reason if runs.obstacle else "",
                     remedy=runs.obstacle.remedy if runs.obstacle else "",

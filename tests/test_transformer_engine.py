@@ -19,15 +19,14 @@ import numpy as np
 import pytest
 import te_kernels
 import te_without_gpu
-from jax.experimental import topologies
 from jax.interpreters import mlir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from te_without_gpu import Call, calls, for_cuda
 from test_gemm import NEAREST, normal, off, three
 
 import policyc
-from policyc import backends, targets
+from policyc import backends, deviceless, targets
 from policyc.gemm import quantized_dot_general
 from policyc.quantize.hadamard import SIGNS
 
@@ -183,22 +182,13 @@ def test_inside_a_shard_map() -> None:
 
 def test_compiled_for_gb200() -> None:
     """XLA keeps the calls, and adds no pass over an activation: only 4-bit weights are packed anew, for dgrad."""
-    config = targets.target("gb200").description
-    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    sharding = NamedSharding(Mesh(np.asarray(topology.devices), ("data",)), P())
-    placed = [
-        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), a)
-        for a in arguments((4, 64))
-    ]
-    options = {"xla_gpu_autotune_level": 0}
-    hlo = jax.jit(step(VENDOR)).lower(*placed).compile(compiler_options=options).as_text()
-    found = collections.Counter(re.findall(r'custom_call_target="(te_\w+|__cudnn\$\w+)"', hlo))
     plan = policyc.plan(VENDOR, loss, *arguments((4, 64)), backend="te", target="gb200")
-    runs = collections.Counter(r.backend for d in plan.decisions().values() for r in d.lowerings)
-    assert found["te_gemm_v2_ffi"] == runs["te"]
-    assert found["__cudnn$blockScaledDot"] == runs["xla"]
-    assert found["te_rht_amax_ffi"] == 4
-    transposed = re.findall(r"= (\w+)\[[\d,]*\]\S* (?:transpose|copy)\(", hlo)
+    (device,) = deviceless.devices_of(targets.target("gb200"), 1)
+    report = deviceless.compile_loss(plan, device)
+    found = collections.Counter((row.backend, row.call) for row in report.rows if row.found == row.expected)
+    assert found == {("te", "te_gemm_v2_ffi"): 7, ("xla", "__cudnn$blockScaledDot"): 4}
+    assert len(report.rows) == 11  # the first layer needs no dgrad
+    transposed = re.findall(r"= (\w+)\[[\d,]*\]\S* (?:transpose|copy)\(", report.text)
     assert "u8" in transposed
     assert "bf16" not in transposed
 

@@ -85,7 +85,7 @@ def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
     how = running(lambda: as_how(options["backend"], options["gpu"], options["require_native"]))
     try:
         report: Report = running(lambda: _compiled(meant, words, how, options))
-    except NotPossible as error:
+    except (NotPossible, ImportError, NotImplementedError) as error:  # the last two of a backend
         stop(str(error))
     title = f"{options['config'] or words[0]} under {policy}"
     if options["dump_hlo"]:
