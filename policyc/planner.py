@@ -387,7 +387,7 @@ def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
         if lacking:
             yield Diagnostic(
                 code="missing-library",
-                message=f"backend {backend} cannot run: {lacking}",
+                message=lacking,
                 span=plan.policy.rules[at].span,
                 help="--backend auto runs it by XLA",
             )

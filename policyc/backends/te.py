@@ -242,7 +242,7 @@ def _imported() -> Any:
         )
     except (ImportError, OSError, AttributeError) as error:
         raise ImportError(
-            f"it needs Transformer Engine 2.20 for JAX ({error}). To install it: {INSTALL}"
+            f"backend te needs Transformer Engine 2.20 for JAX ({error}). To install it: {INSTALL}"
         ) from error
     if tuple(parts.get_wgrad_sign_vector()) != SIGNS:
         raise ImportError("this Transformer Engine rotates by other signs than the recipe")
