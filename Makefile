@@ -19,7 +19,7 @@ PIP := -m pip --disable-pip-version-check --no-input
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-cuda test-te check format wheel clean
+.PHONY: help setup demo test test-slow test-cuda test-trainers test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -64,6 +64,23 @@ test-te: ## build Transformer Engine into .venv-te (no GPU needed; 10 to 30 minu
 	fi; \
 	JAX_PLATFORMS=cpu $$venv/bin/python -m pytest -p no:xdist -m te tests/test_transformer_engine.py $(ARGS)
 
+# MaxText has an environment of its own: it needs Python 3.12, and much that nothing else here does.
+test-trainers: ## run MaxText under policies, in .venv-trainers: minutes, and a gigabyte
+	@$(IN) \
+	venv=.venv-trainers; python=; \
+	for one in "$(PYTHON)" python3.12 python3; do \
+	  if "$$one" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; then python="$$one"; break; fi; done; \
+	if [ -z "$$python" ]; then \
+	  echo "MaxText needs Python 3.12, and none is here: make test-trainers PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
+	if ! cat pyproject.toml tests/trainers-requirements.txt | cmp -s - "$$venv/.installed-from"; then \
+	  echo "installing MaxText into $$venv with $$("$$python" -V) (some minutes; only when what it needs changes)"; \
+	  rm -rf "$$venv" && "$$python" -m venv "$$venv" && \
+	  "$$venv/bin/python" $(PIP) install -qq -r tests/trainers-requirements.txt -e . || { \
+	    echo "MaxText could not be installed; what pip says is above" >&2; rm -rf "$$venv"; exit 1; }; \
+	  cat pyproject.toml tests/trainers-requirements.txt >"$$venv/.installed-from"; \
+	fi; \
+	"$$venv/bin/python" -m pytest -m trainers tests/test_trainers.py $(ARGS)
+
 check: setup ## lint, format, types and import direction of the code
 	@$(IN) $(BIN)/ruff check .
 	@$(IN) $(BIN)/ruff format --check .
@@ -79,7 +96,7 @@ wheel: setup ## build the sdist, and from it the wheel, into dist/
 	{ said=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
 
 clean: ## remove the environments, caches and build outputs
-	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is made anew when the interpreter or the checkout's place changes, and installed into again when

@@ -38,7 +38,7 @@ _NOTHING = Fact()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """The way to a jaxpr: the calls around it and their names."""
+    """The way to a jaxpr: the calls around it and their names. `held` are parameters that go in somewhere."""
 
     address: Address = ()
     scope: tuple[str, ...] = ()
@@ -46,6 +46,7 @@ class Where:
     stacks: tuple[Stack, ...] = ()
     repeats: int = 1
     opaque: str = ""
+    held: tuple[Label, ...] = ()
     around: jaxprs.Around = jaxprs.Around()
 
     def into(self, eqn: Eqn, at: int, body: int, **changed: Any) -> Where:
@@ -240,7 +241,8 @@ class _Walk:
         for number, body in enumerate(jaxprs.bodies(eqn)):
             same = len(body.jaxpr.invars) == len(facts)
             given = facts if same else [Fact(active=active)] * len(body.jaxpr.invars)
-            found = self.run(body.jaxpr, given, where.into(eqn, at, number, opaque=reason))
+            held = where.held if same else _matrices(eqn, facts)
+            found = self.run(body.jaxpr, given, where.into(eqn, at, number, opaque=reason, held=held))
             if name == "custom_jvp_call" and len(found) == len(results):
                 results = found
         return results
@@ -262,6 +264,8 @@ class _Walk:
         if self._dry or not all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in eqn.invars[:2]):
             return
         lhs, rhs = facts[:2]
+        if not (lhs.labels or rhs.labels):
+            rhs = replace(rhs, labels=where.held)
         weight: Weight = "rhs" if rhs.labels else "lhs" if lhs.labels else None
         sizes = _sizes(eqn, weight)
         if sizes is None:
@@ -298,6 +302,12 @@ class _Walk:
                 eqn=eqn,
             )
         )
+
+
+def _matrices(eqn: Eqn, facts: list[Fact]) -> tuple[Label, ...]:
+    """The parameters among the operands of a container that are no vectors."""
+    pairs = zip(eqn.invars, facts, strict=True)
+    return tuple(dict.fromkeys(label for a, f in pairs if len(a.aval.shape) > 1 for label in f.labels))
 
 
 def _plainly_ragged(eqn: Eqn) -> bool:
@@ -347,6 +357,8 @@ def _through(walk: _Walk, eqn: Eqn, name: str, facts: list[Fact]) -> list[Fact]:
         # A weight times a number is a weight.
         pair = zip(facts, reversed(eqn.invars), strict=True)
         labels = next((f.labels for f, other in pair if f.labels and not other.aval.shape), ())
+    elif name == "gather" and _takes_matrices(eqn):
+        labels = first.labels
     elif name in _JOINED and all(f.labels for f in facts):
         labels = tuple(dict.fromkeys(label for f in facts for label in f.labels))
     counts = name == "iota" or (name in LAYOUT and first.counts)
@@ -358,6 +370,12 @@ def _through(walk: _Walk, eqn: Eqn, name: str, facts: list[Fact]) -> list[Fact]:
     return [
         Fact(labels, active=active and _is_float(v.aval), one_hot=one_hot, counts=counts) for v in eqn.outvars
     ]
+
+
+def _takes_matrices(eqn: Eqn) -> bool:
+    """Does a gather choose whole matrices of a stack? One that looks up rows makes activations of an embedding."""
+    pairs = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
+    return len([size for size, taken in pairs if size == taken > 1]) >= 2
 
 
 def _cut(walk: _Walk, eqn: Eqn, name: str, labels: tuple[Label, ...]) -> tuple[Label, ...]:

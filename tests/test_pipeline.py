@@ -247,6 +247,22 @@ def test_a_gemm_inside_a_custom_rule_is_an_error_and_can_be_kept():
     assert gemms(jax.grad(policyc.apply("* -> nvfp4; head -> keep", f)), W, X) == 2 + 1
 
 
+def test_a_weight_that_a_kernel_reads_has_its_name():
+    from jax.experimental import pallas
+
+    def kernel(x, w, y):
+        y[...] = x[...] @ w[...]
+
+    def f(params, x):
+        shape = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+        return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(x, params["experts"]).sum()
+
+    (site,) = policyc.plan("experts -> nvfp4", f, {"experts": W}, X).sites
+    assert (site.name, site.weight) == ("experts", "rhs")
+    with pytest.raises(policyc.PolicyError, match=r"'experts'.*Pallas kernel"):
+        policyc.apply("experts -> nvfp4", f)({"experts": W}, X)
+
+
 def test_expect_is_checked_before_anything_runs():
     with pytest.raises(policyc.PolicyError, match="expects 3 sites and matches 2"):
         policyc.apply("w -> nvfp4 expect 3", loss)(W, X)
@@ -417,6 +433,22 @@ def test_the_weight_may_come_through_layout_only():
     assert [(s.name, s.weight) for s in plan.sites][:2] == [("a", "rhs"), ("a", "rhs")]
     assert [len(s.parameters) for s in plan.sites] == [1, 2, 0, 0]
     assert plan.sites.sites[2].products == {Gemm.FPROP}
+
+
+def test_a_matrix_chosen_from_a_stack_is_a_weight_and_a_row_of_an_embedding_is_none():
+    """As in a circular pipeline, where every stage takes the weights of its present round."""
+
+    def f(params, ids):
+        stages, rounds = params["w"].shape[:2]
+        now = jnp.arange(stages) % rounds
+        chosen = jax.vmap(lambda w, i: jax.lax.dynamic_index_in_dim(w, i, keepdims=False))(params["w"], now)
+        return jnp.einsum("sd,sdf->sf", params["embed"][ids], chosen).sum()
+
+    params = {"w": jnp.ones((2, 3, 16, 16)), "embed": jnp.ones((8, 16))}
+    (site,) = policyc.plan("w -> nvfp4 expect 1; embed -> nvfp4 expect 0", f, params, jnp.arange(2)).sites
+    assert (site.name, site.weight, site.batch, site.k) == ("w", "rhs", 2, 16)
+    both = policyc.plan("* -> keep", lambda p, x: p[jnp.arange(4)] @ x, params["embed"], X.T).sites
+    assert [s.weight for s in both] == [None]
 
 
 def test_a_custom_derivative_is_not_entered_either():

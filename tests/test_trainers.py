@@ -1,0 +1,128 @@
+"""MaxText, unmodified, under a policy: `make test-trainers`, which makes an environment of its own for it.
+
+Losses are compared as MaxText writes them to its metrics file, all digits of an f32.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+pytestmark = [
+    pytest.mark.trainers,
+    pytest.mark.skipif(
+        importlib.util.find_spec("maxtext") is None, reason="maxtext is not installed: make test-trainers"
+    ),
+]
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULE = "maxtext.trainers.pre_train.train"
+LAYERS = 4
+TINY = {
+    "hardware": "cpu",
+    "skip_jax_distributed_system": "true",
+    "dataset_type": "synthetic",
+    "enable_checkpointing": "false",
+    "steps": 5,
+    "log_period": 1,
+    "per_device_batch_size": 1,
+    "max_target_length": 64,
+    "base_emb_dim": 64,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "head_dim": 16,
+    "base_mlp_dim": 128,
+    "base_num_decoder_layers": LAYERS,
+    "vocab_size": 256,
+    "attention": "dot_product",
+    "learning_rate": 0.003,
+    "jax_cache_dir": "",
+}
+ATTENTION = {f"decoder.layers.self_attention.{name}.kernel" for name in ("query", "key", "value", "out")}
+MLP = {f"decoder.layers.mlp.{name}.kernel" for name in ("wi[0]", "wi[1]", "wo")}
+HEAD = {"decoder.logits_dense.kernel"}
+SLICE = """
+mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights) expect 12
+layers[-1:].* -> keep
+"""
+
+
+@cache
+def trained(policy: str | None, *options: str) -> tuple[tuple[float, ...], dict[str, dict[str, object]]]:
+    """The losses of a short run, and what the plan says of each site that reads a parameter."""
+    scratch = Path(mkdtemp(prefix="policyc-trainers-"))
+    base = Path(str(importlib.util.find_spec("maxtext").submodule_search_locations[0])) / "configs/base.yml"
+    asked = {
+        **TINY,
+        "run_name": "tiny",
+        "base_output_directory": scratch,
+        "metrics_file": scratch / "metrics",
+    }
+    asked |= dict(option.split("=", 1) for option in options)
+    words = ["-m", MODULE, str(base), *(f"{key}={value}" for key, value in asked.items())]
+    command = [sys.executable, *words]
+    if policy is not None:
+        (scratch / "a.policy").write_text(policy)
+        under = ["apply", "--plan-out", str(scratch / "plan.json"), str(scratch / "a.policy")]
+        command = [sys.executable, "-m", "policyc.cli", *under, *words]
+    threads = "--xla_backend_optimization_level=0"  # the runs are short: less time to compile matters more
+    env = {**os.environ, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": threads}
+    env["PYTHONPATH"] = str(ROOT)
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=scratch, timeout=1800)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    lines = (scratch / "metrics").read_text().splitlines()
+    losses = tuple(json.loads(line)["learning/loss"] for line in lines)
+    assert len(losses) == TINY["steps"]
+    plan = json.loads((scratch / "plan.json").read_text()) if policy is not None else {"sites": []}
+    return losses, {site["parameters"][0]: site for site in plan["sites"] if site["parameters"]}
+
+
+def low(site: dict[str, object]) -> set[int]:
+    """The layers of a site that are multiplied in NVFP4, in all three products."""
+    found: set[int] = set()
+    for run in site["decisions"]["always"]:
+        first, last = run.get("layers", ([0], [0]))
+        if all("nvfp4" in product["formats"] for product in run["products"].values()):
+            assert set(run["products"]) == {"fprop", "dgrad", "wgrad"}
+            found |= set(range(first[0], last[0] + 1))
+    return found
+
+
+@pytest.mark.parametrize("options", [(), ("scan_layers=false",), ("remat_policy=minimal",)], ids=str)
+def test_keeping_everything_keeps_the_losses(options):
+    plain, _ = trained(None, *options)
+    kept, sites = trained("* -> keep", *options)
+    assert kept == plain
+    assert plain[-1] < plain[0]
+    if "scan_layers=false" not in options:
+        assert set(sites) == ATTENTION | MLP | HEAD
+
+
+@pytest.mark.parametrize(
+    ("policy", "quantized", "layers"),
+    [
+        ('import "te_nvfp4.policy"', ATTENTION | MLP, range(LAYERS)),
+        ('import "llama_nvfp4.policy"', MLP, range(LAYERS)),
+        (SLICE, MLP, range(LAYERS - 1)),
+    ],
+    ids=["te_nvfp4", "llama_nvfp4", "slice"],
+)
+def test_training_under_a_policy(policy, quantized, layers):
+    plain, _ = trained(None)
+    losses, sites = trained(policy)
+    found = {name: low(site) for name, site in sites.items() if low(site)}
+    assert found == {name: set(layers) for name in quantized}
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0]
+    assert all(a != b for a, b in zip(losses, plain, strict=True))
+    # A tiny model at its start: what quantization does to a loss is small beside what training does to it.
+    assert abs(losses[-1] - plain[-1]) < (plain[0] - plain[-1]) / 4
