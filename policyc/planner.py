@@ -217,7 +217,7 @@ def asked(site: Site, recipe: Recipe) -> tuple[Ask, Ask, Ask]:
     chosen = recipe if problems(recipe) else effective(recipe)
     m, n, k = site.m, site.n, site.k
     sizes = {Gemm.FPROP: (m, n, k), Gemm.DGRAD: (m, k, n), Gemm.WGRAD: (k, n, m)}
-    x, w = (str(v.aval.dtype) for v in site.eqn.invars[:: -1 if site.weight == "lhs" else 1][:2])
+    x, w = (str(v.aval.dtype) for v in site.eqn.invars[:2][:: -1 if site.weight == "lhs" else 1])
     dy = str(site.eqn.outvars[0].aval.dtype)
     types = {Gemm.FPROP: (x, w), Gemm.DGRAD: (dy, w), Gemm.WGRAD: (x, dy)}
     fprop, dgrad, wgrad = (

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from test_gemm import MATMUL, NEAREST, RECIPES, normal, off, three
 
 import policyc
-from policyc import backends
+from policyc import backends, planner
 from policyc.backends import te
 from policyc.backends.choice import Ask, Lowering, Machine, choose
 from policyc.gemm import quantized_dot_general
@@ -222,7 +222,7 @@ def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     te._imported.cache_clear()
-    monkeypatch.setattr(policyc.planner, "machine_here", lambda: BLACKWELL)
+    monkeypatch.setattr(planner, "machine_here", lambda: BLACKWELL)
     with pytest.raises(policyc.PolicyError, match="needs Transformer Engine") as caught:
         jax.grad(policyc.apply(VENDOR, loss, backend="te"))(*arguments())
     (fault,) = caught.value.diagnostics
