@@ -43,17 +43,26 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
-def spawn(*arguments: str, devices: int = 1, **environment: str) -> subprocess.Popen[str]:
-    """The driver in a process of its own."""
+def spawn(
+    *arguments: str,
+    before: tuple[str, ...] = (),
+    policy: str | Path = "",
+    devices: int = 1,
+    **environment: str,
+) -> subprocess.Popen[str]:
+    """The driver in a process of its own, under a policy if one is named; `before` comes before Python."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags,
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        **environment,
-    }
+    quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    under = ["-m", "policyc.cli", "apply", str(policy)] if policy else []
     return subprocess.Popen(
-        [sys.executable, str(TRAIN), *arguments], env=environment, text=True,
+        [*before, sys.executable, *under, str(TRAIN), *arguments], text=True,
+        env={**os.environ, "PYTHONPATH": paths, **quick, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+
+
+def ended(run: subprocess.Popen[str]) -> tuple[int, str]:
+    """How it ended, and what it said."""
+    said, _ = run.communicate(timeout=900)
+    return run.returncode, said

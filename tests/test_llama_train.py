@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from types import SimpleNamespace
 import llama_runs
 import numpy as np
 import pytest
-from llama_runs import losses, spawn, words
+from llama_runs import ended, losses, spawn, words
 
 from tests.command import spawn as policyc
 
@@ -160,30 +158,31 @@ def test_killed_twenty_times(tmp_path):
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    calm = spawn(*words(out=tmp_path / "calm", **flags), **cache)
-    said, _ = calm.communicate(timeout=600)
-    assert calm.returncode == 0, said
-    begin = time.monotonic()
-    probe = spawn(*words(out=tmp_path / "probe", **flags), **cache)
-    probe.communicate(timeout=600)
+
+    def start(name: str) -> subprocess.Popen[str]:
+        return spawn(*words(out=tmp_path / name, **flags), **cache)
+
+    for name in ("calm", "timed"):
+        begin = time.monotonic()
+        code, said = ended(start(name))
+        assert code == 0, said
     length = time.monotonic() - begin
-    moments, folder, kills = random.Random(5), tmp_path / "killed", 0
+    moments, kills, runs = random.Random(5), 0, 0
     while kills < 20:
-        run = spawn(*words(out=folder, **flags), **cache)
+        run = start(f"killed{runs}")
         try:
             said, _ = run.communicate(timeout=moments.uniform(0.2, 1.0) * length)
         except subprocess.TimeoutExpired:
-            run.send_signal(signal.SIGKILL)
+            run.kill()
             run.communicate()
             kills += 1
-        else:
+        else:  # it came through: the next kills are for another
             assert run.returncode == 0, said
-            assert losses(folder) == losses(tmp_path / "calm")
-            folder = tmp_path / f"killed{kills}"  # it came through: begin another
-    run = spawn(*words(out=folder, **flags), **cache)
-    said, _ = run.communicate(timeout=600)
-    assert run.returncode == 0, said
-    assert losses(folder) == losses(tmp_path / "calm")
+            runs += 1
+    code, said = ended(start(f"killed{runs}"))
+    assert code == 0, said
+    for run in ["timed", *(f"killed{n}" for n in range(runs + 1))]:
+        assert losses(tmp_path / run) == losses(tmp_path / "calm")
 
 
 @pytest.mark.slow
@@ -201,64 +200,49 @@ def test_two_processes_are_one(tmp_path):
     }
     flags = {**more, "distributed": True, "coordinator": f"127.0.0.1:{port}", "processes": 2}
     both = [spawn(*words(out=tmp_path / "two", process_id=i, **flags), devices=2) for i in range(2)]
-    said = [run.communicate(timeout=600)[0] for run in both]
-    assert [run.returncode for run in both] == [0, 0], said
-    one = spawn(*words(out=tmp_path / "one", **{**more, "fsdp_axis": 1}))
-    assert one.wait(timeout=600) == 0, one.communicate()
+    for code, said in map(ended, both):
+        assert code == 0, said
+    code, said = ended(spawn(*words(out=tmp_path / "one", **{**more, "fsdp_axis": 1})))
+    assert code == 0, said
     # fp32, and sums in another order: see test_llama_step.
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
     assert (tmp_path / "two" / "exports" / "4" / "model.safetensors").exists()
 
 
-def _small_files_only() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_last_checkpoint(whole, tmp_path):
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     """A limit on the size of files stands for the disk: writing fails in the middle."""
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    command = [
-        sys.executable,
-        str(llama_runs.TRAIN),
-        *words(out=folder, **{**STEPS, "steps": 12}),
-        "--accept-changes",
-    ]
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    ran = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, preexec_fn=_small_files_only
-    )
-    assert ran.returncode == 1
-    assert "writing a checkpoint" in ran.stderr
-    assert "Earlier checkpoints are intact" in ran.stderr
-    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    assert [step for step, _ in losses(folder)] == list(range(1, 13))
+    folder, flags = tmp_path / "run", {"checkpoint_every": 2, "schedule": "constant"}
+    assert ended(spawn(*words(out=folder, steps=4, **flags)))[0] == 0
+    on = words(out=folder, steps=8, accept_changes=True, **flags)
+    code, said = ended(spawn(*on, before=("sh", "-c", 'ulimit -f 40; exec "$@"', "sh")))
+    assert code == 1
+    assert "writing a checkpoint" in said
+    assert "Earlier checkpoints are intact" in said
+    code, said = ended(spawn(*on))
+    assert code == 0, said
+    assert [step for step, _ in losses(folder)] == list(range(1, 9))
 
 
 @pytest.mark.slow
 def test_under_a_policy(tmp_path):
-    more = {"steps": 4, "checkpoint_every": 0, "eval_every": 4, "sequence": 32}
-    ran = policyc("apply", "llama_nvfp4", llama_runs.TRAIN, *words(out=tmp_path / "run", **more))
-    assert ran.code == 0, ran.err
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = rows[-1]
+    more = {"steps": 4, "checkpoint_every": 0, "eval_every": 4}
+    code, said = ended(spawn(*words(out=tmp_path / "run", **more), policy="llama_nvfp4"))
+    assert code == 0, said
+    *steps, last = (
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    )
     # The policy changes the loss, a little.
-    assert 0 < abs(found["validation_loss"] - found["validation_loss_plain"]) < 0.05
-    plain = tmp_path / "plain"
-    assert train.main(words(out=plain, **more)) == 0
-    assert [row["loss"] for row in rows[:-1]] != [loss for _, loss in losses(plain)]
+    assert 0 < abs(last["validation_loss"] - last["validation_loss_plain"]) < 0.05
+    code, said = ended(spawn(*words(out=tmp_path / "plain", **more)))
+    assert code == 0, said
+    assert [row["loss"] for row in steps] != [loss for _, loss in losses(tmp_path / "plain")]
 
 
 @pytest.mark.slow
 def test_a_schedule_changes_its_phase(tmp_path):
     (tmp_path / "late.policy").write_text("mlp.* -> nvfp4\nafter 50% { mlp.* -> bf16 }\n")
-    ran = policyc(
-        "apply",
-        tmp_path / "late.policy",
-        llama_runs.TRAIN,
-        *words(out=tmp_path / "run", steps=4, checkpoint_every=2),
-    )
-    assert ran.code == 0, ran.err
+    more = {"steps": 4, "checkpoint_every": 2}
+    code, said = ended(spawn(*words(out=tmp_path / "run", **more), policy=tmp_path / "late.policy"))
+    assert code == 0, said
     assert len(losses(tmp_path / "run")) == 4

@@ -24,7 +24,7 @@ class Checkpoints:
     """The checkpoints of a run, in one folder."""
 
     def __init__(self, folder: Path, keep: int, identity: dict[str, Any]) -> None:
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells every step of every save
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells every step of every save
         self.folder = folder.resolve()
         self._identity = identity
         options = ocp.CheckpointManagerOptions(
