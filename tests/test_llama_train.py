@@ -111,6 +111,7 @@ def test_data_that_does_not_fit(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_fault_stops_with_its_step(tmp_path, capsys):
     """A spike below the mean: the second step is one."""
     code = train.main(words(out=tmp_path / "run", steps=4, spike=1e-9, learning_rate=10.0, clip=0, warmup=0))

@@ -137,6 +137,7 @@ def test_backends_treat_operands_alike() -> None:
     assert equations("te") == emulated
 
 
+@pytest.mark.slow
 def test_elsewhere_than_on_cuda_it_is_the_emulation() -> None:
     def linear(p: Any, x: Any) -> Any:
         return jnp.sum((x @ p["up"]).astype(jnp.float32) ** 2)

@@ -23,7 +23,8 @@ from policyc.recipes import Gemm, recipe
 
 XLA = ("xla", "xla", "xla")
 SUMS = 1e-6
-SMALL = ("full", "plain", "row", "mean", "four_over_six", "ms_eden", "mxfp8", "fp8")
+SLOW = ("plain", "row", "mean", "four_over_six", "ms_eden")
+SMALL = ("full", "mxfp8", "fp8", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW))
 
 
 def both(name: str, dims: Any, weight: Any = "rhs") -> tuple[Any, Any]:
@@ -47,10 +48,31 @@ def test_three_products(name: str) -> None:
 @pytest.mark.parametrize(
     ("left", "right", "dims", "weight"),
     [
-        pytest.param((2, 24, 32), (32, 4, 16), (((2,), (0,)), ((), ())), "rhs", id="several free"),
-        pytest.param((24, 2, 16), (2, 16, 48), (((1, 2), (0, 1)), ((), ())), "rhs", id="several contracted"),
+        pytest.param(
+            (2, 24, 32),
+            (32, 4, 16),
+            (((2,), (0,)), ((), ())),
+            "rhs",
+            id="several free",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (24, 2, 16),
+            (2, 16, 48),
+            (((1, 2), (0, 1)), ((), ())),
+            "rhs",
+            id="several contracted",
+            marks=pytest.mark.slow,
+        ),
         pytest.param((16, 3, 32), (32, 16, 3), (((0,), (1,)), ((1,), (2,))), "lhs", id="batch, weight left"),
-        pytest.param((4, 20, 16), (4, 12, 16), (((2,), (2,)), ((0,), (0,))), None, id="no weight"),
+        pytest.param(
+            (4, 20, 16),
+            (4, 12, 16),
+            (((2,), (2,)), ((0,), (0,))),
+            None,
+            id="no weight",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_any_dot_general(left: Any, right: Any, dims: Any, weight: Any) -> None:
@@ -60,6 +82,7 @@ def test_any_dot_general(left: Any, right: Any, dims: Any, weight: Any) -> None:
     same(jax.jit(partial(three, ours))(x, w, dy), jax.jit(partial(three, emulated))(x, w, dy))
 
 
+@pytest.mark.slow
 def test_under_transformations() -> None:
     """vmap over both operands or one, inside a scan, under remat: values and gradients."""
 
