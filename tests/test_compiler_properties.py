@@ -84,7 +84,7 @@ def splitting(seed: int) -> None:
         return jax.jit(jax.value_and_grad(policyc.apply(policy, made.loss)))(*args)
 
     whole = run()
-    runs = rewriting.Rewriter._runs
+    runs = rewriting.Rewriter.runs
     split = Counter()
 
     def one_by_one(self, stack, inside, fixed):
@@ -95,7 +95,7 @@ def splitting(seed: int) -> None:
         return found[:1] and [rewriting.Run(0, found[0].stop), *_rest(found)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewriting.Rewriter, "_runs", one_by_one)
+        patch.setattr(rewriting.Rewriter, "runs", one_by_one)
         rewriting._known.clear()
         apart = run()
         rewriting._known.clear()
