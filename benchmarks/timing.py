@@ -32,6 +32,28 @@ def seconds(f: Callable[..., Any], *args: Any, repeat: int) -> float:
     return statistics.median(times)
 
 
+def interleaved(products: dict[str, Callable[..., Any]], *args: Any, rounds: int) -> dict[str, dict[str, float]]:
+    """Each compiled function once a round, in turn, so that what else the machine does meets all of them.
+
+    For each: the least and the median of its wall times, and the least processor time of all threads, which a busy
+    machine hardly moves.
+    """
+    compiled = {name: jax.jit(f).lower(*args).compile() for name, f in products.items()}
+    wall: dict[str, list[float]] = {name: [] for name in compiled}
+    processor: dict[str, list[float]] = {name: [] for name in compiled}
+    for i in range(rounds + 2):
+        for name, run in compiled.items():
+            begin, work = time.perf_counter(), time.process_time()
+            jax.block_until_ready(run(*args))
+            if i >= 2:
+                processor[name].append(time.process_time() - work)
+                wall[name].append(time.perf_counter() - begin)
+    return {
+        name: {"wall": min(w), "median": statistics.median(w), "cpu": min(processor[name])}
+        for name, w in wall.items()
+    }
+
+
 def report(title: str, rows: dict[str, float], base: str) -> dict[str, dict[str, float]]:
     """Prints times and their ratios to one of them."""
     print(f"\n{title}\n{'-' * len(title)}")

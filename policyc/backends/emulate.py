@@ -45,7 +45,7 @@ def quantize(
     platform: str,
     alone: bool,
 ) -> Quantized:
-    method: Method = "matmul"
+    method: Method = "cpu" if platform == "cpu" else "matmul"
     if platform == "cuda":
         # The product rounds its own result to bfloat16 there, which saves a pass over memory; kernels save another.
         # They can be built only where there is a GPU to build them for.

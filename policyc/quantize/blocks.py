@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from policyc.formats import FORMATS
@@ -21,6 +22,7 @@ from policyc.quantize.bits import (
     Element,
     abs_bits,
     bits_of,
+    cpu_div,
     decode,
     exact_div,
     from_bits,
@@ -57,7 +59,7 @@ def quantize(
     """Quantizes x along `axes.axis`, padded with zeros to whole blocks.
 
     `key` feeds stochastic rounding, together with the bits of amax; `signs` the fresh signs of MS-EDEN, which
-    both operands of a product must share.
+    both operands of a product must share. `method` changes no bit.
     """
     axes = axes or Axes()
     layout, padded = layout_of(x.shape, treatment, axes)
@@ -72,7 +74,7 @@ def quantize(
         fresh = treatment.rounding == "ms_eden"
         by = random_signs(signs or random.key(), treatment.rht) if fresh else None
         x = stored(rotate(x, axes.axis, treatment.rht, by, method=method))
-    return _SCHEMES[treatment.format](x, treatment, axes, layout, key)
+    return _SCHEMES[treatment.format](x, treatment, axes, layout, key, cpu=method == "cpu")
 
 
 def layout_of(shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> tuple[Layout, tuple[int, ...]]:
@@ -171,6 +173,8 @@ def _nvfp4(
     layout: Layout,
     key: random.Key,
     kernel: kernels.Kernels | None = None,
+    *,
+    cpu: bool = False,
 ) -> Quantized:
     """With `kernel`, x is not rotated yet: that is part of what the kernels do."""
     x, *found = _maxima(x, axes, layout, t, kernel)
@@ -181,11 +185,12 @@ def _nvfp4(
     dec_top = stored(exact_div(jnp.float32(1), enc_top))
     block_top = from_bits(blocks) * lift
     key = key.fold(from_bits(amax))
+    div = cpu_div if cpu else exact_div
 
     def scaled(fraction: float) -> tuple[jax.Array, jax.Array]:
         ideal = block_top * (enc_top * jnp.float32(fraction))
         code = round_nearest(ideal, E4M3)
-        return code, exact_div(jnp.float32(1), decode(code, E4M3) * dec_top)
+        return code, div(jnp.float32(1), decode(code, E4M3) * dec_top)
 
     # A product with 1 is exact, so that only a tiny tensor sees the lift.
     lifted = x.astype(jnp.float32) * lift
@@ -196,36 +201,55 @@ def _nvfp4(
     # As bytes already here: they are a quarter of the words, and nothing has to turn those into bytes later.
     byte = jnp.where(amax >= _INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
     byte, enc = stored((byte, enc))
-    codes = _codes(lifted, enc, t, layout, key) if kernel is None else kernel.codes(x, enc, lift, key, t)
+    codes = kernel.codes(x, enc, lift, key, t) if kernel else _codes(lifted, enc, t, layout, key, cpu)
     if t.rounding == "ms_eden":
         scale = _corrected(lifted, enc, byte.astype(jnp.int32), layout, key.fold("scale"))
         byte = jnp.where(amax >= _INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
     return Quantized(codes=codes, scales=byte, amax=from_bits(amax), layout=layout)
 
 
-def _codes(lifted: jax.Array, enc: jax.Array, t: Treatment, layout: Layout, key: random.Key) -> jax.Array:
+def _codes(
+    lifted: jax.Array, enc: jax.Array, t: Treatment, layout: Layout, key: random.Key, cpu: bool
+) -> jax.Array:
     """Codes of x * enc, packed where they have four bits."""
     element = ELEMENTS[layout.element]
     length = lifted.shape[layout.axis]
     if element.bits == 8:
-        scaled = _blocked(lifted, layout) * spread(enc, layout)
-        code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
-        return code.astype(jnp.uint8).reshape(lifted.shape)
+        return _code(_blocked(lifted, layout) * spread(enc, layout), None, element).reshape(lifted.shape)
     pairs = split_axis(lifted, layout.axis, length // layout.block, layout.block // 2, 2)
     at = pairs.ndim + layout.axis
     by = spread(enc, layout)
-    even, odd = (lax.index_in_dim(pairs, i, at, keepdims=False) * by for i in range(2))
-    if t.rounding == "sr":
-        # One word for a pair: 16 random bits each.
-        word = random.words(_key_like(key, layout), even.shape)
-        chance = ((word & 0xFFFF).astype(jnp.int32), (word >> 16).astype(jnp.int32))
-        pairs_of = zip((even, odd), chance, strict=True)
-        codes = [round_stochastic(jnp.abs(v), r, _RANDOM_BITS, element) for v, r in pairs_of]
+    # One word for a pair: 16 random bits each.
+    half = pairs.shape[:at] + pairs.shape[at + 1 :]
+    word = random.words(_key_like(key, layout), half) if t.rounding == "sr" else None
+    if cpu:
+        # Each element where it lies: a CPU does several neighbours at once, and no loads with gaps.
+        place = lax.broadcasted_iota(jnp.uint8, pairs.shape, at)
+        bits = None if word is None else jnp.expand_dims(word, at) >> (place.astype(jnp.uint32) * 16)
+        nibbles = _code(pairs * jnp.expand_dims(by, at), bits, element) << (place * 4)
+        packed = lax.reduce(nibbles, np.uint8(0), lax.bitwise_or, (at,))
     else:
-        codes = [round_nearest(jnp.abs(v), element) for v in (even, odd)]
-    even_code, odd_code = (c | sign_code(v, element) for c, v in zip(codes, (even, odd), strict=True))
-    packed = pack(even_code, odd_code)
+        packed = pack(
+            *(
+                _code(
+                    lax.index_in_dim(pairs, i, at, keepdims=False) * by,
+                    None if word is None else word >> (16 * i),
+                    element,
+                )
+                for i in range(2)
+            )
+        )
     return packed.reshape(lifted.shape[: at - 2] + (length // 2,) + lifted.shape[at - 1 :])
+
+
+def _code(scaled: jax.Array, bits: jax.Array | None, element: Element) -> jax.Array:
+    """Codes with their sign, rounded to nearest, or by the low random bits."""
+    if bits is None:
+        code = round_nearest(jnp.abs(scaled), element)
+    else:
+        chance = (bits & ((1 << _RANDOM_BITS) - 1)).astype(jnp.int32)
+        code = round_stochastic(jnp.abs(scaled), chance, _RANDOM_BITS, element)
+    return (code | sign_code(scaled, element)).astype(jnp.uint8)
 
 
 def _key_like(key: random.Key, layout: Layout) -> random.Key:
@@ -296,12 +320,14 @@ def _corrected(
     return round_stochastic(value, chance, _RANDOM_BITS, E4M3)
 
 
-def _mx(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key) -> Quantized:
+def _mx(
+    x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key, *, cpu: bool
+) -> Quantized:
     """Power-of-two scales (E8M0) per block, no outer scale."""
     x, blocks, amax = _maxima(x, axes, layout, t)
     byte = e8m0(blocks, ELEMENTS[layout.element], "rceil" if layout.format == "mxfp8" else t.scale_rounding)
     enc = stored(from_bits((254 - byte) << 23))
-    codes = _codes(x.astype(jnp.float32), enc, t, layout, key.fold(from_bits(amax)))
+    codes = _codes(x.astype(jnp.float32), enc, t, layout, key.fold(from_bits(amax)), cpu)
     byte = jnp.where(blocks >= _INFINITY, 255, byte)
     return Quantized(codes=codes, scales=byte.astype(jnp.uint8), amax=None, layout=layout)
 
@@ -319,9 +345,11 @@ def e8m0(blocks: jax.Array, element: Element, rounding: str) -> jax.Array:
     return jnp.clip(exponent - ((top >> 23) - 127), 0, 254)
 
 
-def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key) -> Quantized:
+def _fp8(
+    x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key, *, cpu: bool
+) -> Quantized:
     """One outer scale, no blocks."""
-    del key
+    del key, cpu
     element = ELEMENTS[layout.element]
     # An 8-bit product wants one operand transposed. Unless x stands in memory first, XLA carries that transpose
     # into everything that makes x, and makes it three times: a tenth of the time of a linear layer on a GPU.
@@ -337,7 +365,7 @@ def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key
     return Quantized(codes=code.astype(jnp.uint8), scales=None, amax=from_bits(amax), layout=layout)
 
 
-_SCHEMES: dict[str, Callable[[jax.Array, Treatment, Axes, Layout, random.Key], Quantized]] = {
+_SCHEMES: dict[str, Callable[..., Quantized]] = {
     "nvfp4": _nvfp4,
     "mxfp4": _mx,
     "mxfp8": _mx,

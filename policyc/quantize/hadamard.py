@@ -21,9 +21,9 @@ from policyc.quantize.random import Key, words
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs; a longer transform repeats them."""
 
-Method = Literal["matmul", "matmul_bf16", "butterfly", "kernels", "interpreted"]
-"""A product with a small matrix, rounded by us or by the product itself; sums and differences; or GPU kernels where
-they fit, which can also be interpreted, for tests.
+Method = Literal["matmul", "matmul_bf16", "butterfly", "kernels", "interpreted", "cpu"]
+"""A product with a small matrix, rounded by us or by the product itself; sums and differences; GPU kernels where
+they fit, which can also be interpreted, for tests; or what suits a CPU.
 """
 
 

@@ -89,12 +89,15 @@ def pack(even: jax.Array, odd: jax.Array) -> jax.Array:
     return (even | (odd << 4)).astype(jnp.uint8)
 
 
-def unpack(packed: jax.Array, axis: int = -1) -> jax.Array:
-    """The codes of packed bytes, one to a uint8."""
+def unpack(packed: jax.Array, axis: int = -1, *, cpu: bool = False) -> jax.Array:
+    """The codes of packed bytes, one to a uint8. A CPU is faster if they are stored so before they are used."""
     at = packed.ndim + axis
-    pair = packed.shape[: at + 1] + (2,) + packed.shape[at + 1 :]
-    shifts = lax.broadcasted_iota(jnp.uint8, pair, at + 1) * 4
-    wide: jax.Array = (jnp.expand_dims(packed, at + 1) >> shifts) & jnp.uint8(15)
+    if cpu:
+        wide = jnp.stack([packed & jnp.uint8(15), packed >> 4], at + 1)
+    else:
+        pair = packed.shape[: at + 1] + (2,) + packed.shape[at + 1 :]
+        shifts = lax.broadcasted_iota(jnp.uint8, pair, at + 1) * 4
+        wide = (jnp.expand_dims(packed, at + 1) >> shifts) & jnp.uint8(15)
     return wide.reshape(packed.shape[:at] + (2 * packed.shape[at],) + packed.shape[at + 1 :])
 
 

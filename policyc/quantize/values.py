@@ -34,7 +34,8 @@ def codes_of(q: Quantized) -> jax.Array:
 def block_values(q: Quantized, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> jax.Array:
     """Code times block scale, padding kept: exact in bfloat16. The outer scale is left out."""
     layout = q.layout
-    codes = unpack(q.codes, layout.axis) if layout.packed else q.codes
+    # Who wants fp32 is a CPU.
+    codes = unpack(q.codes, layout.axis, cpu=dtype == jnp.float32) if layout.packed else q.codes
     values = decode(codes, ELEMENTS[layout.element])
     if q.scales is None:
         return values.astype(dtype)
