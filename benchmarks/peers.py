@@ -9,7 +9,7 @@ The same shapes and formats, in one run, in turn. What each row does, for y = x 
 - qwix nvfp4, mxfp8, six operands: the same six, with casts to XLA's small floats, one element a byte. Its block scales
   (nvfp4: divided by 6 and cast; no scale of the tensor) are other numbers than NVIDIA's, of the same count.
 - qwix nvfp4, mxfp8, as it comes: four operands. In the backward products x and w stay bfloat16; only dy is quantized.
-- fp8: policyc scales each tensor, qwix each row or column, and its codes of x and w serve the backward products in both.
+- fp8: policyc scales each tensor, qwix each row or column. The codes of x and w serve the backward products in both.
 - policyc nvfp4, full: with the random Hadamard transform, stochastic rounding and 2D scales. qwix has none of
   them: it ignores stochastic rounding where the type is a float.
 """
@@ -100,7 +100,9 @@ def measure(shape: str, rounds: int) -> dict[str, Any]:
     print(f"\n{shape} (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors)")
     print(f"{'':28s}{'least wall':>14s}{'median wall':>14s}{'processor':>14s}, and their ratios to bf16")
     for name, t in times.items():
-        cells = "".join(f"{t[w] * 1e3:8.1f} {t[w] / times['bf16'][w]:5.2f}" for w in ("wall", "median", "cpu"))
+        cells = "".join(
+            f"{t[w] * 1e3:8.1f} {t[w] / times['bf16'][w]:5.2f}" for w in ("wall", "median", "cpu")
+        )
         print(f"{name:28s}{cells}")
     beside = {}
     for name, (mine, theirs) in PAIRS.items():
@@ -110,7 +112,9 @@ def measure(shape: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="m x k x n each, as 1024x512x1024")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json")

@@ -32,7 +32,9 @@ def seconds(f: Callable[..., Any], *args: Any, repeat: int) -> float:
     return statistics.median(times)
 
 
-def interleaved(products: dict[str, Callable[..., Any]], *args: Any, rounds: int) -> dict[str, dict[str, float]]:
+def interleaved(
+    products: dict[str, Callable[..., Any]], *args: Any, rounds: int
+) -> dict[str, dict[str, float]]:
     """Each compiled function once a round, in turn, so that what else the machine does meets all of them.
 
     For each: the least and the median of its wall times, and the least processor time of all threads, which a busy

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policyc import primitives
 from policyc.backends.emulate import Dims, Operand
 from policyc.formats import FORMATS
-from policyc.jaxcompat import vary_alike
+from policyc.jaxcompat import shape_of, sharded_like, vary_alike
 from policyc.quantize import Axes, Key, Quantized, dequantize, key
 from policyc.recipes import Gemm, Recipe, Role, Treatment
 from policyc.treatments import effective
@@ -121,17 +121,13 @@ def quantized_dot_general(
         weight=weight,
         out=out,
         precision=precision,
-        lhs=_like(a),
-        rhs=_like(b),
+        lhs=shape_of(a),
+        rhs=shape_of(b),
         backends=backends,
         site=str(site),
     )
     words = [w for w in (layer, step) if w is not None]
     return _gemm(call, a, b, key(seed, site, *words)).reshape(shape)
-
-
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)  # type: ignore[no-untyped-call]
 
 
 def _as_dims(numbers: Any) -> Dims:
@@ -400,7 +396,7 @@ def _gradient(
     own = _parts(dy, side, product, k, signs)
     tokens = prod(dy.shape[i] for i in side.tokens)
     pair = (own, other) if left else (other, own)
-    return _multiply(product, *pair, of.dtype, tokens)
+    return sharded_like(_multiply(product, *pair, of.dtype, tokens), of)
 
 
 _gemm.defvjp(_gemm_fwd, _gemm_bwd)
@@ -429,7 +425,7 @@ def operands(
     chosen, k = effective(recipe), key(0, site)
     a, b, dims, _ = _canonical(lhs, rhs, _as_dims(dimension_numbers), chosen)
     call = Call(
-        dims=dims, recipe=chosen, weight=weight, out=dy.dtype, precision=None, lhs=_like(a), rhs=_like(b),
+        dims=dims, recipe=chosen, weight=weight, out=dy.dtype, precision=None, lhs=shape_of(a), rhs=shape_of(b),
         backends=("emulate",) * 3, site=str(site),
     )  # fmt: skip
     fprop, d_lhs, d_rhs = _products(call)

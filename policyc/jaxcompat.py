@@ -11,6 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import jax
@@ -20,9 +21,11 @@ from jax._src import dispatch
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 Shape = tuple[tuple[int, ...], Any]
+Source = tuple[int, int] | None
+"""Where a dimension of a result comes from: an operand, and one of its dimensions counted from the end."""
 Body = Callable[..., Sequence[jax.Array]]
 
 
@@ -30,6 +33,7 @@ def define(
     name: str,
     body: Body,
     shapes: Callable[..., Sequence[Shape]],
+    sources: Callable[..., Sequence[Sequence[Source]]],
     platforms: Mapping[str, Body] | None = None,
     alone: Mapping[str, Body] | None = None,
     needs_devices: bool = False,
@@ -37,33 +41,39 @@ def define(
 ) -> Primitive:
     """A primitive called `name` that runs `body(*arrays, **params)`.
 
-    `shapes(*avals, **params)` gives the shape and type of each result. `platforms` has other bodies for the
-    same result, and `alone` still others for programs of one device, where nothing has to be divided. The
-    parameter `mapped` has a tuple for each `vmap` around it, outermost first: which operands carry a leading
-    axis for it. A body that divides itself among devices needs to know them when it is lowered. `local` is the name of
-    a backend that runs on one device's arrays only, and not under `vmap`: elsewhere it is an error.
+    `shapes(*avals, **params)` gives the shape and type of each result, and `sources(*avals, **params)` where each
+    of its dimensions comes from, so that types which say how an array is sharded go on saying so. `platforms`
+    has other bodies for the same result, and `alone` still others for programs of one device, where nothing has
+    to be divided. The parameter `mapped` has a tuple for each `vmap` around it, outermost first: which operands
+    carry a leading axis for it. A body that divides itself among devices needs to know them when it is lowered.
+    `local` is the name of a backend that runs on one device's arrays only, and not under `vmap`: elsewhere it is an
+    error.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
     def abstract(*avals: Any, mapped: tuple[tuple[bool, ...], ...], **params: Any) -> list[ShapedArray]:
         sizes: list[int] = []
+        leading: list[Any] = []
         inner = list(avals)
-        for level in mapped:
-            sizes.append(next(a.shape[0] for a, m in zip(inner, level, strict=True) if m))
+        for i, level in enumerate(mapped):
+            first = next(n for n, m in enumerate(level) if m)
+            sizes.append(inner[first].shape[0])
+            # One dimension was taken from the front for each level before.
+            leading.append(_spec(avals[first])[sum(outer[first] for outer in mapped[:i])])
             inner = [_Shaped(a.shape[1:], a.dtype) if m else a for a, m in zip(inner, level, strict=True)]
         # Of operands that vary alike (see `bind`), any says how.
         mesh, varying = avals[0].sharding.mesh, avals[0].manual_axis_type
-        results = [((*sizes, *shape), dtype) for shape, dtype in shapes(*inner, **params)]
-        return [
-            ShapedArray(
-                shape,
-                jax.numpy.dtype(dtype),
-                sharding=NamedSharding(mesh, _replicated(len(shape))),
-                manual_axis_type=varying,
-            )
-            for shape, dtype in results
-        ]
+        results = shapes(*inner, **params)
+        out = []
+        for (shape, dtype), source in zip(results, sources(*inner, **params), strict=True):
+            wanted = [*leading, *(None if s is None else _spec(avals[s[0]])[s[1]] for s in source)]
+            full = (*sizes, *shape)
+            spec = _partitioned(wanted, full, dict(mesh.shape))
+            sharding = NamedSharding(mesh, spec)
+            aval = ShapedArray(full, jax.numpy.dtype(dtype), sharding=sharding, manual_axis_type=varying)
+            out.append(aval)
+        return out
 
     def mapped_body(f: Body) -> Body:
         def run(*args: jax.Array, mapped: tuple[tuple[bool, ...], ...], **params: Any) -> Sequence[jax.Array]:
@@ -90,7 +100,7 @@ def define(
         dispatch.prim_requires_devices_during_lowering.add(primitive)
     ad.primitive_jvps[primitive] = _once
     primitive.def_abstract_eval(abstract)  # type: ignore[no-untyped-call]
-    primitive.def_impl(partial(_run, mapped_body(body)))  # type: ignore[no-untyped-call]
+    primitive.def_impl(partial(_run, primitive))  # type: ignore[no-untyped-call]
     batching.primitive_batchers[primitive] = batch
     mlir.register_lowering(primitive, _lowered(mapped_body(body), local=local))
     for platform, other in (platforms or {}).items():
@@ -107,8 +117,21 @@ def _once(*_: Any, **__: Any) -> Any:
     )
 
 
-def _replicated(ndim: int) -> PartitionSpec:
-    return PartitionSpec(*[None] * ndim)  # type: ignore[no-untyped-call]
+def _spec(aval: Any) -> tuple[Any, ...]:
+    """Which mesh axes each dimension is divided over, where the type says so."""
+    return tuple(aval.sharding.spec) + (None,) * (len(aval.shape) - len(aval.sharding.spec))
+
+
+def _partitioned(wanted: Sequence[Any], shape: Sequence[int], mesh: Mapping[Any, int]) -> PartitionSpec:
+    """The wanted mesh axes of each dimension, where they divide it and no dimension before it has them."""
+    used: set[Any] = set()
+    kept: list[Any] = []
+    for axes, size in zip(wanted, shape, strict=True):
+        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        fits = not used & set(names) and size % prod(mesh[n] for n in names) == 0
+        kept.append(axes if fits else None)
+        used |= set(names) if fits else set()
+    return PartitionSpec(*kept)  # type: ignore[no-untyped-call]
 
 
 class _Shaped:
@@ -118,9 +141,9 @@ class _Shaped:
         self.shape, self.dtype, self.ndim = shape, dtype, len(shape)
 
 
-def _run(body: Body, *args: Any, **params: Any) -> Sequence[jax.Array]:
+def _run(primitive: Primitive, *args: Any, **params: Any) -> Sequence[jax.Array]:
     # Outside `jit`, as one compiled program: op by op would be slow, and keep every step in memory.
-    return _compiled(body, tuple(sorted(params.items())))(*args)  # type: ignore[no-any-return]
+    return _compiled(primitive.bind, tuple(sorted(params.items())))(*args)  # type: ignore[no-any-return]
 
 
 @cache
@@ -150,12 +173,23 @@ def _lowered(body: Body, alone: Body | None = None, local: str = "") -> Callable
                 f"{devices} by XLA: {_ELSEWHERE}"
             )
         rule = single if devices == 1 and not params["mapped"] else general
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _divided_by_the_compiler(ctx.avals_in[0].sharding.mesh):
             # The supported versions of JAX have Triton kernels; that later ones will not is our concern, not a user's.
             warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
             return rule(ctx.replace(avals_in=plain), *args, **params)
 
     return lower
+
+
+@contextlib.contextmanager
+def _divided_by_the_compiler(mesh: Any) -> Iterator[None]:
+    """Where types say how arrays are sharded, those of the body's steps would say: not at all. So they say nothing."""
+    explicit = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit]
+    if not explicit:
+        yield
+        return
+    with use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))):
+        yield
 
 
 def vary_alike(*args: Any) -> list[jax.Array]:
@@ -169,6 +203,21 @@ def vary_alike(*args: Any) -> list[jax.Array]:
         a if v == every else lax.pcast(a, tuple(sorted(every - v)), to="varying")
         for a, v in zip(arrays, over, strict=True)
     ]
+
+
+def sharded_like(x: jax.Array, operand: jax.ShapeDtypeStruct) -> jax.Array:
+    """x, divided over devices as the type of the operand says, where types say so."""
+    sharding = operand.sharding
+    if sharding is None or _spec(jax.typeof(x)) == _spec(operand):
+        return x
+    return jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Shape, type, and where types say it, sharding."""
+    aval = jax.typeof(x)
+    sharding = aval.sharding if any(_spec(aval)) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
 
 def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Array]:

@@ -20,7 +20,7 @@ from policyc import quantize as q
 from policyc.backends import emulate
 from policyc.backends.emulate import Dims, Operand
 from policyc.formats import FORMATS
-from policyc.jaxcompat import Shape, bind, define
+from policyc.jaxcompat import Shape, Source, bind, define
 from policyc.quantize.blocks import layout_of
 from policyc.quantize.layout import TILE, Axes, Layout, Quantized
 from policyc.recipes import Treatment
@@ -76,6 +76,12 @@ def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str, backend: str
     return out
 
 
+def _quantize_sources(x: Any, *words: Any, spec: Spec, operand: str, backend: str) -> list[list[Source]]:
+    """Codes, scales and amax lie as their operand does."""
+    results = _quantize_shapes(x, *words, spec=spec, operand=operand, backend=backend)
+    return [[(0, i - x.ndim) for i in range(x.ndim)] for _ in results]
+
+
 PLATFORMS = ("cpu", "cuda")
 """Those that some backend treats in a way of their own."""
 
@@ -89,6 +95,7 @@ def _quantizer(format: str, backend: str) -> Primitive:
         f"{format}_quantize",
         _quantize,
         _quantize_shapes,
+        _quantize_sources,
         platforms={name: partial(_quantize, platform=name) for name in PLATFORMS},
         alone={name: partial(_quantize, platform=name, alone=True) for name in PLATFORMS},
         needs_devices=backend != "emulate",
@@ -102,6 +109,7 @@ def _multiplier(backend: str) -> Primitive:
         "scaled_gemm",
         _gemm,
         _gemm_shapes,
+        _gemm_sources,
         platforms={name: partial(_gemm, platform=name) for name in PLATFORMS},
         needs_devices=backend != "emulate",
         local=backend if backend in LOCAL else "",
@@ -203,6 +211,17 @@ def _gemm_shapes(
     return [(tuple(shape), out)]
 
 
+def _gemm_sources(
+    *avals: Any, lhs: Shown, rhs: Shown, dimension_numbers: Dims, out: Any, backend: str
+) -> list[list[Source]]:
+    """As in `dot_general`; sums over what is divided among devices are finished."""
+    del rhs, out, backend
+    a, b = avals[0].ndim, avals[lhs.arrays()].ndim
+    (lc, rc), (lb, rb) = dimension_numbers
+    left: list[Source] = [(0, i - a) for i in (*lb, *(i for i in range(a) if i not in (*lc, *lb)))]
+    return [left + [(lhs.arrays(), i - b) for i in range(b) if i not in (*rc, *rb)]]
+
+
 def scaled_gemm(
     lhs: Operand, rhs: Operand, dimension_numbers: Dims, out: Any, *, backend: str = "emulate"
 ) -> jax.Array:
@@ -229,8 +248,21 @@ def _ragged_shapes(
     return [((lhs.length(a, 0), rhs.length(b, 2)), out)]
 
 
+def _ragged_sources(
+    sizes: Any, *avals: Any, lhs: Shown, rhs: Shown, contracting: bool, out: Any
+) -> list[list[Source]]:
+    del sizes, avals, rhs, out
+    # Operands count from the sizes of groups on.
+    right = 1 + lhs.arrays()
+    return [[None, (1, -1), (right, -1)] if contracting else [(1, -2), (right, -1)]]
+
+
 SCALED_RAGGED_GEMM = define(
-    "scaled_ragged_gemm", _ragged, _ragged_shapes, platforms={"cpu": partial(_ragged, values=jnp.float32)}
+    "scaled_ragged_gemm",
+    _ragged,
+    _ragged_shapes,
+    _ragged_sources,
+    platforms={"cpu": partial(_ragged, values=jnp.float32)},
 )
 
 

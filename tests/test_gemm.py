@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import rounding_oracle as oracle
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from policyc.gemm import quantized_dot_general
 from policyc.ragged import quantized_ragged_dot
-from policyc.recipes import TARGETS, Gemm, Recipe, recipe, split
+from policyc.recipes import TARGETS, Gemm, Recipe, Treatment, recipe, split
 from policyc.treatments import effective, problems
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "nvfp4_reference.npz")
@@ -303,17 +303,19 @@ LINEAR = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=FULL)
 def test_vmap_is_a_loop() -> None:
     x, w, dy = normal(3, 16, 32), normal(32, 16, seed=1), normal(3, 16, 16, seed=2)
     got = jax.jit(jax.vmap(partial(three, LINEAR), in_axes=(0, None, 0)))(x, w, dy)
+    alone = jax.jit(partial(three, LINEAR))
     for i in range(3):
-        for mine, theirs in zip(got, jax.jit(partial(three, LINEAR))(x[i], w, dy[i]), strict=True):
+        for mine, theirs in zip(got, alone(x[i], w, dy[i]), strict=True):
             np.testing.assert_allclose(np.asarray(mine)[i], np.asarray(theirs), rtol=1e-5, atol=1e-5)
 
 
 def test_vmap_twice_and_of_weights() -> None:
     x, w = normal(2, 3, 16, 32), normal(3, 32, 16, seed=1)
     got = jax.jit(jax.vmap(jax.vmap(LINEAR), in_axes=(0, None)))(x, w)
+    alone = jax.jit(LINEAR)
     for i in range(2):
         for j in range(3):
-            want = jax.jit(LINEAR)(x[i, j], w[j])
+            want = alone(x[i, j], w[j])
             np.testing.assert_allclose(np.asarray(got)[i, j], np.asarray(want), rtol=1e-5, atol=1e-5)
 
 
@@ -420,6 +422,65 @@ def test_sharded_products_gather_nothing() -> None:
     assert "all-gather" not in text
     assert "all-to-all" not in text
     assert "all-reduce" in text
+
+
+LAID = [
+    (("data", None), (None, "model")),
+    (("data", "model"), ("model", None)),
+    (("data", None), ("data", None)),
+]
+
+
+@eight
+@pytest.mark.parametrize(
+    ("left", "right"), [LAID[1], *(pytest.param(*p, marks=pytest.mark.slow) for p in LAID[::2])]
+)
+def test_shardings_in_types(left: Any, right: Any) -> None:
+    """Explicit sharding: results say where they lie, gradients lie where their operands do, and the sums are those of one
+    device (in another order).
+    """
+    x, w, dy = normal(64, 128), normal(128, 64, seed=1), normal(64, 64, seed=2)
+    want = jax.jit(partial(three, LINEAR))(x, w, dy)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+        shards = put(x, *left), put(w, *right), put(dy, left[0], right[1])
+        got = jax.jit(partial(three, LINEAR))(*shards)
+        for mine, spec in zip(got, ((left[0], right[1]), left, right), strict=True):
+            assert jax.typeof(mine).sharding.spec == P(*spec)
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-4, atol=1e-4)
+
+
+@eight
+@pytest.mark.parametrize("compiled", [True, False])
+def test_primitives_keep_shardings_in_types(compiled: bool) -> None:
+    """Codes and scales lie as their operand does, are those of one device, and nothing is gathered on the way."""
+    from policyc import primitives, quantize
+
+    t = Treatment(format="nvfp4", element="e2m1")
+    f = partial(primitives.quantize, treatment=t, axes=quantize.Axes())
+
+    def both(x: jax.Array) -> tuple[Any, jax.Array]:
+        q = jax.vmap(f)(x)
+        return q, jax.vmap(lambda q: primitives.scaled_gemm(q, q, (((1,), (1,)), ((), ())), jnp.float32))(q)
+
+    x = normal(4, 32, 64)
+    want = jax.jit(both)(x)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        shards = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
+        run = jax.jit(both) if compiled else both
+        q, y = run(shards)
+        if compiled:
+            assert "all-gather" not in run.lower(shards).compile().as_text()
+    specs = [jax.typeof(a).sharding.spec for a in (q.codes, q.scales, q.amax, y)]
+    laid = P("data", None, "model")
+    # The product is summed over what "model" divides.
+    assert specs == [laid, laid, P("data", None, None), P("data", None, None)]
+    for mine, theirs in zip(jax.tree.leaves(q), jax.tree.leaves(want[0]), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+    np.testing.assert_allclose(np.asarray(y), np.asarray(want[1]), rtol=1e-5, atol=1e-4)
 
 
 @eight

@@ -15,28 +15,32 @@ import rounding_oracle as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policyc.quantize import Axes, block_values, codes_of, dequantize, key, pack, quantize, unpack
+import policyc.quantize
+from policyc.quantize import Axes, key, pack, quantize, unpack
 from policyc.quantize.bits import (
     E2M1,
     E4M3,
     E5M2,
     Element,
+    cpu_div,
     decode,
     exact_div,
     round_nearest,
     round_stochastic,
 )
-from policyc.quantize.hadamard import rotate
+from policyc.quantize.hadamard import Method, rotate
 from policyc.quantize.random import words
 from policyc.recipes import Treatment
 
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
-SAMPLES = 1 << 20
+# Compiled: op by op they would cost more than what is tested.
+codes_of, dequantize = jax.jit(policyc.quantize.codes_of), jax.jit(policyc.quantize.dequantize)
+block_values = jax.jit(policyc.quantize.block_values)
 
 
 @cache
-def compiled(treatment: Treatment, axes: Axes | None = None) -> Any:
-    return jax.jit(partial(quantize, treatment=treatment, axes=axes))
+def compiled(treatment: Treatment, axes: Axes | None = None, method: Method = "cpu") -> Any:
+    return jax.jit(partial(quantize, treatment=treatment, axes=axes, method=method))
 
 
 def samples(name: str, shape: tuple[int, ...] = (1024, 1024)) -> np.ndarray:
@@ -59,9 +63,10 @@ def test_division_is_exact() -> None:
     exponent = rng.integers(-60, 60, (2, 1 << 18))
     a, b = (rng.uniform(1, 2, exponent.shape) * np.exp2(exponent)).astype(np.float32)
     a[:8], b[:8] = [1, 2, 3, 1, 1, 2688, 448, 6], [1, 3, 2, np.nextafter(2, 0, dtype="f4"), 3, 2688, 447, 7]
-    np.testing.assert_array_equal(np.asarray(jax.jit(exact_div)(a, b)), a / b)
     ones = np.ones_like(b)
-    np.testing.assert_array_equal(np.asarray(jax.jit(exact_div)(ones, b)), ones / b)
+    for divide in (jax.jit(exact_div), jax.jit(cpu_div)):
+        np.testing.assert_array_equal(np.asarray(divide(a, b)), a / b)
+        np.testing.assert_array_equal(np.asarray(divide(ones, b)), ones / b)
 
 
 def test_division_does_not_need_a_good_guess(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +86,9 @@ def test_division_does_not_need_a_good_guess(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_division_saturates() -> None:
     big, small = jnp.float32(3e38), jnp.float32(1e-30)
-    assert exact_div(big, small) == np.float32(3.4028235e38)
-    assert exact_div(jnp.float32(1), jnp.float32(0)) == np.float32(3.4028235e38)
+    for divide in (jax.jit(exact_div), jax.jit(cpu_div)):
+        assert divide(big, small) == np.float32(3.4028235e38)
+        assert divide(jnp.float32(1), jnp.float32(0)) == np.float32(3.4028235e38)
 
 
 @pytest.mark.parametrize(
@@ -109,37 +115,58 @@ def test_rounding_is_that_of_ml_dtypes(element: Element, dtype: Any) -> None:
 # --- whole tensors, against the oracle ------------------------------------------------------------
 
 
+@pytest.mark.parametrize("method", ["cpu", pytest.param("matmul", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tile", [1, 16])
-@pytest.mark.parametrize("name", ["normal", "wide"])
-def test_nvfp4(name: str, tile: int, dtype: str) -> None:
-    x = np.asarray(jnp.asarray(samples(name) * np.float32(0.37)).astype(dtype))
-    if dtype == "float16" and name == "wide":
-        x = np.clip(x, -6e4, 6e4).astype(np.float16)
+def test_nvfp4(tile: int, dtype: str, method: Method) -> None:
     t, axes = nvfp4(tile2d=tile == 16), Axes(axis=-1, tile=-2)
 
     @jax.jit
     def fused(x: jax.Array) -> tuple[Any, ...]:
         # The input is produced and the result used in the same program.
-        q = quantize((x.astype(jnp.float32) * 4).astype(x.dtype), t, axes)
+        q = quantize((x.astype(jnp.float32) * 4).astype(x.dtype), t, axes, method=method)
         return codes_of(q), q.scales, q.amax, block_values(q), dequantize(q), jnp.sum(dequantize(q))
 
-    codes, scales, amax, block, value, _ = fused(jnp.asarray(x) / 4)
-    want = oracle.nvfp4(np.asarray(jnp.asarray(x) / 4 * 4), tile)
-    np.testing.assert_array_equal(np.asarray(codes), want["codes"])
-    np.testing.assert_array_equal(np.asarray(scales), want["scales"])
-    np.testing.assert_array_equal(np.ravel(amax), want["amax"])
-    np.testing.assert_array_equal(np.asarray(block, np.float32), want["block"])
-    np.testing.assert_array_equal(np.asarray(value), want["dequantized"])
+    for name in ("normal", "wide"):
+        x = np.asarray(jnp.asarray(samples(name) * np.float32(0.37)).astype(dtype))
+        if dtype == "float16" and name == "wide":
+            x = np.clip(x, -6e4, 6e4).astype(np.float16)
+        codes, scales, amax, block, value, _ = fused(jnp.asarray(x) / 4)
+        want = oracle.nvfp4(np.asarray(jnp.asarray(x) / 4 * 4), tile)
+        np.testing.assert_array_equal(np.asarray(codes), want["codes"])
+        np.testing.assert_array_equal(np.asarray(scales), want["scales"])
+        np.testing.assert_array_equal(np.ravel(amax), want["amax"])
+        np.testing.assert_array_equal(np.asarray(block, np.float32), want["block"])
+        np.testing.assert_array_equal(np.asarray(value), want["dequantized"])
 
 
 @pytest.mark.slow
 def test_nvfp4_large() -> None:
     x = np.asarray(jnp.asarray(np.random.default_rng(5).standard_normal((4096, 4096))).astype(jnp.bfloat16))
-    q = compiled(nvfp4())(x)
     want = oracle.nvfp4(x)
-    np.testing.assert_array_equal(np.asarray(q.codes), oracle.pack(want["codes"]))
-    np.testing.assert_array_equal(np.asarray(q.scales), want["scales"])
+    for method in ("cpu", "matmul"):
+        q = compiled(nvfp4(), method=method)(x)
+        np.testing.assert_array_equal(np.asarray(q.codes), oracle.pack(want["codes"]))
+        np.testing.assert_array_equal(np.asarray(q.scales), want["scales"])
+
+
+BODIES = [
+    (nvfp4(rounding="sr", rht=16), Axes(axis=-2)),
+    (nvfp4(rounding="ms_eden", rht=32), Axes()),
+    (nvfp4(scale="four_over_six", tile2d=True), Axes(tile=-2)),
+    (nvfp4(rounding="sr", outer="row", headroom=Fraction(17, 16)), Axes()),
+    (Treatment(format="mxfp4", element="e2m1", rounding="sr"), Axes(axis=-2)),
+    (nvfp4(rounding="sr"), Axes(axis=-2, batch=(-3,))),
+]
+
+
+@pytest.mark.parametrize(("t", "axes"), BODIES)
+def test_both_bodies_have_the_same_bits(t: Treatment, axes: Axes) -> None:
+    """That for CPUs and that for all else, random bits and all."""
+    x = jnp.asarray(samples("wide", (2, 64, 96) if axes.batch else (64, 96))).astype(jnp.bfloat16)
+    one, other = (compiled(t, axes, m)(x) for m in ("cpu", "matmul"))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @pytest.mark.parametrize("element", ["e2m1", "e4m3"])
@@ -202,8 +229,10 @@ def test_batches_are_tensors_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
-@pytest.mark.parametrize("method", ["matmul", "butterfly", "matmul_bf16"])
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize(
+    "method", ["matmul", "matmul_bf16", pytest.param("butterfly", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("axis", [0, 2, pytest.param(1, marks=pytest.mark.slow)])
 def test_rotation(size: int, method: Any, axis: int) -> None:
     signs = np.resize([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], size)
     x = np.asarray(jnp.asarray(samples("normal", (4, 3, 128))).astype(jnp.bfloat16))
@@ -352,8 +381,9 @@ def test_stochastic_rounding_leaves_representable_values() -> None:
     x = samples("normal", (64, 64))
     x[0, 0] = 5.25
     once = oracle.nvfp4(x)["dequantized"]
+    draw = jax.jit(lambda x, s: quantize(x, nvfp4(rounding="sr"), key=key(s)))
     for s in range(4):
-        again = quantize(jnp.asarray(once), nvfp4(rounding="sr"), key=key(s))
+        again = draw(once, s)
         np.testing.assert_array_equal(np.asarray(dequantize(again)), once)
 
 
@@ -433,4 +463,6 @@ def test_packing_is_its_own_inverse() -> None:
     codes = np.random.default_rng(0).integers(0, 16, (6, 32), dtype=np.uint8)
     packed = pack(jnp.asarray(codes[:, ::2]), jnp.asarray(codes[:, 1::2]))
     np.testing.assert_array_equal(np.asarray(packed), oracle.pack(codes))
-    np.testing.assert_array_equal(np.asarray(unpack(packed)), codes)
+    for cpu in (False, True):
+        np.testing.assert_array_equal(np.asarray(unpack(packed, cpu=cpu)), codes)
+        np.testing.assert_array_equal(np.asarray(unpack(packed.T, -2, cpu=cpu)), codes.T)

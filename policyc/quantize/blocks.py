@@ -227,7 +227,7 @@ def _codes(
         place = lax.broadcasted_iota(jnp.uint8, pairs.shape, at)
         bits = None if word is None else jnp.expand_dims(word, at) >> (place.astype(jnp.uint32) * 16)
         nibbles = _code(pairs * jnp.expand_dims(by, at), bits, element) << (place * 4)
-        packed = lax.reduce(nibbles, np.uint8(0), lax.bitwise_or, (at,))
+        packed: jax.Array = lax.reduce(nibbles, np.uint8(0), lax.bitwise_or, (at,))
     else:
         packed = pack(
             *(
@@ -320,9 +320,7 @@ def _corrected(
     return round_stochastic(value, chance, _RANDOM_BITS, E4M3)
 
 
-def _mx(
-    x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key, *, cpu: bool
-) -> Quantized:
+def _mx(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key, *, cpu: bool) -> Quantized:
     """Power-of-two scales (E8M0) per block, no outer scale."""
     x, blocks, amax = _maxima(x, axes, layout, t)
     byte = e8m0(blocks, ELEMENTS[layout.element], "rceil" if layout.format == "mxfp8" else t.scale_rounding)
@@ -345,9 +343,7 @@ def e8m0(blocks: jax.Array, element: Element, rounding: str) -> jax.Array:
     return jnp.clip(exponent - ((top >> 23) - 127), 0, 254)
 
 
-def _fp8(
-    x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key, *, cpu: bool
-) -> Quantized:
+def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key, *, cpu: bool) -> Quantized:
     """One outer scale, no blocks."""
     del key, cpu
     element = ELEMENTS[layout.element]
