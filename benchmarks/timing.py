@@ -43,11 +43,11 @@ def interleaved(
     compiled = {name: jax.jit(f).lower(*args).compile() for name, f in products.items()}
     wall: dict[str, list[float]] = {name: [] for name in compiled}
     processor: dict[str, list[float]] = {name: [] for name in compiled}
-    for i in range(rounds + 2):
+    for i in range(rounds + 1):
         for name, run in compiled.items():
             begin, work = time.perf_counter(), time.process_time()
             jax.block_until_ready(run(*args))
-            if i >= 2:
+            if i:
                 processor[name].append(time.process_time() - work)
                 wall[name].append(time.perf_counter() - begin)
     return {

@@ -436,8 +436,8 @@ LAID = [
     ("left", "right"), [LAID[1], *(pytest.param(*p, marks=pytest.mark.slow) for p in LAID[::2])]
 )
 def test_shardings_in_types(left: Any, right: Any) -> None:
-    """Explicit sharding: results say where they lie, gradients lie where their operands do, and the sums are those of one
-    device (in another order).
+    """Results say where they lie, gradients lie where their operands do, and sums are those of one device, in
+    another order.
     """
     x, w, dy = normal(64, 128), normal(128, 64, seed=1), normal(64, 64, seed=2)
     want = jax.jit(partial(three, LINEAR))(x, w, dy)
