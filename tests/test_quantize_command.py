@@ -18,7 +18,7 @@ OTHER = ("--role", "weight", "--gemm", "dgrad")
 TOKENS = ("--role", "activation", "--gemm", "wgrad")
 GRADIENT = ("--role", "gradient", "--gemm", "wgrad")
 BF16 = "normal_48x80_bfloat16_1d"
-TILES = "normal_64x128_float32_2d"
+TILES = "normal_32x64_float32_2d"
 ROTATED = "rht_64x128_bf16"
 
 
