@@ -40,6 +40,17 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+def product_of(name: str) -> Callable[..., jax.Array]:
+    """The product under a recipe: FP8 on the GPU's own units, the others emulated."""
+    backend = "xla" if name == "fp8" else "emulate"
+    return partial(
+        quantized_dot_general,
+        dimension_numbers=DIMS,
+        recipe=RECIPES[name],
+        backends=(backend, backend, backend),
+    )
+
+
 def step(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
     y, back = jax.vjp(product, x, w)
     return y, *back(dy)
@@ -48,17 +59,15 @@ def step(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array, dy: jax.
 def layers(x: jax.Array, w: jax.Array, dy: jax.Array, repeat: int) -> Any:
     plain = partial(lax.dot_general, dimension_numbers=DIMS)
     rows = {"bf16": seconds(partial(step, plain), x, w, dy, repeat=repeat)}
-    for name, r in RECIPES.items():
-        product = partial(quantized_dot_general, dimension_numbers=DIMS, recipe=r)
-        rows[name] = seconds(partial(step, product), x, w, dy, repeat=repeat)
+    for name in RECIPES:
+        rows[name] = seconds(partial(step, product_of(name)), x, w, dy, repeat=repeat)
     return report("forward and backward of a linear", rows, "bf16")
 
 
 def forwards(x: jax.Array, w: jax.Array, repeat: int) -> Any:
     rows = {"bf16": seconds(partial(lax.dot_general, dimension_numbers=DIMS), x, w, repeat=repeat)}
     for name in ("nvfp4 full (rht, sr, 2d)", "fp8"):
-        product = partial(quantized_dot_general, dimension_numbers=DIMS, recipe=RECIPES[name])
-        rows[name] = seconds(product, x, w, repeat=repeat)
+        rows[name] = seconds(product_of(name), x, w, repeat=repeat)
     return report("forward only", rows, "bf16")
 
 
@@ -132,7 +141,7 @@ def memory(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, int]:
     out = {}
     products = {"bf16": partial(lax.dot_general, dimension_numbers=DIMS)}
     products["nvfp4 full"] = partial(quantized_dot_general, dimension_numbers=DIMS, recipe=FULL)
-    products["fp8"] = partial(quantized_dot_general, dimension_numbers=DIMS, recipe=RECIPES["fp8"])
+    products["fp8"] = product_of("fp8")
     print("\nkept for the backward pass\n--------------------------")
     for name, product in products.items():
         kept = jax.eval_shape(lambda x, w, p=product: jax.vjp(p, x, w)[1], x, w)

@@ -213,7 +213,7 @@ def test_a_tree_of_imports_that_doubles_at_every_level_ends(write):
     start = time.perf_counter()
     found = faults(home / "n0.policy")
     assert [code for code, _, _ in found] == ["too-many-imports"]
-    assert time.perf_counter() - start < 5  # milliseconds; hours if it were not cut short
+    assert time.perf_counter() - start < 60  # milliseconds; hours if it were not cut short
 
 
 # ---- paths
