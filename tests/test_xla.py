@@ -32,9 +32,9 @@ def both(name: str, dims: Any, weight: Any = "rhs") -> tuple[Any, Any]:
     return f, partial(f, backends=XLA)
 
 
-def same(ours: Any, theirs: Any) -> None:
+def same(ours: Any, theirs: Any, bound: float = SUMS) -> None:
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert off(a, b) < SUMS
+        assert off(a, b) < bound
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -42,7 +42,9 @@ def test_three_products(name: str) -> None:
     """Sizes that are no multiple of a block, or of a tile, in any of the three."""
     x, w, dy = normal(40, 72), normal(72, 24, seed=1), normal(40, 24, seed=2)
     emulated, ours = both(name, MATMUL)
-    same(jax.jit(partial(three, ours))(x, w, dy), jax.jit(partial(three, emulated))(x, w, dy))
+    # Hopper's 8-bit matrix units keep some 14 bits of a sum inside a chunk of the contraction.
+    bound = 2**-12 if name == "fp8" and jax.default_backend() == "gpu" else SUMS
+    same(jax.jit(partial(three, ours))(x, w, dy), jax.jit(partial(three, emulated))(x, w, dy), bound)
 
 
 @pytest.mark.parametrize(
