@@ -18,6 +18,8 @@ from policyc.recipes import Gemm
 from policyc.sites import Site
 from tests.programs import Program, program
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 SEEDS = [pytest.param(seed, id=str(seed)) for seed in (0, 3)]
 DEEP = settings(max_examples=12, phases=[Phase.generate], print_blob=True)
 seeds = integers(0, 2**32 - 1)

@@ -13,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import policyc
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 X = jnp.asarray(np.random.default_rng(0).standard_normal((8, 16)), jnp.float32)
 Y = jnp.sin(X.sum(-1, keepdims=True))
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.parallel_programs import PROGRAMS
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 ROOT = Path(__file__).parent.parent
 POLICY = "* -> nvfp4(sr=grad) expect 7\nlayers[-1:].up -> fp8 expect 1\nhead -> keep\n"
 

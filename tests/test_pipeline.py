@@ -14,6 +14,8 @@ import policyc
 from policyc import jaxprs
 from policyc.recipes import Gemm
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 W = jnp.asarray(np.random.default_rng(0).standard_normal((16, 16)), jnp.float32) / 4
 X = jnp.asarray(np.random.default_rng(1).standard_normal((8, 16)), jnp.float32)
 

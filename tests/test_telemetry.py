@@ -17,6 +17,8 @@ from policyc.measure import measure_operand
 from policyc.recipes import Gemm, Role
 from policyc.telemetry import Stats
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 NEAREST = "nvfp4(scale2d=weights)"
 _LAYERS = 3
 
