@@ -122,7 +122,7 @@ def test_a_scan_is_measured_layer_by_layer_as_the_unrolled_layers_are() -> None:
     }  # fmt: skip
     for row in scanned:
         keys = {k: row[k] for k in ("site", "layer", "operand", "parameter") if k in row}
-        (other,) = _rows(unrolled, **keys)
+        (other,) = _rows(unrolled, **keys) if keys else [r for r in unrolled if "loss" in r]
         # The same numbers, summed in another order: a bit of an activation may round to the next code.
         assert all(row[k] == pytest.approx(other[k], rel=2e-2) for k in row.keys() - keys.keys() - {"format"})
 
