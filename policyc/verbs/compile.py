@@ -9,19 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from policyc.verbs.programs import RAW, program_of, running, taking
+from policyc.verbs.programs import RAW, check_step, program_of, reading, running, step_options
 from policyc.verbs.shared import Examples, policy_of, stop, write_out
 
 if TYPE_CHECKING:
     from policyc.deviceless import Report
     from policyc.planner import How
     from policyc.policy import Policy
-
-_FLAGS = ("--require-native",)
-_VALUES = (
-    "--config", "--target", "--devices", "--mesh", "--batch", "--sequence", "--accumulate", "--remat", "--variant",
-    "--backend", "--dump-hlo", "--format",
-)  # fmt: skip
 
 
 @click.command(
@@ -34,15 +28,7 @@ _VALUES = (
     policyc compile my.policy --target b200 --require-native train.py --steps 100      loss and gradient, one device
     """,
 )
-@click.option("--config", metavar="NAME", help="A configuration of the Llama driver, in place of a program.")
-@click.option("--target", "gpu", metavar="GPU", help="The GPU: policyc targets lists them.  [required]")
-@click.option("--devices", type=int, default=1, show_default=True, help="How many of them.")
-@click.option(
-    "--mesh", metavar="AXES", help="How they divide the step: 'fsdp=32 tensor=4' (default: all fsdp)."
-)
-@click.option("--batch", type=int, help="Sequences in a step (default: the configuration's).")
-@click.option("--sequence", type=int, help="Tokens in a sequence (default: the configuration's).")
-@click.option("--accumulate", type=int, help="Parts of a batch (default: two sequences a device at a time).")
+@step_options
 @click.option(
     "--remat",
     type=click.Choice(["none", "dots", "full", "quantized"]),
@@ -69,14 +55,8 @@ def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
     GEMM and the gradient, for one device. Fails where a product that is claimed to be native is not in the compiled
     program, and where the step does not fit into the device's memory.
     """
-    more, words = taking(program, dict.fromkeys(_VALUES, True) | dict.fromkeys(_FLAGS, False))
-    options = _read(options, more)
-    if options["gpu"] is None:
-        raise click.UsageError("--target says which GPU: policyc targets lists them")
-    if bool(words) == bool(options["config"]):
-        raise click.UsageError("name a program, or a configuration with --config; one of the two")
-    if options["devices"] < 1:
-        raise click.UsageError(f"--devices {options['devices']}: at least 1")
+    options, words = reading(cast(click.Command, compile), options, program)
+    check_step(options, words)
     meant = policy_of(policy, options["variant"])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no GPU is looked for
     from policyc.deviceless import NotPossible
@@ -92,17 +72,6 @@ def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
         _dump(options["dump_hlo"], report, title)
     click.echo(_as_json(report, title) if options["form"] == "json" else _as_table(report, title), nl=False)
     _judge(report)
-
-
-def _read(options: dict[str, Any], more: dict[str, str]) -> dict[str, Any]:
-    """Options may also stand behind the policy."""
-    command = cast(click.Command, compile)
-    context = click.Context(command)
-    by_flag = {flag: p for p in command.params if isinstance(p, click.Option) for flag in p.opts}
-    return options | {
-        str(by_flag[flag].name): flag in _FLAGS or by_flag[flag].type_cast_value(context, value)
-        for flag, value in more.items()
-    }
 
 
 def _compiled(policy: Policy, words: tuple[str, ...], how: How, options: dict[str, Any]) -> Report:

@@ -8,17 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from policyc.verbs.programs import RAW, plan_of, taking
+from policyc.verbs.programs import RAW, check_step, plan_of, reading, step_options
 from policyc.verbs.shared import Examples, colour, policy_of, stop
 
 if TYPE_CHECKING:
     from policyc.policy import Policy
     from policyc.stepcosts import Estimate, Mesh, Work
-
-_VALUES = (
-    "--config", "--target", "--devices", "--mesh", "--batch", "--sequence", "--accumulate", "--remat", "--against",
-    "--variant", "--backend", "--format",
-)  # fmt: skip
 
 ASSUMPTIONS = """\
 A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or the memory's speed.
@@ -43,15 +38,7 @@ Memory is not looked at: what does not fit has an estimate too.
     policyc estimate llama.policy --target b200 train.py --steps 100       any program, from its traced loss
     """,
 )
-@click.option("--config", metavar="NAME", help="A configuration of the Llama driver, in place of a program.")
-@click.option("--target", "gpu", metavar="GPU", help="The GPU: policyc targets lists them.  [required]")
-@click.option("--devices", type=int, default=1, show_default=True, help="How many of them.")
-@click.option(
-    "--mesh", metavar="AXES", help="How they divide the step: 'fsdp=32 tensor=4' (default: all fsdp)."
-)
-@click.option("--batch", type=int, help="Sequences in a step (default: the configuration's).")
-@click.option("--sequence", type=int, help="Tokens in a sequence (default: the configuration's).")
-@click.option("--accumulate", type=int, help="Parts of a batch (default: two sequences a device at a time).")
+@step_options
 @click.option(
     "--remat",
     type=click.Choice(["none", "dots", "full", "quantized"]),
@@ -78,22 +65,16 @@ def estimate(policy: str, program: tuple[str, ...], **options: Any) -> None:
 
     A model of costs, not a measurement: see docs/estimate.md for what it is worth.
     """
-    more, words = taking(program, dict.fromkeys(_VALUES, True) | {"--assumptions": False})
-    options = _read(options, more)
+    options, words = reading(cast(click.Command, estimate), options, program)
+    check_step(options, words)
     from policyc import stepcosts
     from policyc.planner import make_plan
     from policyc.targets import target
 
-    if options["gpu"] is None:
-        raise click.UsageError("--target says which GPU: policyc targets lists them")
     try:
         gpu = target(options["gpu"])
     except KeyError as missing:
         raise click.UsageError(str(missing.args[0])) from None
-    if bool(words) == bool(options["config"]):
-        raise click.UsageError("name a program, or a configuration with --config; one of the two")
-    if options["devices"] < 1:
-        raise click.UsageError(f"--devices {options['devices']}: at least 1")
     first = policy_of(policy, options["variant"])
     meant = [(policy if options["variant"] is None else f"{policy} {options['variant']}", first)]
     if options["against"] is not None:
@@ -113,19 +94,6 @@ def estimate(policy: str, program: tuple[str, ...], **options: Any) -> None:
         _table(found, f"{options['devices']} x {gpu.name} ({mesh})")
         if options["assumptions"]:
             click.echo(ASSUMPTIONS, nl=False)
-
-
-def _read(options: dict[str, Any], more: dict[str, str]) -> dict[str, Any]:
-    """Options may also stand behind the policy."""
-    command = cast(click.Command, estimate)
-    context = click.Context(command)
-    by_flag = {flag: p for p in command.params if isinstance(p, click.Option) for flag in p.opts}
-    return options | {
-        str(by_flag[flag].name): True
-        if flag == "--assumptions"
-        else by_flag[flag].type_cast_value(context, value)
-        for flag, value in more.items()
-    }
 
 
 def _work(policy: Policy, words: tuple[str, ...], mesh: Mesh, options: dict[str, Any]) -> Work:

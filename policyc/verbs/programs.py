@@ -49,6 +49,52 @@ def whole_number(option: str, text: str) -> int:
     return int(text)
 
 
+def reading(
+    command: click.Command, options: dict[str, Any], program: tuple[str, ...]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The options of a command, also those that stand behind the policy, and the words of the program."""
+    known = {flag: p for p in command.params if isinstance(p, click.Option) for flag in p.opts}
+    more, words = taking(program, {flag: not p.is_flag for flag, p in known.items()})
+    context = click.Context(command)
+    behind = {
+        str(known[flag].name): known[flag].is_flag or known[flag].type_cast_value(context, value)
+        for flag, value in more.items()
+    }
+    return options | behind, words
+
+
+def step_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of a verb that looks at a step, of a program or of the Llama driver, on some GPUs."""
+    per_configuration = "(default: the configuration's)."
+    for option in reversed((
+        click.option(
+            "--config", metavar="NAME", help="A configuration of the Llama driver, in place of a program."
+        ),
+        click.option("--target", "gpu", metavar="GPU", help="The GPU: policyc targets lists them.  [required]"),
+        click.option("--devices", type=int, default=1, show_default=True, help="How many of them."),
+        click.option(
+            "--mesh", metavar="AXES", help="How they divide the step: 'fsdp=32 tensor=4' (default: all fsdp)."
+        ),
+        click.option("--batch", type=int, help=f"Sequences in a step {per_configuration}"),
+        click.option("--sequence", type=int, help=f"Tokens in a sequence {per_configuration}"),
+        click.option(
+            "--accumulate", type=int, help="Parts of a batch (default: two sequences a device at a time)."
+        ),
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def check_step(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    """Raises what is wrong with `step_options` as such."""
+    if options["gpu"] is None:
+        raise click.UsageError("--target says which GPU: policyc targets lists them")
+    if bool(words) == bool(options["config"]):
+        raise click.UsageError("name a program, or a configuration with --config; one of the two")
+    if options["devices"] < 1:
+        raise click.UsageError(f"--devices {options['devices']}: at least 1")
+
+
 def program_of(words: tuple[str, ...]) -> Program:
     from policyc.runner import BadProgram, Program
 
