@@ -94,12 +94,18 @@ def write(tmp_path):
 
 @pytest.fixture(scope="module")
 def quick_compile() -> Iterator[None]:
-    """Compiled in a third of the time, for programs that run a few small steps. What they compute is the same."""
+    """Compiled in a third of the time, for programs that run a few small steps.
+
+    A last bit may differ from the program compiled in full. So nothing compiled before is used in such a module, nor
+    anything of it after: a test may compare two programs to the bit.
+    """
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
