@@ -1,25 +1,20 @@
-"""Text -> statements. The only importer of lark.
+"""Trees to statements.
 
-In: the text of one policy file. Out: a `File` of statements, and every fault found on the way. A file that
-the grammar takes whole is read in one go; one that it does not take is cut into statements, and each is tried
-alone, so that one mistake does not hide the next. The one trap: offsets in a piece are offsets in the file
-less its start.
+In: lark's trees of a text, or of a piece of it. Out: statements, and what is wrong with those that are left out. The
+one trap: a piece is told where it starts in the file by `offset`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
-from lark import Lark, Token, Tree
-from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+from lark import Token, Tree
 
-from policyc import resources
 from policyc.diagnostics import Diagnostic, Source, Span, did_you_mean
+from policyc.parser.grammar import DEEPEST
+from policyc.parser.statements import Block, Import, Statement
 from policyc.policy import (
     NUMBERS,
     AllOf,
@@ -43,306 +38,13 @@ from policyc.policy import (
 )
 from policyc.recipes import PRODUCTS, Gemm, canonical
 
-LONGEST = 16 * 2**20  # bytes of a policy file
-_DEEPEST = 32  # brackets in brackets
 _DEEPEST_SPLIT = 4  # splits in splits: `bwd=` stands for two, so that each level may double the recipe
 _DIGITS = 18
-
-
-@dataclass(frozen=True, slots=True)
-class Import:
-    """`import "FILE"`."""
-
-    path: str
-    span: Span = field(compare=False)
-
-    def __str__(self) -> str:
-        quote = "'" if '"' in self.path else '"'
-        return f"import {quote}{self.path}{quote}"
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """`after`, `until` or `variant`, and the statements between its braces."""
-
-    header: When | str
-    body: tuple[Statement, ...]
-    span: Span = field(compare=False)
-
-    @property
-    def head(self) -> str:
-        return f"variant {self.header}" if isinstance(self.header, str) else str(self.header)
-
-
-Statement = Import | RecipeDef | Rule | Block
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """The statements of a file, as written."""
-
-    source: Source
-    statements: tuple[Statement, ...]
-
-
-def read(source: Source) -> tuple[File, tuple[Diagnostic, ...]]:
-    """The statements of a text that could be read, and what is wrong with the others."""
-    builder = _Builder(source)
-    try:
-        tree = _lark().parse(source.text)
-    except UnexpectedInput as error:
-        first = _syntax_error(source, error, 0)
-        statements = _recover(builder)
-        found = tuple(builder.found)
-        return File(source, statements), found if _explains(found) else (first, *found)
-    deep = _too_deep(source, 0, len(source.text))
-    if deep is not None:
-        return File(source, ()), (deep,)
-    return File(source, builder.statements(tree.children)), tuple(builder.found)
-
-
-def comments(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of every comment."""
-    for match in _BRACKETS.finditer(text):
-        if match.group().startswith("#"):
-            yield match.span()
-
-
-_STRING = r"""\"[^"\n]*\"|'[^'\n]*'"""
-_BRACKETS = re.compile(rf"{_STRING}|#[^\n]*|[(\[{{)\]}}]")
-
-# ---- lark
-
-
-class _Newlines:
-    """Drops the newlines that cannot end a statement."""
-
-    always_accept = ("_SEP",)
-    _CONTINUES = frozenset(
-        {"COMMA", "ARROW", "EQUAL", "AT", "AND", "OR", "NOT", "WHERE", "COMPARE", "PERCENT", "DOT"}
-    )
-
-    def process(self, stream: Iterator[Token]) -> Iterator[Token]:
-        depth, before = 0, ""
-        for token in stream:
-            open_ended = depth > 0 or before in self._CONTINUES
-            if token.type == "_SEP" and open_ended and ";" not in re.sub("#[^\n]*", "", token):
-                continue
-            depth += {"LPAR": 1, "LSQB": 1, "RPAR": -1, "RSQB": -1}.get(token.type, 0)
-            before = token.type
-            yield token
-
-
-@cache
-def _lark() -> Lark:
-    grammar = (resources.folder("grammars") / "policy.lark").read_text(encoding="utf-8")
-    return Lark(grammar, parser="lalr", start="policy", postlex=_Newlines())
-
-
-_WORDS = {
-    "ARROW": "'->'", "_SEP": "end of line", "SEGMENT": "a selector", "WORD": "a name", "COMMA": "','", "DOT": "'.'",
-    "LPAR": "'('", "RPAR": "')'", "LSQB": "'['", "RSQB": "']'", "LBRACE": "'{'", "RBRACE": "'}'", "EQUAL": "'='",
-    "AT": "'@'", "WHERE": "'where'", "EXPECT": "'expect'", "INT": "a number", "NUMBER": "a number", "SET": "'{...}'",
-    "POINT": "a step or a percentage", "BOUND": "an index", "COLON": "':'", "STRING": "a file name in quotes",
-    "COMPARE": "a comparison", "AND": "'and'", "OR": "'or'", "NOT": "'not'", "PERCENT": "'%'", "VALUE": "a value",
-    "ANCHOR": "'^'", "$END": "end of file", "MORE_PRODUCTS": "', PRODUCT'",
-    "IMPORT": "a statement", "RECIPE": "a statement", "AFTER": "a statement", "UNTIL": "a statement",
-    "VARIANT": "a statement",
-}  # fmt: skip
-
-_MENDS = (
-    (re.compile(r"=>|→|:="), "an arrow is written '->'"),
-    (re.compile(r"&&?"), "write 'and'"),
-    (re.compile(r"\|\|?"), "write 'or' in a predicate, {a,b} in a selector"),
-    (re.compile(r"!"), "write 'not'"),
-    (re.compile(r"//"), "a comment starts with '#'"),
-    (re.compile(r"/"), "names are separated by dots"),
-)
-
-
-def _syntax_error(source: Source, error: UnexpectedInput, offset: int) -> Diagnostic:
-    position: Any = error.pos_in_stream
-    at = offset + max(position or 0, 0)
-    expected: set[str] = set()
-    if isinstance(error, UnexpectedToken):
-        accepts: Any = error.accepts  # what the parser really takes; lark leaves it out at times
-        expected, token = set(accepts or error.expected), error.token
-        if token.type == "$END":
-            at = offset + (token.end_pos or 0) if token.end_pos else len(source.text.rstrip())
-            return _fault(source, at, at, "the text ends too early", _expectation(expected))
-        end = at + max(1, len(token.rstrip()))
-        seen = (
-            "end of line" if token.type == "_SEP" and "#" not in token and ";" not in token else token.strip()
-        )
-    else:
-        assert isinstance(error, UnexpectedCharacters)
-        expected, seen, end = set(error.allowed or ()), source.text[at : at + 1], at + 1
-    mend = next((text for pattern, text in _MENDS if pattern.match(source.text, at)), "")
-    if seen == "=" and "COMPARE" in expected:
-        mend = mend or "a comparison is written '=='"
-    if seen.startswith(";") and "RPAR" in expected:
-        mend = "options are separated by commas"
-    shown = seen if seen == "end of line" else f"'{_short(seen)}'"
-    return _fault(source, at, end, f"unexpected {shown}", mend or _expectation(expected))
-
-
-def _short(text: str) -> str:
-    first = text.splitlines()[0] if text.splitlines() else text
-    return first if len(first) <= 40 else first[:39] + "…"
-
-
-def _expectation(expected: set[str]) -> str:
-    words = sorted({_WORDS.get(name, name) for name in expected - {"MORE_PRODUCTS"}})
-    if "'->'" in words:
-        words = ["'->'"]
-    if "a statement" in words:
-        words = ["a statement", *(w for w in words if w == "'}'")]
-    return f"expected {' or '.join(words)}" if 0 < len(words) <= 5 else ""
-
-
-def _fault(source: Source, start: int, end: int, message: str, help: str = "") -> Diagnostic:
-    return Diagnostic(code="syntax-error", message=message, span=Span(source, start, end), help=help)
-
-
-def _explains(found: tuple[Diagnostic, ...]) -> bool:
-    """Is there a fault among them for which the grammar would not take the file?"""
-    return any(d.code in ("syntax-error", "nested-too-deep") for d in found)
-
-
-def _too_deep(source: Source, start: int, end: int, depth: int = 0) -> Diagnostic | None:
-    """A fault where brackets nest deeper than anyone writes by hand; what is not this deep cannot overflow."""
-    for match in _BRACKETS.finditer(source.text, start, end):
-        if match.group() in ("(", "[", "{"):
-            depth += 1
-        elif match.group() in (")", "]", "}"):
-            depth = max(0, depth - 1)
-        if depth > _DEEPEST:
-            return Diagnostic(
-                code="nested-too-deep",
-                message=f"brackets are nested more than {_DEEPEST} deep",
-                span=Span(source, match.start(), match.end()),
-                help="name the inner recipes, or write several rules",
-            )
-    return None
-
-
-# ---- recovery
-
-_HEADER = re.compile(r"(after|until|variant)(?![\w?*~.\[{]|-(?!>))[^\n;#{}]*\{")
-_KEYWORD = re.compile(r"[ \t\r\f]*((import|recipe|after|until|variant)(?![\w?*~.\[{]|-(?!>))|\})")
-_ARROW_AHEAD = re.compile(r"[^\n#;]*->")
-_CLOSES = re.compile(r"(?:(?!->)[^\n#(){}\[\]])*[)\]]")
-_ARROW_FIRST = re.compile(r"[ \t\r\f]*->")
-_BLANK = " \t\r\f\n"  # not what else Python strips: the grammar does not
-_SKIP = re.compile(rf"(?:[{_BLANK};]|#[^\n]*)+")
-_STEP = re.compile(rf"""{_STRING}|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;-]+|.""", re.DOTALL)
-_OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
-
-
-def _recover(builder: _Builder) -> tuple[Statement, ...]:
-    """Read statement by statement. Blocks are opened and closed here, so that their statements are tried alone too."""
-    text = builder.source.text
-    stack: list[tuple[When | str | None, list[Statement], int]] = [(None, [], 0)]
-    at = 0
-    while True:
-        skipped = _SKIP.match(text, at)
-        at = skipped.end() if skipped else at
-        if at >= len(text):
-            break
-        header = _HEADER.match(text, at)
-        if text[at] == "}":
-            if len(stack) > 1:
-                opened, body, start = stack.pop()
-                if opened is not None:
-                    stack[-1][1].append(Block(opened, tuple(body), Span(builder.source, start, at + 1)))
-            else:
-                builder.found.append(
-                    _fault(builder.source, at, at + 1, "unexpected '}'", "nothing is open here")
-                )
-            at += 1
-        elif header:
-            deep = _too_deep(builder.source, at, header.end(), len(stack) - 1)
-            if deep is not None:
-                builder.found.append(deep)
-                return ()
-            (block,) = _piece(builder, at, header.end(), closing="\n}") or (None,)
-            stack.append((block.header if isinstance(block, Block) else None, [], at))
-            at = header.end()
-        else:
-            end = _statement_end(text, at)
-            deep = _too_deep(builder.source, at, end, len(stack) - 1)
-            if deep is not None:
-                builder.found.append(deep)
-            else:
-                stack[-1][1].extend(_piece(builder, at, end))
-            at = end
-    for _, _, start in stack[1:]:
-        line = _short(text[start:])
-        builder.found.append(
-            _fault(builder.source, start, start + len(line), "this block is never closed", "add '}'")
-        )
-    return tuple(stack[0][1])
-
-
-def _statement_end(text: str, at: int) -> int:
-    """Where the statement that starts at `at` ends, if brackets and line ends can be trusted.
-
-    They cannot where a line that looks like the start of another statement follows: a word that opens one, or a second
-    arrow. Nor where the next line starts with the arrow that this one lacks: that is one fault, not two.
-    """
-    depth, start, solid = 0, at, at  # `solid` is the end of what is neither space nor comment
-    arrow = _KEYWORD.match(text, at) is not None
-    while at < len(text):
-        match = _STEP.match(text, at)
-        assert match is not None
-        piece = match.group()
-        if piece in ("(", "[", "{"):
-            depth += 1
-        elif piece in (")", "]", "}"):
-            if piece == "}" and depth == 0:
-                return at
-            depth = max(0, depth - 1)
-        elif piece == ";":
-            if depth == 0 or not _CLOSES.match(text, at):
-                return solid
-        elif piece == "->":
-            arrow = True
-        elif piece == "\n":
-            goes_on = depth > 0 or _OPEN_ENDED.search(text, max(start, solid - 16), solid)
-            if not goes_on and (arrow or not _ARROW_FIRST.match(text, at + 1)):
-                return solid
-            if _KEYWORD.match(text, at + 1) or (arrow and _ARROW_AHEAD.match(text, at + 1)):
-                return solid
-        if piece.strip(_BLANK) and not piece.startswith("#"):
-            solid = at + len(piece.rstrip(_BLANK))
-        at = match.end()
-    return solid
-
-
-def _piece(builder: _Builder, start: int, end: int, closing: str = "") -> tuple[Statement, ...]:
-    try:
-        tree = _lark().parse(builder.source.text[start:end] + closing)
-    except UnexpectedInput as error:
-        fault = _syntax_error(builder.source, error, start)
-        if fault.span.start >= end:
-            place = Span(builder.source, end, end)
-            fault = replace(fault, span=place, message="this statement ends too early")
-        builder.found.append(fault)
-        return ()
-    builder.offset = start
-    statements = builder.statements(tree.children)
-    builder.offset = 0
-    return statements
-
-
-# ---- trees to nodes
-
-
 _VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|\d[\w./]*")
 """A value outside of braces: what stands in them alone must be able to stand without them."""
 
 
-class _Builder:
+class Builder:
     """Turns trees into nodes. Collects faults instead of raising them; a faulty statement is left out."""
 
     def __init__(self, source: Source) -> None:
@@ -486,9 +188,9 @@ class _Builder:
     def negation(self, tree: Any) -> Predicate:
         *nots, operand = tree.children
         found = self.any_of(operand.children[1]) if operand.data == "group" else self.compare(operand)
-        if len(nots) > _DEEPEST:
+        if len(nots) > DEEPEST:
             self.fault(
-                "nested-too-deep", nots[0], f"more than {_DEEPEST} times 'not'", "two of them cancel out"
+                "nested-too-deep", nots[0], f"more than {DEEPEST} times 'not'", "two of them cancel out"
             )
             return found
         for token in reversed(nots):
