@@ -9,7 +9,7 @@ PYTHON ?=
 VENV ?= .venv
 JOBS ?=
 ARGS ?=
-EXTRAS ?= dev
+EXTRAS ?= dev,train
 
 # Through the shell, and not with $(abspath), so that a path with a space in it works.
 ROOT := $(shell cd "$$(dirname '$(strip $(MAKEFILE_LIST))')" && pwd)
@@ -126,7 +126,7 @@ setup: ## make the environment in .venv; the other targets do it when needed
 	fi; \
 	if ! cmp -s pyproject.toml "$$venv/.installed-from"; then \
 	  echo "installing policyc and what it needs into $$venv (a minute or two; only when pyproject.toml changes)"; \
-	  "$$venv/bin/python" $(PIP) install -qq -e '.[dev,train]' || { \
+	  "$$venv/bin/python" $(PIP) install -qq -e '.[$(EXTRAS)]' || { \
 	    echo "the installation failed; make clean starts over" >&2; exit 1; }; \
 	  cp pyproject.toml "$$venv/.installed-from"; \
 	fi

@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 from typing import Any
 
-from policyc import hlo, jaxprs
+from policyc import elsewhere, hlo, jaxprs
+from policyc.jaxcompat import Jitted, gpu_description
 from policyc.pipeline import compiled, session_of
 from policyc.planner import How, Plan
 from policyc.policy import Policy
@@ -37,6 +39,10 @@ _OPTIONS = {
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": "False",
 }
+
+
+TAKEN = 0.75
+"""The part of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says another."""
 
 
 class NotPossible(Exception):
@@ -101,17 +107,27 @@ class Report:
     def fits(self) -> bool:
         return self.needed <= self.device_memory
 
+    @property
+    def fraction(self) -> float:
+        """The part of a device's memory that it needs, rounded up to percents."""
+        return ceil(100 * self.needed / self.device_memory) / 100
 
-def devices_of(target: Target, count: int) -> list[Any]:
-    """Devices to compile for. They cannot run anything."""
-    if importlib.util.find_spec("jax_plugins") is None or not _plugin():
+
+def check_installed() -> None:
+    """Raises NotPossible where XLA's CUDA compiler is not here."""
+    if not _plugin():
         raise NotPossible(
             "compiling for a GPU that is not here needs XLA's CUDA compiler: pip install 'policyc[cuda13]'"
         )
+
+
+def devices_of(target: Target, count: int) -> list[Any]:
+    """Devices to compile for. They cannot run anything."""
+    check_installed()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from jax.experimental import topologies
 
-    described = _with_cudnn(target.description)
+    described = gpu_description(_with_cudnn(target.description))
     found = topologies.get_topology_desc(
         platform="cuda", target_config=described, topology=f"1x1x{count}"
     ).devices
@@ -119,6 +135,8 @@ def devices_of(target: Target, count: int) -> list[Any]:
 
 
 def _plugin() -> bool:
+    if importlib.util.find_spec("jax_plugins") is None:
+        return False
     return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") is not None for n in (12, 13))
 
 
@@ -135,8 +153,10 @@ def _with_cudnn(description: str) -> str:
     return description
 
 
-def compile_step(step: Any, arguments: Sequence[Any], policy: Policy, how: How, devices: int) -> Report:
-    """A jitted step with its losses under a policy, compiled for the target of `how`."""
+def compile_step(
+    step: Any, arguments: Sequence[Any], policy: Policy, how: How, devices: int, parts: int = 1
+) -> Report:
+    """A jitted step with its losses under a policy, compiled for the target of `how`. It runs a loss `parts` times."""
     begin = time.perf_counter()
     with session_of(policy, how) as session:
         lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -144,7 +164,8 @@ def compile_step(step: Any, arguments: Sequence[Any], policy: Policy, how: How, 
         raise NotPossible("the step differentiates no loss with a GEMM")
     traced = time.perf_counter()
     executable = lowered.compile(compiler_options=_OPTIONS)
-    return _report(executable, session.plans, how, devices, (traced - begin, time.perf_counter() - traced))
+    seconds = (traced - begin, time.perf_counter() - traced)
+    return _report(executable, session.plans, how, devices, seconds, parts)
 
 
 def compile_loss(plan: Plan, device: Any) -> Report:
@@ -178,8 +199,34 @@ def compile_loss(plan: Plan, device: Any) -> Report:
     return _report(executable, [plan], plan.how, 1, (traced - begin, time.perf_counter() - traced))
 
 
+def compile_jitted(jitted: Jitted, plans: Sequence[Plan], how: How, count: int) -> Report:
+    """A jitted function of a program, compiled for some devices of the target of `how`."""
+    assert how.target is not None
+    try:
+        uses = max(1, len(elsewhere.used(jitted)))
+    except elsewhere.CallsBack as where:
+        raise NotPossible(
+            f"the program's step calls back into Python, which cannot be compiled for a GPU that is not here: {where}"
+        ) from None
+    if uses != count:
+        raise NotPossible(
+            f"the program's step runs on {uses} device{'s' if uses > 1 else ''}, not on {count}: --devices {uses}, or "
+            "in the program a mesh of all jax.devices()"
+        )
+    begin = time.perf_counter()
+    lowered = elsewhere.lowered(jitted, devices_of(how.target, count), "cuda")
+    traced = time.perf_counter()
+    executable = lowered.compile(_OPTIONS)
+    return _report(executable, plans, how, count, (traced - begin, time.perf_counter() - traced))
+
+
 def _report(
-    executable: Any, plans: Sequence[Plan], how: How, devices: int, seconds: tuple[float, float]
+    executable: Any,
+    plans: Sequence[Plan],
+    how: How,
+    devices: int,
+    seconds: tuple[float, float],
+    parts: int = 1,
 ) -> Report:
     assert how.target is not None
     text = executable.as_text()
@@ -189,7 +236,7 @@ def _report(
     return Report(
         target=how.target.name,
         devices=devices,
-        rows=tuple(row for plan in plans for row in rows(plan, module)),
+        rows=tuple(row for plan in plans for row in rows(plan, module, parts)),
         memory={
             "arguments": stats.argument_size_in_bytes,
             "outputs": stats.output_size_in_bytes,
@@ -209,12 +256,12 @@ def _report(
 # ---- products
 
 
-def rows(plan: Plan, module: hlo.Module) -> Iterator[Row]:
-    """Every quantized product of a plan, with the calls found for it."""
+def rows(plan: Plan, module: hlo.Module, parts: int = 1) -> Iterator[Row]:
+    """Every quantized product of a plan, with the calls found for it in a step that runs the loss `parts` times."""
     calls = _calls(module)
     taken: dict[tuple[int, Gemm], int] = {}
     for site in plan.sites:
-        for layers, row in _planned(plan, site):
+        for layers, row in _planned(plan, site, parts):
             tag = (site.number, row.gemm)
             if row.native and row.call:
                 # Several runs of layers share a name in the program: what one has not used is the next one's.
@@ -226,7 +273,7 @@ def rows(plan: Plan, module: hlo.Module) -> Iterator[Row]:
                 yield row
 
 
-def _planned(plan: Plan, site: Site) -> Iterator[tuple[Sequence[Layer], Row]]:
+def _planned(plan: Plan, site: Site, parts: int = 1) -> Iterator[tuple[Sequence[Layer], Row]]:
     import itertools
 
     from policyc.pipeline import present
@@ -250,7 +297,7 @@ def _planned(plan: Plan, site: Site) -> Iterator[tuple[Sequence[Layer], Row]]:
                     backend=runs.backend,
                     native=runs.native,
                     call=CALLS[runs.backend, format] if runs.native else "",
-                    expected=len(layers),
+                    expected=parts * len(layers),
                     reason=runs.obstacle.reason if runs.obstacle else "",
                     remedy=runs.obstacle.remedy if runs.obstacle else "",
                 ),

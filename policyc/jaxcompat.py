@@ -8,8 +8,10 @@ an output varies over the mesh axes that any input varies over, and that must be
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -17,7 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import dispatch
+from jax._src import dispatch, sharding_impls
+from jax._src import pjit as _pjit
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -238,3 +241,80 @@ def without_mesh() -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)
             stack.enter_context(Mesh(np.empty((), dtype=object), ()))
         yield
+
+
+# ---- the door of compilation
+
+
+@dataclass(frozen=True, slots=True)
+class Jitted:
+    """A jitted function that is about to be lowered: what JAX knows of its arguments, and how it was jitted."""
+
+    args: Sequence[Any]
+    options: Mapping[str, Any]
+    _lower: Callable[..., Any]
+
+    @property
+    def jaxpr(self) -> Any:
+        return self.options["jaxpr"]
+
+    def lowered(self, shardings: Sequence[Any], options: Mapping[str, Any], platform: str) -> Any:
+        """The function, lowered with its arguments elsewhere. A sharding of None leaves an argument's place open."""
+        args = [
+            a.replace(sharding=s, format=None, committed=s is not None)
+            for a, s in zip(self.args, shardings, strict=True)
+        ]
+        return self._lower(args, **{**options, "lowering_platforms": (platform,)})
+
+
+@contextlib.contextmanager
+def lowering(hook: Callable[[Jitted], None]) -> Iterator[None]:
+    """Shows a hook every jitted function before it is lowered, to be called or to be compiled ahead of time."""
+    home: Any = _pjit
+    lower = home._resolve_and_lower
+
+    def hooked(args: Sequence[Any], **options: Any) -> Any:
+        hook(Jitted(args, options, lower))
+        return lower(args, **options)
+
+    home._resolve_and_lower = hooked
+    try:
+        yield
+    finally:
+        home._resolve_and_lower = lower
+
+
+def sharding_on(sharding: Any, device: Callable[[Any], Any]) -> Any:
+    """A sharding that XLA has made, on other devices."""
+    if not isinstance(sharding, sharding_impls.GSPMDSharding):
+        raise NotImplementedError(f"{sharding} cannot be moved to other devices: use NamedSharding")
+    made: Any = sharding_impls.GSPMDSharding
+    return made(tuple(map(device, sharding._device_assignment)), sharding._hlo_sharding)
+
+
+def host_devices(count: int) -> None:
+    """Has the CPU be this many devices, where JAX has not counted them yet."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
+
+
+_NEW_IN_0_11 = (
+    "mem_clock_ghz",
+    "reserved_shared_memory_per_block",
+    "max_blocks_per_multiprocessor",
+    "collective_memory_granularity",
+)
+
+
+def gpu_description(text: str) -> str:
+    """A description of a GPU for the XLA that is here.
+
+    An older one refuses lines that it does not know, and looks for cuDNN's version in another place.
+    """
+    if jax.__version_info__ >= (0, 11):
+        return text
+    lines = [line for line in text.splitlines() if not line.strip().startswith(_NEW_IN_0_11)]
+    dnn = re.search(r'dnn_version: "(\d+)\.(\d+)\.(\d+)"', text)
+    assert dnn is not None
+    lines.append(f"dnn_version_info {{ major: {dnn[1]} minor: {dnn[2]} patch: {dnn[3]} }}")
+    return "".join(f"{line}\n" for line in lines)

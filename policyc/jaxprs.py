@@ -33,6 +33,7 @@ for _file in (
     "rewrite",
     "analysis",
     "jaxcompat",
+    "elsewhere",
 ):  # no frame of ours in a user's traceback, nor in what XLA is told of a program's places
     for _home in (_tracebacks, _sources):
         _home.register_exclusion(str(Path(__file__).with_name(f"{_file}.py")))
@@ -377,6 +378,11 @@ def is_literal(atom: Atom) -> bool:
 
 def is_tracer(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
+
+
+def is_tracing() -> bool:
+    """Is a function being traced, so that what is computed is not computed yet?"""
+    return not _core.trace_state_clean()
 
 
 def primitive_name(eqn: Eqn) -> str:

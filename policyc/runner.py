@@ -20,8 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from policyc import jaxcompat, jaxprs
 from policyc.diagnostics import PolicyError
-from policyc.pipeline import Session, session_of
+from policyc.jaxcompat import Jitted
+from policyc.pipeline import Session, present, session_of
 from policyc.planner import How, Plan
 from policyc.policy import Policy
 from policyc.resources import folder
@@ -163,6 +165,39 @@ def first_plan(program: Program, policy: Policy, how: How | None = None) -> Plan
     with contextlib.suppress(Traced):
         run(program, policy, how or How(), stop)
     return plans[-1] if plans else None
+
+
+def first_step(program: Program, policy: Policy, how: How) -> tuple[Jitted | None, list[Plan]]:
+    """The first jitted function that differentiates a loss with a GEMM in it, about to be compiled, and the plans of
+    its losses. The program ends there. No function: the loss is differentiated outside `jit`. No plans: there is none.
+    """
+    plans: list[Plan] = []
+    steps: list[Jitted] = []
+
+    def note(plan: Plan) -> None:
+        if len(plan.sites):
+            plans.append(plan)
+            if not jaxprs.is_tracing():
+                raise Traced
+
+    def stop(jitted: Jitted) -> None:
+        if plans and not jaxprs.is_tracing() and _runs(jitted, plans):
+            steps.append(jitted)
+            raise Traced
+
+    with contextlib.suppress(Traced), jaxcompat.lowering(stop):
+        run(program, policy, how, note)
+    return (steps[0] if steps else None), plans
+
+
+def _runs(jitted: Jitted, plans: Sequence[Plan]) -> bool:
+    """Does a function run what was planned? A program may also jit what makes its parameters."""
+    decisions = [d for plan in plans for d in plan.decisions(present(plan)).values()]
+    quantizes = any(lowering.backend for d in decisions for lowering in d.lowerings)
+    names = {jaxprs.primitive_name(eqn) for eqn in jaxprs.every_eqn(jitted.jaxpr)}
+    if quantizes:
+        return any(name.endswith("_quantize") for name in names)
+    return bool(names & {"dot_general", "ragged_dot_general"})
 
 
 def _show(error: BaseException) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 from command import policyc as command
 
 import policyc
-from policyc import deviceless, hlo
+from policyc import deviceless, elsewhere, hlo, pipeline, runner
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
@@ -121,6 +123,12 @@ def test_a_claim_that_does_not_hold(old: str, new: str) -> None:
     assert row.missing
 
 
+def test_every_part_of_a_batch_is_asked_for() -> None:
+    plan = layered()
+    (row,) = deviceless.rows(plan, module(plan), parts=2)
+    assert (row.found, row.expected, row.missing) == (4, 8, True)
+
+
 def test_collectives() -> None:
     gathered, reduced = sorted(deviceless.moved(module(layered())), key=lambda m: m.kind)
     assert (gathered.kind, gathered.type, gathered.count) == ("all-gather", "f4e2m1fn", 4)
@@ -142,7 +150,7 @@ CONFIG = ("--config", "tiny")
         (("fp8", *CONFIG, "--target", "gb200", "--devices", "2", "--mesh", "fsdp=4"), "is 4 devices, not 2"),
         (("fp8", *CONFIG, "--target", "gb200", "--devices", "0"), "at least 1"),
         (("fp8", *CONFIG, "--target", "gb200", "--backend", "abacus"), "no backend named 'abacus'"),
-        (("fp8", "--target", "gb200", "--devices", "2", "train.py"), "compiled for one device"),
+        (("fp8", "--target", "gb200", "--mesh", "fsdp=8", "train.py"), "a program makes its own mesh"),
         (("fp8", "--target", "gb200", "--batch", "2", "train.py"), "a program has its own sizes"),
     ],
 )
@@ -158,3 +166,76 @@ def test_the_extra_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = command("compile", "fp8", *CONFIG, "--target", "gb200")
     assert ran.code == 1
     assert "pip install 'policyc[cuda13]'" in ran.err
+
+
+# ---- programs
+
+LOSS = """\
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+params = {"mlp": np.ones((64, 64), np.float32)}
+x = jax.device_put(params["mlp"], NamedSharding(mesh, P("data")))
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["mlp"]) ** 2)
+
+
+"""
+STEP = """\
+@jax.jit
+def step(params, x):
+    grads = jax.grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    monkeypatch.setattr(deviceless, "_plugin", lambda: True)
+
+    def write(*parts: str) -> Path:
+        path = tmp_path / "train.py"
+        path.write_text("".join(parts))
+        return path
+
+    return write
+
+
+def test_the_step_of_a_program(program: Callable[..., Path]) -> None:
+    """Not what makes its parameters, though the loss was traced before that was compiled."""
+    looked_at = "jax.eval_shape(jax.grad(loss), params, x)\n"
+    made = "params = jax.jit(lambda p: {'mlp': p['mlp'] @ p['mlp']})(params)\n"
+    path = program(LOSS, STEP, looked_at, made, "step(params, x)\n")
+    how = pipeline.as_how(target="gb200")
+    jitted, plans = runner.first_step(runner.Program(str(path)), policyc.parse("mlp -> nvfp4"), how)
+    assert jitted is not None
+    assert jitted.options["name"] == "step"
+    assert [site.name for plan in plans for site in plan.sites] == ["mlp"]
+    assert elsewhere.used(jitted) == jax.devices()
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        ((STEP, "step(params, x)"), "the program's step runs on 8 devices, not on 4: --devices 8"),
+        (("jax.grad(loss)(params, x)",), "differentiates its loss outside jax.jit"),
+        (("print(loss(params, x))",), "no loss that it differentiated has a GEMM"),
+        (
+            (STEP.replace("grads =", "jax.pure_callback(print, None, 1); grads ="), "step(params, x)"),
+            "calls back into Python, which cannot be compiled for a GPU that is not here: pure_callback (",
+        ),
+    ],
+)
+def test_programs_that_cannot_be_compiled(
+    program: Callable[..., Path], rest: tuple[str, ...], said: str
+) -> None:
+    ran = command("compile", "fp8", "--target", "gb200", "--devices", "4", program(LOSS, *rest))
+    assert ran.code == 1
+    assert said in ran.err
+    assert "Traceback" not in ran.err

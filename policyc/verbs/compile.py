@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     policyc compile llama_nvfp4 --config llama3_8b --target gb200 --devices 8
     policyc compile fp8 --config llama3_405b --target gb300 --devices 128 --mesh 'fsdp=32 tensor=4' --batch 128
     policyc compile llama_nvfp4 --config llama3_8b --target gb200 --devices 8 --dump-hlo hlo --format json
-    policyc compile my.policy --target b200 --require-native train.py --steps 100      loss and gradient, one device
+    policyc compile my.policy --target b200 --devices 8 --require-native train.py --steps 100
     """,
 )
 @step_options
@@ -51,9 +51,10 @@ if TYPE_CHECKING:
 def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
     """Compile a training step for GPUs that need not be here, and report what came of it.
 
-    Of a configuration, the whole step is compiled: forward, backward, optimizer. Of a program, its first loss with a
-    GEMM and the gradient, for one device. Fails where a product that is claimed to be native is not in the compiled
-    program, and where the step does not fit into the device's memory.
+    Of a configuration, the whole step is compiled: forward, backward, optimizer. Of a program, the first jitted
+    function that differentiates a loss with a GEMM, on the mesh that it makes of jax.devices(): --devices says how
+    many it finds. Fails where a product that is claimed to be native is not in the compiled program, and where the
+    step does not fit into the device's memory.
     """
     options, words = reading(cast(click.Command, compile), options, program)
     check_step(options, words)
@@ -75,7 +76,7 @@ def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
 
 
 def _compiled(policy: Policy, words: tuple[str, ...], how: How, options: dict[str, Any]) -> Report:
-    from policyc import deviceless, pipeline, runner, stepcosts
+    from policyc import deviceless, jaxcompat, pipeline, runner, stepcosts
 
     count = options["devices"]
     asked = {name: options[name] for name in ("batch", "sequence", "accumulate", "remat")}
@@ -91,21 +92,29 @@ def _compiled(policy: Policy, words: tuple[str, ...], how: How, options: dict[st
         devices = deviceless.devices_of(how.target, count)
         step, arguments, run = driver.step(options["config"], mesh, driver.Sizes(**asked), devices)
         pipeline.step(0, total=run.steps)
-        return deviceless.compile_step(step, arguments, policy, how, count)
+        return deviceless.compile_step(step, arguments, policy, how, count, run.accumulate)
     given = [f"--{name}" for name, value in asked.items() if value is not None]
     if given:
         raise ValueError(f"{' and '.join(given)}: a program has its own sizes; give it its own arguments")
-    if count > 1 or options["mesh"]:
+    if options["mesh"]:
         raise ValueError(
-            "a program is compiled for one device: how it divides its arrays belongs to its own devices"
+            "--mesh: a program makes its own mesh, of jax.devices(); --devices says how many it finds"
         )
-    (device,) = deviceless.devices_of(how.target, 1)
-    found = program_of(words)
-    plan = runner.first_plan(found, policy, how)
-    if plan is None or not len(plan.sites):
+    deviceless.check_installed()
+    if count > 1:
+        jaxcompat.host_devices(count)
+    jitted, plans = runner.first_step(program_of(words), policy, how)
+    if not plans:
         raise ValueError("the program ended, and no loss that it differentiated has a GEMM")
-    plan.check()
-    return deviceless.compile_loss(plan, device)
+    if jitted is not None:
+        return deviceless.compile_jitted(jitted, plans, how, count)
+    if count > 1:
+        raise ValueError(
+            "the program differentiates its loss outside jax.jit, where no step of several devices is compiled: put "
+            "the step into jax.jit, or --devices 1"
+        )
+    plans[0].check()
+    return deviceless.compile_loss(plans[0], *deviceless.devices_of(how.target, 1))
 
 
 # ---- telling
@@ -175,7 +184,7 @@ def _as_table(report: Report, title: str) -> str:
         "memory of a device (GB): " + ", ".join(
             f"{name} {m[name] / gb:.2f}" for name in ("arguments", "outputs", "temporaries", "code")
         ) + f"; {m['shared'] / gb:.2f} of the outputs lie where arguments lay",
-        f"  {report.needed / gb:.2f} of {report.device_memory / gb:.2f}: {'fits' if report.fits else 'does not fit'}",
+        f"  {report.needed / gb:.2f} of {report.device_memory / gb:.2f}: {_fits(report)}",
     ]  # fmt: skip
     lines += [f"{c.count} x {c.kind} of {c.type}: {c.bytes / gb:.3f} GB" for c in report.collectives]
     lines += [
@@ -183,6 +192,16 @@ def _as_table(report: Report, title: str) -> str:
         ", ".join(f"{name} took {value:.0f} s" for name, value in report.seconds.items()),
     ]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _fits(report: Report) -> str:
+    from policyc.deviceless import TAKEN
+
+    if not report.fits:
+        return "does not fit"
+    if report.fraction <= TAKEN:
+        return "fits"
+    return f"fits, with XLA_PYTHON_CLIENT_MEM_FRACTION={report.fraction:.2f} or more (JAX takes {TAKEN} by itself)"
 
 
 def _judge(report: Report) -> None:

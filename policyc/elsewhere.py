@@ -1,0 +1,112 @@
+"""A jitted function of somebody's program, moved to other devices before it is compiled.
+
+In: a `Jitted`, as it was about to be lowered for the devices that are here, and the devices that it is meant for. Out:
+the same, lowered for those: the first device that it uses here becomes the first there, and so on. The one trap:
+devices hide in arguments, in what a function was jitted with, and in equations. One that is left behind anywhere is
+an error inside JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from policyc import jaxcompat, jaxprs
+
+Move = Callable[[Any], Any]
+"""A device to the one in its place."""
+
+PRINTS = frozenset({"debug_callback", "debug_print"})
+CALLBACKS = frozenset({"pure_callback", "io_callback"})
+
+
+class CallsBack(Exception):
+    """The function needs Python while it runs, and elsewhere there is none. The message says where."""
+
+
+def used(jitted: jaxcompat.Jitted) -> list[Any]:
+    """The devices that a function names, in JAX's order. None: it runs on whichever comes first."""
+    found: set[Any] = set()
+
+    def note(device: Any) -> Any:
+        found.add(device)
+        return device
+
+    _moved(jitted, note)
+    return sorted(found, key=lambda device: device.id)
+
+
+def lowered(jitted: jaxcompat.Jitted, devices: Sequence[Any], platform: str) -> Any:
+    """A jitted function, lowered for as many other devices as it uses."""
+    there = dict(zip(used(jitted), devices, strict=False))
+    places, options = _moved(jitted, there.__getitem__)
+    if not there:
+        # Nothing says where: JAX would take what is here.
+        places = [SingleDeviceSharding(devices[0])] * len(places)
+    return jitted.lowered(places, options, platform)
+
+
+def _moved(jitted: jaxcompat.Jitted, move: Move) -> tuple[list[Any], dict[str, Any]]:
+    """Where the arguments lie and how the function was jitted, on other devices."""
+    places = [
+        None if a.sharding is None or not a.committed else _sharding(a.sharding, move) for a in jitted.args
+    ]
+    options = {k: v if k == "jaxpr" else _value(v, move) for k, v in jitted.options.items()}
+    return places, {**options, "jaxpr": _jaxpr(jitted.jaxpr, move)}
+
+
+def _jaxpr(held: Any, move: Move) -> Any:
+    """What a program prints stays here: it changes no result."""
+    eqns = [eqn for eqn in jaxprs.body_eqns(held) if jaxprs.primitive_name(eqn) not in PRINTS]
+    return jaxprs.with_eqns(held, [_eqn(eqn, move) for eqn in eqns])
+
+
+def _eqn(eqn: Any, move: Move) -> Any:
+    if jaxprs.primitive_name(eqn) in CALLBACKS:
+        raise CallsBack(f"{jaxprs.primitive_name(eqn)} ({jaxprs.place(eqn)})")
+    bodies = jaxprs.bodies(eqn)
+    apart = {body.key for body in bodies}
+    params = {k: v if k in apart else _value(v, move) for k, v in eqn.params.items()}
+    return jaxprs.with_bodies(eqn.replace(params=params), [(b, _jaxpr(b.held, move)) for b in bodies])
+
+
+def _value(value: Any, move: Move) -> Any:
+    """A parameter, whatever it is."""
+    if isinstance(value, Mesh):
+        return _mesh(value, move)
+    if isinstance(value, jax.sharding.Sharding):
+        return _sharding(value, move)
+    if isinstance(value, jax.Device):
+        return move(value)
+    if type(value) in (tuple, list):
+        return type(value)(_value(v, move) for v in value)
+    return value
+
+
+def _mesh(mesh: Mesh, move: Move) -> Mesh:
+    if mesh.empty:
+        return mesh
+    devices = np.array([move(d) for d in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _sharding(sharding: Any, move: Move) -> Any:
+    if isinstance(sharding, NamedSharding):
+        if not isinstance(sharding.mesh, Mesh):
+            return sharding  # of a mesh in the abstract, without devices
+        return NamedSharding(_mesh(sharding.mesh, move), sharding.spec, memory_kind=_memory(sharding))
+    if isinstance(sharding, SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return SingleDeviceSharding(move(device), memory_kind=_memory(sharding))
+    return jaxcompat.sharding_on(sharding, move)
+
+
+def _memory(sharding: Any) -> str | None:
+    """The memory that was asked for, if it is not the usual one, which has other names elsewhere."""
+    kind: str | None = sharding.memory_kind
+    usual = next(iter(sharding.device_set)).default_memory().kind
+    return None if kind == usual else kind
