@@ -38,6 +38,8 @@ _OPTIONS = {
     # With no device there is nothing to try kernels on: take the library's, in its first configuration.
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": "False",
+    # Small products that share an operand would become one, which is found under the name of one of them.
+    "xla_gpu_dot_merger_threshold_mb": "0",
 }
 
 

@@ -17,9 +17,13 @@ from test_gemm import MATMUL, RECIPES, normal, off, three
 
 import policyc
 from policyc.backends.choice import Machine, choose
+from policyc.backends.emulate import with_outer
+from policyc.backends.xla import _scaled_inside
 from policyc.gemm import quantized_dot_general
 from policyc.planner import asked
-from policyc.recipes import Gemm, recipe
+from policyc.quantize import Axes, quantize
+from policyc.quantize.values import block_values
+from policyc.recipes import Gemm, Treatment, recipe
 
 XLA = ("xla", "xla", "xla")
 SUMS = 1e-6
@@ -179,3 +183,21 @@ def test_unknown_names() -> None:
         shown("* -> nvfp4", backend="xlaa")
     with pytest.raises(ValueError, match="no target named 'gb20': did you mean 'gb200'"):
         shown("* -> nvfp4", target="gb20")
+
+
+@pytest.mark.parametrize(
+    ("x_size", "w_size"),
+    [(0, 0), (-100, 0), (-126, 20), (100, -110), (90, 30), (60, 80), (110, 120), (-120, -120)],
+)
+def test_scales_inside_a_product(x_size: int, w_size: int) -> None:
+    """The scales of an 8-bit product are the same numbers inside it and after it, out of reach too. In fp32 here: a GPU
+    rounds to bfloat16 what it has scaled in fp32.
+    """
+    fp8 = Treatment(format="fp8", element="e4m3")
+    x = quantize(normal(16, 32) * 2.0**x_size, fp8, Axes(axis=-1))
+    w = quantize(normal(32, 16, seed=1) * 2.0**w_size, fp8, Axes(axis=-2))
+    sums = block_values(x, jnp.float32) @ block_values(w, jnp.float32)
+    expected = with_outer(sums, x, w, MATMUL, 1)
+    np.testing.assert_array_equal(_scaled_inside(sums, x, w), expected)
+    assert np.isinf(expected).any() == (x_size + w_size > 127)
+    assert np.all(expected == 0) == (x_size + w_size < -149)

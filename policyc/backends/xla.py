@@ -7,10 +7,11 @@ contracted last, and packed along it.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ from policyc import quantize as q
 from policyc.backends import emulate
 from policyc.backends.choice import Ask, Obstacle
 from policyc.backends.emulate import Dims, Operand, missing, with_outer
-from policyc.quantize.bits import stored
+from policyc.quantize.bits import power_of_two, stored
 from policyc.quantize.layout import TILE, Axes, Quantized, pack, repeat_axis, split_axis, unpack
+from policyc.quantize.values import outer
 from policyc.recipes import Treatment
 
 __all__ = ["gemm", "missing", "obstacle", "quantize", "rows"]
@@ -79,22 +81,28 @@ def gemm(lhs: Operand, rhs: Operand, dimensions: Dims, out: Any, *, platform: st
     if lhs.layout.format == "fp8":
         if platform == "cpu":
             return emulate.gemm(lhs, rhs, dimensions, out, platform=platform)
-        return _fp8(lhs, rhs, dimensions).astype(out)
+        return _fp8(lhs, rhs, dimensions, out)
     (lc, rc), (lb, rb) = dimensions
     left, left_scales, left_free = rows(lhs, lc, lb)
     right, right_scales, right_free = rows(rhs, rc, rb)
+    # What is scaled once more afterwards stays fp32 until then.
+    scaled = lhs.amax is not None or rhs.amax is not None or out not in (jnp.bfloat16, jnp.float32)
     multiply = _block_scaled if platform == "cuda" else _multiplied_out
-    product = multiply(left, right, left_scales, right_scales)
+    product = multiply(left, right, left_scales, right_scales, jnp.float32 if scaled else out)
     batch = tuple(lhs.codes.shape[i] for i in lb)
     product = product.reshape(*batch, *left_free, *right_free)
     return with_outer(product, lhs, rhs, dimensions, len(left_free)).astype(out)
 
 
-def _block_scaled(a: jax.Array, b: jax.Array, a_scales: jax.Array, b_scales: jax.Array) -> jax.Array:
-    return jax.nn.scaled_matmul(a, b, a_scales, b_scales, jnp.float32)
+def _block_scaled(
+    a: jax.Array, b: jax.Array, a_scales: jax.Array, b_scales: jax.Array, out: Any
+) -> jax.Array:
+    return jax.nn.scaled_matmul(a, b, a_scales, b_scales, out)
 
 
-def _multiplied_out(a: jax.Array, b: jax.Array, a_scales: jax.Array, b_scales: jax.Array) -> jax.Array:
+def _multiplied_out(
+    a: jax.Array, b: jax.Array, a_scales: jax.Array, b_scales: jax.Array, out: Any
+) -> jax.Array:
     """The same where XLA has no such GEMM: what it makes of one on a GPU that has none either."""
 
     def values(x: jax.Array, scales: jax.Array) -> jax.Array:
@@ -102,7 +110,8 @@ def _multiplied_out(a: jax.Array, b: jax.Array, a_scales: jax.Array, b_scales: j
         return (blocks * scales.astype(jnp.float32)[..., None]).reshape(x.shape)
 
     dims = (((2,), (2,)), ((0,), (0,)))
-    return lax.dot_general(values(a, a_scales), values(b, b_scales), dims, precision=lax.Precision.HIGHEST)
+    product = lax.dot_general(values(a, a_scales), values(b, b_scales), dims, precision=lax.Precision.HIGHEST)
+    return product.astype(out)
 
 
 def rows(
@@ -138,14 +147,37 @@ def rows(
     return values, lax.bitcast_convert_type(scales, scale), shape
 
 
-def _fp8(lhs: Quantized, rhs: Quantized, dimensions: Dims) -> jax.Array:
+def _fp8(lhs: Quantized, rhs: Quantized, dimensions: Dims, out: Any) -> jax.Array:
     """On 8-bit matrix units, accumulated in fp32; inside a chunk, Hopper's keep some 14 bits."""
     a, b = (lax.bitcast_convert_type(o.codes, _FP8[o.layout.element]) for o in (lhs, rhs))
-    product = lax.dot_general(
-        a,
-        b,
-        dimensions,
-        precision=lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32,
-        preferred_element_type=jnp.float32,
-    )
-    return with_outer(product, lhs, rhs, dimensions, a.ndim - len(dimensions[0][0]) - len(dimensions[1][0]))
+    multiply = partial(lax.dot_general, a, b, dimensions, precision=lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32)
+    one = all(o.amax is not None and o.amax.size == 1 for o in (lhs, rhs))
+    if one and out == jnp.bfloat16 and _excess_precision():
+        return _scaled_inside(multiply(preferred_element_type=out), lhs, rhs)
+    product = multiply(preferred_element_type=jnp.float32)
+    free = a.ndim - len(dimensions[0][0]) - len(dimensions[1][0])
+    return with_outer(product, lhs, rhs, dimensions, free).astype(out)
+
+
+_REACH = 60
+"""Scales from 2**-60 to 2**60 are applied inside a product of 8-bit numbers: no sum of theirs leaves bfloat16 by it."""
+
+
+def _scaled_inside(product: jax.Array, lhs: Quantized, rhs: Quantized) -> jax.Array:
+    """Both outer scales, where XLA takes them into the product: on its fp32 sums, before they are rounded to bfloat16.
+
+    So no fp32 result stands in memory. XLA hands the product the scale before its cast to bfloat16, which is there for
+    the types alone. Of a scale out of reach, the rest is a power of two, which is exact outside; where that is out of
+    range too, so is every sum.
+    """
+    (m, e), (n, f) = (cast(tuple[jax.Array, jax.Array], outer(o)) for o in (lhs, rhs))
+    exponent = jnp.reshape(e + f, ())
+    inside = jnp.clip(exponent, -_REACH, _REACH)
+    scale = jnp.reshape(m * n, ()) * power_of_two(inside)
+    rest = power_of_two(jnp.clip(exponent - inside, -126, 127))
+    return product * scale.astype(product.dtype) * rest.astype(product.dtype)
+
+
+def _excess_precision() -> bool:
+    """May XLA leave out a cast to fewer bits and back? It does, unless it is told not to."""
+    return "xla_allow_excess_precision=false" not in os.environ.get("XLA_FLAGS", "").lower()
