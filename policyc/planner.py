@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,9 +20,9 @@ from policyc.backends.choice import PLAIN, Ask, Lowering, Machine, Obstacle, cho
 from policyc.coverage import moments
 from policyc.diagnostics import Diagnostic, PolicyError, Severity, closest
 from policyc.policy import Policy, Rule
-from policyc.recipes import OPERANDS, Gemm, Recipe
+from policyc.recipes import Gemm, Recipe
 from policyc.selectors import Path, matches, patterns
-from policyc.sites import Address, Layer, Site, Sites, dotted
+from policyc.sites import Address, Layer, Site, Sites
 from policyc.targets import Target
 from policyc.treatments import effective, problems
 
@@ -432,75 +431,3 @@ def _all_paths(site: Site) -> Iterable[Path]:
 
 def _layer_paths(site: Site) -> Iterable[Path]:
     return site.paths(next(iter(site.layers()), ()))
-
-
-# ---- as data
-
-
-def as_json(plan: Plan) -> str:
-    """The whole plan: for every site and phase, runs of layers that share their decisions."""
-    data = {
-        "policy": {"path": plan.policy.source.path, "sha256": plan.policy_hash},
-        "jaxpr": {"sha256": plan.sites.hash},
-        "backend": plan.how.backend,
-        "machine": plan.machine.name,
-        "rules": [str(rule) for rule in plan.policy.rules],
-        "phases": [plan.label(phase) for phase in plan.phases],
-        "sites": [_site_json(plan, site) for site in plan.sites],
-    }
-    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-
-
-def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
-    return {
-        "address": list(site.address),
-        "scope": dotted(site.scope.path),
-        "parameters": [dotted(p.path) for p in site.parameters],
-        "place": site.place,
-        "kind": site.kind,
-        "weight": site.weight,
-        "batch": site.batch,
-        "m": site.m,
-        "n": site.n,
-        "k": site.k,
-        "stacks": [s.size for s in site.stacks],
-        "repeats": site.repeats,
-        "flops": site.flops,
-        "products": [g for g in Gemm if g in site.products],
-        "opaque": site.opaque or None,
-        "decisions": {plan.label(phase): _runs(plan, site, phase) for phase in plan.phases},
-    }
-
-
-def _runs(plan: Plan, site: Site, phase: Phase) -> list[dict[str, Any]]:
-    decisions = plan.decisions(phase)
-    runs: list[dict[str, Any]] = []
-    for decision, group in itertools.groupby(site.layers(), key=lambda la: decisions[site.address, la]):
-        layers = list(group)
-        products = {}
-        for gemm in (g for g in Gemm if g in site.products):
-            choice = decision.of(gemm)
-            products[gemm] = {
-                "rule": choice.rule,
-                "beaten": list(choice.beaten),
-                "formats": [
-                    "keep" if decision.recipe is None else decision.recipe.of(g, role).format
-                    for g, role in OPERANDS
-                    if g is gemm
-                ],
-                **_runs_json(decision.runs(gemm)),
-            }
-        run: dict[str, Any] = {"products": products}
-        if site.stacks:
-            run = {"layers": [list(layers[0]), list(layers[-1])], **run}
-        runs.append(run)
-    return runs
-
-
-def _runs_json(runs: Lowering) -> dict[str, Any]:
-    if not runs.backend:
-        return {"backend": None}
-    found: dict[str, Any] = {"backend": runs.backend, "native": runs.native}
-    if runs.obstacle is not None:
-        found |= {"reason": runs.obstacle.reason, "remedy": runs.obstacle.remedy}
-    return found

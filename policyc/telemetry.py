@@ -29,7 +29,8 @@ from policyc.formats import FORMATS
 from policyc.gemm import Backends, operands
 from policyc.measure import FIGURES, figures, told
 from policyc.pipeline import as_policy, current, guarded, present
-from policyc.planner import How, Phase, Plan, as_json, make_plan
+from policyc.planner import How, Phase, Plan, make_plan
+from policyc.planview import as_json
 from policyc.policy import Policy
 from policyc.recipes import Recipe
 from policyc.rewrite import Fixed, Rewriter, Run, dot

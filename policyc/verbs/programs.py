@@ -149,8 +149,7 @@ def apply_to(
     from policyc import jaxprs, runner
     from policyc.diagnostics import PolicyError
     from policyc.pipeline import as_how
-    from policyc.planner import as_json
-    from policyc.planview import summary
+    from policyc.planview import as_json, summary
 
     how = running(lambda: as_how(backend or "auto", None, require_native))
     seen: list[int] = []

@@ -34,11 +34,9 @@ def sites(policy: str | None, variant: str | None, form: str, program: tuple[str
 
     The program runs until its first loss with a GEMM has been traced, and no further: no step is executed.
     """
+    from policyc.planview import as_json, sites_table
     from policyc.policy import Policy
 
     meant = Policy() if policy is None else policy_of(policy, variant)
     plan = plan_of(meant, program)
-    from policyc.planner import as_json
-    from policyc.planview import sites_table
-
     click.echo(as_json(plan) if form == "json" else sites_table(plan), nl=False)
