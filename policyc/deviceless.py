@@ -332,10 +332,8 @@ def moved(module: hlo.Module) -> Iterator[Moved]:
         kind = ran.instruction.opcode.removesuffix("-start")
         if kind not in hlo.COLLECTIVES:
             continue
-        # The shape of a start has its operands in it too.
-        written = ran.written - ran.read if ran.instruction.opcode.endswith("-start") else ran.written
         types = "+".join(dict.fromkeys(re.findall(r"(\w+)\[", ran.instruction.shape)))
         count, size = totals.get((kind, types), (0, 0))
-        totals[kind, types] = count + ran.times, size + ran.times * max(ran.read, written)
+        totals[kind, types] = count + ran.times, size + ran.times * max(ran.read, ran.written)
     for (kind, types), (count, size) in sorted(totals.items(), key=lambda item: -item[1][1]):
         yield Moved(kind, types, count, size)

@@ -15,9 +15,13 @@ from math import prod
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _FREE = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-    "opt-barrier", "add-dependency", "while", "call", "conditional", "async-done", "async-update",
+    "opt-barrier", "add-dependency", "while", "call", "conditional",
 })  # fmt: skip
-"""What takes no kernel of its own."""
+"""What takes no kernel of its own; so does what ends in -done or -update, which was started before."""
+
+_FUSIONS = ("fusion", "fusion-start")
+_IN_PLACE = ("bitcast", "reshape", "transpose")
+"""What only says of an array how it is looked at, inside a fusion."""
 
 COLLECTIVES = (
     "all-gather",
@@ -98,7 +102,8 @@ class Ran:
 
     @property
     def is_kernel(self) -> bool:
-        return self.instruction.opcode not in _FREE
+        opcode = self.instruction.opcode
+        return opcode not in _FREE and not opcode.endswith(("-done", "-update"))
 
 
 @dataclass(frozen=True)
@@ -126,33 +131,62 @@ class Module:
                 yield Ran(each, times, *self._moved(each, inside), name)
 
     def _moved(self, each: Instruction, inside: Mapping[str, Instruction]) -> tuple[int, int]:
-        """Bytes read and written. Of an array of which only a slice is touched, that of the slice."""
+        """Bytes read and written. Of an array of which only slices are touched, those of the slices."""
         operands = [inside[o] for o in each.operands if o in inside]
+        written = size(_results(each))
         if each.opcode == "dynamic-slice":
-            return each.bytes, each.bytes
+            return written, written
         if each.opcode == "dynamic-update-slice":
             return operands[1].bytes, operands[1].bytes
-        body = self.computations.get(each.called[0]) if each.opcode == "fusion" and each.called else None
+        body = self.computations.get(each.called[0]) if each.opcode in _FUSIONS and each.called else None
         if body is None:
-            return sum(o.bytes for o in operands), each.bytes
-        parameters = {_number(i): i for i in body.values() if i.opcode == "parameter"}
-        read = written = 0
+            return sum(o.bytes for o in operands), written
+        parameters = {int(i.given): i for i in body.values() if i.opcode == "parameter"}
+        read = 0
         for at, operand in enumerate(operands):
-            users = [i for i in body.values() if at in parameters and parameters[at].name in i.operands]
-            slices = [
-                i for i in users if i.opcode == "dynamic-slice" and i.operands[0] == parameters[at].name
-            ]
-            updated = [i for i in users if _updates(i, parameters[at].name)]
-            if users and len(slices) + len(updated) == len(users):
-                read += sum(i.bytes for i in slices)
-                written += sum(body[i.operands[1]].bytes - i.bytes for i in updated)
-            else:
+            slices = _slices(body, parameters[at].name) if at in parameters else None
+            if not slices:
                 read += operand.bytes
-        return read, each.bytes + written
+                continue
+            for one in slices:
+                if one.opcode == "dynamic-slice":
+                    ((_, count),), ((kind, _),) = arrays(one.shape), arrays(operand.shape)
+                    read += -(-count * width(kind) // 8)
+                else:
+                    written += body[one.operands[1]].bytes - one.bytes
+        return read, written
 
 
-def _number(parameter: Instruction) -> int:
-    return int(parameter.given)
+def _results(each: Instruction) -> str:
+    """The shape of what an instruction writes. What starts one has its operands in its own shape, before the results."""
+    if not each.opcode.endswith("-start") or not each.shape.startswith("("):
+        return each.shape
+    depth = 0
+    for at, letter in enumerate(each.shape):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 1:
+            return each.shape[at:]
+    return ""
+
+
+def _slices(body: Mapping[str, Instruction], name: str) -> list[Instruction] | None:
+    """All that is done with an array, where it is nothing but slicing and updating slices; else None."""
+    found: list[Instruction] = []
+    for user in body.values():
+        if name not in user.operands:
+            continue
+        if user.opcode == "dynamic-slice" and user.operands[0] == name:
+            found.append(user)
+        elif _updates(user, name):
+            found.append(user)
+        elif user.opcode in _IN_PLACE:
+            inner = _slices(body, user.name)
+            if inner is None:
+                return None
+            found += inner
+        else:
+            return None
+    return found
 
 
 def _updates(each: Instruction, name: str) -> bool:
@@ -204,10 +238,12 @@ def _closing(text: str, at: int) -> int:
 
 def size(shape: str) -> int:
     """Bytes of an array, or of all arrays of a tuple."""
-    return sum(
-        -(-prod(int(n) for n in dims.split(",") if n) * width(kind) // 8)
-        for kind, dims in _SHAPE.findall(shape)
-    )
+    return sum(-(-count * width(kind) // 8) for kind, count in arrays(shape))
+
+
+def arrays(shape: str) -> list[tuple[str, int]]:
+    """The type of each array of a tuple, and how many numbers it has."""
+    return [(kind, prod(int(n) for n in dims.split(",") if n)) for kind, dims in _SHAPE.findall(shape)]
 
 
 def width(kind: str) -> int:

@@ -90,6 +90,32 @@ def test_sizes() -> None:
         hlo.read("not a module")
 
 
+def test_what_is_started() -> None:
+    """What a start writes is its results. Its end is no kernel."""
+    text = """HloModule m
+
+%slice (p: f32[4,64,32], i: s32[]) -> bf16[64,32] {
+  %p = f32[4,64,32]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %turned = f32[4,32,64]{1,2,0} bitcast(%p)
+  %cut = f32[1,32,64]{1,2,0} dynamic-slice(%turned, %i), dynamic_slice_sizes={1,32,64}
+  ROOT %cast = bf16[64,32]{1,0} convert(%cut)
+}
+
+ENTRY %main (w: f32[4,64,32], i: s32[]) -> bf16[512,32] {
+  %w = f32[4,64,32]{2,1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %go = ((f32[4,64,32]{2,1,0}, s32[]), bf16[64,32]{1,0}, u32[]) fusion-start(%w, %i.1), kind=kLoop, calls=%slice
+  %cut.1 = bf16[64,32]{1,0} fusion-done(%go)
+  %gather = (bf16[64,32]{1,0}, bf16[512,32]{1,0}) all-gather-start(%cut.1), dimensions={0}
+  ROOT %all = bf16[512,32]{1,0} all-gather-done(%gather)
+}
+"""
+    ran = {r.instruction.name: (r.read, r.written) for r in hlo.read(text).ran if r.is_kernel}
+    one = 64 * 32
+    assert ran == {"go": (one * 4 + 4, one * 2 + 4), "gather": (one * 2, 8 * one * 2)}
+
+
 def test_products_are_found() -> None:
     plan = layered()
     (row,) = deviceless.rows(plan, module(plan))
