@@ -38,9 +38,9 @@ test-slow: setup ## run the slow tests: fuzzing, scaling
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) -m slow $(ARGS)
 
 # XLA's CUDA compiler is 4 GB of packages: it gets an environment of its own.
-test-cuda: ## compile for GPUs that are not here, and check what came of it
+test-cuda: ## compile for GPUs that are not here, and check what came of it: 4 GB of packages, some minutes
 	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train setup
-	@$(IN) JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -m cuda $(ARGS)
+	@$(IN) JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -p no:xdist -m "cuda and not slow" tests/test_cuda.py $(ARGS)
 
 # Transformer Engine's JAX half is compiled against the JAX that is installed. These versions are known to go together.
 TE_JAX := 0.11.2

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -37,7 +38,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block runs. `wide` are the fp32 and integer arrays as large as an operand that no GEMM writes."""
+    """What a block runs. `wide` are arrays as large as an operand, in fp32 or integers, that no GEMM writes. Gradients
+    of weights are no such arrays: they are results, and fp32 as the weights are.
+    """
 
     kinds: dict[str, Kind]
     wide: tuple[str, ...]
@@ -90,6 +93,8 @@ def _wide(one: Any) -> Iterator[str]:
     from policyc import hlo
 
     smallest = 4096 * 14336
+    if re.search(r"transpose\(.*_proj/convert_element_type$", one.instruction.scope):
+        return
     for kind, count in hlo.arrays(one.instruction.shape):
         if kind in ("f32", "u32", "s32", "u64", "s64") and count >= smallest:
             yield f"{count} x {kind}: {one.instruction.scope}"
@@ -110,7 +115,10 @@ def main() -> None:
         text = compiled(policy, given.target).text
         blocks[policy] = block = looked_at(text)
         for kind, k in sorted(block.kinds.items()):
-            print(f"| {policy} | {kind} | {k.kernels} | {k.read / 1e9:.2f} GB | {k.written / 1e9:.2f} GB |", flush=True)
+            print(
+                f"| {policy} | {kind} | {k.kernels} | {k.read / 1e9:.2f} GB | {k.written / 1e9:.2f} GB |",
+                flush=True,
+            )
         for wide in block.wide:
             print(f"{policy} writes {wide}")
         if given.hlo:

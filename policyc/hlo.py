@@ -158,7 +158,7 @@ class Module:
 
 
 def _results(each: Instruction) -> str:
-    """The shape of what an instruction writes. What starts one has its operands in its own shape, before the results."""
+    """The shape of what an instruction writes. The shape of a start has its operands first."""
     if not each.opcode.endswith("-start") or not each.shape.startswith("("):
         return each.shape
     depth = 0
@@ -175,9 +175,7 @@ def _slices(body: Mapping[str, Instruction], name: str) -> list[Instruction] | N
     for user in body.values():
         if name not in user.operands:
             continue
-        if user.opcode == "dynamic-slice" and user.operands[0] == name:
-            found.append(user)
-        elif _updates(user, name):
+        if (user.opcode == "dynamic-slice" and user.operands[0] == name) or _updates(user, name):
             found.append(user)
         elif user.opcode in _IN_PLACE:
             inner = _slices(body, user.name)

@@ -42,7 +42,11 @@ def policyc(*arguments: str | Path, stdin: str | bytes = "", env: dict[str, str]
 
 
 def spawn(
-    *arguments: str | Path, stdin: bytes = b"", env: dict[str, str] | None = None, cwd: Path | None = None
+    *arguments: str | Path,
+    stdin: bytes = b"",
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    timeout: float = 120,
 ) -> Ran:
     """Run the command in a process of its own, from another folder if asked to."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -53,6 +57,6 @@ def spawn(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(env or {})},
         cwd=cwd,
         check=False,
-        timeout=120,
+        timeout=timeout,
     )
     return Ran(found.returncode, found.stdout.decode(errors="replace"), found.stderr.decode(errors="replace"))

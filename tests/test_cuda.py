@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT
-
-from policyc import hlo
+from command import ROOT, Ran, spawn
 
 pytestmark = pytest.mark.cuda
 pytest.importorskip("jax_plugins.xla_cuda13", reason="the extra cuda13 is not installed")
@@ -21,15 +19,16 @@ BLOCK = ("--config", "tiny", "--batch", "8", "--sequence", "256")
 PAPER = "* -> bf16; mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 
 
-def compiled(*words: str, code: int = 0) -> Any:
-    """The report of `policyc compile`, from a process of its own: XLA's compiler keeps what it holds."""
-    command = [sys.executable, "-m", "policyc", "compile", *words, "--format", "json"]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200, check=False
-    )
-    assert ran.returncode == code, ran.stderr[-3000:]
-    return json.loads(ran.stdout)
+def ran(*words: str | Path) -> Ran:
+    """`policyc compile` in a process of its own: XLA's compiler keeps what it holds. It has no host devices of ours."""
+    return spawn("compile", *words, env={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, timeout=1200)
+
+
+def compiled(*words: str | Path) -> Any:
+    """Its report."""
+    found = ran(*words, "--format", "json")
+    assert found.code == 0, found.err[-3000:]
+    return json.loads(found.out)
 
 
 @pytest.fixture
@@ -50,9 +49,17 @@ def test_four_bits_are_native_on_blackwell(policy: str) -> None:
     assert found["memory"]["needed"] < found["memory"]["device"]
 
 
-def test_four_bits_are_emulated_on_hopper(policy: str) -> None:
-    found = compiled(policy, *BLOCK, "--target", "h200")
-    assert all(not p["native"] and p["reason"] == "h200 does not multiply nvfp4" for p in found["products"])
+def test_what_is_not_native_says_why(policy: str, tmp_path: Path) -> None:
+    hopper = compiled(policy, *BLOCK, "--target", "h200")["products"]
+    assert hopper
+    assert {(p["native"], p["reason"]) for p in hopper} == {(False, "h200 does not multiply nvfp4")}
+    assert all("run it on b200, gb200, b300, gb300" in p["remedy"] for p in hopper)
+    (tmp_path / "mx.policy").write_text("mlp.* -> mxfp4")
+    blackwell = compiled(tmp_path / "mx.policy", *BLOCK, "--target", "gb200")["products"]
+    assert {(p["native"], p["reason"]) for p in blackwell} == {
+        (False, "XLA has no block-scaled GEMM of mxfp4")
+    }
+    assert {p["remedy"] for p in blackwell} == {"nvfp4 or mxfp8"}
 
 
 def test_eight_bits_are_native_on_hopper() -> None:
@@ -61,37 +68,99 @@ def test_eight_bits_are_native_on_hopper() -> None:
     assert all(p["native"] and p["call"] == "__cublas$lt$matmul$f8" for p in found["products"])
 
 
-def test_eight_bits_are_scaled_inside_the_product(tmp_path: Path) -> None:
-    """No fp32 result of an 8-bit product stands in memory, and its scale was never rounded to bfloat16."""
-    compiled("fp8", *BLOCK, "--target", "h200", "--dump-hlo", str(tmp_path))
-    (path,) = tmp_path.iterdir()
-    module = hlo.read(path.read_text())
-    products = [r for r in module.ran if r.instruction.target == "__cublas$lt$matmul$f8"]
-    assert len(products) == 7 * 3, "seven linear layers in a scanned block"
-    for product in products:
-        assert product.instruction.shape.startswith("(bf16["), product.instruction.shape
-        inside = module.computations[product.computation]
-        scale = inside[product.instruction.operands[2]]
-        while scale.opcode in ("bitcast", "get-tuple-element"):
-            scale = inside[scale.operands[0]]
-        assert scale.opcode == "fusion", "it is computed from both maxima"
-        made = module.computations[scale.called[0]]
-        back = [
-            i for i in made.values() if i.opcode == "convert" and made[i.operands[0]].shape.startswith("bf16")
-        ]
-        assert not back, "rounded to bfloat16, and back"
-
-
 def test_weights_are_gathered_in_four_bits(policy: str) -> None:
-    """Over fsdp, what moves of a quantized weight is its codes."""
-    found = compiled(policy, *BLOCK, "--target", "gb200", "--devices", "4")
-    gathered = {c["type"] for c in found["collectives"] if c["kind"] == "all-gather"}
-    assert gathered & {"f4e2m1fn", "u8"}, found["collectives"]
+    """Over fsdp, what moves of a quantized weight is its codes. The batch is in two parts, and each is asked for."""
+    found = compiled(policy, *BLOCK, "--target", "gb200", "--devices", "4", "--accumulate", "2")
+    gathered = {t for c in found["collectives"] if c["kind"] == "all-gather" for t in c["type"].split("+")}
+    assert gathered & {"f4e2m1fn", "s8", "u8"}, found["collectives"]
+    assert all(p["found"] >= 2 * 4 for p in found["products"]), "two parts of four layers"
+
+
+PROGRAM = """\
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+kind = getattr(AxisType, sys.argv[1])
+mesh = jax.make_mesh((len(jax.devices()),), ("fsdp",), axis_types=(kind,))
+weights = jax.device_put(jnp.ones((4, 256, 256)), NamedSharding(mesh, P(None, "fsdp")))
+x = jax.device_put(jnp.ones((512, 256), jnp.bfloat16), NamedSharding(mesh, P("fsdp")))
+
+
+def loss(params, x):
+    def layer(h, w):
+        w = w.astype(jnp.bfloat16)
+        if kind == AxisType.Explicit:
+            return jnp.tanh(h @ jax.sharding.reshard(w, P())), None
+        h = jnp.tanh(h @ w)
+        return jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P("fsdp"))), None
+
+    with jax.named_scope("layers"):
+        return jnp.mean(jax.lax.scan(layer, x, params["mlp"])[0].astype(jnp.float32) ** 2)
+
+
+@jax.jit
+def step(params, x):
+    grads = jax.grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+with jax.set_mesh(mesh):
+    step({"mlp": weights}, x)
+print("the program went on")
+"""
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_program_on_eight_devices(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "p.policy").write_text("mlp -> nvfp4")
+    (tmp_path / "train.py").write_text(PROGRAM)
+    words = (tmp_path / "p.policy", "--target", "gb300", "--devices", "8", "--format", "json")
+    found = ran(*words, tmp_path / "train.py", kind)
+    assert found.code == 0, found.err[-3000:]
+    report = json.loads(found.out)
+    assert report["devices"] == 8
+    assert {(p["site"], p["gemm"], p["native"]) for p in report["products"]} == {
+        ("mlp", gemm, True) for gemm in ("fprop", "dgrad", "wgrad")
+    }
+    assert all(p["found"] == 4 for p in report["products"])
+    # The weights are divided over the devices: of each there is an eighth, and a share of x.
+    assert report["memory"]["arguments"] == (4 * 256 * 256 * 4 + 512 * 256 * 2) // 8
+    assert {c["kind"] for c in report["collectives"]} >= {"all-gather"}
+
+
+def test_a_policy_that_cannot_be_native(policy: str) -> None:
+    found = ran(policy, *BLOCK, "--target", "h200", "--require-native")
+    assert found.code == 1
+    assert "h200 does not multiply nvfp4" in found.err
+    assert "run it on b200, gb200, b300, gb300" in found.err
+
+
+@pytest.mark.parametrize("policy_name", ["llama_nvfp4", "fp8"])
+def test_one_block_of_llama_8b(policy_name: str, tmp_path: Path) -> None:
+    """No operand is written in fp32, no random array is in memory, and no quantizer falls apart into passes.
+
+    The limits are a tenth above what was measured when they were written: docs/blackwell.md has the figures.
+    """
+    kernels, moved = {"llama_nvfp4": (280, 41e9), "fp8": (215, 27e9)}[policy_name]
+    words = [sys.executable, "-m", "benchmarks.compiled_block", policy_name, "--json", str(tmp_path / "out")]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run(words, cwd=ROOT, env=env, check=True, timeout=1200, stdout=subprocess.PIPE)
+    block = json.loads((tmp_path / "out").read_text())[policy_name]
+    assert block["wide"] == []
+    kinds = block["kinds"]
+    assert kinds["native GEMMs"]["kernels"] == {"llama_nvfp4": 9, "fp8": 21}[policy_name]
+    assert sum(k["kernels"] for k in kinds.values()) <= kernels
+    assert sum(k["read"] + k["written"] for k in kinds.values()) <= moved
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy_name", ["llama_nvfp4", "fp8"])
-def test_llama_8b_on_eight(policy_name: str) -> None:
-    found = compiled(policy_name, "--config", "llama3_8b", "--target", "gb200", "--devices", "8")
+@pytest.mark.parametrize("target", ["gb200", "gb300"])
+@pytest.mark.parametrize(("config", "devices"), [("llama3_8b", "8"), ("llama3_405b", "128")])
+def test_llama_fits_and_is_native(policy_name: str, target: str, config: str, devices: str) -> None:
+    found = compiled(policy_name, "--config", config, "--target", target, "--devices", devices)
     assert found["memory"]["needed"] < found["memory"]["device"]
-    assert all(p["native"] for p in found["products"])
+    linears = {"llama_nvfp4": 3, "fp8": 7}[policy_name]
+    assert len(found["products"]) == 3 * linears
+    assert all(p["native"] and p["found"] for p in found["products"])
