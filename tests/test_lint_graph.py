@@ -109,9 +109,11 @@ def test_shapes_of_transformer_engine_matter_to_4_bits_only():
         return [d.message.partition(": ")[2] for d in told if d.code == "transformer-engine-shape"]
 
     assert said("w -> nvfp4(rht=wgrad)", jnp.bfloat16, 256) == []
-    assert said("w -> nvfp4(rht=wgrad)", jnp.float32, 256) == ["the Hadamard transform wants bfloat16"]
+    (rotated,) = said("w -> nvfp4(rht=wgrad)", jnp.float32, 256)
+    assert rotated == "Transformer Engine rotates bfloat16, and this operand is float32"
     assert said("w -> nvfp4", jnp.float32, 256) == []
-    assert said("w -> nvfp4", jnp.bfloat16, 144) == ["m = 144 is no multiple of 32"]
+    (uneven,) = said("w -> nvfp4", jnp.bfloat16, 144)
+    assert uneven == "Transformer Engine wants contracted % 32 == 0, and wgrad has 144"
     assert said("w -> mxfp8", jnp.bfloat16, 144) == []
 
 

@@ -47,17 +47,18 @@ def obstacle(ask: Ask) -> Obstacle | None:
     """The first of its limits that a product does not keep."""
     if ask.format != "nvfp4" or ask.right.format != "nvfp4":
         return Obstacle(f"the te backend runs nvfp4 and not {ask.format}", "--backend auto")
+    return misfit(ask) or _option(ask.left) or _option(ask.right)
+
+
+def misfit(ask: Ask) -> Obstacle | None:
+    """What of the shape and the types of an nvfp4 product it does not take. Lint tells of these."""
     if ask.ragged or ask.batch != 1:
         kind = "over ragged groups" if ask.ragged else "with batch dimensions"
         return Obstacle(f"Transformer Engine has no NVFP4 GEMM {kind}", "--backend auto")
-    for treatment, of_type in zip((ask.left, ask.right), ask.types, strict=True):
-        found = _option(treatment, of_type)
-        if found is not None:
-            return found
-    return _size(ask)
+    return _type(ask.left, ask.types[0]) or _type(ask.right, ask.types[1]) or _size(ask)
 
 
-def _option(t: Treatment, of_type: str) -> Obstacle | None:
+def _type(t: Treatment, of_type: str) -> Obstacle | None:
     if of_type not in _TYPES:
         return Obstacle(f"Transformer Engine does not quantize {of_type}", "compute in bfloat16")
     if t.rht and of_type != "bfloat16":
@@ -65,6 +66,10 @@ def _option(t: Treatment, of_type: str) -> Obstacle | None:
             f"Transformer Engine rotates bfloat16, and this operand is {of_type}",
             "compute in bfloat16, or rht=none",
         )
+    return None
+
+
+def _option(t: Treatment) -> Obstacle | None:
     lacking = {
         f"rht_size={t.rht}": t.rht not in (0, len(SIGNS)),
         "rounding=ms_eden": t.rounding == "ms_eden",
