@@ -60,12 +60,12 @@ class Bench:
         self.mesh = mesh.make(self.c, self.run)
         self.described, make = optimizer.first_state(self.c, self.run, self.mesh)
         self.state = make()
-        self.source = data.open_source(
+        self.source = data.Source(
             "stdlib", batch=form.batch, sequence=run.sequence, vocab=c.vocab, seed=run.seed
         )
 
     def batch(self) -> Any:
-        return mesh.placed(next(self.source), self.mesh, 0, 1)
+        return mesh.placed(next(self.source), self.mesh)
 
     def compiled(self, policy: str | None) -> Any:
         """The step under a policy. Plainly where there is none."""

@@ -32,10 +32,10 @@ def losses(axes: dict[str, int] | None = None, **more: Any) -> list[float]:
     where = llama_runs.mesh_of(**(axes or {}))
     state = optimizer.first_state(c, run, where)[1]()
     step = optimizer.train_step(c, run, where)
-    source = data.open_source("synthetic", batch=8, sequence=32, vocab=c.vocab)
+    source = data.Source("synthetic", batch=8, sequence=32, vocab=c.vocab)
     found = []
-    for _, batch in zip(range(STEPS), source, strict=False):
-        state, measured = step(state, meshes.placed(batch, where, 0, 1))
+    for _ in range(STEPS):
+        state, measured = step(state, meshes.placed(next(source), where))
         found.append(float(measured["loss"]))
     return found
 
@@ -97,7 +97,7 @@ def watched():
     where = llama_runs.mesh_of()
     step = optimizer.train_step(SIZES, run, where)
     make = optimizer.first_state(SIZES, run, where)[1]
-    batch = next(data.open_source("synthetic", batch=8, sequence=32, vocab=SIZES.vocab))
+    batch = next(data.Source("synthetic", batch=8, sequence=32, vocab=SIZES.vocab))
     return lambda **more: step({**make(), **more}, batch), make
 
 

@@ -17,7 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 from llama.configs import BadRun
 
-_FAULTS = (OSError, ValueError, RuntimeError, KeyError, TypeError)
+FULL = "is the disk full? Earlier checkpoints are intact"
 
 
 class Checkpoints:
@@ -25,12 +25,9 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, identity: dict[str, Any]) -> None:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells every step of every save
-        self.folder = folder.resolve()
-        self._identity = identity
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
-        )
-        with self._told("cannot be opened", "is the folder writable?"):
+        self.folder, self._identity = folder.resolve(), identity
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        with self._told("checkpoints cannot be kept here", "is the folder writable?"):
             self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def latest(self) -> int | None:
@@ -38,6 +35,8 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
         """Begins to write. Returns once the state is copied; the file becomes valid when it is whole."""
+        if step == self.latest():
+            return
         needed = sum(a.nbytes for a in jax.tree.leaves(state)) // jax.process_count()
         free = shutil.disk_usage(self.folder).free
         if free < needed:
@@ -47,53 +46,45 @@ class Checkpoints:
             )
         about = {"identity": self._identity, "position": position}
         parts = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
-        with self._failing_to_write(step):
+        with self._told(f"writing a checkpoint at step {step} failed", FULL):
             self._manager.save(step, args=parts)
 
     def restore(self, step: int, described: Any, accept_changes: bool) -> tuple[Any, dict[str, Any]]:
-        """The state and the data's position at a step."""
-        remedy = "give an older one with --resume-from, or remove its folder"
-        with self._told(f"checkpoint {self.folder / str(step)} cannot be read", remedy):
+        """The state and the data's position at a step. Later checkpoints are removed."""
+        what, remedy = (
+            f"checkpoint {self.folder / str(step)} cannot be read",
+            "give an older one with --resume-from",
+        )
+        with self._told(what, f"{remedy}, or remove its folder"):
             about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
-            before, position = about["identity"], about["position"]
-        self._compare(step, before, accept_changes)
-        with self._told(f"checkpoint {self.folder / str(step)} cannot be read", remedy):
-            wanted = ocp.args.Composite(state=ocp.args.StandardRestore(described))
-            state = self._manager.restore(step, args=wanted).state
-        return state, position
-
-    def forget_after(self, step: int) -> None:
-        for later in [s for s in self._manager.all_steps() if s > step]:
-            self._manager.delete(later)
-
-    def close(self) -> None:
-        """Waits for what is being written."""
-        with self._failing_to_write(None):
-            self._manager.wait_until_finished()
-            self._manager.close()
-
-    def _compare(self, step: int, before: dict[str, Any], accept_changes: bool) -> None:
+            before, now = about["identity"], self._identity
         changed = [
-            f"{name.replace('_', '-')}: {before.get(name)} there, {self._identity.get(name)} now"
-            for name in sorted({*before, *self._identity})
-            if before.get(name) != self._identity.get(name)
+            f"{name.replace('_', '-')}: {before.get(name)} there, {now.get(name)} now"
+            for name in sorted({*before, *now})
+            if before.get(name) != now.get(name)
         ]
         if changed and not accept_changes:
             raise BadRun(
                 f"the checkpoint at step {step} in {self.folder} is of another run:\n  " + "\n  ".join(changed)
                 + "\ngive another folder with --out, or --accept-changes to go on from it"
             )  # fmt: skip
+        with self._told(what, f"{remedy}, or remove its folder"):
+            wanted = ocp.args.Composite(state=ocp.args.StandardRestore(described))
+            state = self._manager.restore(step, args=wanted).state
+            for later in [s for s in self._manager.all_steps() if s > step]:
+                self._manager.delete(later)
+        return state, about["position"]
 
-    def _failing_to_write(self, step: int | None) -> Any:
-        at = "" if step is None else f" at step {step}"
-        return self._told(
-            f"writing a checkpoint{at} failed", "is the disk full? Earlier checkpoints are intact"
-        )
+    def close(self) -> None:
+        """Waits for what is being written."""
+        with self._told("writing a checkpoint failed", FULL):
+            self._manager.wait_until_finished()
+            self._manager.close()
 
     @contextmanager
     def _told(self, what: str, remedy: str) -> Iterator[None]:
         try:
             yield
-        except _FAULTS as error:
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
             raise BadRun(f"{what} ({self.folder}): {reason}\n{remedy}") from error

@@ -9,7 +9,6 @@ is one number, and no host needs to know what another one reads. The one trap: b
 
 import glob
 import hashlib
-import importlib
 import itertools
 import os
 import re
@@ -18,9 +17,11 @@ import sysconfig
 import tempfile
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from llama.configs import BadRun, library
 
 KINDS = ("stdlib", "synthetic", "text", "tokens", "array_record", "parquet", "hf")
 SUFFIXES = {".bin": "tokens", ".npy": "tokens", ".parquet": "parquet", ".array_record": "array_record"}
@@ -29,10 +30,7 @@ ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>", "[SEP
 END = 256  # ends a document where tokens are bytes
 AHEAD = 4  # batches made ahead
 SCANNED = 1 << 28  # tokens looked at before the first step
-
-
-class DataError(ValueError):
-    """What is wrong with the data, and what to do about it."""
+REMEDY = ": give the model a larger one, or, if these are token files, their dtype=uint16 or dtype=uint32"
 
 
 def parsed(spec):
@@ -44,28 +42,21 @@ def parsed(spec):
     if kind in KINDS and (colon or kind in ("stdlib", "synthetic")):
         return kind, rest, options
     if colon and len(kind) > 1 and not glob.glob(path):
-        raise DataError(f"no kind of data is named '{kind}': there are {', '.join(KINDS)}")
+        raise BadRun(f"no kind of data is named '{kind}': there are {', '.join(KINDS)}")
     return SUFFIXES.get(Path(path).suffix, "text"), path, options
 
 
 def files(path):
     found = [Path(p) for p in sorted(glob.glob(path, recursive=True)) if os.path.isfile(p)]
     if not found:
-        raise DataError(f"no file is at '{path}'")
+        raise BadRun(f"no file is at '{path}'")
     return found
-
-
-def library(name):
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise DataError(f"this data needs the library '{name}': pip install {name}") from None
 
 
 # ---- documents
 
 
-def texts(kind, path, options):
+def documents(kind, path, options):
     """Every document, as bytes."""
     if kind == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -79,89 +70,77 @@ def texts(kind, path, options):
         for file in files(path):
             text = file.read_bytes()
             if b"\0" in text[:65536]:
-                raise DataError(f"'{file}' is no text: it holds zero bytes (a token file is tokens:{file})")
+                raise BadRun(f"'{file}' is no text: it holds zero bytes (a token file is tokens:{file})")
             yield text
     else:
+        column = options.get("column", "text")
         for row in records(kind, path, options):
-            column = options.get("column", "text")
             if isinstance(row, dict) and column not in row:
-                raise DataError(f"'{path}' has no column '{column}': it has {', '.join(row)} (column=NAME)")
+                raise BadRun(f"'{path}' has no column '{column}': it has {', '.join(row)} (column=NAME)")
             text = row[column] if isinstance(row, dict) else row
             if not isinstance(text, str | bytes):
-                raise DataError(f"'{path}' holds {type(text).__name__}, and not text")
+                raise BadRun(f"'{path}' holds {type(text).__name__}, and not text")
             yield text.encode() if isinstance(text, str) else text
 
 
 def records(kind, path, options):
     """The rows of a Hugging Face dataset, or of files that grain reads: text, or a dictionary."""
+    grain, found = library("grain", "train"), [] if kind == "hf" else [str(f) for f in files(path)]
     try:
-        if kind == "hf":
-            datasets = library("datasets")
-            if Path(path, "state.json").exists():
-                yield from datasets.load_from_disk(path)
-            else:
-                part = options.get("split", "train")
-                yield from datasets.load_dataset(path, options.get("name"), split=part)
-        elif kind == "parquet":
-            library("pyarrow")
-            for file in files(path):
-                yield from library("grain").experimental.ParquetIterDataset(str(file))
+        if kind == "parquet":
+            library("pyarrow", "data")
+            yield from itertools.chain(*map(grain.experimental.ParquetIterDataset, found))
+        elif kind == "array_record":
+            yield from grain.MapDataset.source(grain.sources.ArrayRecordDataSource(found))
+        elif Path(path, "state.json").exists():
+            yield from library("datasets", "data").load_from_disk(path)
         else:
-            rows = library("grain").sources.ArrayRecordDataSource(list(map(str, files(path))))
-            yield from (rows[i] for i in range(len(rows)))
-    except DataError:
-        raise
+            load, part = library("datasets", "data").load_dataset, options.get("split", "train")
+            yield from load(path, options.get("name"), split=part)
     except (OSError, RuntimeError, ValueError) as error:
-        raise DataError(f"'{path}' cannot be read; is it truncated, or of another kind? {error}") from None
+        raise BadRun(f"'{path}' cannot be read; is it truncated, or of another kind? {error}") from None
 
 
 # ---- tokens
 
 
-def encoded(documents, tokenizer, end):
+def encoded(texts, tokenizer, end):
     """The tokens of each document: its bytes, where there is no tokenizer."""
     if tokenizer is None:
-        yield from (np.append(np.frombuffer(text, np.uint8), np.uint16(END)) for text in documents)
+        yield from (np.append(np.frombuffer(text, np.uint8), np.uint16(END)) for text in texts)
         return
-    while some := [text.decode("utf-8", "replace") for text in itertools.islice(documents, 512)]:
+    while some := [text.decode("utf-8", "replace") for text in itertools.islice(texts, 512)]:
         for one in tokenizer.encode_batch(some, add_special_tokens=False):
             yield np.asarray([*one.ids, end], np.uint32)
 
 
 def read_tokenizer(path):
     """A tokenizer.json: the tokenizer, and its token that ends a document."""
+    read = library("tokenizers", "data").Tokenizer.from_file
     try:
-        found = library("tokenizers").Tokenizer.from_file(path)
-    except DataError:
-        raise
+        found = read(path)
     except Exception as error:  # noqa: BLE001  # the library raises no narrower one
-        raise DataError(f"'{path}' is no tokenizer.json: {error}") from None
+        raise BadRun(f"'{path}' is no tokenizer.json: {error}") from None
     end = next((t for t in map(found.token_to_id, ENDS) if t is not None), None)
     if end is None:
-        raise DataError(f"the tokenizer '{path}' has no token that ends a text, none of {', '.join(ENDS)}")
+        raise BadRun(f"the tokenizer '{path}' has no token that ends a text, none of {', '.join(ENDS)}")
     return found, end
 
 
 def cached(key, what, pieces):
     """An array of tokens on disk, memory-mapped; made at its first use."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-data")
-    path = home / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.npy"
+    path = home / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.u32"
     if not path.exists():
         home.mkdir(parents=True, exist_ok=True)
         print(f"making tokens of {what}, once, into {path}", file=sys.stderr)
-        handle, name = tempfile.mkstemp(dir=home, prefix=".making.")
-        try:
-            with os.fdopen(handle, "wb") as out:
-                out.write(b"\0" * 128)  # room for the header, which needs the length
-                length = sum(out.write(one.astype("<u4").tobytes()) for one in pieces) // 4
-                out.seek(0)
-                header = {"descr": "<u4", "fortran_order": False, "shape": (length,)}
-                np.lib.format.write_array_header_1_0(out, header)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-    return np.load(path, mmap_mode="r")
+        with tempfile.TemporaryDirectory(dir=home, prefix=".making.") as place:
+            with Path(place, "tokens").open("wb") as out:
+                out.writelines(one.astype("<u4").tobytes() for one in pieces)
+                if not out.tell():
+                    raise BadRun(f"'{what}' holds no text")
+            os.replace(out.name, path)
+    return np.memmap(path, "<u4", "r")
 
 
 def token_file(path, dtype, vocab):
@@ -186,30 +165,30 @@ def token_file(path, dtype, vocab):
             told = f", and its header says {words[2]}" if start else ""
             raise ValueError(f"its {size} bytes hold {count} {dtype} tokens and {over} bytes{told}")
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"'{path}' is truncated, or no token file: {error}") from None
+        raise BadRun(f"'{path}' is truncated, or no token file: {error}") from None
     return np.memmap(path, dtype, "r", start)
 
 
 def largest(parts):
     """The largest token; of very much data, that of blocks all over it."""
     every = max(1, sum(map(len, parts)) // SCANNED)
-    blocks = [p[at : at + (1 << 16)] for p in parts for at in range(0, len(p), every << 16)]
-    return max(int(b.max()) for b in blocks)
+    return max(int(p[at : at + (1 << 16)].max()) for p in parts for at in range(0, len(p), every << 16))
 
 
 def tokens_of(kind, path, options, vocab, tokenizer):
     """All tokens, as arrays that follow each other, and how many different ones there may be."""
     bpe, end = (None, END) if tokenizer is None else read_tokenizer(tokenizer)
+    words = bpe.get_vocab_size() if bpe else END + 1
     if kind == "tokens":
         parts = [token_file(file, options.get("dtype"), vocab) for file in files(path)]
-        return parts, max(largest(parts) + 1, bpe.get_vocab_size() if bpe else 0)
-    pieces = encoded(texts(kind, path, options), bpe, end)
+        return parts, max(largest(parts) + 1, words if bpe else 0)
+    pieces = encoded(documents(kind, path, options), bpe, end)
     if bpe is None and kind in ("stdlib", "text"):
-        return [np.concatenate(list(pieces))], END + 1
-    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in map(Path, sorted(glob.glob(path)))]
-    words = (Path(tokenizer).read_text(), bpe.get_vocab_size()) if bpe else ("", END + 1)
-    key = [kind, os.path.abspath(path), options, stats, words, sys.version if kind == "stdlib" else ""]
-    return [cached(repr(key), path or kind, pieces)], words[1]
+        return [np.concatenate(list(pieces))], words
+    stats = [(f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in sorted(glob.glob(path))]
+    vocabulary = Path(tokenizer).read_text() if bpe else ""
+    key = [kind, os.path.abspath(path), options, stats, vocabulary, sys.version if kind == "stdlib" else ""]
+    return [cached(repr(key), path or kind, pieces)], words
 
 
 # ---- windows
@@ -234,21 +213,15 @@ class Windows:
         return out
 
 
-class Synthetic:
+def synthetic(numbers, vocab, sequence, seed):
     """Endless and learnable: each row counts in steps of its own, and one token in ten is a random one."""
-
-    size = 1 << 40
-
-    def __init__(self, vocab, sequence, seed):
-        self.vocab, self.sequence, self.seed = vocab, sequence, seed
-
-    def take(self, numbers):
-        at = np.arange(self.sequence + 1, dtype=np.uint64)
-        row = mixed(numbers.astype(np.uint64)[:, None] + np.uint64(self.seed % (1 << 23) << 41))
-        noise = mixed(row ^ (at << np.uint64(20)))
-        counted = (row >> np.uint64(8)) + at * (row % np.uint64(7) + np.uint64(1))
-        tokens = np.where(noise % np.uint64(10), counted, noise >> np.uint64(16))
-        return (tokens % np.uint64(self.vocab)).astype(np.int32)
+    at = np.arange(sequence + 1, dtype=np.uint64)
+    row = mixed(numbers.astype(np.uint64)[:, None] + np.uint64(seed % (1 << 23) << 41))
+    noise = mixed(row ^ (at << np.uint64(20)))
+    counted = (row >> np.uint64(8)) + at * (row % np.uint64(7) + np.uint64(1))
+    return (np.where(noise % np.uint64(10), counted, noise >> np.uint64(16)) % np.uint64(vocab)).astype(
+        np.int32
+    )
 
 
 def mixed(x):
@@ -276,45 +249,42 @@ def shuffled(numbers, size, seed):
 # ---- sources
 
 
-def open_source(
-    spec, *, batch, sequence, vocab, seed=0, process_index=0, process_count=1, split="train", tokenizer=None
-):
-    """The `Source` that a spec names. `batch` is the rows of all hosts together: each gets its share of them.
+class Source:
+    """Batches without end, made ahead in a thread. `batch` is the rows of all hosts together: each gets its share.
 
     `split` is `train` or `validation`, the same end of the data whatever the batch, the sequence and the seed.
     """
-    if batch % process_count:
-        raise DataError(f"a batch of {batch} rows cannot be shared evenly by {process_count} hosts")
-    (kind, path, options), training = parsed(spec), split == "train"
-    if kind == "synthetic":
-        windows, words, mark = Synthetic(vocab, sequence, 2 * seed if training else 1), vocab, str(vocab)
-    else:
-        parts, words = tokens_of(kind, path, options, vocab, tokenizer)
-        total = sum(map(len, parts))
-        cut = total - max(total // 100, min(total // 10, 1 << 16))
-        windows = Windows(parts, *((0, cut) if training else (cut, total)), sequence)
-        ends = b"".join(p[:4096].tobytes() + p[-4096:].tobytes() for p in parts)
-        mark = f"{total} tokens, {hashlib.sha256(ends).hexdigest()[:16]}"
-        if words > vocab:
-            raise DataError(
-                f"'{spec}' has tokens up to {words - 1}, the model a vocabulary of {vocab}{REMEDY}"
-            )
-        if not windows.size:
-            raise DataError(f"'{spec}' has {total} tokens: its {split} part has no {sequence + 1} in a row")
-    share = batch // process_count
-    rows = slice(process_index * share, (process_index + 1) * share)
-    return Source(windows, spec, mark, words, vocab, batch, rows, seed if training else 0)
 
-
-REMEDY = ": give the model a larger one, or, if these are token files, their dtype=uint16 or dtype=uint32"
-
-
-class Source:
-    """Batches without end. A thread works ahead."""
-
-    def __init__(self, windows, name, mark, vocab, limit, batch, rows, seed):
-        self.vocab, self._windows, self._limit, self._batch, self._rows = vocab, windows, limit, batch, rows
-        self._now = {"data": name, "contents": mark, "seed": seed, "position": 0}
+    def __init__(
+        self, spec, *, batch, sequence, vocab, seed=0, process_index=0, process_count=1, split="train", tokenizer=None
+    ):  # fmt: skip
+        if batch % process_count:
+            raise BadRun(f"a batch of {batch} rows cannot be shared evenly by {process_count} hosts")
+        (kind, path, options), training = parsed(spec), split == "train"
+        if kind == "synthetic":
+            self.vocab, self._size, mark = vocab, 1 << 40, str(vocab)
+            self._take = partial(synthetic, vocab=vocab, sequence=sequence, seed=2 * seed if training else 1)
+        else:
+            parts, self.vocab = tokens_of(kind, path, options, vocab, tokenizer)
+            total = sum(map(len, parts))
+            cut = total - max(total // 100, min(total // 10, 1 << 16))
+            windows = Windows(parts, *((0, cut) if training else (cut, total)), sequence)
+            self._size, self._take = windows.size, windows.take
+            ends = b"".join(p[:4096].tobytes() + p[-4096:].tobytes() for p in parts)
+            mark = f"{total} tokens, {hashlib.sha256(ends).hexdigest()[:16]}"
+            if self.vocab > vocab:
+                raise BadRun(
+                    f"'{spec}' has tokens up to {self.vocab - 1}, the model a vocabulary of {vocab}{REMEDY}"
+                )
+            if not windows.size:
+                raise BadRun(f"'{spec}' has {total} tokens: its {split} part has no {sequence + 1} in a row")
+        share = batch // process_count
+        self._batch, self._rows, self._limit = (
+            batch,
+            slice(process_index * share, (process_index + 1) * share),
+            vocab,
+        )
+        self._now = {"data": spec, "contents": mark, "seed": seed if training else 0, "position": 0}
         self._pool, self._ahead = ThreadPoolExecutor(1, "data"), deque()
 
     def state(self):
@@ -324,14 +294,9 @@ class Source:
     def restore(self, state):
         for word in ("data", "contents", "seed"):
             if state[word] != self._now[word]:
-                raise DataError(
-                    f"the checkpoint has data with {word} '{state[word]}', not '{self._now[word]}'"
-                )
+                raise BadRun(f"the checkpoint has data with {word} '{state[word]}', not '{self._now[word]}'")
         self._ahead.clear()
         self._now["position"] = int(state["position"])
-
-    def __iter__(self):
-        return self
 
     def __next__(self):
         while len(self._ahead) <= AHEAD:
@@ -342,14 +307,11 @@ class Source:
         return batch
 
     def _rows_at(self, position):
-        size = self._windows.size
-        epochs, numbers = np.divmod(np.arange(position, position + self._batch)[self._rows], size)
+        epochs, numbers = np.divmod(np.arange(position, position + self._batch)[self._rows], self._size)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            numbers[here] = shuffled(numbers[here], size, self._now["seed"] * 65537 + epoch)
-        rows = self._windows.take(numbers)
+            numbers[here] = shuffled(numbers[here], self._size, self._now["seed"] * 65537 + epoch)
+        rows = self._take(numbers)
         if rows.max() >= self._limit:
-            raise DataError(
-                f"'{self._now['data']}' holds token {rows.max()} of {self._limit} at most{REMEDY}"
-            )
+            raise BadRun(f"'{self._now['data']}' holds token {rows.max()} of {self._limit} at most{REMEDY}")
         return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "mask": np.ones_like(rows[:, 1:])}

@@ -70,29 +70,20 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
 
 def share(mesh: Mesh, batch: int) -> tuple[int, int]:
     """Which part of each batch this process reads, of how many. Processes that hold the same rows read the same."""
-    ranges: dict[int, tuple[int, int]] = {}
-    for device, index in sharding(mesh, ("batch",)).devices_indices_map((batch,)).items():
-        start, stop, _ = index[0].indices(batch)
-        low, high = ranges.get(device.process_index, (start, stop))
-        ranges[device.process_index] = min(low, start), max(high, stop)
-    parts = sorted(set(ranges.values()))
+    rows: dict[int, set[int]] = {}
+    for device, (held,) in sharding(mesh, ("batch",)).devices_indices_map((batch,)).items():
+        rows.setdefault(device.process_index, set()).update(range(batch)[held])
+    parts = sorted({(min(held), max(held)) for held in rows.values()})
     if any(low != at * batch // len(parts) for at, (low, _) in enumerate(parts)):
-        raise BadRun(
-            "processes hold overlapping rows of a batch: make tensor x context divide their devices evenly"
-        )
-    return parts.index(ranges[jax.process_index()]), len(parts)
+        raise BadRun("processes hold overlapping rows: make tensor x context divide their devices evenly")
+    own = rows[jax.process_index()]
+    return parts.index((min(own), max(own))), len(parts)
 
 
-def placed(local: dict[str, np.ndarray], mesh: Mesh, part: int, parts: int) -> dict[str, jax.Array]:
+def placed(local: dict[str, np.ndarray], mesh: Mesh, parts: int = 1) -> dict[str, jax.Array]:
     """This process's rows of a batch, on the devices."""
-
-    def place(rows: np.ndarray) -> jax.Array:
-        first, shape = part * len(rows), (len(rows) * parts, *rows.shape[1:])
-
-        def piece(index: tuple[slice, ...]) -> np.ndarray:
-            low, high, _ = index[0].indices(shape[0])
-            return rows[(slice(low - first, high - first), *index[1:])]
-
-        return jax.make_array_from_callback(shape, sharding(mesh, ("batch", "sequence")), piece)
-
-    return {name: place(rows) for name, rows in local.items()}
+    place = sharding(mesh, ("batch", "sequence"))
+    return {
+        name: jax.make_array_from_process_local_data(place, rows, (len(rows) * parts, *rows.shape[1:]))
+        for name, rows in local.items()
+    }

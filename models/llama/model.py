@@ -7,8 +7,10 @@ used, so that its gradient arrives in fp32.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +21,7 @@ from llama.configs import Model
 from llama.mesh import constrain, sharding
 
 Params = dict[str, Any]
+Sums = tuple[jax.Array, jax.Array]
 
 
 class Leaf(NamedTuple):
@@ -31,29 +34,25 @@ class Leaf(NamedTuple):
 
 def table(c: Model) -> Params:
     """All parameters. Scanned layers are stacked; others are a list."""
-    d, q, kv, out = c.width, c.heads * c.head_dim, c.kv_heads * c.head_dim, 0.02 / math.sqrt(2 * c.layers)
+    q, kv, back = c.heads * c.head_dim, c.kv_heads * c.head_dim, 0.02 / math.sqrt(2 * c.layers)
+    scale = Leaf((c.width,), (None,), 0)
+
+    def into(size: int) -> Leaf:
+        return Leaf((c.width, size), ("width", "inner"), 0.02)
+
+    def out_of(size: int) -> Leaf:
+        return Leaf((size, c.width), ("inner", "width"), back)
+
     layer = {
-        "attention_norm": Leaf((d,), (None,), 0),
-        "attention": {
-            "q_proj": Leaf((d, q), ("width", "inner"), 0.02),
-            "k_proj": Leaf((d, kv), ("width", "inner"), 0.02),
-            "v_proj": Leaf((d, kv), ("width", "inner"), 0.02),
-            "o_proj": Leaf((q, d), ("inner", "width"), out),
-        },
-        "mlp_norm": Leaf((d,), (None,), 0),
-        "mlp": {
-            "gate_proj": Leaf((d, c.hidden), ("width", "inner"), 0.02),
-            "up_proj": Leaf((d, c.hidden), ("width", "inner"), 0.02),
-            "down_proj": Leaf((c.hidden, d), ("inner", "width"), out),
-        },
+        "attention_norm": scale,
+        "attention": {"q_proj": into(q), "k_proj": into(kv), "v_proj": into(kv), "o_proj": out_of(q)},
+        "mlp_norm": scale,
+        "mlp": {"gate_proj": into(c.hidden), "up_proj": into(c.hidden), "down_proj": out_of(c.hidden)},
     }
     stacked = leaf_map(lambda leaf: Leaf((c.layers, *leaf.shape), (None, *leaf.axes), leaf.deviation), layer)
-    return {
-        "embed": Leaf((c.vocab, d), ("inner", "width"), 0.02),
-        "layers": stacked if c.scan else [layer] * c.layers,
-        "norm": Leaf((d,), (None,), 0),
-        "lm_head": Leaf((d, c.vocab), ("width", "inner"), 0.02),
-    }
+    embed = Leaf((c.vocab, c.width), ("inner", "width"), 0.02)
+    layers = stacked if c.scan else [layer] * c.layers
+    return {"embed": embed, "layers": layers, "norm": scale, "lm_head": into(c.vocab)}
 
 
 def leaf_map(f: Any, tree: Any, *more: Any) -> Any:
@@ -68,24 +67,26 @@ def init(key: jax.Array, c: Model) -> Params:
     """First weights: equal for equal seeds, on every mesh, scanned or not."""
 
     def draw(path: Any, leaf: Leaf) -> jax.Array:
-        names = [str(k.key) for k in path if hasattr(k, "key")]
-        own = jax.random.fold_in(key, zlib.crc32(".".join(names).encode()))
-        if not leaf.deviation:
-            return jnp.ones(leaf.shape)
-        if names[0] != "layers":
-            return leaf.deviation * jax.random.normal(own, leaf.shape)
-        shape = leaf.shape[1:] if c.scan else leaf.shape
-        numbers = jnp.arange(c.layers) if c.scan else path[1].idx
+        own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return leaf.deviation * jax.random.normal(own, leaf.shape) if leaf.deviation else jnp.ones(leaf.shape)
 
-        def one(number: jax.Array) -> jax.Array:
-            return leaf.deviation * jax.random.normal(jax.random.fold_in(own, number), shape)
-
-        return jax.vmap(one)(numbers) if c.scan else one(numbers)
-
-    return jax.tree_util.tree_map_with_path(draw, table(c), is_leaf=lambda x: isinstance(x, Leaf))
+    stacked = table(dataclasses.replace(c, scan=True))
+    drawn = jax.tree_util.tree_map_with_path(draw, stacked, is_leaf=lambda x: isinstance(x, Leaf))
+    if not c.scan:
+        drawn["layers"] = [jax.tree.map(lambda a, i=i: a[i], drawn["layers"]) for i in range(c.layers)]
+    return drawn
 
 
 # ---- forward
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def gathered(weight: jax.Array, mesh: Mesh | None, names: tuple[str | None, ...]) -> jax.Array:
+    """A weight brought together, once, before it is read in parts. Its gradient stays divided."""
+    return constrain(weight, mesh, *names)
+
+
+gathered.defjvp(lambda mesh, names, weight, tangent: (gathered(*weight, mesh, names), *tangent))
 
 
 def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
@@ -160,7 +161,7 @@ REMAT: dict[str, Any] = {
 def hidden(params: Params, tokens: jax.Array, c: Model, mesh: Mesh | None = None) -> jax.Array:
     """What the head reads."""
     with jax.named_scope("embed"):
-        x = constrain(params["embed"], mesh, "inner", None)[tokens].astype(c.compute)
+        x = gathered(params["embed"], mesh, ("inner", None))[tokens].astype(c.compute)
     x = constrain(x, mesh, "batch", "sequence", None)
     rope = rotary(c, tokens.shape[1])
 
@@ -184,9 +185,7 @@ def logits(params: Params, tokens: jax.Array, c: Model, mesh: Mesh | None = None
 
 
 @jax.checkpoint  # so that only the logits, in the compute type, are kept
-def _penalty(
-    values: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: float
-) -> tuple[jax.Array, jax.Array]:
+def _penalty(values: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: float) -> Sums:
     wide = values.astype(jnp.float32)
     partition = jax.nn.logsumexp(wide, axis=-1)
     # A comparison and not a gather: the gradient of a gather would be an array of logits in fp32.
@@ -196,12 +195,13 @@ def _penalty(
 
 def loss(
     params: Params, batch: dict[str, jax.Array], c: Model, mesh: Mesh | None = None, z_loss: float = 0.0
-) -> tuple[jax.Array, jax.Array]:
+) -> Sums:
     """Sums over all tokens that count: cross entropy in nats, and z-loss."""
     x = hidden(params, batch["tokens"], c, mesh)
+    head = params["lm_head"] if c.loss_chunks == 1 else gathered(params["lm_head"], mesh, (None, "inner"))
 
-    def part(x: jax.Array, targets: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values = constrain(linear(params, "lm_head", x), mesh, "batch", "sequence", "inner")
+    def part(x: jax.Array, targets: jax.Array, mask: jax.Array) -> Sums:
+        values = constrain(linear({"lm_head": head}, "lm_head", x), mesh, "batch", "sequence", "inner")
         with jax.named_scope("loss"):
             return _penalty(values, targets, mask.astype(jnp.float32), z_loss)
 
@@ -217,6 +217,5 @@ def loss(
         return jax.tree.map(jnp.add, total, found), None
 
     with jax.named_scope("head"):
-        zero = (jnp.zeros(()), jnp.zeros(()))
-        total, _ = lax.scan(body, zero, tuple(map(chunks, (x, batch["targets"], batch["mask"]))))
-    return total
+        each = tuple(chunks(t) for t in (x, batch["targets"], batch["mask"]))
+        return lax.scan(body, (jnp.zeros(()), jnp.zeros(())), each)[0]

@@ -38,16 +38,13 @@ def learning_rate(run: Run, step: jax.Array) -> jax.Array:
 
 
 def adamw(run: Run) -> optax.GradientTransformation:
-    """AdamW, but for the learning rate."""
+    """AdamW, but for the learning rate. Norms do not decay."""
 
     def decayed(params: Any) -> Any:
-        names = jax.tree_util.tree_map_with_path(lambda path, _: str(path[-1]), params)
-        return jax.tree.map(lambda name: "norm" not in name, names)
+        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in str(path[-1]), params)
 
-    return optax.chain(
-        optax.scale_by_adam(run.beta1, run.beta2, eps=1e-8),
-        optax.add_decayed_weights(run.weight_decay, mask=decayed),
-    )
+    adam = optax.scale_by_adam(run.beta1, run.beta2, eps=1e-8)
+    return optax.chain(adam, optax.add_decayed_weights(run.weight_decay, mask=decayed))
 
 
 def first_state(c: Model, run: Run, mesh: Mesh) -> tuple[State, Callable[[], State]]:
@@ -55,14 +52,9 @@ def first_state(c: Model, run: Run, mesh: Mesh) -> tuple[State, Callable[[], Sta
 
     def make() -> State:
         params = llama.init(jax.random.key(run.seed), c)
-        zero = jnp.zeros((), jnp.int32)
-        counts = {"step": zero, "skipped": zero, "good": zero}
-        return counts | {
-            "params": params,
-            "adam": adamw(run).init(params),
-            "scale": jnp.asarray(run.loss_scale or 1.0, jnp.float32),
-            "mean": jnp.full((), jnp.inf, jnp.float32),
-        }
+        counts = dict.fromkeys(("step", "skipped", "good"), jnp.zeros((), jnp.int32))
+        floats = {"scale": jnp.float32(run.loss_scale or 1), "mean": jnp.float32(jnp.inf)}
+        return {"params": params, "adam": adamw(run).init(params), **counts, **floats}
 
     shapes = jax.eval_shape(make)
     where = llama.shardings(c, mesh)
@@ -105,34 +97,28 @@ def train_step(c: Model, run: Run, mesh: Mesh) -> Callable[[State, Any], tuple[S
         return lax.scan(body, zero, jax.tree.map(parts, batch))[0]
 
     def step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
-        grads, nats = gradients(state["params"], batch, state["scale"])
+        old = {name: state[name] for name in ("params", "adam", "mean")}
+        scale, mean, rate = state["scale"], state["mean"], learning_rate(run, state["step"])
+        grads, nats = gradients(old["params"], batch, scale)
         if run.loss_scale:
-            grads = jax.tree.map(lambda g: g / state["scale"], grads)
+            grads = jax.tree.map(lambda g: g / scale, grads)
         size = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
         if run.clip:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1, run.clip / size), grads)
-        rate = learning_rate(run, state["step"])
-        updates, adam = transform.update(grads, state["adam"], state["params"])
-        params = jax.tree.map(lambda p, u: p - rate * u, state["params"], updates)
+        updates, adam = transform.update(grads, old["adam"], old["params"])
+        params = jax.tree.map(lambda p, u: p - rate * u, old["params"], updates)
 
         finite = jnp.isfinite(nats) & jnp.isfinite(size)
-        spike = (nats > state["mean"] + run.spike) if run.spike else jnp.asarray(False)
-        fine = finite & ~spike
-        kept = {"params": state["params"], "adam": state["adam"], "mean": state["mean"]}
-        mean = jnp.where(jnp.isinf(state["mean"]), nats, MEAN_OVER * state["mean"] + (1 - MEAN_OVER) * nats)
-        moved = {"params": params, "adam": adam, "mean": mean}
-        chosen = jax.tree.map(lambda new, old: jnp.where(fine, new, old), moved, kept)
-        good = jnp.where(finite, state["good"] + 1, 0)
-        grown = run.loss_scale and jnp.where(good % GROW_AFTER == 0, state["scale"] * 2, state["scale"])
-        scale = jnp.where(finite, grown, state["scale"] / 2) if run.loss_scale else state["scale"]
-        after = chosen | {
-            "step": state["step"] + 1,
-            "skipped": state["skipped"] + ~fine,
-            "good": good,
-            "scale": scale,
-        }
+        fine = finite & (nats <= mean + run.spike) if run.spike else finite
+        running = jnp.where(jnp.isinf(mean), nats, MEAN_OVER * mean + (1 - MEAN_OVER) * nats)
+        new = {"params": params, "adam": adam, "mean": running}
+        after = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
+        after |= {"step": state["step"] + 1, "skipped": state["skipped"] + ~fine}
+        after["good"] = jnp.where(finite, state["good"] + 1, 0)
+        grown = jnp.where(after["good"] % GROW_AFTER == 0, 2 * scale, scale)
+        after["scale"] = jnp.where(finite, grown, scale / 2) if run.loss_scale else scale
         measured = {"loss": nats, "grad_norm": size, "learning_rate": rate, "fine": fine,
-                    "skipped": after["skipped"], "loss_scale": scale}  # fmt: skip
+                    "skipped": after["skipped"], "loss_scale": after["scale"]}  # fmt: skip
         return after, measured
 
     # Said, and not left to XLA: a state that came back with its places named otherwise would be compiled for again.

@@ -6,42 +6,39 @@ Face keeps a linear as (out, in), one tensor for each layer; here it is (in, out
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from llama import model as llama
-from llama.configs import BadRun, Model
+from llama.configs import BadRun, Model, library
 
 SHARD_BYTES = 5 * 10**9
-NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "lm_head": "lm_head.weight",
-    "attention_norm": "input_layernorm.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "attention": "self_attn",
-}
-_TURNED = "_proj", "lm_head"
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+NAMES = {"embed": EMBED, "norm": "model.norm.weight", "lm_head": HEAD, "attention": "self_attn",
+         "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}  # fmt: skip
 
 
-def _theirs(path: tuple[Any, ...]) -> tuple[str, bool]:
-    """The name of a parameter, with {} for the layer, and whether it is turned."""
+def theirs(path: tuple[Any, ...], c: Model) -> tuple[list[str], bool]:
+    """The names of a parameter's tensors, one or a layer's each, and whether they are turned."""
     names = [str(k.key) for k in path if hasattr(k, "key")]
-    turned = names[-1].endswith(_TURNED)
+    turned = names[-1].endswith(("_proj", "lm_head"))
     if names[0] != "layers":
-        return NAMES[names[0]], turned
+        return [NAMES[names[0]]], turned
     inner = ".".join(NAMES.get(n, n) for n in names[1:])
-    return f"model.layers.{{}}.{inner}" + ("" if inner.endswith(".weight") else ".weight"), turned
+    layers = range(c.layers) if c.scan else [path[1].idx]
+    return [f"model.layers.{i}.{inner}.weight" for i in layers], turned
 
 
-def config_json(c: Model, dtype: str) -> dict[str, Any]:
+def config_json(c: Model, dtype: str = "bfloat16") -> dict[str, Any]:
     found: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": c.width,
         "intermediate_size": c.hidden, "num_hidden_layers": c.layers, "num_attention_heads": c.heads,
@@ -57,129 +54,95 @@ def config_json(c: Model, dtype: str) -> dict[str, Any]:
 
 def save(params: Any, c: Model, folder: Path, dtype: str = "bfloat16") -> None:
     """Writes a folder that `from_pretrained` reads. It appears under its name when it is whole."""
-    from safetensors.numpy import save_file
-
+    write = library("safetensors.numpy", "train").save_file
     unfinished = folder.with_name(folder.name + ".unfinished")
-    main = jax.process_index() == 0
-    if main:
-        unfinished.mkdir(parents=True, exist_ok=True)
-    where: dict[str, int] = {}
-    held: dict[str, np.ndarray] = {}
-    shards = total = 0
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    total = sum(a.size for a in jax.tree.leaves(params)) * jax.numpy.dtype(dtype).itemsize
+    count, done, files = math.ceil(total / SHARD_BYTES), 0, {}
 
-    def write() -> None:
-        nonlocal shards
-        shards += 1
-        save_file(held, unfinished / f"shard-{shards}", metadata={"format": "pt"})
-        where.update(dict.fromkeys(held, shards))
-        held.clear()
+    def file_of(tensor: tuple[str, np.ndarray]) -> str:
+        nonlocal done
+        name, array = tensor
+        files[name] = f"model-{done * count // total + 1:05d}-of-{count:05d}.safetensors"
+        files[name] = files[name] if count > 1 else "model.safetensors"
+        done += array.nbytes
+        return files[name]
 
-    for name, value in _tensors(params, c):
-        if main:
-            held[name] = np.ascontiguousarray(value.astype(kind))
-            total += held[name].nbytes
-            if sum(t.nbytes for t in held.values()) > SHARD_BYTES:
-                write()
-    if not main:
-        return
-    if held:
-        write()
-    names = {
-        n: f"model-{n:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors"
-        for n in range(1, shards + 1)
-    }
-    for number, name in names.items():
-        (unfinished / f"shard-{number}").rename(unfinished / name)
-    if shards > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": {k: names[n] for k, n in where.items()}}
-        (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    (unfinished / "config.json").write_text(json.dumps(config_json(c, dtype), indent=1))
-    if folder.exists():
-        import shutil
-
-        shutil.rmtree(folder)
-    unfinished.rename(folder)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    for file, tensors in itertools.groupby(_tensors(params, c, dtype), file_of):
+        held = dict(tensors)
+        if jax.process_index() == 0:
+            write(held, unfinished / file, metadata={"format": "pt"})
+    if jax.process_index() == 0:
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        if count > 1:
+            (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (unfinished / "config.json").write_text(json.dumps(config_json(c, dtype), indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
 
 
-def _tensors(params: Any, c: Model) -> Iterator[tuple[str, np.ndarray]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    for path, value in leaves:
-        name, turned = _theirs(path)
+def _tensors(params: Any, c: Model, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+    for path, value in jax.tree_util.tree_flatten_with_path(params)[0]:
+        names, turned = theirs(path, c)
         whole = multihost_utils.process_allgather(value, tiled=True) if jax.process_count() > 1 else value
-        if "{}" in name and c.scan:
-            each: list[tuple[Any, Any]] = [(i, whole[i]) for i in range(c.layers)]
-        else:
-            each = [(path[1].idx if "{}" in name else "", whole)]
-        for at, one in each:
-            array = np.asarray(one)
-            yield name.format(at), array.T if turned else array
+        for name, one in zip(names, whole if c.scan and path[0].key == "layers" else [whole], strict=True):
+            array = np.asarray(one).astype(jax.numpy.dtype(dtype))
+            yield name, np.ascontiguousarray(array.T if turned else array)
 
 
 def load(folder: Path, c: Model, mesh: Mesh) -> Any:
     """Parameters in fp32, each device reading its own part."""
-    from safetensors import SafetensorError, safe_open
-
+    safetensors = library("safetensors", "train")
     _check(folder, c)
     files: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
-            opened = safe_open(path, framework="np")
-        except (SafetensorError, OSError) as error:
+            opened = safetensors.safe_open(path, framework="np")
+        except (safetensors.SafetensorError, OSError) as error:
             raise BadRun(f"{path} is no whole safetensors file: {error}") from None
-        files |= dict.fromkeys(opened.keys(), opened)
-    if "lm_head.weight" not in files and "model.embed_tokens.weight" in files:
-        files["lm_head.weight"] = files["model.embed_tokens.weight"]
-    missing: list[str] = []
+        files |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+    if HEAD not in files and EMBED in files:
+        files[HEAD] = files[EMBED]
+        print(
+            f"{folder} has no head of its own: it begins as a copy of the embedding, and is trained by itself"
+        )
 
     def leaf(path: Any, entry: llama.Leaf, where: Any) -> Any:
-        name, turned = _theirs(path)
-        stacked = "{}" in name and c.scan
-        names = (
-            [name.format(i) for i in range(c.layers)]
-            if stacked
-            else [name.format(path[1].idx if "{}" in name else "")]
-        )
-        missing.extend(n for n in names if n not in files)
-        if missing:
-            return None
+        names, turned = theirs(path, c)
 
         def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            stored = name if name in files[name].keys() else "model.embed_tokens.weight"  # noqa: SIM118
-            part = files[name].get_slice(stored)[tuple(reversed(index)) if turned else index]
+            part = files[name][tuple(reversed(index)) if turned else index]
             return (part.T if turned else part).astype(np.float32)
 
         def piece(index: tuple[slice, ...]) -> np.ndarray:
-            if not stacked:
+            if len(entry.shape) == len(files[names[0]].get_shape()):
                 return one(names[0], index)
             return np.stack([one(n, index[1:]) for n in names[index[0]]])
 
         return jax.make_array_from_callback(entry.shape, where, piece)
 
     is_leaf = lambda x: isinstance(x, llama.Leaf)  # noqa: E731
-    params = jax.tree_util.tree_map_with_path(leaf, llama.table(c), llama.shardings(c, mesh), is_leaf=is_leaf)
+    tree = jax.tree_util.tree_flatten_with_path(llama.table(c), is_leaf=is_leaf)[0]
+    missing = [name for path, _ in tree for name in theirs(path, c)[0] if name not in files]
     if missing:
         raise BadRun(
             f"{folder} has no tensor named {missing[0]} ({len(missing)} are missing): is it a Llama?"
         )
-    return params
+    return jax.tree_util.tree_map_with_path(leaf, llama.table(c), llama.shardings(c, mesh), is_leaf=is_leaf)
 
 
 def _check(folder: Path, c: Model) -> None:
-    path = folder / "config.json"
     try:
-        found = json.loads(path.read_text())
+        found = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise BadRun(f"--init-from {folder}: its config.json cannot be read ({error})") from None
-    ropes = found.get("rope_parameters") or {}
-    found = {"rope_theta": ropes.get("rope_theta"), "head_dim": None, **found}
-    wanted = config_json(c, "")
-    names = ["model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta"]  # fmt: skip
-    differ = [f"{n}: {found.get(n)} there, {wanted[n]} here" for n in names
-              if found.get(n) is not None and found.get(n) != wanted[n]]  # fmt: skip
-    scaling = found.get("rope_scaling") or (ropes if ropes.get("rope_type") == "llama3" else {})
-    if scaling.get("factor", 0) != c.rope_scaling:
-        differ.append(f"rope scaling: {scaling.get('factor', 0)} there, {c.rope_scaling} here")
+    ropes = found.get("rope_parameters") or found.get("rope_scaling") or {}  # as transformers 5 and 4 say it
+    found = {"rope_theta": ropes.get("rope_theta")} | found | {"rope_scaling": ropes.get("factor", 0.0)}
+    named = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta")  # fmt: skip
+    wanted = {n: config_json(c)[n] for n in named} | {"rope_scaling": c.rope_scaling}
+    differ = [
+        f"{n}: {found[n]} there, {w} here" for n, w in wanted.items() if found.get(n, w) not in (w, None)
+    ]
     if differ:
         raise BadRun(f"--init-from {folder} holds another model:\n  " + "\n  ".join(differ))
