@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 
 import jax
-from llama import data, mesh, metrics, optimizer
+from llama import data, metrics, model, optimizer
 from llama.configs import CONFIGS, Model, Run
 
 import policyc
@@ -57,7 +57,7 @@ class Bench:
     def __init__(self, c: Model, run: Run, form: Form) -> None:
         more = {"remat": form.remat, "scan": form.scan, "loss_chunks": form.loss_chunks}
         self.c, self.run = dataclasses.replace(c, **more), dataclasses.replace(run, batch=form.batch)
-        self.mesh = mesh.make(self.c, self.run)
+        self.mesh = model.make_mesh(self.c, self.run)
         self.described, make = optimizer.first_state(self.c, self.run, self.mesh)
         self.state = make()
         self.source = data.Source(
@@ -65,7 +65,7 @@ class Bench:
         )
 
     def batch(self) -> Any:
-        return mesh.placed(next(self.source), self.mesh)
+        return jax.device_put(next(self.source), model.sharding(self.mesh, ("batch", "sequence")))
 
     def compiled(self, policy: str | None) -> Any:
         """The step under a policy. Plainly where there is none."""

@@ -95,15 +95,12 @@ def step(name: str, mesh: Mesh, sizes: Sizes, devices: Sequence[Any]) -> tuple[A
         optimizer = _module("optimizer")
     except ModuleNotFoundError as error:
         raise BadRun(f"the driver needs the package '{error.name}': pip install 'policyc[train]'") from None
-    where = _module("mesh")
-    axes = tuple(getattr(mesh, axis) for axis in where.AXES)
+    driver = _module("model")
+    axes = tuple(getattr(mesh, axis) for axis in driver.AXES)
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
-    laid = jax.sharding.Mesh(np.array(devices).reshape(axes), where.AXES, axis_types=kinds)
+    laid = jax.sharding.Mesh(np.array(devices).reshape(axes), driver.AXES, axis_types=kinds)
     state, _ = optimizer.first_state(model, run, laid)
-    place = where.sharding(laid, ("batch", "sequence"))
-    tokens = jax.ShapeDtypeStruct((run.batch, run.sequence), "int32", sharding=place)  # type: ignore[no-untyped-call]
-    rows = dict.fromkeys(("tokens", "targets", "mask"), tokens)
-    return optimizer.train_step(model, run, laid), (state, rows), run
+    return optimizer.train_step(model, run, laid), (state, driver.described_batch(run, laid)), run
 
 
 def _loss(model: Any) -> Any:

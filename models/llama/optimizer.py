@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from llama import model as llama
 from llama.configs import Model, Run
-from llama.mesh import constrain
 
 State = dict[str, Any]
 
@@ -28,11 +27,9 @@ MEAN_OVER = 0.95  # of the running mean of the loss
 def learning_rate(run: Run, step: jax.Array) -> jax.Array:
     """At a step, counted from 0: up to the peak, and down at the end."""
     at = (step + 1) / run.steps
-    rise = jnp.minimum(1.0, at / run.warmup) if run.warmup else 1.0
-    if run.schedule == "constant":
-        return run.learning_rate * rise * jnp.ones(())
-    begin = run.warmup if run.schedule == "cosine" else 1 - run.decay
-    done = jnp.clip((at - begin) / max(1 - begin, 1e-9), 0, 1)
+    rise = jnp.minimum(1.0, at / run.warmup) if run.warmup else jnp.ones(())
+    begin = {"cosine": run.warmup, "wsd": 1 - run.decay, "constant": 1.0}[run.schedule]
+    done = jnp.clip((at - begin) / (1 - begin), 0, 1) if begin < 1 else 0.0
     fall = (1 + jnp.cos(jnp.pi * done)) / 2 if run.schedule == "cosine" else 1 - done
     return run.learning_rate * rise * (run.final + (1 - run.final) * fall)
 
@@ -56,56 +53,55 @@ def first_state(c: Model, run: Run, mesh: Mesh) -> tuple[State, Callable[[], Sta
         floats = {"scale": jnp.float32(run.loss_scale or 1), "mean": jnp.float32(jnp.inf)}
         return {"params": params, "adam": adamw(run).init(params), **counts, **floats}
 
-    shapes = jax.eval_shape(make)
-    where = llama.shardings(c, mesh)
+    shapes, where = jax.eval_shape(make), llama.shardings(c, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    # Adam's moments lie where their parameters lie.
     placed = jax.tree.map(lambda _: everywhere, shapes) | {"params": where}
-    placed["adam"] = optax.tree_map_params(
-        adamw(run), lambda _, s: s, shapes["adam"], where, transform_non_params=lambda _: everywhere
-    )
+    # Adam's moments lie where their parameters lie.
+    rest: Any = {"transform_non_params": lambda _: everywhere}
+    placed["adam"] = optax.tree_map_params(adamw(run), lambda _, s: s, shapes["adam"], where, **rest)
     described = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, placed)
     return described, jax.jit(make, out_shardings=placed)
 
 
+def gradients(
+    params: Any, batch: Any, scale: jax.Array, c: Model, run: Run, mesh: Mesh
+) -> tuple[Any, jax.Array]:
+    """Of the mean over all tokens that count, in `accumulate` parts; and that mean."""
+    count = jnp.maximum(jnp.sum(batch["mask"].astype(jnp.float32)), 1)
+
+    def objective(params: Any, part: Any) -> tuple[jax.Array, jax.Array]:
+        nats, z = llama.loss(params, part, c, mesh, run.z_loss)
+        return scale * (nats + z) / count, nats / count
+
+    derivative = jax.grad(objective, has_aux=True)
+    if run.accumulate == 1:
+        return derivative(params, batch)
+
+    def parts(rows: jax.Array) -> jax.Array:
+        """Every n-th row, so that each part lies on all devices."""
+        rows = jnp.moveaxis(rows.reshape(-1, run.accumulate, rows.shape[1]), 1, 0)
+        return llama.constrain(rows, mesh, None, "batch", "sequence")
+
+    def body(total: Any, part: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, derivative(params, part)), None
+
+    zero = jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
+    return lax.scan(body, zero, jax.tree.map(parts, batch))[0]
+
+
 def train_step(c: Model, run: Run, mesh: Mesh) -> Callable[[State, Any], tuple[State, dict[str, jax.Array]]]:
     """The compiled step. It takes the state's memory."""
-    transform = adamw(run)
-    where = jax.tree.map(lambda a: a.sharding, first_state(c, run, mesh)[0])
-
-    def gradients(params: Any, batch: Any, scale: jax.Array) -> tuple[Any, jax.Array]:
-        """Of the mean over all tokens that count, in `accumulate` parts."""
-        count = jnp.maximum(jnp.sum(batch["mask"].astype(jnp.float32)), 1)
-
-        def objective(params: Any, part: Any) -> tuple[jax.Array, jax.Array]:
-            nats, z = llama.loss(params, part, c, mesh, run.z_loss)
-            return scale * (nats + z) / count, nats / count
-
-        derivative = jax.grad(objective, has_aux=True)
-        if run.accumulate == 1:
-            return derivative(params, batch)
-
-        def parts(rows: jax.Array) -> jax.Array:
-            """Every n-th row, so that each part lies on all devices."""
-            rows = jnp.moveaxis(rows.reshape(-1, run.accumulate, rows.shape[1]), 1, 0)
-            return constrain(rows, mesh, None, "batch", "sequence")
-
-        def body(total: Any, part: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, derivative(params, part)), None
-
-        zero = jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
-        return lax.scan(body, zero, jax.tree.map(parts, batch))[0]
 
     def step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
         old = {name: state[name] for name in ("params", "adam", "mean")}
         scale, mean, rate = state["scale"], state["mean"], learning_rate(run, state["step"])
-        grads, nats = gradients(old["params"], batch, scale)
+        grads, nats = gradients(old["params"], batch, scale, c, run, mesh)
         if run.loss_scale:
             grads = jax.tree.map(lambda g: g / scale, grads)
         size = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
         if run.clip:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1, run.clip / size), grads)
-        updates, adam = transform.update(grads, old["adam"], old["params"])
+        updates, adam = adamw(run).update(grads, old["adam"], old["params"])
         params = jax.tree.map(lambda p, u: p - rate * u, old["params"], updates)
 
         finite = jnp.isfinite(nats) & jnp.isfinite(size)
@@ -113,30 +109,33 @@ def train_step(c: Model, run: Run, mesh: Mesh) -> Callable[[State, Any], tuple[S
         running = jnp.where(jnp.isinf(mean), nats, MEAN_OVER * mean + (1 - MEAN_OVER) * nats)
         new = {"params": params, "adam": adam, "mean": running}
         after = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
-        after |= {"step": state["step"] + 1, "skipped": state["skipped"] + ~fine}
-        after["good"] = jnp.where(finite, state["good"] + 1, 0)
-        grown = jnp.where(after["good"] % GROW_AFTER == 0, 2 * scale, scale)
-        after["scale"] = jnp.where(finite, grown, scale / 2) if run.loss_scale else scale
+        good, skipped = jnp.where(finite, state["good"] + 1, 0), state["skipped"] + ~fine
+        after |= {"step": state["step"] + 1, "skipped": skipped, "good": good, "scale": scale}
+        if run.loss_scale:
+            grown = jnp.where(good % GROW_AFTER == 0, 2 * scale, scale)
+            after["scale"] = jnp.where(finite, grown, scale / 2)
         measured = {"loss": nats, "grad_norm": size, "learning_rate": rate, "fine": fine,
-                    "skipped": after["skipped"], "loss_scale": after["scale"]}  # fmt: skip
+                    "skipped": skipped, "loss_scale": after["scale"]}  # fmt: skip
         return after, measured
 
     # Said, and not left to XLA: a state that came back with its places named otherwise would be compiled for again.
+    where = jax.tree.map(lambda a: a.sharding, first_state(c, run, mesh)[0])
     return jax.jit(step, donate_argnums=0, out_shardings=(where, None))
 
 
-def validation(c: Model, mesh: Mesh, under_policy: bool) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
-    """Sum of the loss over a batch, and its tokens; plain, or as training computes it.
-
-    A policy changes what is differentiated. So the loss is differentiated, and XLA removes the gradient that
-    nobody reads.
+def validation(c: Model, mesh: Mesh, plain: bool) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
+    """Sum of the loss over a batch, and its tokens; plain, or as training computes it: a policy changes what is
+    differentiated. So the loss is, and XLA removes the gradient that nobody reads.
     """
 
-    def nats(params: Any, batch: Any) -> jax.Array:
-        return llama.loss(params, batch, c, mesh)[0]
-
     def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        found = jax.value_and_grad(nats)(params, batch)[0] if under_policy else nats(params, batch)
-        return found, jnp.sum(batch["mask"].astype(jnp.float32))
+        nats = lambda params: llama.loss(params, batch, c, mesh)[0]  # noqa: E731
+        return nats(params) if plain else jax.value_and_grad(nats)(params)[0], batch["mask"].sum()
 
     return jax.jit(evaluate)
+
+
+def mean_loss(c: Model, run: Run, mesh: Mesh, params: Any, batch: Any) -> jax.Array:
+    """The loss of a batch, or of as much of it as is computed at a time."""
+    part = {name: rows[:: run.accumulate] for name, rows in batch.items()}
+    return llama.loss(params, part, c, mesh)[0] / part["mask"].sum()

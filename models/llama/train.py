@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 try:
     import jax
     import numpy as np
-    from llama import configs, data, mesh, metrics, model, optimizer, weights
-    from llama.checkpoints import Checkpoints
+    from llama import configs, data, metrics, model, optimizer
     from llama.configs import BadRun, Model, Run
+    from llama.storage import Checkpoints, load, save
 except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("llama"):
         raise
@@ -40,11 +41,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except BadRun as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as at:
-        print(
-            at if at.args else "interrupted: the same command goes on from the last checkpoint",
-            file=sys.stderr,
-        )
+    except KeyboardInterrupt as end:
+        said = str(end) or "interrupted"
+        print(f"{said}: the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
     return 0
 
@@ -52,165 +51,134 @@ def main(words: Sequence[str] | None = None) -> int:
 def train(name: str, c: Model, run: Run) -> None:
     if run.distributed:
         jax.distributed.initialize(run.coordinator, run.processes, run.process_id)
-    where = mesh.make(c, run)
+    where = model.make_mesh(c, run)
     policy = os.environ.get("POLICYC_POLICY_SHA256")
     folder = Path(run.out or "runs/" + name + (f"-{policy[:8]}" if policy else ""))
-    feed, profile = Feed(c, run, where), Profile(run, folder)
-    described, make = optimizer.first_state(c, run, where)
+    source, feed = batches(c, run, where)
+    start, stop = profiler(run, folder)
+    first, last = map(int, run.profile_steps.split(":")) if run.profile else (0, 0)
+    state, make = optimizer.first_state(c, run, where)
     step = optimizer.train_step(c, run, where)
     tell("step", 0, total=run.steps)
-    step.trace(described, feed.described())  # a policy that does not fit is known before anything is written
+    # So that a policy that does not fit is known before anything is written.
+    step.trace(state, model.described_batch(run, where))
 
     checkpoints = Checkpoints(folder / "checkpoints", run.keep, configs.identity(c, run, policy))
-    begin = run.resume_from if run.resume_from is not None else checkpoints.latest()
+    begin = checkpoints.latest() if run.resume_from is None else run.resume_from
     if begin is not None:
-        state, position = checkpoints.restore(begin, described, run.accept_changes)
-        feed.source.restore(position)
+        state, position = checkpoints.restore(begin, state, run.accept_changes)
+        source.restore(position)
     else:
         begin, state = 0, make()
         if run.init_from:
-            state["params"] = weights.load(Path(run.init_from), c, where)
+            state["params"] = load(Path(run.init_from), c, where)
     if begin >= run.steps:
         print(f"{folder} is at step {begin} of {run.steps} already: remove it, or give another --out")
         return
 
     tell("results_in", folder)
-    validation = Validation(c, run, where, policy is not None)
-    log = metrics.Log(folder, c, run, begin)
-    with closing(checkpoints), closing(log), noted_interrupt() as interrupted:
+    mean = partial(optimizer.mean_loss, c, run, where)
+    ways = {"validation_loss": optimizer.validation(c, where, plain=False)}
+    if policy is not None:
+        ways["validation_loss_plain"] = optimizer.validation(c, where, plain=True)
+    interrupted: list[int] = []
+
+    def interrupt(number: int, _: Any) -> None:
+        """The first time, the step at hand may end."""
+        interrupted.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    with ExitStack() as stack:
+        stack.callback(checkpoints.close)
+        log = metrics.Log(folder, c, run, begin)
+        stack.callback(log.close)
+        if jax.process_count() == 1:  # several would end at different steps
+            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, interrupt))
         for done in range(begin + 1, run.steps + 1):
-            batch, stall = feed.next()
+            batch, stall = feed()
             tell("step", done - 1, total=run.steps)
-            profile.before(done)
+            if done == first:
+                start()
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
                 state, measured = step(state, batch)
             log.later(done, measured, stall)
-            profile.after(done, state)
+            if done == last and begin < first:
+                jax.block_until_ready(state)
+                stop()
             every = {"eval": run.eval_every, "export": run.export_every, "save": run.checkpoint_every}
-            due = {what for what, n in every.items() if n and (done % n == 0 or done == run.steps)}
-            if interrupted and run.checkpoint_every:
-                due.add("save")
-            if tell("observes", done):
-                due.add("observe")
-            if due or interrupted:
-                log.flush()
-                if "eval" in due:
-                    log.write({"step": done, **validation.losses(state["params"])})
-                if "export" in due:
-                    export(state["params"], c, folder / "exports" / str(done), run.export_command)
-                if "save" in due:
-                    checkpoints.save(done, state, feed.source.state())
-                if "observe" in due:
-                    tell("observe", done, validation.mean, state["params"], batch)
-                if interrupted:
-                    saved = "its checkpoint is saved" if run.checkpoint_every else "no checkpoint is kept"
-                    raise KeyboardInterrupt(f"interrupted after step {done}: {saved}")
-                log.restart_clock()
-        log.flush()
+            due = [what for what, n in every.items() if n and (done % n == 0 or done == run.steps)]
+            observed = tell("observes", done)
+            if not (due or observed or interrupted):
+                continue
+            log.later()
+            if "eval" in due:
+                log.write({"step": done, **validation(state["params"], ways, c, run, where)})
+            if "export" in due:
+                export(state["params"], c, folder / "exports" / str(done), run.export_command)
+            if "save" in due or (interrupted and run.checkpoint_every):
+                checkpoints.save(done, state, source.state())
+            if observed:
+                tell("observe", done, mean, state["params"], batch)
+            if interrupted:
+                raise KeyboardInterrupt(f"interrupted after step {done}")
+            log.restart_clock()
+        log.later()
     if jax.process_index() == 0:
         print(f"loss {log.last['loss']:.4f} after {run.steps} steps; metrics and checkpoints are in {folder}")
 
 
 def tell(what: str, *about: Any, **more: Any) -> Any:
-    """Tells policyc something, where it runs this program: the step, for schedules; where results are; a loss to
-    measure. Where no policyc is loaded, nobody listens.
-    """
+    """Tells policyc, where it runs this program: the step, for schedules; where results are; a loss to measure."""
     policyc = sys.modules.get("policyc")
     return None if policyc is None else getattr(policyc, what)(*about, **more)
 
 
-@contextmanager
-def noted_interrupt() -> Iterator[list[int]]:
-    """Ctrl-C is noted here, once, for the step to end first. Several processes would end at different steps."""
-    noted: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
+def batches(c: Model, run: Run, where: Any, split: str = "train") -> tuple[data.Source, Callable[[], Any]]:
+    """The data, and a function that gives its next batch on the devices and the seconds that it took."""
+    shape, place = (run.batch, run.sequence), model.sharding(where, ("batch", "sequence"))
+    held = place.addressable_devices_indices_map(shape).values()
+    rows = sorted({row for index in held for row in range(run.batch)[index[0]]})
+    source = data.Source(run.data, batch=run.batch, sequence=run.sequence, vocab=c.vocab, seed=run.seed, rows=rows,
+                         split=split, tokenizer=run.tokenizer)  # fmt: skip
 
-    def note(number: int, _: Any) -> None:
-        noted.append(number)
-        signal.signal(signal.SIGINT, before)
+    def piece(read: np.ndarray, index: Any) -> np.ndarray:
+        return read[np.searchsorted(rows, range(run.batch)[index[0]])][:, index[1]]
 
-    if jax.process_count() == 1:
-        signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class Feed:
-    """Batches on the devices. The source reads ahead by itself."""
-
-    def __init__(self, c: Model, run: Run, where: Any, split: str = "train") -> None:
-        part, self._parts = mesh.share(where, run.batch)
-        self._mesh, self._shape = where, (run.batch, run.sequence)
-        self.source = data.Source(
-            run.data, batch=run.batch, sequence=run.sequence, vocab=c.vocab, seed=run.seed, split=split,
-            process_index=part, process_count=self._parts, tokenizer=run.tokenizer,
-        )  # fmt: skip
-
-    def described(self) -> dict[str, jax.ShapeDtypeStruct]:
-        place = mesh.sharding(self._mesh, ("batch", "sequence"))
-        one = jax.ShapeDtypeStruct(self._shape, "int32", sharding=place)
-        return dict.fromkeys(("tokens", "targets", "mask"), one)
-
-    def next(self) -> tuple[Any, float]:
-        """A batch, and the seconds that were waited for it."""
+    def following() -> tuple[Any, float]:
         begin = time.perf_counter()
-        return mesh.placed(next(self.source), self._mesh, self._parts), time.perf_counter() - begin
+        read = next(source)
+        made = {n: jax.make_array_from_callback(shape, place, partial(piece, r)) for n, r in read.items()}
+        return made, time.perf_counter() - begin
+
+    return source, following
 
 
-class Validation:
+def validation(params: Any, ways: dict[str, Any], c: Model, run: Run, where: Any) -> dict[str, float]:
     """The loss on a fixed set: as the run computes it and, where a policy is at work, plainly too."""
-
-    def __init__(self, c: Model, run: Run, where: Any, policy: bool) -> None:
-        self._c, self._run, self._mesh = c, run, where
-        ways = {"validation_loss": True, **({"validation_loss_plain": False} if policy else {})}
-        self._ways = {name: optimizer.validation(c, where, under) for name, under in ways.items()}
-
-    def mean(self, params: Any, batch: Any) -> jax.Array:
-        """The loss of a batch, or of as much of it as is computed at a time."""
-        part = {name: rows[:: self._run.accumulate] for name, rows in batch.items()}
-        return model.loss(params, part, self._c, self._mesh)[0] / part["mask"].sum()
-
-    def losses(self, params: Any) -> dict[str, float]:
-        feed = Feed(self._c, self._run, self._mesh, "validation")
-        batches = [feed.next()[0] for _ in range(self._run.eval_batches)]
-        sums = {name: sum(np.array(of(params, b)) for b in batches) for name, of in self._ways.items()}
-        return {name: float(nats / max(count, 1)) for name, (nats, count) in sums.items()}
+    _, feed = batches(c, run, where, "validation")
+    some = [feed()[0] for _ in range(run.eval_batches)]
+    sums = {name: sum(np.array(way(params, batch)) for batch in some) for name, way in ways.items()}
+    return {name: float(nats / max(count, 1)) for name, (nats, count) in sums.items()}
 
 
 def export(params: Any, c: Model, folder: Path, command: str | None) -> None:
     """Safetensors for other programs, and one of them run on it."""
-    weights.save(params, c, folder)
+    save(params, c, folder)
     if command and jax.process_index() == 0:
         ran = subprocess.run([w.replace("{path}", str(folder)) for w in shlex.split(command)], check=False)
         if ran.returncode:
             print(f"warning: --export-command ended with {ran.returncode}; training goes on", file=sys.stderr)
 
 
-class Profile:
-    """A profile of some steps: XProf's, or a range for Nsight Systems to record (`nsys profile -c cudaProfilerApi`)."""
-
-    def __init__(self, run: Run, folder: Path) -> None:
-        self._first, self._last = (int(n) if run.profile else 0 for n in run.profile_steps.split(":"))
-        self._folder, self._cuda = folder / "profile", None
-        if run.profile == "nsys":
-            for name in ("libcudart.so.13", "libcudart.so.12", "libcudart.so"):
-                with suppress(OSError):
-                    self._cuda = self._cuda or ctypes.CDLL(name)
-            if not self._cuda:
-                raise BadRun(
-                    "--profile nsys needs CUDA, and libcudart.so is not found: --profile xplane needs nothing"
-                )
-
-    def before(self, step: int) -> None:
-        if step == self._first:
-            self._cuda.cudaProfilerStart() if self._cuda else jax.profiler.start_trace(str(self._folder))
-
-    def after(self, step: int, state: Any) -> None:
-        if step == self._last:
-            jax.block_until_ready(state)
-            self._cuda.cudaProfilerStop() if self._cuda else jax.profiler.stop_trace()
+def profiler(run: Run, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What begins and what ends a profile: XProf's, or a range for `nsys profile -c cudaProfilerApi`."""
+    if run.profile != "nsys":
+        return partial(jax.profiler.start_trace, str(folder / "profile")), jax.profiler.stop_trace
+    for name in ("libcudart.so.13", "libcudart.so.12", "libcudart.so"):
+        with suppress(OSError):
+            cuda = ctypes.CDLL(name)
+            return cuda.cudaProfilerStart, cuda.cudaProfilerStop
+    raise BadRun("--profile nsys needs CUDA, and no libcudart.so is found; --profile xplane does not need it")
 
 
 if __name__ == "__main__":
