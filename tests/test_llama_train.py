@@ -21,6 +21,7 @@ from tests.command import spawn as policyc
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
+pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from llama import metrics, storage, train
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -37,7 +37,7 @@ def losses(path: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_train_is_apply_and_measuring_changes_nothing(tmp_path: Path) -> None:
-    for needed in ("optax", "orbax.checkpoint"):
+    for needed in ("optax", "orbax.checkpoint", "tensorboardX"):
         pytest.importorskip(needed)
     policy = tmp_path / "p.policy"
     policy.write_text("mlp.* -> nvfp4(sr=grad)\n")
