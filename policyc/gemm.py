@@ -10,10 +10,11 @@ What is kept for the backward pass are quantized operands, wherever the recipe q
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,19 @@ from policyc.recipes import Gemm, Recipe, Role, Treatment
 from policyc.treatments import effective
 
 Weight = Literal["lhs", "rhs"] | None
+Shape = tuple[int, ...]
 Backends = tuple[str, str, str]
 """What runs fprop, dgrad and wgrad."""
 
 SAVED = "quantization"
 """The name of quantized tensors, for policies of `jax.checkpoint`."""
+
+
+class Ready(NamedTuple):
+    """A weight that is quantized already: as fprop takes it, and as dgrad does where its codes are others."""
+
+    fprop: Quantized | None = None
+    dgrad: Quantized | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +106,13 @@ def quantized_dot_general(
     layer: Any = None,
     step: Any = None,
     backends: Backends = ("emulate", "emulate", "emulate"),
+    ready: Ready = Ready(),
 ) -> jax.Array:
     """`lax.dot_general` with its three GEMMs run as the recipe says.
 
     `weight` is the operand that is a parameter, or None. `seed`, `site`, `layer` and `step` (the last two
-    may be traced) key stochastic rounding, together with the bits of each tensor's maximum.
+    may be traced) key stochastic rounding, together with the bits of each tensor's maximum. `ready` is what
+    `prepared` made of the weight; its gradient still goes to the weight itself.
     """
     dims = _as_dims(dimension_numbers)
     out = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
@@ -114,9 +125,10 @@ def quantized_dot_general(
     # Here and not inside, so that a weight which is the same on all devices of a `shard_map` has its
     # gradients summed over them.
     lhs, rhs = vary_alike(lhs, rhs)
-    a, b, merged, shape = _canonical(lhs, rhs, dims, chosen)
+    form = _canonical(lhs.shape, rhs.shape, dims, chosen)
+    a, b = form.lhs(lhs), form.rhs(rhs)
     call = Call(
-        dims=merged,
+        dims=form.dims,
         recipe=chosen,
         weight=weight,
         out=out,
@@ -127,7 +139,46 @@ def quantized_dot_general(
         site=str(site),
     )
     words = [w for w in (layer, step) if w is not None]
-    return _gemm(call, a, b, key(seed, site, *words)).reshape(shape)
+    return _gemm(call, a, b, ready, key(seed, site, *words)).reshape(form.shape)
+
+
+def prepared(
+    array: jax.Array, other: jax.ShapeDtypeStruct, dimension_numbers: Any, recipe: Recipe, *, weight: Weight,
+    products: frozenset[Gemm], site: int | str = 0, backends: Backends = ("emulate", "emulate", "emulate"),
+) -> Ready:  # fmt: skip
+    """A weight as `quantized_dot_general` quantizes it, beforehand. `other` is the shape of the other operand.
+
+    What is random, or a mean and a rest, stays to be done where the product is; so does what no product reads.
+    """
+    chosen = effective(recipe)
+    shapes = (array.shape, other.shape) if weight == "lhs" else (other.shape, array.shape)
+    form = _canonical(*shapes, _as_dims(dimension_numbers), chosen)
+    turn, turn_other = (form.lhs, form.rhs) if weight == "lhs" else (form.rhs, form.lhs)
+    own, like = turn(array), jax.eval_shape(turn_other, other)
+    lhs, rhs = (shape_of(own), like) if weight == "lhs" else (like, shape_of(own))
+    call = Call(
+        dims=form.dims, recipe=chosen, weight=weight, out=None, precision=None, lhs=lhs, rhs=rhs,
+        backends=backends, site=str(site),
+    )  # fmt: skip
+    fprop, dgrad = _weight_sides(call)
+
+    def made(side: Side, product: Product) -> Quantized | None:
+        t = side.treatment
+        if not FORMATS[t.format].quantized or t.rounding != "rne" or t.mean_split:
+            return None
+        (found,) = _parts(own, side, product, key(0, site), key(0, site))
+        return cast(Quantized, found)
+
+    apart = Gemm.DGRAD in products and not _shared(fprop[0], dgrad[0])
+    return Ready(made(*fprop), made(*dgrad) if apart else None)
+
+
+def _weight_sides(call: Call) -> tuple[tuple[Side, Product], tuple[Side, Product]]:
+    """The weight in fprop, and in dgrad."""
+    fprop, d_lhs, d_rhs = _products(call)
+    if call.weight == "lhs":
+        return (fprop.left, fprop), (d_rhs.left, d_rhs)
+    return (fprop.right, fprop), (d_lhs.right, d_lhs)
 
 
 def _as_dims(numbers: Any) -> Dims:
@@ -139,9 +190,17 @@ def _free(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(i for i in range(ndim) if all(i not in t for t in taken))
 
 
-def _canonical(
-    lhs: jax.Array, rhs: jax.Array, dims: Dims, recipe: Recipe
-) -> tuple[jax.Array, jax.Array, Dims, tuple[int, ...]]:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A product whose blocks run along single dimensions: how each operand is turned, and what comes out."""
+
+    lhs: Callable[[jax.Array], jax.Array]
+    rhs: Callable[[jax.Array], jax.Array]
+    dims: Dims
+    shape: tuple[int, ...]
+
+
+def _canonical(lhs: Shape, rhs: Shape, dims: Dims, recipe: Recipe) -> Form:
     """Operands whose blocks run along single dimensions, and the shape of the original result.
 
     Blocks run along the contracted dimensions as if they were one. Where the last of them has whole blocks,
@@ -149,25 +208,34 @@ def _canonical(
     missing free dimension is added.
     """
     (lc, rc), (lb, rb) = dims
-    lf, rf = _free(lhs.ndim, lc, lb), _free(rhs.ndim, rc, rb)
-    shape = tuple(lhs.shape[i] for i in (*lb, *lf)) + tuple(rhs.shape[i] for i in rf)
+    lf, rf = _free(len(lhs), lc, lb), _free(len(rhs), rc, rb)
+    shape = tuple(lhs[i] for i in (*lb, *lf)) + tuple(rhs[i] for i in rf)
     unit = max(max(FORMATS[t.format].block, t.rht, 1) for t in recipe.treatments)
 
-    def awkward(x: jax.Array, group: tuple[int, ...]) -> bool:
-        sizes = [x.shape[i] for i in group]
+    def awkward(of: Shape, group: tuple[int, ...]) -> bool:
+        sizes = [of[i] for i in group]
         return not sizes or (any(s > 1 for s in sizes[:-1]) and sizes[-1] % unit != 0)
 
     if not (awkward(lhs, lc) or awkward(lhs, lf) or awkward(rhs, rf)):
-        return lhs, rhs, dims, shape
-    a = lhs.transpose(*lb, *lf, *lc).reshape(*(lhs.shape[i] for i in lb), _size(lhs, lf), _size(lhs, lc))
-    b = rhs.transpose(*rb, *rc, *rf).reshape(*(rhs.shape[i] for i in rb), _size(rhs, rc), _size(rhs, rf))
+        return Form(_as_is, _as_is, dims, shape)
+
+    def turned(*groups: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
+        batch, *merged = groups
+
+        def turn(x: jax.Array) -> jax.Array:
+            sizes = [prod(x.shape[i] for i in group) for group in merged]
+            order = [i for group in groups for i in group]
+            return x.transpose(order).reshape(*(x.shape[i] for i in batch), *sizes)
+
+        return turn
+
     n = len(lb)
     batch = tuple(range(n))
-    return a, b, (((n + 1,), (n,)), (batch, batch)), shape
+    return Form(turned(lb, lf, lc), turned(rb, rc, rf), (((n + 1,), (n,)), (batch, batch)), shape)
 
 
-def _size(x: jax.Array, axes: tuple[int, ...]) -> int:
-    return prod(x.shape[i] for i in axes)
+def _as_is(x: jax.Array) -> jax.Array:
+    return x
 
 
 def _products(call: Call) -> tuple[Product, Product, Product]:
@@ -318,8 +386,8 @@ def _plain(left: jax.Array, right: jax.Array, product: Product, out: Any) -> jax
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gemm(call: Call, lhs: jax.Array, rhs: jax.Array, k: Key) -> jax.Array:
-    return _forward(call, lhs, rhs, k)[0]
+def _gemm(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Ready, k: Key) -> jax.Array:
+    return _forward(call, lhs, rhs, ready, k)[0]
 
 
 def _kept(product: Product) -> bool:
@@ -331,22 +399,38 @@ def _original(call: Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _forward(
-    call: Call, lhs: jax.Array, rhs: jax.Array, k: Key, *, save: bool = False
+    call: Call, lhs: jax.Array, rhs: jax.Array, ready: Ready, k: Key, *, save: bool = False
 ) -> tuple[jax.Array, Parts, Parts]:
     fprop, _, _ = _products(call)
     if _kept(fprop):
         return _original(call, lhs, rhs), (lhs,), (rhs,)
-    left = _parts(lhs, fprop.left, fprop, k, k, save=save)
-    right = _parts(rhs, fprop.right, fprop, k, k, save=save)
+    own_left, own_right = _own(call, ready.fprop)
+    left = own_left or _parts(lhs, fprop.left, fprop, k, k, save=save)
+    right = own_right or _parts(rhs, fprop.right, fprop, k, k, save=save)
     return _multiply(fprop, left, right, call.out, 1), left, right
 
 
-def _gemm_fwd(call: Call, lhs: jax.Array, rhs: jax.Array, k: Key) -> tuple[jax.Array, Any]:
+def _own(call: Call, quantized: Quantized | None) -> tuple[Parts, Parts]:
+    """What is there of lhs and of rhs already: of the one that is the weight."""
+    found = () if quantized is None else (quantized,)
+    return (found, ()) if call.weight == "lhs" else ((), found)
+
+
+def _gemm_fwd(
+    call: Call, lhs: jax.Array, rhs: jax.Array, ready: Ready, k: Key
+) -> tuple[jax.Array, Any]:
     fprop, d_lhs, d_rhs = _products(call)
-    y, left, right = _forward(call, lhs, rhs, k, save=True)
+    y, left, right = _forward(call, lhs, rhs, ready, k, save=True)
     signs = (_signs(rhs, d_lhs, k), _signs(lhs, d_rhs, k))
-    for_lhs = right if _shared(fprop.right, d_lhs.right) else _saved(rhs, d_lhs.right, d_lhs, k, signs[0])
-    for_rhs = left if _shared(fprop.left, d_rhs.left) else _saved(lhs, d_rhs.left, d_rhs, k, signs[1])
+    own_left, own_right = _own(call, ready.dgrad)
+    for_lhs = (
+        right
+        if _shared(fprop.right, d_lhs.right)
+        else own_right or _saved(rhs, d_lhs.right, d_lhs, k, signs[0])
+    )
+    for_rhs = (
+        left if _shared(fprop.left, d_rhs.left) else own_left or _saved(lhs, d_rhs.left, d_rhs, k, signs[1])
+    )
     return y, (for_lhs, for_rhs, k, signs)
 
 
@@ -371,12 +455,13 @@ def _shared(forward: Side, backward: Side) -> bool:
     return alike and square and not t.rht and not t.mean_split
 
 
-def _gemm_bwd(call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _gemm_bwd(call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     for_lhs, for_rhs, k, signs = kept
     _, d_lhs, d_rhs = _products(call)
     return (
         _gradient(call, d_lhs, dy, for_lhs, k, signs[0], left=True),
         _gradient(call, d_rhs, dy, for_rhs, k, signs[1], left=False),
+        None,
         None,
     )
 
@@ -423,7 +508,8 @@ def operands(
 ) -> list[Entering]:  # fmt: skip
     """What `quantized_dot_general` makes of its operands and of the gradient of its result, for looking at."""
     chosen, k = effective(recipe), key(0, site)
-    a, b, dims, _ = _canonical(lhs, rhs, _as_dims(dimension_numbers), chosen)
+    form = _canonical(lhs.shape, rhs.shape, _as_dims(dimension_numbers), chosen)
+    a, b, dims = form.lhs(lhs), form.rhs(rhs), form.dims
     call = Call(
         dims=dims, recipe=chosen, weight=weight, out=dy.dtype, precision=None, lhs=shape_of(a), rhs=shape_of(b),
         backends=("emulate",) * 3, site=str(site),
