@@ -19,18 +19,22 @@ from policyc import jaxprs
 from policyc.jaxprs import Atom, Body, Eqn
 from policyc.recipes import Gemm
 from policyc.selectors import Path
-from policyc.sites import Address, Label, Mark, Site, Sites, Stack, Weight
+from policyc.sites import Address, Label, Mark, Origin, Site, Sites, Stack, Weight
 from policyc.trees import parsed, sized
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What is known of a variable. `labels` are the parameters it is laid out from, `counts` is for an iota."""
+    """What is known of a variable. `labels` are the parameters it is laid out from, `counts` is for an iota.
+
+    `origin` says how to make it of a parameter outside of everything, where that is as cheap there as here.
+    """
 
     labels: tuple[Label, ...] = ()
     active: bool = False
     one_hot: bool = False
     counts: bool = False
+    origin: Origin | None = None
 
 
 _NOTHING = Fact()
@@ -48,6 +52,8 @@ class Where:
     opaque: str = ""
     held: tuple[Label, ...] = ()
     around: jaxprs.Around = jaxprs.Around()
+    loops: int = 0
+    remat: bool = False
 
     def into(self, eqn: Eqn, at: int, body: int, **changed: Any) -> Where:
         scope = (*self.scope, *jaxprs.scopes(eqn))
@@ -62,6 +68,12 @@ LAYOUT = frozenset({
     "pad", "neg", "auto_axes", "explicit_axes", "real", "with_memory_space_constraint", "annotate",
 })  # fmt: skip
 """What leaves a parameter a parameter: its numbers in another order, type or place."""
+
+_FOLLOWED = frozenset({
+    "convert_element_type", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "copy", "copy_p", "pvary",
+    "pcast", "name", "reduce_precision", "neg", "stop_gradient",
+})  # fmt: skip
+"""What can be done to a parameter beforehand: it needs nothing but the parameter, and makes it no larger."""
 
 _SCALED = frozenset({"mul", "div"})
 _JOINED = frozenset({"concatenate", "stack"})
@@ -78,8 +90,8 @@ def analyze(closed: Any, parameters: Sequence[Path | None]) -> Sites:
     }
     walk = _Walk(shapes)
     facts = [
-        _NOTHING if path is None else Fact((Label(path),), active=_is_float(var.aval))
-        for path, var in zip(parameters, closed.jaxpr.invars, strict=True)
+        _NOTHING if path is None else Fact((Label(path),), active=_is_float(var.aval), origin=Origin(at))
+        for at, (path, var) in enumerate(zip(parameters, closed.jaxpr.invars, strict=True))
     ]
     walk.run(closed.jaxpr, facts, Where())
     scopes = sized([s.scope.path for s in walk.found])
@@ -155,8 +167,9 @@ class _Walk:
 
     def _call(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
         (body,) = jaxprs.bodies(eqn)
-        inside = where.into(eqn, at, 0)
+        inside = where.into(eqn, at, 0, remat=where.remat or jaxprs.primitive_name(eqn) in jaxprs.REMAT)
         if jaxprs.primitive_name(eqn) == "shard_map":
+            facts = [_unfollowed(f) for f in facts]
             inside = replace(inside, around=where.around.inside(eqn))
             facts = self._divided(eqn, body, facts, (*where.address, at))
         return self.run(body.jaxpr, facts, inside)
@@ -190,19 +203,24 @@ class _Walk:
         test, body = (next(b for b in jaxprs.bodies(eqn) if b.key == k) for k in ("cond_jaxpr", "body_jaxpr"))
         nt, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         numbers = {b.key: i for i, b in enumerate(jaxprs.bodies(eqn))}
+        if eqn.effects:
+            facts = [_unfollowed(f) for f in facts]
         consts, carry = facts[nt : nt + nb], _carried(body.jaxpr, facts[nt + nb :], nb, 0)
-        inside = where.into(eqn, at, numbers["body_jaxpr"])
+        inside = where.into(eqn, at, numbers["body_jaxpr"], loops=where.loops + 1)
         carry = self._settled(body, consts, carry, [], inside)
-        self.run(test.jaxpr, [*facts[:nt], *carry], where.into(eqn, at, numbers["cond_jaxpr"]))
+        outside = where.into(eqn, at, numbers["cond_jaxpr"], loops=where.loops + 1)
+        self.run(test.jaxpr, [*facts[:nt], *carry], outside)
         results = self.run(body.jaxpr, [*consts, *carry], inside)
         return [Fact(active=a.active or b.active) for a, b in zip(results, carry, strict=True)]
 
     def _scan(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
         (body,) = jaxprs.bodies(eqn)
         parts, length = jaxprs.scan_parts(eqn), eqn.params["length"]
+        if eqn.effects:  # they may speak of operands by number
+            facts = [_unfollowed(f) for f in facts]
         consts, xs = facts[: parts.consts], facts[parts.consts + parts.carry :]
         carry = _carried(body.jaxpr, facts[parts.consts : parts.consts + parts.carry], parts.consts, parts.xs)
-        inside = where.into(eqn, at, 0, repeats=where.repeats * length)
+        inside = where.into(eqn, at, 0, repeats=where.repeats * length, loops=where.loops + 1)
         address = (*where.address, at)
         if any(x.labels for x in xs):
             stack = Stack(address, length, bool(eqn.params["reverse"]))
@@ -278,6 +296,9 @@ class _Walk:
             opaque = "a computation in float64, which no recipe speaks of"
         if not opaque and not _plainly_ragged(eqn):
             opaque = "a ragged product of a form that has no quantized counterpart"
+        origin = (lhs if weight == "lhs" else rhs).origin if weight is not None and not opaque else None
+        if jaxprs.primitive_name(eqn) != "dot_general" or jaxprs.explicit_sharding(eqn) is not None:
+            origin = None
         scope = parsed((*where.scope, *jaxprs.scopes(eqn)))
         parameters = rhs.labels if weight == "rhs" else lhs.labels
         marks = (m for label in (*parameters, Label(scope, where.marks)) for m in label.marks)
@@ -299,9 +320,15 @@ class _Walk:
                 opaque=opaque,
                 one_hot=(lhs if weight == "rhs" else rhs).one_hot,
                 around=where.around,
+                origin=origin,
+                again=where.remat or (origin is not None and where.loops > len(origin.scans)),
                 eqn=eqn,
             )
         )
+
+
+def _unfollowed(fact: Fact) -> Fact:
+    return fact if fact.origin is None else replace(fact, origin=None)
 
 
 def _matrices(eqn: Eqn, facts: list[Fact]) -> tuple[Label, ...]:
@@ -367,8 +394,11 @@ def _through(walk: _Walk, eqn: Eqn, name: str, facts: list[Fact]) -> list[Fact]:
         return [_NOTHING] * len(eqn.outvars)
     if name == "optimization_barrier":
         return facts
+    followed = name in _FOLLOWED and len(facts) == 1 and first.origin is not None
+    origin = first.origin.then(eqn) if followed and first.origin is not None else None
     return [
-        Fact(labels, active=active and _is_float(v.aval), one_hot=one_hot, counts=counts) for v in eqn.outvars
+        Fact(labels, active=active and _is_float(v.aval), one_hot=one_hot, counts=counts, origin=origin)
+        for v in eqn.outvars
     ]
 
 
@@ -409,7 +439,11 @@ def _sliced(xs: list[Fact], length: int, address: Address) -> list[Fact]:
             places = (len(label.path) - 1,)
         return label.marked(_stacked(places, length, address, label.shards))
 
-    return [replace(x, labels=tuple(map(mark, x.labels))) for x in xs]
+    def sliced(x: Fact) -> Fact:
+        origin = None if x.origin is None else x.origin.then(address)
+        return replace(x, labels=tuple(map(mark, x.labels)), origin=origin)
+
+    return [sliced(x) for x in xs]
 
 
 def _stacked(places: tuple[int, ...], length: int, address: Address, shards: Stack | None) -> Mark:
@@ -434,7 +468,7 @@ def _carried(jaxpr: Any, carry: list[Fact], before: int, after: int) -> list[Fac
     count = len(jaxpr.invars) - before - after
     inputs = jaxpr.invars[before : before + count]
     return [
-        fact if out is var else replace(fact, labels=(), one_hot=False, counts=False)
+        fact if out is var else replace(fact, labels=(), one_hot=False, counts=False, origin=None)
         for fact, var, out in zip(carry, inputs, jaxpr.outvars, strict=False)
     ]
 

@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -174,14 +173,16 @@ def compile_loss(plan: Plan, device: Any) -> Report:
     """The loss of a plan and its gradient, compiled for one device of the plan's target."""
     import jax
 
-    closed = compiled(plan)
+    rewritten = compiled(plan)
+    closed = rewritten.closed
     place = jax.sharding.SingleDeviceSharding(device)
 
     def shapes(variables: Sequence[Any]) -> list[Any]:
         return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=place) for v in variables]  # type: ignore[no-untyped-call]
 
     def step(consts: list[Any], inputs: list[Any]) -> Any:
-        results, back = jax.vjp(partial(jaxprs.evaluate_with, closed, consts), *inputs)
+        ready = rewritten.beforehand(inputs)
+        results, back = jax.vjp(lambda *given: jaxprs.evaluate_with(closed, consts, *given, *ready), *inputs)
         first = next(i for i, r in enumerate(results) if jax.numpy.issubdtype(r.dtype, jax.numpy.floating))
         seeds = [jax.numpy.full_like(r, float(i == first)) for i, r in enumerate(results)]
         return results, back(seeds)
@@ -191,7 +192,7 @@ def compile_loss(plan: Plan, device: Any) -> Report:
     try:
         lowered = (
             jax.jit(step)
-            .trace(shapes(jaxpr.constvars), shapes(jaxpr.invars))
+            .trace(shapes(jaxpr.constvars), shapes(plan.sites.jaxpr.jaxpr.invars))
             .lower(lowering_platforms=("cuda",))
         )
         traced = time.perf_counter()

@@ -45,6 +45,9 @@ class Ready(NamedTuple):
     dgrad: Quantized | None = None
 
 
+NOT_READY = Ready()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """All of a product that is known before it runs."""
@@ -106,7 +109,7 @@ def quantized_dot_general(
     layer: Any = None,
     step: Any = None,
     backends: Backends = ("emulate", "emulate", "emulate"),
-    ready: Ready = Ready(),
+    ready: Ready = NOT_READY,
 ) -> jax.Array:
     """`lax.dot_general` with its three GEMMs run as the recipe says.
 
@@ -151,8 +154,8 @@ def prepared(
     What is random, or a mean and a rest, stays to be done where the product is; so does what no product reads.
     """
     chosen = effective(recipe)
-    shapes = (array.shape, other.shape) if weight == "lhs" else (other.shape, array.shape)
-    form = _canonical(*shapes, _as_dims(dimension_numbers), chosen)
+    left, right = (array.shape, other.shape) if weight == "lhs" else (other.shape, array.shape)
+    form = _canonical(left, right, _as_dims(dimension_numbers), chosen)
     turn, turn_other = (form.lhs, form.rhs) if weight == "lhs" else (form.rhs, form.lhs)
     own, like = turn(array), jax.eval_shape(turn_other, other)
     lhs, rhs = (shape_of(own), like) if weight == "lhs" else (like, shape_of(own))
@@ -416,9 +419,7 @@ def _own(call: Call, quantized: Quantized | None) -> tuple[Parts, Parts]:
     return (found, ()) if call.weight == "lhs" else ((), found)
 
 
-def _gemm_fwd(
-    call: Call, lhs: jax.Array, rhs: jax.Array, ready: Ready, k: Key
-) -> tuple[jax.Array, Any]:
+def _gemm_fwd(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Ready, k: Key) -> tuple[jax.Array, Any]:
     fprop, d_lhs, d_rhs = _products(call)
     y, left, right = _forward(call, lhs, rhs, ready, k, save=True)
     signs = (_signs(rhs, d_lhs, k), _signs(lhs, d_rhs, k))

@@ -24,6 +24,8 @@ from jax._src import core as _core
 from jax._src import source_info_util as _sources
 from jax._src import traceback_util as _tracebacks
 from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import partial_eval as _pe
+from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined]
 from jax.extend.core import Literal, Primitive, Var
 
 for _file in (
@@ -69,12 +71,22 @@ class Body:
         return with_eqns(self.held, eqns)
 
 
-def with_eqns(held: Any, eqns: Sequence[Eqn]) -> Any:
-    """A jaxpr, open or closed, with other equations."""
+def with_eqns(held: Any, eqns: Sequence[Eqn], more: Sequence[Any] = ()) -> Any:
+    """A jaxpr, open or closed, with other equations, and with more inputs behind its own."""
+    changed: dict[str, Any] = {"eqns": list(eqns)}
     inner = getattr(held, "jaxpr", held)
-    if inner is held:
-        return held.replace(eqns=list(eqns))
-    return held.replace(jaxpr=inner.replace(eqns=list(eqns)))
+    if more:
+        changed["invars"] = [*inner.invars, *more]
+    return _changed(held, **changed)
+
+
+def _changed(held: Any, **changed: Any) -> Any:
+    inner = getattr(held, "jaxpr", held)
+    return held.replace(**changed) if inner is held else held.replace(jaxpr=inner.replace(**changed))
+
+
+def _with_inputs(held: Any, order: Callable[[list[Any]], list[Any]]) -> Any:
+    return _changed(held, invars=order(list(getattr(held, "jaxpr", held).invars)))
 
 
 def _is_jaxpr(value: Any) -> bool:
@@ -109,6 +121,110 @@ def with_bodies(eqn: Eqn, replaced: Sequence[tuple[Body, Any]]) -> Eqn:
             items[body.at] = new
             params[body.key] = type(params[body.key])(items)
     return eqn.replace(params=params)
+
+
+def with_operands(
+    eqn: Eqn, made: Sequence[tuple[Body, Any]], more: Sequence[Sequence[Atom]], stacked: Sequence[bool] = ()
+) -> Eqn:
+    """The equation with other jaxprs in the places of its own, which take more inputs behind theirs.
+
+    `more` has these operands for each jaxpr. Of a scan, `stacked` says which of them are sliced.
+    """
+    name = primitive_name(eqn)
+    if not any(more):
+        return with_bodies(eqn, made)
+    extra = [a for group in more for a in group]
+    if name == "scan":
+        ((body, held),) = made
+        parts = scan_parts(eqn)
+        first, last = _apart(extra, stacked)
+        end = parts.consts + parts.carry
+        invars = [
+            *eqn.invars[: parts.consts],
+            *first,
+            *eqn.invars[parts.consts : end],
+            *eqn.invars[end:],
+            *last,
+        ]
+        return eqn.replace(invars=invars, params={**eqn.params, **scan_params(eqn, body.key, held, stacked)})
+    if name == "while":
+        return _while_with(eqn, made, more)
+    params = with_bodies(eqn, made).params
+    if name == "cond":
+        branches = [
+            _padded(held, sum(map(len, more[:at])), len(more[at]), [a.aval for a in extra])
+            for at, (_, held) in enumerate(made)
+        ]
+        params = {**params, "branches": tuple(branches)}
+    for key, value in (("in_shardings", UNSPECIFIED), ("in_layouts", None), ("donated_invars", False)):
+        if name in ("jit", "pjit") and key in params:
+            params = {**params, key: (*params[key], *(value for _ in extra))}
+    if isinstance(params.get("prevent_cse"), tuple):
+        params = {**params, "prevent_cse": (*params["prevent_cse"], *(False for _ in extra))}
+    return eqn.replace(invars=[*eqn.invars, *extra], params=params)
+
+
+def _apart(items: Sequence[Any], chosen: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Those that are not chosen, and those that are."""
+    pairs = list(zip(items, chosen, strict=True))
+    return [i for i, c in pairs if not c], [i for i, c in pairs if c]
+
+
+def scan_params(eqn: Eqn, key: str, held: Any, stacked: Sequence[bool]) -> dict[str, Any]:
+    """The parameters of a scan whose body has more inputs behind its own: those that are sliced, and others."""
+    parts, count = scan_parts(eqn), len(stacked)
+
+    def order(invars: list[Any]) -> list[Any]:
+        own, extra = invars[: len(invars) - count], invars[len(invars) - count :]
+        first, last = _apart(extra, stacked)
+        return [*own[: parts.consts], *first, *own[parts.consts :], *last]
+
+    changed: dict[str, Any] = {key: _with_inputs(held, order) if count else held}
+    consts, xs = parts.consts + list(stacked).count(False), parts.xs + list(stacked).count(True)
+    if count and "ft_in" in eqn.params:
+        from jax._src import flattree as ft  # type: ignore[attr-defined]  # not in JAX 0.10
+
+        carry = eqn.params["ft_in"].unpack()[1]
+        changed["ft_in"] = ft.pack((ft.nones(consts), carry, ft.nones(xs)))
+    elif count:
+        changed["num_consts"] = consts
+    return changed
+
+
+def _while_with(eqn: Eqn, made: Sequence[tuple[Body, Any]], more: Sequence[Sequence[Atom]]) -> Eqn:
+    """A while loop whose jaxprs have more inputs: each has constants of its own."""
+    counts = {"cond_jaxpr": eqn.params["cond_nconsts"], "body_jaxpr": eqn.params["body_nconsts"]}
+    taken = {body.key: list(group) for (body, _), group in zip(made, more, strict=True)}
+    params = dict(eqn.params)
+    for body, held in made:
+        own, count = counts[body.key], len(taken[body.key])
+
+        def order(invars: list[Any], own: int = own, count: int = count) -> list[Any]:
+            end = len(invars) - count
+            return [*invars[:own], *invars[end:], *invars[own:end]]
+
+        params[body.key] = _with_inputs(held, order)
+    test, turn = counts["cond_jaxpr"], counts["body_jaxpr"]
+    params["cond_nconsts"] = test + len(taken["cond_jaxpr"])
+    params["body_nconsts"] = turn + len(taken["body_jaxpr"])
+    invars = [
+        *eqn.invars[:test], *taken["cond_jaxpr"],
+        *eqn.invars[test : test + turn], *taken["body_jaxpr"],
+        *eqn.invars[test + turn :],
+    ]  # fmt: skip
+    return eqn.replace(invars=invars, params=params)
+
+
+def _padded(held: Any, before: int, own: int, avals: Sequence[Aval]) -> Any:
+    """A branch that takes the operands of the others too, and leaves them alone."""
+
+    def order(invars: list[Any]) -> list[Any]:
+        end = len(invars) - own
+        left = [fresh(a) for a in avals[:before]]
+        right = [fresh(a) for a in avals[before + own :]]
+        return [*invars[:end], *left, *invars[end:], *right]
+
+    return _with_inputs(held, order)
 
 
 def body_eqns(held: Any) -> Sequence[Eqn]:
@@ -308,6 +424,57 @@ def bind(eqn: Eqn, *args: Any, **changed: Any) -> list[Any]:
     subfuns, rest = found if isinstance(found, tuple) else ((), found)
     out = eqn.primitive.bind(*subfuns, *args, **rest)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def bind_at(eqn: Eqn, *args: Any) -> list[Any]:
+    """Applies an equation to other operands, under its own names."""
+    with at(eqn):
+        return bind(eqn, *args)
+
+
+@contextlib.contextmanager
+def at(eqn: Eqn) -> Iterator[None]:
+    """What is computed in here stands where an equation stands: under its names, and in its context."""
+    names = _sources.current_name_stack() + eqn.source_info.name_stack
+    with _sources.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        yield
+
+
+def stacked_aval(length: int, aval: Aval) -> Aval:
+    """The type of so many of these, one after the other."""
+    return _core.unmapped_leading_aval(length, aval)
+
+
+# ---- traces around a trace
+
+
+def without_derivative(value: Any) -> Any:
+    """The value itself of what is being differentiated."""
+    while isinstance(value, _ad.JVPTracer | _ad.LinearizeTracer):
+        value = value.primal
+    return value
+
+
+def comes_from_outside(value: Any) -> bool:
+    """Was it there before the function that is now being traced: is it the same in each call of that function?
+
+    So are parameters in the body of a loop that accumulates gradients.
+    """
+    now = _core.trace_ctx.trace
+    while isinstance(now, _ad.JVPTrace | _ad.LinearizeTrace):
+        now = now.parent_trace
+    trace = getattr(value, "_trace", None)
+    return isinstance(trace, _pe.DynamicJaxprTrace) and trace is not now
+
+
+@contextlib.contextmanager
+def where_it_was_made(value: Any) -> Iterator[None]:
+    """What is computed in here becomes part of the function that a value from outside belongs to."""
+    if not comes_from_outside(value):
+        yield
+        return
+    with _core.set_current_trace(value._trace):  # type: ignore[no-untyped-call]
+        yield
 
 
 # ---- the door of autodiff

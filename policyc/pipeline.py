@@ -18,6 +18,7 @@ from typing import Any
 
 from policyc import backends, jaxprs, targets
 from policyc.analysis import analyze
+from policyc.beforehand import Rewritten
 from policyc.diagnostics import Diagnostic, PolicyError, did_you_mean
 from policyc.loader import load, parse
 from policyc.planner import How, Phase, Plan, expectations, make_plan
@@ -59,9 +60,11 @@ def apply(
             traced = trace(fn, args, kwargs, _within(chosen, args), [names[i] for i in _within(chosen, args)])
         plan = make_plan(meant, analyze(traced.closed, traced.paths), how)
         plan.check()
-        closed = compiled(plan)
+        inputs = inputs_of(args, chosen)
+        rewritten = compiled(plan, inputs)
+        ready = rewritten.beforehand(inputs)
         with guarded():
-            return traced.run(closed, inputs_of(args, chosen))
+            return traced.run(rewritten.closed, [*inputs, *ready])
 
     return quantized
 
@@ -85,9 +88,10 @@ def plan(
     return make_plan(meant, analyze(traced.closed, traced.paths), how)
 
 
-def compiled(plan: Plan) -> Any:
-    """The jaxpr of the plan's loss in the present phase."""
-    return rewrite(plan.sites, plan.decisions(present(plan)))
+def compiled(plan: Plan, inputs: Sequence[Any] = ()) -> Rewritten:
+    """The plan's loss in the present phase, to be called with these inputs."""
+    outside = {i for i, x in enumerate(inputs) if jaxprs.comes_from_outside(jaxprs.without_derivative(x))}
+    return rewrite(plan.sites, plan.decisions(present(plan)), outside)
 
 
 def present(plan: Plan) -> Phase:
@@ -171,10 +175,10 @@ class Session:
             if len(plan.sites):
                 plan.check(may_miss=self.several or self._checked)
                 self._checked = True
-            closed = compiled(plan)
+            rewritten = compiled(plan, inputs_of(primals, chosen))
         except PolicyError as fault:
             raise self.refuse(fault) from None
-        return _replacement(traced, closed, chosen)
+        return _replacement(traced, rewritten, primals, chosen)
 
     def _note(self, plan: Plan) -> None:
         """Keeps a plan. Outside `jit` a loss is traced at every step: it is noted once."""
@@ -204,10 +208,14 @@ class Session:
         return [diagnostic for span, diagnostic in found.items() if span not in met]
 
 
-def _replacement(traced: Traced, closed: Any, chosen: tuple[int, ...]) -> Callable[..., Any]:
+def _replacement(
+    traced: Traced, rewritten: Rewritten, values: tuple[Any, ...], chosen: tuple[int, ...]
+) -> Callable[..., Any]:
+    ready = rewritten.beforehand(inputs_of(values, chosen))
+
     def quantized(*primals: Any) -> Any:
         with guarded():
-            return traced.run(closed, inputs_of(primals, chosen))
+            return traced.run(rewritten.closed, [*inputs_of(primals, chosen), *ready])
 
     quantized._policyc = True  # type: ignore[attr-defined]  # so that a policy inside another is the only one
     return quantized

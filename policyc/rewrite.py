@@ -1,6 +1,7 @@
 """jaxpr + Plan -> jaxpr: sites become quantized GEMMs, and nothing else is touched.
 
-In: the sites of a loss and what was decided about each. Out: a closed jaxpr with the same inputs and results.
+In: the sites of a loss and what was decided about each. Out: a closed jaxpr with the same results. It has the same
+inputs, and behind them quantized weights, where that spares quantizing them more than once.
 This is surgery on equations and not a new trace: an equation that is neither a site nor around one is the same
 object afterwards, with its names, source, context and effects. The one trap: a jaxpr that is called from
 several places may become a different one at each; where the decisions agree it must stay one, or XLA compiles
@@ -10,7 +11,7 @@ it as often as it is called.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,8 +22,9 @@ from jax import lax
 from jax.extend.core.primitives import dot_general_p
 
 from policyc import jaxprs
-from policyc.gemm import Backends, quantized_dot_general
-from policyc.jaxprs import Around, Eqn
+from policyc.beforehand import Done, Quantizer, Rewritten, Run, Want, quantizer
+from policyc.gemm import NOT_READY, quantized_dot_general
+from policyc.jaxprs import Around, Atom, Eqn
 from policyc.planner import Decisions
 from policyc.recipes import Recipe
 from policyc.sites import Address, Layer, Site, Sites, Stack
@@ -32,24 +34,21 @@ Fixed = Mapping[Address, int]
 
 Signature = tuple[Any, ...]
 
-Done = tuple[Recipe, Backends]
-"""What is done to a layer of a site."""
+Wanted = list[tuple[Want, list[Any]]]
+"""What equations take from outside of their jaxpr, and the variables that stand for it."""
 
 _known: WeakKeyDictionary[Any, dict[Signature, Any]] = WeakKeyDictionary()
 
 
-def rewrite(sites: Sites, decisions: Decisions) -> Any:
-    """The closed jaxpr of the loss with every site run as decided."""
-    work = Rewriter(sites, decisions)
-    return work.body(sites.jaxpr, (), {}, Around())
+def rewrite(sites: Sites, decisions: Decisions, outside: Collection[int] = ()) -> Rewritten:
+    """The loss with every site run as decided.
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive layers of a stack that are treated alike."""
-
-    start: int
-    stop: int
+    `outside` are the inputs that do not change from one call of the loss to the next.
+    """
+    found = {s.address for s in sites if s.origin and (s.again or s.origin.input in outside)}
+    work = Rewriter(sites, decisions, found)
+    closed, wants = work.body(sites.jaxpr, (), {}, Around())
+    return Rewritten(closed, wants, {w.site: work.site(w.site) for w in wants})
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -71,44 +70,67 @@ class _DotsAreDots:
 
 
 class Rewriter:
-    """Puts the decisions about sites into equations."""
+    """Puts the decisions about sites into equations. Those `beforehand` have their weights quantized outside."""
 
-    def __init__(self, sites: Sites, decisions: Decisions) -> None:
+    def __init__(self, sites: Sites, decisions: Decisions, beforehand: Collection[Address] = ()) -> None:
         self._decisions = decisions
+        self._beforehand = beforehand
         self._sites = {s.address: s for s in sites if self._changes(s)}
         self._under: dict[Address, list[Site]] = {}
         for address, site in self._sites.items():
             for end in range(len(address) + 1):
                 self._under.setdefault(address[:end], []).append(site)
         self._templates: dict[Any, Any] = {}
+        self._quantizers: dict[Any, Quantizer] = {}
 
     def _changes(self, site: Site) -> bool:
         if site.opaque:
             return False
         return any(self._decisions[site.address, la].recipe is not None for la in site.layers())
 
-    def body(self, held: Any, address: Address, fixed: Fixed, around: Around) -> Any:
-        """A jaxpr, open or closed, with the sites under an address rewritten."""
+    def site(self, address: Address) -> Site:
+        return self._sites[address]
+
+    def body(self, held: Any, address: Address, fixed: Fixed, around: Around) -> tuple[Any, tuple[Want, ...]]:
+        """A jaxpr, open or closed, with the sites under an address rewritten, and what it takes behind its inputs."""
         if address not in self._under:
-            return held
+            return held, ()
         key = self._signature(address, fixed)
         if key is None:
-            return held
+            return held, ()
         known = _known.setdefault(held, {})
         if key not in known:
             eqns: list[Eqn] = []
+            wanted: Wanted = []
             for at, eqn in enumerate(jaxprs.body_eqns(held)):
-                eqns += self.equation(eqn, (*address, at), fixed, around)
-            known[key] = jaxprs.with_eqns(held, eqns)
-        return known[key]
+                made, more = self.equation(eqn, (*address, at), fixed, around)
+                eqns += made
+                wanted += more
+            inputs = [v for _, variables in wanted for v in variables]
+            known[key] = jaxprs.with_eqns(held, eqns, inputs), tuple(w.above(address) for w, _ in wanted)
+        new, wants = known[key]
+        return new, tuple(w.below(address) for w in wants)
 
     def _signature(self, address: Address, fixed: Fixed) -> Signature | None:
         """All that decides what becomes of the sites under an address; None where nothing changes."""
         found = tuple(
-            (s.address[len(address) :], s.weight, s.around, s.number, self._left(s, fixed))
+            (
+                s.address[len(address) :],
+                s.weight,
+                s.around,
+                s.number,
+                self._slicing(s, address),
+                self._left(s, fixed),
+            )
             for s in self._under.get(address, ())
         )
         return found if any(r is not None for *_, recipes in found for r in recipes) else None
+
+    def _slicing(self, site: Site, address: Address) -> Any:
+        """Which scans on the way to a site slice its weight; None where that is not quantized beforehand."""
+        if site.address not in self._beforehand or site.origin is None:
+            return None
+        return tuple(a[len(address) :] for a in site.origin.scans if len(a) > len(address)), site.products
 
     def _left(self, site: Site, fixed: Fixed) -> tuple[Done | None, ...]:
         """What is done to the layers of a site that are still open."""
@@ -123,30 +145,32 @@ class Rewriter:
         fprop, dgrad, wgrad = (runs.backend or "emulate" for runs in decision.lowerings)
         return decision.recipe, (fprop, dgrad, wgrad)
 
-    def equation(self, eqn: Eqn, address: Address, fixed: Fixed, around: Around) -> list[Eqn]:
-        """What stands in the place of an equation."""
+    def equation(self, eqn: Eqn, address: Address, fixed: Fixed, around: Around) -> tuple[list[Eqn], Wanted]:
+        """What stands in the place of an equation, and what it takes from outside."""
         if address not in self._under:
-            return [eqn]
+            return [eqn], []
         if address in self._sites:
             site = self._sites[address]
             layer: Layer = tuple(fixed[s.address] for s in site.stacks)
             done = self.done(address, layer)
-            return [eqn] if done is None else self._quantized(site, *done)
+            return ([eqn], []) if done is None else self._quantized(site, done)
         if self._signature(address, fixed) is None:
-            return [eqn]
+            return [eqn], []
         stack = self.stack(address)
         if stack is not None and not stack.devices:
             return self._scan(eqn, stack, fixed, around)
         if stack is not None:  # one program for all devices: the plan says that it is the same for each
             fixed = {**fixed, address: 0}
         inside = around.inside(eqn) if jaxprs.primitive_name(eqn) == "shard_map" else around
-        pairs = [
-            (b, self.body(b.held, (*address, i), fixed, inside)) for i, b in enumerate(jaxprs.bodies(eqn))
-        ]
-        made = jaxprs.with_bodies(eqn, [(b, new) for b, new in pairs if new is not b.held])
+        bodies = jaxprs.bodies(eqn)
+        found = [self.body(b.held, (*address, i), fixed, inside) for i, b in enumerate(bodies)]
+        wanted = [[(w, [jaxprs.fresh(a) for a in w.avals]) for w in wants] for _, wants in found]
+        more = [[v for _, variables in group for v in variables] for group in wanted]
+        pairs = [(b, new) for b, (new, _) in zip(bodies, found, strict=True)]
+        made = jaxprs.with_operands(eqn, pairs, more, [False] * sum(map(len, more)))
         if jaxprs.primitive_name(eqn) in jaxprs.REMAT and eqn.params.get("policy") is not None:
             made = made.replace(params={**made.params, "policy": _DotsAreDots(eqn.params["policy"])})
-        return [made]
+        return [made], [w for group in wanted for w in group]
 
     # ---- scans
 
@@ -155,18 +179,31 @@ class Rewriter:
         stacks = (s for site in self._under.get(address, ()) for s in site.stacks)
         return next((s for s in stacks if s.address == address), None)
 
-    def _scan(self, eqn: Eqn, stack: Stack, fixed: Fixed, around: Around) -> list[Eqn]:
+    def _scan(self, eqn: Eqn, stack: Stack, fixed: Fixed, around: Around) -> tuple[list[Eqn], Wanted]:
         """A scan over a stack, as one scan for each run of layers that are treated alike."""
         inside = (*stack.address, 0)
         (body,) = jaxprs.bodies(eqn)
-        runs = self.runs(stack, inside, fixed)
-        made = [self.body(body.held, inside, {**fixed, stack.address: r.start}, around) for r in runs]
-        if len(runs) == 1:
-            return [jaxprs.with_bodies(eqn, [(body, made[0])])]
-        split = _split(eqn, body.key, runs, made)
-        return jaxprs.inlined(
-            jaxprs.traced(split, [a.aval for a in eqn.invars], eqn, around), eqn.invars, eqn
-        )
+        parts: list[_Part] = []
+        wanted: Wanted = []
+        for run in self.runs(stack, inside, fixed):
+            made, wants = self.body(body.held, inside, {**fixed, stack.address: run.start}, around)
+            slices = [self._slices(stack.address, w) for w in wants]
+            outer = [w.sliced(run) if s else w for w, s in zip(wants, slices, strict=True)]
+            variables = [[jaxprs.fresh(a) for a in w.avals] for w in outer]
+            wanted += zip(outer, variables, strict=True)
+            stacked = [s for s, group in zip(slices, variables, strict=True) for _ in group]
+            parts.append(_Part(run, made, [v for group in variables for v in group], stacked))
+        if len(parts) == 1:
+            (part,) = parts
+            return [jaxprs.with_operands(eqn, [(body, part.made)], [part.more], part.stacked)], wanted
+        operands = [*eqn.invars, *(v for part in parts for v in part.more)]
+        split = _split(eqn, body.key, parts)
+        traced = jaxprs.traced(split, [a.aval for a in operands], eqn, around)
+        return jaxprs.inlined(traced, operands, eqn), wanted
+
+    def _slices(self, scan: Address, want: Want) -> bool:
+        origin = self._sites[want.site].origin
+        return origin is not None and scan in origin.scans
 
     def runs(self, stack: Stack, inside: Address, fixed: Fixed) -> list[Run]:
         """The layers of a stack, those together that are treated alike."""
@@ -179,16 +216,26 @@ class Rewriter:
 
     # ---- sites
 
-    def _quantized(self, site: Site, recipe: Recipe, backends: Backends) -> list[Eqn]:
+    def _quantized(self, site: Site, done: Done) -> tuple[list[Eqn], Wanted]:
         eqn = site.eqn
         avals = tuple(a.aval for a in eqn.invars)
         number = site.number
-        key = (number, avals, _hashable(eqn.params), site.weight, recipe, backends, site.around, eqn.ctx)
+        beforehand = site.address in self._beforehand
+        key = (number, avals, _hashable(eqn.params), site.weight, *done, site.around, eqn.ctx, beforehand)
+        want = self._want(site, done, (*key, site.products)) if beforehand else None
         if key not in self._templates:
-            ragged = site.kind == "ragged"
-            f = _ragged(eqn, recipe, number) if ragged else dot(eqn, recipe, site, number, backends)
-            self._templates[key] = jaxprs.traced(f, avals, eqn, site.around)
-        return jaxprs.inlined(self._templates[key], eqn.invars, eqn)
+            f = _ragged(eqn, done[0], number) if site.kind == "ragged" else dot(eqn, site, done, want)
+            more = () if want is None else want.avals
+            self._templates[key] = jaxprs.traced(f, (*avals, *more), eqn, site.around)
+        variables = [] if want is None else [jaxprs.fresh(a) for a in want.avals]
+        made = jaxprs.inlined(self._templates[key], [*eqn.invars, *variables], eqn)
+        return made, [] if want is None else [(want, variables)]
+
+    def _want(self, site: Site, done: Done, key: Any) -> Want | None:
+        if key not in self._quantizers:
+            self._quantizers[key] = quantizer(site, done)
+        found = self._quantizers[key]
+        return Want(site.address, found, tuple(found.avals)) if found.avals else None
 
 
 def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -197,10 +244,11 @@ def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def dot(eqn: Eqn, recipe: Recipe, site: Site, number: int, backends: Backends) -> Callable[..., Any]:
+def dot(eqn: Eqn, site: Site, done: Done, want: Want | None = None) -> Callable[..., Any]:
     params = eqn.params
+    recipe, backends = done
 
-    def gemm(lhs: Any, rhs: Any) -> Any:
+    def gemm(lhs: Any, rhs: Any, *more: Any) -> Any:
         return quantized_dot_general(
             lhs,
             rhs,
@@ -209,8 +257,9 @@ def dot(eqn: Eqn, recipe: Recipe, site: Site, number: int, backends: Backends) -
             weight=site.weight,
             precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
-            site=number,
+            site=site.number,
             backends=backends,
+            ready=NOT_READY if want is None else want.quantizer.ready(more),
         )
 
     explicit = jaxprs.explicit_sharding(eqn)
@@ -236,22 +285,40 @@ def _ragged(eqn: Eqn, recipe: Recipe, number: int) -> Callable[..., Any]:
     return gemm
 
 
-def _split(eqn: Eqn, key: str, runs: Sequence[Run], made: Sequence[Any]) -> Callable[..., list[Any]]:
-    """A function of a scan's operands that runs consecutive scans, the carry of one being the start of the next."""
-    parts, params = jaxprs.scan_parts(eqn), eqn.params
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some layers of a scan: the body they have, and what it takes from outside."""
+
+    run: Run
+    made: Any
+    more: list[Atom]
+    stacked: list[bool]
+
+
+def _split(eqn: Eqn, key: str, parts: Sequence[_Part]) -> Callable[..., list[Any]]:
+    """A function of a scan's operands that runs consecutive scans, the carry of one being the start of the next.
+
+    Behind the operands of the scan are those that each part has of its own.
+    """
+    count, params = jaxprs.scan_parts(eqn), eqn.params
 
     def scans(*operands: Any) -> list[Any]:
-        consts = operands[: parts.consts]
-        carry = list(operands[parts.consts : parts.consts + parts.carry])
-        xs = operands[parts.consts + parts.carry :]
-        stacked: list[list[Any]] = [[] for _ in runs]
-        order = list(enumerate(zip(runs, made, strict=True)))
-        for at, (run, body) in reversed(order) if params["reverse"] else order:
+        given, rest = operands[: len(eqn.invars)], iter(operands[len(eqn.invars) :])
+        more = [list(zip(itertools.islice(rest, len(p.more)), p.stacked, strict=True)) for p in parts]
+        consts = given[: count.consts]
+        carry = list(given[count.consts : count.consts + count.carry])
+        xs = given[count.consts + count.carry :]
+        stacked: list[list[Any]] = [[] for _ in parts]
+        order = list(enumerate(zip(parts, more, strict=True)))
+        for at, (part, extra) in reversed(order) if params["reverse"] else order:
+            run = part.run
             size = run.stop - run.start
-            part = [lax.slice_in_dim(x, run.start, run.stop) for x in xs]
-            unroll = min(params["unroll"], size)
-            out = jaxprs.bind(eqn, *consts, *carry, *part, **{key: body, "length": size, "unroll": unroll})
-            carry, stacked[at] = out[: parts.carry], out[parts.carry :]
+            sliced = [lax.slice_in_dim(x, run.start, run.stop) for x in xs]
+            changed = {**jaxprs.scan_params(eqn, key, part.made, part.stacked), "length": size}
+            changed["unroll"] = min(params["unroll"], size)
+            first, last = [a for a, s in extra if not s], [a for a, s in extra if s]
+            out = jaxprs.bind(eqn, *consts, *first, *carry, *sliced, *last, **changed)
+            carry, stacked[at] = out[: count.carry], out[count.carry :]
         return [*carry, *(jnp.concatenate(ys) for ys in zip(*stacked, strict=True))]
 
     return scans

@@ -86,6 +86,21 @@ class Label:
             yield tuple(names)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How an operand is made of one input of the loss: by equations, and by scans (their addresses) that slice it."""
+
+    input: int
+    steps: tuple[Any, ...] = ()
+
+    def then(self, step: Any) -> Origin:
+        return Origin(self.input, (*self.steps, step))
+
+    @property
+    def scans(self) -> tuple[Address, ...]:
+        return tuple(s for s in self.steps if isinstance(s, tuple))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """One forward GEMM, as `y = x W`: m rows of x, n columns of W, k contracted, `batch` of them."""
@@ -105,6 +120,10 @@ class Site:
     opaque: str = ""
     one_hot: bool = False
     around: jaxprs.Around = jaxprs.Around()
+    origin: Origin | None = field(default=None, compare=False, repr=False)
+    """Of its weight, where that can be followed."""
+    again: bool = False
+    """Is the same weight seen more than once: in a remat, or by the turns of a loop?"""
     eqn: Any = field(compare=False, repr=False)
 
     @property

@@ -24,6 +24,7 @@ from jax import lax
 
 from policyc import jaxprs
 from policyc.analysis import analyze
+from policyc.beforehand import Run
 from policyc.files import whole
 from policyc.formats import FORMATS
 from policyc.gemm import Backends, operands
@@ -33,7 +34,7 @@ from policyc.planner import How, Phase, Plan, make_plan
 from policyc.planview import as_json
 from policyc.policy import Policy
 from policyc.recipes import Recipe
-from policyc.rewrite import Fixed, Rewriter, Run, dot
+from policyc.rewrite import Fixed, Rewriter, dot
 from policyc.selectors import Path as Names
 from policyc.sites import Address, Layer, Site
 from policyc.tracing import inputs_of, trace
@@ -143,7 +144,7 @@ class Tap:
     names: list[tuple[str, str]] = field(default_factory=list)
 
     def run(self, lhs: jax.Array, rhs: jax.Array) -> Any:
-        return dot(self.site.eqn, self.recipe, self.site, self.site.number, self.backends)(lhs, rhs)
+        return dot(self.site.eqn, self.site, (self.recipe, self.backends))(lhs, rhs)
 
     def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:
         numbers = self.site.eqn.params["dimension_numbers"]
@@ -235,7 +236,7 @@ class Tapped:
                 values.update(zip(eqn.outvars, found, strict=True))
                 continue
             # As the policy has it: a site without a tap, a container with such sites, or an equation of its own.
-            for made in self._rewriter.equation(eqn, here, fixed, jaxprs.Around()):
+            for made in self._rewriter.equation(eqn, here, fixed, jaxprs.Around())[0]:
                 values.update(zip(made.outvars, jaxprs.bind(made, *map(read, made.invars)), strict=True))
         return [read(a) for a in jaxpr.outvars]
 

@@ -1,0 +1,139 @@
+"""Weights that are quantized before the loss runs: once, and not in every turn of a loop or again in a remat.
+
+In: the sites whose weights can be followed back to an input of the loss, and what is decided about each. Out: what
+each of them wants handed to it, and a function from the inputs of the loss to that. The one trap: of a stack, layers
+that are treated differently are quantized apart, one layer at a time: a layer is a tensor of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax import lax
+
+from policyc import jaxprs
+from policyc.gemm import Backends, Ready, prepared
+from policyc.jaxprs import Aval
+from policyc.recipes import Recipe
+from policyc.sites import Address, Site
+
+Done = tuple[Recipe, Backends]
+"""What is done to a layer of a site."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive layers of a stack that are treated alike."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Quantizer:
+    """What makes a quantized weight of the operand of a site: a jaxpr, and how its results belong together."""
+
+    closed: Any
+    tree: Any
+
+    @property
+    def avals(self) -> list[Aval]:
+        return [v.aval for v in self.closed.jaxpr.outvars]
+
+    def ready(self, arrays: Sequence[Any]) -> Ready:
+        found: Ready = jax.tree.unflatten(self.tree, list(arrays))
+        return found
+
+
+def quantizer(site: Site, done: Done) -> Quantizer:
+    """Has no results where there is nothing to be done beforehand."""
+    recipe, backends = done
+    eqn = site.eqn
+    own, other = (a.aval for a in eqn.invars[:2][:: 1 if site.weight == "lhs" else -1])
+    box: list[Any] = []
+
+    def run(array: Any) -> list[Any]:
+        ready = prepared(
+            array,
+            jax.ShapeDtypeStruct(other.shape, other.dtype),  # type: ignore[no-untyped-call]
+            eqn.params["dimension_numbers"],
+            recipe,
+            weight=site.weight,
+            products=site.products,
+            site=site.number,
+            backends=backends,
+        )
+        leaves, tree = jax.tree.flatten(ready)
+        box.append(tree)
+        return leaves
+
+    closed = jaxprs.traced(run, [own], eqn, site.around)
+    return Quantizer(closed, box[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a site takes beside its operands, seen from some jaxpr around it.
+
+    `site` is its address from there, `runs` the layers of each scan on the way that slices the weight, `avals` the
+    types of the arrays there.
+    """
+
+    site: Address
+    quantizer: Quantizer
+    avals: tuple[Aval, ...]
+    runs: tuple[Run, ...] = ()
+
+    def below(self, address: Address) -> Want:
+        return replace(self, site=(*address, *self.site))
+
+    def above(self, address: Address) -> Want:
+        return replace(self, site=self.site[len(address) :])
+
+    def sliced(self, run: Run) -> Want:
+        """As it is outside of a scan that slices it."""
+        avals = tuple(jaxprs.stacked_aval(run.stop - run.start, a) for a in self.avals)
+        return replace(self, avals=avals, runs=(run, *self.runs))
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A loss whose inputs are those of the original, and behind them what `beforehand` makes of these."""
+
+    closed: Any
+    wants: tuple[Want, ...] = ()
+    sites: dict[Address, Site] = field(default_factory=dict)
+
+    def beforehand(self, inputs: Sequence[Any]) -> list[Any]:
+        """The quantized weights, each made where its parameter was: so outside of a loop that it does not change in."""
+        made: dict[Any, list[Any]] = {}
+        found: list[Any] = []
+        for want in self.wants:
+            origin = self.sites[want.site].origin
+            assert origin is not None
+            key = (origin.input, *map(id, origin.steps), want.runs, want.quantizer)
+            if key not in made:
+                value = jaxprs.without_derivative(inputs[origin.input])
+                with jaxprs.where_it_was_made(value):
+                    made[key] = self._made(value, want, origin.steps, want.runs)
+            found += made[key]
+        return found
+
+    def _made(self, value: Any, want: Want, steps: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
+        for at, step in enumerate(steps):
+            if not isinstance(step, tuple):
+                (value,) = jaxprs.bind_at(step, value)
+                continue
+            run, rest = runs[0], runs[1:]
+            if (run.start, run.stop) != (0, value.shape[0]):
+                value = lax.slice_in_dim(value, run.start, run.stop)
+
+            def layer(_: None, each: Any, at: int = at, rest: Sequence[Run] = rest) -> tuple[None, list[Any]]:
+                return None, self._made(each, want, steps[at + 1 :], rest)
+
+            return lax.scan(layer, None, value)[1]
+        with jaxprs.at(self.sites[want.site].eqn):
+            return jaxprs.evaluate(want.quantizer.closed, value)
