@@ -33,6 +33,7 @@ for _file in (
     "tracing",
     "pipeline",
     "rewrite",
+    "beforehand",
     "analysis",
     "jaxcompat",
     "elsewhere",

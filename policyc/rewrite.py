@@ -220,9 +220,9 @@ class Rewriter:
         eqn = site.eqn
         avals = tuple(a.aval for a in eqn.invars)
         number = site.number
-        beforehand = site.address in self._beforehand
+        beforehand = site.products if site.address in self._beforehand else None
         key = (number, avals, _hashable(eqn.params), site.weight, *done, site.around, eqn.ctx, beforehand)
-        want = self._want(site, done, (*key, site.products)) if beforehand else None
+        want = None if beforehand is None else self._want(site, done, key)
         if key not in self._templates:
             f = _ragged(eqn, done[0], number) if site.kind == "ragged" else dot(eqn, site, done, want)
             more = () if want is None else want.avals

@@ -114,12 +114,11 @@ def _rest(found):
 def products_found(closed: Any) -> Counter:
     """The quantized products in a jaxpr, by the scope of the GEMM and by product."""
     found: Counter = Counter()
-    operands = {"fprop.lhs": Gemm.FPROP, "dgrad.dy": Gemm.DGRAD, "wgrad.dy": Gemm.WGRAD}
     for stack, eqn in scoped(closed, ()):
-        gemm = operands.get(str(eqn.params.get("operand")))
-        if gemm is not None:
+        if jaxprs.primitive_name(eqn) == "scaled_gemm":
             (name,) = [s for s in stack if s.startswith("g") and s[1:].isdigit()]
-            found[name, gemm] += 1
+            (gemm,) = [s.partition(".")[0] for s in stack if s.partition(".")[0] in set(Gemm)]
+            found[name, Gemm(gemm)] += 1
     return found
 
 
