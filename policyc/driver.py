@@ -127,10 +127,11 @@ def _parts(batch: int, mesh: Mesh) -> int:
 
 def _check(model: Any, batch: int, sequence: int, accumulate: int, mesh: Mesh) -> None:
     if batch < mesh.rows:
-        within = mesh.rows // batch
+        whole = mesh.rows % batch == 0 and mesh.tensor == mesh.context == 1
+        other = f"--mesh 'fsdp={batch} tensor={mesh.rows // batch}'" if whole else "fewer devices"
         raise BadRun(
-            f"{mesh.rows} devices over data and fsdp are too many for a batch of {batch}: --batch {mesh.rows}, or "
-            f"--mesh 'fsdp={batch} tensor={within}'"
+            f"{mesh.rows} devices over data and fsdp are too many for a batch of {batch}: --batch {mesh.rows}, "
+            f"or {other}"
         )
     if batch % accumulate or (batch // accumulate) % mesh.rows:
         raise BadRun(

@@ -26,6 +26,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+FULL_8_BIT_SUMS: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+"""The precision of an 8-bit product whose sums are fp32 throughout."""
+if jax.__version_info__ >= (0, 12):
+    # XLA's GPU plugin of 0.12 cannot be given that one: no algorithm of 8-bit numbers. Of a product without one, cuBLAS
+    # takes the highest precision to mean the same.
+    FULL_8_BIT_SUMS = lax.Precision.HIGHEST
+
 Shape = tuple[tuple[int, ...], Any]
 Source = tuple[int, int] | None
 """Where a dimension of a result comes from: an operand, and one of its dimensions counted from the end."""

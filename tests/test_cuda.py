@@ -111,9 +111,9 @@ print("the program went on")
 """
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_program_on_eight_devices(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "p.policy").write_text("mlp -> nvfp4")
+@pytest.mark.parametrize(("kind", "format"), [("Auto", "nvfp4"), ("Explicit", "mxfp8")])
+def test_a_program_on_eight_devices(kind: str, format: str, tmp_path: Path) -> None:
+    (tmp_path / "p.policy").write_text(f"mlp -> {format}")
     (tmp_path / "train.py").write_text(PROGRAM)
     words = (tmp_path / "p.policy", "--target", "gb300", "--devices", "8", "--format", "json")
     found = ran(*words, tmp_path / "train.py", kind)
@@ -123,7 +123,7 @@ def test_a_program_on_eight_devices(kind: str, tmp_path: Path) -> None:
     assert {(p["site"], p["gemm"], p["native"]) for p in report["products"]} == {
         ("mlp", gemm, True) for gemm in ("fprop", "dgrad", "wgrad")
     }
-    assert all(p["found"] == 4 for p in report["products"])
+    assert all(p["found"] == 4 and p["call"] == "__cudnn$blockScaledDot" for p in report["products"])
     # The weights are divided over the devices: of each there is an eighth, and a share of x.
     assert report["memory"]["arguments"] == (4 * 256 * 256 * 4 + 512 * 256 * 2) // 8
     assert {c["kind"] for c in report["collectives"]} >= {"all-gather"}

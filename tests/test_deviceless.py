@@ -172,7 +172,14 @@ CONFIG = ("--config", "tiny")
         (("fp8", *CONFIG, "--target", "gb20"), "no target named 'gb20': did you mean 'gb200'"),
         (("fp8", "--target", "gb200"), "name a program, or a configuration"),
         (("fp8", "--config", "tiney", "--target", "gb200"), "no configuration named 'tiney'"),
-        (("fp8", *CONFIG, "--target", "gb200", "--devices", "16"), "too many for a batch of 8"),
+        (
+            ("fp8", *CONFIG, "--target", "gb200", "--devices", "16"),
+            "too many for a batch of 8: --batch 16, or --mesh 'fsdp=8 tensor=2'",
+        ),
+        (
+            ("fp8", *CONFIG, "--target", "gb200", "--devices", "17"),
+            "too many for a batch of 8: --batch 17, or fewer devices",
+        ),
         (("fp8", *CONFIG, "--target", "gb200", "--devices", "2", "--mesh", "fsdp=4"), "is 4 devices, not 2"),
         (("fp8", *CONFIG, "--target", "gb200", "--devices", "0"), "at least 1"),
         (("fp8", *CONFIG, "--target", "gb200", "--backend", "abacus"), "no backend named 'abacus'"),

@@ -21,6 +21,7 @@ from policyc import quantize as q
 from policyc.backends import emulate
 from policyc.backends.choice import Ask, Obstacle
 from policyc.backends.emulate import Dims, Operand, missing, with_outer
+from policyc.jaxcompat import FULL_8_BIT_SUMS
 from policyc.quantize.bits import power_of_two, stored
 from policyc.quantize.layout import TILE, Axes, Quantized, pack, repeat_axis, split_axis, unpack
 from policyc.quantize.values import outer
@@ -150,7 +151,7 @@ def rows(
 def _fp8(lhs: Quantized, rhs: Quantized, dimensions: Dims, out: Any) -> jax.Array:
     """On 8-bit matrix units, accumulated in fp32; inside a chunk, Hopper's keep some 14 bits."""
     a, b = (lax.bitcast_convert_type(o.codes, _FP8[o.layout.element]) for o in (lhs, rhs))
-    multiply = partial(lax.dot_general, a, b, dimensions, precision=lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32)
+    multiply = partial(lax.dot_general, a, b, dimensions, precision=FULL_8_BIT_SUMS)
     one = all(o.amax is not None and o.amax.size == 1 for o in (lhs, rhs))
     if one and out == jnp.bfloat16 and _excess_precision():
         return _scaled_inside(multiply(preferred_element_type=out), lhs, rhs)
