@@ -32,10 +32,10 @@ demo: setup ## lint the bundled policies, show one, and train a small Llama unde
 	echo "policyc $$words" && $(BIN)/policyc $$words
 
 test: setup ## run the fast tests
-	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) $(ARGS)
+	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal $(ARGS)
 
 test-slow: setup ## run the slow tests: fuzzing, scaling
-	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) -m slow $(ARGS)
+	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal -m slow $(ARGS)
 
 # XLA's CUDA compiler is 4 GB of packages: it gets an environment of its own.
 test-cuda: ## compile for GPUs that are not here, and check what came of it: 4 GB of packages, some minutes

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +15,23 @@ from hypothesis import HealthCheck, settings
 
 # Sharding is tested on eight host devices. This must come before JAX starts.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+
+def compiled_programs() -> str:
+    """Where JAX keeps what it compiled, so that a program is compiled once, whichever test or process needs it again.
+
+    The folder is new for each run (`.ci/run` has one for all its lanes). Each worker has its own, since JAX may read a
+    file that another process is still writing. How a program is to be compiled is part of its key.
+    """
+    home = os.environ.get("POLICYC_TESTS_COMPILED")
+    if not home:
+        home = os.environ["POLICYC_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="policyc-tests-")
+        atexit.register(shutil.rmtree, home, ignore_errors=True)
+    return os.path.join(home, os.environ.get("PYTEST_XDIST_WORKER", "one"))
+
+
+os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled_programs()
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 settings.register_profile(
     "policyc",

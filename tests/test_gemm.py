@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ from policyc.gemm import quantized_dot_general
 from policyc.ragged import quantized_ragged_dot
 from policyc.recipes import TARGETS, Gemm, Recipe, Treatment, recipe, split
 from policyc.treatments import effective, problems
+
+# Sums may come out in another order, and each comparison here says by how much: so it may be compiled quickly. What is
+# to be equal to the bit when compiled in full is in test_quantize.py and test_quantize_golden.py.
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "nvfp4_reference.npz")
 MATMUL = (((1,), (0,)), ((), ()))
@@ -58,6 +62,10 @@ def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
 def off(a: jax.Array, b: jax.Array) -> float:
     a, b = (np.asarray(v, np.float64) for v in (a, b))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def three(f: Any, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -115,11 +123,14 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any, Any]] = {
 }
 
 
+# With all options in the slow lane. In the fast one, each shape is there too, with a format that compiles in a third of
+# the time where the shape itself has nothing to do with the options; those that have stand with all of them.
+OPTIONS = ("odd", "weight first", "attention", "dot")
+LIGHT = {"linear": "mixed", "heads": "mxfp8", "out": "mxfp4", "experts": "fp8", "vector": "mxfp8"}
 PAIRS = [
-    *((s, "full") for s in SHAPES if s not in ("heads", "experts", "linear")),
-    *(pytest.param(s, "full", marks=pytest.mark.slow) for s in ("heads", "experts", "linear")),
-    ("linear", "mixed"),
-    ("experts", "fp8"),
+    *((s, "full") if s in OPTIONS else slow(s, "full") for s in SHAPES),
+    *LIGHT.items(),
+    ("swapped contraction", "mxfp4"),
 ]
 
 
@@ -140,23 +151,56 @@ def test_any_product(shape: str, name: str) -> None:
         assert off(mine, theirs) < (1 if theirs.size == 1 else COARSE.get(name, 0.4))
 
 
-QUICK = ("row", "mean", "mxfp8", "bf16", "f32", "forward")
+def lane(*quick: str) -> list[Any]:
+    """All recipes; those that are not named only in the slow lane."""
+    return [n if n in quick else slow(n) for n in RECIPES]
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
-)
+ROWS = (((2,), (0,)), ((), ()))
+
+
+@cache
+def products(name: str) -> Any:
+    """The three products under a recipe. One for all tests, which give it arrays of the same shapes: compiled once."""
+    return jax.jit(partial(three, partial(quantized_dot_general, dimension_numbers=ROWS, recipe=RECIPES[name])))
+
+
+def operands() -> tuple[jax.Array, jax.Array, jax.Array]:
+    return normal(4, 32, 128), normal(128, 64, seed=1), normal(4, 32, 64, seed=2)
+
+
+@pytest.mark.parametrize("name", lane("full", "mxfp4", "mxfp8", "fp8", "bf16", "f32", "keep", "forward"))
 def test_any_recipe(name: str) -> None:
-    x, w, dy = normal(4, 32, 128), normal(128, 64, seed=1), normal(4, 32, 64, seed=2)
-    dims = (((2,), (0,)), ((), ()))
-    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name])
-    got = jax.jit(partial(three, f))(x, w, dy)
-    want = three(partial(lax.dot_general, dimension_numbers=dims), x, w, dy)
+    x, w, dy = operands()
+    got = products(name)(x, w, dy)
+    want = three(partial(lax.dot_general, dimension_numbers=ROWS), x, w, dy)
     for mine, theirs in zip(got, want, strict=True):
         assert mine.shape == theirs.shape
         assert mine.dtype == theirs.dtype
         assert off(mine, theirs) < COARSE.get(name, 0.3)
     assert off(got[0], want[0]) > 0 or name in ("f32", "keep")
+
+
+@pytest.mark.parametrize("name", lane("full", "mxfp4", "fp8", "mxfp8"))
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nonfinite_comes_out(name: str, bad: float) -> None:
+    x, w, dy = operands()
+    f = products(name)
+    y, dx, dw = f(x.at[0, 3, 5].set(bad), w, dy)
+    assert not np.isfinite(np.asarray(y)[0, 3]).any()
+    assert not np.isfinite(np.asarray(dw)[5]).any()
+    y, dx, dw = f(x, w.at[5, 3].set(bad), dy)
+    assert not np.isfinite(np.asarray(y)[..., 3]).any()
+    assert not np.isfinite(np.asarray(dx)[..., 5]).any()
+    y, dx, dw = f(x, w, dy.at[0, 3, 4].set(bad))
+    assert not np.isfinite(np.asarray(dx)[0, 3]).any()
+    assert not np.isfinite(np.asarray(dw)[:, 4]).any()
+
+
+@pytest.mark.parametrize("name", lane("full", "mxfp4", "fp8", "mxfp8"))
+def test_zeros_come_out(name: str) -> None:
+    for result in products(name)(*(jnp.zeros_like(v) for v in operands())):
+        assert (np.asarray(result) == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -194,12 +238,15 @@ def test_padding_is_exact() -> None:
     np.testing.assert_allclose(np.asarray(f(x, w)), np.asarray(wide), rtol=1e-6)
 
 
-def test_leading_dimensions_are_rows() -> None:
+@pytest.mark.parametrize(
+    "nearest", [recipe("mxfp4", {"rht": TARGETS["wgrad"]}), slow(NEAREST)], ids=["mxfp4", "nvfp4"]
+)
+def test_leading_dimensions_are_rows(nearest: Recipe) -> None:
     """Blocks along tokens run as if all tokens were one dimension, whole sequences or not."""
     for shape in ((4, 32, 64), (3, 10, 64)):
         x, w, dy = normal(*shape), normal(64, 32, seed=1), normal(*shape[:2], 32, seed=2)
-        many = partial(quantized_dot_general, dimension_numbers=(((2,), (0,)), ((), ())), recipe=NEAREST)
-        flat = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=NEAREST)
+        many = partial(quantized_dot_general, dimension_numbers=ROWS, recipe=nearest)
+        flat = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=nearest)
         a = jax.jit(partial(three, many))(x, w, dy)
         b = jax.jit(partial(three, flat))(x.reshape(-1, 64), w, dy.reshape(-1, 32))
         for mine, theirs in zip(a, b, strict=True):
@@ -239,37 +286,6 @@ def test_gradient_of_a_smooth_function_around_it() -> None:
     # A central difference: its own error is of order 1e-4 here.
     slope = (f(w + 1e-2 * d) - f(w - 1e-2 * d)) / 2e-2
     assert float(slope) == pytest.approx(float(jnp.sum(g * d)), rel=2e-2)
-
-
-SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("ms_eden", "row", "mxfp8", "mean", "four_over_six")]
-
-
-@pytest.mark.parametrize("name", ["full", "mxfp4", "fp8", *SLOW])
-def test_nonfinite_comes_out(name: str) -> None:
-    product = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES[name])
-    f = jax.jit(partial(three, product))
-    for bad in (np.nan, np.inf, -np.inf):
-        nonfinite(f, bad)
-
-
-def nonfinite(f: Any, bad: float) -> None:
-    x, w, dy = normal(32, 128), normal(128, 32, seed=1), normal(32, 32, seed=2)
-    y, dx, dw = f(x.at[3, 5].set(bad), w, dy)
-    assert not np.isfinite(np.asarray(y)[3]).any()
-    assert not np.isfinite(np.asarray(dw)[5]).any()
-    y, dx, dw = f(x, w.at[5, 3].set(bad), dy)
-    assert not np.isfinite(np.asarray(y)[:, 3]).any()
-    assert not np.isfinite(np.asarray(dx)[:, 5]).any()
-    y, dx, dw = f(x, w, dy.at[3, 4].set(bad))
-    assert not np.isfinite(np.asarray(dx)[3]).any()
-    assert not np.isfinite(np.asarray(dw)[:, 4]).any()
-
-
-@pytest.mark.parametrize("name", ["full", "mxfp4", "fp8", *SLOW])
-def test_zeros_come_out(name: str) -> None:
-    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES[name])
-    for result in jax.jit(partial(three, f))(jnp.zeros((16, 32)), jnp.zeros((32, 16)), jnp.zeros((16, 16))):
-        assert (np.asarray(result) == 0).all()
 
 
 def test_scales_do_not_under_or_overflow_on_their_way() -> None:
@@ -319,19 +335,22 @@ def test_vmap_twice_and_of_weights() -> None:
             np.testing.assert_allclose(np.asarray(got)[i, j], np.asarray(want), rtol=1e-5, atol=1e-5)
 
 
-def test_scan_and_checkpoint() -> None:
-    x, ws = normal(16, 32), normal(3, 32, 32, seed=1)
+@pytest.mark.parametrize("name", ["mxfp4", slow("full")])
+def test_scan_and_checkpoint(name: str) -> None:
+    """The random bits of stochastic rounding are the layer's own, in a loop and in a scan."""
+    x, ws = normal(16, 32), normal(2, 32, 32, seed=1)
+    product = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=RECIPES[name])
 
     def loss(ws: jax.Array, scan: bool, remat: Any) -> jax.Array:
         def layer(h: jax.Array, both: Any) -> tuple[jax.Array, None]:
             w, i = both
-            return jnp.tanh(LINEAR(h, w, layer=i)), None
+            return jnp.tanh(product(h, w, layer=i)), None
 
         body = layer if remat is None else jax.checkpoint(layer, policy=remat)
         if scan:
-            return jnp.sum(lax.scan(body, x, (ws, jnp.arange(3)))[0])
+            return jnp.sum(lax.scan(body, x, (ws, jnp.arange(2)))[0])
         h = x
-        for i in range(3):
+        for i in range(2):
             h, _ = body(h, (ws[i], jnp.uint32(i)))
         return jnp.sum(h)
 
@@ -383,7 +402,7 @@ eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices: XLA_
 
 
 @eight
-@pytest.mark.parametrize("name", ["full", *SLOW[1:3]])
+@pytest.mark.parametrize("name", ["mxfp8", slow("full"), slow("row")])
 def test_sharded_is_unsharded(name: str) -> None:
     from policyc import primitives, quantize
 
@@ -433,7 +452,7 @@ LAID = [
 
 @eight
 @pytest.mark.parametrize(
-    ("left", "right"), [LAID[1], *(pytest.param(*p, marks=pytest.mark.slow) for p in LAID[::2])]
+    ("left", "right"), [LAID[1], *(slow(*p) for p in LAID[::2])]
 )
 def test_shardings_in_types(left: Any, right: Any) -> None:
     """Results say where they lie, gradients lie where their operands do, and sums are those of one device, in
@@ -504,7 +523,7 @@ def test_shard_map(check: bool) -> None:
 # --- mixtures of experts --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["full", "keep", "row", *SLOW[:1], *SLOW[2:3]])
+@pytest.mark.parametrize("name", ["full", "keep", "mxfp8", slow("row"), slow("ms_eden")])
 def test_ragged(name: str) -> None:
     sizes = jnp.array([5, 0, 19, 33], jnp.int32)
     x, w, dy = normal(64, 128), normal(4, 128, 48, seed=1), normal(64, 48, seed=2)
