@@ -1,4 +1,8 @@
-"""Small models of each framework, trained some steps under a policy without a change to their code."""
+"""Small models of each framework, trained some steps under a policy without a change to their code.
+
+The formats are mostly those that compile fast: what is tested is that GEMMs are found, named and replaced. One model has
+all kinds of GEMMs at once, and NVFP4.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +193,7 @@ def test_flax_linen_with_scan_and_remat():
         return losses
 
     _, plan = trained(
-        train, "layers -> nvfp4 expect 6; layers[-1:].up -> keep expect 1; layers[0].down @ bwd -> fp8"
+        train, "layers -> mxfp8 expect 6; layers[-1:].up -> keep expect 1; layers[0].down @ bwd -> fp8"
     )
     assert names(plan) == ["layers.up.kernel", "layers.down.kernel", "head.kernel"]
     assert [s.count for s in plan.sites] == [3, 3, 1]
@@ -227,7 +231,7 @@ def test_flax_nnx():
 
         return [float(step(model, optimizer)) for _ in range(5)]
 
-    _, plan = trained(train, "mlp -> nvfp4 expect 2; head -> bf16 expect 1")
+    _, plan = trained(train, "mlp -> mxfp8 expect 2; head -> bf16 expect 1")
     assert names(plan) == ["mlp.up.kernel", "mlp.value.kernel", "head.kernel"]
 
 
@@ -270,5 +274,5 @@ def test_haiku():
             losses.append(float(value))
         return losses
 
-    _, plan = trained(train, "mlp -> nvfp4 expect 3; linear_2 -> keep expect 1")
+    _, plan = trained(train, "mlp -> mxfp8 expect 3; linear_2 -> keep expect 1")
     assert len(plan.sites) == 3

@@ -1,4 +1,7 @@
-"""The entries: apply, plan, active and step, on programs as people write them."""
+"""The entries: apply, plan, active and step, on programs as people write them.
+
+What is executed is in MXFP8, which compiles in a third of the time of NVFP4: which format it is makes no difference here.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ def test_apply_keeps_the_signature_and_composes():
         "doc"
         return scale * loss(w, x)
 
-    g = policyc.apply("* -> nvfp4", f)
+    g = policyc.apply("* -> mxfp8", f)
     assert g.__name__ == "f"
     assert g.__doc__ == "doc"
     value = g(W, X, scale=2.0)
@@ -97,7 +100,7 @@ def test_active_reaches_every_entry_of_autodiff(entry):
 def test_a_step_that_was_compiled_before_is_compiled_again():
     step = jax.jit(jax.value_and_grad(loss))
     before = step(W, X)
-    with policyc.active("* -> nvfp4"):
+    with policyc.active("* -> mxfp8"):
         inside = step(W, X)
     after = step(W, X)
     assert before[0] == after[0] != inside[0]
@@ -110,10 +113,10 @@ def test_the_loss_is_traced_exactly_once():
         calls.append(1)
         return loss(w, x)
 
-    with policyc.active("* -> nvfp4"):
+    with policyc.active("* -> mxfp8"):
         jax.jit(jax.value_and_grad(f))(W, X)
     assert len(calls) == 1
-    jax.jit(policyc.apply("* -> nvfp4", f))(W, X)
+    jax.jit(policyc.apply("* -> mxfp8", f))(W, X)
     assert len(calls) == 2
 
 
@@ -165,7 +168,7 @@ def test_gradient_accumulation_inside_a_scan():
         return jax.lax.scan(micro, jnp.zeros_like(w), batches)
 
     batches = jnp.stack([X, X * 2])
-    with policyc.active("* -> nvfp4") as session:
+    with policyc.active("* -> mxfp8") as session:
         total, values = jax.jit(step)(W, batches)
     (plan,) = session.plans
     assert [s.count for s in plan.sites] == [1, 1]
@@ -187,7 +190,7 @@ def test_derivatives_inside_a_custom_rule_are_left_alone():
     def f(w, x):
         return loss(w, x) + inner(w, x)
 
-    with policyc.active("* -> nvfp4") as session:
+    with policyc.active("* -> mxfp8") as session:
         jax.jit(jax.grad(f))(W, X)
     assert len(session.plans) == 1
 
@@ -208,7 +211,7 @@ def test_a_derivative_taken_by_a_backward_rule_is_no_loss_of_its_own():
         return head(params["head"], loss(params["body"], x) * x)
 
     params = {"body": W, "head": W}
-    with policyc.active("body -> nvfp4 expect 2") as session:
+    with policyc.active("body -> mxfp8 expect 2") as session:
         jax.jit(jax.grad(f))(params, X)
     assert [[s.name for s in plan.sites] for plan in session.plans] == [["body", "body", "head"]]
 
@@ -225,7 +228,7 @@ def test_a_gemm_stays_in_the_mesh_it_was_written_in():
         w, x = jax.sharding.reshard(W, everywhere), jax.sharding.reshard(X, everywhere)
         plain = jax.grad(f)(w, x)
         np.testing.assert_array_equal(jax.grad(policyc.apply("* -> f32", f))(w, x), plain)
-        assert jnp.isfinite(jax.grad(policyc.apply("* -> nvfp4", f))(w, x)).all()
+        assert jnp.isfinite(jax.grad(policyc.apply("* -> mxfp8", f))(w, x)).all()
 
 
 def test_a_gemm_inside_a_custom_rule_is_an_error_and_can_be_kept():
@@ -268,7 +271,7 @@ def test_a_weight_that_a_kernel_reads_has_its_name():
 def test_expect_is_checked_before_anything_runs():
     with pytest.raises(policyc.PolicyError, match="expects 3 sites and matches 2"):
         policyc.apply("w -> nvfp4 expect 3", loss)(W, X)
-    policyc.apply("w -> nvfp4 expect 2", loss)(W, X)
+    policyc.apply("w -> mxfp8 expect 2", loss)(W, X)
 
 
 def derive(f):
@@ -328,7 +331,7 @@ def test_nested_stacks_under_one_name_count_as_one():
         return jax.lax.scan(stage, x, p["layers"])[0].sum()
 
     p = {"layers": jnp.stack([jnp.stack([W] * 3)] * 2)}
-    plan = policyc.plan("layers -> nvfp4; layers[-2:] -> keep expect 2", f, p, X)
+    plan = policyc.plan("layers -> mxfp8; layers[-2:] -> keep expect 2", f, p, X)
     plan.check()
     (site,) = plan.sites
     kept = [la for la in site.layers() if plan.decisions()[site.address, la].recipe is None]
@@ -355,11 +358,11 @@ def test_unrolled_stacks_and_shared_functions():
 
 
 def test_a_schedule_switches_without_touching_anything_else():
-    policy = policyc.parse("w -> nvfp4\nafter 3 { w -> bf16 }")
+    policy = policyc.parse("w -> mxfp8\nafter 3 { w -> bf16 }")
     step = jax.jit(jax.value_and_grad(policyc.apply(policy, loss)))
     with pytest.raises(policyc.PolicyError, match="schedule"):
         step(W, X)
-    early = jax.value_and_grad(policyc.apply("w -> nvfp4", loss))(W, X)[0]
+    early = jax.value_and_grad(policyc.apply("w -> mxfp8", loss))(W, X)[0]
     late = jax.value_and_grad(policyc.apply("w -> bf16", loss))(W, X)[0]
     values = []
     for n in range(5):
@@ -371,7 +374,7 @@ def test_a_schedule_switches_without_touching_anything_else():
 
 
 def test_percentages_need_the_length():
-    policy = policyc.parse("w -> nvfp4\nafter 50% { w -> bf16 }")
+    policy = policyc.parse("w -> mxfp8\nafter 50% { w -> bf16 }")
     f = policyc.apply(policy, loss)
     policyc.step(9, total=10)
     late = f(W, X)
@@ -480,7 +483,7 @@ def test_a_jitted_loss_differentiated_outside_jit_is_compiled_once():
 
     inner, other, seen = jax.jit(loss), W + 1, []
     original = pxla.lower_sharding_computation
-    with policyc.active("* -> nvfp4"):
+    with policyc.active("* -> mxfp8"):
         jax.grad(inner)(W, X)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(

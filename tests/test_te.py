@@ -25,6 +25,8 @@ from policyc.backends.choice import Ask, Lowering, Machine, choose
 from policyc.gemm import quantized_dot_general
 from policyc.recipes import TARGETS, Gemm, Recipe, recipe
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 BLACKWELL = Machine("gb200", frozenset({"nvfp4", "mxfp8", "fp8"}))
 SUMS = 1e-6

@@ -112,13 +112,13 @@ def test_stochastic_rounding_loses_what_it_is_known_to_lose() -> None:
 
 @pytest.mark.slow
 def test_a_scan_is_measured_layer_by_layer_as_the_unrolled_layers_are() -> None:
-    policy = f"layers.* -> {NEAREST}; layers[-1:].down -> fp8; layers[0].up -> bf16"
+    policy = "layers.* -> mxfp4; layers[-1:].down -> fp8; layers[0].up -> bf16"
     x = _array(0, 48, 32)
     scanned, unrolled = (policyc.stats(policy, _loss, _params(stacked), x) for stacked in (True, False))
     places = {(r["site"], r["layer"], r["format"]) for r in scanned if "site" in r}
     assert places == {
-        ("layers.up", 1, "nvfp4"), ("layers.up", 2, "nvfp4"), ("layers.down", 0, "nvfp4"),
-        ("layers.down", 1, "nvfp4"), ("layers.down", 2, "fp8"),
+        ("layers.up", 1, "mxfp4"), ("layers.up", 2, "mxfp4"), ("layers.down", 0, "mxfp4"),
+        ("layers.down", 1, "mxfp4"), ("layers.down", 2, "fp8"),
     }  # fmt: skip
     for row in scanned:
         keys = {k: row[k] for k in ("site", "layer", "operand", "parameter") if k in row}
@@ -158,10 +158,10 @@ def test_a_site_in_a_branch_runs_as_the_policy_says_and_is_not_measured() -> Non
         return jnp.mean(jax.lax.cond(x[0, 0] > -100, lambda: x @ w, lambda: x @ (2 * w)) ** 2)
 
     w, x = _array(1, 32, 64), _array(0, 48, 32)
-    found = policyc.stats("* -> nvfp4", loss, w, x)
+    found = policyc.stats("* -> mxfp8", loss, w, x)
     (losses,) = [r for r in found if "loss" in r]
     assert not [r for r in found if "operand" in r]
-    assert losses["loss"] == pytest.approx(float(policyc.apply("* -> nvfp4", loss)(w, x)), rel=1e-6)
+    assert losses["loss"] == pytest.approx(float(policyc.apply("* -> mxfp8", loss)(w, x)), rel=1e-6)
     assert losses["loss"] != losses["plain_loss"]
 
 
@@ -187,7 +187,7 @@ def test_observe_writes_every_nth_step_and_takes_up_a_run_again(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_schedule_is_measured_in_its_present_phase() -> None:
-    policy = policyc.parse(f"* -> {NEAREST}\nafter 10 {{ head -> bf16 }}")
+    policy = policyc.parse("* -> mxfp8\nafter 10 { head -> bf16 }")
     with policyc.active(policy, stats_every=1):
         found = []
         for step in (0, 20, 0):

@@ -25,6 +25,8 @@ from policyc.quantize import Axes, quantize
 from policyc.quantize.values import block_values
 from policyc.recipes import Gemm, Treatment, recipe
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 XLA = ("xla", "xla", "xla")
 SUMS = 1e-6
 SLOW = ("plain", "row", "mean", "four_over_six", "ms_eden")
@@ -51,39 +53,19 @@ def test_three_products(name: str) -> None:
     same(jax.jit(partial(three, ours))(x, w, dy), jax.jit(partial(three, emulated))(x, w, dy), bound)
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "dims", "weight"),
-    [
-        pytest.param(
-            (2, 24, 32),
-            (32, 4, 16),
-            (((2,), (0,)), ((), ())),
-            "rhs",
-            id="several free",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            (24, 2, 16),
-            (2, 16, 48),
-            (((1, 2), (0, 1)), ((), ())),
-            "rhs",
-            id="several contracted",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param((16, 3, 32), (32, 16, 3), (((0,), (1,)), ((1,), (2,))), "lhs", id="batch, weight left"),
-        pytest.param(
-            (4, 20, 16),
-            (4, 12, 16),
-            (((2,), (2,)), ((0,), (0,))),
-            None,
-            id="no weight",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_any_dot_general(left: Any, right: Any, dims: Any, weight: Any) -> None:
+SHAPES = {
+    "several free": ((2, 24, 32), (32, 4, 16), (((2,), (0,)), ((), ())), "rhs"),
+    "several contracted": ((24, 2, 16), (2, 16, 48), (((1, 2), (0, 1)), ((), ())), "rhs"),
+    "batch, weight left": ((16, 3, 32), (32, 16, 3), (((0,), (1,)), ((1,), (2,))), "lhs"),
+    "no weight": ((4, 20, 16), (4, 12, 16), (((2,), (2,)), ((0,), (0,))), None),
+}
+
+
+@pytest.mark.parametrize(("left", "right", "dims", "weight"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", ["mxfp8", pytest.param("full", marks=pytest.mark.slow)])
+def test_any_dot_general(name: str, left: Any, right: Any, dims: Any, weight: Any) -> None:
     x, w = normal(*left), normal(*right, seed=1)
-    emulated, ours = both("full", dims, weight)
+    emulated, ours = both(name, dims, weight)
     dy = normal(*jax.eval_shape(emulated, x, w).shape, seed=2)
     same(jax.jit(partial(three, ours))(x, w, dy), jax.jit(partial(three, emulated))(x, w, dy))
 
