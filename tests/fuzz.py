@@ -114,26 +114,23 @@ def alarm(seconds: float) -> Iterator[None]:
 
 def check(text: str, folder: Path) -> bool:
     """What holds of every text. Says whether it is a policy. `folder` is where its imports are looked for."""
-    path = folder / "fuzz_self.policy"
-    try:
-        policy = parse(text, path=path)
-    except PolicyError as error:
-        _check_faults(error)
-        policy = None
+    loaded = inspect(text, path=folder / "fuzz_self.policy")  # as `parse` does, which then raises what was found
+    file, sound, found = loaded.file, not loaded.found, ()
+    if sound:
+        printed = str(loaded.policy)
+        again = parse(printed)
+        assert again == loaded.policy, "printing and parsing is not the identity"
+        assert str(again) == printed
     else:
-        printed = str(policy)
-        assert parse(printed) == policy, "printing and parsing is not the identity"
-        assert str(parse(printed)) == printed
-    loaded = inspect(text, path=path)
-    assert bool(loaded.found) == (policy is None)
-    file, found = read(loaded.file.source)
+        _check_faults(PolicyError(loaded.found))
+        file, found = read(file.source)
     if not found:
         formatted = format_file(file)
         again, found = read(type(file.source)(formatted))
         assert not found
         assert format_file(again) == formatted, "formatting twice is not formatting once"
         assert again.statements == file.statements
-    return policy is not None
+    return sound
 
 
 def _check_faults(error: PolicyError) -> None:

@@ -247,7 +247,7 @@ def test_under_a_policy(tmp_path):
 
 @pytest.mark.slow
 def test_a_schedule_changes_its_phase(tmp_path):
-    (tmp_path / "late.policy").write_text("mlp.* -> nvfp4\nafter 50% { mlp.* -> bf16 }\n")
+    (tmp_path / "late.policy").write_text("mlp.* -> mxfp8\nafter 50% { mlp.* -> bf16 }\n")
     more = {"steps": 4, "checkpoint_every": 2}
     code, said = ended(spawn(*words(out=tmp_path / "run", **more), policy=tmp_path / "late.policy"))
     assert code == 0, said
