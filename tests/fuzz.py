@@ -114,7 +114,9 @@ def alarm(seconds: float) -> Iterator[None]:
 
 def check(text: str, folder: Path) -> bool:
     """What holds of every text. Says whether it is a policy. `folder` is where its imports are looked for."""
-    loaded = inspect(text, path=folder / "fuzz_self.policy")  # as `parse` does, which then raises what was found
+    loaded = inspect(
+        text, path=folder / "fuzz_self.policy"
+    )  # as `parse` does, which then raises what was found
     file, sound, found = loaded.file, not loaded.found, ()
     if sound:
         printed = str(loaded.policy)

@@ -310,12 +310,11 @@ def wrong(count: int) -> str:
 def test_ten_thousand_rules_take_four_times_as_long_as_a_quarter_of_them(make):
     """Linear is a ratio of 4, quadratic one of 16: 8 is halfway between them, on a scale of ratios.
 
-    The better of two runs is taken for the small one and for the large one, so that a hiccup does not count.
+    A hiccup does not count: where the large one takes too long, it is tried once more.
     """
     inspect(make(100))
-    small = min(seconds(make(2_500)) for _ in range(3))
-    large = min(seconds(make(10_000)) for _ in range(2))
-    assert large / small < 8
+    small = min(seconds(make(2_500)) for _ in range(2))
+    assert any(seconds(make(10_000)) / small < 8 for _ in range(2))
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_a_split_scan_equals_the_unsplit_one_of_any_program(seed):
 def splitting(seed: int) -> None:
     made = program(seed)
     args = (made.params, made.batch)
-    policy = "* -> fp8; layers -> nvfp4"
+    policy = "* -> fp8; layers -> mxfp4(sr=grad)"  # whose random bits are each layer's own
 
     def run() -> Any:
         return jax.jit(jax.value_and_grad(policyc.apply(policy, made.loss)))(*args)

@@ -42,7 +42,7 @@ def test_means_the_same_keeps_comments_and_is_idempotent(drawn):
 
 @pytest.mark.slow
 @given(texts())
-@settings(max_examples=500)
+@settings(max_examples=250)
 def test_many_more_texts(drawn):
     check(drawn)
 

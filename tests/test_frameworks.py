@@ -1,7 +1,7 @@
 """Small models of each framework, trained some steps under a policy without a change to their code.
 
-The formats are mostly those that compile fast: what is tested is that GEMMs are found, named and replaced. One model has
-all kinds of GEMMs at once, and NVFP4.
+The formats are mostly those that compile fast: what is tested is that GEMMs are found, named and replaced. One model
+has all kinds of GEMMs at once, and NVFP4.
 """
 
 from __future__ import annotations

@@ -162,7 +162,9 @@ ROWS = (((2,), (0,)), ((), ()))
 @cache
 def products(name: str) -> Any:
     """The three products under a recipe. One for all tests, which give it arrays of the same shapes: compiled once."""
-    return jax.jit(partial(three, partial(quantized_dot_general, dimension_numbers=ROWS, recipe=RECIPES[name])))
+    return jax.jit(
+        partial(three, partial(quantized_dot_general, dimension_numbers=ROWS, recipe=RECIPES[name]))
+    )
 
 
 def operands() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -451,9 +453,7 @@ LAID = [
 
 
 @eight
-@pytest.mark.parametrize(
-    ("left", "right"), [LAID[1], *(slow(*p) for p in LAID[::2])]
-)
+@pytest.mark.parametrize(("left", "right"), [LAID[1], *(slow(*p) for p in LAID[::2])])
 def test_shardings_in_types(left: Any, right: Any) -> None:
     """Results say where they lie, gradients lie where their operands do, and sums are those of one device, in
     another order.

@@ -15,6 +15,8 @@ from jax import lax
 from policyc.gemm import quantized_dot_general
 from policyc.recipes import TARGETS, recipe
 
+pytestmark = pytest.mark.usefixtures("quick_compile")  # what is kept is decided before code is written
+
 LAYERS, TOKENS, D, FF, HEADS = 8, 512, 256, 1024, 4
 FULL = recipe("nvfp4", {"rht": TARGETS["wgrad"], "sr": TARGETS["grad"], "scale2d": TARGETS["weights"]})
 

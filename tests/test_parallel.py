@@ -32,7 +32,12 @@ def test_two_processes_do_what_one_does(tmp_path):
     def start(processes: int, number: int) -> subprocess.Popen[str]:
         words = ["apply", "p.policy", "--plan-out", f"{processes}-{number}.json"]
         words += [str(ROOT / "tests" / "distributed_program.py"), str(processes), str(number), str(port)]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        }
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "policyc.cli", *words]
         return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True)

@@ -1,6 +1,6 @@
 """The entries: apply, plan, active and step, on programs as people write them.
 
-What is executed is in MXFP8, which compiles in a third of the time of NVFP4: which format it is makes no difference here.
+What is executed is in MXFP8, which compiles in a third of the time of NVFP4: the format makes no difference here.
 """
 
 from __future__ import annotations

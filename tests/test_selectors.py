@@ -126,7 +126,7 @@ def test_matches_what_the_oracle_matches(selector, names):
 
 @pytest.mark.slow
 @given(_selectors, _paths)
-@settings(max_examples=4000)
+@settings(max_examples=2000)
 def test_matches_what_the_oracle_matches_many_times(selector, names):
     assert selected(selector, names) == oracle(selector, names)
 

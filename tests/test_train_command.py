@@ -25,7 +25,8 @@ SMALL = shlex.split(
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    here = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    here = {**os.environ, **quick, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "policyc.cli", *words]
     return subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True, check=False)
 
