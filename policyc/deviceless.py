@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -260,23 +261,24 @@ def _report(
 
 
 def rows(plan: Plan, module: hlo.Module, parts: int = 1) -> Iterator[Row]:
-    """Every quantized product of a plan, with the calls found for it in a step that runs the loss `parts` times."""
+    """Every quantized product of a plan, with the calls found for it in a step that runs the loss `parts` times.
+
+    Runs of layers, and weights of one name in a list, have a name in the program together: of what is found under it,
+    each gets its share.
+    """
     calls = _calls(module)
-    taken: dict[tuple[int, Gemm], int] = {}
-    for site in plan.sites:
-        for layers, row in _planned(plan, site, parts):
-            tag = (site.number, row.gemm)
-            if row.native and row.call:
-                # Several runs of layers share a name in the program: what one has not used is the next one's.
-                there = calls.get((f"{row.gemm}.{site.number}", row.call), 0) - taken.get(tag, 0)
-                found = there if _is_last(plan, site, row.gemm, layers) else min(there, row.expected)
-                taken[tag] = taken.get(tag, 0) + found
-                yield replace(row, found=found)
-            else:
-                yield row
+    planned = [
+        (f"{row.gemm}.{site.number}", row) for site in plan.sites for row in _planned(plan, site, parts)
+    ]
+    expected: Counter[tuple[str, str]] = Counter()
+    for tag, row in planned:
+        expected[tag, row.call] += row.expected
+    for tag, row in planned:
+        there = calls.get((tag, row.call), 0) if row.call else 0
+        yield replace(row, found=there * row.expected // expected[tag, row.call])
 
 
-def _planned(plan: Plan, site: Site, parts: int = 1) -> Iterator[tuple[Sequence[Layer], Row]]:
+def _planned(plan: Plan, site: Site, parts: int = 1) -> Iterator[Row]:
     import itertools
 
     from policyc.pipeline import present
@@ -290,25 +292,18 @@ def _planned(plan: Plan, site: Site, parts: int = 1) -> Iterator[tuple[Sequence[
             runs, format = decision.runs(gemm), decision.recipe.product(gemm)[0].format
             if not runs.backend:
                 continue
-            yield (
-                layers,
-                Row(
-                    site=site.name,
-                    layers=(layers[0], layers[-1]) if site.stacks else None,
-                    gemm=gemm,
-                    format=format,
-                    backend=runs.backend,
-                    native=runs.native,
-                    call=CALLS[runs.backend, format] if runs.native else "",
-                    expected=parts * len(layers),
-                    reason=runs.obstacle.reason if runs.obstacle else "",
-                    remedy=runs.obstacle.remedy if runs.obstacle else "",
-                ),
+            yield Row(
+                site=site.name,
+                layers=(layers[0], layers[-1]) if site.stacks else None,
+                gemm=gemm,
+                format=format,
+                backend=runs.backend,
+                native=runs.native,
+                call=CALLS[runs.backend, format] if runs.native else "",
+                expected=parts * len(layers),
+                reason=runs.obstacle.reason if runs.obstacle else "",
+                remedy=runs.obstacle.remedy if runs.obstacle else "",
             )
-
-
-def _is_last(plan: Plan, site: Site, gemm: Gemm, layers: Sequence[Layer]) -> bool:
-    return layers[-1] == [la for la, row in _planned(plan, site) if row.gemm is gemm and row.native][-1][-1]
 
 
 def _calls(module: hlo.Module) -> dict[tuple[str, str], int]:

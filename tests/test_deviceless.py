@@ -133,6 +133,21 @@ def test_a_name_inside_a_transformation() -> None:
     assert row.found == 4
 
 
+def test_weights_of_one_name_share_what_is_found() -> None:
+    """Those of a list have one name in a program: `wi[0]`, `wi[1]`."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ p["wi"][0]) * jnp.tanh(x @ p["wi"][1]))
+
+    w = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    plan = policyc.plan("wi @ fprop -> nvfp4", loss, {"wi": [w, w]}, w, target="gb200")
+    first, second = deviceless.rows(plan, module(plan))
+    assert {first.site, second.site} == {"wi[0]", "wi[1]"}
+    assert first.found == second.found == 2
+    few = PROGRAM.replace("NUMBER", str(plan.sites.sites[0].number)).replace('"n":"4"', '"n":"1"')
+    assert any(row.missing for row in deviceless.rows(plan, hlo.read(few)))
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -68,7 +68,7 @@ def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
         report: Report = running(lambda: _compiled(meant, words, how, options))
     except (NotPossible, ImportError, NotImplementedError) as error:  # the last two of a backend
         stop(str(error))
-    title = f"{options['config'] or words[0]} under {policy}"
+    title = f"{options['config'] or words[words[0] == '-m']} under {policy}"
     if options["dump_hlo"]:
         _dump(options["dump_hlo"], report, title)
     click.echo(_as_json(report, title) if options["form"] == "json" else _as_table(report, title), nl=False)
