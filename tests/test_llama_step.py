@@ -212,8 +212,9 @@ def test_bad_settings(words, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--batch 9 --accumulate 3", "batch / accumulate 3 is not a multiple of 8"),
-        ("--batch 8 --accumulate 3", "batch 8 is not a multiple of 3"),
+        ("--batch 9 --accumulate 3", "batch 9 is not a multiple of 24"),
+        ("--batch 4", r"batch 4 is not a multiple of 8 \(accumulate x data x fsdp\): change"),
+        ("--batch 8 --accumulate 3", "batch 8 is not a multiple of 24"),
         ("--heads 4 --kv-heads 3", r"heads 4 is not a multiple of 3 \(key and value heads\)"),
         ("--sequence 10 --loss-chunks 4", "sequence 10 is not a multiple of 4"),
         ("--fsdp-axis 3", "is not 8 devices"),

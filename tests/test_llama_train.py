@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -71,6 +72,29 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_numbers(whole, tmp_path, monk
     assert train.main(words(out=folder, **STEPS)) == 0
     assert losses(folder) == losses(whole)
     assert train.main(words(out=folder, **STEPS)) == 0  # nothing is left to do
+
+
+def test_an_interrupted_run_keeps_a_checkpoint_and_goes_on_to_the_same_numbers(
+    whole, tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "run"
+    later = metrics.Log.later
+
+    def interrupt(self, *sent):
+        if sent and sent[0] == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        later(self, *sent)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.Log, "later", interrupt)
+        assert train.main(words(out=folder, **STEPS)) == 130
+    assert capsys.readouterr().err == (
+        "interrupted after step 5: the same command goes on from the last checkpoint\n"
+    )
+    assert (folder / "checkpoints" / "5").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert train.main(words(out=folder, **STEPS)) == 0
+    assert losses(folder) == losses(whole)
 
 
 def test_a_checkpoint_of_another_run_is_refused(whole, capsys, monkeypatch):

@@ -82,6 +82,24 @@ def test_their_weights_give_their_logits(torch, tmp_path, scan):
 
 
 @pytest.mark.peers
+def test_a_tied_head_is_a_copy_of_the_embedding(torch, tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    c = Model(**{**SMALL.__dict__, "rope_scaling": 0.0})
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=128, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        tie_word_embeddings=True, attn_implementation="eager", initializer_range=0.2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    ours = weights.load(tmp_path, c, mesh())
+    assert "has no head of its own" in capsys.readouterr().out
+    tokens = np.random.default_rng(2).integers(0, 128, (2, 20))
+    close(llama.logits(ours, tokens, c), model(torch.tensor(tokens)).logits.numpy())
+
+
+@pytest.mark.peers
 def test_they_read_what_we_write(torch, tmp_path):
     from transformers import LlamaForCausalLM
 
@@ -109,6 +127,17 @@ def test_bfloat16_is_rounded_once(tmp_path):
     weights.save(params(SMALL), SMALL, tmp_path / "out")
     again = weights.load(tmp_path / "out", SMALL, mesh())
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype("bfloat16")), again, params(SMALL))
+
+
+def test_a_head_that_is_not_there_is_a_copy_of_the_embedding(tmp_path, capsys):
+    from safetensors.numpy import load_file, save_file
+
+    weights.save(params(SMALL), SMALL, tmp_path / "out", dtype="float32")
+    file = tmp_path / "out" / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if k != "lm_head.weight"}, file)
+    again = weights.load(tmp_path / "out", SMALL, mesh(fsdp=2, tensor=2))
+    np.testing.assert_array_equal(again["lm_head"], again["embed"].T)
+    assert "begins as a copy of the embedding" in capsys.readouterr().out
 
 
 def test_another_model_is_refused(tmp_path):

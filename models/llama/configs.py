@@ -143,7 +143,7 @@ EXAMPLES = """examples:
 def parse(words: Sequence[str] | None = None) -> tuple[str, Model, Run]:
     """The configuration's name, the model and the run that a command line means."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser("train.py", epilog=EXAMPLES, formatter_class=raw, allow_abbrev=False)
+    parser = _Parser("train.py", None, "Pretrain a Llama.", EXAMPLES, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--config", default="tiny", help=f"one of {', '.join(CONFIGS)} (default: tiny)")
     for part in (Run, Model):
         group = parser.add_argument_group(part.__name__.lower(), "defaults are the configuration's")

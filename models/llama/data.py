@@ -1,9 +1,9 @@
 """Text and tokens to batches, the same on every machine and however many hosts share them.
 
 In: a spec, `KIND:PATH,option=value` (see KINDS), or just a path. Out: a `Source`, an iterator of numpy batches that
-tells and takes back its position. All data is one array of tokens, cut into windows, which an epoch visits in an order
-that the seed gives: so a position is one number, and no host needs to know what another one reads. The one trap:
-batches are made ahead in a thread; `state()` is where the batch last handed out ends, not the one last made.
+tells its position and takes it back. All data is one array of tokens, cut into windows, which an epoch visits in an
+order that the seed gives: so a position is one number, and no host needs to know what another one reads. The one trap:
+batches are made ahead in a thread; `position` is where the batch last handed out ends, not the one last made.
 """
 
 import glob
@@ -215,7 +215,7 @@ class Source:
     def __init__(self, spec, *, batch, sequence, vocab, seed=0, rows=None, split="train", tokenizer=None):
         (kind, path, options), training = parsed(spec), split == "train"
         if kind == "synthetic":
-            self.vocab, mark = vocab, str(vocab)
+            self.vocab, self.contents = vocab, "endless"
             self._windows, self._seed = Synthetic(vocab, sequence), 2 * seed if training else 1
         else:
             parts, self.vocab = tokens_of(kind, path, options, vocab, tokenizer)
@@ -224,37 +224,32 @@ class Source:
             self._windows = Windows(parts, *((0, cut) if training else (cut, total)), sequence)
             self._seed = seed if training else 0
             ends = b"".join(p[:4096].tobytes() + p[-4096:].tobytes() for p in parts)
-            mark = f"{total} tokens, {hashlib.sha256(ends).hexdigest()[:16]}"
+            self.contents = f"{total} tokens, {hashlib.sha256(ends).hexdigest()[:16]}"
             if self.vocab > vocab:
                 most = f"'{spec}' has tokens up to {self.vocab - 1}"
                 raise BadRun(f"{most}, the model a vocabulary of {vocab}{REMEDY}")
             if not self._windows.ends[-1]:
                 raise BadRun(f"'{spec}' has {total} tokens: its {split} part has no {sequence + 1} in a row")
         self._limit, self._batch, self._rows = vocab, batch, range(batch) if rows is None else rows
-        self._now = {"data": spec, "contents": mark, "seed": seed, "position": 0}
-        self._pool, self._ahead = ThreadPoolExecutor(1, "data"), deque()
+        self._spec, self._pool, self._ahead = spec, ThreadPoolExecutor(1, "data"), deque()
+        self.position = (
+            0  # where the next batch begins: the same on all hosts, for any number of them and any batch
+        )
 
-    def state(self):
-        """Where the next batch begins: the same on all hosts, and good for any number of them and any batch."""
-        return dict(self._now)
-
-    def restore(self, state):
-        for word in ("data", "contents", "seed"):
-            if state[word] != self._now[word]:
-                raise BadRun(f"the checkpoint has data with {word} '{state[word]}', not '{self._now[word]}'")
+    def seek(self, position):
         self._ahead.clear()
-        self._now["position"] = int(state["position"])
+        self.position = position
 
     def __next__(self):
         while len(self._ahead) <= AHEAD:
-            place = self._now["position"] + len(self._ahead) * self._batch
+            place = self.position + len(self._ahead) * self._batch
             self._ahead.append(self._pool.submit(self._made, place))
         batch = self._ahead.popleft().result()
-        self._now["position"] += self._batch
+        self.position += self._batch
         return batch
 
     def _made(self, position):
         rows = np.stack([self._windows.row(position + n, self._seed) for n in self._rows]).astype(np.int32)
         if rows.max() >= self._limit:
-            raise BadRun(f"'{self._now['data']}' holds token {rows.max()} of {self._limit} at most{REMEDY}")
+            raise BadRun(f"'{self._spec}' holds token {rows.max()} of {self._limit} at most{REMEDY}")
         return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "mask": np.ones_like(rows[:, 1:])}

@@ -48,10 +48,11 @@ class Log:
         self._run, self._peak, self._main = run, peak_tflops(run), jax.process_index() == 0
         self._flops = flops_per_token(c, run.sequence)
         self._tokens = run.batch * run.sequence / jax.device_count()
-        self._pending, self._ready, self._open = (), time.perf_counter(), ExitStack()
+        self._pending, self._ready, stack = (), time.perf_counter(), ExitStack()
+        self.close = stack.close
         self.last: dict[str, Any] = {}
         self._bar = self._wandb = None
-        opened = self._open.enter_context
+        opened = stack.enter_context
         if self._main:
             self._lines = opened(_continued(folder / "metrics.jsonl", start))
             writer = library("tensorboardX", "train").SummaryWriter
@@ -117,9 +118,6 @@ class Log:
             self._bar.console.print(text)
         elif self._main:
             print(text, flush=True)
-
-    def close(self) -> None:
-        self._open.close()
 
 
 def _continued(path: Path, start: int) -> Any:

@@ -44,20 +44,18 @@ def make_mesh(c: Model, run: Run) -> Mesh:
         for name, size, by, why in (
             ("heads", c.heads, c.kv_heads, "key and value heads"),
             ("head_dim", c.head_dim, 2, "rotary embedding"),
-            ("batch", run.batch, run.accumulate, "its parts, --accumulate"),
-            ("batch / accumulate", run.batch // run.accumulate, data * fsdp, "data x fsdp devices"),
-            ("sequence", run.sequence, c.loss_chunks, "--loss-chunks"),
-            ("sequence / loss_chunks", run.sequence // c.loss_chunks, context, "context devices"),
-            ("heads", c.heads, tensor * context, "tensor x context devices"),
-            ("width", c.width, fsdp, "fsdp devices"),
-            ("hidden", c.hidden, tensor, "tensor devices"),
-            ("kv_heads x head_dim", c.kv_heads * c.head_dim, tensor, "tensor devices"),
-            ("vocab", c.vocab, tensor, "tensor devices"),
+            ("batch", run.batch, run.accumulate * data * fsdp, "accumulate x data x fsdp"),
+            ("sequence", run.sequence, c.loss_chunks * context, "loss_chunks x context"),
+            ("heads", c.heads, tensor * context, "tensor x context"),
+            ("width", c.width, fsdp, "fsdp"),
+            ("hidden", c.hidden, tensor, "tensor"),
+            ("kv_heads x head_dim", c.kv_heads * c.head_dim, tensor, "tensor"),
+            ("vocab", c.vocab, tensor, "tensor"),
         )
         if size % by
     ]
     if uneven:
-        raise BadRun("; ".join(uneven))
+        raise BadRun(f"{'; '.join(uneven)}: change the sizes, or the axes of the mesh")
     return jax.make_mesh((data, fsdp, tensor, context), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -51,7 +51,7 @@ class Checkpoints:
     def latest(self) -> int | None:
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any, position: int) -> None:
         """Begins to write. Returns once the state is copied; the file becomes valid when it is whole."""
         needed = sum(a.nbytes for a in jax.tree.leaves(state)) // jax.process_count()
         free = shutil.disk_usage(self.folder).free
@@ -64,7 +64,7 @@ class Checkpoints:
         with self._told(f"writing a checkpoint at step {step} failed", FULL):
             self._manager.save(step, args=parts)
 
-    def restore(self, step: int, described: Any, accept_changes: bool) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int, described: Any, accept_changes: bool) -> tuple[Any, int]:
         """The state and the data's position at a step. Later checkpoints are removed."""
         unread = f"checkpoint {self.folder / str(step)} cannot be read"
         with self._told(unread, OLDER):

@@ -63,11 +63,12 @@ def train(name: str, c: Model, run: Run) -> None:
     # So that a policy that does not fit is known before anything is written.
     step.trace(state, model.described_batch(run, where))
 
-    checkpoints = Checkpoints(folder / "checkpoints", run.keep, configs.identity(c, run, policy))
+    identity = configs.identity(c, run, policy) | {"contents_of_the_data": source.contents}
+    checkpoints = Checkpoints(folder / "checkpoints", run.keep, identity)
     begin = checkpoints.latest() if run.resume_from is None else run.resume_from
     if begin is not None:
         state, position = checkpoints.restore(begin, state, run.accept_changes)
-        source.restore(position)
+        source.seek(position)
     else:
         begin, state = 0, make()
         if run.init_from:
@@ -116,7 +117,7 @@ def train(name: str, c: Model, run: Run) -> None:
             if "export" in due:
                 export(state["params"], c, folder / "exports" / str(done), run.export_command)
             if "save" in due or (interrupted and run.checkpoint_every):
-                checkpoints.save(done, state, source.state())
+                checkpoints.save(done, state, source.position)
             if observed:
                 tell("observe", done, mean, state["params"], batch)
             if interrupted:
