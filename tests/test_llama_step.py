@@ -87,6 +87,21 @@ def test_all_of_it_on_eight_devices():
     same(losses({"data": 2, "fsdp": 2, "context": 2}, accumulate=2, loss_chunks=4, remat="full"))
 
 
+def test_a_head_in_chunks_is_brought_together_once():
+    """Before the loop: in it, XLA for GPUs gathers the head again for every chunk, twice."""
+    c, run = dataclasses.replace(SIZES, loss_chunks=4), configs.Run(**llama_runs.SHORT)
+    where = llama_runs.mesh_of(fsdp=8)
+    state, _ = optimizer.first_state(c, run, where)
+    batch = llama.described_batch(run, where)
+    traced = jax.make_jaxpr(lambda params, batch: llama.loss(params, batch, c, where))(state["params"], batch)
+    (loop,) = [e for e in traced.eqns if e.primitive.name == "scan" and e.params["length"] == c.loss_chunks]
+    (head,) = [v for v in loop.invars if v.aval.shape == (c.width, c.vocab)]
+    (made,) = [e for e in traced.eqns if head in e.outvars]
+    assert made.primitive.name == "custom_jvp_call"
+    (inside,) = made.params["call_jaxpr"].eqns
+    assert inside.params["sharding"].spec == jax.sharding.PartitionSpec(None, "tensor")
+
+
 # ---- faults
 
 
