@@ -16,7 +16,7 @@ import sysconfig
 import tempfile
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -182,11 +182,12 @@ class Windows:
         self.parts = [p[max(0, start - b) : max(0, stop - b)] for p, b in zip(parts, begins, strict=False)]
         self.sequence = sequence
         self.ends = np.cumsum([max(0, len(p) - 1) // sequence for p in self.parts])
-        self.order = lru_cache(2)(lambda *seed: np.random.default_rng(seed).permutation(self.ends[-1]))
+        # Another order in each epoch, which no host needs to hold: it is a function of the place.
+        grain = library("grain", "train")
+        self.order = cache(lambda seed: grain.MapDataset.range(int(self.ends[-1])).shuffle(seed=seed % 2**32))
 
     def row(self, number, seed):
-        epoch, place = divmod(number, int(self.ends[-1]))
-        window = int(self.order(seed, epoch)[place])
+        window = self.order(seed)[number]
         part = int(np.searchsorted(self.ends, window, side="right"))
         start = (window - int(self.ends[part - 1] if part else 0)) * self.sequence
         return self.parts[part][start : start + self.sequence + 1]
