@@ -54,6 +54,7 @@ class Where:
     around: jaxprs.Around = jaxprs.Around()
     loops: int = 0
     remat: bool = False
+    shut: bool = False
 
     def into(self, eqn: Eqn, at: int, body: int, **changed: Any) -> Where:
         scope = (*self.scope, *jaxprs.scopes(eqn))
@@ -169,8 +170,7 @@ class _Walk:
         (body,) = jaxprs.bodies(eqn)
         inside = where.into(eqn, at, 0, remat=where.remat or jaxprs.primitive_name(eqn) in jaxprs.REMAT)
         if jaxprs.primitive_name(eqn) == "shard_map":
-            facts = [_unfollowed(f) for f in facts]
-            inside = replace(inside, around=where.around.inside(eqn))
+            inside = replace(inside, shut=True, around=where.around.inside(eqn))
             facts = self._divided(eqn, body, facts, (*where.address, at))
         return self.run(body.jaxpr, facts, inside)
 
@@ -203,8 +203,7 @@ class _Walk:
         test, body = (next(b for b in jaxprs.bodies(eqn) if b.key == k) for k in ("cond_jaxpr", "body_jaxpr"))
         nt, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         numbers = {b.key: i for i, b in enumerate(jaxprs.bodies(eqn))}
-        if eqn.effects:
-            facts = [_unfollowed(f) for f in facts]
+        where = replace(where, shut=where.shut or jaxprs.numbers_operands(eqn))
         consts, carry = facts[nt : nt + nb], _carried(body.jaxpr, facts[nt + nb :], nb, 0)
         inside = where.into(eqn, at, numbers["body_jaxpr"], loops=where.loops + 1)
         carry = self._settled(body, consts, carry, [], inside)
@@ -216,8 +215,7 @@ class _Walk:
     def _scan(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
         (body,) = jaxprs.bodies(eqn)
         parts, length = jaxprs.scan_parts(eqn), eqn.params["length"]
-        if eqn.effects:  # they may speak of operands by number
-            facts = [_unfollowed(f) for f in facts]
+        where = replace(where, shut=where.shut or jaxprs.numbers_operands(eqn))
         consts, xs = facts[: parts.consts], facts[parts.consts + parts.carry :]
         carry = _carried(body.jaxpr, facts[parts.consts : parts.consts + parts.carry], parts.consts, parts.xs)
         inside = where.into(eqn, at, 0, repeats=where.repeats * length, loops=where.loops + 1)
@@ -296,7 +294,7 @@ class _Walk:
             opaque = "a computation in float64, which no recipe speaks of"
         if not opaque and not _plainly_ragged(eqn):
             opaque = "a ragged product of a form that has no quantized counterpart"
-        origin = (lhs if weight == "lhs" else rhs).origin if weight is not None and not opaque else None
+        origin = None if weight is None or opaque or where.shut else (lhs if weight == "lhs" else rhs).origin
         if jaxprs.primitive_name(eqn) != "dot_general" or jaxprs.explicit_sharding(eqn) is not None:
             origin = None
         scope = parsed((*where.scope, *jaxprs.scopes(eqn)))
@@ -321,14 +319,11 @@ class _Walk:
                 one_hot=(lhs if weight == "rhs" else rhs).one_hot,
                 around=where.around,
                 origin=origin,
+                reached=not where.shut,
                 again=where.remat or (origin is not None and where.loops > len(origin.scans)),
                 eqn=eqn,
             )
         )
-
-
-def _unfollowed(fact: Fact) -> Fact:
-    return fact if fact.origin is None else replace(fact, origin=None)
 
 
 def _matrices(eqn: Eqn, facts: list[Fact]) -> tuple[Label, ...]:

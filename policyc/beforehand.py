@@ -1,8 +1,9 @@
-"""Weights that are quantized before the loss runs: once, and not in every turn of a loop or again in a remat.
+"""What sites are handed from outside: weights that are quantized once and not wherever they are used, and the keys
+of random bits, which tell the layers of a scan apart.
 
-In: the sites whose weights can be followed back to an input of the loss, and what is decided about each. Out: what
-each of them wants handed to it, and a function from the inputs of the loss to that. The one trap: of a stack, layers
-that are treated differently are quantized apart, one layer at a time: a layer is a tensor of its own.
+In: sites, and what is decided about each. Out: what each of them wants handed to it, and a function from the inputs of
+the loss to that. The one trap: of a stack, layers that are treated differently are quantized apart, one layer at a
+time: a layer is a tensor of its own.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from policyc import jaxprs
 from policyc.gemm import Backends, Ready, prepared
 from policyc.jaxprs import Aval
+from policyc.quantize import key
 from policyc.recipes import Recipe
 from policyc.sites import Address, Site
 
@@ -76,14 +79,14 @@ def quantizer(site: Site, done: Done) -> Quantizer:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a site takes beside its operands, seen from some jaxpr around it.
+    """What a site takes beside its operands, seen from some jaxpr around it: a weight, or else the key of its layer.
 
-    `site` is its address from there, `runs` the layers of each scan on the way that slices the weight, `avals` the
-    types of the arrays there.
+    `site` is its address from there, `runs` the layers of each scan on the way that slices it, `avals` the types of
+    the arrays there.
     """
 
     site: Address
-    quantizer: Quantizer
+    quantizer: Quantizer | None
     avals: tuple[Aval, ...]
     runs: tuple[Run, ...] = ()
 
@@ -113,16 +116,21 @@ class Rewritten:
         found: list[Any] = []
         for want in self.wants:
             origin = self.sites[want.site].origin
+            if want.quantizer is None:
+                found += keys(self.sites[want.site], want.runs)
+                continue
             assert origin is not None
             key = (origin.input, *map(id, origin.steps), want.runs, want.quantizer)
             if key not in made:
                 value = jaxprs.without_derivative(inputs[origin.input])
                 with jaxprs.where_it_was_made(value):
-                    made[key] = self._made(value, want, origin.steps, want.runs)
+                    made[key] = self._made(value, want.site, want.quantizer, origin.steps, want.runs)
             found += made[key]
         return found
 
-    def _made(self, value: Any, want: Want, steps: Sequence[Any], runs: Sequence[Run]) -> list[Any]:
+    def _made(
+        self, value: Any, site: Address, quantizer: Quantizer, steps: Sequence[Any], runs: Sequence[Run]
+    ) -> list[Any]:
         for at, step in enumerate(steps):
             if not isinstance(step, tuple):
                 (value,) = jaxprs.bind_at(step, value)
@@ -132,8 +140,20 @@ class Rewritten:
                 value = lax.slice_in_dim(value, run.start, run.stop)
 
             def layer(_: None, each: Any, at: int = at, rest: Sequence[Run] = rest) -> tuple[None, list[Any]]:
-                return None, self._made(each, want, steps[at + 1 :], rest)
+                return None, self._made(each, site, quantizer, steps[at + 1 :], rest)
 
             return lax.scan(layer, None, value)[1]
-        with jaxprs.at(self.sites[want.site].eqn):
-            return jaxprs.evaluate(want.quantizer.closed, value)
+        with jaxprs.at(self.sites[site].eqn):
+            return jaxprs.evaluate(quantizer.closed, value)
+
+
+def keys(site: Site, runs: Sequence[Run]) -> list[np.ndarray]:
+    """The two words of the key of every layer in these runs of its stacks."""
+    assert site.ordinals is not None
+    made = [key(0, site.number, ordinal) for ordinal in site.ordinals]
+    sizes = tuple(s.size for s in site.stacks)
+    part = tuple(slice(run.start, run.stop) for run in runs)
+    return [
+        np.array(words, np.uint32).reshape(sizes)[part]
+        for words in ([k.a for k in made], [k.b for k in made])
+    ]

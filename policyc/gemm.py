@@ -110,12 +110,13 @@ def quantized_dot_general(
     step: Any = None,
     backends: Backends = ("emulate", "emulate", "emulate"),
     ready: Ready = NOT_READY,
+    rounding: Key | None = None,
 ) -> jax.Array:
     """`lax.dot_general` with its three GEMMs run as the recipe says.
 
     `weight` is the operand that is a parameter, or None. `seed`, `site`, `layer` and `step` (the last two
-    may be traced) key stochastic rounding, together with the bits of each tensor's maximum. `ready` is what
-    `prepared` made of the weight; its gradient still goes to the weight itself.
+    may be traced) key stochastic rounding, together with the bits of each tensor's maximum; `rounding` is such a
+    key itself. `ready` is what `prepared` made of the weight; its gradient still goes to the weight itself.
     """
     dims = _as_dims(dimension_numbers)
     out = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
@@ -142,7 +143,7 @@ def quantized_dot_general(
         site=str(site),
     )
     words = [w for w in (layer, step) if w is not None]
-    return _gemm(call, a, b, ready, key(seed, site, *words)).reshape(form.shape)
+    return _gemm(call, a, b, ready, rounding or key(seed, site, *words)).reshape(form.shape)
 
 
 def prepared(

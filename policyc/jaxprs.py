@@ -441,6 +441,17 @@ def at(eqn: Eqn) -> Iterator[None]:
         yield
 
 
+def word_aval(eqn: Eqn, around: Around) -> Aval:
+    """The type of one uint32, as it is where an equation stands."""
+    with _within(eqn, around):
+        return _core.ShapedArray((), np.dtype(np.uint32))
+
+
+def numbers_operands(eqn: Eqn) -> bool:
+    """Do its effects speak of operands by number, so that others cannot be put between them?"""
+    return any(hasattr(effect, "input_index") for effect in eqn.effects)
+
+
 def stacked_aval(length: int, aval: Aval) -> Aval:
     """The type of so many of these, one after the other."""
     return _core.unmapped_leading_aval(length, aval)

@@ -166,6 +166,7 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "flops": site.flops,
         "products": [g for g in Gemm if g in site.products],
         "opaque": site.opaque or None,
+        "weight_followed": site.origin is not None,
         "decisions": {plan.label(phase): _runs(plan, site, phase) for phase in plan.phases},
     }
 

@@ -52,6 +52,7 @@ def quantized_ragged_dot(
     site: int | str = 0,
     layer: Any = None,
     step: Any = None,
+    rounding: Key | None = None,
 ) -> jax.Array:
     """`lax.ragged_dot`: (m, k), (g, k, n), (g,) -> (m, n), the weights on the right.
 
@@ -67,7 +68,7 @@ def quantized_ragged_dot(
         lhs=lhs.dtype,
         rhs=rhs.dtype,
     )
-    return _ragged(call, lhs, rhs, group_sizes, key(seed, site, *words))
+    return _ragged(call, lhs, rhs, group_sizes, rounding or key(seed, site, *words))
 
 
 def _operand(x: jax.Array, call: Call, gemm: Gemm, role: Role, axes: Axes, k: Key) -> Operand:

@@ -26,7 +26,7 @@ from policyc.beforehand import Done, Quantizer, Rewritten, Run, Want, quantizer
 from policyc.gemm import NOT_READY, quantized_dot_general
 from policyc.jaxprs import Around, Atom, Eqn
 from policyc.planner import Decisions
-from policyc.recipes import Recipe
+from policyc.quantize import Key
 from policyc.sites import Address, Layer, Site, Sites, Stack
 
 Fixed = Mapping[Address, int]
@@ -70,11 +70,16 @@ class _DotsAreDots:
 
 
 class Rewriter:
-    """Puts the decisions about sites into equations. Those `beforehand` have their weights quantized outside."""
+    """Puts the decisions about sites into equations. Those `beforehand` have their weights quantized outside.
 
-    def __init__(self, sites: Sites, decisions: Decisions, beforehand: Collection[Address] = ()) -> None:
+    Where that is None, nothing is handed in from outside.
+    """
+
+    def __init__(
+        self, sites: Sites, decisions: Decisions, beforehand: Collection[Address] | None = None
+    ) -> None:
         self._decisions = decisions
-        self._beforehand = beforehand
+        self._handing, self._beforehand = beforehand is not None, beforehand or ()
         self._sites = {s.address: s for s in sites if self._changes(s)}
         self._under: dict[Address, list[Site]] = {}
         for address, site in self._sites.items():
@@ -119,18 +124,23 @@ class Rewriter:
                 s.weight,
                 s.around,
                 s.number,
-                self._slicing(s, address),
+                self._handed(s, address),
                 self._left(s, fixed),
             )
             for s in self._under.get(address, ())
         )
         return found if any(r is not None for *_, recipes in found for r in recipes) else None
 
-    def _slicing(self, site: Site, address: Address) -> Any:
-        """Which scans on the way to a site slice its weight; None where that is not quantized beforehand."""
+    def _handed(self, site: Site, address: Address) -> Any:
+        """All that decides what a site is handed: which scans on the way slice its weight, where that is handed in."""
         if site.address not in self._beforehand or site.origin is None:
-            return None
-        return tuple(a[len(address) :] for a in site.origin.scans if len(a) > len(address)), site.products
+            return self._numbered(site)
+        slicing = tuple(a[len(address) :] for a in site.origin.scans if len(a) > len(address))
+        return self._numbered(site), slicing, site.products
+
+    def _numbered(self, site: Site) -> bool:
+        """Is it told which layer it is?"""
+        return self._handing and site.reached and site.ordinals is not None
 
     def _left(self, site: Site, fixed: Fixed) -> tuple[Done | None, ...]:
         """What is done to the layers of a site that are still open."""
@@ -203,7 +213,7 @@ class Rewriter:
 
     def _slices(self, scan: Address, want: Want) -> bool:
         origin = self._sites[want.site].origin
-        return origin is not None and scan in origin.scans
+        return want.quantizer is None or (origin is not None and scan in origin.scans)
 
     def runs(self, stack: Stack, inside: Address, fixed: Fixed) -> list[Run]:
         """The layers of a stack, those together that are treated alike."""
@@ -221,15 +231,32 @@ class Rewriter:
         avals = tuple(a.aval for a in eqn.invars)
         number = site.number
         beforehand = site.products if site.address in self._beforehand else None
-        key = (number, avals, _hashable(eqn.params), site.weight, *done, site.around, eqn.ctx, beforehand)
-        want = None if beforehand is None else self._want(site, done, key)
+        random = any(t.rounding != "rne" for t in done[0].treatments)
+        numbered = random and self._numbered(site)
+        key = (
+            number,
+            avals,
+            _hashable(eqn.params),
+            site.weight,
+            *done,
+            site.around,
+            eqn.ctx,
+            beforehand,
+            numbered,
+        )
+        ready = None if beforehand is None else self._want(site, done, key)
+        wants = [] if ready is None else [ready]
+        if numbered:
+            wants.append(Want(site.address, None, (jaxprs.word_aval(eqn, site.around),) * 2))
         if key not in self._templates:
-            f = _ragged(eqn, done[0], number) if site.kind == "ragged" else dot(eqn, site, done, want)
-            more = () if want is None else want.avals
+            quantizer = None if ready is None else ready.quantizer
+            make = _ragged if site.kind == "ragged" else dot
+            more = [a for w in wants for a in w.avals]
+            f = make(eqn, site, done, quantizer, numbered)
             self._templates[key] = jaxprs.traced(f, (*avals, *more), eqn, site.around)
-        variables = [] if want is None else [jaxprs.fresh(a) for a in want.avals]
-        made = jaxprs.inlined(self._templates[key], [*eqn.invars, *variables], eqn)
-        return made, [] if want is None else [(want, variables)]
+        wanted = [(w, [jaxprs.fresh(a) for a in w.avals]) for w in wants]
+        operands = [*eqn.invars, *(v for _, variables in wanted for v in variables)]
+        return jaxprs.inlined(self._templates[key], operands, eqn), wanted
 
     def _want(self, site: Site, done: Done, key: Any) -> Want | None:
         if key not in self._quantizers:
@@ -244,11 +271,15 @@ def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def dot(eqn: Eqn, site: Site, done: Done, want: Want | None = None) -> Callable[..., Any]:
+def dot(
+    eqn: Eqn, site: Site, done: Done, quantizer: Quantizer | None = None, numbered: bool = False
+) -> Callable[..., Any]:
+    """The product, of its operands and of what it is handed: the weight, quantized, and the key of its layer."""
     params = eqn.params
     recipe, backends = done
 
     def gemm(lhs: Any, rhs: Any, *more: Any) -> Any:
+        arrays, words = (more[:-2], more[-2:]) if numbered else (more, ())
         return quantized_dot_general(
             lhs,
             rhs,
@@ -259,27 +290,32 @@ def dot(eqn: Eqn, site: Site, done: Done, want: Want | None = None) -> Callable[
             preferred_element_type=params["preferred_element_type"],
             site=site.number,
             backends=backends,
-            ready=NOT_READY if want is None else want.quantizer.ready(more),
+            ready=NOT_READY if quantizer is None else quantizer.ready(arrays),
+            rounding=Key(*words) if words else None,
         )
 
     explicit = jaxprs.explicit_sharding(eqn)
     return gemm if explicit is None else jax.sharding.auto_axes(gemm, out_sharding=explicit)
 
 
-def _ragged(eqn: Eqn, recipe: Recipe, number: int) -> Callable[..., Any]:
+def _ragged(
+    eqn: Eqn, site: Site, done: Done, quantizer: Quantizer | None, numbered: bool
+) -> Callable[..., Any]:
     from policyc.ragged import quantized_ragged_dot
 
+    assert quantizer is None
     params = eqn.params
 
-    def gemm(lhs: Any, rhs: Any, sizes: Any) -> Any:
+    def gemm(lhs: Any, rhs: Any, sizes: Any, *words: Any) -> Any:
         return quantized_ragged_dot(
             lhs,
             rhs,
             sizes,
-            recipe,
+            done[0],
             precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
-            site=number,
+            site=site.number,
+            rounding=Key(*words) if numbered else None,
         )
 
     return gemm

@@ -1,4 +1,6 @@
-"""Weights are quantized once a step: not in every part of an accumulated batch, and not again in a remat."""
+"""Weights are quantized once a step: not in every part of an accumulated batch, and not again in a remat. And layers
+of a stack round by random bits of their own.
+"""
 
 from __future__ import annotations
 
@@ -280,3 +282,56 @@ def gathered(text: str) -> set[str]:
     """The types of what is gathered from all devices."""
     lines = (line.partition(" = ")[2] for line in text.splitlines() if " all-gather" in line)
     return {line.partition("{")[0] for line in lines}
+
+
+# ---- random bits
+
+
+def test_a_stack_rounds_alike_scanned_split_and_unrolled():
+    few = jax.tree.map(lambda w: w[:2], STACKED["layers"])
+    apart = [jax.tree.map(lambda w, i=i: w[i], few) for i in range(2)]
+
+    def gradients(policy: str, layers: Any) -> Any:
+        with policyc.active(policy):
+            return jax.jit(jax.grad(model("none")))({**STACKED, "layers": layers}, X[0])
+
+    whole, unrolled = (gradients("* -> nvfp4(sr=grad)", layers) for layers in (few, apart))
+    same(whole["head"], unrolled["head"])
+    split = gradients("* -> nvfp4(sr=grad); layers[0].up @ dgrad -> bf16", few)
+    same(jax.tree.map(lambda w: w[1], whole["layers"]), jax.tree.map(lambda w: w[1], split["layers"]))
+    for i, layer in enumerate(unrolled["layers"]):
+        same(jax.tree.map(lambda w, i=i: w[i], whole["layers"]), layer)
+
+
+def test_equal_layers_round_by_bits_of_their_own():
+    x, slope = weight(64, WIDTH), weight(64, 3 * WIDTH)[:, :WIDTH]
+
+    def loss(p: Any) -> jax.Array:
+        def body(total: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return total + jnp.sum((x @ w) * slope), None
+
+        return lax.scan(body, jnp.zeros(()), p["layers"])[0]
+
+    params = {"layers": jnp.stack([weight(WIDTH, WIDTH)] * 3)}
+    with policyc.active("* -> nvfp4(sr=grad)"):
+        one, two, three = jax.jit(jax.grad(loss))(params)["layers"]
+    assert not jnp.array_equal(one, two)
+    assert not jnp.array_equal(two, three)
+    with policyc.active("* -> nvfp4"):
+        one, two, _ = jax.jit(jax.grad(loss))(params)["layers"]
+        closed = jax.make_jaxpr(jax.grad(loss))(params)
+    same(one, two)
+    assert "u32" not in str(closed), "nothing is random, and nobody counts"
+
+
+def test_every_layer_has_a_number_of_its_own():
+    """Nested stacks too, whatever their paths say; and a stack inside of a jit that is called for each of several."""
+    found = set()
+    for seed in range(8):
+        made = program(seed, 4)
+        sites = policyc.plan("* -> nvfp4", made.loss, made.params, made.batch).sites
+        for site in sites:
+            numbers = site.ordinals or (0,)
+            assert len(set(numbers)) == len(numbers) == site.count
+            found.add(len(site.stacks))
+    assert found >= {0, 1, 2}
