@@ -149,8 +149,7 @@ class Rewritten:
 
 def keys(site: Site, runs: Sequence[Run]) -> list[np.ndarray]:
     """The two words of the key of every layer in these runs of its stacks."""
-    assert site.ordinals is not None
-    made = [key(0, site.number, ordinal) for ordinal in site.ordinals]
+    made = [key(0, site.number, ordinal) for ordinal in site.ordinals()]
     sizes = tuple(s.size for s in site.stacks)
     part = tuple(slice(run.start, run.stop) for run in runs)
     return [

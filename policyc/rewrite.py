@@ -24,7 +24,7 @@ from jax.extend.core.primitives import dot_general_p
 from policyc import jaxprs
 from policyc.beforehand import Done, Quantizer, Rewritten, Run, Want, quantizer
 from policyc.gemm import NOT_READY, quantized_dot_general
-from policyc.jaxprs import Around, Atom, Eqn
+from policyc.jaxprs import Around, Atom, Aval, Eqn
 from policyc.planner import Decisions
 from policyc.quantize import Key
 from policyc.sites import Address, Layer, Site, Sites, Stack
@@ -85,8 +85,7 @@ class Rewriter:
         for address, site in self._sites.items():
             for end in range(len(address) + 1):
                 self._under.setdefault(address[:end], []).append(site)
-        self._templates: dict[Any, Any] = {}
-        self._quantizers: dict[Any, Quantizer] = {}
+        self._templates: dict[Any, _Template] = {}
 
     def _changes(self, site: Site) -> bool:
         if site.opaque:
@@ -140,7 +139,7 @@ class Rewriter:
 
     def _numbered(self, site: Site) -> bool:
         """Is it told which layer it is?"""
-        return self._handing and site.reached and site.ordinals is not None
+        return self._handing and site.reached and site.indexed
 
     def _left(self, site: Site, fixed: Fixed) -> tuple[Done | None, ...]:
         """What is done to the layers of a site that are still open."""
@@ -229,40 +228,43 @@ class Rewriter:
     def _quantized(self, site: Site, done: Done) -> tuple[list[Eqn], Wanted]:
         eqn = site.eqn
         avals = tuple(a.aval for a in eqn.invars)
-        number = site.number
         beforehand = site.products if site.address in self._beforehand else None
         random = any(t.rounding != "rne" for t in done[0].treatments)
-        numbered = random and self._numbered(site)
-        key = (
-            number,
-            avals,
-            _hashable(eqn.params),
-            site.weight,
-            *done,
-            site.around,
-            eqn.ctx,
-            beforehand,
-            numbered,
-        )
-        ready = None if beforehand is None else self._want(site, done, key)
-        wants = [] if ready is None else [ready]
-        if numbered:
-            wants.append(Want(site.address, None, (jaxprs.word_aval(eqn, site.around),) * 2))
-        if key not in self._templates:
-            quantizer = None if ready is None else ready.quantizer
-            make = _ragged if site.kind == "ragged" else dot
-            more = [a for w in wants for a in w.avals]
-            f = make(eqn, site, done, quantizer, numbered)
-            self._templates[key] = jaxprs.traced(f, (*avals, *more), eqn, site.around)
-        wanted = [(w, [jaxprs.fresh(a) for a in w.avals]) for w in wants]
+        handed = (beforehand, random and self._numbered(site))
+        params = _hashable(eqn.params)
+        key = (site.number, avals, params, site.weight, *done, site.around, eqn.ctx, handed)
+        template = self._templates.get(key)
+        if template is None:
+            template = self._templates[key] = _template(site, done, beforehand is not None, handed[1])
+        wanted = [
+            (Want(site.address, quantizer, types), [jaxprs.fresh(a) for a in types])
+            for quantizer, types in template.handed
+        ]
         operands = [*eqn.invars, *(v for _, variables in wanted for v in variables)]
-        return jaxprs.inlined(self._templates[key], operands, eqn), wanted
+        return jaxprs.inlined(template.closed, operands, eqn), wanted
 
-    def _want(self, site: Site, done: Done, key: Any) -> Want | None:
-        if key not in self._quantizers:
-            self._quantizers[key] = quantizer(site, done)
-        found = self._quantizers[key]
-        return Want(site.address, found, tuple(found.avals)) if found.avals else None
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The equations of a site, and what they are handed: see `Want`."""
+
+    closed: Any
+    handed: list[tuple[Quantizer | None, tuple[Aval, ...]]]
+
+
+def _template(site: Site, done: Done, beforehand: bool, numbered: bool) -> _Template:
+    eqn = site.eqn
+    ready = quantizer(site, done) if beforehand else None
+    if ready is not None and not ready.avals:
+        ready = None
+    handed: list[tuple[Quantizer | None, tuple[Aval, ...]]] = []
+    if ready is not None:
+        handed.append((ready, tuple(ready.avals)))
+    if numbered:
+        handed.append((None, (jaxprs.word_aval(eqn, site.around),) * 2))
+    make = _ragged if site.kind == "ragged" else dot
+    types = [*(a.aval for a in eqn.invars), *(a for _, group in handed for a in group)]
+    return _Template(jaxprs.traced(make(eqn, site, done, ready, numbered), types, eqn, site.around), handed)
 
 
 def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:

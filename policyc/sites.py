@@ -101,7 +101,7 @@ class Origin:
         return tuple(s for s in self.steps if isinstance(s, tuple))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """One forward GEMM, as `y = x W`: m rows of x, n columns of W, k contracted, `batch` of them."""
 
@@ -140,15 +140,18 @@ class Site:
         path = self.parameters[0].path if self.parameters else self.scope.path
         return zlib.crc32(".".join(n.text for n in path).encode())
 
-    @cached_property
-    def ordinals(self) -> tuple[int, ...] | None:
-        """For random bits too: what tells each layer from all others that have its number. None where it is alone.
+    @property
+    def indexed(self) -> bool:
+        """Is it one of several layers, scanned or unrolled?"""
+        label = self.parameters[0] if self.parameters else self.scope
+        return bool(self.stacks) or any(n.index is not None for n in label.path)
+
+    def ordinals(self) -> list[int]:
+        """For random bits too: what tells each layer from all others that have its number.
 
         It comes from the indices in the path, so that a stack has the same ones scanned and unrolled.
         """
         label = self.parameters[0] if self.parameters else self.scope
-        if not self.stacks and all(n.index is None for n in label.path):
-            return None
         found = []
         for layer in self.layers():
             path = next(label.at({s.address: i for s, i in zip(self.stacks, layer, strict=True)}))
@@ -156,7 +159,7 @@ class Site:
             for name in (n for n in path if n.index is not None):
                 ordinal = ordinal * (name.size or 1) + (name.index or 0)
             found.append(ordinal)
-        return tuple(found) if len(set(found)) == len(found) else tuple(range(len(found)))
+        return found if len(set(found)) == len(found) else list(range(len(found)))
 
     @property
     def place(self) -> str:
