@@ -1,4 +1,4 @@
-"""Primitives made of a jnp function, and whatever of JAX is private or differs between its versions.
+"""Primitives made of a jnp function, and whatever of them differs between the versions of JAX.
 
 In: a name and a pure function of arrays. Out: a primitive that shows as one equation, lowers to that
 function, and batches, differentiates (not at all) and partitions like it. The one trap: inside `shard_map`
@@ -19,12 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import dispatch, sharding_impls
-from jax._src import pjit as _pjit
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from policyc.private import dispatch, pjit, sharding_impls
 
 FULL_8_BIT_SUMS: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 """The precision of an 8-bit product whose sums are fp32 throughout."""
@@ -277,7 +277,7 @@ class Jitted:
 @contextlib.contextmanager
 def lowering(hook: Callable[[Jitted], None]) -> Iterator[None]:
     """Shows a hook every jitted function before it is lowered, to be called or to be compiled ahead of time."""
-    home: Any = _pjit
+    home: Any = pjit
     lower = home._resolve_and_lower
 
     def hooked(args: Sequence[Any], **options: Any) -> Any:

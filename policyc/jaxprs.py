@@ -1,4 +1,4 @@
-"""Jaxprs: walking them, rebuilding them, and whatever of JAX is private or differs between its versions.
+"""Jaxprs: walking them, rebuilding them, and whatever of them differs between the versions of JAX.
 
 In: equations and jaxprs of any supported JAX. Out: their sub-jaxprs, scopes and operands under one form, and
 new equations made from old ones. The one trap: JAX 0.10 keeps constants in a `ClosedJaxpr` around a `Jaxpr`,
@@ -19,14 +19,9 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax._src import config as _config
-from jax._src import core as _core
-from jax._src import source_info_util as _sources
-from jax._src import traceback_util as _tracebacks
-from jax._src.interpreters import ad as _ad
-from jax._src.interpreters import partial_eval as _pe
-from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined]
 from jax.extend.core import Literal, Primitive, Var
+
+from policyc.private import UNSPECIFIED, ad, config, core, flattree, partial_eval, sources, tracebacks
 
 for _file in (
     "jaxprs",
@@ -38,14 +33,14 @@ for _file in (
     "jaxcompat",
     "elsewhere",
 ):  # no frame of ours in a user's traceback, nor in what XLA is told of a program's places
-    for _home in (_tracebacks, _sources):
+    for _home in (tracebacks, sources):
         _home.register_exclusion(str(Path(__file__).with_name(f"{_file}.py")))
 
 Atom = Any
 Eqn = Any
 Jaxpr = Any
 Aval = Any
-DropVar = _core.DropVar
+DropVar = core.DropVar
 
 
 # ---- sub-jaxprs
@@ -157,7 +152,11 @@ def with_operands(
             for at, (_, held) in enumerate(made)
         ]
         params = {**params, "branches": tuple(branches)}
-    for key, value in (("in_shardings", UNSPECIFIED), ("in_layouts", None), ("donated_invars", False)):
+    for key, value in (
+        ("in_shardings", UNSPECIFIED),
+        ("in_layouts", None),
+        ("donated_invars", False),
+    ):
         if name in ("jit", "pjit") and key in params:
             params = {**params, key: (*params[key], *(value for _ in extra))}
     if isinstance(params.get("prevent_cse"), tuple):
@@ -183,10 +182,8 @@ def scan_params(eqn: Eqn, key: str, held: Any, stacked: Sequence[bool]) -> dict[
     changed: dict[str, Any] = {key: _with_inputs(held, order) if count else held}
     consts, xs = parts.consts + list(stacked).count(False), parts.xs + list(stacked).count(True)
     if count and "ft_in" in eqn.params:
-        from jax._src import flattree as ft  # type: ignore[attr-defined]  # not in JAX 0.10
-
         carry = eqn.params["ft_in"].unpack()[1]
-        changed["ft_in"] = ft.pack((ft.nones(consts), carry, ft.nones(xs)))
+        changed["ft_in"] = flattree.pack((flattree.nones(consts), carry, flattree.nones(xs)))
     elif count:
         changed["num_consts"] = consts
     return changed
@@ -297,14 +294,14 @@ def first_divided(shard_map: Eqn) -> list[int]:
 
 def scopes(eqn: Eqn) -> tuple[str, ...]:
     """The name scopes of an equation inside its jaxpr; those of transformations do not count."""
-    found = (s.name for s in eqn.source_info.name_stack.stack if isinstance(s, _sources.Scope))
+    found = (s.name for s in eqn.source_info.name_stack.stack if isinstance(s, sources.Scope))
     return tuple(part for name in found for part in name.split("/") if part)
 
 
 def place(eqn: Eqn) -> str:
     """Where in the user's program an equation was written, or nothing if that is not known."""
     try:
-        frame = _sources.user_frame(eqn.source_info.traceback)
+        frame = sources.user_frame(eqn.source_info.traceback)
     except (AttributeError, TypeError):
         return ""
     return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
@@ -328,8 +325,8 @@ class Around:
 def _within(eqn: Eqn, around: Around) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if around.axes:
-            stack.enter_context(_core.extend_axis_env_nd(list(around.axes)))
-            stack.enter_context(_config._check_vma(around.check_vma))
+            stack.enter_context(core.extend_axis_env_nd(list(around.axes)))
+            stack.enter_context(config._check_vma(around.check_vma))
         stack.enter_context(eqn.ctx.manager)
         yield
 
@@ -410,12 +407,12 @@ def _literal(value: Any, aval: Aval) -> Atom:
 
 def evaluate(closed: Any, *args: Any) -> list[Any]:
     """Runs a closed jaxpr, every equation under its own names and source."""
-    return _core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+    return core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
 
 
 def evaluate_with(closed: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """The same with other values for what the jaxpr closes over."""
-    return _core.eval_jaxpr(closed.jaxpr, consts, *args)
+    return core.eval_jaxpr(closed.jaxpr, consts, *args)
 
 
 def bind(eqn: Eqn, *args: Any, **changed: Any) -> list[Any]:
@@ -436,15 +433,15 @@ def bind_at(eqn: Eqn, *args: Any) -> list[Any]:
 @contextlib.contextmanager
 def at(eqn: Eqn) -> Iterator[None]:
     """What is computed in here stands where an equation stands: under its names, and in its context."""
-    names = _sources.current_name_stack() + eqn.source_info.name_stack
-    with _sources.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+    names = sources.current_name_stack() + eqn.source_info.name_stack
+    with sources.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         yield
 
 
 def word_aval(eqn: Eqn, around: Around) -> Aval:
     """The type of one uint32, as it is where an equation stands."""
     with _within(eqn, around):
-        return _core.ShapedArray((), np.dtype(np.uint32))
+        return core.ShapedArray((), np.dtype(np.uint32))
 
 
 def numbers_operands(eqn: Eqn) -> bool:
@@ -454,7 +451,7 @@ def numbers_operands(eqn: Eqn) -> bool:
 
 def stacked_aval(length: int, aval: Aval) -> Aval:
     """The type of so many of these, one after the other."""
-    return _core.unmapped_leading_aval(length, aval)
+    return core.unmapped_leading_aval(length, aval)
 
 
 # ---- traces around a trace
@@ -462,7 +459,7 @@ def stacked_aval(length: int, aval: Aval) -> Aval:
 
 def without_derivative(value: Any) -> Any:
     """The value itself of what is being differentiated."""
-    while isinstance(value, _ad.JVPTracer | _ad.LinearizeTracer):
+    while isinstance(value, ad.JVPTracer | ad.LinearizeTracer):
         value = value.primal
     return value
 
@@ -472,11 +469,11 @@ def comes_from_outside(value: Any) -> bool:
 
     So are parameters in the body of a loop that accumulates gradients.
     """
-    now = _core.trace_ctx.trace
-    while isinstance(now, _ad.JVPTrace | _ad.LinearizeTrace):
+    now = core.trace_ctx.trace
+    while isinstance(now, ad.JVPTrace | ad.LinearizeTrace):
         now = now.parent_trace
     trace = getattr(value, "_trace", None)
-    return isinstance(trace, _pe.DynamicJaxprTrace) and trace is not now
+    return isinstance(trace, partial_eval.DynamicJaxprTrace) and trace is not now
 
 
 @contextlib.contextmanager
@@ -485,7 +482,7 @@ def where_it_was_made(value: Any) -> Iterator[None]:
     if not comes_from_outside(value):
         yield
         return
-    with _core.set_current_trace(value._trace):  # type: ignore[no-untyped-call]
+    with core.set_current_trace(value._trace):  # type: ignore[no-untyped-call]
         yield
 
 
@@ -505,7 +502,7 @@ def differentiating(hook: Hook) -> Iterator[None]:
     were called, all meet in one function inside JAX. That one is replaced while this lasts. So is the one that
     walks backwards: a derivative taken on that walk is part of somebody's backward rule and no loss.
     """
-    home: Any = _ad
+    home: Any = ad
     linearize, walk_back = home.linearize, home.backward_pass3
 
     def hooked(fun: Callable[..., Any], primals: Any, *args: Any, **kwargs: Any) -> Any:
@@ -561,7 +558,7 @@ def is_tracer(value: Any) -> bool:
 
 def is_tracing() -> bool:
     """Is a function being traced, so that what is computed is not computed yet?"""
-    return not _core.trace_state_clean()
+    return not core.trace_state_clean()
 
 
 def primitive_name(eqn: Eqn) -> str:

@@ -1,0 +1,32 @@
+"""What is used of JAX's private modules: all of it, and nowhere else.
+
+In: JAX 0.10 to 0.12. Out: its private modules under one name each. The one trap: they may move with any release, so
+that a new JAX is tried here first.
+"""
+
+from __future__ import annotations
+
+from jax._src import config, core, dispatch, pjit, sharding_impls
+from jax._src import source_info_util as sources
+from jax._src import traceback_util as tracebacks
+from jax._src.interpreters import ad, partial_eval
+from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined]
+
+try:
+    from jax._src import flattree  # type: ignore[attr-defined]  # not in JAX 0.10
+except ImportError:
+    flattree = None
+
+__all__ = [
+    "UNSPECIFIED",
+    "ad",
+    "config",
+    "core",
+    "dispatch",
+    "flattree",
+    "partial_eval",
+    "pjit",
+    "sharding_impls",
+    "sources",
+    "tracebacks",
+]
