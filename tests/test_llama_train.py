@@ -85,14 +85,18 @@ def test_an_interrupted_run_keeps_a_checkpoint_and_goes_on_to_the_same_numbers(
             os.kill(os.getpid(), signal.SIGINT)
         later(self, *sent)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(metrics.Log, "later", interrupt)
-        assert train.main(words(out=folder, **STEPS)) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(metrics.Log, "later", interrupt)
+            assert train.main(words(out=folder, **STEPS)) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == (
         "interrupted after step 5: the same command goes on from the last checkpoint\n"
     )
     assert (folder / "checkpoints" / "5").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert train.main(words(out=folder, **STEPS)) == 0
     assert losses(folder) == losses(whole)
 

@@ -93,7 +93,8 @@ def train(name: str, c: Model, run: Run) -> None:
         stack.callback(checkpoints.close)
         log = metrics.Log(folder, c, run, begin)
         stack.callback(log.close)
-        if jax.process_count() == 1:  # several would end at different steps
+        # Several processes would end at different steps; and where an interrupt means something else, it goes on to.
+        if jax.process_count() == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, interrupt))
         for done in range(begin + 1, run.steps + 1):
             batch, stall = feed()
