@@ -148,9 +148,9 @@ def test_a_stack_that_is_split():
 @pytest.mark.parametrize(
     ("params", "policy", "remat"),
     [
-        (STACKED, TWO_WAYS, "full"),
+        pytest.param(STACKED, TWO_WAYS, "full", marks=pytest.mark.slow),
         (STACKED, SPLIT, "named"),
-        (UNROLLED, SQUARE, "full"),
+        pytest.param(UNROLLED, SQUARE, "full", marks=pytest.mark.slow),
         (UNROLLED, "* -> fp8", "dots"),
     ],
 )
@@ -233,18 +233,19 @@ def test_any_program(seed, in_place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20, 40))
+@pytest.mark.parametrize("seed", range(20, 32))
 def test_any_program_at_length(seed, in_place):
-    any_program(seed, in_place)
+    """In a format that compiles fast: what is handed through containers is handed alike in all."""
+    any_program(seed, in_place, "mxfp8")
 
 
-def any_program(seed: int, in_place: Callable[[], None]) -> None:
+def any_program(seed: int, in_place: Callable[[], None], format: str = "nvfp4") -> None:
     """Nested scans, branches, loops, jits and remats: the same bits, and no weight quantized inside of a batch."""
     made = program(seed, 4)
     step, parts = accumulated(made.loss), jnp.stack([made.batch] * PARTS)
 
     def run() -> Any:
-        with policyc.active("* -> nvfp4; layers[0] -> fp8"):
+        with policyc.active(f"* -> {format}; layers[0] -> fp8"):
             return jax.jit(step)(made.params, parts)
 
     once = run()
@@ -295,9 +296,9 @@ def test_a_stack_rounds_alike_scanned_split_and_unrolled():
         with policyc.active(policy):
             return jax.jit(jax.grad(model("none")))({**STACKED, "layers": layers}, X[0])
 
-    whole, unrolled = (gradients("* -> nvfp4(sr=grad)", layers) for layers in (few, apart))
+    whole, unrolled = (gradients("* -> mxfp4(sr=grad)", layers) for layers in (few, apart))
     same(whole["head"], unrolled["head"])
-    split = gradients("* -> nvfp4(sr=grad); layers[0].up @ dgrad -> bf16", few)
+    split = gradients("* -> mxfp4(sr=grad); layers[0].up @ dgrad -> bf16", few)
     same(jax.tree.map(lambda w: w[1], whole["layers"]), jax.tree.map(lambda w: w[1], split["layers"]))
     for i, layer in enumerate(unrolled["layers"]):
         same(jax.tree.map(lambda w, i=i: w[i], whole["layers"]), layer)
