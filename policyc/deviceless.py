@@ -8,6 +8,7 @@ until the call is found in the compiled program. One that is not there is an err
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import time
@@ -18,8 +19,9 @@ from math import ceil
 from typing import Any
 
 from policyc import elsewhere, hlo, jaxprs
-from policyc.jaxcompat import Jitted, gpu_description
-from policyc.pipeline import compiled, session_of
+from policyc.elsewhere import Jitted
+from policyc.jaxcompat import gpu_description
+from policyc.pipeline import compiled, present, session_of
 from policyc.planner import How, Plan
 from policyc.policy import Policy
 from policyc.recipes import Gemm
@@ -164,10 +166,7 @@ def compile_step(
         lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
     if not any(len(plan.sites) for plan in session.plans):
         raise NotPossible("the step differentiates no loss with a GEMM")
-    traced = time.perf_counter()
-    executable = lowered.compile(compiler_options=_OPTIONS)
-    seconds = (traced - begin, time.perf_counter() - traced)
-    return _report(executable, session.plans, how, devices, seconds, parts)
+    return _report(*_timed(lowered, begin), session.plans, how, devices, parts)
 
 
 def compile_loss(plan: Plan, device: Any) -> Report:
@@ -196,11 +195,10 @@ def compile_loss(plan: Plan, device: Any) -> Report:
             .trace(shapes(jaxpr.constvars), shapes(plan.sites.jaxpr.jaxpr.invars))
             .lower(lowering_platforms=("cuda",))
         )
-        traced = time.perf_counter()
-        executable = lowered.compile(compiler_options=_OPTIONS)
+        made = _timed(lowered, begin)
     except ValueError as error:
         raise NotPossible(f"the program's loss cannot leave the devices it was traced on: {error}") from None
-    return _report(executable, [plan], plan.how, 1, (traced - begin, time.perf_counter() - traced))
+    return _report(*made, [plan], plan.how, 1)
 
 
 def compile_jitted(jitted: Jitted, plans: Sequence[Plan], how: How, count: int) -> Report:
@@ -219,17 +217,22 @@ def compile_jitted(jitted: Jitted, plans: Sequence[Plan], how: How, count: int) 
         )
     begin = time.perf_counter()
     lowered = elsewhere.lowered(jitted, devices_of(how.target, count), "cuda")
+    return _report(*_timed(lowered, begin), plans, how, count)
+
+
+def _timed(lowered: Any, begin: float) -> tuple[Any, tuple[float, float]]:
+    """What was lowered, compiled, and the seconds of tracing, which began at `begin`, and of compiling."""
     traced = time.perf_counter()
-    executable = lowered.compile(_OPTIONS)
-    return _report(executable, plans, how, count, (traced - begin, time.perf_counter() - traced))
+    executable = lowered.compile(compiler_options=_OPTIONS)
+    return executable, (traced - begin, time.perf_counter() - traced)
 
 
 def _report(
     executable: Any,
+    seconds: tuple[float, float],
     plans: Sequence[Plan],
     how: How,
     devices: int,
-    seconds: tuple[float, float],
     parts: int = 1,
 ) -> Report:
     assert how.target is not None
@@ -279,10 +282,6 @@ def rows(plan: Plan, module: hlo.Module, parts: int = 1) -> Iterator[Row]:
 
 
 def _planned(plan: Plan, site: Site, parts: int = 1) -> Iterator[Row]:
-    import itertools
-
-    from policyc.pipeline import present
-
     decisions = plan.decisions(present(plan))
     for decision, group in itertools.groupby(site.layers(), key=lambda la: decisions[site.address, la]):
         layers = list(group)

@@ -8,14 +8,17 @@ an error inside JAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from policyc import jaxcompat, jaxprs
+from policyc import jaxprs
+from policyc.private import pjit, sharding_impls
 
 Move = Callable[[Any], Any]
 """A device to the one in its place."""
@@ -28,7 +31,48 @@ class CallsBack(Exception):
     """The function needs Python while it runs, and elsewhere there is none. The message says where."""
 
 
-def used(jitted: jaxcompat.Jitted) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class Jitted:
+    """A jitted function that is about to be lowered: what JAX knows of its arguments, and how it was jitted."""
+
+    args: Sequence[Any]
+    options: Mapping[str, Any]
+    _lower: Callable[..., Any]
+
+    @property
+    def jaxpr(self) -> Any:
+        return self.options["jaxpr"]
+
+    def lowered(self, shardings: Sequence[Any], options: Mapping[str, Any], platform: str) -> Any:
+        """The function, lowered with its arguments elsewhere. A sharding of None leaves an argument's place open."""
+        args = [
+            a.replace(sharding=s, format=None, committed=s is not None)
+            for a, s in zip(self.args, shardings, strict=True)
+        ]
+        return self._lower(args, **{**options, "lowering_platforms": (platform,)})
+
+
+@contextlib.contextmanager
+def lowering(hook: Callable[[Jitted], None]) -> Iterator[None]:
+    """Shows a hook every jitted function before it is lowered, to be called or to be compiled ahead of time."""
+    home: Any = pjit
+    lower = home._resolve_and_lower
+
+    def hooked(args: Sequence[Any], **options: Any) -> Any:
+        hook(Jitted(args, options, lower))
+        return lower(args, **options)
+
+    home._resolve_and_lower = hooked
+    try:
+        yield
+    finally:
+        home._resolve_and_lower = lower
+
+
+# ---- moving
+
+
+def used(jitted: Jitted) -> list[Any]:
     """The devices that a function names, in JAX's order. None: it runs on whichever comes first."""
     found: set[Any] = set()
 
@@ -40,7 +84,7 @@ def used(jitted: jaxcompat.Jitted) -> list[Any]:
     return sorted(found, key=lambda device: device.id)
 
 
-def lowered(jitted: jaxcompat.Jitted, devices: Sequence[Any], platform: str) -> Any:
+def lowered(jitted: Jitted, devices: Sequence[Any], platform: str) -> Any:
     """A jitted function, lowered for as many other devices as it uses."""
     there = dict(zip(used(jitted), devices, strict=False))
     places, options = _moved(jitted, there.__getitem__)
@@ -50,7 +94,7 @@ def lowered(jitted: jaxcompat.Jitted, devices: Sequence[Any], platform: str) -> 
     return jitted.lowered(places, options, platform)
 
 
-def _moved(jitted: jaxcompat.Jitted, move: Move) -> tuple[list[Any], dict[str, Any]]:
+def _moved(jitted: Jitted, move: Move) -> tuple[list[Any], dict[str, Any]]:
     """Where the arguments lie and how the function was jitted, on other devices."""
     places = [
         None if a.sharding is None or not a.committed else _sharding(a.sharding, move) for a in jitted.args
@@ -102,7 +146,7 @@ def _sharding(sharding: Any, move: Move) -> Any:
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         return SingleDeviceSharding(move(device), memory_kind=_memory(sharding))
-    return jaxcompat.sharding_on(sharding, move)
+    return _made_by_xla(sharding, move)
 
 
 def _memory(sharding: Any) -> str | None:
@@ -110,3 +154,11 @@ def _memory(sharding: Any) -> str | None:
     kind: str | None = sharding.memory_kind
     usual = next(iter(sharding.device_set)).default_memory().kind
     return None if kind == usual else kind
+
+
+def _made_by_xla(sharding: Any, move: Move) -> Any:
+    """A sharding that XLA has made, on other devices."""
+    if not isinstance(sharding, sharding_impls.GSPMDSharding):
+        raise NotImplementedError(f"{sharding} cannot be moved to other devices: use NamedSharding")
+    made: Any = sharding_impls.GSPMDSharding
+    return made(tuple(map(move, sharding._device_assignment)), sharding._hlo_sharding)

@@ -30,7 +30,6 @@ from policyc.recipes import Gemm, Recipe, Role, Treatment
 from policyc.treatments import effective
 
 Weight = Literal["lhs", "rhs"] | None
-Shape = tuple[int, ...]
 Backends = tuple[str, str, str]
 """What runs fprop, dgrad and wgrad."""
 
@@ -204,7 +203,7 @@ class Form:
     shape: tuple[int, ...]
 
 
-def _canonical(lhs: Shape, rhs: Shape, dims: Dims, recipe: Recipe) -> Form:
+def _canonical(lhs: tuple[int, ...], rhs: tuple[int, ...], dims: Dims, recipe: Recipe) -> Form:
     """Operands whose blocks run along single dimensions, and the shape of the original result.
 
     Blocks run along the contracted dimensions as if they were one. Where the last of them has whole blocks,
@@ -216,7 +215,7 @@ def _canonical(lhs: Shape, rhs: Shape, dims: Dims, recipe: Recipe) -> Form:
     shape = tuple(lhs[i] for i in (*lb, *lf)) + tuple(rhs[i] for i in rf)
     unit = max(max(FORMATS[t.format].block, t.rht, 1) for t in recipe.treatments)
 
-    def awkward(of: Shape, group: tuple[int, ...]) -> bool:
+    def awkward(of: tuple[int, ...], group: tuple[int, ...]) -> bool:
         sizes = [of[i] for i in group]
         return not sizes or (any(s > 1 for s in sizes[:-1]) and sizes[-1] % unit != 0)
 

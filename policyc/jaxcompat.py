@@ -1,4 +1,4 @@
-"""Primitives made of a jnp function, and whatever of them differs between the versions of JAX.
+"""Primitives made of a jnp function, and whatever of JAX differs between its versions.
 
 In: a name and a pure function of arrays. Out: a primitive that shows as one equation, lowers to that
 function, and batches, differentiates (not at all) and partitions like it. The one trap: inside `shard_map`
@@ -11,7 +11,6 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from typing import Any
@@ -24,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from policyc.private import dispatch, pjit, sharding_impls
+from policyc.private import dispatch
 
 FULL_8_BIT_SUMS: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 """The precision of an 8-bit product whose sums are fp32 throughout."""
@@ -248,55 +247,6 @@ def without_mesh() -> Iterator[None]:
             warnings.simplefilter("ignore", DeprecationWarning)
             stack.enter_context(Mesh(np.empty((), dtype=object), ()))
         yield
-
-
-# ---- the door of compilation
-
-
-@dataclass(frozen=True, slots=True)
-class Jitted:
-    """A jitted function that is about to be lowered: what JAX knows of its arguments, and how it was jitted."""
-
-    args: Sequence[Any]
-    options: Mapping[str, Any]
-    _lower: Callable[..., Any]
-
-    @property
-    def jaxpr(self) -> Any:
-        return self.options["jaxpr"]
-
-    def lowered(self, shardings: Sequence[Any], options: Mapping[str, Any], platform: str) -> Any:
-        """The function, lowered with its arguments elsewhere. A sharding of None leaves an argument's place open."""
-        args = [
-            a.replace(sharding=s, format=None, committed=s is not None)
-            for a, s in zip(self.args, shardings, strict=True)
-        ]
-        return self._lower(args, **{**options, "lowering_platforms": (platform,)})
-
-
-@contextlib.contextmanager
-def lowering(hook: Callable[[Jitted], None]) -> Iterator[None]:
-    """Shows a hook every jitted function before it is lowered, to be called or to be compiled ahead of time."""
-    home: Any = pjit
-    lower = home._resolve_and_lower
-
-    def hooked(args: Sequence[Any], **options: Any) -> Any:
-        hook(Jitted(args, options, lower))
-        return lower(args, **options)
-
-    home._resolve_and_lower = hooked
-    try:
-        yield
-    finally:
-        home._resolve_and_lower = lower
-
-
-def sharding_on(sharding: Any, device: Callable[[Any], Any]) -> Any:
-    """A sharding that XLA has made, on other devices."""
-    if not isinstance(sharding, sharding_impls.GSPMDSharding):
-        raise NotImplementedError(f"{sharding} cannot be moved to other devices: use NamedSharding")
-    made: Any = sharding_impls.GSPMDSharding
-    return made(tuple(map(device, sharding._device_assignment)), sharding._hlo_sharding)
 
 
 def host_devices(count: int) -> None:

@@ -134,14 +134,7 @@ def with_operands(
         ((body, held),) = made
         parts = scan_parts(eqn)
         first, last = _apart(extra, stacked)
-        end = parts.consts + parts.carry
-        invars = [
-            *eqn.invars[: parts.consts],
-            *first,
-            *eqn.invars[parts.consts : end],
-            *eqn.invars[end:],
-            *last,
-        ]
+        invars = [*eqn.invars[: parts.consts], *first, *eqn.invars[parts.consts :], *last]
         return eqn.replace(invars=invars, params={**eqn.params, **scan_params(eqn, body.key, held, stacked)})
     if name == "while":
         return _while_with(eqn, made, more)

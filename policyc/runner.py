@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from policyc import jaxcompat, jaxprs
+from policyc import jaxprs
 from policyc.diagnostics import PolicyError
-from policyc.jaxcompat import Jitted
+from policyc.elsewhere import Jitted, lowering
 from policyc.pipeline import Session, present, session_of
 from policyc.planner import How, Plan
 from policyc.policy import Policy
@@ -185,7 +185,7 @@ def first_step(program: Program, policy: Policy, how: How) -> tuple[Jitted | Non
             steps.append(jitted)
             raise Traced
 
-    with contextlib.suppress(Traced), jaxcompat.lowering(stop):
+    with contextlib.suppress(Traced), lowering(stop):
         run(program, policy, how, note)
     return (steps[0] if steps else None), plans
 
@@ -193,7 +193,7 @@ def first_step(program: Program, policy: Policy, how: How) -> tuple[Jitted | Non
 def _runs(jitted: Jitted, plans: Sequence[Plan]) -> bool:
     """Does a function run what was planned? A program may also jit what makes its parameters."""
     decisions = [d for plan in plans for d in plan.decisions(present(plan)).values()]
-    quantizes = any(lowering.backend for d in decisions for lowering in d.lowerings)
+    quantizes = any(one.backend for d in decisions for one in d.lowerings)
     names = {jaxprs.primitive_name(eqn) for eqn in jaxprs.every_eqn(jitted.jaxpr)}
     if quantizes:
         return any(name.endswith("_quantize") for name in names)

@@ -14,22 +14,22 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc import elsewhere, jaxcompat
+from policyc import elsewhere
 
 
 class Caught(BaseException):
     pass
 
 
-def caught(call: Callable[[], Any]) -> jaxcompat.Jitted:
+def caught(call: Callable[[], Any]) -> elsewhere.Jitted:
     """What is about to be lowered."""
-    found: list[jaxcompat.Jitted] = []
+    found: list[elsewhere.Jitted] = []
 
-    def stop(jitted: jaxcompat.Jitted) -> None:
+    def stop(jitted: elsewhere.Jitted) -> None:
         found.append(jitted)
         raise Caught
 
-    with jaxcompat.lowering(stop), pytest.raises(Caught):
+    with elsewhere.lowering(stop), pytest.raises(Caught):
         call()
     return found[0]
 
