@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from command import ROOT, Ran, spawn
 
+from policyc import hlo
+
 pytestmark = pytest.mark.cuda
 pytest.importorskip("jax_plugins.xla_cuda13", reason="the extra cuda13 is not installed")
 
@@ -66,6 +68,27 @@ def test_eight_bits_are_native_on_hopper() -> None:
     found = compiled("fp8", *BLOCK, "--target", "h100")
     assert found["products"]
     assert all(p["native"] and p["call"] == "__cublas$lt$matmul$f8" for p in found["products"])
+
+
+def test_eight_bits_are_scaled_inside_the_product(tmp_path: Path) -> None:
+    """No fp32 result of an 8-bit product stands in memory, and its scale was never rounded to bfloat16."""
+    compiled("fp8", *BLOCK, "--target", "h200", "--dump-hlo", tmp_path)
+    (path,) = tmp_path.iterdir()
+    module = hlo.read(path.read_text())
+    products = [r for r in module.ran if r.instruction.target == "__cublas$lt$matmul$f8"]
+    assert len(products) == 7 * 3, "seven linear layers in a scanned block"
+    for product in products:
+        assert product.instruction.shape.startswith("(bf16["), product.instruction.shape
+        inside = module.computations[product.computation]
+        scale = inside[product.instruction.operands[2]]
+        while scale.opcode in ("bitcast", "get-tuple-element"):
+            scale = inside[scale.operands[0]]
+        assert scale.opcode == "fusion", "it is computed from both maxima"
+        made = module.computations[scale.called[0]]
+        back = [
+            i for i in made.values() if i.opcode == "convert" and made[i.operands[0]].shape.startswith("bf16")
+        ]
+        assert not back, "rounded to bfloat16, and back"
 
 
 def test_weights_are_gathered_in_four_bits(policy: str) -> None:
