@@ -26,6 +26,7 @@ from policyc.backends.emulate import Dims, Operand
 from policyc.formats import FORMATS
 from policyc.jaxcompat import shape_of, sharded_like, vary_alike
 from policyc.quantize import Axes, Key, Quantized, dequantize, key
+from policyc.quantize.bits import stored
 from policyc.recipes import Gemm, Recipe, Role, Treatment
 from policyc.treatments import effective
 
@@ -157,7 +158,8 @@ def prepared(
     left, right = (array.shape, other.shape) if weight == "lhs" else (other.shape, array.shape)
     form = _canonical(left, right, _as_dims(dimension_numbers), chosen)
     turn, turn_other = (form.lhs, form.rhs) if weight == "lhs" else (form.rhs, form.lhs)
-    own, like = turn(array), jax.eval_shape(turn_other, other)
+    # A weight is made by a cast: it is written first, and read again in half the bytes.
+    own, like = stored(turn(array)), jax.eval_shape(turn_other, other)
     lhs, rhs = (shape_of(own), like) if weight == "lhs" else (like, shape_of(own))
     call = Call(
         dims=form.dims, recipe=chosen, weight=weight, out=None, precision=None, lhs=lhs, rhs=rhs,

@@ -193,6 +193,31 @@ def test_fp8(element: str) -> None:
     assert np.asarray(q.amax).item() == want["amax"]
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**-90, 448.0, 3.3895314e38])
+@pytest.mark.parametrize("method", ["cpu", "matmul"])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_fp8_of_every_bfloat16(element: str, method: Method, scale: float) -> None:
+    """Up to the one that is the largest here. Not on a CPU, codes are made four in a word."""
+    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    x = np.where(np.abs(every) <= scale, every, 0).reshape(128, 512)
+    q = compiled(Treatment(format="fp8", element=element), method=method)(x.astype(ml_dtypes.bfloat16))
+    want = oracle.fp8(x, element)
+    assert np.asarray(q.amax).item() == want["amax"]
+    np.testing.assert_array_equal(np.asarray(q.codes), want["codes"])
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("outer", ["tensor", "row"])
+@pytest.mark.parametrize("columns", [96, 90])
+def test_both_bodies_of_fp8(axis: int, outer: str, columns: int) -> None:
+    """Scales per row and per column, whole words and not, and a matrix with a NaN in it."""
+    x = jnp.asarray(samples("wide", (3, 64, columns))).astype(jnp.bfloat16).at[1, 5, 7].set(jnp.nan)
+    t = Treatment(format="fp8", element="e4m3", outer=outer)
+    one, other = (compiled(t, Axes(axis=axis, batch=(-3,)), m)(x) for m in ("cpu", "matmul"))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
 def test_four_over_six() -> None:
     x = samples("normal", (256, 256))
     q, want = compiled(nvfp4(scale="four_over_six"))(x), oracle.four_over_six(x)

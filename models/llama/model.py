@@ -119,6 +119,7 @@ def init(key: jax.Array, c: Model) -> Params:
     stacked = table(dataclasses.replace(c, scan=True))
     drawn = jax.tree_util.tree_map_with_path(draw, stacked, is_leaf=lambda x: isinstance(x, Leaf))
     if not c.scan:
+        drawn = lax.optimization_barrier(drawn)  # else XLA draws all layers again for each of them
         drawn["layers"] = [jax.tree.map(lambda a, i=i: a[i], drawn["layers"]) for i in range(c.layers)]
     return drawn
 

@@ -45,6 +45,7 @@ _LIFT = 64
 _TINY = (127 - 104) << 23
 _INFINITY = 0x7F800000
 _RANDOM_BITS = 16
+_GROUP = 16
 
 
 def quantize(
@@ -345,20 +346,45 @@ def e8m0(blocks: jax.Array, element: Element, rounding: str) -> jax.Array:
 
 def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key, *, cpu: bool) -> Quantized:
     """One outer scale, no blocks."""
-    del key, cpu
+    del key
     element = ELEMENTS[layout.element]
+    span = spanned(t, axes, layout, x.ndim)
+    words = x.dtype == jnp.bfloat16 and x.shape[-1] % _GROUP == 0 and -1 in span and not cpu
     # An 8-bit product wants one operand transposed. Unless x stands in memory first, XLA carries that transpose
-    # into everything that makes x, and makes it three times: a tenth of the time of a linear layer on a GPU.
-    x = stored(x)
-    amax = abs_bits(x).max(axis=spanned(t, axes, layout, x.ndim), keepdims=True)
+    # into everything that makes x, and makes it three times. What makes x finds the maxima of groups on its way.
+    if words:
+        x, top = stored((x, split_axis(half_bits(x), -1, x.shape[-1] // _GROUP, _GROUP).max(axis=-1)))
+        bits = top.astype(jnp.int32) << 16
+    else:
+        x = stored(x)
+        bits = abs_bits(x)
+    amax = bits.max(axis=span, keepdims=True)
     top, lift = _lift(amax)
     enc = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(element.top), top))
     lift, enc = stored((lift, enc))
-    scaled = (x.astype(jnp.float32) * lift) * enc
-    code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
-    # The scale is NaN already; the code too, for whoever multiplies codes and scales later.
-    code = jnp.where(amax >= _INFINITY, element.nan or 0, code)
-    return Quantized(codes=code.astype(jnp.uint8), scales=None, amax=from_bits(amax), layout=layout)
+
+    def code(values: jax.Array) -> jax.Array:
+        scaled = (values * lift) * enc
+        found = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
+        # The scale is NaN already; the code too, for whoever multiplies codes and scales later.
+        return jnp.where(amax >= _INFINITY, element.nan or 0, found)
+
+    codes = _by_words(x, code) if words else code(x.astype(jnp.float32)).astype(jnp.uint8)
+    return Quantized(codes=codes, scales=None, amax=from_bits(amax), layout=layout)
+
+
+def _by_words(x: jax.Array, code: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Codes of a bfloat16 array, four in a word: XLA's loops move words at the speed of memory, bytes at 0.6 of it.
+
+    The words stand in memory, so that whoever wants the codes transposed moves bytes.
+    """
+    pairs = lax.bitcast_convert_type(split_axis(x, -1, x.shape[-1] // 4, 2, 2), jnp.int32)
+    word = jnp.int32(0)
+    for i in range(2):
+        pair = lax.index_in_dim(pairs, i, axis=-1, keepdims=False)
+        low, high = from_bits(pair << 16), from_bits(pair & ~0xFFFF)
+        word |= (code(low) | (code(high) << 8)) << (16 * i)
+    return lax.bitcast_convert_type(stored(word), jnp.uint8).reshape(x.shape)
 
 
 _SCHEMES: dict[str, Callable[..., Quantized]] = {
