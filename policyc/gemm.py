@@ -34,6 +34,8 @@ Weight = Literal["lhs", "rhs"] | None
 Backends = tuple[str, str, str]
 """What runs fprop, dgrad and wgrad."""
 
+EMULATED: Backends = ("emulate", "emulate", "emulate")
+
 SAVED = "quantization"
 """The name of quantized tensors, for policies of `jax.checkpoint`."""
 
@@ -108,7 +110,7 @@ def quantized_dot_general(
     site: int | str = 0,
     layer: Any = None,
     step: Any = None,
-    backends: Backends = ("emulate", "emulate", "emulate"),
+    backends: Backends = EMULATED,
     ready: Ready = NOT_READY,
     rounding: Key | None = None,
 ) -> jax.Array:
@@ -131,24 +133,14 @@ def quantized_dot_general(
     lhs, rhs = vary_alike(lhs, rhs)
     form = _canonical(lhs.shape, rhs.shape, dims, chosen)
     a, b = form.lhs(lhs), form.rhs(rhs)
-    call = Call(
-        dims=form.dims,
-        recipe=chosen,
-        weight=weight,
-        out=out,
-        precision=precision,
-        lhs=shape_of(a),
-        rhs=shape_of(b),
-        backends=backends,
-        site=str(site),
-    )
+    call = _call(form, chosen, shape_of(a), shape_of(b), weight, site, backends, out=out, precision=precision)
     words = [w for w in (layer, step) if w is not None]
     return _gemm(call, a, b, ready, rounding or key(seed, site, *words)).reshape(form.shape)
 
 
 def prepared(
     array: jax.Array, other: jax.ShapeDtypeStruct, dimension_numbers: Any, recipe: Recipe, *, weight: Weight,
-    products: frozenset[Gemm], site: int | str = 0, backends: Backends = ("emulate", "emulate", "emulate"),
+    products: frozenset[Gemm], site: int | str = 0, backends: Backends = EMULATED,
 ) -> Ready:  # fmt: skip
     """A weight as `quantized_dot_general` quantizes it, beforehand. `other` is the shape of the other operand.
 
@@ -161,11 +153,7 @@ def prepared(
     # A weight is made by a cast: it is written first, and read again in half the bytes.
     own, like = stored(turn(array)), jax.eval_shape(turn_other, other)
     lhs, rhs = (shape_of(own), like) if weight == "lhs" else (like, shape_of(own))
-    call = Call(
-        dims=form.dims, recipe=chosen, weight=weight, out=None, precision=None, lhs=lhs, rhs=rhs,
-        backends=backends, site=str(site),
-    )  # fmt: skip
-    fprop, dgrad = _weight_sides(call)
+    fprop, dgrad = _weight_sides(_call(form, chosen, lhs, rhs, weight, site, backends))
 
     def made(side: Side, product: Product) -> Quantized | None:
         t = side.treatment
@@ -241,6 +229,17 @@ def _canonical(lhs: tuple[int, ...], rhs: tuple[int, ...], dims: Dims, recipe: R
 
 def _as_is(x: jax.Array) -> jax.Array:
     return x
+
+
+def _call(
+    form: Form, recipe: Recipe, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, weight: Weight,
+    site: int | str, backends: Backends, *, out: Any = None, precision: Any = None,
+) -> Call:  # fmt: skip
+    """The product of operands in this form. Its type and precision matter only where it runs."""
+    return Call(
+        dims=form.dims, recipe=recipe, weight=weight, out=out, precision=precision, lhs=lhs, rhs=rhs,
+        backends=backends, site=str(site),
+    )  # fmt: skip
 
 
 def _products(call: Call) -> tuple[Product, Product, Product]:
@@ -512,13 +511,10 @@ def operands(
     """What `quantized_dot_general` makes of its operands and of the gradient of its result, for looking at."""
     chosen, k = effective(recipe), key(0, site)
     form = _canonical(lhs.shape, rhs.shape, _as_dims(dimension_numbers), chosen)
-    a, b, dims = form.lhs(lhs), form.rhs(rhs), form.dims
-    call = Call(
-        dims=dims, recipe=chosen, weight=weight, out=dy.dtype, precision=None, lhs=shape_of(a), rhs=shape_of(b),
-        backends=("emulate",) * 3, site=str(site),
-    )  # fmt: skip
+    a, b = form.lhs(lhs), form.rhs(rhs)
+    call = _call(form, chosen, shape_of(a), shape_of(b), weight, site, EMULATED, out=dy.dtype)
     fprop, d_lhs, d_rhs = _products(call)
-    like = jax.eval_shape(lambda a, b: lax.dot_general(a, b, dims), a, b)
+    like = jax.eval_shape(lambda a, b: lax.dot_general(a, b, form.dims), a, b)
     d = dy.reshape(like.shape)
     of_lhs, of_rhs = (Role.WEIGHT if weight == name else Role.ACTIVATION for name in ("lhs", "rhs"))
     found = []
