@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from policyc import jaxprs
+from policyc import autodiff, jaxprs
 from policyc.gemm import Backends, Ready, prepared
 from policyc.jaxprs import Aval
 from policyc.quantize import key
@@ -122,8 +122,8 @@ class Rewritten:
             assert origin is not None
             key = (origin.input, *map(id, origin.steps), want.runs, want.quantizer)
             if key not in made:
-                value = jaxprs.without_derivative(inputs[origin.input])
-                with jaxprs.where_it_was_made(value):
+                value = autodiff.without_derivative(inputs[origin.input])
+                with autodiff.where_it_was_made(value):
                     made[key] = self._made(value, want.site, want.quantizer, origin.steps, want.runs)
             found += made[key]
         return found

@@ -16,7 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from policyc import backends, jaxprs, targets
+from policyc import autodiff, backends, targets
 from policyc.analysis import analyze
 from policyc.beforehand import Rewritten
 from policyc.diagnostics import Diagnostic, PolicyError, did_you_mean
@@ -27,8 +27,8 @@ from policyc.rewrite import rewrite
 from policyc.tracing import Traced, inputs_of, trace
 
 _inside: ContextVar[bool] = ContextVar("policyc_inside", default=False)
-_POLICY = jaxprs.in_key()
-_PHASE = jaxprs.in_key()
+_POLICY = autodiff.in_key()
+_PHASE = autodiff.in_key()
 
 
 def apply(
@@ -55,7 +55,7 @@ def apply(
     def quantized(*args: Any, **kwargs: Any) -> Any:
         if _inside.get():
             return fn(*args, **kwargs)
-        names = jaxprs.argument_names(fn, len(args))
+        names = autodiff.argument_names(fn, len(args))
         with guarded():
             traced = trace(fn, args, kwargs, _within(chosen, args), [names[i] for i in _within(chosen, args)])
         plan = make_plan(meant, analyze(traced.closed, traced.paths), how)
@@ -82,7 +82,7 @@ def plan(
     meant = as_policy(policy)
     how = as_how(backend, target)
     chosen = _within((weights,) if isinstance(weights, int) else tuple(weights), args)
-    names = jaxprs.argument_names(fn, len(args))
+    names = autodiff.argument_names(fn, len(args))
     with guarded():
         traced = trace(fn, args, kwargs, chosen, [names[i] for i in chosen])
     return make_plan(meant, analyze(traced.closed, traced.paths), how)
@@ -90,7 +90,7 @@ def plan(
 
 def compiled(plan: Plan, inputs: Sequence[Any] = ()) -> Rewritten:
     """The plan's loss in the present phase, to be called with these inputs."""
-    outside = {i for i, x in enumerate(inputs) if jaxprs.comes_from_outside(jaxprs.without_derivative(x))}
+    outside = {i for i, x in enumerate(inputs) if autodiff.comes_from_outside(autodiff.without_derivative(x))}
     return rewrite(plan.sites, plan.decisions(present(plan)), outside)
 
 
@@ -168,7 +168,7 @@ class Session:
             return fun
         chosen = tuple(range(len(primals)))
         with guarded():
-            traced = trace(fun, primals, {}, chosen, jaxprs.argument_names(fun, len(primals)))
+            traced = trace(fun, primals, {}, chosen, autodiff.argument_names(fun, len(primals)))
         plan = make_plan(self.policy, analyze(traced.closed, traced.paths), self.how)
         self._note(plan)
         try:
@@ -259,7 +259,7 @@ def session_of(
     _schedule.watch(session.policy)
     token = _current.set(session)
     try:
-        with _POLICY((id(session), str(session.policy))), jaxprs.differentiating(session.hook):
+        with _POLICY((id(session), str(session.policy))), autodiff.differentiating(session.hook):
             yield session
     finally:
         _current.reset(token)

@@ -20,7 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from policyc import jaxprs
+import jax
+
+from policyc import autodiff, jaxprs
 from policyc.diagnostics import PolicyError
 from policyc.elsewhere import Jitted, lowering
 from policyc.pipeline import Session, present, session_of
@@ -167,6 +169,11 @@ def first_plan(program: Program, policy: Policy, how: How | None = None) -> Plan
     return plans[-1] if plans else None
 
 
+def first_process() -> bool:
+    """Is this the process that speaks for all?"""
+    return jax.process_index() == 0
+
+
 def first_step(program: Program, policy: Policy, how: How) -> tuple[Jitted | None, list[Plan]]:
     """The first jitted function that differentiates a loss with a GEMM in it, about to be compiled, and the plans of
     its losses. The program ends there. No function: the loss is differentiated outside `jit`. No plans: there is none.
@@ -177,11 +184,11 @@ def first_step(program: Program, policy: Policy, how: How) -> tuple[Jitted | Non
     def note(plan: Plan) -> None:
         if len(plan.sites):
             plans.append(plan)
-            if not jaxprs.is_tracing():
+            if not autodiff.is_tracing():
                 raise Traced
 
     def stop(jitted: Jitted) -> None:
-        if plans and not jaxprs.is_tracing() and _runs(jitted, plans):
+        if plans and not autodiff.is_tracing() and _runs(jitted, plans):
             steps.append(jitted)
             raise Traced
 

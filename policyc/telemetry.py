@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policyc import jaxprs
+from policyc import autodiff, jaxprs
 from policyc.analysis import analyze
 from policyc.beforehand import Run
 from policyc.files import whole
@@ -100,7 +100,7 @@ class Stats:
         return [*tapped.rows(found["taps"]), *_gradient_rows(plan, found["cosines"]), losses]
 
     def _traced(self, *args: Any) -> dict[str, Any]:
-        traced = trace(self._loss, args, {}, (0,), jaxprs.argument_names(self._loss, 1))
+        traced = trace(self._loss, args, {}, (0,), autodiff.argument_names(self._loss, 1))
         plan = make_plan(self._policy, analyze(traced.closed, traced.paths), self._how)
         plan.check()
         tapped = self._tapped[present(plan)] = Tapped(plan)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from policyc import jaxprs
+from policyc import autodiff, jaxprs
 from policyc.selectors import Path
 from policyc.trees import leaf_paths
 
@@ -83,11 +83,11 @@ def trace(
             jax.tree.unflatten(tree, leaves) for leaves, (_, tree) in zip(filled, flat, strict=True)
         )
         leaves, tree = jax.tree.flatten(fn(*given, **named))
-        where = tuple(at for at, leaf in enumerate(leaves) if jaxprs.is_tracer(leaf))
+        where = tuple(at for at, leaf in enumerate(leaves) if autodiff.is_tracer(leaf))
         box.append((tree, tuple(None if at in where else leaf for at, leaf in enumerate(leaves)), where))
         return [leaves[at] for at in where]
 
-    closed = jaxprs.traced_for(fn, traceable, inputs)
+    closed = autodiff.traced_for(fn, traceable, inputs)
     tree, results, where = box[-1]
     return Traced(closed, tuple(paths), tree, results, where)
 

@@ -146,7 +146,7 @@ def apply_to(
 ) -> None:
     """Runs a program under a policy, and tells what became of it. Exits where the policy was not applied."""
     meant = policy_of(policy, variant)
-    from policyc import jaxprs, runner
+    from policyc import runner
     from policyc.diagnostics import PolicyError
     from policyc.pipeline import as_how
     from policyc.planview import as_json, summary
@@ -158,7 +158,7 @@ def apply_to(
         if not len(plan.sites):
             return
         weight = sum(plan.counts)
-        if not seen and jaxprs.first_process():
+        if not seen and runner.first_process():
             click.echo(summary(plan), err=True, nl=False)
         if plan_out is not None and weight > max(seen, default=-1):
             write_out("--plan-out", plan_out, as_json(plan))
@@ -172,7 +172,7 @@ def apply_to(
     if session.unmet:
         say(PolicyError(session.unmet))
         sys.exit(FOUND)
-    if session.folder is not None and jaxprs.first_process():
+    if session.folder is not None and runner.first_process():
         write_report(session.folder)
 
 
