@@ -115,7 +115,7 @@ def _shapes(model: Any, rows: int, sequence: int) -> tuple[Any, Any]:
         return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
     of = _module("model")
-    params = of.leaf_map(lambda leaf: array(leaf.shape, "float32"), of.table(model))
+    params = jax.tree.map(lambda leaf: array(leaf.shape, "float32"), of.table(model))
     return params, dict.fromkeys(("tokens", "targets", "mask"), array((rows, sequence), "int32"))
 
 

@@ -158,7 +158,7 @@ BAD = {
         lambda p: tokens_file(p / "a.bin", np.arange(600)),
         "tokens up to 599, .* vocabulary of 512",
     ),
-    "odd size": (lambda p: _bytes(p / "a.bin", b"x" * 1001), "truncated, or no token file: its 1001 bytes"),
+    "odd size": (lambda p: _bytes(p / "a.bin", b"x" * 1001), "truncated, or no token file: Size of available data"),
     "empty": (lambda p: _bytes(p / "a.bin", b""), "truncated, or no token file"),
     "short of its header": (lambda p: _headed(p / "a.bin", 500, 499), "its header says 500"),
     "truncated npy": (lambda p: _truncated_npy(p / "a.npy"), "truncated, or no token file"),

@@ -7,11 +7,10 @@ numbers of a run is its identity, which a checkpoint holds; a field that does no
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -29,14 +28,13 @@ def library(name: str, extra: str) -> Any:
 
 
 def flag(default: Any, help: str, least: int = 0, choices: Any = None, free: bool = False) -> Any:
-    about = {"help": help, "least": least, "choices": choices, "free": free}
-    return dataclasses.field(default=default, metadata=about)
+    return field(default=default, metadata={"help": help, "least": least, "choices": choices, "free": free})
 
 
 free = partial(flag, free=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Model:
     layers: int = flag(4, "transformer blocks", least=1)
     width: int = flag(128, "size of the residual stream", least=1)
@@ -56,7 +54,7 @@ class Model:
     attention: str = flag("auto", "what runs attention", choices=("auto", "cudnn", "xla"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
     steps: int = flag(200, "optimizer steps in all", least=1)
     batch: int = flag(8, "sequences in a step, over all devices", least=1)
@@ -103,27 +101,24 @@ class Run:
     profile_steps: str = free("10:13", "the steps to record, first:last")
 
 
-def _config(
-    rate: float, steps: int, batch: int, sequence: int, *sizes: int, warmup: float = 0.1, **more: Any
-) -> tuple[Model, Run]:
-    names = ("layers", "width", "hidden", "heads", "kv_heads", "head_dim", "vocab")
-    run = Run(learning_rate=rate, steps=steps, batch=batch, sequence=sequence, warmup=warmup)
-    return Model(**dict(zip(names, sizes, strict=True)), **more), run
-
-
-_BIG: dict[str, Any] = {"warmup": 0.02, "loss_chunks": 8, "remat": "dots"}
+# The sizes are in the order of the fields above.
+_BIG: dict[str, Any] = {"vocab": 128256, "loss_chunks": 8}
+_LONG: dict[str, Any] = {"steps": 10000, "batch": 1024, "sequence": 8192, "warmup": 0.02}
 CONFIGS: dict[str, tuple[Model, Run]] = {
     "tiny": (Model(), Run()),
     # 25 tokens per parameter outside of embedding and head.
-    "30m": _config(1.2e-3, 2900, 512, 512, 6, 640, 1792, 5, 5, 128, 32000),
-    "50m": _config(1.2e-3, 4700, 512, 512, 7, 768, 2048, 6, 6, 128, 32000),
-    "100m": _config(9e-4, 9800, 512, 512, 8, 1024, 2816, 8, 8, 128, 32000),
-    "200m": _config(7.2e-4, 19400, 512, 512, 10, 1280, 3584, 10, 10, 128, 32000),
-    "1b": _config(4e-4, 25000, 256, 4096, 16, 2048, 8192, 32, 8, 64, 128256, rope_scaling=32.0),
-    "llama3_8b": _config(3e-4, 10000, 1024, 8192, 32, 4096, 14336, 32, 8, 128, 128256, **_BIG),
-    "llama3_70b": _config(1.5e-4, 10000, 1024, 8192, 80, 8192, 28672, 64, 8, 128, 128256, rope_scaling=8.0, **_BIG),
-    "llama3_405b": _config(8e-5, 10000, 1024, 8192, 126, 16384, 53248, 128, 8, 128, 128256, rope_scaling=8.0,
-                           **{**_BIG, "remat": "full"}),
+    "30m": (Model(6, 640, 1792, 5, 5, 128, 32000), Run(2900, 512, 512, learning_rate=1.2e-3)),
+    "50m": (Model(7, 768, 2048, 6, 6, 128, 32000), Run(4700, 512, 512, learning_rate=1.2e-3)),
+    "100m": (Model(8, 1024, 2816, 8, 8, 128, 32000), Run(9800, 512, 512, learning_rate=9e-4)),
+    "200m": (Model(10, 1280, 3584, 10, 10, 128, 32000), Run(19400, 512, 512, learning_rate=7.2e-4)),
+    "1b": (Model(16, 2048, 8192, 32, 8, 64, 128256, rope_scaling=32.0),
+           Run(25000, 256, 4096, learning_rate=4e-4)),
+    "llama3_8b": (Model(32, 4096, 14336, 32, 8, 128, **_BIG, remat="dots"),
+                  Run(**_LONG, learning_rate=3e-4)),
+    "llama3_70b": (Model(80, 8192, 28672, 64, 8, 128, **_BIG, remat="dots", rope_scaling=8.0),
+                   Run(**_LONG, learning_rate=1.5e-4)),
+    "llama3_405b": (Model(126, 16384, 53248, 128, 8, 128, **_BIG, remat="full", rope_scaling=8.0),
+                    Run(**_LONG, learning_rate=8e-5)),
 }  # fmt: skip
 
 
@@ -147,7 +142,7 @@ def parse(words: Sequence[str] | None = None) -> tuple[str, Model, Run]:
     parser.add_argument("--config", default="tiny", help=f"one of {', '.join(CONFIGS)} (default: tiny)")
     for part in (Run, Model):
         group = parser.add_argument_group(part.__name__.lower(), "defaults are the configuration's")
-        for f in dataclasses.fields(part):
+        for f in fields(part):
             kind = {"int": int, "float": float}.get(str(f.type).split(" ")[0], str)
             how: Any = {"type": kind, "choices": f.metadata["choices"]}
             how = {"action": argparse.BooleanOptionalAction} if f.type == "bool" else how
@@ -165,7 +160,7 @@ def parse(words: Sequence[str] | None = None) -> tuple[str, Model, Run]:
 def check(model: Model, run: Run) -> None:
     """All that can be known to be wrong without a device, at once. `model.make_mesh` knows the rest."""
     values = {**vars(model), **vars(run)}
-    least = {f.name: f.metadata["least"] for p in (model, run) for f in dataclasses.fields(p)}
+    least = {f.name: f.metadata["least"] for p in (model, run) for f in fields(p)}
     small = [n for n, v in values.items() if isinstance(v, int | float) and not v >= least[n]]
     bad = [f"--{n.replace('_', '-')} {values[n]}: it must be at least {least[n]}" for n in small]
     first, _, last = run.profile_steps.partition(":")
@@ -181,5 +176,5 @@ def check(model: Model, run: Run) -> None:
 
 def identity(model: Model, run: Run, policy: str | None) -> dict[str, Any]:
     """What decides the numbers of a run."""
-    free = {f.name for p in (model, run) for f in dataclasses.fields(p) if f.metadata["free"]}
+    free = {f.name for p in (model, run) for f in fields(p) if f.metadata["free"]}
     return {"policy": policy} | {n: v for n, v in {**vars(model), **vars(run)}.items() if n not in free}

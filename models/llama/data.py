@@ -14,10 +14,10 @@ import re
 import sys
 import sysconfig
 import tempfile
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llama.configs import BadRun, library
@@ -29,10 +29,11 @@ ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>", "[SEP
 END = 256  # ends a document where tokens are bytes
 AHEAD = 4  # batches made ahead
 SCANNED = 1 << 28  # tokens looked at before the first step
+Options = dict[str, str]
 REMEDY = ": give the model a larger one, or, if these are token files, their dtype=uint16 or dtype=uint32"
 
 
-def parsed(spec):
+def parsed(spec: str) -> tuple[str, str, Options]:
     """Kind, path and options of a spec."""
     path, options = spec, {}
     while found := re.fullmatch(r"(.*),(\w+)=([^,=]*)", path):
@@ -45,14 +46,14 @@ def parsed(spec):
     return SUFFIXES.get(Path(path).suffix, "text"), path, options
 
 
-def files(path):
+def files(path: str) -> list[Path]:
     found = [Path(p) for p in sorted(glob.glob(path, recursive=True)) if os.path.isfile(p)]
     if not found:
         raise BadRun(f"no file is at '{path}'")
     return found
 
 
-def records(kind, path, options):
+def records(kind: str, path: str, options: Options) -> Iterable[Any]:
     """What is to be read, a document each: text, bytes, or a dictionary with text in one of its columns."""
     if kind == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -76,7 +77,7 @@ def records(kind, path, options):
     return itertools.chain.from_iterable(map(grain.experimental.ParquetIterDataset, found))
 
 
-def documents(kind, path, options):
+def documents(kind: str, path: str, options: Options) -> Iterator[bytes]:
     """Every document, as bytes."""
     column = options.get("column", "text")
     try:
@@ -94,30 +95,28 @@ def documents(kind, path, options):
         raise BadRun(f"'{path}' cannot be read; is it truncated, or of another kind? {error}") from None
 
 
-def encoded(texts, tokenizer, end):
-    """The tokens of each document: its bytes, where there is no tokenizer."""
+def encoder(tokenizer: str | None) -> tuple[Callable[[Iterator[bytes]], Iterator[np.ndarray]], int]:
+    """What makes tokens of documents, and how many different ones there are: bytes, or those of a tokenizer.json."""
     if tokenizer is None:
-        yield from (np.append(np.frombuffer(text, np.uint8), np.uint16(end)) for text in texts)
-        return
-    while some := [text.decode("utf-8", "replace") for text in itertools.islice(texts, 512)]:
-        for one in tokenizer.encode_batch(some, add_special_tokens=False):
-            yield np.asarray([*one.ids, end], np.uint32)
-
-
-def read_tokenizer(path):
-    """A tokenizer.json: the tokenizer, and its token that ends a document."""
+        return lambda texts: (np.append(np.frombuffer(t, np.uint8), np.uint16(END)) for t in texts), END + 1
     read = library("tokenizers", "data").Tokenizer.from_file
     try:
-        found = read(path)
+        bpe = read(tokenizer)
     except Exception as error:  # noqa: BLE001  # the library raises no narrower one
-        raise BadRun(f"'{path}' is no tokenizer.json: {error}") from None
-    end = next((t for t in map(found.token_to_id, ENDS) if t is not None), None)
+        raise BadRun(f"'{tokenizer}' is no tokenizer.json: {error}") from None
+    end = next((t for t in map(bpe.token_to_id, ENDS) if t is not None), None)
     if end is None:
-        raise BadRun(f"the tokenizer '{path}' has no token that ends a text, none of {', '.join(ENDS)}")
-    return found, end
+        raise BadRun(f"the tokenizer '{tokenizer}' has no token that ends a text, none of {', '.join(ENDS)}")
+
+    def encode(texts: Iterator[bytes]) -> Iterator[np.ndarray]:
+        while some := [text.decode("utf-8", "replace") for text in itertools.islice(texts, 512)]:
+            for one in bpe.encode_batch(some, add_special_tokens=False):
+                yield np.asarray([*one.ids, end], np.uint32)
+
+    return encode, bpe.get_vocab_size()
 
 
-def cached(key, what, pieces):
+def cached(key: Any, what: str, pieces: Iterable[np.ndarray]) -> np.ndarray:
     """An array of tokens on disk, memory-mapped; made at its first use."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "llama-data")
     path = home / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.u32"
@@ -133,7 +132,7 @@ def cached(key, what, pieces):
     return np.memmap(path, "<u4", "r")
 
 
-def token_file(path, dtype, vocab):
+def token_file(path: Path, dtype: str | None, vocab: int) -> np.ndarray:
     """A file of tokens, memory-mapped: .npy, llm.c's header and its tokens, or tokens alone."""
     try:
         if path.suffix == ".npy":
@@ -147,110 +146,103 @@ def token_file(path, dtype, vocab):
         dtype = HEADERS.get(mark) or dtype or ("uint32" if wide and size % 4 == 0 else "uint16")
         if dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype={dtype}: tokens are uint16 or uint32")
-        count, over = divmod(size - start, np.dtype(dtype).itemsize)
-        if count < 1 or over or (start and count != told):
-            header = f", and its header says {told}" if start else ""
-            raise ValueError(f"its {size} bytes hold {count} {dtype} tokens and {over} bytes{header}")
-        return np.memmap(path, dtype, "r", start)
+        found = np.memmap(path, dtype, "r", start)  # refuses what is empty, or ends within a token
+        if start and len(found) != told:
+            raise ValueError(f"it holds {len(found)} tokens, and its header says {told}")
+        return found
     except (OSError, ValueError, EOFError) as error:
         raise BadRun(f"'{path}' is truncated, or no token file: {error}") from None
 
 
-def tokens_of(kind, path, options, vocab, tokenizer):
+def tokens_of(spec: str, vocab: int, tokenizer: str | None) -> tuple[list[np.ndarray], int]:
     """All tokens, as arrays that follow each other, and how many different ones there may be."""
-    bpe, end = read_tokenizer(tokenizer) if tokenizer else (None, END)
-    words = bpe.get_vocab_size() if bpe else END + 1
+    (kind, path, options), (encode, words) = parsed(spec), encoder(tokenizer)
     if kind == "tokens":
         parts = [token_file(file, options.get("dtype"), vocab) for file in files(path)]
         every = max(1, sum(map(len, parts)) // SCANNED) << 16  # of very much data, blocks all over it
         largest = max(int(p[at : at + (1 << 16)].max()) for p in parts for at in range(0, len(p), every))
-        return parts, max(largest + 1, words if bpe else 0)
-    pieces = encoded(documents(kind, path, options), bpe, end)
-    if bpe is None and kind in ("stdlib", "text"):
+        return parts, max(largest + 1, words if tokenizer else 0)
+    pieces = encode(documents(kind, path, options))
+    if tokenizer is None and kind in ("stdlib", "text"):
         return [np.concatenate(list(pieces))], words
     stats = [(f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in sorted(glob.glob(path))]
-    vocabulary = Path(tokenizer).read_text() if bpe else ""
+    vocabulary = Path(tokenizer).read_text() if tokenizer else ""
     key = kind, os.path.abspath(path), options, stats, vocabulary, sys.version if kind == "stdlib" else ""
     return [cached(key, path or kind, pieces)], words
 
 
-class Windows:
-    """The tokens from one place to another, in windows of a sequence and the token behind it, in an order."""
+def windows(
+    parts: Sequence[np.ndarray], start: int, stop: int, sequence: int, seed: int
+) -> tuple[int, Callable[[int], np.ndarray]]:
+    """The tokens from one place to another, in windows of a sequence and the token behind it: how many there are, and
+    a function that gives the n-th of an endless order. It is another one in each epoch, and no host needs to hold it.
+    """
+    begins = np.cumsum([0, *map(len, parts)]).tolist()
+    parts = [p[max(0, start - b) : max(0, stop - b)] for p, b in zip(parts, begins, strict=False)]
+    ends = np.cumsum([max(0, len(p) - 1) // sequence for p in parts])
+    order = library("grain", "train").MapDataset.range(int(ends[-1])).shuffle(seed=seed % 2**32)
 
-    def __init__(self, parts, start, stop, sequence):
-        begins = np.cumsum([0, *map(len, parts)]).tolist()
-        self.parts = [p[max(0, start - b) : max(0, stop - b)] for p, b in zip(parts, begins, strict=False)]
-        self.sequence = sequence
-        self.ends = np.cumsum([max(0, len(p) - 1) // sequence for p in self.parts])
-        # Another order in each epoch, which no host needs to hold: it is a function of the place.
-        grain = library("grain", "train")
-        self.order = cache(lambda seed: grain.MapDataset.range(int(self.ends[-1])).shuffle(seed=seed % 2**32))
+    def row(number: int) -> np.ndarray:
+        part = int(np.searchsorted(ends, order[number], side="right"))
+        start = (order[number] - int(ends[part - 1] if part else 0)) * sequence
+        return parts[part][start : start + sequence + 1]
 
-    def row(self, number, seed):
-        window = self.order(seed)[number]
-        part = int(np.searchsorted(self.ends, window, side="right"))
-        start = (window - int(self.ends[part - 1] if part else 0)) * self.sequence
-        return self.parts[part][start : start + self.sequence + 1]
-
-
-class Synthetic:
-    """Endless and learnable: each row counts in steps of its own, and one token in ten is a random one."""
-
-    def __init__(self, vocab, sequence):
-        self.vocab, self.sequence = vocab, sequence
-
-    def row(self, number, seed):
-        random = np.random.default_rng((seed, number))
-        tokens = random.integers(self.vocab) + np.arange(self.sequence + 1) * random.integers(1, 8)
-        noise = random.integers(10 * self.vocab, size=self.sequence + 1)
-        return np.where(noise < self.vocab, noise, tokens % self.vocab)
+    return int(ends[-1]), row
 
 
-class Source:
+def synthetic(vocab: int, sequence: int, seed: int, number: int) -> np.ndarray:
+    """A row that can be learned: it counts in steps of its own, and one token in ten is a random one."""
+    random = np.random.default_rng((seed, number))
+    tokens = random.integers(vocab) + np.arange(sequence + 1) * random.integers(1, 8)
+    noise = random.integers(10 * vocab, size=sequence + 1)
+    return np.where(noise < vocab, noise, tokens % vocab)
+
+
+class Source(Iterator[dict[str, np.ndarray]]):
     """Batches without end: `tokens`, `targets` and `mask`, each [rows, sequence] int32.
 
     `rows` are those of a batch that this host reads. `split` is `train` or `validation`, the same end of the data
-    whatever the batch, the sequence and the seed.
+    whatever the batch, the sequence and the seed. `position` is where the next batch begins: the same on all hosts,
+    for any number of them and any batch.
     """
 
-    def __init__(self, spec, *, batch, sequence, vocab, seed=0, rows=None, split="train", tokenizer=None):
-        (kind, path, options), training = parsed(spec), split == "train"
-        if kind == "synthetic":
+    def __init__(
+        self, spec: str, *, batch: int, sequence: int, vocab: int, seed: int = 0, rows: Sequence[int] | None = None,
+        split: str = "train", tokenizer: str | None = None,
+    ) -> None:  # fmt: skip
+        training = split == "train"
+        if parsed(spec)[0] == "synthetic":
             self.vocab, self.contents = vocab, "endless"
-            self._windows, self._seed = Synthetic(vocab, sequence), 2 * seed if training else 1
+            self._row = partial(synthetic, vocab, sequence, 2 * seed if training else 1)
         else:
-            parts, self.vocab = tokens_of(kind, path, options, vocab, tokenizer)
+            parts, self.vocab = tokens_of(spec, vocab, tokenizer)
             total = sum(map(len, parts))
             cut = total - max(total // 100, min(total // 10, 1 << 16))
-            self._windows = Windows(parts, *((0, cut) if training else (cut, total)), sequence)
-            self._seed = seed if training else 0
+            place = (0, cut, sequence, seed) if training else (cut, total, sequence, 0)
+            count, self._row = windows(parts, *place)
             ends = b"".join(p[:4096].tobytes() + p[-4096:].tobytes() for p in parts)
             self.contents = f"{total} tokens, {hashlib.sha256(ends).hexdigest()[:16]}"
             if self.vocab > vocab:
                 most = f"'{spec}' has tokens up to {self.vocab - 1}"
                 raise BadRun(f"{most}, the model a vocabulary of {vocab}{REMEDY}")
-            if not self._windows.ends[-1]:
+            if not count:
                 raise BadRun(f"'{spec}' has {total} tokens: its {split} part has no {sequence + 1} in a row")
-        self._limit, self._batch, self._rows = vocab, batch, range(batch) if rows is None else rows
-        self._spec, self._pool, self._ahead = spec, ThreadPoolExecutor(1, "data"), deque()
-        self.position = (
-            0  # where the next batch begins: the same on all hosts, for any number of them and any batch
-        )
+        self._spec, self._limit, self._batch, self._rows = spec, vocab, batch, rows or range(batch)
+        self.seek(0)
 
-    def seek(self, position):
-        self._ahead.clear()
-        self.position = position
+    def seek(self, position: int) -> None:
+        grain = library("grain", "train")
+        begins = grain.MapDataset.range(position, sys.maxsize, self._batch)
+        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)
+        self.position, self._ahead = position, iter(begins.map(self._made).to_iter_dataset(ahead))
 
-    def __next__(self):
-        while len(self._ahead) <= AHEAD:
-            place = self.position + len(self._ahead) * self._batch
-            self._ahead.append(self._pool.submit(self._made, place))
-        batch = self._ahead.popleft().result()
+    def __next__(self) -> dict[str, np.ndarray]:
+        batch = next(self._ahead)
         self.position += self._batch
         return batch
 
-    def _made(self, position):
-        rows = np.stack([self._windows.row(position + n, self._seed) for n in self._rows]).astype(np.int32)
+    def _made(self, begin: int) -> dict[str, np.ndarray]:
+        rows = np.stack([self._row(begin + n) for n in self._rows]).astype(np.int32)
         if rows.max() >= self._limit:
             raise BadRun(f"'{self._spec}' holds token {rows.max()} of {self._limit} at most{REMEDY}")
         return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "mask": np.ones_like(rows[:, 1:])}

@@ -5,8 +5,6 @@ step before anybody waits for the last. The one trap: a run that goes on after a
 lines are removed first.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -18,6 +16,7 @@ from typing import Any
 
 import jax
 from llama.configs import BadRun, Model, Run, library
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 # Dense bf16 TFLOP/s of a device, by a part of its name.
 PEAKS = {"GB300": 2450, "GB200": 2450, "B300": 2250, "B200": 2250, "H200": 989, "H100": 989, "A100": 312}
@@ -44,28 +43,25 @@ def memory_bytes() -> int:
 class Log:
     """Everything that is told about a run. Only the first process tells it."""
 
-    def __init__(self, folder: Path, c: Model, run: Run, start: int) -> None:
+    def __init__(self, stack: ExitStack, folder: Path, c: Model, run: Run, start: int) -> None:
         self._run, self._peak, self._main = run, peak_tflops(run), jax.process_index() == 0
         self._flops = flops_per_token(c, run.sequence)
         self._tokens = run.batch * run.sequence / jax.device_count()
-        self._pending, self._ready, stack = (), time.perf_counter(), ExitStack()
-        self.close = stack.close
+        self._pending: tuple[Any, ...] = ()
+        self.clock = time.perf_counter()  # when the step at hand began
         self.last: dict[str, Any] = {}
-        self._bar = self._wandb = None
-        opened = stack.enter_context
-        if self._main:
-            self._lines = opened(_continued(folder / "metrics.jsonl", start))
-            writer = library("tensorboardX", "train").SummaryWriter
-            self._board = opened(writer(str(folder / "tensorboard"), purge_step=start + 1))
-        if self._main and run.wandb:
-            about = {"project": run.wandb, "name": folder.name, "dir": folder}
-            self._wandb = opened(library("wandb", "wandb").init(**about, config={**vars(c), **vars(run)}))
-        if self._main and sys.stdout.isatty():
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            shown = BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn()
-            self._bar = opened(Progress(MofNCompleteColumn(), *shown))
-            self._task = self._bar.add_task("compiling", total=run.steps, completed=start)
+        if not self._main:
+            return
+        self._lines = stack.enter_context(_continued(folder / "metrics.jsonl", start))
+        writer = library("tensorboardX", "train").SummaryWriter
+        self._board = stack.enter_context(writer(str(folder / "tensorboard"), purge_step=start + 1))
+        self._wandb = None
+        if run.wandb:
+            about = {"project": run.wandb, "name": folder.name, "dir": folder, "config": vars(c) | vars(run)}
+            self._wandb = stack.enter_context(library("wandb", "wandb").init(**about))
+        shown = MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn()
+        self._bar = stack.enter_context(Progress(*shown, disable=not sys.stdout.isatty()))
+        self._task = self._bar.add_task("compiling", total=run.steps, completed=start)
 
     def later(self, *sent: Any) -> None:
         """Takes a step that was just sent to the device, its measurements and its stall; reads the one before it."""
@@ -73,14 +69,10 @@ class Log:
         if before:
             self._read(*before)
 
-    def restart_clock(self) -> None:
-        """What lies between two steps and is no training (a checkpoint, a validation) is nobody's step time."""
-        self._ready = time.perf_counter()
-
     def _read(self, step: int, measured: dict[str, jax.Array], stall: float) -> None:
         values = {name: value.item() for name, value in jax.device_get(measured).items()}
-        before, self._ready = self._ready, time.perf_counter()
-        fine, seconds = values.pop("fine"), self._ready - before
+        before, self.clock = self.clock, time.perf_counter()
+        fine, seconds = values.pop("fine"), self.clock - before
         rate = self._tokens / seconds
         tflops = rate * self._flops / 1e12
         speed = {"step_seconds": seconds, "stall_seconds": stall, "tokens_per_second_per_device": rate,
@@ -108,16 +100,13 @@ class Log:
             return
         speed = f"MFU {row['mfu']:.1%}" if "mfu" in row else f"{row['tflops_per_device']:.3g} TFLOP/s/device"
         text = f"loss {row['loss']:.4f}  {row['tokens_per_second_per_device']:.0f} tokens/s/device  {speed}"
-        if self._bar:
-            self._bar.update(self._task, completed=step, description=text)
-        elif step % self._run.log_every == 0 or step in (1, self._run.steps):
+        self._bar.update(self._task, completed=step, description=text)
+        if self._bar.disable and (step % self._run.log_every == 0 or step in (1, self._run.steps)):
             self.say(f"step {step}/{self._run.steps}  {text}")
 
     def say(self, text: str) -> None:
-        if self._bar:
-            self._bar.console.print(text)
-        elif self._main:
-            print(text, flush=True)
+        if self._main:
+            self._bar.console.out(text, highlight=False)
 
 
 def _continued(path: Path, start: int) -> Any:

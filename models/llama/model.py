@@ -5,14 +5,12 @@ and the sums of gradients are fp32, and everything between them is the compute t
 used, so that its gradient arrives in fp32.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +20,6 @@ from llama.configs import BadRun, Model, Run
 
 Params = dict[str, Any]
 Sums = tuple[jax.Array, jax.Array]
-
 
 AXES = ("data", "fsdp", "tensor", "context")
 BATCH = ("tokens", "targets", "mask")
@@ -39,21 +36,18 @@ def make_mesh(c: Model, run: Run) -> Mesh:
     if data * rest != count:
         mesh = f"{data} data x {fsdp} fsdp x {tensor} tensor x {context} context"
         raise BadRun(f"a mesh of {mesh} is not {count} devices: change the axes, or leave --data-axis out")
-    uneven = [
-        f"{name} {size} is not a multiple of {by} ({why})"
-        for name, size, by, why in (
-            ("heads", c.heads, c.kv_heads, "key and value heads"),
-            ("head_dim", c.head_dim, 2, "rotary embedding"),
-            ("batch", run.batch, run.accumulate * data * fsdp, "accumulate x data x fsdp"),
-            ("sequence", run.sequence, c.loss_chunks * context, "loss_chunks x context"),
-            ("heads", c.heads, tensor * context, "tensor x context"),
-            ("width", c.width, fsdp, "fsdp"),
-            ("hidden", c.hidden, tensor, "tensor"),
-            ("kv_heads x head_dim", c.kv_heads * c.head_dim, tensor, "tensor"),
-            ("vocab", c.vocab, tensor, "tensor"),
-        )
-        if size % by
-    ]
+    multiples = (
+        ("heads", c.heads, c.kv_heads, "key and value heads"),
+        ("head_dim", c.head_dim, 2, "rotary embedding"),
+        ("batch", run.batch, run.accumulate * data * fsdp, "accumulate x data x fsdp"),
+        ("sequence", run.sequence, c.loss_chunks * context, "loss_chunks x context"),
+        ("heads", c.heads, tensor * context, "tensor x context"),
+        ("width", c.width, fsdp, "fsdp"),
+        ("hidden", c.hidden, tensor, "tensor"),
+        ("kv_heads x head_dim", c.kv_heads * c.head_dim, tensor, "tensor"),
+        ("vocab", c.vocab, tensor, "tensor"),
+    )
+    uneven = [f"{n} {size} is not a multiple of {by} ({why})" for n, size, by, why in multiples if size % by]
     if uneven:
         raise BadRun(f"{'; '.join(uneven)}: change the sizes, or the axes of the mesh")
     return jax.make_mesh((data, fsdp, tensor, context), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -67,7 +61,12 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
     """`x`, divided so. On one device there is nothing to say."""
     if mesh is None or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, sharding(mesh, names))
+    return lax.with_sharding_constraint(x, sharding(mesh, names))
+
+
+def in_parts(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """A part has every n-th entry along an axis, so that it lies on all devices that divide the axis."""
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, count, *x.shape[axis + 1 :]), axis + 1, 0)
 
 
 def described_batch(run: Run, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
@@ -75,7 +74,8 @@ def described_batch(run: Run, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     return dict.fromkeys(BATCH, jax.ShapeDtypeStruct((run.batch, run.sequence), "int32", sharding=place))
 
 
-class Leaf(NamedTuple):
+@dataclass(frozen=True)
+class Leaf:
     """A parameter: its shape, what divides it, the deviation of its first values (0: it starts as ones)."""
 
     shape: tuple[int, ...]
@@ -96,17 +96,13 @@ def table(c: Model) -> Params:
         "mlp_norm": scale,
         "mlp": {"gate_proj": h_in, "up_proj": h_in, "down_proj": h_out},
     }
-    stacked = leaf_map(lambda leaf: Leaf((c.layers, *leaf.shape), (None, *leaf.axes), leaf.deviation), layer)
+    stacked = jax.tree.map(lambda a: Leaf((c.layers, *a.shape), (None, *a.axes), a.deviation), layer)
     embed, layers = Leaf((c.vocab, d), ("inner", "width"), 0.02), stacked if c.scan else [layer] * c.layers
     return {"embed": embed, "layers": layers, "norm": scale, "lm_head": v_in}
 
 
-def leaf_map(f: Any, tree: Any, *more: Any) -> Any:
-    return jax.tree.map(f, tree, *more, is_leaf=lambda x: isinstance(x, Leaf))
-
-
 def shardings(c: Model, mesh: Mesh) -> Params:
-    return leaf_map(lambda leaf: sharding(mesh, leaf.axes), table(c))
+    return jax.tree.map(lambda leaf: sharding(mesh, leaf.axes), table(c))
 
 
 def init(key: jax.Array, c: Model) -> Params:
@@ -116,8 +112,7 @@ def init(key: jax.Array, c: Model) -> Params:
         own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
         return leaf.deviation * jax.random.normal(own, leaf.shape) if leaf.deviation else jnp.ones(leaf.shape)
 
-    stacked = table(dataclasses.replace(c, scan=True))
-    drawn = jax.tree_util.tree_map_with_path(draw, stacked, is_leaf=lambda x: isinstance(x, Leaf))
+    drawn = jax.tree.map_with_path(draw, table(replace(c, scan=True)))
     if not c.scan:
         drawn = lax.optimization_barrier(drawn)  # else XLA draws all layers again for each of them
         drawn["layers"] = [jax.tree.map(lambda a, i=i: a[i], drawn["layers"]) for i in range(c.layers)]
@@ -187,14 +182,14 @@ def block(x: jax.Array, p: Params, rope: Any, c: Model, mesh: Mesh | None) -> ja
     return constrain(x, mesh, "batch", "sequence", None)
 
 
-def _gemms(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Is it a GEMM, or attention as one kernel, whoever wrote it?"""
-    return "dot" in primitive.name or "gemm" in primitive.name
-
-
 _names = jax.checkpoint_policies.save_only_these_names("quantization")
-_dots = jax.checkpoint_policies.save_from_both_policies(_gemms, _names)
-REMAT: dict[str, Any] = {"full": None, "quantized": _names, "dots": _dots}
+REMAT: dict[str, Any] = {
+    "full": None,
+    "quantized": _names,
+    "dots": lambda primitive, *about, **more: (  # GEMMs, and attention as one kernel, whoever wrote them
+        "dot" in primitive.name or "gemm" in primitive.name or _names(primitive, *about, **more)
+    ),
+}
 
 
 def hidden(params: Params, tokens: jax.Array, c: Model, mesh: Mesh | None = None) -> jax.Array:
@@ -241,11 +236,7 @@ def loss(params: Params, batch: Params, c: Model, mesh: Mesh | None = None, z_lo
     if c.loss_chunks == 1:
         return part(x, batch["targets"], batch["mask"])
 
-    def chunks(t: jax.Array) -> jax.Array:
-        """Every n-th token of a sequence: each chunk lies on all devices of the context axis."""
-        return jnp.moveaxis(t.reshape(t.shape[0], -1, c.loss_chunks, *t.shape[2:]), 2, 0)
-
     with jax.named_scope("head"):
-        each = tuple(chunks(t) for t in (x, batch["targets"], batch["mask"]))
+        each = tuple(in_parts(t, 1, c.loss_chunks) for t in (x, batch["targets"], batch["mask"]))
         again = jax.checkpoint(lambda each: part(*each), prevent_cse=False)
         return jax.tree.map(jnp.sum, lax.map(again, each))

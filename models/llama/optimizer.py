@@ -5,9 +5,8 @@ host to be found out. The device itself leaves the weights as they were; the hos
 stops or counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,10 +35,7 @@ def learning_rate(run: Run, step: jax.Array) -> jax.Array:
 
 def adamw(run: Run) -> optax.GradientTransformation:
     """AdamW, but for the learning rate. Norms do not decay."""
-
-    def decayed(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: "norm" not in str(path[-1]), params)
-
+    decayed = partial(jax.tree.map_with_path, lambda path, _: "norm" not in str(path[-1]))
     adam = optax.scale_by_adam(run.beta1, run.beta2, eps=1e-8)
     return optax.chain(adam, optax.add_decayed_weights(run.weight_decay, mask=decayed))
 
@@ -63,9 +59,7 @@ def first_state(c: Model, run: Run, mesh: Mesh) -> tuple[State, Callable[[], Sta
     return described, jax.jit(make, out_shardings=placed)
 
 
-def gradients(
-    params: Any, batch: Any, scale: jax.Array, c: Model, run: Run, mesh: Mesh
-) -> tuple[Any, jax.Array]:
+def gradients(params: Any, batch: Any, scale: jax.Array, c: Model, run: Run, mesh: Mesh) -> tuple[Any, Any]:
     """Of the mean over all tokens that count, in `accumulate` parts; and that mean."""
     count = jnp.maximum(jnp.sum(batch["mask"].astype(jnp.float32)), 1)
 
@@ -78,9 +72,7 @@ def gradients(
         return derivative(params, batch)
 
     def parts(rows: jax.Array) -> jax.Array:
-        """Every n-th row, so that each part lies on all devices."""
-        rows = jnp.moveaxis(rows.reshape(-1, run.accumulate, rows.shape[1]), 1, 0)
-        return llama.constrain(rows, mesh, None, "batch", "sequence")
+        return llama.constrain(llama.in_parts(rows, 0, run.accumulate), mesh, None, "batch", "sequence")
 
     def body(total: Any, part: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, derivative(params, part)), None
@@ -123,19 +115,20 @@ def train_step(c: Model, run: Run, mesh: Mesh) -> Callable[[State, Any], tuple[S
     return jax.jit(step, donate_argnums=0, out_shardings=(where, None))
 
 
-def validation(c: Model, mesh: Mesh, plain: bool) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
-    """Sum of the loss over a batch, and its tokens; plain, or as training computes it: a policy changes what is
-    differentiated. So the loss is, and XLA removes the gradient that nobody reads.
-    """
+def mean_loss(c: Model, mesh: Mesh, every: int, params: Any, batch: Any) -> jax.Array:
+    """The loss of every n-th row of a batch."""
+    part = {name: rows[::every] for name, rows in batch.items()}
+    return llama.loss(params, part, c, mesh)[0] / part["mask"].sum()
 
-    def evaluate(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        nats = lambda params: llama.loss(params, batch, c, mesh)[0]  # noqa: E731
-        return nats(params) if plain else jax.value_and_grad(nats)(params)[0], batch["mask"].sum()
+
+def validation(c: Model, mesh: Mesh, plain: bool) -> Callable[[Any, Any], dict[str, jax.Array]]:
+    """The loss of a batch as training computes it and, where it is asked for, plainly. A policy changes what is
+    differentiated: so the first one is, and XLA removes the gradient that nobody reads.
+    """
+    loss = partial(mean_loss, c, mesh, 1)
+
+    def evaluate(params: Any, batch: Any) -> dict[str, jax.Array]:
+        found = {"validation_loss": jax.value_and_grad(loss)(params, batch)[0]}
+        return found | ({"validation_loss_plain": loss(params, batch)} if plain else {})
 
     return jax.jit(evaluate)
-
-
-def mean_loss(c: Model, run: Run, mesh: Mesh, params: Any, batch: Any) -> jax.Array:
-    """The loss of a batch, or of as much of it as is computed at a time."""
-    part = {name: rows[:: run.accumulate] for name, rows in batch.items()}
-    return llama.loss(params, part, c, mesh)[0] / part["mask"].sum()

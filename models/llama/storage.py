@@ -5,8 +5,6 @@ that transformers reads. The traps: a checkpoint that loads is not always one th
 numbers. And Hugging Face keeps a linear as (out, in), a tensor for each layer; here it is (in, out), and stacked.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -38,6 +36,11 @@ FIELDS = {"hidden_size": "width", "intermediate_size": "hidden", "num_hidden_lay
           "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta"}  # fmt: skip
 
 
+def latest(folder: Path) -> int | None:
+    """The last step of which a folder has a whole checkpoint."""
+    return max(ocp.utils.checkpoint_steps(folder), default=None)
+
+
 class Checkpoints:
     """The checkpoints of a run, in one folder."""
 
@@ -48,16 +51,13 @@ class Checkpoints:
         with self._told("checkpoints cannot be kept here", "is the folder writable?"):
             self._manager = ocp.CheckpointManager(self.folder, options=options)
 
-    def latest(self) -> int | None:
-        return self._manager.latest_step()
-
     def save(self, step: int, state: Any, position: int) -> None:
         """Begins to write. Returns once the state is copied; the file becomes valid when it is whole."""
         needed = sum(a.nbytes for a in jax.tree.leaves(state)) // jax.process_count()
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             room = f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free in {self.folder}"
-            last = f"The last good one is at step {self.latest()}: make room and run this again"
+            last = f"The last good one is at step {latest(self.folder)}: make room and run this again"
             raise BadRun(f"no room for a checkpoint at step {step}: {room}. {last}")
         about = {"identity": self._identity, "position": position}
         parts = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
@@ -98,15 +98,15 @@ class Checkpoints:
             raise BadRun(f"{what} ({self.folder}): {reason}\n{remedy}") from error
 
 
-def theirs(path: tuple[Any, ...], c: Model) -> tuple[list[str], bool]:
-    """The names of a parameter's tensors, one or a layer's each, and whether they are turned."""
+def theirs(path: tuple[Any, ...], c: Model) -> tuple[list[str], bool, bool]:
+    """The names of a parameter's tensors, one or a layer's each; is it a stack of them, and are they turned?"""
     names = [str(k.key) for k in path if hasattr(k, "key")]
     turned = names[-1].endswith(("_proj", "lm_head"))
     if names[0] != "layers":
-        return [NAMES[names[0]]], turned
+        return [NAMES[names[0]]], False, turned
     inner = ".".join(NAMES.get(n, n) for n in names[1:])
     layers = range(c.layers) if c.scan else [path[1].idx]
-    return [f"model.layers.{i}.{inner}.weight" for i in layers], turned
+    return [f"model.layers.{i}.{inner}.weight" for i in layers], c.scan, turned
 
 
 def config_json(c: Model, dtype: str) -> dict[str, Any]:
@@ -148,9 +148,9 @@ def save(params: Any, c: Model, folder: Path, dtype: str = "bfloat16") -> None:
 
 def _tensors(params: Any, c: Model, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
     for path, value in jax.tree_util.tree_flatten_with_path(params)[0]:
-        names, turned = theirs(path, c)
-        whole = multihost_utils.process_allgather(value, tiled=True) if jax.process_count() > 1 else value
-        for name, one in zip(names, whole if c.scan and path[0].key == "layers" else [whole], strict=True):
+        names, stacked, turned = theirs(path, c)
+        whole = multihost_utils.process_allgather(value, tiled=True)
+        for name, one in zip(names, whole if stacked else [whole], strict=True):
             array = np.asarray(one).astype(jax.numpy.dtype(dtype))
             yield name, np.ascontiguousarray(array.T if turned else array)
 
@@ -177,19 +177,15 @@ def load(folder: Path, c: Model, mesh: Mesh) -> Any:
         print(f"{folder} has no head of its own: it begins as a copy of the embedding, no longer tied")
 
     def leaf(path: Any, entry: llama.Leaf, where: Any) -> Any:
-        names, turned = theirs(path, c)
+        names, stacked, turned = theirs(path, c)
         if missing := [name for name in names if name not in found]:
             raise BadRun(f"--init-from {folder} has no tensor named {missing[0]}: is it a Llama?")
 
-        def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
-            return found[name][index[::-1]].T if turned else found[name][index]
-
         def piece(index: tuple[slice, ...]) -> np.ndarray:
-            if len(entry.shape) == len(found[names[0]].get_shape()):
-                return one(names[0], index).astype(np.float32)
-            return np.stack([one(n, index[1:]) for n in names[index[0]]]).astype(np.float32)
+            which, part = (names[index[0]], index[1:]) if stacked else (names, index)
+            read = [found[name][part[::-1]].T if turned else found[name][part] for name in which]
+            return (np.stack(read) if stacked else read[0]).astype(np.float32)
 
         return jax.make_array_from_callback(entry.shape, where, piece)
 
-    is_leaf = lambda x: isinstance(x, llama.Leaf)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(leaf, llama.table(c), llama.shardings(c, mesh), is_leaf=is_leaf)
+    return jax.tree.map_with_path(leaf, llama.table(c), llama.shardings(c, mesh))

@@ -4,8 +4,6 @@ In: a configuration. Out: a folder with metrics, checkpoints, exports. Nothing h
 under `policyc apply` for that. The one trap: whatever can be known to be wrong must be said before the first step.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shlex
@@ -13,9 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ try:
     import numpy as np
     from llama import configs, data, metrics, model, optimizer
     from llama.configs import BadRun, Model, Run
-    from llama.storage import Checkpoints, load, save
+    from llama.storage import Checkpoints, latest, load, save
 except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("llama"):
         raise
@@ -60,28 +59,27 @@ def train(name: str, c: Model, run: Run) -> None:
     state, make = optimizer.first_state(c, run, where)
     step = optimizer.train_step(c, run, where)
     tell("step", 0, total=run.steps)
-    # So that a policy that does not fit is known before anything is written.
+    # So that a policy that does not fit is known before anything is written; and weights that do not, below.
     step.trace(state, model.described_batch(run, where))
 
-    identity = configs.identity(c, run, policy) | {"contents_of_the_data": source.contents}
-    checkpoints = Checkpoints(folder / "checkpoints", run.keep, identity)
-    begin = checkpoints.latest() if run.resume_from is None else run.resume_from
-    if begin is not None:
-        state, position = checkpoints.restore(begin, state, run.accept_changes)
-        source.seek(position)
-    else:
-        begin, state = 0, make()
+    found = latest(folder / "checkpoints") if run.resume_from is None else run.resume_from
+    if found is None:
+        state = make()
         if run.init_from:
             state["params"] = load(Path(run.init_from), c, where)
+    identity = configs.identity(c, run, policy) | {"contents_of_the_data": source.contents}
+    checkpoints = Checkpoints(folder / "checkpoints", run.keep, identity)
+    if found is not None:
+        state, position = checkpoints.restore(found, state, run.accept_changes)
+        source.seek(position)
+    begin = found or 0
     if begin >= run.steps:
         print(f"{folder} is at step {begin} of {run.steps} already: remove it, or give another --out")
         return
 
     tell("results_in", folder)
-    mean = partial(optimizer.mean_loss, c, run, where)
-    ways = {"validation_loss": optimizer.validation(c, where, plain=False)}
-    if policy is not None:
-        ways["validation_loss_plain"] = optimizer.validation(c, where, plain=True)
+    mean = partial(optimizer.mean_loss, c, where, run.accumulate)
+    evaluate = optimizer.validation(c, where, plain=policy is not None)
     interrupted: list[int] = []
 
     def interrupt(number: int, _: Any) -> None:
@@ -91,22 +89,24 @@ def train(name: str, c: Model, run: Run) -> None:
 
     with ExitStack() as stack:
         stack.callback(checkpoints.close)
-        log = metrics.Log(folder, c, run, begin)
-        stack.callback(log.close)
+        log = metrics.Log(stack, folder, c, run, begin)
+        profile = stack.enter_context(ExitStack())  # a run that is cut off keeps what was recorded
         # Several processes would end at different steps; and where an interrupt means something else, it goes on to.
         if jax.process_count() == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, interrupt))
         for done in range(begin + 1, run.steps + 1):
-            batch, stall = feed()
+            asked = time.perf_counter()
+            batch, stall = next(feed), time.perf_counter() - asked
             tell("step", done - 1, total=run.steps)
             if done == first:
                 start()
+                profile.callback(stop)
             with jax.profiler.StepTraceAnnotation("train", step_num=done):
                 state, measured = step(state, batch)
             log.later(done, measured, stall)
-            if done == last and begin < first:
+            if done == last:
                 jax.block_until_ready(state)
-                stop()
+                profile.close()
             every = {"eval": run.eval_every, "export": run.export_every, "save": run.checkpoint_every}
             due = [what for what, n in every.items() if n and (done % n == 0 or done == run.steps)]
             observed = tell("observes", done)
@@ -114,7 +114,7 @@ def train(name: str, c: Model, run: Run) -> None:
                 continue
             log.later()
             if "eval" in due:
-                log.write({"step": done, **validation(state["params"], ways, c, run, where)})
+                log.write({"step": done, **validation(evaluate, state["params"], c, run, where)})
             if "export" in due:
                 export(state["params"], c, folder / "exports" / str(done), run.export_command)
             if "save" in due or (interrupted and run.checkpoint_every):
@@ -123,7 +123,7 @@ def train(name: str, c: Model, run: Run) -> None:
                 tell("observe", done, mean, state["params"], batch)
             if interrupted:
                 raise KeyboardInterrupt(f"interrupted after step {done}")
-            log.restart_clock()
+            log.clock = time.perf_counter()  # all this is nobody's step time
         log.later()
     if jax.process_index() == 0:
         print(f"loss {log.last['loss']:.4f} after {run.steps} steps; metrics and checkpoints are in {folder}")
@@ -135,32 +135,21 @@ def tell(what: str, *about: Any, **more: Any) -> Any:
     return None if policyc is None else getattr(policyc, what)(*about, **more)
 
 
-def batches(c: Model, run: Run, where: Any, split: str = "train") -> tuple[data.Source, Callable[[], Any]]:
-    """The data, and a function that gives its next batch on the devices and the seconds that it took."""
+def batches(c: Model, run: Run, where: Any, split: str = "train") -> tuple[data.Source, Iterator[Any]]:
+    """The data, and its batches on the devices."""
     shape, place = (run.batch, run.sequence), model.sharding(where, ("batch", "sequence"))
     held = place.addressable_devices_indices_map(shape).values()
     rows = sorted({row for index in held for row in range(run.batch)[index[0]]})
     source = data.Source(run.data, batch=run.batch, sequence=run.sequence, vocab=c.vocab, seed=run.seed, rows=rows,
                          split=split, tokenizer=run.tokenizer)  # fmt: skip
-
-    def piece(read: np.ndarray, index: Any) -> np.ndarray:
-        return read[np.searchsorted(rows, range(run.batch)[index[0]])][:, index[1]]
-
-    def following() -> tuple[Any, float]:
-        begin = time.perf_counter()
-        read = next(source)
-        made = {n: jax.make_array_from_callback(shape, place, partial(piece, r)) for n, r in read.items()}
-        return made, time.perf_counter() - begin
-
-    return source, following
+    return source, (jax.make_array_from_process_local_data(place, read, shape) for read in source)
 
 
-def validation(params: Any, ways: dict[str, Any], c: Model, run: Run, where: Any) -> dict[str, float]:
-    """The loss on a fixed set: as the run computes it and, where a policy is at work, plainly too."""
+def validation(evaluate: Callable[..., Any], params: Any, c: Model, run: Run, where: Any) -> dict[str, float]:
+    """The losses on a fixed set."""
     _, feed = batches(c, run, where, "validation")
-    some = [feed()[0] for _ in range(run.eval_batches)]
-    sums = {name: sum(np.array(way(params, batch)) for batch in some) for name, way in ways.items()}
-    return {name: float(nats / max(count, 1)) for name, (nats, count) in sums.items()}
+    each = [evaluate(params, batch) for batch in islice(feed, run.eval_batches)]
+    return {name: float(np.mean([losses[name] for losses in each])) for name in each[0]}
 
 
 def export(params: Any, c: Model, folder: Path, command: str | None) -> None:
