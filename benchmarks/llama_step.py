@@ -4,7 +4,7 @@
 
 On a GPU it is the 1b configuration at sequence 4096; the form of the step (batch, remat, scan) is the fastest of some
 that are tried in bf16, unless one is given. Elsewhere it is a tiny model, to try the script. One state goes through
-all steps in turn, so that they take no more memory than one. It needs optax, and no other package of the driver.
+all steps in turn, so that they take no more memory than one. Of the driver's packages it needs optax and grain.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ class Bench:
         self.mesh = model.make_mesh(self.c, self.run)
         self.described, make = optimizer.first_state(self.c, self.run, self.mesh)
         self.state = make()
-        self.source = data.Source(
-            "stdlib", batch=form.batch, sequence=run.sequence, vocab=c.vocab, seed=run.seed
-        )
+        self.source = data.Source(self.run, c.vocab)
 
     def batch(self) -> Any:
         return jax.device_put(next(self.source), model.sharding(self.mesh, ("batch", "sequence")))

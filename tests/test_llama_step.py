@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
+pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 from llama import configs, data, metrics, optimizer
 from llama import model as llama
 
@@ -31,7 +32,7 @@ def losses(axes: dict[str, int] | None = None, **more: Any) -> list[float]:
     where = llama_runs.mesh_of(**(axes or {}))
     state = optimizer.first_state(c, run, where)[1]()
     step = optimizer.train_step(c, run, where)
-    source = data.Source("synthetic", batch=8, sequence=32, vocab=c.vocab)
+    source = data.Source(run, c.vocab)
     place = llama.sharding(where, ("batch", "sequence"))
     found = []
     for _ in range(STEPS):
@@ -112,7 +113,7 @@ def watched():
     where = llama_runs.mesh_of()
     step = optimizer.train_step(SIZES, run, where)
     make = optimizer.first_state(SIZES, run, where)[1]
-    batch = next(data.Source("synthetic", batch=8, sequence=32, vocab=SIZES.vocab))
+    batch = next(data.Source(run, SIZES.vocab))
     return lambda **more: step({**make(), **more}, batch), make
 
 
@@ -219,9 +220,11 @@ def test_sizes(name, size):
         ("--layer 3", "unrecognized arguments: --layer 3"),
     ],
 )
-def test_bad_settings(words, said):
-    with pytest.raises(configs.BadRun, match=said):
+def test_bad_settings(words, said, capsys):
+    with pytest.raises(SystemExit) as end:
         configs.parse(words.split())
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

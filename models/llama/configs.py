@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 
 class BadRun(Exception):
@@ -87,7 +87,6 @@ class Run:
     out: str | None = free(None, "folder of the run (default: runs/CONFIG, with the policy's hash)")
     checkpoint_every: int = free(100, "steps; also at the end; 0: never")
     keep: int = free(3, "checkpoints to keep", least=1)
-    resume_from: int | None = free(None, "an older checkpoint, by its step; later ones are removed")
     accept_changes: bool = free(False, "go on from a checkpoint of another policy or run")
     init_from: str | None = flag(None, "folder of safetensors in the Hugging Face layout")
     eval_every: int = free(0, "steps between validations; also at the end; 0: never")
@@ -122,11 +121,6 @@ CONFIGS: dict[str, tuple[Model, Run]] = {
 }  # fmt: skip
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadRun(f"{message}\ntry --help")
-
-
 EXAMPLES = """examples:
   python models/llama/train.py --config tiny
   python models/llama/train.py --config 30m --data corpus.bin --batch 64 --accumulate 8 --eval-every 200
@@ -137,8 +131,10 @@ EXAMPLES = """examples:
 
 def parse(words: Sequence[str] | None = None) -> tuple[str, Model, Run]:
     """The configuration's name, the model and the run that a command line means."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser("train.py", None, "Pretrain a Llama.", EXAMPLES, formatter_class=raw, allow_abbrev=False)
+    raw, usage = argparse.RawDescriptionHelpFormatter, "train.py [--help] [--config NAME] [OPTION ...]"
+    parser = argparse.ArgumentParser(
+        "train.py", usage, "Pretrain a Llama.", EXAMPLES, formatter_class=raw, allow_abbrev=False
+    )
     parser.add_argument("--config", default="tiny", help=f"one of {', '.join(CONFIGS)} (default: tiny)")
     for part in (Run, Model):
         group = parser.add_argument_group(part.__name__.lower(), "defaults are the configuration's")
@@ -151,13 +147,14 @@ def parse(words: Sequence[str] | None = None) -> tuple[str, Model, Run]:
     name = given.pop("config")
     if name not in CONFIGS:
         close = "".join(f"did you mean '{c}'? " for c in difflib.get_close_matches(name, CONFIGS, 1))
-        raise BadRun(f"no configuration named '{name}': {close}(known: {', '.join(CONFIGS)})")
+        parser.error(f"no configuration named '{name}': {close}(known: {', '.join(CONFIGS)})")
     model, run = (replace(p, **{k: v for k, v in given.items() if hasattr(p, k)}) for p in CONFIGS[name])
-    check(model, run)
+    if bad := faults(model, run):
+        parser.error("; ".join(bad))
     return name, model, run
 
 
-def check(model: Model, run: Run) -> None:
+def faults(model: Model, run: Run) -> list[str]:
     """All that can be known to be wrong without a device, at once. `model.make_mesh` knows the rest."""
     values = {**vars(model), **vars(run)}
     least = {f.name: f.metadata["least"] for p in (model, run) for f in fields(p)}
@@ -170,8 +167,7 @@ def check(model: Model, run: Run) -> None:
         bad.append(f"--profile-steps {run.profile_steps}: there are {run.steps} steps in all")
     if run.warmup + (run.decay if run.schedule == "wsd" else 0) > 1:
         bad.append("--warmup and --decay are more than all steps together")
-    if bad:
-        raise BadRun("; ".join(bad))
+    return bad
 
 
 def identity(model: Model, run: Run, policy: str | None) -> dict[str, Any]:

@@ -19,15 +19,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
-from llama.configs import BadRun, library
+from llama.configs import BadRun, Run, library
 
 KINDS = ("stdlib", "synthetic", "text", "tokens", "array_record", "parquet", "hf")
 SUFFIXES = {".bin": "tokens", ".npy": "tokens", ".parquet": "parquet", ".array_record": "array_record"}
 HEADERS = {20240520: "uint16", 20240801: "uint32"}  # llm.c's token files: their first word, their tokens
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 END = 256  # ends a document where tokens are bytes
-AHEAD = 4  # batches made ahead
 SCANNED = 1 << 28  # tokens looked at before the first step
 Options = dict[str, str]
 REMEDY = ": give the model a larger one, or, if these are token files, their dtype=uint16 or dtype=uint32"
@@ -70,7 +70,7 @@ def records(kind: str, path: str, options: Options) -> Iterable[Any]:
         if Path(path, "state.json").exists():
             return datasets.load_from_disk(path)
         return datasets.load_dataset(path, options.get("name"), split=options.get("split", "train"))
-    grain, found = library("grain", "train"), [str(file) for file in files(path)]
+    found = [str(file) for file in files(path)]
     if kind == "array_record":
         return grain.MapDataset.source(grain.sources.ArrayRecordDataSource(found))
     library("pyarrow", "data")
@@ -87,9 +87,7 @@ def documents(kind: str, path: str, options: Options) -> Iterator[bytes]:
             text = row[column] if isinstance(row, dict) else row
             text = text.encode() if isinstance(text, str) else text
             if not isinstance(text, bytes) or b"\0" in text[:65536]:
-                raise BadRun(
-                    f"'{path}' is no text: it holds zero bytes or numbers (token files: tokens:PATH)"
-                )
+                raise BadRun(f"'{path}' is no text but numbers or zero bytes (token files: tokens:PATH)")
             yield text
     except (OSError, RuntimeError, ValueError) as error:
         raise BadRun(f"'{path}' cannot be read; is it truncated, or of another kind? {error}") from None
@@ -171,16 +169,14 @@ def tokens_of(spec: str, vocab: int, tokenizer: str | None) -> tuple[list[np.nda
     return [cached(key, path or kind, pieces)], words
 
 
-def windows(
-    parts: Sequence[np.ndarray], start: int, stop: int, sequence: int, seed: int
-) -> tuple[int, Callable[[int], np.ndarray]]:
+def windows(parts: list[np.ndarray], start: int, stop: int, sequence: int, seed: int) -> tuple[int, Callable]:
     """The tokens from one place to another, in windows of a sequence and the token behind it: how many there are, and
     a function that gives the n-th of an endless order. It is another one in each epoch, and no host needs to hold it.
     """
     begins = np.cumsum([0, *map(len, parts)]).tolist()
     parts = [p[max(0, start - b) : max(0, stop - b)] for p, b in zip(parts, begins, strict=False)]
     ends = np.cumsum([max(0, len(p) - 1) // sequence for p in parts])
-    order = library("grain", "train").MapDataset.range(int(ends[-1])).shuffle(seed=seed % 2**32)
+    order = grain.MapDataset.range(int(ends[-1])).shuffle(seed=seed % 2**32)
 
     def row(number: int) -> np.ndarray:
         part = int(np.searchsorted(ends, order[number], side="right"))
@@ -199,50 +195,44 @@ def synthetic(vocab: int, sequence: int, seed: int, number: int) -> np.ndarray:
 
 
 class Source(Iterator[dict[str, np.ndarray]]):
-    """Batches without end: `tokens`, `targets` and `mask`, each [rows, sequence] int32.
-
-    `rows` are those of a batch that this host reads. `split` is `train` or `validation`, the same end of the data
-    whatever the batch, the sequence and the seed. `position` is where the next batch begins: the same on all hosts,
-    for any number of them and any batch.
+    """Batches without end: `tokens`, `targets` and `mask`, int32, of the `rows` of a batch that this host reads. The
+    split `validation` is the same end of the data whatever the batch, the sequence and the seed. `position` is where
+    the next batch begins: the same on all hosts, for any number of them and any batch.
     """
 
-    def __init__(
-        self, spec: str, *, batch: int, sequence: int, vocab: int, seed: int = 0, rows: Sequence[int] | None = None,
-        split: str = "train", tokenizer: str | None = None,
-    ) -> None:  # fmt: skip
-        training = split == "train"
-        if parsed(spec)[0] == "synthetic":
+    def __init__(self, run: Run, vocab: int, rows: Sequence[int] | None = None, split: str = "train") -> None:
+        self._run, self._limit, self._rows, training = run, vocab, rows or range(run.batch), split == "train"
+        if parsed(run.data)[0] == "synthetic":
             self.vocab, self.contents = vocab, "endless"
-            self._row = partial(synthetic, vocab, sequence, 2 * seed if training else 1)
+            self._row = partial(synthetic, vocab, run.sequence, 2 * run.seed if training else 1)
         else:
-            parts, self.vocab = tokens_of(spec, vocab, tokenizer)
+            parts, self.vocab = tokens_of(run.data, vocab, run.tokenizer)
             total = sum(map(len, parts))
             cut = total - max(total // 100, min(total // 10, 1 << 16))
-            place = (0, cut, sequence, seed) if training else (cut, total, sequence, 0)
+            place = (0, cut, run.sequence, run.seed) if training else (cut, total, run.sequence, 0)
             count, self._row = windows(parts, *place)
             ends = b"".join(p[:4096].tobytes() + p[-4096:].tobytes() for p in parts)
             self.contents = f"{total} tokens, {hashlib.sha256(ends).hexdigest()[:16]}"
             if self.vocab > vocab:
-                most = f"'{spec}' has tokens up to {self.vocab - 1}"
+                most = f"'{run.data}' has tokens up to {self.vocab - 1}"
                 raise BadRun(f"{most}, the model a vocabulary of {vocab}{REMEDY}")
             if not count:
-                raise BadRun(f"'{spec}' has {total} tokens: its {split} part has no {sequence + 1} in a row")
-        self._spec, self._limit, self._batch, self._rows = spec, vocab, batch, rows or range(batch)
+                short = f"its {split} part has no {run.sequence + 1} in a row"
+                raise BadRun(f"'{run.data}' has {total} tokens: {short}")
         self.seek(0)
 
     def seek(self, position: int) -> None:
-        grain = library("grain", "train")
-        begins = grain.MapDataset.range(position, sys.maxsize, self._batch)
-        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)
+        begins = grain.MapDataset.range(position, sys.maxsize, self._run.batch)
+        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
         self.position, self._ahead = position, iter(begins.map(self._made).to_iter_dataset(ahead))
 
     def __next__(self) -> dict[str, np.ndarray]:
         batch = next(self._ahead)
-        self.position += self._batch
+        self.position += self._run.batch
         return batch
 
     def _made(self, begin: int) -> dict[str, np.ndarray]:
         rows = np.stack([self._row(begin + n) for n in self._rows]).astype(np.int32)
         if rows.max() >= self._limit:
-            raise BadRun(f"'{self._spec}' holds token {rows.max()} of {self._limit} at most{REMEDY}")
+            raise BadRun(f"'{self._run.data}' holds token {rows.max()} of {self._limit} at most{REMEDY}")
         return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "mask": np.ones_like(rows[:, 1:])}

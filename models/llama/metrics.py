@@ -6,7 +6,6 @@ lines are removed first.
 """
 
 import json
-import os
 import resource
 import sys
 import time
@@ -117,5 +116,4 @@ def _continued(path: Path, start: int) -> Any:
             kept += [line] if json.loads(line)["step"] <= start else []
     fresh = path.with_suffix(".new")
     fresh.write_text("".join(kept))
-    os.replace(fresh, path)
-    return path.open("a")
+    return fresh.replace(path).open("a")

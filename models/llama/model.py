@@ -5,7 +5,6 @@ and the sums of gradients are fp32, and everything between them is the compute t
 used, so that its gradient arrives in fp32.
 """
 
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -88,7 +87,7 @@ def table(c: Model) -> Params:
     d, q, kv, h = c.width, c.heads * c.head_dim, c.kv_heads * c.head_dim, c.hidden
     scale = Leaf((d,), (None,), 0)
     q_in, kv_in, h_in, v_in = (Leaf((d, size), ("width", "inner"), 0.02) for size in (q, kv, h, c.vocab))
-    last = 0.02 / math.sqrt(2 * c.layers)
+    last = 0.02 / (2 * c.layers) ** 0.5
     q_out, h_out = (Leaf((size, d), ("inner", "width"), last) for size in (q, h))
     layer = {
         "attention_norm": scale,
@@ -99,10 +98,6 @@ def table(c: Model) -> Params:
     stacked = jax.tree.map(lambda a: Leaf((c.layers, *a.shape), (None, *a.axes), a.deviation), layer)
     embed, layers = Leaf((c.vocab, d), ("inner", "width"), 0.02), stacked if c.scan else [layer] * c.layers
     return {"embed": embed, "layers": layers, "norm": scale, "lm_head": v_in}
-
-
-def shardings(c: Model, mesh: Mesh) -> Params:
-    return jax.tree.map(lambda leaf: sharding(mesh, leaf.axes), table(c))
 
 
 def init(key: jax.Array, c: Model) -> Params:
@@ -143,7 +138,7 @@ def rotary(c: Model, length: int) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines of every position. Llama 3.1 slows long waves by a factor, and leaves short ones."""
     frequency = c.rope_theta ** (-jnp.arange(0, c.head_dim, 2, dtype=jnp.float32) / c.head_dim)
     if c.rope_scaling:
-        turns = 8192 * frequency / (2 * math.pi)  # within the length it was first trained on
+        turns = 8192 * frequency / (2 * jnp.pi)  # within the length it was first trained on
         keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
         frequency = frequency * (keep + (1 - keep) / c.rope_scaling)
     angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency

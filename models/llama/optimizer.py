@@ -49,8 +49,8 @@ def first_state(c: Model, run: Run, mesh: Mesh) -> tuple[State, Callable[[], Sta
         floats = {"scale": jnp.float32(run.loss_scale or 1), "mean": jnp.float32(jnp.inf)}
         return {"params": params, "adam": adamw(run).init(params), **counts, **floats}
 
-    shapes, where = jax.eval_shape(make), llama.shardings(c, mesh)
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    where = jax.tree.map(lambda leaf: llama.sharding(mesh, leaf.axes), llama.table(c))
+    shapes, everywhere = jax.eval_shape(make), NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda _: everywhere, shapes) | {"params": where}
     # Adam's moments lie where their parameters lie.
     rest: Any = {"transform_non_params": lambda _: everywhere}
@@ -71,14 +71,13 @@ def gradients(params: Any, batch: Any, scale: jax.Array, c: Model, run: Run, mes
     if run.accumulate == 1:
         return derivative(params, batch)
 
-    def parts(rows: jax.Array) -> jax.Array:
-        return llama.constrain(llama.in_parts(rows, 0, run.accumulate), mesh, None, "batch", "sequence")
-
-    def body(total: Any, part: Any) -> tuple[Any, None]:
+    def add(total: Any, part: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, derivative(params, part)), None
 
     zero = jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
-    return lax.scan(body, zero, jax.tree.map(parts, batch))[0]
+    parts = jax.tree.map(lambda rows: llama.in_parts(rows, 0, run.accumulate), batch)
+    parts = jax.tree.map(lambda rows: llama.constrain(rows, mesh, None, "batch", "sequence"), parts)
+    return lax.scan(add, zero, parts)[0]
 
 
 def train_step(c: Model, run: Run, mesh: Mesh) -> Callable[[State, Any], tuple[State, dict[str, jax.Array]]]:

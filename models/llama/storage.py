@@ -8,7 +8,6 @@ numbers. And Hugging Face keeps a linear as (out, in), a tensor for each layer; 
 import itertools
 import json
 import logging
-import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 FULL = "is the disk full? Earlier checkpoints are intact"
-OLDER = "give an older one with --resume-from, or remove its folder"
+UNREAD = "remove its folder, and the run goes on from the one before it"
 SHARD_BYTES = 5 * 10**9
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 NAMES = {"embed": EMBED, "norm": "model.norm.weight", "lm_head": HEAD, "attention": "self_attn",
@@ -65,9 +64,9 @@ class Checkpoints:
             self._manager.save(step, args=parts)
 
     def restore(self, step: int, described: Any, accept_changes: bool) -> tuple[Any, int]:
-        """The state and the data's position at a step. Later checkpoints are removed."""
+        """The state and the data's position at a step."""
         unread = f"checkpoint {self.folder / str(step)} cannot be read"
-        with self._told(unread, OLDER):
+        with self._told(unread, UNREAD):
             about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
             before, now = about["identity"], self._identity
         names = sorted(n for n in {*before, *now} if before.get(n) != now.get(n))
@@ -76,11 +75,9 @@ class Checkpoints:
             remedy = "give another folder with --out, or --accept-changes to go on from it"
             what = f"the checkpoint at step {step} in {self.folder} is of another run"
             raise BadRun(f"{what}:{''.join(changed)}\n{remedy}")
-        with self._told(unread, OLDER):
+        with self._told(unread, UNREAD):
             wanted = ocp.args.Composite(state=ocp.args.StandardRestore(described))
             state = self._manager.restore(step, args=wanted).state
-            for later in [s for s in self._manager.all_steps() if s > step]:
-                self._manager.delete(later)
         return state, about["position"]
 
     def close(self) -> None:
@@ -110,9 +107,8 @@ def theirs(path: tuple[Any, ...], c: Model) -> tuple[list[str], bool, bool]:
 
 
 def config_json(c: Model, dtype: str) -> dict[str, Any]:
-    fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": dtype,
-             "max_position_embeddings": 131072, "attention_bias": False, "mlp_bias": False,
-             "tie_word_embeddings": False}  # fmt: skip
+    fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype,
+             "max_position_embeddings": 131072, "tie_word_embeddings": False}  # fmt: skip
     rope = {"rope_type": "llama3", "factor": c.rope_scaling, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192}  # fmt: skip
     sizes = {name: getattr(c, ours) for name, ours in FIELDS.items()}
@@ -123,7 +119,7 @@ def save(params: Any, c: Model, folder: Path, dtype: str = "bfloat16") -> None:
     """Writes a folder that `from_pretrained` reads. It appears under its name when it is whole."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     total = sum(a.size for a in jax.tree.leaves(params)) * jax.numpy.dtype(dtype).itemsize
-    count, done, index = math.ceil(total / SHARD_BYTES), 0, {}
+    count, done, index = total // SHARD_BYTES + 1, 0, {}
 
     def file_of(tensor: tuple[str, np.ndarray]) -> str:
         nonlocal done
@@ -176,7 +172,7 @@ def load(folder: Path, c: Model, mesh: Mesh) -> Any:
         found[HEAD] = found[EMBED]
         print(f"{folder} has no head of its own: it begins as a copy of the embedding, no longer tied")
 
-    def leaf(path: Any, entry: llama.Leaf, where: Any) -> Any:
+    def leaf(path: Any, entry: llama.Leaf) -> jax.Array:
         names, stacked, turned = theirs(path, c)
         if missing := [name for name in names if name not in found]:
             raise BadRun(f"--init-from {folder} has no tensor named {missing[0]}: is it a Llama?")
@@ -186,6 +182,6 @@ def load(folder: Path, c: Model, mesh: Mesh) -> Any:
             read = [found[name][part[::-1]].T if turned else found[name][part] for name in which]
             return (np.stack(read) if stacked else read[0]).astype(np.float32)
 
-        return jax.make_array_from_callback(entry.shape, where, piece)
+        return jax.make_array_from_callback(entry.shape, llama.sharding(mesh, entry.axes), piece)
 
-    return jax.tree.map_with_path(leaf, llama.table(c), llama.shardings(c, mesh))
+    return jax.tree.map_with_path(leaf, llama.table(c))

@@ -62,7 +62,7 @@ def train(name: str, c: Model, run: Run) -> None:
     # So that a policy that does not fit is known before anything is written; and weights that do not, below.
     step.trace(state, model.described_batch(run, where))
 
-    found = latest(folder / "checkpoints") if run.resume_from is None else run.resume_from
+    found = latest(folder / "checkpoints")
     if found is None:
         state = make()
         if run.init_from:
@@ -140,8 +140,7 @@ def batches(c: Model, run: Run, where: Any, split: str = "train") -> tuple[data.
     shape, place = (run.batch, run.sequence), model.sharding(where, ("batch", "sequence"))
     held = place.addressable_devices_indices_map(shape).values()
     rows = sorted({row for index in held for row in range(run.batch)[index[0]]})
-    source = data.Source(run.data, batch=run.batch, sequence=run.sequence, vocab=c.vocab, seed=run.seed, rows=rows,
-                         split=split, tokenizer=run.tokenizer)  # fmt: skip
+    source = data.Source(run, c.vocab, rows, split)
     return source, (jax.make_array_from_process_local_data(place, read, shape) for read in source)
 
 
