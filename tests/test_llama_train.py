@@ -90,7 +90,8 @@ def test_an_interrupted_run_keeps_a_checkpoint_and_goes_on_to_the_same_numbers(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(metrics.Log, "later", interrupt)
-            assert train.main(words(out=folder, **STEPS)) == 130
+            recorded = {"profile": "xplane", "profile_steps": "4:7"}
+            assert train.main(words(out=folder, **STEPS, **recorded)) == 130
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -98,6 +99,7 @@ def test_an_interrupted_run_keeps_a_checkpoint_and_goes_on_to_the_same_numbers(
         "interrupted after step 5: the same command goes on from the last checkpoint\n"
     )
     assert (folder / "checkpoints" / "5").exists()
+    assert list((folder / "profile").rglob("*.xplane.pb"))  # its steps 4 and 5
     assert train.main(words(out=folder, **STEPS)) == 0
     assert losses(folder) == losses(whole)
 
@@ -139,6 +141,12 @@ def test_no_room_is_known_before_a_checkpoint_is_written(tmp_path, monkeypatch):
 def test_data_that_does_not_fit(capsys, tmp_path):
     assert train.main(words(out=tmp_path / "run", data="stdlib", vocab=256)) == 1
     assert "vocabulary of 256" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_do_not_fit_leave_no_folder(capsys, tmp_path):
+    assert train.main(words(out=tmp_path / "run", init_from=tmp_path / "none")) == 1
+    assert "config.json cannot be read" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

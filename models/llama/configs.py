@@ -131,10 +131,9 @@ EXAMPLES = """examples:
 
 def parse(words: Sequence[str] | None = None) -> tuple[str, Model, Run]:
     """The configuration's name, the model and the run that a command line means."""
-    raw, usage = argparse.RawDescriptionHelpFormatter, "train.py [--help] [--config NAME] [OPTION ...]"
-    parser = argparse.ArgumentParser(
-        "train.py", usage, "Pretrain a Llama.", EXAMPLES, formatter_class=raw, allow_abbrev=False
-    )
+    usage = "train.py [--help] [--config NAME] [OPTION ...]"
+    parser = argparse.ArgumentParser("train.py", usage, "Pretrain a Llama.", EXAMPLES, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--config", default="tiny", help=f"one of {', '.join(CONFIGS)} (default: tiny)")
     for part in (Run, Model):
         group = parser.add_argument_group(part.__name__.lower(), "defaults are the configuration's")

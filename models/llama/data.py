@@ -1,9 +1,9 @@
 """Text and tokens to batches, the same on every machine and however many hosts share them.
 
-In: a spec, `KIND:PATH,option=value` (see KINDS), or just a path. Out: a `Source`, an iterator of numpy batches that
-tells its position and takes it back. All data is one array of tokens, cut into windows, which an epoch visits in an
-order that the seed gives: so a position is one number, and no host needs to know what another one reads. The one trap:
-batches are made ahead in a thread; `position` is where the batch last handed out ends, not the one last made.
+In: a run, whose data is `KIND:PATH,option=value` (see KINDS), or just a path. Out: a `Source` of numpy batches, with a
+position. All data is one array of tokens, cut into windows, which an epoch visits in an order that the seed gives: so
+a position is one number, and no host needs to know what another one reads. The one trap: batches are made ahead in a
+thread; `position` is where the batch last handed out ends, not the one last made.
 """
 
 import glob
@@ -25,15 +25,13 @@ from llama.configs import BadRun, Run, library
 
 KINDS = ("stdlib", "synthetic", "text", "tokens", "array_record", "parquet", "hf")
 SUFFIXES = {".bin": "tokens", ".npy": "tokens", ".parquet": "parquet", ".array_record": "array_record"}
-HEADERS = {20240520: "uint16", 20240801: "uint32"}  # llm.c's token files: their first word, their tokens
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 END = 256  # ends a document where tokens are bytes
 SCANNED = 1 << 28  # tokens looked at before the first step
-Options = dict[str, str]
 REMEDY = ": give the model a larger one, or, if these are token files, their dtype=uint16 or dtype=uint32"
 
 
-def parsed(spec: str) -> tuple[str, str, Options]:
+def parsed(spec: str) -> tuple[str, str, dict[str, str]]:
     """Kind, path and options of a spec."""
     path, options = spec, {}
     while found := re.fullmatch(r"(.*),(\w+)=([^,=]*)", path):
@@ -53,7 +51,7 @@ def files(path: str) -> list[Path]:
     return found
 
 
-def records(kind: str, path: str, options: Options) -> Iterable[Any]:
+def records(kind: str, path: str, options: dict[str, str]) -> Iterable[Any]:
     """What is to be read, a document each: text, bytes, or a dictionary with text in one of its columns."""
     if kind == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -77,7 +75,7 @@ def records(kind: str, path: str, options: Options) -> Iterable[Any]:
     return itertools.chain.from_iterable(map(grain.experimental.ParquetIterDataset, found))
 
 
-def documents(kind: str, path: str, options: Options) -> Iterator[bytes]:
+def documents(kind: str, path: str, options: dict[str, str]) -> Iterator[bytes]:
     """Every document, as bytes."""
     column = options.get("column", "text")
     try:
@@ -131,23 +129,18 @@ def cached(key: Any, what: str, pieces: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def token_file(path: Path, dtype: str | None, vocab: int) -> np.ndarray:
-    """A file of tokens, memory-mapped: .npy, llm.c's header and its tokens, or tokens alone."""
+    """A file of tokens, memory-mapped: .npy, or tokens alone."""
     try:
         if path.suffix == ".npy":
             found = np.load(path, mmap_mode="r")
             if found.ndim != 1 or found.dtype.kind not in "ui":
                 raise ValueError(f"it holds {found.dtype}{list(found.shape)}, and not a row of integers")
             return found
-        size, (mark, _, told) = path.stat().st_size, [*np.fromfile(path, np.int32, 3).tolist(), 0, 0, 0][:3]
-        start = 1024 if mark in HEADERS else 0
         wide = vocab > 1 << 16 or not np.fromfile(path, np.uint16, 1 << 16)[1::2].any()
-        dtype = HEADERS.get(mark) or dtype or ("uint32" if wide and size % 4 == 0 else "uint16")
+        dtype = dtype or ("uint32" if wide and path.stat().st_size % 4 == 0 else "uint16")
         if dtype not in ("uint16", "uint32"):
             raise ValueError(f"dtype={dtype}: tokens are uint16 or uint32")
-        found = np.memmap(path, dtype, "r", start)  # refuses what is empty, or ends within a token
-        if start and len(found) != told:
-            raise ValueError(f"it holds {len(found)} tokens, and its header says {told}")
-        return found
+        return np.memmap(path, dtype, "r")  # refuses what is empty, or ends within a token
     except (OSError, ValueError, EOFError) as error:
         raise BadRun(f"'{path}' is truncated, or no token file: {error}") from None
 
@@ -170,13 +163,11 @@ def tokens_of(spec: str, vocab: int, tokenizer: str | None) -> tuple[list[np.nda
 
 
 def windows(parts: list[np.ndarray], start: int, stop: int, sequence: int, seed: int) -> tuple[int, Callable]:
-    """The tokens from one place to another, in windows of a sequence and the token behind it: how many there are, and
-    a function that gives the n-th of an endless order. It is another one in each epoch, and no host needs to hold it.
-    """
+    """How many windows there are between two places, and all of them in an endless order, another one each epoch."""
     begins = np.cumsum([0, *map(len, parts)]).tolist()
     parts = [p[max(0, start - b) : max(0, stop - b)] for p, b in zip(parts, begins, strict=False)]
     ends = np.cumsum([max(0, len(p) - 1) // sequence for p in parts])
-    order = grain.MapDataset.range(int(ends[-1])).shuffle(seed=seed % 2**32)
+    order = grain.MapDataset.range(int(ends[-1])).shuffle(seed=seed % 2**32)  # no host needs to hold it
 
     def row(number: int) -> np.ndarray:
         part = int(np.searchsorted(ends, order[number], side="right"))

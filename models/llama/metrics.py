@@ -1,8 +1,7 @@
 """What a run tells: a line of JSON for every step, a progress bar, TensorBoard, Weights & Biases.
 
-In: what a step measured, still on the device. Out: numbers, one step late, so that the device always has its next
-step before anybody waits for the last. The one trap: a run that goes on after a crash repeats steps; their old
-lines are removed first.
+In: what a step measured, still on the device. Out: numbers, one step late, so that the device always has its next step
+before anybody waits for the last. The one trap: after a crash steps are done again; their old lines are removed first.
 """
 
 import json
@@ -48,7 +47,6 @@ class Log:
         self._tokens = run.batch * run.sequence / jax.device_count()
         self._pending: tuple[Any, ...] = ()
         self.clock = time.perf_counter()  # when the step at hand began
-        self.last: dict[str, Any] = {}
         if not self._main:
             return
         self._lines = stack.enter_context(_continued(folder / "metrics.jsonl", start))
@@ -76,8 +74,8 @@ class Log:
         tflops = rate * self._flops / 1e12
         speed = {"step_seconds": seconds, "stall_seconds": stall, "tokens_per_second_per_device": rate,
                  "tflops_per_device": tflops, "memory_bytes": memory_bytes()}  # fmt: skip
-        self.last = {"step": step, **values, **speed, **({"mfu": tflops / self._peak} if self._peak else {})}
-        self.write(self.last)
+        mfu = {"mfu": tflops / self._peak} if self._peak else {}
+        self.write({"step": step, **values, **speed, **mfu})
         if not fine:
             said = f"step {step}: the loss is {values['loss']}, the gradient norm {values['grad_norm']}"
             if self._run.on_fault == "stop":

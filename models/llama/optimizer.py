@@ -1,8 +1,7 @@
 """One step of training: gradients in parts, AdamW, and what happens when a number goes wrong.
 
-In: a state and a batch. Out: the next state and what was measured. The one trap: a faulty step must not block the
-host to be found out. The device itself leaves the weights as they were; the host reads about it later, and then
-stops or counts.
+In: a state and a batch. Out: the next state and what was measured. The one trap: the host must not wait to find out
+about a faulty step. The device itself leaves the weights as they were; the host reads it later, and stops or counts.
 """
 
 from collections.abc import Callable

@@ -126,7 +126,8 @@ def train(name: str, c: Model, run: Run) -> None:
             log.clock = time.perf_counter()  # all this is nobody's step time
         log.later()
     if jax.process_index() == 0:
-        print(f"loss {log.last['loss']:.4f} after {run.steps} steps; metrics and checkpoints are in {folder}")
+        loss = float(measured["loss"])
+        print(f"loss {loss:.4f} after {run.steps} steps; metrics and checkpoints are in {folder}")
 
 
 def tell(what: str, *about: Any, **more: Any) -> Any:
