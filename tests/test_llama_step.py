@@ -211,7 +211,7 @@ def test_sizes(name, size):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--config lama3_8b", "did you mean 'llama3_8b'"),
+        ("--config lama3_8b", "invalid choice: 'lama3_8b' (choose from"),
         ("--steps 0", "--steps 0: it must be at least 1"),
         ("--schedule wsd --warmup 0.9", "more than all steps"),
         ("--profile-steps 3", "such as 10:13"),

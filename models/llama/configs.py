@@ -7,7 +7,6 @@ numbers of a run is its identity, which a checkpoint holds; a field that does no
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -134,7 +133,7 @@ def parse(words: Sequence[str] | None = None) -> tuple[str, Model, Run]:
     usage = "train.py [--help] [--config NAME] [OPTION ...]"
     parser = argparse.ArgumentParser("train.py", usage, "Pretrain a Llama.", EXAMPLES, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config", default="tiny", help=f"one of {', '.join(CONFIGS)} (default: tiny)")
+    parser.add_argument("--config", default="tiny", choices=CONFIGS, help="(default: tiny)")
     for part in (Run, Model):
         group = parser.add_argument_group(part.__name__.lower(), "defaults are the configuration's")
         for f in fields(part):
@@ -144,9 +143,6 @@ def parse(words: Sequence[str] | None = None) -> tuple[str, Model, Run]:
             group.add_argument("--" + f.name.replace("_", "-"), default=None, help=f.metadata["help"], **how)
     given = {k: v for k, v in vars(parser.parse_args(words)).items() if v is not None}
     name = given.pop("config")
-    if name not in CONFIGS:
-        close = "".join(f"did you mean '{c}'? " for c in difflib.get_close_matches(name, CONFIGS, 1))
-        parser.error(f"no configuration named '{name}': {close}(known: {', '.join(CONFIGS)})")
     model, run = (replace(p, **{k: v for k, v in given.items() if hasattr(p, k)}) for p in CONFIGS[name])
     if bad := faults(model, run):
         parser.error("; ".join(bad))

@@ -86,7 +86,6 @@ class Log:
         if not self._main:
             return
         self._lines.write(json.dumps(row) + "\n")
-        self._lines.flush()
         step, numbers = row["step"], {k: v for k, v in row.items() if k != "step"}
         for name, value in numbers.items():
             self._board.add_scalar(name, value, step)
@@ -114,4 +113,4 @@ def _continued(path: Path, start: int) -> Any:
             kept += [line] if json.loads(line)["step"] <= start else []
     fresh = path.with_suffix(".new")
     fresh.write_text("".join(kept))
-    return fresh.replace(path).open("a")
+    return fresh.replace(path).open("a", buffering=1)  # a line is written whole, and at once
