@@ -25,6 +25,7 @@ from policyc.quantize.bits import (
     cpu_div,
     decode,
     exact_div,
+    quotient_by,
     round_nearest,
     round_stochastic,
 )
@@ -82,6 +83,14 @@ def test_division_does_not_need_a_good_guess(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr("policyc.quantize.bits.quotient", crooked)
         np.testing.assert_array_equal(np.asarray(exact_div(a, b)), a / b)
+
+
+@pytest.mark.parametrize("bound", [448, 57344, 6 * 448, 6 * 256])
+def test_quotients_of_every_mantissa(bound: int) -> None:
+    """By all that an outer scale is divided by; numpy divides as IEEE says."""
+    mantissa = np.arange(2**23, 2**24, dtype=np.int32)
+    want = mantissa.astype(np.float32) * np.float32(2.0**-23) / np.float32(bound)
+    np.testing.assert_array_equal(np.asarray(jax.jit(quotient_by, static_argnums=1)(mantissa, bound)), want)
 
 
 def test_division_saturates() -> None:

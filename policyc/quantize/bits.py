@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 
 F32_MAX = 3.4028234663852886e38
+INFINITY = 0x7F800000
+"""Its bits. Those of NaN are larger, those of every number smaller."""
 _MANTISSA = 0x7FFFFF
 _ONE = 0x800000
 
@@ -99,6 +101,23 @@ def cpu_div(a: jax.Array, b: jax.Array) -> jax.Array:
     dear as a division: so this is not only shorter.
     """
     return jnp.minimum(a / b, jnp.float32(F32_MAX))
+
+
+def quotient_by(mantissa: jax.Array, divisor: float) -> jax.Array:
+    """m / divisor correctly rounded (nearest even), of m in [1, 2) whose 24 bits are given as an integer.
+
+    The divisor is a small odd number times a power of two. The quotient of integers has two bits more than fp32 or
+    more, and the last one stands for all that is lost: so the conversion rounds as a division would.
+    """
+    odd, power = int(divisor), 0
+    while odd % 2 == 0:
+        odd, power = odd // 2, power + 1
+    assert odd < 32
+    assert odd << power == divisor
+    wide = mantissa << 7
+    found = lax.div(wide, jnp.full_like(wide, odd))
+    rest = (found * odd != wide).astype(jnp.int32)
+    return (found | rest).astype(jnp.float32) * np.float32(2.0 ** -(30 + power))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

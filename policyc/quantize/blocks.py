@@ -19,6 +19,7 @@ from policyc.quantize.bits import (
     E2M1,
     E4M3,
     ELEMENTS,
+    INFINITY,
     Element,
     abs_bits,
     bits_of,
@@ -27,7 +28,6 @@ from policyc.quantize.bits import (
     exact_div,
     from_bits,
     half_bits,
-    power_of_two,
     round_nearest,
     round_stochastic,
     sign_code,
@@ -35,7 +35,6 @@ from policyc.quantize.bits import (
 )
 from policyc.quantize.hadamard import Method, random_signs, rotate
 from policyc.quantize.layout import TILE, Axes, Layout, Quantized, pack, split_axis, spread
-from policyc.quantize.values import normalized
 from policyc.recipes import Treatment
 
 _FULL, _REDUCED = 448.0, 256.0
@@ -43,7 +42,6 @@ _FOUR_OVER_SIX = {"four_over_six": ("mse", _REDUCED), "four_over_six_mae448": ("
 """Error and bound. The second is a vendor's, for comparison."""
 _LIFT = 64
 _TINY = (127 - 104) << 23
-_INFINITY = 0x7F800000
 _RANDOM_BITS = 16
 _GROUP = 16
 
@@ -159,12 +157,11 @@ def _lift(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     NaN and infinity are read as 1 (the scales of such a tensor are NaN anyway).
     """
-    tiny = amax < _TINY
-    lift = power_of_two(jnp.where(tiny, _LIFT, 0))
-    mantissa, exponent = normalized(amax)
-    lifted = mantissa * power_of_two(exponent + _LIFT)
-    sane = jnp.where(amax >= _INFINITY, 0x3F800000, amax)
-    return jnp.where(tiny, lifted, from_bits(sane)), lift
+    lift = jnp.where(amax < _TINY, jnp.float32(2.0**_LIFT), jnp.float32(1))
+    sane = jnp.where(amax >= INFINITY, 0x3F800000, amax)
+    # The integer is the denormal in units of 2**-149.
+    count = amax.astype(jnp.float32) * jnp.float32(2.0 ** (_LIFT - 149))
+    return jnp.where(amax < 0x800000, count, from_bits(sane) * lift), lift
 
 
 def _nvfp4(
@@ -180,13 +177,13 @@ def _nvfp4(
     """With `kernel`, x is not rotated yet: that is part of what the kernels do."""
     x, *found = _maxima(x, axes, layout, t, kernel)
     blocks, amax = (_with_headroom(b, t) for b in found)
+    div = cpu_div if cpu else exact_div
     top, lift = _lift(amax)
-    enc_top = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(layout.bound), top))
+    enc_top = jnp.where(amax == 0, jnp.float32(1), div(jnp.float32(layout.bound), top))
     enc_top, lift = stored((enc_top, lift))
-    dec_top = stored(exact_div(jnp.float32(1), enc_top))
+    dec_top = stored(div(jnp.float32(1), enc_top))
     block_top = from_bits(blocks) * lift
     key = key.fold(from_bits(amax))
-    div = cpu_div if cpu else exact_div
 
     def scaled(fraction: float) -> tuple[jax.Array, jax.Array]:
         ideal = block_top * (enc_top * jnp.float32(fraction))
@@ -200,12 +197,12 @@ def _nvfp4(
         unit = lifted * enc_top
         scale, enc = _four_over_six(lifted, unit, (scale, enc), scaled(1 / 4), layout, t.scale)
     # As bytes already here: they are a quarter of the words, and nothing has to turn those into bytes later.
-    byte = jnp.where(amax >= _INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
+    byte = jnp.where(amax >= INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
     byte, enc = stored((byte, enc))
     codes = kernel.codes(x, enc, lift, key, t) if kernel else _codes(lifted, enc, t, layout, key, cpu)
     if t.rounding == "ms_eden":
         scale = _corrected(lifted, enc, byte.astype(jnp.int32), layout, key.fold("scale"))
-        byte = jnp.where(amax >= _INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
+        byte = jnp.where(amax >= INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
     return Quantized(codes=codes, scales=byte, amax=from_bits(amax), layout=layout)
 
 
@@ -327,7 +324,7 @@ def _mx(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key,
     byte = e8m0(blocks, ELEMENTS[layout.element], "rceil" if layout.format == "mxfp8" else t.scale_rounding)
     enc = stored(from_bits((254 - byte) << 23))
     codes = _codes(x.astype(jnp.float32), enc, t, layout, key.fold(from_bits(amax)), cpu)
-    byte = jnp.where(blocks >= _INFINITY, 255, byte)
+    byte = jnp.where(blocks >= INFINITY, 255, byte)
     return Quantized(codes=codes, scales=byte.astype(jnp.uint8), amax=None, layout=layout)
 
 
@@ -360,14 +357,15 @@ def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key
         bits = abs_bits(x)
     amax = bits.max(axis=span, keepdims=True)
     top, lift = _lift(amax)
-    enc = jnp.where(amax == 0, jnp.float32(1), exact_div(jnp.float32(element.top), top))
+    div = cpu_div if cpu else exact_div
+    enc = jnp.where(amax == 0, jnp.float32(1), div(jnp.float32(element.top), top))
     lift, enc = stored((lift, enc))
 
     def code(values: jax.Array) -> jax.Array:
         scaled = (values * lift) * enc
         found = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
         # The scale is NaN already; the code too, for whoever multiplies codes and scales later.
-        return jnp.where(amax >= _INFINITY, element.nan or 0, found)
+        return jnp.where(amax >= INFINITY, element.nan or 0, found)
 
     codes = _by_words(x, code) if words else code(x.astype(jnp.float32)).astype(jnp.uint8)
     return Quantized(codes=codes, scales=None, amax=from_bits(amax), layout=layout)

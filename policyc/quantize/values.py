@@ -9,20 +9,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from policyc.quantize.bits import E4M3, ELEMENTS, bits_of, decode, exact_div, from_bits, power_of_two
+from policyc.quantize.bits import (
+    E4M3,
+    ELEMENTS,
+    INFINITY,
+    bits_of,
+    decode,
+    from_bits,
+    power_of_two,
+    quotient_by,
+)
 from policyc.quantize.layout import Quantized, split_axis, spread, trim, unpack
-
-_INFINITY = 0x7F800000
-
-
-def normalized(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """m in [1, 2) (or 0) and an integer e with amax = m * 2**e, from the bits of amax, denormal or not."""
-    denormal = amax < 0x800000
-    by_count = bits_of(amax.astype(jnp.float32))  # The integer is the denormal in units of 2**-149.
-    bits = jnp.where(denormal, by_count, amax)
-    exponent = (bits >> 23) - jnp.where(denormal, 149 + 127, 127)
-    mantissa = from_bits((bits & 0x7FFFFF) | 0x3F800000)
-    return jnp.where(amax == 0, jnp.float32(0), mantissa), exponent
 
 
 def codes_of(q: Quantized) -> jax.Array:
@@ -59,9 +56,13 @@ def outer(q: Quantized) -> tuple[jax.Array, jax.Array] | None:
     if q.amax is None:
         return None
     bits = bits_of(q.amax)
-    mantissa, exponent = normalized(bits)
-    m = jnp.where(mantissa == 0, mantissa, exact_div(mantissa, jnp.float32(q.layout.bound)))
-    return jnp.where(bits >= _INFINITY, jnp.float32(jnp.nan), m), jnp.where(bits == 0, 0, exponent)
+    denormal = bits < 0x800000
+    # The integer is the denormal in units of 2**-149.
+    normal = jnp.where(denormal, bits_of(bits.astype(jnp.float32)), bits)
+    m = quotient_by((normal & 0x7FFFFF) | 0x800000, q.layout.bound)
+    e = (normal >> 23) - jnp.where(denormal, 149 + 127, 127)
+    m = jnp.where(bits >= INFINITY, jnp.float32(jnp.nan), m)
+    return jnp.where(bits == 0, jnp.float32(0), m), jnp.where(bits == 0, 0, e)
 
 
 def apply_outer(values: jax.Array, m: jax.Array, e: jax.Array) -> jax.Array:
