@@ -133,7 +133,9 @@ def test_a_token_file_tells_its_dtype(dtype: str, tmp_path: Path) -> None:
     tokens = np.arange(4000) % 500
     raw = tokens_file(tmp_path / "raw.bin", tokens, dtype)
     np.save(tmp_path / "saved.npy", tokens.astype(dtype))
-    found = [some(opened(s)) for s in (raw, f"tokens:{raw},dtype={dtype}", str(tmp_path / "saved.npy"))]
+    headed = _headed(tmp_path / "headed.bin", dtype, len(tokens), tokens)
+    specs = (raw, f"tokens:{raw},dtype={dtype}", headed, str(tmp_path / "saved.npy"))
+    found = [some(opened(s)) for s in specs]
     assert all(same(found[0], other) for other in found[1:])
 
 
@@ -158,6 +160,10 @@ BAD = {
         "truncated, or no token file: Size of available data",
     ),
     "empty": (lambda p: _bytes(p / "a.bin", b""), "truncated, or no token file"),
+    "short of its header": (
+        lambda p: _headed(p / "a.bin", "uint16", 500, np.zeros(499)),
+        "truncated, or no token file: mmap length is greater than file size",
+    ),
     "truncated npy": (lambda p: _truncated_npy(p / "a.npy"), "truncated, or no token file"),
     "matrix": (lambda p: _saved(p / "a.npy", np.zeros((3, 3), np.int32)), "a row of integers"),
     "no such dtype": (lambda p: tokens_file(p / "a.bin", [1] * 99) + ",dtype=int8", "uint16 or uint32"),
@@ -171,6 +177,12 @@ BAD = {
 def _bytes(path: Path, content: bytes) -> str:
     path.write_bytes(content)
     return str(path)
+
+
+def _headed(path: Path, dtype: str, told: int, tokens: np.ndarray) -> str:
+    header = np.zeros(256, np.int32)
+    header[:3] = {"uint16": 20240520, "uint32": 20240801}[dtype], 1, told
+    return _bytes(path, header.tobytes() + tokens.astype(dtype).tobytes())
 
 
 def _saved(path: Path, array: np.ndarray) -> str:
