@@ -100,7 +100,8 @@ clean: ## remove the environments, caches and build outputs
 	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is made anew when the interpreter or the checkout's place changes, and installed into again when
-# pyproject.toml does; each leaves a file in it that says what it was made from.
+# pyproject.toml does; each leaves a file in it that says what it was made from. Python compiles what is imported: to
+# compile all that is installed would take a third of the time.
 setup: ## make the environment in .venv; the other targets do it when needed
 	@$(IN) \
 	venv="$(VENV)"; \
@@ -126,7 +127,7 @@ setup: ## make the environment in .venv; the other targets do it when needed
 	fi; \
 	if ! cmp -s pyproject.toml "$$venv/.installed-from"; then \
 	  echo "installing policyc and what it needs into $$venv (a minute or two; only when pyproject.toml changes)"; \
-	  "$$venv/bin/python" $(PIP) install -qq -e '.[$(EXTRAS)]' || { \
+	  "$$venv/bin/python" $(PIP) install --no-compile -qq -e '.[$(EXTRAS)]' || { \
 	    echo "the installation failed; make clean starts over" >&2; exit 1; }; \
 	  cp pyproject.toml "$$venv/.installed-from"; \
 	fi
