@@ -125,6 +125,8 @@ def check(text: str, folder: Path) -> bool:
         assert str(again) == printed
     else:
         _check_faults(PolicyError(loaded.found))
+        if any(d.code == "syntax-error" and d.span.source is file.source for d in loaded.found):
+            return False
         file, found = read(file.source)
     if not found:
         formatted = format_file(file)
