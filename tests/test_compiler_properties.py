@@ -21,7 +21,7 @@ from tests.programs import Program, program
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SEEDS = [pytest.param(seed, id=str(seed)) for seed in (0, 3)]
-DEEP = settings(max_examples=8, phases=[Phase.generate], print_blob=True)
+DEEP = settings(max_examples=12, phases=[Phase.generate], print_blob=True)
 seeds = integers(0, 2**32 - 1)
 KEEPING = ["* -> keep", "* @ fprop -> keep; layers[-1:] -> keep", "nothing.here -> nvfp4"]
 

@@ -127,7 +127,7 @@ def test_printing_and_parsing_is_the_identity(policy):
 
 @pytest.mark.slow
 @given(texts())
-@settings(max_examples=250)
+@settings(max_examples=400)
 def test_many_more_spellings(drawn):
     policy, text, _ = drawn
     found = parse(text)

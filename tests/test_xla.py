@@ -23,23 +23,18 @@ from policyc.gemm import quantized_dot_general
 from policyc.planner import asked
 from policyc.quantize import Axes, quantize
 from policyc.quantize.values import block_values
-from policyc.recipes import TARGETS, Gemm, Treatment, recipe
+from policyc.recipes import Gemm, Treatment, recipe
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 XLA = ("xla", "xla", "xla")
 SUMS = 1e-6
-# Other recipes hand a product nothing that these do not: blocks and tiles, outer scales of a tensor and of rows, of the
-# full bound and of the reduced one, several parts.
-SLOW = ("row", "mean", "four_over_six")
+SLOW = ("plain", "row", "mean", "four_over_six", "ms_eden")
 SMALL = ("full", "mxfp8", "fp8", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW))
 
 
-KINDS = {**RECIPES, "tiles": recipe("nvfp4", {"scale2d": TARGETS["weights"]})}
-
-
 def both(name: str, dims: Any, weight: Any = "rhs") -> tuple[Any, Any]:
-    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=KINDS[name], weight=weight)
+    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name], weight=weight)
     return f, partial(f, backends=XLA)
 
 
@@ -67,7 +62,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("left", "right", "dims", "weight"), SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", ["mxfp8", pytest.param("tiles", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mxfp8", pytest.param("full", marks=pytest.mark.slow)])
 def test_any_dot_general(name: str, left: Any, right: Any, dims: Any, weight: Any) -> None:
     x, w = normal(*left), normal(*right, seed=1)
     emulated, ours = both(name, dims, weight)
@@ -91,7 +86,7 @@ def test_under_transformations() -> None:
         }
 
     x, w = normal(3, 16, 32), normal(3, 32, 32, seed=1)
-    emulated, ours = (losses(f) for f in both("tiles", MATMUL))
+    emulated, ours = (losses(f) for f in both("full", MATMUL))
     for name in ours:
         same(jax.jit(jax.value_and_grad(ours[name]))(w, x), jax.jit(jax.value_and_grad(emulated[name]))(w, x))
 

@@ -7,6 +7,7 @@ the format. A division where the format multiplies moves one code in a thousand.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +165,14 @@ def _lift(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(amax < 0x800000, count, from_bits(sane) * lift), lift
 
 
+def _encoding(
+    amax: jax.Array, bound: float, div: Callable[[jax.Array, jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """What a tensor times its lift is multiplied by so that its maximum becomes the bound, and that lift; stored."""
+    top, lift = _lift(amax)
+    return stored((jnp.where(amax == 0, jnp.float32(1), div(jnp.float32(bound), top)), lift))
+
+
 def _nvfp4(
     x: jax.Array,
     t: Treatment,
@@ -178,9 +187,7 @@ def _nvfp4(
     x, *found = _maxima(x, axes, layout, t, kernel)
     blocks, amax = (_with_headroom(b, t) for b in found)
     div = cpu_div if cpu else exact_div
-    top, lift = _lift(amax)
-    enc_top = jnp.where(amax == 0, jnp.float32(1), div(jnp.float32(layout.bound), top))
-    enc_top, lift = stored((enc_top, lift))
+    enc_top, lift = _encoding(amax, layout.bound, div)
     dec_top = stored(div(jnp.float32(1), enc_top))
     block_top = from_bits(blocks) * lift
     key = key.fold(from_bits(amax))
@@ -350,16 +357,13 @@ def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key
     # An 8-bit product wants one operand transposed. Unless x stands in memory first, XLA carries that transpose
     # into everything that makes x, and makes it three times. What makes x finds the maxima of groups on its way.
     if words:
-        x, top = stored((x, split_axis(half_bits(x), -1, x.shape[-1] // _GROUP, _GROUP).max(axis=-1)))
-        bits = top.astype(jnp.int32) << 16
+        groups = replace(layout, axis=-1, block=_GROUP)
+        along = replace(axes, axis=-1, contract=axes.contract or (axes.axis,))
+        x, _, amax = _maxima(x, along, groups, t)
     else:
         x = stored(x)
-        bits = abs_bits(x)
-    amax = bits.max(axis=span, keepdims=True)
-    top, lift = _lift(amax)
-    div = cpu_div if cpu else exact_div
-    enc = jnp.where(amax == 0, jnp.float32(1), div(jnp.float32(element.top), top))
-    lift, enc = stored((lift, enc))
+        amax = abs_bits(x).max(axis=span, keepdims=True)
+    enc, lift = _encoding(amax, layout.bound, cpu_div if cpu else exact_div)
 
     def code(values: jax.Array) -> jax.Array:
         scaled = (values * lift) * enc
