@@ -93,8 +93,10 @@ def _wide(one: Any) -> Iterator[str]:
     from policyc import hlo
 
     smallest = 4096 * 14336
-    if re.search(r"transpose\(.*_proj/convert_element_type$|/or$", one.instruction.scope):
-        return  # the gradient of a weight; four codes to a word
+    if re.search(r"transpose\(.*_proj/convert_element_type$", one.instruction.scope):
+        return
+    if one.instruction.scope.endswith("/or") and one.written < one.read:
+        return  # four codes to a word: fewer bytes than were read, where a wide array has more
     for kind, count in hlo.arrays(one.instruction.shape):
         if kind in ("f32", "u32", "s32", "u64", "s64") and count >= smallest:
             yield f"{count} x {kind}: {one.instruction.scope}"

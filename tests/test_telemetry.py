@@ -88,7 +88,7 @@ def test_each_operand_is_measured_as_the_array_itself_is(recipe: str) -> None:
         assert row["sqnr_db"] == pytest.approx(whole.stats.sqnr_db, abs=1e-3)
         assert row["flushed"] == pytest.approx(whole.stats.flushed, abs=1e-6)
         assert row["saturated"] == pytest.approx(whole.stats.saturated, abs=1e-6)
-        if "rht" not in recipe:
+        if gemm != "wgrad" or "rht" not in recipe:
             assert row["amax"] == pytest.approx(float(np.abs(array).max()), rel=1e-6)
 
 
