@@ -260,6 +260,8 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
             (Role.WEIGHT, Role.ACTIVATION) if call.weight == "lhs" else (Role.ACTIVATION, Role.WEIGHT)
         )
     for_lhs, for_rhs = (Gemm.WGRAD, Gemm.DGRAD) if call.weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
+    # 8-bit GEMMs read both operands along what they contract.
+    two_orders = all(t.format == "fp8" for t in call.recipe.treatments) and set(call.backends) == {"xla"}
 
     def side(
         gemm: Gemm, role: Role, ndim: int, contract: tuple[int, ...], batch: tuple[int, ...],
@@ -275,6 +277,7 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
             contract=tuple(i - ndim for i in contract),
             batch=tuple(i - ndim for i in batch),
             tile=free[-1] - ndim,
+            both=two_orders and role is not Role.WEIGHT and not batch,
         )
         return Side(treatment=t, axes=axes, tokens=tokens, name=f"{gemm}.{name}")
 
@@ -366,6 +369,7 @@ def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int
 
 
 def _multiplied(product: Product, left: Parts, right: Parts, out: Any, tokens: int) -> jax.Array:
+    left, right = _ordered(left, product.left), _ordered(right, product.right)
     multiply = partial(primitives.scaled_gemm, dimension_numbers=product.dims, backend=product.backend)
     if not any(isinstance(p, Quantized) for p in (*left, *right)):
         y = _plain(cast(jax.Array, left[0]), cast(jax.Array, right[0]), product, out)
@@ -381,6 +385,18 @@ def _multiplied(product: Product, left: Parts, right: Parts, out: Any, tokens: i
         terms = [multiply(a, b, out=jnp.float32) for a in left for b in right]
         y = sum(terms[1:], start=terms[0])
     return y.astype(out).transpose(product.order)
+
+
+def _ordered(parts: Parts, side: Side) -> Parts:
+    """With the codes in the order that a product reads, where there are both."""
+
+    def ordered(part: Operand) -> Operand:
+        if not isinstance(part, Quantized) or part.across is None:
+            return part
+        codes = part.codes if side.axes.axis == -1 else jnp.moveaxis(part.across, 0, -1)
+        return replace(part, codes=codes, across=None)
+
+    return tuple(map(ordered, parts))
 
 
 def _plain(left: jax.Array, right: jax.Array, product: Product, out: Any) -> jax.Array:
@@ -433,7 +449,7 @@ def _gemm_fwd(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Ready, k: Key) 
     for_rhs = (
         left if _shared(fprop.left, d_rhs.left) else own_left or _saved(lhs, d_rhs.left, d_rhs, k, signs[1])
     )
-    return y, (for_lhs, for_rhs, k, signs)
+    return y, (_ordered(for_lhs, d_lhs.right), _ordered(for_rhs, d_rhs.left), k, signs)
 
 
 def _saved(x: jax.Array, side: Side, product: Product, k: Key, signs: Key) -> Parts:
@@ -449,28 +465,30 @@ def _signs(x: jax.Array, product: Product, k: Key) -> Key:
     return k.fold(jnp.max(jnp.abs(x)).astype(jnp.float32))
 
 
-def _shared(forward: Side, backward: Side) -> bool:
-    """Are the codes of fprop those of a backward product too? Of 2D tiles and of whole tensors they are."""
-    t = forward.treatment
+def _shared(one: Side, other: Side) -> bool:
+    """Are the codes of an operand in one product those in another too? Of 2D tiles and of whole tensors they are."""
+    t = one.treatment
     square = t.tile2d or not FORMATS[t.format].block
-    alike = t == backward.treatment and FORMATS[t.format].quantized
+    alike = t == other.treatment and FORMATS[t.format].quantized
     return alike and square and not t.rht and not t.mean_split
 
 
 def _gemm_bwd(call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     for_lhs, for_rhs, k, signs = kept
     _, d_lhs, d_rhs = _products(call)
+    shared = _parts(dy, d_lhs.left, d_lhs, k, signs[0]) if _shared(d_lhs.left, d_rhs.right) else ()
     return (
-        _gradient(call, d_lhs, dy, for_lhs, k, signs[0], left=True),
-        _gradient(call, d_rhs, dy, for_rhs, k, signs[1], left=False),
+        _gradient(call, d_lhs, dy, shared, for_lhs, k, signs[0], left=True),
+        _gradient(call, d_rhs, dy, shared, for_rhs, k, signs[1], left=False),
         None,
         None,
     )
 
 
 def _gradient(
-    call: Call, product: Product, dy: jax.Array, other: Parts, k: Key, signs: Key, *, left: bool
+    call: Call, product: Product, dy: jax.Array, own: Parts, other: Parts, k: Key, signs: Key, *, left: bool
 ) -> jax.Array:
+    """`own` is dy as it enters the product, where that is known already."""
     of = call.lhs if left else call.rhs
     if _kept(product):
         saved = cast(jax.Array, other[0])
@@ -480,7 +498,7 @@ def _gradient(
 
         return cast(jax.Array, jax.linear_transpose(linear, of)(dy)[0])
     side = product.left if left else product.right
-    own = _parts(dy, side, product, k, signs)
+    own = own or _parts(dy, side, product, k, signs)
     tokens = prod(dy.shape[i] for i in side.tokens)
     pair = (own, other) if left else (other, own)
     return sharded_like(_multiply(product, *pair, of.dtype, tokens), of)

@@ -54,7 +54,7 @@ def _quantize(
     signs = q.Key(*words[2:]).fold(operand.partition(".")[0] + ".signs") if words[2:] else None
     run = backends.load(backend).quantize
     out = run(x, spec.treatment, spec.axes, key=key, signs=signs, platform=platform, alone=alone)
-    return [a for a in (out.codes, out.scales, out.amax) if a is not None]
+    return [a for a in (out.codes, out.scales, out.amax, out.across) if a is not None]
 
 
 def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str, backend: str) -> list[Shape]:
@@ -73,13 +73,18 @@ def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str, backend: str
     if FORMATS[t.format].tensor_scale:
         spans = q.spanned(t, axes, layout, len(padded))
         out.append((tuple(1 if i - len(padded) in spans else n for i, n in enumerate(padded)), jnp.float32))
+    if axes.both:
+        out.append(((packed[-1], *packed[:-1]), jnp.uint8))
     return out
 
 
 def _quantize_sources(x: Any, *words: Any, spec: Spec, operand: str, backend: str) -> list[list[Source]]:
     """Codes, scales and amax lie as their operand does."""
     results = _quantize_shapes(x, *words, spec=spec, operand=operand, backend=backend)
-    return [[(0, i - x.ndim) for i in range(x.ndim)] for _ in results]
+    along: list[Source] = [(0, i - x.ndim) for i in range(x.ndim)]
+    if not spec.axes.both:
+        return [along for _ in results]
+    return [*(along for _ in results[1:]), [along[-1], *along[:-1]]]
 
 
 PLATFORMS = ("cpu", "cuda")
@@ -147,6 +152,7 @@ def _rebuilt(layout: Layout, arrays: Sequence[jax.Array]) -> Quantized:
         codes=next(parts),
         scales=next(parts) if f.block else None,
         amax=next(parts) if f.tensor_scale else None,
+        across=next(parts, None),
         layout=layout,
     )
 

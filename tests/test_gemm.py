@@ -486,6 +486,22 @@ def test_primitives_keep_shardings_in_types(compiled: bool) -> None:
 
 
 @eight
+def test_both_orders_keep_shardings_in_types() -> None:
+    from policyc import primitives, quantize
+
+    t, x = Treatment(format="fp8", element="e4m3"), normal(4, 32, 64)
+    f = jax.jit(partial(primitives.quantize, treatment=t, axes=quantize.Axes(both=True), backend="xla"))
+    want = f(x)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        got = f(jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))))
+    assert jax.typeof(got.codes).sharding.spec == P("data", None, "model")
+    assert jax.typeof(got.across).sharding.spec == P("model", "data", None)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+@eight
 @pytest.mark.parametrize("check", [True, False])
 def test_shard_map(check: bool) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))

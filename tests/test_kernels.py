@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from policyc import primitives
 from policyc.quantize import Axes, Quantized, key, quantize
 from policyc.quantize.hadamard import Method
-from policyc.quantize.kernels import fit
+from policyc.quantize.kernels import fit, fit_both
 from policyc.recipes import Treatment
 
 NEAREST = Treatment(format="nvfp4", element="e2m1", rht=16)
@@ -51,8 +52,36 @@ def test_kernels_give_the_bits_of_the_mathematics(treatment: Treatment, case: st
     same(run("interpreted"), run("matmul"))
 
 
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan"])
+def test_codes_in_both_orders(case: str, element: str) -> None:
+    x = jax.random.normal(jax.random.key(5), (2, 128, 256), jnp.bfloat16)
+    x = {"normal": x, "huge": x * 1e37, "tiny": x * 1e-38, "zeros": x * 0, "nan": x.at[0, 3, 5].set(jnp.nan)}[
+        case
+    ]
+    treatment = Treatment(format="fp8", element=element)
+    assert fit_both(x, treatment, Axes(both=True))
+
+    def run(method: Method, both: bool) -> Quantized:
+        return jax.jit(lambda x: quantize(x, treatment, Axes(both=both), method=method))(x)
+
+    alone = run("matmul", False)
+    assert alone.across is None
+    for found in (run("interpreted", True), run("matmul", True)):
+        same(replace(found, across=None), alone)
+        np.testing.assert_array_equal(np.asarray(found.across), np.moveaxis(np.asarray(alone.codes), -1, 0))
+
+
 def test_kernels_take_only_what_they_can() -> None:
     x = normal(64, 256)
+    eight, both = Treatment(format="fp8", element="e4m3"), Axes(both=True)
+    assert fit_both(normal(128, 256), eight, both)
+    assert not fit_both(normal(128, 256), eight, Axes())
+    assert not fit_both(normal(128, 256), replace(eight, outer="row"), both)
+    assert not fit_both(normal(128, 256).astype(jnp.float32), eight, both)
+    assert not fit_both(normal(64, 256), eight, both)
+    assert not fit_both(normal(128, 200), eight, both)
+    assert not fit_both(normal(128, 256), NEAREST, both)
     assert fit(x, NEAREST, DOWN)
     assert not fit(x, NEAREST, Axes())
     assert not fit(x.astype(jnp.float32), NEAREST, DOWN)
@@ -71,3 +100,12 @@ def test_compiled_kernels_on_large_arrays(treatment: Treatment) -> None:
     assert "triton" in compiled.lower(x).as_text()
     by_hand = jax.jit(lambda x: quantize(x, treatment, DOWN, key=key(7).fold("wgrad.dy"), method="matmul"))
     same(compiled(x), by_hand(x))
+
+
+@gpu
+@pytest.mark.gpu
+def test_compiled_codes_in_both_orders() -> None:
+    x, eight, both = normal(8192, 4096), Treatment(format="fp8", element="e5m2"), Axes(both=True)
+    run = jax.jit(lambda x: primitives.quantize(x, eight, both, backend="xla"))
+    assert "triton" in run.lower(x).as_text()
+    same(run(x), jax.jit(lambda x: quantize(x, eight, both, method="matmul"))(x))

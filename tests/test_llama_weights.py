@@ -46,6 +46,10 @@ def torch():
         yield found
 
 
+def logits(params: llama.Params, tokens: np.ndarray, c: Model) -> jax.Array:
+    return llama.linear(params, "lm_head", llama.hidden(params, tokens, c))
+
+
 def close(ours: jax.Array, theirs: np.ndarray) -> None:
     # Both compute in fp32 and sum in their own order: over 96 and 64 products in three layers, then the head. That is
     # some tens of roundings of 6e-8 each, relative to the largest logit, and 1e-5 leaves room for them; a wrong
@@ -72,12 +76,10 @@ def test_their_weights_give_their_logits(torch, tmp_path, scan):
     model.save_pretrained(tmp_path)
     # 300 positions: far enough that the scaled waves differ from the plain ones by more than the tolerance.
     tokens = np.random.default_rng(0).integers(0, 128, (2, 300))
-    ours = llama.logits(weights.load(tmp_path, c, mesh()), tokens, c)
+    ours = logits(weights.load(tmp_path, c, mesh()), tokens, c)
     theirs = model(torch.tensor(tokens)).logits.numpy()
     close(ours, theirs)
-    unscaled = llama.logits(
-        weights.load(tmp_path, c, mesh()), tokens, Model(**{**c.__dict__, "rope_scaling": 0.0})
-    )
+    unscaled = logits(weights.load(tmp_path, c, mesh()), tokens, Model(**{**c.__dict__, "rope_scaling": 0.0}))
     assert np.abs(np.asarray(unscaled) - theirs).max() > 1e-3 * np.abs(theirs).max()
 
 
@@ -96,7 +98,7 @@ def test_a_tied_head_is_a_copy_of_the_embedding(torch, tmp_path, capsys):
     ours = weights.load(tmp_path, c, mesh())
     assert "has no head of its own" in capsys.readouterr().out
     tokens = np.random.default_rng(2).integers(0, 128, (2, 20))
-    close(llama.logits(ours, tokens, c), model(torch.tensor(tokens)).logits.numpy())
+    close(logits(ours, tokens, c), model(torch.tensor(tokens)).logits.numpy())
 
 
 @pytest.mark.peers
@@ -107,7 +109,7 @@ def test_they_read_what_we_write(torch, tmp_path):
     weights.save(ours, SMALL, tmp_path / "out", dtype="float32")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     tokens = np.random.default_rng(1).integers(0, 128, (2, 20))
-    close(llama.logits(ours, tokens, SMALL), model(torch.tensor(tokens)).logits.numpy())
+    close(logits(ours, tokens, SMALL), model(torch.tensor(tokens)).logits.numpy())
 
 
 @pytest.mark.parametrize("scan", [True, False])

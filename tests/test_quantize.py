@@ -39,9 +39,14 @@ codes_of, dequantize = jax.jit(policyc.quantize.codes_of), jax.jit(policyc.quant
 block_values = jax.jit(policyc.quantize.block_values)
 
 
+HERE: Method = "cpu" if jax.default_backend() == "cpu" else "matmul"
+
+
 @cache
-def compiled(treatment: Treatment, axes: Axes | None = None, method: Method = "cpu") -> Any:
-    return jax.jit(partial(quantize, treatment=treatment, axes=axes, method=method))
+def compiled(treatment: Treatment, axes: Axes | None = None, method: Method = HERE) -> Any:
+    run = jax.jit(partial(quantize, treatment=treatment, axes=axes, method=method))
+    # The body for CPUs divides as they do, and a GPU does not.
+    return run if method != "cpu" else lambda x: run(jax.device_put(x, jax.devices("cpu")[0]))
 
 
 def samples(name: str, shape: tuple[int, ...] = (1024, 1024)) -> np.ndarray:

@@ -62,6 +62,20 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("left", "right", "dims", "weight"), SHAPES.values(), ids=SHAPES)
+def test_fp8_quantizes_each_operand_once(left: Any, right: Any, dims: Any, weight: Any) -> None:
+    """For all three products, and both orders of its codes hold the same."""
+    x, w = normal(*left), normal(*right, seed=1)
+    emulated, ours = both("fp8", dims, weight)
+    dy = normal(*jax.eval_shape(ours, x, w).shape, seed=2)
+    results = []
+    for f in (emulated, ours):
+        run = partial(three, f)
+        assert str(jax.make_jaxpr(run)(x, w, dy)).count("fp8_quantize[") == 3
+        results.append(jax.jit(run)(x, w, dy))
+    same(*results, 2**-12 if jax.default_backend() == "gpu" else SUMS)
+
+
+@pytest.mark.parametrize(("left", "right", "dims", "weight"), SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ["mxfp8", pytest.param("full", marks=pytest.mark.slow)])
 def test_any_dot_general(name: str, left: Any, right: Any, dims: Any, weight: Any) -> None:
     x, w = normal(*left), normal(*right, seed=1)
@@ -70,8 +84,8 @@ def test_any_dot_general(name: str, left: Any, right: Any, dims: Any, weight: An
     same(jax.jit(partial(three, ours))(x, w, dy), jax.jit(partial(three, emulated))(x, w, dy))
 
 
-@pytest.mark.slow
-def test_under_transformations() -> None:
+@pytest.mark.parametrize("chosen", ["fp8", pytest.param("full", marks=pytest.mark.slow)])
+def test_under_transformations(chosen: str) -> None:
     """vmap over both operands or one, inside a scan, under remat: values and gradients."""
 
     def losses(f: Any) -> dict[str, Any]:
@@ -86,9 +100,11 @@ def test_under_transformations() -> None:
         }
 
     x, w = normal(3, 16, 32), normal(3, 32, 32, seed=1)
-    emulated, ours = (losses(f) for f in both("full", MATMUL))
+    emulated, ours = (losses(f) for f in both(chosen, MATMUL))
+    bound = 2**-12 if chosen == "fp8" and jax.default_backend() == "gpu" else SUMS
     for name in ours:
-        same(jax.jit(jax.value_and_grad(ours[name]))(w, x), jax.jit(jax.value_and_grad(emulated[name]))(w, x))
+        found, wanted = (jax.jit(jax.value_and_grad(f[name]))(w, x) for f in (ours, emulated))
+        same(found, wanted, bound)
 
 
 def test_nothing_is_laundered() -> None:

@@ -1,6 +1,6 @@
 """A Llama: grouped-query attention, rotary positions, SwiGLU, RMSNorm, an untied head; and where its arrays lie.
 
-In: parameters in fp32 and tokens. Out: logits, or the loss. The one trap: norms, rotations, the softmax of the loss
+In: parameters in fp32 and tokens. Out: the loss. The one trap: norms, rotations, the softmax of the loss
 and the sums of gradients are fp32, and everything between them is the compute type; a weight is cast where it is
 used, so that its gradient arrives in fp32.
 """
@@ -205,11 +205,8 @@ def hidden(params: Params, tokens: jax.Array, c: Model, mesh: Mesh | None = None
     return norm(x, params["norm"], c.norm_eps)
 
 
-def logits(params: Params, tokens: jax.Array, c: Model, mesh: Mesh | None = None) -> jax.Array:
-    return linear(params, "lm_head", hidden(params, tokens, c, mesh))
-
-
-@jax.checkpoint  # so that only the logits, in the compute type, are kept
+# Kept are the logits, in the compute type, and what is found over the vocabulary: nothing in fp32 of their size.
+@partial(jax.checkpoint, policy=lambda primitive, *_, **__: primitive.name.startswith("reduce_"))
 def _penalty(values: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: float) -> Sums:
     wide = values.astype(jnp.float32)
     partition = jax.nn.logsumexp(wide, axis=-1)

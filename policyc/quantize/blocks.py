@@ -69,6 +69,8 @@ def quantize(
     if method in ("kernels", "interpreted"):
         if kernels.fit(x, treatment, axes):
             return _nvfp4(x, treatment, axes, layout, key, kernels.Kernels(method == "interpreted"))
+        if kernels.fit_both(x, treatment, axes):
+            return _fp8(x, treatment, axes, layout, key, kernels.Kernels(method == "interpreted"))
         method = "matmul_bf16"
     if treatment.rht:
         fresh = treatment.rounding == "ms_eden"
@@ -348,8 +350,17 @@ def e8m0(blocks: jax.Array, element: Element, rounding: str) -> jax.Array:
     return jnp.clip(exponent - ((top >> 23) - 127), 0, 254)
 
 
-def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key, *, cpu: bool) -> Quantized:
-    """One outer scale, no blocks."""
+def _fp8(
+    x: jax.Array,
+    t: Treatment,
+    axes: Axes,
+    layout: Layout,
+    key: random.Key,
+    kernel: kernels.Kernels | None = None,
+    *,
+    cpu: bool = False,
+) -> Quantized:
+    """One outer scale, no blocks. A kernel writes both orders of the codes in one pass."""
     del key
     element = ELEMENTS[layout.element]
     span = spanned(t, axes, layout, x.ndim)
@@ -371,8 +382,13 @@ def _fp8(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key
         # The scale is NaN already; the code too, for whoever multiplies codes and scales later.
         return jnp.where(amax >= INFINITY, element.nan or 0, found)
 
-    codes = _by_words(x, code) if words else code(x.astype(jnp.float32)).astype(jnp.uint8)
-    return Quantized(codes=codes, scales=None, amax=from_bits(amax), layout=layout)
+    across: jax.Array | None = None
+    if kernel is not None:
+        codes, across = kernel.both(x, lift, enc, amax, element)
+    else:
+        codes = _by_words(x, code) if words else code(x.astype(jnp.float32)).astype(jnp.uint8)
+        across = jnp.moveaxis(codes, -1, 0) if axes.both else across
+    return Quantized(codes=codes, scales=None, amax=from_bits(amax), across=across, layout=layout)
 
 
 def _by_words(x: jax.Array, code: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -1,14 +1,16 @@
-"""Rotating and rounding in two passes over memory, as GPU kernels: what XLA alone does in three.
+"""Passes over memory as GPU kernels, where they are fewer than those that XLA makes.
 
-In: a bfloat16 matrix whose rows are tokens. Out: the maxima of its rotated blocks, then their codes. The rotated
-matrix is never stored: it is made again in the second pass, on the matrix units, while memory is waited for.
-The one trap: XLA cannot divide a kernel among devices, so these run where a program has one device.
+In: a bfloat16 matrix whose rows are tokens. Out: for NVFP4 the maxima of its rotated blocks, then their codes; the
+rotated matrix is never stored: it is made again in the second pass, on the matrix units, while memory is waited for.
+For FP8 its codes, and once more transposed. The one trap: XLA cannot divide a kernel among devices, so these run where
+a program has one device.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -17,7 +19,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from policyc.quantize import random
-from policyc.quantize.bits import E2M1, abs_bits, round_nearest, round_stochastic, sign_code
+from policyc.quantize.bits import (
+    E2M1,
+    INFINITY,
+    Element,
+    abs_bits,
+    round_nearest,
+    round_stochastic,
+    sign_code,
+)
 from policyc.quantize.hadamard import default_signs, sylvester
 from policyc.quantize.layout import Axes
 from policyc.recipes import Treatment
@@ -25,6 +35,8 @@ from policyc.recipes import Treatment
 GROUP = 16
 _COLUMNS = 128
 _WARPS = 2
+_SQUARE = 128
+_SQUARE_WARPS = 8
 _RANDOM_BITS = 16
 
 
@@ -36,9 +48,16 @@ def fit(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     return whole and plain and rounds and x.dtype == jnp.bfloat16 and axes.axis == -2 and not axes.batch
 
 
+def fit_both(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
+    """Is this an operand whose codes can be written both ways at once?"""
+    whole = x.ndim > 1 and prod(x.shape[:-1]) % _SQUARE == 0 and x.shape[-1] % _SQUARE == 0
+    one = treatment.format == "fp8" and treatment.outer == "tensor" and not axes.batch
+    return axes.both and one and whole and x.dtype == jnp.bfloat16
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Both passes. `interpret` runs them without a GPU, slowly."""
+    """All of them. `interpret` runs them without a GPU, slowly."""
 
     interpret: bool = False
 
@@ -56,6 +75,31 @@ class Kernels:
         one = [jnp.reshape(jnp.asarray(a), (1, 1)) for a in (lift, key.a, key.b)]
         return _call(body, out, (GROUP // 2, _COLUMNS), x, enc, *one, interpret=self.interpret)
 
+    def both(
+        self, x: jax.Array, lift: jax.Array, enc: jax.Array, amax: jax.Array, element: Element
+    ) -> tuple[jax.Array, jax.Array]:
+        """Codes of FP8, and the same with the last axis first. The scales are one number each."""
+        flat = x.reshape(-1, x.shape[-1])
+        rows, columns = flat.shape
+        tile, turned = ((_SQUARE, _SQUARE), lambda i, j: (i, j)), ((_SQUARE, _SQUARE), lambda i, j: (j, i))
+        one = ((1, 1), lambda *_: (0, 0))
+        options: dict[str, Any] = (
+            {"interpret": True} if self.interpret else {"compiler_params": _triton(_SQUARE_WARPS)}
+        )
+        codes, across = pl.pallas_call(
+            partial(_both, element=element),
+            [_bytes(rows, columns), _bytes(columns, rows)],
+            grid=(rows // _SQUARE, columns // _SQUARE),
+            in_specs=[pl.BlockSpec(*s) for s in (tile, one, one, one)],
+            out_specs=[pl.BlockSpec(*s) for s in (tile, turned)],
+            **options,
+        )(flat, *(a.reshape(1, 1) for a in (lift, enc, amax)))
+        return codes.reshape(x.shape), across.reshape(x.shape[-1], *x.shape[:-1])
+
+
+def _bytes(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.uint8)  # type: ignore[no-untyped-call]
+
 
 def _call(
     body: Any,
@@ -72,17 +116,17 @@ def _call(
 
     specs = [spec((GROUP, _COLUMNS), True), spec((GROUP, GROUP), False)]
     specs += [spec((1, 1), False) if a.size == 1 else spec((1, _COLUMNS), True) for a in rest]
-    options: dict[str, Any] = {"interpret": True} if interpret else {"compiler_params": _triton()}
+    options: dict[str, Any] = {"interpret": True} if interpret else {"compiler_params": _triton(_WARPS)}
     grid = (x.shape[0] // GROUP, x.shape[1] // _COLUMNS)
     shape = jax.ShapeDtypeStruct(*out)  # type: ignore[no-untyped-call]
     run = pl.pallas_call(body, shape, grid=grid, in_specs=specs, out_specs=spec(block, True), **options)
     return run(x, matrix, *rest)  # type: ignore[no-any-return]
 
 
-def _triton() -> Any:
+def _triton(warps: int) -> Any:
     from jax.experimental.pallas import triton  # not there where there is no GPU to build for
 
-    return triton.CompilerParams(num_warps=_WARPS)
+    return triton.CompilerParams(num_warps=warps)
 
 
 def _rotated(x: Any, matrix: Any) -> jax.Array:
@@ -113,3 +157,11 @@ def _codes(
     code = (magnitude | sign_code(scaled, E2M1)) << (4 * (rows % 2))
     pairs = code.reshape(GROUP // 2, 2, code.shape[1])
     out[...] = jnp.sum(pairs, axis=1).astype(jnp.uint8)
+
+
+def _both(x: Any, lift: Any, enc: Any, amax: Any, codes: Any, across: Any, *, element: Element) -> None:
+    scaled = x[...].astype(jnp.float32) * lift[...] * enc[...]
+    code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
+    found = jnp.where(amax[...] >= INFINITY, element.nan or 0, code).astype(jnp.uint8)
+    codes[...] = found
+    across[...] = found.T

@@ -42,11 +42,14 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
-    """Codes (two to a byte where they have four bits), bytes of block scales, amax of each outer scale."""
+    """Codes (two to a byte where they have four bits), bytes of block scales, amax of each outer scale; and, where both
+    were asked for, the codes once more, their last axis first.
+    """
 
     codes: jax.Array
     scales: jax.Array | None
     amax: jax.Array | None
+    across: jax.Array | None = None
     layout: Layout = field(metadata={"static": True})
 
 
@@ -55,13 +58,15 @@ class Axes:
     """What the axes of an operand are, all counted from the end.
 
     `axis` is cut into blocks; `contract` are all the contracted axes (the scale per row spans them); each
-    index of the `batch` axes is a tensor of its own; `tile` is the other axis of 2D tiles.
+    index of the `batch` axes is a tensor of its own; `tile` is the other axis of 2D tiles. `both` asks for the
+    codes in both orders: of one product the last axis is contracted, of another all before it.
     """
 
     axis: int = -1
     contract: tuple[int, ...] = ()
     batch: tuple[int, ...] = ()
     tile: int | None = None
+    both: bool = False
 
 
 def split_axis(x: jax.Array, axis: int, *sizes: int) -> jax.Array:
