@@ -24,7 +24,7 @@ import numpy as np
 from llama.configs import BadRun, Run, library
 
 KINDS = ("stdlib", "synthetic", "text", "tokens", "array_record", "parquet", "hf")
-SUFFIXES = {".bin": "tokens", ".parquet": "parquet", ".array_record": "array_record"}
+SUFFIXES = {".bin": "tokens", ".npy": "tokens", ".parquet": "parquet", ".array_record": "array_record"}
 HEADERS = {20240520: "uint16", 20240801: "uint32"}  # llm.c's token files: their first word, their tokens
 ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 END = 256  # ends a document where tokens are bytes
@@ -130,8 +130,13 @@ def cached(key: Any, what: str, pieces: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def token_file(path: Path, dtype: str | None, vocab: int) -> np.ndarray:
-    """A file of tokens, memory-mapped: llm.c's header and its tokens, or tokens alone."""
+    """A file of tokens, memory-mapped: .npy, llm.c's header and its tokens, or tokens alone."""
     try:
+        if path.suffix == ".npy":
+            found = np.load(path, mmap_mode="r")
+            if found.ndim != 1 or found.dtype.kind not in "ui":
+                raise ValueError(f"it holds {found.dtype}{list(found.shape)}, and not a row of integers")
+            return found
         head = np.fromfile(path, np.int32, 3).tolist()  # a mark, a version, and how many tokens follow
         if head and head[0] in HEADERS:
             return np.memmap(path, HEADERS[head[0]], "r", 1024, head[2])  # refuses a file that is shorter
