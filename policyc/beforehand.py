@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from operator import itemgetter
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -37,7 +38,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Quantizer:
-    """What makes a quantized weight of the operand of a site: a jaxpr, and how its results belong together."""
+    """What makes a quantized operand of that of a site: a jaxpr, and how its results belong together."""
 
     closed: Any
     tree: Any
@@ -46,24 +47,32 @@ class Quantizer:
     def avals(self) -> list[Aval]:
         return [v.aval for v in self.closed.jaxpr.outvars]
 
+    @property
+    def does(self) -> tuple[Any, ...]:
+        """The same where the same is done."""
+        eqns = self.closed.jaxpr.eqns
+        return (self.tree, *((e.primitive, *sorted(e.params.items(), key=itemgetter(0))) for e in eqns))
+
     def ready(self, arrays: Sequence[Any]) -> Ready:
         found: Ready = jax.tree.unflatten(self.tree, list(arrays))
         return found
 
 
-def quantizer(site: Site, done: Done) -> Quantizer:
+def quantizer(site: Site, done: Done, operand: Literal["lhs", "rhs"]) -> Quantizer:
     """Has no results where there is nothing to be done beforehand."""
     recipe, backends = done
     eqn = site.eqn
-    own, other = (a.aval for a in eqn.invars[:2][:: 1 if site.weight == "lhs" else -1])
+    own, other = (a.aval for a in eqn.invars[:2][:: 1 if operand == "lhs" else -1])
     box: list[Any] = []
 
     def run(array: Any) -> list[Any]:
         ready = prepared(
-            array,
+            # Its codes have no derivative; what they are of has one.
+            array if operand == site.weight else lax.stop_gradient(array),
             jax.ShapeDtypeStruct(other.shape, other.dtype),  # type: ignore[no-untyped-call]
             eqn.params["dimension_numbers"],
             recipe,
+            operand=operand,
             weight=site.weight,
             products=site.products,
             site=site.number,

@@ -41,13 +41,16 @@ SAVED = "quantization"
 
 
 class Ready(NamedTuple):
-    """A weight that is quantized already: as fprop takes it, and as dgrad does where its codes are others."""
+    """An operand that is quantized already: as fprop takes it, and as its backward product does where its codes are
+    others.
+    """
 
     fprop: Quantized | None = None
-    dgrad: Quantized | None = None
+    backward: Quantized | None = None
 
 
-NOT_READY = Ready()
+Operands = tuple[Ready, Ready]
+NOT_READY: Operands = (Ready(), Ready())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +114,14 @@ def quantized_dot_general(
     layer: Any = None,
     step: Any = None,
     backends: Backends = EMULATED,
-    ready: Ready = NOT_READY,
+    ready: Operands = NOT_READY,
     rounding: Key | None = None,
 ) -> jax.Array:
     """`lax.dot_general` with its three GEMMs run as the recipe says.
 
     `weight` is the operand that is a parameter, or None. `seed`, `site`, `layer` and `step` (the last two
     may be traced) key stochastic rounding, together with the bits of each tensor's maximum; `rounding` is such a
-    key itself. `ready` is what `prepared` made of the weight; its gradient still goes to the weight itself.
+    key itself. `ready` is what `prepared` made of lhs and of rhs; gradients still go to the operands themselves.
     """
     dims = _as_dims(dimension_numbers)
     out = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
@@ -139,39 +142,35 @@ def quantized_dot_general(
 
 
 def prepared(
-    array: jax.Array, other: jax.ShapeDtypeStruct, dimension_numbers: Any, recipe: Recipe, *, weight: Weight,
-    products: frozenset[Gemm], site: int | str = 0, backends: Backends = EMULATED,
+    array: jax.Array, other: jax.ShapeDtypeStruct, dimension_numbers: Any, recipe: Recipe, *,
+    operand: Literal["lhs", "rhs"], weight: Weight, products: frozenset[Gemm], site: int | str = 0,
+    backends: Backends = EMULATED,
 ) -> Ready:  # fmt: skip
-    """A weight as `quantized_dot_general` quantizes it, beforehand. `other` is the shape of the other operand.
+    """An operand as `quantized_dot_general` quantizes it, beforehand. `other` is the shape of the other one.
 
     What is random, or a mean and a rest, stays to be done where the product is; so does what no product reads.
     """
     chosen = effective(recipe)
-    left, right = (array.shape, other.shape) if weight == "lhs" else (other.shape, array.shape)
+    left, right = (array.shape, other.shape) if operand == "lhs" else (other.shape, array.shape)
     form = _canonical(left, right, _as_dims(dimension_numbers), chosen)
-    turn, turn_other = (form.lhs, form.rhs) if weight == "lhs" else (form.rhs, form.lhs)
-    # A weight is made by a cast: it is written first, and read again in half the bytes.
-    own, like = stored(turn(array)), jax.eval_shape(turn_other, other)
-    lhs, rhs = (shape_of(own), like) if weight == "lhs" else (like, shape_of(own))
-    fprop, dgrad = _weight_sides(_call(form, chosen, lhs, rhs, weight, site, backends))
+    turn, turn_other = (form.lhs, form.rhs) if operand == "lhs" else (form.rhs, form.lhs)
+    own, like = turn(array), jax.eval_shape(turn_other, other)
+    if operand == weight:
+        own = stored(own)  # it is made by a cast: it is written first, and read again in half the bytes
+    lhs, rhs = (shape_of(own), like) if operand == "lhs" else (like, shape_of(own))
+    product, d_lhs, d_rhs = _products(_call(form, chosen, lhs, rhs, weight, site, backends))
+    sides = (product.left, d_rhs.left) if operand == "lhs" else (product.right, d_lhs.right)
+    back = d_rhs if operand == "lhs" else d_lhs
 
     def made(side: Side, product: Product) -> Quantized | None:
         t = side.treatment
         if not FORMATS[t.format].quantized or t.rounding != "rne" or t.mean_split:
             return None
-        (found,) = _parts(own, side, product, key(0, site), key(0, site))
+        (found,) = _parts(own, side, product, key(0, site), key(0, site), save=operand != weight)
         return cast(Quantized, found)
 
-    apart = Gemm.DGRAD in products and not _shared(fprop[0], dgrad[0])
-    return Ready(made(*fprop), made(*dgrad) if apart else None)
-
-
-def _weight_sides(call: Call) -> tuple[tuple[Side, Product], tuple[Side, Product]]:
-    """The weight in fprop, and in dgrad."""
-    fprop, d_lhs, d_rhs = _products(call)
-    if call.weight == "lhs":
-        return (fprop.left, fprop), (d_rhs.left, d_rhs)
-    return (fprop.right, fprop), (d_lhs.right, d_lhs)
+    apart = back.gemm in products and not _shared(*sides)
+    return Ready(made(sides[0], product), made(sides[1], back) if apart else None)
 
 
 def _as_dims(numbers: Any) -> Dims:
@@ -406,7 +405,7 @@ def _plain(left: jax.Array, right: jax.Array, product: Product, out: Any) -> jax
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gemm(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Ready, k: Key) -> jax.Array:
+def _gemm(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Operands, k: Key) -> jax.Array:
     return _forward(call, lhs, rhs, ready, k)[0]
 
 
@@ -419,36 +418,32 @@ def _original(call: Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _forward(
-    call: Call, lhs: jax.Array, rhs: jax.Array, ready: Ready, k: Key, *, save: bool = False
+    call: Call, lhs: jax.Array, rhs: jax.Array, ready: Operands, k: Key, *, save: bool = False
 ) -> tuple[jax.Array, Parts, Parts]:
     fprop, _, _ = _products(call)
     if _kept(fprop):
         return _original(call, lhs, rhs), (lhs,), (rhs,)
-    own_left, own_right = _own(call, ready.fprop)
-    left = own_left or _parts(lhs, fprop.left, fprop, k, k, save=save)
-    right = own_right or _parts(rhs, fprop.right, fprop, k, k, save=save)
+    left = _given(ready[0].fprop) or _parts(lhs, fprop.left, fprop, k, k, save=save)
+    right = _given(ready[1].fprop) or _parts(rhs, fprop.right, fprop, k, k, save=save)
     return _multiply(fprop, left, right, call.out, 1), left, right
 
 
-def _own(call: Call, quantized: Quantized | None) -> tuple[Parts, Parts]:
-    """What is there of lhs and of rhs already: of the one that is the weight."""
-    found = () if quantized is None else (quantized,)
-    return (found, ()) if call.weight == "lhs" else ((), found)
+def _given(quantized: Quantized | None) -> Parts:
+    return () if quantized is None else (quantized,)
 
 
-def _gemm_fwd(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Ready, k: Key) -> tuple[jax.Array, Any]:
+def _gemm_fwd(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Operands, k: Key) -> tuple[jax.Array, Any]:
     fprop, d_lhs, d_rhs = _products(call)
     y, left, right = _forward(call, lhs, rhs, ready, k, save=True)
     signs = (_signs(rhs, d_lhs, k), _signs(lhs, d_rhs, k))
-    own_left, own_right = _own(call, ready.dgrad)
-    for_lhs = (
-        right
-        if _shared(fprop.right, d_lhs.right)
-        else own_right or _saved(rhs, d_lhs.right, d_lhs, k, signs[0])
-    )
-    for_rhs = (
-        left if _shared(fprop.left, d_rhs.left) else own_left or _saved(lhs, d_rhs.left, d_rhs, k, signs[1])
-    )
+    if _shared(fprop.right, d_lhs.right):
+        for_lhs = right
+    else:
+        for_lhs = _given(ready[1].backward) or _saved(rhs, d_lhs.right, d_lhs, k, signs[0])
+    if _shared(fprop.left, d_rhs.left):
+        for_rhs = left
+    else:
+        for_rhs = _given(ready[0].backward) or _saved(lhs, d_rhs.left, d_rhs, k, signs[1])
     return y, (_ordered(for_lhs, d_lhs.right), _ordered(for_rhs, d_rhs.left), k, signs)
 
 

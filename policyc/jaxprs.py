@@ -340,15 +340,20 @@ def traced(f: Callable[..., Any], avals: Sequence[Aval], eqn: Eqn, around: Aroun
         return jax.make_jaxpr(f)(*avals)
 
 
-def inlined(template: Any, invars: Sequence[Atom], eqn: Eqn) -> list[Eqn]:
-    """The equations of a closed jaxpr, with these operands, in the place of an equation and under its names."""
+def inlined(
+    template: Any, invars: Sequence[Atom], eqn: Eqn, outvars: Sequence[Any] | None = None
+) -> list[Eqn]:
+    """The equations of a closed jaxpr, with these operands, in the place of an equation and under its names.
+
+    Their results are those of the equation, or have names of their own.
+    """
     jaxpr = template.jaxpr
     names: dict[Any, Atom] = dict(zip(jaxpr.invars, invars, strict=True))
     for var, const in zip(jaxpr.constvars, template.consts, strict=True):
         if isinstance(const, jax.core.Tracer):
             raise TypeError("a traced value was closed over where only constants can be")
         names[var] = _literal(np.asarray(const), var.aval)
-    for old, new in zip(jaxpr.outvars, eqn.outvars, strict=True):
+    for old, new in zip(jaxpr.outvars, eqn.outvars if outvars is None else outvars, strict=True):
         if isinstance(old, Literal) or old in names:
             raise TypeError("a result must come from an equation of its own")
         names[old] = fresh(old.aval) if isinstance(new, DropVar) else new

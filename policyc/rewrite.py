@@ -1,7 +1,8 @@
 """jaxpr + Plan -> jaxpr: sites become quantized GEMMs, and nothing else is touched.
 
 In: the sites of a loss and what was decided about each. Out: a closed jaxpr with the same results. It has the same
-inputs, and behind them quantized weights, where that spares quantizing them more than once.
+inputs, and behind them quantized weights, where that spares quantizing them more than once; and what several sites read
+is quantized once for all that treat it alike.
 This is surgery on equations and not a new trace: an equation that is neither a site nor around one is the same
 object afterwards, with its names, source, context and effects. The one trap: a jaxpr that is called from
 several places may become a different one at each; where the decisions agree it must stay one, or XLA compiles
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from jax.extend.core.primitives import dot_general_p
 
 from policyc import jaxprs
 from policyc.beforehand import Done, Quantizer, Rewritten, Run, Want, quantizer
-from policyc.gemm import NOT_READY, quantized_dot_general
+from policyc.gemm import Ready, quantized_dot_general
 from policyc.jaxprs import Around, Atom, Aval, Eqn
 from policyc.planner import Decisions
 from policyc.quantize import Key
@@ -86,6 +87,7 @@ class Rewriter:
             for end in range(len(address) + 1):
                 self._under.setdefault(address[:end], []).append(site)
         self._templates: dict[Any, _Template] = {}
+        self._activations: dict[Any, Quantizer] = {}
 
     def _changes(self, site: Site) -> bool:
         if site.opaque:
@@ -106,8 +108,10 @@ class Rewriter:
         if key not in known:
             eqns: list[Eqn] = []
             wanted: Wanted = []
+            shared = self._read_alike(held, address, fixed)
             for at, eqn in enumerate(jaxprs.body_eqns(held)):
-                made, more = self.equation(eqn, (*address, at), fixed, around)
+                here = (*address, at)
+                made, more = self.equation(eqn, here, fixed, around, shared.get(here))
                 eqns += made
                 wanted += more
             inputs = [v for _, variables in wanted for v in variables]
@@ -154,15 +158,20 @@ class Rewriter:
         fprop, dgrad, wgrad = (runs.backend or "emulate" for runs in decision.lowerings)
         return decision.recipe, (fprop, dgrad, wgrad)
 
-    def equation(self, eqn: Eqn, address: Address, fixed: Fixed, around: Around) -> tuple[list[Eqn], Wanted]:
-        """What stands in the place of an equation, and what it takes from outside."""
+    def equation(
+        self, eqn: Eqn, address: Address, fixed: Fixed, around: Around, shared: Shared | None = None
+    ) -> tuple[list[Eqn], Wanted]:
+        """What stands in the place of an equation, and what it takes from outside.
+
+        `shared` is what it takes beside others of its jaxpr: the first of them makes it.
+        """
         if address not in self._under:
             return [eqn], []
         if address in self._sites:
             site = self._sites[address]
             layer: Layer = tuple(fixed[s.address] for s in site.stacks)
             done = self.done(address, layer)
-            return ([eqn], []) if done is None else self._quantized(site, done)
+            return ([eqn], []) if done is None else self._quantized(site, done, shared)
         if self._signature(address, fixed) is None:
             return [eqn], []
         stack = self.stack(address)
@@ -225,23 +234,69 @@ class Rewriter:
 
     # ---- sites
 
-    def _quantized(self, site: Site, done: Done) -> tuple[list[Eqn], Wanted]:
+    def _quantized(self, site: Site, done: Done, shared: Shared | None) -> tuple[list[Eqn], Wanted]:
         eqn = site.eqn
-        avals = tuple(a.aval for a in eqn.invars)
-        beforehand = site.products if site.address in self._beforehand else None
-        random = any(t.rounding != "rne" for t in done[0].treatments)
-        handed = (beforehand, random and self._numbered(site))
-        params = _hashable(eqn.params)
-        key = (site.number, avals, params, site.weight, *done, site.around, eqn.ctx, handed)
+        beforehand = site.address in self._beforehand
+        numbered = any(t.rounding != "rne" for t in done[0].treatments) and self._numbered(site)
+        key = (*_kind(site, done), beforehand, shared is not None, numbered)
         template = self._templates.get(key)
         if template is None:
-            template = self._templates[key] = _template(site, done, beforehand is not None, handed[1])
+            activation = None if shared is None else shared.quantizer
+            template = self._templates[key] = _template(site, done, beforehand, activation, numbered)
         wanted = [
             (Want(site.address, quantizer, types), [jaxprs.fresh(a) for a in types])
             for quantizer, types in template.handed
         ]
+        made: list[Eqn] = []
         operands = [*eqn.invars, *(v for _, variables in wanted for v in variables)]
-        return jaxprs.inlined(template.closed, operands, eqn), wanted
+        if shared is not None:
+            if not shared.variables:
+                shared.variables = [jaxprs.fresh(a) for a in shared.quantizer.avals]
+                made = jaxprs.inlined(shared.quantizer.closed, [_activation(site)], eqn, shared.variables)
+            operands += shared.variables
+        return [*made, *jaxprs.inlined(template.closed, operands, eqn)], wanted
+
+    def _read_alike(self, held: Any, address: Address, fixed: Fixed) -> dict[Address, Shared]:
+        """The sites of a jaxpr that quantize an activation as another one does, and what they share."""
+        readers: dict[Atom, list[tuple[Site, Done]]] = {}
+        for at in range(len(jaxprs.body_eqns(held))):
+            site = self._sites.get((*address, at))
+            if (
+                site is None
+                or site.kind != "dot"
+                or site.weight is None
+                or jaxprs.is_literal(_activation(site))
+            ):
+                continue
+            done = self.done(site.address, tuple(fixed[s.address] for s in site.stacks))
+            if done is not None:
+                readers.setdefault(_activation(site), []).append((site, done))
+        found: dict[Address, Shared] = {}
+        for sites in readers.values():
+            alike: dict[Any, list[tuple[Site, Quantizer]]] = {}
+            for site, done in sites if len(sites) > 1 else ():
+                quantizer = self._quantizer(site, done)
+                if quantizer.avals:
+                    alike.setdefault(quantizer.does, []).append((site, quantizer))
+            for group in alike.values():
+                if len(group) > 1:
+                    found |= dict.fromkeys((s.address for s, _ in group), Shared(group[0][1]))
+        return found
+
+    def _quantizer(self, site: Site, done: Done) -> Quantizer:
+        """Of its activation."""
+        key = _kind(site, done)
+        if key not in self._activations:
+            self._activations[key] = quantizer(site, done, "rhs" if site.weight == "lhs" else "lhs")
+        return self._activations[key]
+
+
+@dataclass(slots=True)
+class Shared:
+    """An activation that several sites of a jaxpr quantize alike: how, and once the first one did, the variables."""
+
+    quantizer: Quantizer
+    variables: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,19 +307,45 @@ class _Template:
     handed: list[tuple[Quantizer | None, tuple[Aval, ...]]]
 
 
-def _template(site: Site, done: Done, beforehand: bool, numbered: bool) -> _Template:
+def _template(
+    site: Site, done: Done, beforehand: bool, activation: Quantizer | None, numbered: bool
+) -> _Template:
     eqn = site.eqn
-    ready = quantizer(site, done) if beforehand else None
-    if ready is not None and not ready.avals:
-        ready = None
+    weight = quantizer(site, done, site.weight) if beforehand and site.weight else None
+    if weight is not None and not weight.avals:
+        weight = None
     handed: list[tuple[Quantizer | None, tuple[Aval, ...]]] = []
-    if ready is not None:
-        handed.append((ready, tuple(ready.avals)))
+    if weight is not None:
+        handed.append((weight, tuple(weight.avals)))
     if numbered:
         handed.append((None, (jaxprs.word_aval(eqn, site.around),) * 2))
-    make = _ragged if site.kind == "ragged" else dot
-    types = [*(a.aval for a in eqn.invars), *(a for _, group in handed for a in group)]
-    return _Template(jaxprs.traced(make(eqn, site, done, ready, numbered), types, eqn, site.around), handed)
+    own = () if activation is None else activation.avals
+    types = [*(a.aval for a in eqn.invars), *(a for _, group in handed for a in group), *own]
+    if site.kind == "ragged":
+        make = _ragged(eqn, site, done, numbered)
+    else:
+        make = dot(eqn, site, done, activation, weight)
+    return _Template(jaxprs.traced(make, types, eqn, site.around), handed)
+
+
+def _activation(site: Site) -> Atom:
+    return site.eqn.invars[1 if site.weight == "lhs" else 0]
+
+
+def _kind(site: Site, done: Done) -> tuple[Any, ...]:
+    """All that decides what the equations of a site look like, but for what they are handed."""
+    eqn = site.eqn
+    avals = tuple(a.aval for a in eqn.invars)
+    return (
+        site.number,
+        avals,
+        _hashable(eqn.params),
+        site.weight,
+        site.products,
+        *done,
+        site.around,
+        eqn.ctx,
+    )
 
 
 def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -274,14 +355,21 @@ def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def dot(
-    eqn: Eqn, site: Site, done: Done, quantizer: Quantizer | None = None, numbered: bool = False
+    eqn: Eqn, site: Site, done: Done, activation: Quantizer | None = None, weight: Quantizer | None = None
 ) -> Callable[..., Any]:
-    """The product, of its operands and of what it is handed: the weight, quantized, and the key of its layer."""
+    """The product, of its operands and of what it is handed: its weight, quantized, the key of its layer, and its
+    activation, quantized.
+    """
     params = eqn.params
     recipe, backends = done
 
     def gemm(lhs: Any, rhs: Any, *more: Any) -> Any:
-        arrays, words = (more[:-2], more[-2:]) if numbered else (more, ())
+        own, given = (0 if q is None else len(q.avals) for q in (weight, activation))
+        words = more[own : len(more) - given]
+        ready = (
+            Ready() if activation is None else activation.ready(more[len(more) - given :]),
+            Ready() if weight is None else weight.ready(more[:own]),
+        )
         return quantized_dot_general(
             lhs,
             rhs,
@@ -292,7 +380,7 @@ def dot(
             preferred_element_type=params["preferred_element_type"],
             site=site.number,
             backends=backends,
-            ready=NOT_READY if quantizer is None else quantizer.ready(arrays),
+            ready=ready[::-1] if site.weight == "lhs" else ready,
             rounding=Key(*words) if words else None,
         )
 
@@ -300,12 +388,9 @@ def dot(
     return gemm if explicit is None else jax.sharding.auto_axes(gemm, out_sharding=explicit)
 
 
-def _ragged(
-    eqn: Eqn, site: Site, done: Done, quantizer: Quantizer | None, numbered: bool
-) -> Callable[..., Any]:
+def _ragged(eqn: Eqn, site: Site, done: Done, numbered: bool) -> Callable[..., Any]:
     from policyc.ragged import quantized_ragged_dot
 
-    assert quantizer is None
     params = eqn.params
 
     def gemm(lhs: Any, rhs: Any, sizes: Any, *words: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Weights are quantized once a step: not in every part of an accumulated batch, and not again in a remat. And layers
-of a stack round by random bits of their own.
+"""Weights are quantized once a step: not in every part of an accumulated batch, and not again in a remat. What several
+products read is quantized once too. And layers of a stack round by random bits of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import policyc
 from policyc import jaxprs, pipeline
+from policyc.rewrite import Rewriter
 from tests.programs import program
 from tests.test_compiler_properties import without_dead_code
 
@@ -336,3 +337,84 @@ def test_every_layer_has_a_number_of_its_own():
             assert len(set(numbers)) == len(numbers) == site.count
             found.add(len(site.stacks))
     assert found >= {0, 1, 2}
+
+
+# ---- activations that several products read
+
+GATED = {**STACKED, "layers": {**STACKED["layers"], "gate": weight(LAYERS, WIDTH, HIDDEN) + 0.1}}
+RANDOM = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
+ONE, TWO = "* -> fp8", "* -> mxfp8"
+"""Codes of whole tensors serve fprop and wgrad."""
+
+
+def gated(remat: str, unrolled: bool = False) -> Loss:
+    def block(h: jax.Array, p: Any) -> jax.Array:
+        gate, up, down = (p[name].astype(h.dtype) for name in ("gate", "up", "down"))
+        return h + (jnp.tanh(h @ gate) * (h @ up)) @ down
+
+    layer = REMAT[remat](block)
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        h = x.astype(jnp.bfloat16)
+        if unrolled:
+            for at in range(2):
+                h = layer(h, jax.tree.map(lambda w, at=at: w[at], p["layers"]))
+        else:
+            h, _ = lax.scan(lambda h, each: (layer(h, each), None), h, p["layers"])
+        return jnp.mean(jnp.square(h.astype(jnp.float32)))
+
+    return loss
+
+
+def activations_quantized(f: Callable[..., Any], *args: Any) -> int:
+    closed = without_dead_code(jax.make_jaxpr(f)(*args))
+    found = [e for e in jaxprs.every_eqn(closed) if jaxprs.primitive_name(e).endswith("_quantize")]
+    return sum(e.params["operand"].endswith(".lhs") for e in found)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Called, it has every activation quantized where it is used."""
+
+    def switch() -> None:
+        monkeypatch.setattr(Rewriter, "_read_alike", lambda *_: {})
+        jax.clear_caches()
+
+    yield switch
+    jax.clear_caches()
+
+
+QUICK = [(ONE, "none", False), (ONE, "full", False), (ONE, "dots", True), (TWO, "named", False)]
+LATER = [(TWO, "full", True), (RANDOM, "none", False), (RANDOM, "named", True), (RANDOM, "dots", False)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "remat", "unrolled"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in LATER)]
+)
+def test_what_two_products_read_is_quantized_once(
+    policy: str, remat: str, unrolled: bool, apart: Callable[[], None]
+) -> None:
+    """And to the same bits as where it is used."""
+    loss, x = gated(remat, unrolled), X[0]
+    step = jax.jit(jax.value_and_grad(policyc.apply(policy, loss), argnums=(0, 1)))
+    once, found = activations_quantized(step, GATED, x), step(GATED, x)
+    apart()
+    step = jax.jit(jax.value_and_grad(policyc.apply(policy + " # apart", loss), argnums=(0, 1)))
+    each, wanted = activations_quantized(step, GATED, x), step(GATED, x)
+    same(found, wanted)
+    assert once < each
+    if remat in ("none", "named"):
+        # Of three products in a block, two read the same.
+        blocks = (1 if policy == ONE else 2) * (2 if unrolled else 1)
+        assert (once, each) == (2 * blocks, 3 * blocks)
+
+
+def test_what_is_treated_differently_is_quantized_apart() -> None:
+    def quantized(policy: str) -> int:
+        return activations_quantized(jax.value_and_grad(policyc.apply(policy, gated("none"))), GATED, X[0])
+
+    assert quantized("* -> mxfp8") == 2 * 2
+    assert quantized("* -> mxfp8; gate -> fp8") == 2 + 1 + 2
+    assert quantized("* -> mxfp8; gate -> keep") == 2 + 2
+    # Codes of fprop alike, those of wgrad not.
+    assert quantized("* -> mxfp8; gate @ wgrad -> bf16") == 2 + 1 + 2
