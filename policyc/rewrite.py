@@ -252,7 +252,7 @@ class Rewriter:
         if shared is not None:
             if not shared.variables:
                 shared.variables = [jaxprs.fresh(a) for a in shared.quantizer.avals]
-                made = jaxprs.inlined(shared.quantizer.closed, [_activation(site)], eqn, shared.variables)
+                made = jaxprs.inlined(shared.quantizer.closed, [shared.activation], eqn, shared.variables)
             operands += shared.variables
         return [*made, *jaxprs.inlined(template.closed, operands, eqn)], wanted
 
@@ -261,26 +261,22 @@ class Rewriter:
         readers: dict[Atom, list[tuple[Site, Done]]] = {}
         for at in range(len(jaxprs.body_eqns(held))):
             site = self._sites.get((*address, at))
-            if (
-                site is None
-                or site.kind != "dot"
-                or site.weight is None
-                or jaxprs.is_literal(_activation(site))
-            ):
+            read = None if site is None else _activation(site)
+            if site is None or read is None:
                 continue
             done = self.done(site.address, tuple(fixed[s.address] for s in site.stacks))
             if done is not None:
-                readers.setdefault(_activation(site), []).append((site, done))
+                readers.setdefault(read, []).append((site, done))
         found: dict[Address, Shared] = {}
-        for sites in readers.values():
-            alike: dict[Any, list[tuple[Site, Quantizer]]] = {}
+        for read, sites in readers.items():
+            alike: dict[Any, Shared] = {}
             for site, done in sites if len(sites) > 1 else ():
                 quantizer = self._quantizer(site, done)
                 if quantizer.avals:
-                    alike.setdefault(quantizer.does, []).append((site, quantizer))
-            for group in alike.values():
-                if len(group) > 1:
-                    found |= dict.fromkeys((s.address for s, _ in group), Shared(group[0][1]))
+                    alike.setdefault(quantizer.does, Shared(read, quantizer)).readers.append(site.address)
+            found |= {
+                a: shared for shared in alike.values() if len(shared.readers) > 1 for a in shared.readers
+            }
         return found
 
     def _quantizer(self, site: Site, done: Done) -> Quantizer:
@@ -293,9 +289,11 @@ class Rewriter:
 
 @dataclass(slots=True)
 class Shared:
-    """An activation that several sites of a jaxpr quantize alike: how, and once the first one did, the variables."""
+    """An activation, how some sites of a jaxpr quantize it, and, once the first of them did, the variables of that."""
 
+    activation: Atom
     quantizer: Quantizer
+    readers: list[Address] = field(default_factory=list)
     variables: list[Any] = field(default_factory=list)
 
 
@@ -328,8 +326,12 @@ def _template(
     return _Template(jaxprs.traced(make, types, eqn, site.around), handed)
 
 
-def _activation(site: Site) -> Atom:
-    return site.eqn.invars[1 if site.weight == "lhs" else 0]
+def _activation(site: Site) -> Atom | None:
+    """The variable that a site reads beside its weight."""
+    if site.kind != "dot" or site.weight is None:
+        return None
+    read = site.eqn.invars[1 if site.weight == "lhs" else 0]
+    return None if jaxprs.is_literal(read) else read
 
 
 def _kind(site: Site, done: Done) -> tuple[Any, ...]:

@@ -56,6 +56,11 @@ def test_apply_keeps_the_signature_and_composes():
     assert losses[-1] < losses[0]
 
 
+def test_the_policy_comes_first():
+    with pytest.raises(TypeError, match="comes before the loss: this is a function"):
+        policyc.apply(loss, "* -> bf16")
+
+
 def test_weights_may_be_any_arguments():
     def f(x, a, b):
         return ((x @ a) @ b).sum()
