@@ -100,7 +100,8 @@ def present(plan: Plan) -> Phase:
     return _schedule.phase(plan)
 
 
-def as_policy(policy: Policy | str | Path) -> Policy:
+def as_policy(policy: Any) -> Policy:
+    """From a policy, a text or a path."""
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str) and ("->" in policy or "\n" in policy):
