@@ -9,7 +9,6 @@ schedule, so both are part of the key under which JAX keeps compiled functions.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -106,7 +105,7 @@ def as_policy(policy: Any) -> Policy:
         return policy
     if isinstance(policy, str) and ("->" in policy or "\n" in policy):
         return parse(policy)
-    if not isinstance(policy, str | os.PathLike):
+    if not isinstance(policy, str | Path):
         kind = type(policy).__name__
         raise TypeError(
             f"a policy is a text, a path or a Policy, and comes before the loss: this is a {kind}"
