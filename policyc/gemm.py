@@ -49,8 +49,8 @@ class Ready(NamedTuple):
     backward: Quantized | None = None
 
 
-Operands = tuple[Ready, Ready]
-NOT_READY: Operands = (Ready(), Ready())
+Pair = tuple[Ready, Ready]
+NOT_READY: Pair = (Ready(), Ready())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def quantized_dot_general(
     layer: Any = None,
     step: Any = None,
     backends: Backends = EMULATED,
-    ready: Operands = NOT_READY,
+    ready: Pair = NOT_READY,
     rounding: Key | None = None,
 ) -> jax.Array:
     """`lax.dot_general` with its three GEMMs run as the recipe says.
@@ -151,16 +151,19 @@ def prepared(
     What is random, or a mean and a rest, stays to be done where the product is; so does what no product reads.
     """
     chosen = effective(recipe)
-    left, right = (array.shape, other.shape) if operand == "lhs" else (other.shape, array.shape)
+    way = 1 if operand == "lhs" else -1
+    left, right = (array.shape, other.shape)[::way]
     form = _canonical(left, right, _as_dims(dimension_numbers), chosen)
-    turn, turn_other = (form.lhs, form.rhs) if operand == "lhs" else (form.rhs, form.lhs)
+    turn, turn_other = (form.lhs, form.rhs)[::way]
     own, like = turn(array), jax.eval_shape(turn_other, other)
     if operand == weight:
         own = stored(own)  # it is made by a cast: it is written first, and read again in half the bytes
-    lhs, rhs = (shape_of(own), like) if operand == "lhs" else (like, shape_of(own))
-    product, d_lhs, d_rhs = _products(_call(form, chosen, lhs, rhs, weight, site, backends))
-    sides = (product.left, d_rhs.left) if operand == "lhs" else (product.right, d_lhs.right)
-    back = d_rhs if operand == "lhs" else d_lhs
+    lhs, rhs = (shape_of(own), like)[::way]
+    fprop, d_lhs, d_rhs = _products(_call(form, chosen, lhs, rhs, weight, site, backends))
+    if operand == "lhs":
+        forward, backward, back = fprop.left, d_rhs.left, d_rhs
+    else:
+        forward, backward, back = fprop.right, d_lhs.right, d_lhs
 
     def made(side: Side, product: Product) -> Quantized | None:
         t = side.treatment
@@ -169,8 +172,8 @@ def prepared(
         (found,) = _parts(own, side, product, key(0, site), key(0, site), save=operand != weight)
         return cast(Quantized, found)
 
-    apart = back.gemm in products and not _shared(*sides)
-    return Ready(made(sides[0], product), made(sides[1], back) if apart else None)
+    apart = back.gemm in products and not _shared(forward, backward)
+    return Ready(made(forward, fprop), made(backward, back) if apart else None)
 
 
 def _as_dims(numbers: Any) -> Dims:
@@ -405,7 +408,7 @@ def _plain(left: jax.Array, right: jax.Array, product: Product, out: Any) -> jax
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gemm(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Operands, k: Key) -> jax.Array:
+def _gemm(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Pair, k: Key) -> jax.Array:
     return _forward(call, lhs, rhs, ready, k)[0]
 
 
@@ -418,7 +421,7 @@ def _original(call: Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _forward(
-    call: Call, lhs: jax.Array, rhs: jax.Array, ready: Operands, k: Key, *, save: bool = False
+    call: Call, lhs: jax.Array, rhs: jax.Array, ready: Pair, k: Key, *, save: bool = False
 ) -> tuple[jax.Array, Parts, Parts]:
     fprop, _, _ = _products(call)
     if _kept(fprop):
@@ -432,7 +435,7 @@ def _given(quantized: Quantized | None) -> Parts:
     return () if quantized is None else (quantized,)
 
 
-def _gemm_fwd(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Operands, k: Key) -> tuple[jax.Array, Any]:
+def _gemm_fwd(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Pair, k: Key) -> tuple[jax.Array, Any]:
     fprop, d_lhs, d_rhs = _products(call)
     y, left, right = _forward(call, lhs, rhs, ready, k, save=True)
     signs = (_signs(rhs, d_lhs, k), _signs(lhs, d_rhs, k))

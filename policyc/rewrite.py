@@ -158,6 +158,10 @@ class Rewriter:
         fprop, dgrad, wgrad = (runs.backend or "emulate" for runs in decision.lowerings)
         return decision.recipe, (fprop, dgrad, wgrad)
 
+    def _fixed(self, site: Site, fixed: Fixed) -> Done | None:
+        """What is done to a site where all its stacks have been entered."""
+        return self.done(site.address, tuple(fixed[s.address] for s in site.stacks))
+
     def equation(
         self, eqn: Eqn, address: Address, fixed: Fixed, around: Around, shared: Shared | None = None
     ) -> tuple[list[Eqn], Wanted]:
@@ -169,8 +173,7 @@ class Rewriter:
             return [eqn], []
         if address in self._sites:
             site = self._sites[address]
-            layer: Layer = tuple(fixed[s.address] for s in site.stacks)
-            done = self.done(address, layer)
+            done = self._fixed(site, fixed)
             return ([eqn], []) if done is None else self._quantized(site, done, shared)
         if self._signature(address, fixed) is None:
             return [eqn], []
@@ -261,11 +264,9 @@ class Rewriter:
         readers: dict[Atom, list[tuple[Site, Done]]] = {}
         for at in range(len(jaxprs.body_eqns(held))):
             site = self._sites.get((*address, at))
+            done = None if site is None else self._fixed(site, fixed)
             read = None if site is None else _activation(site)
-            if site is None or read is None:
-                continue
-            done = self.done(site.address, tuple(fixed[s.address] for s in site.stacks))
-            if done is not None:
+            if site is not None and done is not None and read is not None:
                 readers.setdefault(read, []).append((site, done))
         found: dict[Address, Shared] = {}
         for read, sites in readers.items():
@@ -320,6 +321,7 @@ def _template(
     own = () if activation is None else activation.avals
     types = [*(a.aval for a in eqn.invars), *(a for _, group in handed for a in group), *own]
     if site.kind == "ragged":
+        assert weight is None
         make = _ragged(eqn, site, done, numbered)
     else:
         make = dot(eqn, site, done, activation, weight)

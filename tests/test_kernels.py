@@ -13,7 +13,7 @@ import pytest
 from policyc import primitives
 from policyc.quantize import Axes, Quantized, key, quantize
 from policyc.quantize.hadamard import Method
-from policyc.quantize.kernels import fit, fit_both
+from policyc.quantize.kernels import fit
 from policyc.recipes import Treatment
 
 NEAREST = Treatment(format="nvfp4", element="e2m1", rht=16)
@@ -60,7 +60,7 @@ def test_codes_in_both_orders(case: str, element: str) -> None:
         case
     ]
     treatment = Treatment(format="fp8", element=element)
-    assert fit_both(x, treatment, Axes(both=True))
+    assert fit(x, treatment, Axes(both=True))
 
     def run(method: Method, both: bool) -> Quantized:
         return jax.jit(lambda x: quantize(x, treatment, Axes(both=both), method=method))(x)
@@ -75,13 +75,13 @@ def test_codes_in_both_orders(case: str, element: str) -> None:
 def test_kernels_take_only_what_they_can() -> None:
     x = normal(64, 256)
     eight, both = Treatment(format="fp8", element="e4m3"), Axes(both=True)
-    assert fit_both(normal(128, 256), eight, both)
-    assert not fit_both(normal(128, 256), eight, Axes())
-    assert not fit_both(normal(128, 256), replace(eight, outer="row"), both)
-    assert not fit_both(normal(128, 256).astype(jnp.float32), eight, both)
-    assert not fit_both(normal(64, 256), eight, both)
-    assert not fit_both(normal(128, 200), eight, both)
-    assert not fit_both(normal(128, 256), NEAREST, both)
+    assert fit(normal(128, 256), eight, both)
+    assert not fit(normal(128, 256), eight, Axes())
+    assert not fit(normal(128, 256), replace(eight, outer="row"), both)
+    assert not fit(normal(128, 256).astype(jnp.float32), eight, both)
+    assert not fit(normal(64, 256), eight, both)
+    assert not fit(normal(128, 200), eight, both)
+    assert not fit(normal(128, 256), NEAREST, both)
     assert fit(x, NEAREST, DOWN)
     assert not fit(x, NEAREST, Axes())
     assert not fit(x.astype(jnp.float32), NEAREST, DOWN)

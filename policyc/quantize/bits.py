@@ -206,6 +206,16 @@ def sign_code(x: jax.Array, element: Element) -> jax.Array:
     return (bits_of(x) >> (32 - element.bits)) & element.sign
 
 
+def scaled_code(
+    values: jax.Array, lift: jax.Array, enc: jax.Array, amax: jax.Array, element: Element
+) -> jax.Array:
+    """Codes (int32) of fp32 values under one outer scale, of which `amax` has the bits of the maximum."""
+    scaled = (values * lift) * enc
+    found = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
+    # The scale is NaN already; the code too, for whoever multiplies codes and scales later.
+    return jnp.where(amax >= INFINITY, element.nan or 0, found)
+
+
 def round_bf16(x: jax.Array) -> jax.Array:
     """An fp32 array rounded to bfloat16 (nearest even), in a form that XLA may not skip."""
     return lax.reduce_precision(x, 8, 7).astype(jnp.bfloat16)

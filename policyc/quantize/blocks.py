@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from policyc.quantize.bits import (
     half_bits,
     round_nearest,
     round_stochastic,
+    scaled_code,
     sign_code,
     stored,
 )
@@ -68,9 +70,8 @@ def quantize(
     key = random.key() if key is None else key
     if method in ("kernels", "interpreted"):
         if kernels.fit(x, treatment, axes):
-            return _nvfp4(x, treatment, axes, layout, key, kernels.Kernels(method == "interpreted"))
-        if kernels.fit_both(x, treatment, axes):
-            return _fp8(x, treatment, axes, layout, key, kernels.Kernels(method == "interpreted"))
+            kernel = kernels.Kernels(method == "interpreted")
+            return _SCHEMES[treatment.format](x, treatment, axes, layout, key, kernel)
         method = "matmul_bf16"
     if treatment.rht:
         fresh = treatment.rounding == "ms_eden"
@@ -376,18 +377,12 @@ def _fp8(
         amax = abs_bits(x).max(axis=span, keepdims=True)
     enc, lift = _encoding(amax, layout.bound, cpu_div if cpu else exact_div)
 
-    def code(values: jax.Array) -> jax.Array:
-        scaled = (values * lift) * enc
-        found = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
-        # The scale is NaN already; the code too, for whoever multiplies codes and scales later.
-        return jnp.where(amax >= INFINITY, element.nan or 0, found)
-
-    across: jax.Array | None = None
-    if kernel is not None:
-        codes, across = kernel.both(x, lift, enc, amax, element)
-    else:
+    code = partial(scaled_code, lift=lift, enc=enc, amax=amax, element=element)
+    if kernel is None:
         codes = _by_words(x, code) if words else code(x.astype(jnp.float32)).astype(jnp.uint8)
-        across = jnp.moveaxis(codes, -1, 0) if axes.both else across
+        across = jnp.moveaxis(codes, -1, 0) if axes.both else None
+    else:
+        codes, across = kernel.both(x, lift, enc, amax, element)
     return Quantized(codes=codes, scales=None, amax=from_bits(amax), across=across, layout=layout)
 
 

@@ -21,11 +21,11 @@ from jax.experimental import pallas as pl
 from policyc.quantize import random
 from policyc.quantize.bits import (
     E2M1,
-    INFINITY,
     Element,
     abs_bits,
     round_nearest,
     round_stochastic,
+    scaled_code,
     sign_code,
 )
 from policyc.quantize.hadamard import default_signs, sylvester
@@ -42,17 +42,14 @@ _RANDOM_BITS = 16
 
 def fit(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     """Is this an operand that the kernels take?"""
+    t = treatment
+    if x.dtype != jnp.bfloat16 or x.ndim < 2 or t.outer != "tensor" or axes.batch:
+        return False
+    if t.format == "fp8":
+        return axes.both and prod(x.shape[:-1]) % _SQUARE == 0 and x.shape[-1] % _SQUARE == 0
     whole = x.ndim == 2 and x.shape[0] % GROUP == 0 and x.shape[1] % _COLUMNS == 0
-    plain = treatment.format == "nvfp4" and treatment.scale == "amax" and treatment.outer == "tensor"
-    rounds = treatment.rht == GROUP and treatment.rounding in ("rne", "sr")
-    return whole and plain and rounds and x.dtype == jnp.bfloat16 and axes.axis == -2 and not axes.batch
-
-
-def fit_both(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
-    """Is this an operand whose codes can be written both ways at once?"""
-    whole = x.ndim > 1 and prod(x.shape[:-1]) % _SQUARE == 0 and x.shape[-1] % _SQUARE == 0
-    one = treatment.format == "fp8" and treatment.outer == "tensor" and not axes.batch
-    return axes.both and one and whole and x.dtype == jnp.bfloat16
+    plain = t.format == "nvfp4" and t.scale == "amax" and t.rht == GROUP and t.rounding in ("rne", "sr")
+    return whole and plain and axes.axis == -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +80,15 @@ class Kernels:
         rows, columns = flat.shape
         tile, turned = ((_SQUARE, _SQUARE), lambda i, j: (i, j)), ((_SQUARE, _SQUARE), lambda i, j: (j, i))
         one = ((1, 1), lambda *_: (0, 0))
-        options: dict[str, Any] = (
-            {"interpret": True} if self.interpret else {"compiler_params": _triton(_SQUARE_WARPS)}
-        )
         codes, across = pl.pallas_call(
             partial(_both, element=element),
-            [_bytes(rows, columns), _bytes(columns, rows)],
+            [_result((rows, columns), jnp.uint8), _result((columns, rows), jnp.uint8)],
             grid=(rows // _SQUARE, columns // _SQUARE),
             in_specs=[pl.BlockSpec(*s) for s in (tile, one, one, one)],
             out_specs=[pl.BlockSpec(*s) for s in (tile, turned)],
-            **options,
+            **_options(_SQUARE_WARPS, self.interpret),
         )(flat, *(a.reshape(1, 1) for a in (lift, enc, amax)))
         return codes.reshape(x.shape), across.reshape(x.shape[-1], *x.shape[:-1])
-
-
-def _bytes(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.uint8)  # type: ignore[no-untyped-call]
 
 
 def _call(
@@ -116,17 +106,28 @@ def _call(
 
     specs = [spec((GROUP, _COLUMNS), True), spec((GROUP, GROUP), False)]
     specs += [spec((1, 1), False) if a.size == 1 else spec((1, _COLUMNS), True) for a in rest]
-    options: dict[str, Any] = {"interpret": True} if interpret else {"compiler_params": _triton(_WARPS)}
     grid = (x.shape[0] // GROUP, x.shape[1] // _COLUMNS)
-    shape = jax.ShapeDtypeStruct(*out)  # type: ignore[no-untyped-call]
-    run = pl.pallas_call(body, shape, grid=grid, in_specs=specs, out_specs=spec(block, True), **options)
+    run = pl.pallas_call(
+        body,
+        _result(*out),
+        grid=grid,
+        in_specs=specs,
+        out_specs=spec(block, True),
+        **_options(_WARPS, interpret),
+    )
     return run(x, matrix, *rest)  # type: ignore[no-any-return]
 
 
-def _triton(warps: int) -> Any:
+def _result(shape: tuple[int, int], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]  # JAX does not annotate it
+
+
+def _options(warps: int, interpret: bool) -> dict[str, Any]:
+    if interpret:
+        return {"interpret": True}
     from jax.experimental.pallas import triton  # not there where there is no GPU to build for
 
-    return triton.CompilerParams(num_warps=warps)
+    return {"compiler_params": triton.CompilerParams(num_warps=warps)}
 
 
 def _rotated(x: Any, matrix: Any) -> jax.Array:
@@ -160,8 +161,7 @@ def _codes(
 
 
 def _both(x: Any, lift: Any, enc: Any, amax: Any, codes: Any, across: Any, *, element: Element) -> None:
-    scaled = x[...].astype(jnp.float32) * lift[...] * enc[...]
-    code = round_nearest(jnp.abs(scaled), element) | sign_code(scaled, element)
-    found = jnp.where(amax[...] >= INFINITY, element.nan or 0, code).astype(jnp.uint8)
+    values = x[...].astype(jnp.float32)
+    found = scaled_code(values, lift[...], enc[...], amax[...], element).astype(jnp.uint8)
     codes[...] = found
     across[...] = found.T
