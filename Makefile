@@ -40,7 +40,7 @@ test-slow: setup ## run the slow tests: fuzzing, scaling
 # XLA's CUDA compiler is 4 GB of packages: it gets an environment of its own.
 test-cuda: ## compile for GPUs that are not here, and check what came of it: 4 GB of packages, some minutes
 	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train setup
-	@$(IN) JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -p no:xdist -m "cuda and not slow" tests/test_cuda.py $(ARGS)
+	@$(IN) JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -p no:xdist -m "cuda and not slow" tests/hardware/test_cuda.py $(ARGS)
 
 # Transformer Engine's JAX half is compiled against the JAX that is installed. These versions are known to go together.
 TE_JAX := 0.11.2
@@ -62,7 +62,7 @@ test-te: ## build Transformer Engine into .venv-te (no GPU needed; 10 to 30 minu
 	    "transformer-engine[core-cu13,jax]==$(TE)" || why "the build failed; what pip said stands above"; \
 	  echo "$$wants" >$$venv/.te; \
 	fi; \
-	JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu $$venv/bin/python -m pytest -p no:xdist -m te tests/test_transformer_engine.py $(ARGS)
+	JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu $$venv/bin/python -m pytest -p no:xdist -m te tests/numerics/test_transformer_engine.py $(ARGS)
 
 # MaxText has an environment of its own: it needs Python 3.12, and much that nothing else here does.
 test-trainers: ## run MaxText under policies, in .venv-trainers: minutes, and a gigabyte
@@ -79,7 +79,7 @@ test-trainers: ## run MaxText under policies, in .venv-trainers: minutes, and a 
 	    echo "MaxText could not be installed; what pip says is above" >&2; rm -rf "$$venv"; exit 1; }; \
 	  cat pyproject.toml tests/trainers-requirements.txt >"$$venv/.installed-from"; \
 	fi; \
-	JAX_ENABLE_COMPILATION_CACHE=false "$$venv/bin/python" -m pytest -m trainers tests/test_trainers.py $(ARGS)
+	JAX_ENABLE_COMPILATION_CACHE=false "$$venv/bin/python" -m pytest -m trainers tests/compiler/test_trainers.py $(ARGS)
 
 check: setup ## lint, format, types and import direction of the code
 	@$(IN) $(BIN)/ruff check .

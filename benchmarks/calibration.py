@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from policyc import costs, driver, load, parse
-from policyc.planner import make_plan
-from policyc.policy import Policy
-from policyc.recipes import Gemm
-from policyc.stepcosts import Busy, Mesh, Work, busy
-from policyc.targets import target
+from policyc import load, parse
+from policyc.compiler.plan import make_plan
+from policyc.hardware import gemm_cost, llama_step
+from policyc.hardware.step_cost import Busy, Mesh, Work, busy
+from policyc.language.policy import Policy
+from policyc.language.recipes import Gemm
+from policyc.numerics.targets import target
 
 SEQUENCES = 2  # of a device at a time: how the published runs were divided is not known
 
@@ -54,8 +55,8 @@ POLICIES = {"fp8": "fp8", "nvfp4": "te_nvfp4"}  # every linear of every block
 
 @cache
 def traced(config: str, devices: int) -> Work:
-    sizes = driver.Sizes(batch=SEQUENCES * devices, sequence=8192, accumulate=1, remat="none")
-    return driver.work(Policy(), config, Mesh(fsdp=devices), sizes, "te")
+    sizes = llama_step.Sizes(batch=SEQUENCES * devices, sequence=8192, accumulate=1, remat="none")
+    return llama_step.work(Policy(), config, Mesh(fsdp=devices), sizes, "te")
 
 
 @cache
@@ -70,7 +71,7 @@ def computed(case: Published, format: str) -> Busy:
 
 
 def predicted(
-    case: Published, format: str, hidden: float = costs.HIDDEN, other: float = costs.OTHER
+    case: Published, format: str, hidden: float = gemm_cost.HIDDEN, other: float = gemm_cost.OTHER
 ) -> float:
     return computed(case, format).estimate(hidden, other).tflops
 
@@ -105,7 +106,7 @@ class Row:
         )
 
 
-def rows(hidden: float = costs.HIDDEN, other: float = costs.OTHER) -> list[Row]:
+def rows(hidden: float = gemm_cost.HIDDEN, other: float = gemm_cost.OTHER) -> list[Row]:
     return [Row(case, *(predicted(case, format, hidden, other) for format in POLICIES)) for case in PUBLISHED]
 
 
@@ -129,13 +130,13 @@ def linear(text: str, products: frozenset[Gemm] = frozenset(Gemm)) -> float:
     meant = policy.resolver()(policy.rules[0].recipe)
     total = 0.0
     for gemm in products:
-        format = costs.format_of(meant, gemm, "bf16")
-        height, columns, contracted = costs.shape(gemm, *sizes)
-        total += costs.gemm_seconds(gpu, format, height, columns, contracted)
+        format = gemm_cost.format_of(meant, gemm, "bf16")
+        height, columns, contracted = gemm_cost.shape(gemm, *sizes)
+        total += gemm_cost.gemm_seconds(gpu, format, height, columns, contracted)
         if not gpu.native(format):
-            total += costs.emulation_seconds(gpu, contracted * (height + columns), height * columns)
-    for role, sets in costs.code_sets(meant, products).items():
-        total += costs.quantize_seconds(gpu, sets, costs.elements(role, *sizes), "xla")
+            total += gemm_cost.emulation_seconds(gpu, contracted * (height + columns), height * columns)
+    for role, sets in gemm_cost.code_sets(meant, products).items():
+        total += gemm_cost.quantize_seconds(gpu, sets, gemm_cost.elements(role, *sizes), "xla")
     return total
 
 
@@ -160,7 +161,7 @@ def main() -> None:
     where = parser.parse_args().json
     hidden, other = fit()
     print(
-        f"fitted: hidden {hidden:.2f}, other {other:.2f}; in the code: {costs.HIDDEN:.2f}, {costs.OTHER:.2f}"
+        f"fitted: hidden {hidden:.2f}, other {other:.2f}; in the code: {gemm_cost.HIDDEN:.2f}, {gemm_cost.OTHER:.2f}"
     )
     data: dict[str, object] = {"hidden": hidden, "other": other}
     print(f"{'':42}{'fp8 TFLOP/s':>22}{'nvfp4 TFLOP/s':>22}{'speed-up':>22}")

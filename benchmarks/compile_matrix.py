@@ -24,7 +24,9 @@ def compiled(policy: str, config: str, target: str) -> dict[str, Any]:
     print(f"policyc {' '.join(words)}", file=sys.stderr)
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     ran = subprocess.run(
-        [sys.executable, "-m", "policyc.cli", *words, "--format", "json"], stdout=subprocess.PIPE, check=True
+        [sys.executable, "-m", "policyc.cli.main", *words, "--format", "json"],
+        stdout=subprocess.PIPE,
+        check=True,
     )
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - begin
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -50,27 +50,28 @@ def compiled(policy: str, target: str) -> Any:
     """The report of one block and what it is between: an embedding, a head of 256, the loss."""
     import jax
 
-    from policyc import deviceless, driver, pipeline
+    from policyc.compiler import pipeline
+    from policyc.hardware import deviceless, llama_step
 
     how = pipeline.as_how(target=target)
     (device,) = deviceless.devices_of(how.target, 1)
-    whole, _ = driver.configuration("llama3_8b")
+    whole, _ = llama_step.configuration("llama3_8b")
     model = replace(
         whole, layers=1, scan=False, vocab=256, remat="none", loss_chunks=1, attention="cudnn"
     )  # the rest of a block is as it is
 
     def loss(params: Any, batch: Any) -> Any:
-        return driver._module("model").loss(params, batch, model)[0]
+        return llama_step._module("model").loss(params, batch, model)[0]
 
     place = jax.sharding.SingleDeviceSharding(device)
-    shapes = driver._shapes(model, SEQUENCES, LENGTH)
+    shapes = llama_step._shapes(model, SEQUENCES, LENGTH)
     args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
     return deviceless.compile_step(jax.jit(jax.grad(loss)), args, pipeline.as_policy(policy), how, 1)
 
 
 def looked_at(text: str) -> Block:
     """The kernels of a block in a compiled program, by kind."""
-    from policyc import hlo
+    from policyc.hardware import hlo
 
     module = hlo.read(text)
     ran = [r for r in module.ran if r.is_kernel and "layers" in r.instruction.scope]
@@ -90,7 +91,7 @@ def _kind(one: Any) -> str:
 
 def _wide(one: Any) -> Iterator[str]:
     """Arrays of at least as many numbers as the smallest operand of an MLP, in types that no operand has."""
-    from policyc import hlo
+    from policyc.hardware import hlo
 
     smallest = 4096 * 14336
     if re.search(r"transpose\(.*_proj/convert_element_type$", one.instruction.scope):

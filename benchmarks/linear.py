@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.timing import report, save, seconds
-from policyc.gemm import quantized_dot_general
-from policyc.quantize import Axes, Key, block_values, key, quantize, random
-from policyc.recipes import TARGETS, Gemm, Recipe, Treatment, recipe, split
+from policyc.language.recipes import TARGETS, Gemm, Recipe, Treatment, recipe, split
+from policyc.numerics.gemm import quantized_dot_general
+from policyc.numerics.quantize import Axes, Key, block_values, key, quantize, random
 
 DIMS = (((1,), (0,)), ((), ()))
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")

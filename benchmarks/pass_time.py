@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 
 import policyc
-from policyc.analysis import analyze
-from policyc.planner import make_plan
-from policyc.rewrite import rewrite
-from policyc.trees import leaf_paths
+from policyc.compiler.analysis import analyze
+from policyc.compiler.paths import leaf_paths
+from policyc.compiler.plan import make_plan
+from policyc.compiler.rewrite import rewrite
 
 D, FF, HEADS, KV, HEAD, VOCAB, SEQ = 16384, 53248, 128, 8, 128, 128256, 8192
 POLICY = """

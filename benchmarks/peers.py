@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.timing import interleaved, save
-from policyc.gemm import quantized_dot_general
-from policyc.recipes import TARGETS, recipe
+from policyc.language.recipes import TARGETS, recipe
+from policyc.numerics.gemm import quantized_dot_general
 
 DIMS = (((1,), (0,)), ((), ()))
 SHAPES = ("1024x512x1024", "2048x512x512", "512x1024x2048", "2048x1024x4096")

@@ -22,10 +22,10 @@ BASE = "import lark, rich, click"
 COMMANDS = {
     BASE: ["-c", "import lark, rich.console, click"],
     "python alone": ["-c", "pass"],
-    "policyc --help": ["-m", "policyc.cli", "--help"],
-    "policyc lint bf16": ["-m", "policyc.cli", "lint", "bf16"],
-    "policyc lint llama_nvfp4": ["-m", "policyc.cli", "lint", "llama_nvfp4"],
-    "policyc show llama_nvfp4": ["-m", "policyc.cli", "show", "llama_nvfp4"],
+    "policyc --help": ["-m", "policyc.cli.main", "--help"],
+    "policyc lint bf16": ["-m", "policyc.cli.main", "lint", "bf16"],
+    "policyc lint llama_nvfp4": ["-m", "policyc.cli.main", "lint", "llama_nvfp4"],
+    "policyc show llama_nvfp4": ["-m", "policyc.cli.main", "show", "llama_nvfp4"],
     "import jax": ["-c", "import jax"],
 }
 

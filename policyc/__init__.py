@@ -10,32 +10,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from policyc.diagnostics import Diagnostic, PolicyError, Span
-    from policyc.loader import load, parse
-    from policyc.pipeline import active, apply, plan, step
-    from policyc.planner import Plan
-    from policyc.policy import Policy, Rule
-    from policyc.telemetry import observe, observes, results_in, stats
+    from policyc.compiler.pipeline import active, apply, plan, step
+    from policyc.compiler.plan import Plan
+    from policyc.experiments.telemetry import observe, observes, results_in, stats
+    from policyc.language.diagnostics import Diagnostic, PolicyError, Span
+    from policyc.language.loader import load, parse
+    from policyc.language.policy import Policy, Rule
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Diagnostic": "diagnostics",
-    "Plan": "planner",
-    "Policy": "policy",
-    "PolicyError": "diagnostics",
-    "Rule": "policy",
-    "Span": "diagnostics",
-    "active": "pipeline",
-    "apply": "pipeline",
-    "load": "loader",
-    "observe": "telemetry",
-    "observes": "telemetry",
-    "parse": "loader",
-    "plan": "pipeline",
-    "results_in": "telemetry",
-    "stats": "telemetry",
-    "step": "pipeline",
+    "Diagnostic": "language.diagnostics",
+    "Plan": "compiler.plan",
+    "Policy": "language.policy",
+    "PolicyError": "language.diagnostics",
+    "Rule": "language.policy",
+    "Span": "language.diagnostics",
+    "active": "compiler.pipeline",
+    "apply": "compiler.pipeline",
+    "load": "language.loader",
+    "observe": "experiments.telemetry",
+    "observes": "experiments.telemetry",
+    "parse": "language.loader",
+    "plan": "compiler.pipeline",
+    "results_in": "experiments.telemetry",
+    "stats": "experiments.telemetry",
+    "step": "compiler.pipeline",
 }
 
 __all__ = [

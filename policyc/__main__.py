@@ -1,6 +1,6 @@
 """`python -m policyc`."""
 
-from policyc.cli import main
+from policyc.cli.main import main
 
 if __name__ == "__main__":
     main()

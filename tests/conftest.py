@@ -132,7 +132,7 @@ def quick_compile() -> Iterator[None]:
 def no_step() -> Iterator[None]:
     """At which step a training is, is told to the whole process: a test leaves nothing told."""
     yield
-    pipeline = sys.modules.get("policyc.pipeline")
+    pipeline = sys.modules.get("policyc.compiler.pipeline")
     if pipeline is not None and pipeline._schedule.now is not None:
         pipeline._schedule._held.close()
         pipeline._schedule.__init__()

@@ -1,1 +1,1 @@
-"""The verbs of the command line, one a file. Each reads its arguments, calls one function below it, and prints."""
+"""The commands, one a file. Each reads its arguments, calls one function below it, and prints."""

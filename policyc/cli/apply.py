@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from policyc.verbs.programs import RAW, STATS_EVERY, apply_to, program_of, taking, whole_number
-from policyc.verbs.shared import Examples
+from policyc.cli.common import Examples
+from policyc.cli.program import RAW, STATS_EVERY, apply_to, program_of, taking, whole_number
 
 _OPTIONS = {
     "--plan-out": True,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from policyc.files import whole
+from policyc.language.files import whole
 
 if TYPE_CHECKING:
-    from policyc.diagnostics import PolicyError
-    from policyc.policy import Policy
+    from policyc.language.diagnostics import PolicyError
+    from policyc.language.policy import Policy
 
 CLEAN, FOUND, FAILED = 0, 1, 2  # exit codes
 
@@ -57,8 +57,8 @@ class Examples(click.Command):
 
 
 def policy_of(name: str, variant: str | None) -> Policy:
-    from policyc.diagnostics import PolicyError
-    from policyc.loader import load
+    from policyc.language.diagnostics import PolicyError
+    from policyc.language.loader import load
 
     try:
         policy = load(name)
@@ -71,7 +71,7 @@ def policy_of(name: str, variant: str | None) -> Policy:
 
 
 def stdin() -> str:
-    from policyc.loader import unreadable
+    from policyc.language.loader import unreadable
 
     try:
         return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
@@ -80,7 +80,7 @@ def stdin() -> str:
 
 
 def near(code: str, known: Iterable[str]) -> str:
-    from policyc.diagnostics import did_you_mean
+    from policyc.language.diagnostics import did_you_mean
 
     return did_you_mean(code, known) or "'policyc explain' lists them all"
 
@@ -90,7 +90,7 @@ def near(code: str, known: Iterable[str]) -> str:
 
 def writable(name: str, path: Path) -> Path:
     """Bundled policies belong to the installation: a copy may be changed, not they."""
-    from policyc.loader import unreadable
+    from policyc.language.loader import unreadable
 
     if not path.exists() or Path(name).exists():
         return path
@@ -100,7 +100,7 @@ def writable(name: str, path: Path) -> Path:
 
 def replace(path: Path, text: str) -> None:
     """Write a file in one go: whoever reads it sees the old text or the new one. Links and line ends stay."""
-    from policyc.loader import unreadable
+    from policyc.language.loader import unreadable
 
     target = path.resolve()
     try:
@@ -136,7 +136,7 @@ def stop(message: str) -> NoReturn:
 
 
 def fail(error: PolicyError) -> NoReturn:
-    from policyc.diagnostics import render
+    from policyc.language.diagnostics import render
 
     click.echo("\n".join(render(d, paint) for d in error.diagnostics), err=True, color=colour())
     unread = any(d.code == "unreadable-file" for d in error.diagnostics)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from policyc.verbs.programs import RAW, check_step, program_of, reading, running, step_options
-from policyc.verbs.shared import Examples, policy_of, stop, write_out
+from policyc.cli.common import Examples, policy_of, stop, write_out
+from policyc.cli.program import RAW, check_step, program_of, reading, running, step_options
 
 if TYPE_CHECKING:
-    from policyc.deviceless import Report
-    from policyc.planner import How
-    from policyc.policy import Policy
+    from policyc.compiler.plan import How
+    from policyc.hardware.deviceless import Report
+    from policyc.language.policy import Policy
 
 
 @click.command(
@@ -56,12 +56,12 @@ def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
     many it finds. Fails where a product that is claimed to be native is not in the compiled program, and where the
     step does not fit into the device's memory.
     """
-    options, words = reading(cast(click.Command, compile), options, program)
+    options, words = reading(cast("click.Command", compile), options, program)
     check_step(options, words)
     meant = policy_of(policy, options["variant"])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no GPU is looked for
-    from policyc.deviceless import NotPossible
-    from policyc.pipeline import as_how
+    from policyc.compiler.pipeline import as_how
+    from policyc.hardware.deviceless import NotPossible
 
     how = running(lambda: as_how(options["backend"], options["gpu"], options["require_native"]))
     try:
@@ -76,21 +76,24 @@ def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
 
 
 def _compiled(policy: Policy, words: tuple[str, ...], how: How, options: dict[str, Any]) -> Report:
-    from policyc import deviceless, jaxcompat, pipeline, runner, stepcosts
+    from policyc.compiler import pipeline
+    from policyc.experiments import runner
+    from policyc.hardware import deviceless, step_cost
+    from policyc.jaxcore import define_primitive
 
     count = options["devices"]
     asked = {name: options[name] for name in ("batch", "sequence", "accumulate", "remat")}
     assert how.target is not None
     if options["config"]:
-        from policyc import driver
+        from policyc.hardware import llama_step
 
         bad = [f"--{name} {value}" for name, value in asked.items() if isinstance(value, int) and value < 1]
         if bad:
             raise ValueError(f"{', '.join(bad)}: at least 1")
-        mesh = stepcosts.mesh_of(options["mesh"] or f"fsdp={count}", count)
-        driver.check(options["config"], mesh, driver.Sizes(**asked))
+        mesh = step_cost.mesh_of(options["mesh"] or f"fsdp={count}", count)
+        llama_step.check(options["config"], mesh, llama_step.Sizes(**asked))
         devices = deviceless.devices_of(how.target, count)
-        step, arguments, run = driver.step(options["config"], mesh, driver.Sizes(**asked), devices)
+        step, arguments, run = llama_step.step(options["config"], mesh, llama_step.Sizes(**asked), devices)
         pipeline.step(0, total=run.steps)
         return deviceless.compile_step(step, arguments, policy, how, count, run.accumulate)
     given = [f"--{name}" for name, value in asked.items() if value is not None]
@@ -102,7 +105,7 @@ def _compiled(policy: Policy, words: tuple[str, ...], how: How, options: dict[st
         )
     deviceless.check_installed()
     if count > 1:
-        jaxcompat.host_devices(count)
+        define_primitive.host_devices(count)
     jitted, plans = runner.first_step(program_of(words), policy, how)
     if not plans:
         raise ValueError("the program ended, and no loss that it differentiated has a GEMM")
@@ -163,7 +166,7 @@ def _as_json(report: Report, title: str) -> str:
 
 
 def _as_table(report: Report, title: str) -> str:
-    from policyc.planview import columns
+    from policyc.compiler.plan_tables import columns
 
     def layers(row: Any) -> str:
         if row.layers is None:
@@ -195,7 +198,7 @@ def _as_table(report: Report, title: str) -> str:
 
 
 def _fits(report: Report) -> str:
-    from policyc.deviceless import TAKEN
+    from policyc.hardware.deviceless import TAKEN
 
     if not report.fits:
         return "does not fit"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from policyc.verbs.programs import RAW, check_step, plan_of, reading, step_options
-from policyc.verbs.shared import Examples, colour, policy_of, stop
+from policyc.cli.common import Examples, colour, policy_of, stop
+from policyc.cli.program import RAW, check_step, plan_of, reading, step_options
 
 if TYPE_CHECKING:
-    from policyc.policy import Policy
-    from policyc.stepcosts import Estimate, Mesh, Work
+    from policyc.hardware.step_cost import Estimate, Mesh, Work
+    from policyc.language.policy import Policy
 
 ASSUMPTIONS = """\
 A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or the memory's speed.
@@ -65,11 +65,11 @@ def estimate(policy: str, program: tuple[str, ...], **options: Any) -> None:
 
     A model of costs, not a measurement: see docs/estimate.md for what it is worth.
     """
-    options, words = reading(cast(click.Command, estimate), options, program)
+    options, words = reading(cast("click.Command", estimate), options, program)
     check_step(options, words)
-    from policyc import stepcosts
-    from policyc.planner import make_plan
-    from policyc.targets import target
+    from policyc.compiler.plan import make_plan
+    from policyc.hardware import step_cost
+    from policyc.numerics.targets import target
 
     try:
         gpu = target(options["gpu"])
@@ -80,12 +80,12 @@ def estimate(policy: str, program: tuple[str, ...], **options: Any) -> None:
     if options["against"] is not None:
         meant.insert(0, (options["against"], policy_of(options["against"], None)))
     try:
-        mesh = stepcosts.mesh_of(options["mesh"] or f"fsdp={options['devices']}", options["devices"])
+        mesh = step_cost.mesh_of(options["mesh"] or f"fsdp={options['devices']}", options["devices"])
         work = _work(first, words, mesh, options)
     except ValueError as error:
         stop(str(error))
     found = [
-        (name, stepcosts.estimate(dataclasses.replace(work, plan=make_plan(of, work.plan.sites)), gpu, mesh))
+        (name, step_cost.estimate(dataclasses.replace(work, plan=make_plan(of, work.plan.sites)), gpu, mesh))
         for name, of in meant
     ]
     if options["form"] == "json":
@@ -97,14 +97,14 @@ def estimate(policy: str, program: tuple[str, ...], **options: Any) -> None:
 
 
 def _work(policy: Policy, words: tuple[str, ...], mesh: Mesh, options: dict[str, Any]) -> Work:
-    from policyc import driver, stepcosts
+    from policyc.hardware import llama_step, step_cost
 
     asked = {name: options[name] for name in ("batch", "sequence", "accumulate", "remat")}
     bad = [f"--{name} {value}" for name, value in asked.items() if isinstance(value, int) and value < 1]
     if bad:
         raise ValueError(f"{', '.join(bad)}: at least 1")
     if options["config"]:
-        return driver.work(policy, options["config"], mesh, driver.Sizes(**asked), options["backend"])
+        return llama_step.work(policy, options["config"], mesh, llama_step.Sizes(**asked), options["backend"])
     given = [f"--{name}" for name in ("batch", "sequence") if options[name] is not None]
     if given:
         raise ValueError(f"{' and '.join(given)}: a program has its own sizes; give it its own arguments")
@@ -118,7 +118,7 @@ def _work(policy: Policy, words: tuple[str, ...], mesh: Mesh, options: dict[str,
         raise ValueError(
             f"{mesh.rows} devices are too many for {rows} rows of the largest GEMM: --devices {rows} at most"
         )
-    return stepcosts.Work(
+    return step_cost.Work(
         plan=found,
         accumulate=options["accumulate"] or 1,
         remat=options["remat"] or "none",

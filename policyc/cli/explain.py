@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from policyc.verbs.shared import Examples, colour, near, paint
+from policyc.cli.common import Examples, colour, near, paint
 
 
 @click.command(
@@ -23,8 +23,8 @@ from policyc.verbs.shared import Examples, colour, near, paint
 )
 def explain(codes: tuple[str, ...], markdown: bool) -> None:
     """Print the page of a lint code."""
-    from policyc.lint import GRAPH, graph_rules
-    from policyc.lint import RULES as READ
+    from policyc.lint.engine import GRAPH, graph_rules
+    from policyc.lint.engine import RULES as READ
 
     rules = READ | graph_rules() if not codes or any(c in GRAPH for c in codes) else READ
     for code in codes:

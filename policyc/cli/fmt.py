@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from policyc.verbs.shared import CLEAN, FAILED, FOUND, Examples, colour, paint, replace, stdin, writable
+from policyc.cli.common import CLEAN, FAILED, FOUND, Examples, colour, paint, replace, stdin, writable
 
 
 @click.command(
@@ -25,7 +25,7 @@ from policyc.verbs.shared import CLEAN, FAILED, FOUND, Examples, colour, paint, 
 )
 def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
     """Lay policies out in the one way: arrows aligned, blocks indented, comments kept."""
-    from policyc.diagnostics import PolicyError, render
+    from policyc.language.diagnostics import PolicyError, render
 
     changed, failed = [], False
     for name in files:
@@ -48,10 +48,10 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
 
 
 def _formatted(name: str) -> tuple[str, str]:
-    from policyc.diagnostics import PolicyError, Source
-    from policyc.formatter import format_file
-    from policyc.loader import locate, read_text
-    from policyc.parser import read
+    from policyc.language.diagnostics import PolicyError, Source
+    from policyc.language.formatter import format_file
+    from policyc.language.loader import locate, read_text
+    from policyc.language.parser import read
 
     if name != "-":
         path = locate(name)

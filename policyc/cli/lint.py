@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from policyc.verbs.programs import plan_of
-from policyc.verbs.shared import CLEAN, FAILED, FOUND, Examples, colour, near, paint, replace, stdin, writable
+from policyc.cli.common import CLEAN, FAILED, FOUND, Examples, colour, near, paint, replace, stdin, writable
+from policyc.cli.program import plan_of
 
 if TYPE_CHECKING:
-    from policyc.diagnostics import Diagnostic
-    from policyc.loader import Loaded
-    from policyc.targets import Target
+    from policyc.language.diagnostics import Diagnostic
+    from policyc.language.loader import Loaded
+    from policyc.numerics.targets import Target
 
 
 @click.command(
@@ -65,9 +65,9 @@ def lint(
     A finding is allowed on its line with '# allow: CODE -- reason'. 'policyc explain CODE' tells what a code
     means. Exits with 0 if there is no finding (notes are none), 1 if there are some, 2 if a file could not be read.
     """
-    from policyc import report
-    from policyc.diagnostics import PolicyError, Severity
-    from policyc.lint import lint as check
+    from policyc.language.diagnostics import PolicyError, Severity
+    from policyc.lint import output
+    from policyc.lint.engine import lint as check
 
     gc.disable()  # nothing here is garbage before the process ends, and looking for it takes a third of the time
     if unsafe_fixes and not fix:
@@ -98,11 +98,11 @@ def lint(
         found += findings.diagnostics
         failed |= any(d.code == "unreadable-file" for d in findings.diagnostics)  # of an import
         undecided += findings.undecided
-    click.echo(report.FORMS[form](found, paint), nl=False, color=colour())
+    click.echo(output.FORMS[form](found, paint), nl=False, color=colour())
     if form in ("full", "concise"):
         if mended:
             click.echo(f"{mended} mended", err=True)
-        click.echo(report.summary(found, len(files)), err=True)
+        click.echo(output.summary(found, len(files)), err=True)
     if undecided:
         note = f"{undecided} questions about which rules reach which sites were too hard: some findings may be missing"
         click.echo(f"note: {note}", err=True)
@@ -112,7 +112,7 @@ def lint(
 
 def _target(name: str | None) -> Target:
     from policyc.lint.context import DEFAULT_TARGET
-    from policyc.targets import target
+    from policyc.numerics.targets import target
 
     try:
         return DEFAULT_TARGET if name is None else target(name)
@@ -121,7 +121,7 @@ def _target(name: str | None) -> Target:
 
 
 def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
-    from policyc.lint import GRAPH, RULES
+    from policyc.lint.engine import GRAPH, RULES
 
     known = [*RULES, *sorted(GRAPH)]
 
@@ -135,7 +135,7 @@ def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
 
 
 def _inspect(name: str) -> Loaded:
-    from policyc.loader import inspect, locate, read_text
+    from policyc.language.loader import inspect, locate, read_text
 
     if name == "-":
         return inspect(stdin(), shown="<stdin>")
@@ -144,9 +144,9 @@ def _inspect(name: str) -> Loaded:
 
 
 def _mend(name: str, codes: set[str], unsafe: bool) -> int:
-    from policyc.lint import lint as check
+    from policyc.language.loader import inspect, locate, read_text
+    from policyc.lint.engine import lint as check
     from policyc.lint.fixes import mend
-    from policyc.loader import inspect, locate, read_text
 
     path = writable(name, locate(name))
     text = read_text(path)

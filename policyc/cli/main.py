@@ -10,7 +10,7 @@ import sys
 import click
 
 from policyc import __version__
-from policyc.verbs import (
+from policyc.cli import (
     apply,
     compile,
     estimate,

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.verbs.shared import FOUND, policy_of, say, stop, write_out
+from policyc.cli.common import FOUND, policy_of, say, stop, write_out
 
 if TYPE_CHECKING:
-    from policyc.planner import Plan
-    from policyc.policy import Policy
-    from policyc.runner import Program
+    from policyc.compiler.plan import Plan
+    from policyc.experiments.runner import Program
+    from policyc.language.policy import Policy
 
 RAW: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """Settings of a command whose last words are a program's."""
@@ -96,7 +96,7 @@ def check_step(options: dict[str, Any], words: tuple[str, ...]) -> None:
 
 
 def program_of(words: tuple[str, ...]) -> Program:
-    from policyc.runner import BadProgram, Program
+    from policyc.experiments.runner import BadProgram, Program
 
     try:
         program = Program.of(words)
@@ -110,7 +110,7 @@ def plan_of(policy: Policy, program: tuple[str, ...] | str) -> Plan:
     """The plan of a policy for the first loss of a program, faults and all. Exits where there is none."""
     words = tuple(shlex.split(program)) if isinstance(program, str) else program
     found = program_of(words)
-    from policyc import runner
+    from policyc.experiments import runner
 
     plan: Plan | None = running(lambda: runner.first_plan(found, policy))
     if plan is None:
@@ -121,8 +121,8 @@ def plan_of(policy: Policy, program: tuple[str, ...] | str) -> Plan:
 
 
 def running(act: Callable[[], Any]) -> Any:
-    from policyc.diagnostics import PolicyError
-    from policyc.runner import BadProgram
+    from policyc.experiments.runner import BadProgram
+    from policyc.language.diagnostics import PolicyError
 
     try:
         return act()
@@ -146,10 +146,10 @@ def apply_to(
 ) -> None:
     """Runs a program under a policy, and tells what became of it. Exits where the policy was not applied."""
     meant = policy_of(policy, variant)
-    from policyc import runner
-    from policyc.diagnostics import PolicyError
-    from policyc.pipeline import as_how
-    from policyc.planview import as_json, summary
+    from policyc.compiler.pipeline import as_how
+    from policyc.compiler.plan_tables import as_json, summary
+    from policyc.experiments import runner
+    from policyc.language.diagnostics import PolicyError
 
     how = running(lambda: as_how(backend or "auto", None, require_native))
     seen: list[int] = []
@@ -178,7 +178,7 @@ def apply_to(
 
 def write_report(folder: Path) -> None:
     """The report of a run, where the run has left something to report on."""
-    from policyc.runreport import BadRun, written
+    from policyc.experiments.run_report import BadRun, written
 
     try:
         click.echo(f"policyc: report: {written([folder])}", err=True)
@@ -187,7 +187,7 @@ def write_report(folder: Path) -> None:
 
 
 def _why_nothing(plans: list[Plan], policy: str) -> str:
-    from policyc.planner import suggestion
+    from policyc.compiler.plan import suggestion
 
     if not plans:
         return f"'{policy}' was not applied: the program differentiated nothing (jax.grad, vjp, ...)"

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.files import whole
-from policyc.verbs.shared import Examples, fail
+from policyc.cli.common import Examples, fail
+from policyc.language.files import whole
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from policyc.recipes import Recipe
+    from policyc.language.recipes import Recipe
 
 
 @click.command(
@@ -41,8 +41,8 @@ def quantize(array: str, recipe: str, role: str, gemm: str, axis: int, seed: int
     OUT.npz holds codes (one a byte), packed (two nibbles a byte, the even one low), scales (raw bytes), amax (f32)
     and dequantized (f32), with the quantized axis last: enough to compare with any other implementation.
     """
-    from policyc.diagnostics import PolicyError
-    from policyc.recipes import OPERANDS, Gemm, Role
+    from policyc.language.diagnostics import PolicyError
+    from policyc.language.recipes import OPERANDS, Gemm, Role
 
     if (Gemm(gemm), Role(role)) not in OPERANDS:
         roles = " and ".join(r for g, r in OPERANDS if g == gemm)
@@ -55,7 +55,7 @@ def quantize(array: str, recipe: str, role: str, gemm: str, axis: int, seed: int
     if not -values.ndim <= axis < values.ndim:
         raise click.UsageError(f"--axis {axis}: the array has {values.ndim} axes")
 
-    from policyc.measure import measure_operand
+    from policyc.numerics.measure import measure_operand
 
     try:
         found = measure_operand(values, chosen, Gemm(gemm), Role(role), axis=axis, seed=seed)
@@ -66,8 +66,8 @@ def quantize(array: str, recipe: str, role: str, gemm: str, axis: int, seed: int
 
 
 def _recipe(text: str) -> Recipe:
-    from policyc.diagnostics import PolicyError
-    from policyc.loader import inspect
+    from policyc.language.diagnostics import PolicyError
+    from policyc.language.loader import inspect
 
     loaded = inspect(f"* -> {text}", shown="--recipe")
     if loaded.found:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from policyc.verbs.shared import Examples, stop
+from policyc.cli.common import Examples, stop
 
 
 @click.command(
@@ -26,7 +26,7 @@ def report(out: str | None, runs: tuple[str, ...]) -> None:
     RUN is a folder with metrics.jsonl, and with stats.jsonl and plan.json where there was a policy. The page stands
     alone: it loads nothing.
     """
-    from policyc.runreport import BadRun, written
+    from policyc.experiments.run_report import BadRun, written
 
     try:
         click.echo(written([Path(r) for r in runs], None if out is None else Path(out)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from policyc.verbs.shared import Examples, colour, fail, paint
+from policyc.cli.common import Examples, colour, fail, paint
 
 
 @click.command(
@@ -28,12 +28,12 @@ from policyc.verbs.shared import Examples, colour, fail, paint
 )
 def show(policy: str | None, variant: str | None, form: str) -> None:
     """Show what a policy does: its rules, and each recipe operand by operand."""
-    from policyc import view
-    from policyc.diagnostics import PolicyError
-    from policyc.loader import load
+    from policyc.language import tables
+    from policyc.language.diagnostics import PolicyError
+    from policyc.language.loader import load
 
     if policy is None:
-        click.echo(view.bundled(paint), nl=False, color=colour())
+        click.echo(tables.bundled_policies(paint), nl=False, color=colour())
         return
     try:
         loaded = load(policy)
@@ -47,6 +47,6 @@ def show(policy: str | None, variant: str | None, form: str) -> None:
     if form == "text":
         click.echo(str(loaded), nl=False)
     elif form == "json":
-        click.echo(view.as_json(loaded), nl=False)
+        click.echo(tables.as_json(loaded), nl=False)
     else:
-        view.table(loaded, policy if variant is None else f"{policy}, variant {variant}", colour())
+        tables.table(loaded, policy if variant is None else f"{policy}, variant {variant}", colour())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from policyc.verbs.programs import RAW, plan_of
-from policyc.verbs.shared import Examples, policy_of
+from policyc.cli.common import Examples, policy_of
+from policyc.cli.program import RAW, plan_of
 
 
 @click.command(
@@ -34,8 +34,8 @@ def sites(policy: str | None, variant: str | None, form: str, program: tuple[str
 
     The program runs until its first loss with a GEMM has been traced, and no further: no step is executed.
     """
-    from policyc.planview import as_json, sites_table
-    from policyc.policy import Policy
+    from policyc.compiler.plan_tables import as_json, sites_table
+    from policyc.language.policy import Policy
 
     meant = Policy() if policy is None else policy_of(policy, variant)
     plan = plan_of(meant, program)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.verbs.shared import Examples, colour
+from policyc.cli.common import Examples, colour
 
 if TYPE_CHECKING:
-    from policyc.targets import Target
+    from policyc.numerics.targets import Target
 
 
 @click.command(
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 def targets(name: str | None, form: str) -> None:
     """List the GPUs that policyc knows: what they multiply natively, how fast, and what lies around it."""
-    from policyc.targets import TARGETS, target
+    from policyc.numerics.targets import TARGETS, target
 
     try:
         chosen = list(TARGETS.values()) if name is None else [target(name)]

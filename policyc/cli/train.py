@@ -7,9 +7,9 @@ import sys
 
 import click
 
-from policyc.resources import folder
-from policyc.verbs.programs import STATS_EVERY, apply_to, program_of
-from policyc.verbs.shared import Examples
+from policyc.cli.common import Examples
+from policyc.cli.program import STATS_EVERY, apply_to, program_of
+from policyc.language.bundled import folder
 
 
 @click.command(

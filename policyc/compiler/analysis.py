@@ -15,12 +15,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from policyc import jaxprs
-from policyc.jaxprs import Atom, Body, Eqn
-from policyc.recipes import Gemm
-from policyc.selectors import Path
-from policyc.sites import Address, Label, Mark, Origin, Site, Sites, Stack, Weight
-from policyc.trees import parsed, sized
+from policyc.compiler.paths import parsed, sized
+from policyc.compiler.sites import Address, Label, Mark, Origin, Site, Sites, Stack, Weight
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import Atom, Body, Eqn
+from policyc.language.recipes import Gemm
+from policyc.language.selectors import Path
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 from jax import lax
 
-from policyc import autodiff, jaxprs
-from policyc.gemm import Backends, Ready, prepared
-from policyc.jaxprs import Aval
-from policyc.quantize import key
-from policyc.recipes import Recipe
-from policyc.sites import Address, Site
+from policyc.compiler.sites import Address, Site
+from policyc.jaxcore import autodiff, jaxprs
+from policyc.jaxcore.jaxprs import Aval
+from policyc.language.recipes import Recipe
+from policyc.numerics.gemm import Backends, Ready, prepared
+from policyc.numerics.quantize import key
 
 Done = tuple[Recipe, Backends]
 """What is done to a layer of a site."""

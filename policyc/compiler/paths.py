@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from policyc.selectors import Name, Path
+from policyc.language.selectors import Name, Path
 
 _WRAPPERS = frozenset({"value", "raw_value", "_value"})
 _COLLECTIONS = frozenset({"params"})

@@ -16,15 +16,16 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from policyc import autodiff, backends, targets
-from policyc.analysis import analyze
-from policyc.beforehand import Rewritten
-from policyc.diagnostics import Diagnostic, PolicyError, did_you_mean
-from policyc.loader import load, parse
-from policyc.planner import How, Phase, Plan, expectations, make_plan
-from policyc.policy import Policy
-from policyc.rewrite import rewrite
-from policyc.tracing import Traced, inputs_of, trace
+from policyc.compiler.analysis import analyze
+from policyc.compiler.hoist import Rewritten
+from policyc.compiler.plan import How, Phase, Plan, expectations, make_plan
+from policyc.compiler.rewrite import rewrite
+from policyc.compiler.trace import Traced, inputs_of, trace
+from policyc.jaxcore import autodiff
+from policyc.language.diagnostics import Diagnostic, PolicyError, did_you_mean
+from policyc.language.loader import load, parse
+from policyc.language.policy import Policy
+from policyc.numerics import backends, targets
 
 _inside: ContextVar[bool] = ContextVar("policyc_inside", default=False)
 _POLICY = autodiff.in_key()

@@ -15,16 +15,25 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from policyc import backends, recipes
-from policyc.backends.choice import PLAIN, Ask, Lowering, Machine, Obstacle, choose, machine_here, machine_of
-from policyc.coverage import moments
-from policyc.diagnostics import Diagnostic, PolicyError, Severity, closest
-from policyc.policy import Policy, Rule
-from policyc.recipes import Gemm, Recipe
-from policyc.selectors import Path, matches, patterns
-from policyc.sites import Address, Layer, Site, Sites
-from policyc.targets import Target
-from policyc.treatments import effective, problems
+from policyc.compiler.sites import Address, Layer, Site, Sites
+from policyc.language import recipes
+from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, closest
+from policyc.language.policy import Policy, Rule, moments
+from policyc.language.recipes import Gemm, Recipe
+from policyc.language.selectors import Path, matches, patterns
+from policyc.language.treatments import effective, problems
+from policyc.numerics import backends
+from policyc.numerics.backends.choice import (
+    PLAIN,
+    Ask,
+    Lowering,
+    Machine,
+    Obstacle,
+    choose,
+    machine_here,
+    machine_of,
+)
+from policyc.numerics.targets import Target
 
 Phase = tuple[bool, ...]
 """For each condition of the schedule, in the order of `Policy.phases`: does it hold?"""

@@ -11,10 +11,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from policyc.backends.choice import Lowering, Obstacle
-from policyc.planner import Phase, Plan
-from policyc.recipes import OPERANDS, Gemm
-from policyc.sites import Layer, Site, dotted
+from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.sites import Layer, Site, dotted
+from policyc.language.recipes import OPERANDS, Gemm
+from policyc.numerics.backends.choice import Lowering, Obstacle
 
 _WIDEST = 60
 

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core.primitives import dot_general_p
 
-from policyc import jaxprs
-from policyc.beforehand import Done, Quantizer, Rewritten, Run, Want, quantizer
-from policyc.gemm import Ready, quantized_dot_general
-from policyc.jaxprs import Around, Atom, Aval, Eqn
-from policyc.planner import Decisions
-from policyc.quantize import Key
-from policyc.sites import Address, Layer, Site, Sites, Stack
+from policyc.compiler.hoist import Done, Quantizer, Rewritten, Run, Want, quantizer
+from policyc.compiler.plan import Decisions
+from policyc.compiler.sites import Address, Layer, Site, Sites, Stack
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import Around, Atom, Aval, Eqn
+from policyc.numerics.gemm import Ready, quantized_dot_general
+from policyc.numerics.quantize import Key
 
 Fixed = Mapping[Address, int]
 """The index in each stack that has been entered."""
@@ -393,7 +393,7 @@ def dot(
 
 
 def _ragged(eqn: Eqn, site: Site, done: Done, numbered: bool) -> Callable[..., Any]:
-    from policyc.ragged import quantized_ragged_dot
+    from policyc.numerics.ragged import quantized_ragged_dot
 
     params = eqn.params
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from policyc import jaxprs
-from policyc.policy import Attributes
-from policyc.recipes import Gemm
-from policyc.selectors import Name, Path
+from policyc.jaxcore import jaxprs
+from policyc.language.policy import Attributes
+from policyc.language.recipes import Gemm
+from policyc.language.selectors import Name, Path
 
 Address = tuple[int, ...]
 """Where an equation is: its number in the jaxpr, then the number of a body in it, then one in that body, ..."""

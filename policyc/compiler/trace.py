@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from policyc import autodiff, jaxprs
-from policyc.selectors import Path
-from policyc.trees import leaf_paths
+from policyc.compiler.paths import leaf_paths
+from policyc.jaxcore import autodiff, jaxprs
+from policyc.language.selectors import Path
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, float, complex, jax.ShapeDtypeStruct)
 

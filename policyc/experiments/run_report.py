@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from policyc.files import whole
+from policyc.language.files import whole
 
 Row = dict[str, Any]
 Points = list[tuple[float, float]]

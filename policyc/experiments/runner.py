@@ -22,19 +22,19 @@ from typing import NoReturn
 
 import jax
 
-from policyc import autodiff, jaxprs
-from policyc.diagnostics import PolicyError
-from policyc.elsewhere import Jitted, lowering
-from policyc.pipeline import Session, present, session_of
-from policyc.planner import How, Plan
-from policyc.policy import Policy
-from policyc.resources import folder
+from policyc.compiler.pipeline import Session, present, session_of
+from policyc.compiler.plan import How, Plan
+from policyc.jaxcore import autodiff, jaxprs
+from policyc.jaxcore.relocate import Jitted, lowering
+from policyc.language.bundled import folder
+from policyc.language.diagnostics import PolicyError
+from policyc.language.policy import Policy
 
 IDENTITY = "POLICYC_POLICY_SHA256"
 """Tells a program under which policy it runs, so that it can put it beside its results."""
 
 _HIDDEN = (
-    str(Path(__file__).parent),
+    str(Path(__file__).parent.parent),
     "<frozen runpy>",
     "<frozen importlib",
     runpy.__file__,

@@ -22,22 +22,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policyc import autodiff, jaxprs
-from policyc.analysis import analyze
-from policyc.beforehand import Run
-from policyc.files import whole
-from policyc.formats import FORMATS
-from policyc.gemm import Backends, operands
-from policyc.measure import FIGURES, figures, told
-from policyc.pipeline import as_policy, current, guarded, present
-from policyc.planner import How, Phase, Plan, make_plan
-from policyc.planview import as_json
-from policyc.policy import Policy
-from policyc.recipes import Recipe
-from policyc.rewrite import Fixed, Rewriter, dot
-from policyc.selectors import Path as Names
-from policyc.sites import Address, Layer, Site
-from policyc.tracing import inputs_of, trace
+from policyc.compiler.analysis import analyze
+from policyc.compiler.hoist import Run
+from policyc.compiler.pipeline import as_policy, current, guarded, present
+from policyc.compiler.plan import How, Phase, Plan, make_plan
+from policyc.compiler.plan_tables import as_json
+from policyc.compiler.rewrite import Fixed, Rewriter, dot
+from policyc.compiler.sites import Address, Layer, Site
+from policyc.compiler.trace import inputs_of, trace
+from policyc.jaxcore import autodiff, jaxprs
+from policyc.language.files import whole
+from policyc.language.formats import FORMATS
+from policyc.language.policy import Policy
+from policyc.language.recipes import Recipe
+from policyc.language.selectors import Path as Names
+from policyc.numerics.gemm import Backends, operands
+from policyc.numerics.measure import FIGURES, figures, told
 
 Row = dict[str, Any]
 Taps = Mapping[Address, jax.Array]

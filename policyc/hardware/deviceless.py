@@ -18,15 +18,16 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
-from policyc import elsewhere, hlo, jaxprs
-from policyc.elsewhere import Jitted
-from policyc.jaxcompat import gpu_description
-from policyc.pipeline import compiled, present, session_of
-from policyc.planner import How, Plan
-from policyc.policy import Policy
-from policyc.recipes import Gemm
-from policyc.sites import Layer, Site
-from policyc.targets import Target
+from policyc.compiler.pipeline import compiled, present, session_of
+from policyc.compiler.plan import How, Plan
+from policyc.compiler.sites import Layer, Site
+from policyc.hardware import hlo
+from policyc.jaxcore import jaxprs, relocate
+from policyc.jaxcore.define_primitive import gpu_description
+from policyc.jaxcore.relocate import Jitted
+from policyc.language.policy import Policy
+from policyc.language.recipes import Gemm
+from policyc.numerics.targets import Target
 
 CALLS = {
     ("xla", "nvfp4"): "__cudnn$blockScaledDot",
@@ -205,8 +206,8 @@ def compile_jitted(jitted: Jitted, plans: Sequence[Plan], how: How, count: int) 
     """A jitted function of a program, compiled for some devices of the target of `how`."""
     assert how.target is not None
     try:
-        uses = max(1, len(elsewhere.used(jitted)))
-    except elsewhere.CallsBack as where:
+        uses = max(1, len(relocate.used(jitted)))
+    except relocate.CallsBack as where:
         raise NotPossible(
             f"the program's step calls back into Python, which cannot be compiled for a GPU that is not here: {where}"
         ) from None
@@ -216,7 +217,7 @@ def compile_jitted(jitted: Jitted, plans: Sequence[Plan], how: How, count: int) 
             "in the program a mesh of all jax.devices()"
         )
     begin = time.perf_counter()
-    lowered = elsewhere.lowered(jitted, devices_of(how.target, count), "cuda")
+    lowered = relocate.lowered(jitted, devices_of(how.target, count), "cuda")
     return _report(*_timed(lowered, begin), plans, how, count)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from policyc.formats import FORMATS
-from policyc.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
-from policyc.targets import Target
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.numerics.targets import Target
 
 # ---- taken from measurements and from the literature, not fitted
 

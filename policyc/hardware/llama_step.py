@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from policyc import pipeline
-from policyc.diagnostics import did_you_mean
-from policyc.policy import Policy
-from policyc.resources import folder
-from policyc.stepcosts import Block, Mesh, Work
+from policyc.compiler import pipeline
+from policyc.hardware.step_cost import Block, Mesh, Work
+from policyc.language.bundled import folder
+from policyc.language.diagnostics import did_you_mean
+from policyc.language.policy import Policy
 
 _AT_ONCE = 2  # sequences that a device computes at a time, unless something else is asked for
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from policyc import costs
-from policyc.costs import BF16_BYTES, FP32_BYTES
-from policyc.planner import Phase, Plan
-from policyc.recipes import Gemm, Recipe, Role
-from policyc.sites import Site
-from policyc.targets import Target
-from policyc.treatments import effective, problems
+from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.sites import Site
+from policyc.hardware import gemm_cost
+from policyc.hardware.gemm_cost import BF16_BYTES, FP32_BYTES
+from policyc.language.recipes import Gemm, Recipe, Role
+from policyc.language.treatments import effective, problems
+from policyc.numerics.targets import Target
 
 _FORWARD_AGAIN = ("full", "quantized")
 
@@ -144,7 +144,7 @@ class Busy:
     flops: float
     devices: int
 
-    def estimate(self, hidden: float = costs.HIDDEN, other: float = costs.OTHER) -> Estimate:
+    def estimate(self, hidden: float = gemm_cost.HIDDEN, other: float = gemm_cost.OTHER) -> Estimate:
         """With the part of the communication that is hidden, and the part of a step that is none of these."""
         busy = sum(self.parts.values())
         parts = dict(self.parts) | {"communication": max((1 - hidden) * self.moving, self.moving - busy)}
@@ -168,7 +168,9 @@ def busy(work: Work, target: Target, mesh: Mesh) -> Busy:
         if site.weight is None and not quantized(some.recipe):
             done *= 0.5 if work.causal else 1
             again = work.remat in _FORWARD_AGAIN
-            attention += done * (products + again) / (costs.ATTENTION * target.peak("bf16")) / mesh.devices
+            attention += (
+                done * (products + again) / (gemm_cost.ATTENTION * target.peak("bf16")) / mesh.devices
+            )
         else:
             for format, seconds in gemm_parts(some, target, mesh, work.remat):
                 gemms[format] += seconds * some.count
@@ -184,7 +186,7 @@ def busy(work: Work, target: Target, mesh: Mesh) -> Busy:
     held = parameters(work.plan) / (mesh.fsdp * mesh.tensor)
     return Busy(
         parts={name: seconds * work.accumulate for name, seconds in parts.items()}
-        | {"optimizer": costs.copy_seconds(target, _ADAM_BYTES * held)},
+        | {"optimizer": gemm_cost.copy_seconds(target, _ADAM_BYTES * held)},
         gemms={name: seconds * work.accumulate for name, seconds in sorted(gemms.items())},
         moving=communication_seconds(work, target, mesh),
         flops=flops * work.accumulate,
@@ -195,7 +197,7 @@ def busy(work: Work, target: Target, mesh: Mesh) -> Busy:
 def kernels_seconds(site: Site, target: Target, mesh: Mesh, remat: str) -> float:
     """Of what stands between the GEMMs: each input is written and each output read once, in both passes."""
     moved = BF16_BYTES * site.batch * site.m * (site.k + site.n) / mesh.devices
-    return (2 if remat == "none" else 3) * costs.copy_seconds(target, moved)
+    return (2 if remat == "none" else 3) * gemm_cost.copy_seconds(target, moved)
 
 
 def quantized(recipe: Recipe | None) -> bool:
@@ -220,12 +222,12 @@ def gemm_parts(some: Layers, target: Target, mesh: Mesh, remat: str = "none") ->
     for gemm in Gemm:
         if gemm not in some.site.products:
             continue
-        format = costs.format_of(some.recipe, gemm, kept(some.site))
-        rows, columns, contracted = costs.shape(gemm, m, n, k)
-        seconds = costs.gemm_seconds(target, format, rows, columns, contracted, batch)
+        format = gemm_cost.format_of(some.recipe, gemm, kept(some.site))
+        rows, columns, contracted = gemm_cost.shape(gemm, m, n, k)
+        seconds = gemm_cost.gemm_seconds(target, format, rows, columns, contracted, batch)
         if not target.native(format):
             operands = batch * contracted * (rows + columns)
-            seconds += costs.emulation_seconds(target, operands, batch * rows * columns)
+            seconds += gemm_cost.emulation_seconds(target, operands, batch * rows * columns)
         yield format, seconds * (2 if remat in _FORWARD_AGAIN and gemm is Gemm.FPROP else 1)
 
 
@@ -248,8 +250,8 @@ def quantization_seconds(some: Layers, target: Target, mesh: Mesh, shared: Reade
         return 0.0
     m, n, k, batch = local(some.site, mesh)
     total = 0.0
-    for role, sets in costs.code_sets(some.recipe, some.site.products).items():
-        seconds = costs.quantize_seconds(target, sets, batch * costs.elements(role, m, n, k), backend)
+    for role, sets in gemm_cost.code_sets(some.recipe, some.site.products).items():
+        seconds = gemm_cost.quantize_seconds(target, sets, batch * gemm_cost.elements(role, m, n, k), backend)
         once = role is Role.ACTIVATION and all(t.rounding == "rne" for t in sets)
         total += seconds / (shared[_source(some.site)] if once else 1)
     return total

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from policyc.private import ad, core, partial_eval
+from policyc.jaxcore.internals import ad, core, partial_eval
 
 Hook = Callable[[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]]
 """Given a function and the values it is to be differentiated at: the function to differentiate instead."""

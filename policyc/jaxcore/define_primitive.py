@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from policyc.private import dispatch
+from policyc.jaxcore.internals import dispatch
 
 FULL_8_BIT_SUMS: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 """The precision of an 8-bit product whose sums are fp32 throughout."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +20,12 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Primitive, Var
 
-from policyc.private import UNSPECIFIED, config, core, flattree, sources, tracebacks
+from policyc.jaxcore.internals import UNSPECIFIED, config, core, flattree, sources, tracebacks
 
-for _file in (
-    "jaxprs",
-    "autodiff",
-    "tracing",
-    "pipeline",
-    "rewrite",
-    "beforehand",
-    "analysis",
-    "jaxcompat",
-    "elsewhere",
-):  # no frame of ours in a user's traceback, nor in what XLA is told of a program's places
-    for _home in (tracebacks, sources):
-        _home.register_exclusion(str(Path(__file__).with_name(f"{_file}.py")))
+# JAX leaves these folders out of tracebacks and of the source locations that it gives to XLA.
+for _folder in ("jaxcore", "compiler"):
+    for _registry in (tracebacks, sources):
+        _registry.register_exclusion(f"{Path(__file__).parent.parent / _folder}{os.sep}")
 
 Atom = Any
 Eqn = Any

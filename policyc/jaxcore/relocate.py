@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from policyc import jaxprs
-from policyc.private import pjit, sharding_impls
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.internals import pjit, sharding_impls
 
 Move = Callable[[Any], Any]
 """A device to the one in its place."""

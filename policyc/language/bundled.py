@@ -10,7 +10,7 @@ from pathlib import Path
 
 SUFFIX = ".policy"
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 
 
 def folder(name: str) -> Path:

@@ -10,12 +10,12 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Span, closest, did_you_mean
-from policyc.formats import FORMATS
-from policyc.parser import comments
-from policyc.policy import RecipeDef, RecipeNode, Rule, Setting, Use, uses, values
-from policyc.recipes import OPERANDS, OPTIONS
-from policyc.selectors import alternatives
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span, closest, did_you_mean
+from policyc.language.formats import FORMATS
+from policyc.language.parser import comments
+from policyc.language.policy import RecipeDef, RecipeNode, Rule, Setting, Use, uses, values
+from policyc.language.recipes import OPERANDS, OPTIONS
+from policyc.language.selectors import alternatives
 
 _LONGEST_CHAIN = 32  # recipes named by recipes
 _MOST_STEPS = 100_000  # from recipe to recipe, in all variants: each is checked against the whole policy

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from policyc.parser import Block, File, Statement, comments, read
-from policyc.policy import Rule
+from policyc.language.parser import Block, File, Statement, comments, read
+from policyc.language.policy import Rule
 
 _INDENT = "    "
 _WIDEST = 100  # a block or a column of arrows wider than this is broken up

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from policyc import resources
-from policyc.diagnostics import Diagnostic, Note, PolicyError, Source, Span, closest
-from policyc.formats import FORMATS
-from policyc.names import Faults, Scope, check
-from policyc.parser import LONGEST, Block, File, Import, Statement, read
-from policyc.policy import Policy, RecipeDef, Rule, Variant, When
+from policyc.language import bundled
+from policyc.language.checks import Faults, Scope, check
+from policyc.language.diagnostics import Diagnostic, Note, PolicyError, Source, Span, closest
+from policyc.language.formats import FORMATS
+from policyc.language.parser import LONGEST, Block, File, Import, Statement, read
+from policyc.language.policy import Policy, RecipeDef, Rule, Variant, When
 
 _MOST_IMPORTS = 256
 _RESERVED = frozenset(FORMATS) | {"split"}
@@ -54,8 +54,8 @@ def inspect(text: str, *, path: str | Path | None = None, shown: str | None = No
 def locate(policy: str | Path) -> Path:
     """The path of a policy given by path or by bundled name."""
     path = Path(policy)
-    known = resources.bundled()
-    name = path.name.removesuffix(resources.SUFFIX)
+    known = bundled.bundled()
+    name = path.name.removesuffix(bundled.SUFFIX)
     try:
         if path.is_file() or (path.exists() and str(policy) not in known):
             return path
@@ -263,21 +263,21 @@ class _Loader(Faults):
             help = "write a path relative to this file, with '/' between folders"
             self.fault("bad-import-path", statement.span, f"'{written}' is not a relative path", help)
             return None
-        if pure.suffix not in ("", resources.SUFFIX):
-            help = f"policies end in '{resources.SUFFIX}'"
+        if pure.suffix not in ("", bundled.SUFFIX):
+            help = f"policies end in '{bundled.SUFFIX}'"
             self.fault("bad-import-path", statement.span, f"'{pure.name}' is not the name of a policy", help)
             return None
-        relative = written if pure.suffix else written + resources.SUFFIX
-        places = [*([folder] if folder is not None else []), resources.folder("policies")]
+        relative = written if pure.suffix else written + bundled.SUFFIX
+        places = [*([folder] if folder is not None else []), bundled.folder("policies")]
         for place in places:
             try:
                 if (place / relative).is_file():
                     return place / relative
             except OSError:  # a name that the file system cannot hold is a name that is not there
                 continue
-        name = pure.name.removesuffix(resources.SUFFIX)
+        name = pure.name.removesuffix(bundled.SUFFIX)
         looked = "beside this file or among the bundled policies" if folder else "among the bundled policies"
-        help = self.suggest(name, resources.bundled()) or "check the path"
+        help = self.suggest(name, bundled.bundled()) or "check the path"
         self.fault("import-not-found", statement.span, f"no '{relative}' {looked}", help)
         return None
 

@@ -6,16 +6,18 @@ equal node. The one trap: spans do not count in comparisons, so two nodes from d
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal
 
-from policyc import recipes
-from policyc.diagnostics import Source, Span
-from policyc.recipes import OPTIONS, PRODUCTS, Gemm, Recipe, Value
+from policyc.language import recipes
+from policyc.language.diagnostics import Source, Span
+from policyc.language.recipes import OPTIONS, PRODUCTS, Gemm, Recipe, Value
 
 _COMPARE = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
@@ -434,3 +436,19 @@ def _decimal(value: Fraction) -> str:
         scaled, digits = scaled * 10, digits + 1
     sign, text = ("-" if scaled < 0 else ""), str(abs(scaled.numerator)).rjust(digits + 1, "0")
     return f"{sign}{text[:-digits]}.{text[-digits:]}"
+
+
+@lru_cache(maxsize=1024)
+def moments(conditions: tuple[When, ...]) -> tuple[tuple[int, int], ...]:
+    """A step and a length of training for each combination of conditions that can hold together."""
+    steps = {int(w.bound.value) for w in conditions if not w.bound.percent}
+    shares = {w.bound.value for w in conditions if w.bound.percent}
+    totals = {10, 100, 10_000, 10_000_000, *(s + d for s in steps for d in (0, 1, 2))}
+    totals.update(int(s * 100 / p) + d for s in steps for p in shares if p > 0 for d in (-1, 0, 1, 2))
+    found: dict[tuple[bool, ...], tuple[int, int]] = {}
+    for total in sorted(t for t in totals if t > 0):
+        edges = {0, total - 1, *steps, *(math.ceil(p * total / 100) for p in shares)}
+        for step in sorted({e + d for e in edges for d in (-1, 0, 1)}):
+            if 0 <= step < total:
+                found.setdefault(tuple(w.holds(step, total) for w in conditions), (step, total))
+    return tuple(found.values()) or ((0, 1),)

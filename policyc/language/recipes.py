@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
-from policyc.formats import FORMATS
+from policyc.language.formats import FORMATS
 
 
 class Gemm(StrEnum):

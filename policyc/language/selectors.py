@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from policyc.policy import Indices, Segment, Selector
+from policyc.language.policy import Indices, Segment, Selector
 
 INDEX_MARK = "\x01"
 _TRAILING_INDEX = re.compile(r"(.*[^_])_(\d{1,18})", re.DOTALL)

@@ -13,20 +13,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from policyc import resources
-from policyc.diagnostics import Paint
-from policyc.loader import load
-from policyc.policy import Policy, Rule
-from policyc.recipes import OPERANDS, Gemm, Recipe, Treatment
-from policyc.treatments import effective, problems
+from policyc.language.bundled import bundled
+from policyc.language.diagnostics import Paint
+from policyc.language.loader import load
+from policyc.language.policy import Policy, Rule
+from policyc.language.recipes import OPERANDS, Gemm, Recipe, Treatment
+from policyc.language.treatments import effective, problems
 
 _COLOURS = {4: "green", 8: "cyan", 16: "white", 32: "white", 0: "dim"}
 
 
-def bundled(paint: Paint) -> str:
+def bundled_policies(paint: Paint) -> str:
     """The bundled policies, a line each: name, intent, variants."""
     lines = []
-    known = resources.bundled()
+    known = bundled()
     width = max(map(len, known))
     for name, path in known.items():
         title = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")

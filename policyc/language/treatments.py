@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-from policyc.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 
 
 def problems(recipe: Recipe) -> tuple[str, ...]:

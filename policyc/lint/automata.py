@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 
-from policyc.policy import Indices
-from policyc.selectors import Name, Path, Pattern, Piece, glob_matches, skip
+from policyc.language.policy import Indices
+from policyc.language.selectors import Name, Path, Pattern, Piece, glob_matches, skip
 
 Symbol = str | int
 """A character, or the number of an index class."""

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from policyc.automata import Budget
-from policyc.coverage import Claim, Cover
-from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Span
-from policyc.loader import Loaded
-from policyc.policy import RecipeNode, Resolver, Rule, Split, Use, Variant, uses
-from policyc.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
-from policyc.targets import TARGETS, Target
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span
+from policyc.language.loader import Loaded
+from policyc.language.policy import RecipeNode, Resolver, Rule, Split, Use, Variant, uses
+from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.lint.automata import Budget
+from policyc.lint.coverage import Claim, Cover
+from policyc.numerics.targets import TARGETS, Target
 
 if TYPE_CHECKING:
-    from policyc.planner import Plan
+    from policyc.compiler.plan import Plan
 
 _LOOKS = 200_000  # steps
 

@@ -23,10 +23,10 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
-from policyc.automata import Budget, TooHard, outside, plainly_inside, witness
-from policyc.policy import Attributes, Compare, Predicate, Rule, When, comparisons
-from policyc.recipes import Gemm, Recipe
-from policyc.selectors import Name, Path, Pattern, matches, patterns
+from policyc.language.policy import Attributes, Compare, Predicate, Rule, comparisons, moments
+from policyc.language.recipes import Gemm, Recipe
+from policyc.language.selectors import Name, Path, Pattern, matches, patterns
+from policyc.lint.automata import Budget, TooHard, outside, plainly_inside, witness
 
 Answer = TypeVar("Answer")
 
@@ -219,22 +219,6 @@ def _spellings(name: Name) -> Iterator[_Key]:
     if name.index is not None and name.size is not None:
         yield (name.text, name.index)
         yield (name.text, name.index - name.size)
-
-
-@lru_cache(maxsize=1024)
-def moments(conditions: tuple[When, ...]) -> tuple[tuple[int, int], ...]:
-    """A step and a length of training for each combination of conditions that can hold together."""
-    steps = {int(w.bound.value) for w in conditions if not w.bound.percent}
-    shares = {w.bound.value for w in conditions if w.bound.percent}
-    totals = {10, 100, 10_000, 10_000_000, *(s + d for s in steps for d in (0, 1, 2))}
-    totals.update(int(s * 100 / p) + d for s in steps for p in shares if p > 0 for d in (-1, 0, 1, 2))
-    found: dict[tuple[bool, ...], tuple[int, int]] = {}
-    for total in sorted(t for t in totals if t > 0):
-        edges = {0, total - 1, *steps, *(math.ceil(p * total / 100) for p in shares)}
-        for step in sorted({e + d for e in edges for d in (-1, 0, 1)}):
-            if 0 <= step < total:
-                found.setdefault(tuple(w.holds(step, total) for w in conditions), (step, total))
-    return tuple(found.values()) or ((0, 1),)
 
 
 @lru_cache(maxsize=1024)

@@ -17,8 +17,10 @@ from inspect import cleandoc
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from policyc.diagnostics import Diagnostic, Severity
-from policyc.lint import (
+from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.loader import Loaded
+from policyc.lint.context import DEFAULT_TARGET, Context
+from policyc.lint.rules import (
     ambiguous_products,
     attention_scores_in_4_bits,
     bad_import_path,
@@ -68,13 +70,11 @@ from policyc.lint import (
     unused_recipe,
     unused_suppression,
 )
-from policyc.lint.context import DEFAULT_TARGET, Context
 from policyc.lint.suppressions import Suppressions
-from policyc.loader import Loaded
-from policyc.targets import Target
+from policyc.numerics.targets import Target
 
 if TYPE_CHECKING:
-    from policyc.planner import Plan
+    from policyc.compiler.plan import Plan
 
 _MODULES: tuple[ModuleType, ...] = (
     # the text
@@ -134,7 +134,7 @@ _GRAPH_MODULES = (
 
 def graph_rules() -> dict[str, LintRule]:
     """The rules that need a program, by code."""
-    return {r.code: r for r in map(_row, (import_module(f"policyc.lint.{m}") for m in _GRAPH_MODULES))}
+    return {r.code: r for r in map(_row, (import_module(f"policyc.lint.rules.{m}") for m in _GRAPH_MODULES))}
 
 
 GRAPH: frozenset[str] = frozenset(name.replace("_", "-") for name in _GRAPH_MODULES)

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from policyc.diagnostics import Diagnostic, Edit
-from policyc.lint import Findings
-from policyc.loader import Loaded
+from policyc.language.diagnostics import Diagnostic, Edit
+from policyc.language.loader import Loaded
+from policyc.lint.engine import Findings
 
 _ROUNDS = 40  # more than recipes can name each other in a chain
 

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import quote
 
 from policyc import __version__
-from policyc.diagnostics import Diagnostic, Paint, Severity, Span, headline, render
-from policyc.lint import GRAPH, RULES, LintRule, graph_rules
+from policyc.language.diagnostics import Diagnostic, Paint, Severity, Span, headline, render
+from policyc.lint.engine import GRAPH, RULES, LintRule, graph_rules
 
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 

@@ -10,12 +10,12 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.sites import Address, Site
+from policyc.language.policy import Rule
+from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context
 from policyc.lint.sensitive import KINDS
-from policyc.planner import Phase, Plan
-from policyc.policy import Rule
-from policyc.recipes import Gemm, Recipe
-from policyc.sites import Address, Site
 
 
 def quantized(context: Context) -> Iterator[tuple[int, Site, Gemm, Recipe]]:

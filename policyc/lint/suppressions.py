@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import cache
 
-from policyc.diagnostics import Diagnostic, Edit, Fix, Severity, Span, did_you_mean
-from policyc.parser import Block, File, Statement, comments
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity, Span, did_you_mean
+from policyc.language.parser import Block, File, Statement, comments
 
 _ALLOW = re.compile(r"#\s*allow:\s*(?P<codes>[\w-]+(?:\s*,\s*[\w-]+)*)")
 

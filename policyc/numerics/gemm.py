@@ -21,14 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from policyc import primitives
-from policyc.backends.emulate import Dims, Operand
-from policyc.formats import FORMATS
-from policyc.jaxcompat import shape_of, sharded_like, vary_alike
-from policyc.quantize import Axes, Key, Quantized, dequantize, key
-from policyc.quantize.bits import stored
-from policyc.recipes import Gemm, Recipe, Role, Treatment
-from policyc.treatments import effective
+from policyc.jaxcore.define_primitive import shape_of, sharded_like, vary_alike
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import Gemm, Recipe, Role, Treatment
+from policyc.language.treatments import effective
+from policyc.numerics import primitives
+from policyc.numerics.backends.emulate import Dims, Operand
+from policyc.numerics.quantize import Axes, Key, Quantized, dequantize, key
+from policyc.numerics.quantize.bits import stored
 
 Weight = Literal["lhs", "rhs"] | None
 Backends = tuple[str, str, str]
@@ -170,7 +170,7 @@ def prepared(
         if not FORMATS[t.format].quantized or t.rounding != "rne" or t.mean_split:
             return None
         (found,) = _parts(own, side, product, key(0, site), key(0, site), save=operand != weight)
-        return cast(Quantized, found)
+        return cast("Quantized", found)
 
     apart = back.gemm in products and not _shared(forward, backward)
     return Ready(made(forward, fprop), made(backward, back) if apart else None)
@@ -361,7 +361,7 @@ _CASTS = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 
 
 def _named(q: Quantized) -> Quantized:
-    return cast(Quantized, checkpoint_name(q, SAVED))  # type: ignore[no-untyped-call]
+    return cast("Quantized", checkpoint_name(q, SAVED))  # type: ignore[no-untyped-call]
 
 
 def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int) -> jax.Array:
@@ -374,14 +374,14 @@ def _multiplied(product: Product, left: Parts, right: Parts, out: Any, tokens: i
     left, right = _ordered(left, product.left), _ordered(right, product.right)
     multiply = partial(primitives.scaled_gemm, dimension_numbers=product.dims, backend=product.backend)
     if not any(isinstance(p, Quantized) for p in (*left, *right)):
-        y = _plain(cast(jax.Array, left[0]), cast(jax.Array, right[0]), product, out)
+        y = _plain(cast("jax.Array", left[0]), cast("jax.Array", right[0]), product, out)
     elif len(left) == len(right) == 1:
         y = multiply(left[0], right[0], out=out)
     elif product.over_tokens:
         # The parts without their mean sum to zero over tokens, so that the mixed products vanish.
         y = multiply(left[0], right[0], out=jnp.float32)
         if len(left) == len(right):
-            a, b = (dequantize(cast(Quantized, p[1])) for p in (left, right))
+            a, b = (dequantize(cast("Quantized", p[1])) for p in (left, right))
             y = y + tokens * lax.dot_general(a, b, product.dims, precision=lax.Precision.HIGHEST)
     else:
         terms = [multiply(a, b, out=jnp.float32) for a in left for b in right]
@@ -489,12 +489,12 @@ def _gradient(
     """`own` is dy as it enters the product, where that is known already."""
     of = call.lhs if left else call.rhs
     if _kept(product):
-        saved = cast(jax.Array, other[0])
+        saved = cast("jax.Array", other[0])
 
         def linear(x: jax.Array) -> jax.Array:
             return _original(call, x, saved) if left else _original(call, saved, x)
 
-        return cast(jax.Array, jax.linear_transpose(linear, of)(dy)[0])
+        return cast("jax.Array", jax.linear_transpose(linear, of)(dy)[0])
     side = product.left if left else product.right
     own = own or _parts(dy, side, product, k, signs)
     tokens = prod(dy.shape[i] for i in side.tokens)

@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from policyc.formats import FORMATS
-from policyc.gemm import Entering
-from policyc.primitives import quantize
-from policyc.quantize import Axes, Quantized, codes_of, dequantize, key
-from policyc.quantize.bits import ELEMENTS
-from policyc.quantize.hadamard import random_signs, rotate
-from policyc.quantize.layout import TILE, unpack
-from policyc.recipes import Gemm, Recipe, Role, Treatment
-from policyc.treatments import effective
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import Gemm, Recipe, Role, Treatment
+from policyc.language.treatments import effective
+from policyc.numerics.gemm import Entering
+from policyc.numerics.primitives import quantize
+from policyc.numerics.quantize import Axes, Quantized, codes_of, dequantize, key
+from policyc.numerics.quantize.bits import ELEMENTS
+from policyc.numerics.quantize.hadamard import random_signs, rotate
+from policyc.numerics.quantize.layout import TILE, unpack
 
 Array = npt.NDArray[Any]
 
@@ -182,7 +182,7 @@ def figures(operand: Entering) -> jax.Array:
     Powers are of the array divided by its largest magnitude, which leaves their ratio as it is: squares of small
     gradients would be lost in fp32.
     """
-    t, q = operand.side.treatment, cast(Quantized, operand.parts[0])
+    t, q = operand.side.treatment, cast("Quantized", operand.parts[0])
     exact = operand.array.astype(jnp.float32)
     if t.mean_split:
         exact = exact - jnp.mean(exact, axis=operand.side.tokens, keepdims=True)

@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from policyc import backends
-from policyc import quantize as q
-from policyc.backends import emulate
-from policyc.backends.emulate import Dims, Operand
-from policyc.formats import FORMATS
-from policyc.jaxcompat import Shape, Source, bind, define
-from policyc.quantize.blocks import layout_of
-from policyc.quantize.layout import TILE, Axes, Layout, Quantized
-from policyc.recipes import Treatment
+from policyc.jaxcore.define_primitive import Shape, Source, bind, define
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import Treatment
+from policyc.numerics import backends
+from policyc.numerics import quantize as q
+from policyc.numerics.backends import emulate
+from policyc.numerics.backends.emulate import Dims, Operand
+from policyc.numerics.quantize.blocks import layout_of
+from policyc.numerics.quantize.layout import TILE, Axes, Layout, Quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def quantize(
     signs: q.Key | None = None,
     backend: str = "emulate",
 ) -> Quantized:
-    """`policyc.quantize.quantize` as one equation.
+    """`policyc.numerics.quantize.quantize` as one equation.
 
     `operand` is its name, `gemm.operand`: it is part of the key, and its first half of the key of fresh
     signs.

@@ -17,14 +17,14 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from policyc import primitives
-from policyc.backends.emulate import Operand
-from policyc.formats import FORMATS
-from policyc.gemm import SAVED
-from policyc.jaxcompat import vary_alike
-from policyc.quantize import Axes, Key, Quantized, key
-from policyc.recipes import Gemm, Recipe, Role, Treatment
-from policyc.treatments import effective
+from policyc.jaxcore.define_primitive import vary_alike
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import Gemm, Recipe, Role, Treatment
+from policyc.language.treatments import effective
+from policyc.numerics import primitives
+from policyc.numerics.backends.emulate import Operand
+from policyc.numerics.gemm import SAVED
+from policyc.numerics.quantize import Axes, Key, Quantized, key
 
 _CASTS = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 
@@ -76,7 +76,7 @@ def _operand(x: jax.Array, call: Call, gemm: Gemm, role: Role, axes: Axes, k: Ke
     if not FORMATS[t.format].quantized:
         return x.astype(_CASTS[t.format]) if t.format in _CASTS else x
     q = primitives.quantize(x, t, axes, operand=f"{gemm}.{role}", key=k, signs=k)
-    return cast(Quantized, checkpoint_name(q, SAVED))  # type: ignore[no-untyped-call]
+    return cast("Quantized", checkpoint_name(q, SAVED))  # type: ignore[no-untyped-call]
 
 
 def _treatment(call: Call, gemm: Gemm, role: Role) -> Treatment:

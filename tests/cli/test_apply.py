@@ -12,15 +12,15 @@ import time
 from functools import partial
 from pathlib import Path
 
-import command
 import jax
 import pytest
 
 from policyc import apply as compiled
+from tests.support import command
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TRAIN = """
 import sys
 import jax, jax.numpy as jnp
@@ -72,7 +72,7 @@ QUICK = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 def policyc(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **QUICK, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "policyc.cli", *words]
+    command = [sys.executable, "-m", "policyc.cli.main", *words]
     return subprocess.run(
         command, cwd=home, env=env, capture_output=True, text=True, timeout=300, check=False, input="hello\n"
     )
@@ -311,7 +311,7 @@ def test_a_schedule_with_a_real_optimizer(home):
 LISTENING = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from policyc.cli import main
+from policyc.cli.main import main
 main()
 """
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import click
 import pytest
-from command import ROOT, policyc, spawn
 
-from policyc import __version__, load, parse, resources
-from policyc.cli import cli
-from policyc.lint import RULES, graph_rules
+from policyc import __version__, load, parse
+from policyc.cli.main import cli
+from policyc.language import bundled
+from policyc.lint.engine import RULES, graph_rules
+from tests.support.command import ROOT, policyc, spawn
 
 CLEAN = "mlp.* -> fp8\n"
 SHADOWED = "mlp.up -> bf16\nmlp.* -> fp8\n"
@@ -263,13 +264,13 @@ class TestWriting:
 
     def test_a_bundled_policy_is_refused_and_the_others_are_not(self, folder: Path, verb: list[str]) -> None:
         (folder / "some.policy").write_text(self.TEXT)
-        before = {name: path.read_bytes() for name, path in resources.bundled().items()}
+        before = {name: path.read_bytes() for name, path in bundled.bundled().items()}
         ran = policyc(*verb, "fp8", "some.policy")
         assert ran.code == 2
         assert "a bundled policy" in ran.out + ran.err
         assert "policyc show fp8 --format text" in ran.out + ran.err
         assert (folder / "some.policy").read_text() != self.TEXT
-        assert {name: path.read_bytes() for name, path in resources.bundled().items()} == before
+        assert {name: path.read_bytes() for name, path in bundled.bundled().items()} == before
 
 
 def test_a_byte_order_mark_survives_fixes_and_not_fmt(folder: Path) -> None:
@@ -366,7 +367,7 @@ def test_explain_everything_is_markdown_of_every_page() -> None:
 
 def test_show_lists_the_bundled_policies() -> None:
     out = policyc("show").out
-    assert all(re.search(rf"^{name} ", out, re.MULTILINE) for name in resources.bundled())
+    assert all(re.search(rf"^{name} ", out, re.MULTILINE) for name in bundled.bundled())
     assert "variants: no_rht" in out
 
 
@@ -386,7 +387,7 @@ def test_show_a_table_says_when_and_how_many(folder: Path) -> None:
     assert all(word in out for word in ("expect 3", "after 50%", "of c"))
 
 
-@pytest.mark.parametrize("name", resources.bundled())
+@pytest.mark.parametrize("name", bundled.bundled())
 def test_show_as_text_is_the_policy(name: str) -> None:
     assert parse(policyc("show", name, "--format", "text").out) == load(name)
     for variant in load(name).variants:
@@ -512,7 +513,7 @@ def test_a_reader_that_goes_away_is_not_an_error(folder: Path, arguments: str) -
     """What is printed is longer than a pipe holds."""
     recipe = "fp9" if arguments.startswith("lint") else "fp8"
     (folder / "many.policy").write_text("".join(f"a{i}{'x' * 200} -> {recipe}\n" for i in range(600)))
-    command = f"{sys.executable} -m policyc.cli {arguments} | head -n 1"
+    command = f"{sys.executable} -m policyc.cli.main {arguments} | head -n 1"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, shell=True, capture_output=True, env=env, timeout=120, check=False)
     assert ran.stdout.count(b"\n") == 1

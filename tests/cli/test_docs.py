@@ -11,13 +11,13 @@ from pathlib import Path
 
 import click
 import pytest
-from command import ROOT, policyc
 
 from policyc import parse
-from policyc.cli import cli
-from policyc.formats import FORMATS
-from policyc.lint import RULES
-from policyc.recipes import OPTIONS
+from policyc.cli.main import cli
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import OPTIONS
+from policyc.lint.engine import RULES
+from tests.support.command import ROOT, policyc
 
 DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(p for p in [ROOT / "README.md"] if p.exists())])
 LINE = "\n---\n\n"

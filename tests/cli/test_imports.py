@@ -12,14 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import ROOT
+
+from tests.support.command import ROOT
 
 HEAVY = ("jax", "jaxlib", "numpy", "networkx", "ml_dtypes", "scipy")
 
 SCRIPT = """
 import json, sys
 sys.argv = ["policyc", *json.loads(sys.argv[1])]
-from policyc.cli import main
+from policyc.cli.main import main
 try:
     main()
 except SystemExit:
@@ -59,16 +60,16 @@ def loaded(*arguments: str, cwd: Path) -> set[str]:
 def test_a_verb_of_the_front_door_loads_nothing_heavy(tmp_path: Path, arguments: str) -> None:
     (tmp_path / "a.policy").write_text("mlp.up -> bf16\nmlp.* -> fp8\n")
     modules = loaded(*arguments.split(), cwd=tmp_path)
-    assert "policyc.cli" in modules
+    assert "policyc.cli.main" in modules
     assert not modules & set(HEAVY)
 
 
 @pytest.mark.parametrize(
     ("arguments", "absent"),
     [
-        ("--help", {"lark", "rich", "policyc.parser", "policyc.lint"}),
-        ("lint a.policy", {"rich", "policyc.view", "policyc.formatter"}),
-        ("explain", {"rich", "policyc.view"}),
+        ("--help", {"lark", "rich", "policyc.language.parser", "policyc.lint.engine"}),
+        ("lint a.policy", {"rich", "policyc.language.tables", "policyc.language.formatter"}),
+        ("explain", {"rich", "policyc.language.tables"}),
     ],
 )
 def test_a_verb_loads_only_what_it_needs(tmp_path: Path, arguments: str, absent: set[str]) -> None:

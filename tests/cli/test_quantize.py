@@ -8,9 +8,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from command import Ran, policyc
 
-REFERENCE = np.load(Path(__file__).parent / "data" / "nvfp4_reference.npz")
+from tests.support.command import Ran, policyc
+
+REFERENCE = np.load(Path(__file__).parents[1] / "data" / "nvfp4_reference.npz")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E2M1 = np.concatenate([E2M1, -E2M1])
 WEIGHT = ("--role", "weight", "--gemm", "fprop")

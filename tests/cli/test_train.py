@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT
 
-from policyc.resources import folder
-from policyc.runreport import BadRun, written
+from policyc.experiments.run_report import BadRun, written
+from policyc.language.bundled import folder
+from tests.support.command import ROOT
 
 SMALL = shlex.split(
     "--layers 2 --width 32 --hidden 64 --heads 2 --kv-heads 1 --head-dim 16 --steps 4 --batch 2 --sequence 32 "
@@ -27,7 +27,7 @@ SMALL = shlex.split(
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     here = {**os.environ, **quick, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "policyc.cli", *words]
+    command = [sys.executable, "-m", "policyc.cli.main", *words]
     return subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True, check=False)
 
 

@@ -18,10 +18,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import policyc
-from policyc import jaxprs, pipeline
-from policyc.rewrite import Rewriter
-from tests.programs import program
-from tests.test_compiler_properties import without_dead_code
+from policyc.compiler import pipeline
+from policyc.compiler.rewrite import Rewriter
+from policyc.jaxcore import jaxprs
+from tests.compiler.test_properties import without_dead_code
+from tests.support.programs import program
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

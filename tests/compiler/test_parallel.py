@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel_programs import PROGRAMS
+from tests.support.parallel_programs import PROGRAMS
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 POLICY = "* -> mxfp4(sr=grad) expect 7\nlayers[-1:].up -> fp8 expect 1\nhead -> keep\n"
 
 
@@ -39,7 +39,7 @@ def test_two_processes_do_what_one_does(tmp_path):
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         }
         pipe = subprocess.PIPE
-        command = [sys.executable, "-m", "policyc.cli", *words]
+        command = [sys.executable, "-m", "policyc.cli.main", *words]
         return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True)
 
     running = [start(2, 0), start(2, 1), start(1, 0)]

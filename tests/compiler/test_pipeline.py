@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import policyc
-from policyc import jaxprs
-from policyc.recipes import Gemm
+from policyc.jaxcore import jaxprs
+from policyc.language.recipes import Gemm
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -12,11 +12,11 @@ from hypothesis import Phase, given, settings
 from hypothesis.strategies import integers
 
 import policyc
-from policyc import jaxprs
-from policyc import rewrite as rewriting
-from policyc.recipes import Gemm
-from policyc.sites import Site
-from tests.programs import Program, program
+from policyc.compiler import rewrite as rewriting
+from policyc.compiler.sites import Site
+from policyc.jaxcore import jaxprs
+from policyc.language.recipes import Gemm
+from tests.support.programs import Program, program
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

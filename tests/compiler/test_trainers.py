@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODULE = "maxtext.trainers.pre_train.train"
 LAYERS = 4
 TINY = {
@@ -73,7 +73,7 @@ def trained(policy: str | None, *options: str) -> tuple[tuple[float, ...], dict[
     if policy is not None:
         (scratch / "a.policy").write_text(policy)
         under = ["apply", "--plan-out", str(scratch / "plan.json"), str(scratch / "a.policy")]
-        command = [sys.executable, "-m", "policyc.cli", *under, *words]
+        command = [sys.executable, "-m", "policyc.cli.main", *under, *words]
     threads = "--xla_backend_optimization_level=0"  # the runs are short: less time to compile matters more
     env = {**os.environ, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": threads}
     env["PYTHONPATH"] = str(ROOT)

@@ -9,14 +9,15 @@ from typing import Any
 
 import jsonschema
 import pytest
-from command import policyc
 
-from policyc import __version__, report
-from policyc.diagnostics import Diagnostic, Edit, Fix, Note, Severity, Source, Span, plain
-from policyc.lint import RULES, lint
-from policyc.loader import inspect
+from policyc import __version__
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, Source, Span, plain
+from policyc.language.loader import inspect
+from policyc.lint import output
+from policyc.lint.engine import RULES, lint
+from tests.support.command import policyc
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 FIXTURES = HERE / "fixtures" / "lint"
 
 SOURCE = Source("première -> fp9\nmlp.* ->\n  fp8(grad=e4m3,\n  grad=e4m3)\n", "dir/a b.policy")
@@ -33,7 +34,7 @@ NOTED = {"path": "dir/a b.policy", "line": 2, "column": 1, "end_line": 4, "end_c
 
 
 def printed(form: str, *found: Diagnostic) -> str:
-    return report.FORMS[form](found, plain)
+    return output.FORMS[form](found, plain)
 
 
 def schema() -> Any:
@@ -83,7 +84,7 @@ def test_summary(errors: int, warnings: int, fixes: int, files: int, line: str) 
         Diagnostic(code="c", message="m", span=span, severity=s, fix=safe if at < fixes else None)
         for at, s in enumerate(severities)
     ]
-    assert report.summary(found, files) == line
+    assert output.summary(found, files) == line
 
 
 # ---- json
@@ -214,7 +215,7 @@ def test_sarif_of_odd_paths(path: str, uri: str) -> None:
     assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == uri
 
 
-@pytest.mark.parametrize("form", report.FORMS)
+@pytest.mark.parametrize("form", output.FORMS)
 def test_every_form_takes_what_lint_finds(form: str) -> None:
     text = "a.b -> bf16; a -> nvfp4 # allow: nothing\nvariant v {}\r\n" * 3
     found = lint(inspect(text)).diagnostics

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import policyc
-from policyc.loader import parse
-from policyc.measure import measure_operand
-from policyc.recipes import Gemm, Role
-from policyc.telemetry import Stats
+from policyc.experiments.telemetry import Stats
+from policyc.language.loader import parse
+from policyc.language.recipes import Gemm, Role
+from policyc.numerics.measure import measure_operand
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

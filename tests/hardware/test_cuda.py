@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, Ran, spawn
 
-from policyc import hlo
+from policyc.hardware import hlo
+from tests.support.command import ROOT, Ran, spawn
 
 pytestmark = pytest.mark.cuda
 pytest.importorskip("jax_plugins.xla_cuda13", reason="the extra cuda13 is not installed")

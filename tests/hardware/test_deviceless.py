@@ -9,10 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from command import policyc as command
 
 import policyc
-from policyc import deviceless, elsewhere, hlo, pipeline, runner
+from policyc.compiler import pipeline
+from policyc.experiments import runner
+from policyc.hardware import deviceless, hlo
+from policyc.jaxcore import relocate
+from tests.support.command import policyc as command
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true
@@ -265,7 +268,7 @@ def test_the_step_of_a_program(program: Callable[..., Path]) -> None:
     assert jitted is not None
     assert jitted.options["name"] == "step"
     assert [site.name for plan in plans for site in plan.sites] == ["mlp"]
-    assert elsewhere.used(jitted) == jax.devices()
+    assert relocate.used(jitted) == jax.devices()
 
 
 @pytest.mark.parametrize(

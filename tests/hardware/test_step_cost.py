@@ -9,16 +9,16 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from command import ROOT, policyc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import policyc as compiler
-from policyc import costs, driver, stepcosts
-from policyc.loader import load
-from policyc.recipes import Gemm, recipe
-from policyc.stepcosts import Mesh, Work, mesh_of
-from policyc.targets import TARGETS, target
+from policyc.hardware import gemm_cost, llama_step, step_cost
+from policyc.hardware.step_cost import Mesh, Work, mesh_of
+from policyc.language.loader import load
+from policyc.language.recipes import Gemm, recipe
+from policyc.numerics.targets import TARGETS, target
+from tests.support.command import ROOT, policyc
 
 SIZES = st.integers(1, 20).map(lambda n: 2**n)
 BY_WIDTH = ("f32", "bf16", "fp8", "nvfp4")
@@ -27,15 +27,15 @@ BY_WIDTH = ("f32", "bf16", "fp8", "nvfp4")
 @settings(deadline=None, max_examples=50)
 @given(SIZES, SIZES, SIZES, st.sampled_from(sorted(TARGETS)))
 def test_more_bits_are_never_faster(m, n, k, name):
-    times = [costs.gemm_seconds(target(name), f, m, n, k) for f in BY_WIDTH if target(name).native(f)]
+    times = [gemm_cost.gemm_seconds(target(name), f, m, n, k) for f in BY_WIDTH if target(name).native(f)]
     assert times == sorted(times, reverse=True)
 
 
 def test_a_large_gemm_takes_time_in_proportion_to_its_tokens():
     for name, format in (("h200", "fp8"), ("gb300", "nvfp4")):
-        once, twice = (costs.gemm_seconds(target(name), format, m, 16384, 16384) for m in (8192, 16384))
-        assert twice - costs.LAUNCH == pytest.approx(
-            2 * (once - costs.LAUNCH), rel=1e-12
+        once, twice = (gemm_cost.gemm_seconds(target(name), format, m, 16384, 16384) for m in (8192, 16384))
+        assert twice - gemm_cost.LAUNCH == pytest.approx(
+            2 * (once - gemm_cost.LAUNCH), rel=1e-12
         )  # exact but for rounding
 
 
@@ -43,7 +43,7 @@ def test_codes_are_made_as_often_as_the_numerics_need_them():
     every = frozenset(Gemm)
 
     def count(meant) -> list[int]:
-        return [len(sets) for sets in costs.code_sets(meant, every).values()]
+        return [len(sets) for sets in gemm_cost.code_sets(meant, every).values()]
 
     assert count(recipe("fp8")) == [1, 1, 1]  # one set for both products of a tensor
     assert count(recipe("mxfp8")) == [2, 2, 2]
@@ -68,7 +68,7 @@ def work(policy: str, tokens: int = 65536) -> Work:
 
 
 def test_the_parts_are_the_step():
-    found = stepcosts.estimate(work("* -> fp8"), target("gb200"), Mesh(fsdp=8))
+    found = step_cost.estimate(work("* -> fp8"), target("gb200"), Mesh(fsdp=8))
     assert found.seconds == pytest.approx(sum(found.parts.values()))
     assert sum(map(found.share, found.parts)) == pytest.approx(1)
     assert found.parts["gemms"] == pytest.approx(sum(found.gemms.values()))
@@ -80,7 +80,7 @@ def test_the_parts_are_the_step():
 def test_more_devices_compute_no_longer(policy):
     """What they compute; that they must also talk is why more devices may pay less and less."""
     case = work(policy)
-    parts = [stepcosts.busy(case, target("gb300"), Mesh(fsdp=n)).parts for n in (1, 2, 4, 8, 16, 32, 64)]
+    parts = [step_cost.busy(case, target("gb300"), Mesh(fsdp=n)).parts for n in (1, 2, 4, 8, 16, 32, 64)]
     times = [sum(p.values()) for p in parts]
     assert times == sorted(times, reverse=True)
 
@@ -88,9 +88,9 @@ def test_more_devices_compute_no_longer(policy):
 def test_more_devices_take_no_longer_over_a_step():
     """Of a model whose computation hides what gathering its weights costs, within one NVLink domain."""
     meshes = [Mesh(fsdp=n) for n in (8, 16, 32, 64)]
-    sizes = driver.Sizes(batch=64, sequence=8192, accumulate=1)
-    case = driver.work(load("te_nvfp4"), "llama3_8b", meshes[-1], sizes, "te")
-    times = [stepcosts.estimate(case, target("gb300"), mesh).seconds for mesh in meshes]
+    sizes = llama_step.Sizes(batch=64, sequence=8192, accumulate=1)
+    case = llama_step.work(load("te_nvfp4"), "llama3_8b", meshes[-1], sizes, "te")
+    times = [step_cost.estimate(case, target("gb300"), mesh).seconds for mesh in meshes]
     assert times == sorted(times, reverse=True)
 
 
@@ -104,20 +104,20 @@ def test_two_readers_share_one_quantization():
     shapes = dict.fromkeys(("up", "gate"), SHAPES["up"])
     rows = jax.ShapeDtypeStruct((65536, 4096), "bfloat16")
     together, separate = (
-        stepcosts.busy(Work(plan=compiler.plan("* -> fp8", f, shapes, rows)), target("b200"), Mesh()).parts
+        step_cost.busy(Work(plan=compiler.plan("* -> fp8", f, shapes, rows)), target("b200"), Mesh()).parts
         for f in (both, apart)
     )
-    one = costs.quantize_seconds(target("b200"), [recipe("fp8").treatments[0]], 65536 * 4096, "te")
+    one = gemm_cost.quantize_seconds(target("b200"), [recipe("fp8").treatments[0]], 65536 * 4096, "te")
     assert separate["quantization"] - together["quantization"] == pytest.approx(one)
 
 
 def test_a_gather_crosses_the_network_once_for_each_domain():
     of = target("gb200")  # 72 GPUs share NVLink
-    assert stepcosts.exchange(of, 9e11, 1, 1) == 0
-    assert stepcosts.exchange(of, 9e11, 64, 1) == pytest.approx(63 / 64)
-    across = stepcosts.exchange(of, 9e11, 128, 1) - stepcosts.exchange(of, 9e11, 64, 1)
+    assert step_cost.exchange(of, 9e11, 1, 1) == 0
+    assert step_cost.exchange(of, 9e11, 64, 1) == pytest.approx(63 / 64)
+    across = step_cost.exchange(of, 9e11, 128, 1) - step_cost.exchange(of, 9e11, 64, 1)
     assert across == pytest.approx(9e11 / 2 / 64 / 50e9)
-    assert stepcosts.exchange(target("h100"), 9e11, 16, 8) == pytest.approx(9e11 * 15 / 16 / 50e9)
+    assert step_cost.exchange(target("h100"), 9e11, 16, 8) == pytest.approx(9e11 * 15 / 16 / 50e9)
 
 
 # ---- the Llamas
@@ -128,8 +128,8 @@ FLOPS = {"llama3_8b": (0.657, 0.157, 0.061, 0.125), "llama3_405b": (0.784, 0.171
 
 @pytest.mark.parametrize("config", FLOPS)
 def test_flops_are_the_published_ones(config):
-    sizes = driver.Sizes(batch=1, sequence=8192, remat="none")
-    sites = driver.work(load("bf16"), config, Mesh(), sizes, "te").plan.sites
+    sizes = llama_step.Sizes(batch=1, sequence=8192, remat="none")
+    sites = llama_step.work(load("bf16"), config, Mesh(), sizes, "te").plan.sites
     flops = [s.total_flops * (1 if s.weight else 0.5) for s in sites]
 
     def share(word: str) -> float:
@@ -153,7 +153,7 @@ def calibration():
 
 
 def test_the_constants_are_what_the_calibration_gives(calibration):
-    assert calibration.fit() == (costs.HIDDEN, costs.OTHER)
+    assert calibration.fit() == (gemm_cost.HIDDEN, gemm_cost.OTHER)
 
 
 # Errors of speed-ups, as docs/estimate.md claims them.

@@ -7,13 +7,13 @@ import random
 import time
 from pathlib import Path
 
-import fuzz
 import pytest
-from conftest import recording
 
 from policyc import PolicyError, load, parse
-from policyc.loader import inspect
-from policyc.resources import bundled, folder
+from policyc.language.bundled import bundled, folder
+from policyc.language.loader import inspect
+from tests.conftest import recording
+from tests.support import fuzz
 
 
 def codes(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policyc import PolicyError, parse
-from policyc.diagnostics import (
+from policyc.language.diagnostics import (
     Diagnostic,
     Edit,
     Fix,

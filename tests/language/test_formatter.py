@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
-from strategies import texts
 
-from policyc.diagnostics import Source
-from policyc.formatter import format_file
-from policyc.loader import inspect
-from policyc.parser import read
-from policyc.resources import bundled
+from policyc.language.bundled import bundled
+from policyc.language.diagnostics import Source
+from policyc.language.formatter import format_file
+from policyc.language.loader import inspect
+from policyc.language.parser import read
+from tests.support.strategies import texts
 
 
 def fmt(text: str) -> str:

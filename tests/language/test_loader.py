@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-from conftest import recording
 
 from policyc import PolicyError, load, parse
-from policyc.loader import inspect, locate
-from policyc.resources import bundled, folder
+from policyc.language.bundled import bundled, folder
+from policyc.language.loader import inspect, locate
+from tests.conftest import recording
 
 
 def faults(path) -> list[tuple[str, str, int]]:

@@ -6,13 +6,12 @@ from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
-from strategies import policies, texts
 
 from policyc import parse
-from policyc.diagnostics import PolicyError, Source
-from policyc.loader import inspect
-from policyc.parser import Block, comments, read
-from policyc.policy import (
+from policyc.language.diagnostics import PolicyError, Source
+from policyc.language.loader import inspect
+from policyc.language.parser import Block, comments, read
+from policyc.language.policy import (
     AllOf,
     AnyOf,
     Bound,
@@ -31,7 +30,8 @@ from policyc.policy import (
     Use,
     When,
 )
-from policyc.recipes import Gemm
+from policyc.language.recipes import Gemm
+from tests.support.strategies import policies, texts
 
 FPROP, DGRAD, WGRAD = Gemm
 NV = Use(

@@ -10,11 +10,23 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import policies, predicates
 
 from policyc import parse
-from policyc.policy import AllOf, AnyOf, Bound, Compare, HasWeight, Not, Policy, Term, Use, When, comparisons
-from policyc.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.language.policy import (
+    AllOf,
+    AnyOf,
+    Bound,
+    Compare,
+    HasWeight,
+    Not,
+    Policy,
+    Term,
+    Use,
+    When,
+    comparisons,
+)
+from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from tests.support.strategies import policies, predicates
 
 SIX = (
     "fprop.activation",
@@ -333,5 +345,5 @@ def test_spans_do_not_count():
 
 
 def test_the_policy_knows_nothing_of_lark():
-    code = "import sys, policyc.policy, policyc.selectors; sys.exit('lark' in sys.modules)"
+    code = "import sys, policyc.language.policy, policyc.language.selectors; sys.exit('lark' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

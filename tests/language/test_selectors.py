@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policyc import parse
-from policyc.policy import Bound, Indices, Segment, Selector
-from policyc.selectors import Name, alternatives, glob_matches, matches, path, patterns
+from policyc.language.policy import Bound, Indices, Segment, Selector
+from policyc.language.selectors import Name, alternatives, glob_matches, matches, path, patterns
 
 # ---- the oracle
 

@@ -13,14 +13,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from oracle import differ, frames, random_policy, taken
 
 from policyc import parse
-from policyc.automata import TooHard, classes, example
-from policyc.coverage import Cover, Point, moments, sites
+from policyc.language.loader import inspect
+from policyc.language.policy import Indices, Policy, Rule, moments
+from policyc.lint.automata import TooHard, classes, example
 from policyc.lint.context import Context
-from policyc.loader import inspect
-from policyc.policy import Indices, Policy, Rule
+from policyc.lint.coverage import Cover, Point, sites
+from tests.support.oracle import differ, frames, random_policy, taken
 
 FEW = [range(at, at + 25) for at in range(0, 250, 25)]
 MANY = [range(at, at + 250) for at in range(1_000, 3_500, 250)]

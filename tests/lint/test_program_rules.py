@@ -7,12 +7,12 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from command import policyc as command
 
 import policyc
-from policyc.lint import GRAPH, RULES, graph_rules, lint
-from policyc.loader import inspect
-from policyc.targets import target
+from policyc.language.loader import inspect
+from policyc.lint.engine import GRAPH, RULES, graph_rules, lint
+from policyc.numerics.targets import target
+from tests.support.command import policyc as command
 
 W = jnp.ones((256, 256))
 X = jnp.ones((130, 256))

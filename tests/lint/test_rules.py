@@ -16,18 +16,19 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from command import policyc
-from oracle import differ, random_policy
 
-from policyc import load, parse, resources
-from policyc.diagnostics import Diagnostic, Edit, Fix, Severity
-from policyc.formatter import format_file
-from policyc.lint import RULES, Findings, lint
+from policyc import load, parse
+from policyc.language import bundled
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity
+from policyc.language.formatter import format_file
+from policyc.language.loader import Loaded, inspect
+from policyc.language.parser import comments
+from policyc.lint.engine import RULES, Findings, lint
 from policyc.lint.fixes import mend
-from policyc.loader import Loaded, inspect
-from policyc.parser import comments
+from tests.support.command import policyc
+from tests.support.oracle import differ, random_policy
 
-FIXTURES = Path(__file__).parent / "fixtures" / "lint"
+FIXTURES = Path(__file__).parent / "fixtures"
 READING = {code for code, rule in RULES.items() if rule.check is None} - {
     "unused-suppression",
     "unknown-suppression",
@@ -125,11 +126,11 @@ ELEVEN = {
     "te_nvfp4", "te_nvfp4_no_rht", "llama_nvfp4", "llama3_8b_nvfp4", "nvfp4_paper_12b", "nvfp4_late_switch", "quartet2",
     "fp8", "mxfp8", "mxfp4", "bf16",
 }  # fmt: skip
-BUNDLED = list(resources.bundled().items())
+BUNDLED = list(bundled.bundled().items())
 
 
 def test_the_eleven_are_there() -> None:
-    assert resources.bundled().keys() >= ELEVEN
+    assert bundled.bundled().keys() >= ELEVEN
 
 
 @pytest.mark.parametrize(("name", "path"), BUNDLED, ids=[name for name, _ in BUNDLED])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policyc.resources import folder
+from policyc.language.bundled import folder
 
 sys.path.insert(0, str(folder("models")))
 from llama.configs import Run

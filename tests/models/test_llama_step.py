@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import llama_runs
 import numpy as np
 import pytest
+
+from tests.support import llama_runs
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")

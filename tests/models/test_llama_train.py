@@ -13,12 +13,12 @@ import sys
 import time
 from types import SimpleNamespace
 
-import llama_runs
 import numpy as np
 import pytest
-from llama_runs import ended, losses, spawn, words
 
-from tests.command import spawn as policyc
+from tests.support import llama_runs
+from tests.support.command import spawn as policyc
+from tests.support.llama_runs import ended, losses, spawn, words
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")

@@ -11,21 +11,21 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import rounding_oracle as oracle
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.gemm import quantized_dot_general
-from policyc.ragged import quantized_ragged_dot
-from policyc.recipes import TARGETS, Gemm, Recipe, Treatment, recipe, split
-from policyc.treatments import effective, problems
+from policyc.language.recipes import TARGETS, Gemm, Recipe, Treatment, recipe, split
+from policyc.language.treatments import effective, problems
+from policyc.numerics.gemm import quantized_dot_general
+from policyc.numerics.ragged import quantized_ragged_dot
+from tests.support import rounding_oracle as oracle
 
 # Sums may come out in another order, and each comparison here says by how much: so it may be compiled quickly. What is
 # to be equal to the bit when compiled in full is in test_quantize.py and test_quantize_golden.py.
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-GOLDEN = np.load(Path(__file__).parent / "data" / "nvfp4_reference.npz")
+GOLDEN = np.load(Path(__file__).parents[1] / "data" / "nvfp4_reference.npz")
 MATMUL = (((1,), (0,)), ((), ()))
 VENDOR = {"rht": TARGETS["wgrad"], "sr": TARGETS["grad"], "scale2d": TARGETS["weights"]}
 FULL = recipe("nvfp4", VENDOR)
@@ -368,7 +368,7 @@ def test_the_jaxpr_is_readable() -> None:
 
 
 def test_abstract_shapes_are_those_of_the_mathematics() -> None:
-    from policyc import primitives, quantize
+    from policyc.numerics import primitives, quantize
 
     for t in {t for r in RECIPES.values() for t in effective(r).treatments if t.bits in (4, 8)}:
         for shape in ((5, 30), (3, 16, 64)):
@@ -389,7 +389,7 @@ eight = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices: XLA_
 @eight
 @pytest.mark.parametrize("name", ["mxfp8", slow("full"), slow("row")])
 def test_sharded_is_unsharded(name: str) -> None:
-    from policyc import primitives, quantize
+    from policyc.numerics import primitives, quantize
 
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
@@ -458,7 +458,7 @@ def test_shardings_in_types(left: Any, right: Any) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_primitives_keep_shardings_in_types(compiled: bool) -> None:
     """Codes and scales lie as their operand does, are those of one device, and nothing is gathered on the way."""
-    from policyc import primitives, quantize
+    from policyc.numerics import primitives, quantize
 
     t = Treatment(format="nvfp4", element="e2m1")
     f = partial(primitives.quantize, treatment=t, axes=quantize.Axes())
@@ -487,7 +487,7 @@ def test_primitives_keep_shardings_in_types(compiled: bool) -> None:
 
 @eight
 def test_both_orders_keep_shardings_in_types() -> None:
-    from policyc import primitives, quantize
+    from policyc.numerics import primitives, quantize
 
     t, x = Treatment(format="fp8", element="e4m3"), normal(4, 32, 64)
     f = jax.jit(partial(primitives.quantize, treatment=t, axes=quantize.Axes(both=True), backend="xla"))

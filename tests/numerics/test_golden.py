@@ -17,13 +17,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import policyc.quantize
-from policyc.quantize import Axes, Quantized, quantize, swizzle
-from policyc.quantize.bits import E2M1, E4M3, round_nearest, round_stochastic, sign_code
-from policyc.quantize.hadamard import Method, rotate
-from policyc.recipes import Treatment
+import policyc.numerics.quantize
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize import Axes, Quantized, quantize, swizzle
+from policyc.numerics.quantize.bits import E2M1, E4M3, round_nearest, round_stochastic, sign_code
+from policyc.numerics.quantize.hadamard import Method, rotate
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 CASES: dict[str, dict[str, Any]] = json.loads((DATA / "nvfp4_reference.json").read_text())
 REFERENCE = np.load(DATA / "nvfp4_reference.npz")
 KERNEL = np.load(DATA / "nvfp4_kernel_semantics.npz")
@@ -38,8 +38,11 @@ EAGER = "normal_16x16_bfloat16_1d"
 EAGER_TOO = ("ties_and_scale_rounding_16x32_f32_1d", "lognormal_64x128_f32_2d")
 AXES = Axes(axis=-1, tile=-2)
 # Compiled: op by op they would cost more than what is tested.
-codes_of, dequantize = jax.jit(policyc.quantize.codes_of), jax.jit(policyc.quantize.dequantize)
-block_values = jax.jit(policyc.quantize.block_values, static_argnums=1)
+codes_of, dequantize = (
+    jax.jit(policyc.numerics.quantize.codes_of),
+    jax.jit(policyc.numerics.quantize.dequantize),
+)
+block_values = jax.jit(policyc.numerics.quantize.block_values, static_argnums=1)
 
 
 def load(case: str) -> np.ndarray:
@@ -232,7 +235,7 @@ def test_stochastic_table() -> None:
 
 def test_vendor_four_over_six() -> None:
     """The vectors choose by the sum of absolute errors, under the full bound."""
-    from rounding_oracle import four_over_six, pack
+    from tests.support.rounding_oracle import four_over_six, pack
 
     case = "4over6_mae448_64x128_bf16_1d"
     theirs = four_over_six(load(case), bound=448, error="mae")

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policyc import primitives
-from policyc.quantize import Axes, Quantized, key, quantize
-from policyc.quantize.hadamard import Method
-from policyc.quantize.kernels import fit
-from policyc.recipes import Treatment
+from policyc.language.recipes import Treatment
+from policyc.numerics import primitives
+from policyc.numerics.quantize import Axes, Quantized, key, quantize
+from policyc.numerics.quantize.hadamard import Method
+from policyc.numerics.quantize.kernels import fit
 
 NEAREST = Treatment(format="nvfp4", element="e2m1", rht=16)
 STOCHASTIC = Treatment(format="nvfp4", element="e2m1", rht=16, rounding="sr")

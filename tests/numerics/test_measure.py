@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import rounding_oracle as oracle
 
-from policyc.measure import measure, measure_operand
-from policyc.recipes import TARGETS, Gemm, Role, Treatment, recipe
+from policyc.language.recipes import TARGETS, Gemm, Role, Treatment, recipe
+from policyc.numerics.measure import measure, measure_operand
+from tests.support import rounding_oracle as oracle
 
 X = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32)
 

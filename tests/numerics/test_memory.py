@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policyc.gemm import quantized_dot_general
-from policyc.recipes import TARGETS, recipe
+from policyc.language.recipes import TARGETS, recipe
+from policyc.numerics.gemm import quantized_dot_general
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # what is kept is decided before code is written
 

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import rounding_oracle as oracle
 
-from policyc.quantize import codes_of, quantize
-from policyc.recipes import Treatment
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize import codes_of, quantize
+from tests.support import rounding_oracle as oracle
 
 pytestmark = pytest.mark.peers
 

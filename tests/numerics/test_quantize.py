@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import rounding_oracle as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import policyc.quantize
-from policyc.quantize import Axes, key, pack, quantize, unpack
-from policyc.quantize.bits import (
+import policyc.numerics.quantize
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize import Axes, key, pack, quantize, unpack
+from policyc.numerics.quantize.bits import (
     E2M1,
     E4M3,
     E5M2,
@@ -29,14 +29,17 @@ from policyc.quantize.bits import (
     round_nearest,
     round_stochastic,
 )
-from policyc.quantize.hadamard import Method, rotate
-from policyc.quantize.random import words
-from policyc.recipes import Treatment
+from policyc.numerics.quantize.hadamard import Method, rotate
+from policyc.numerics.quantize.random import words
+from tests.support import rounding_oracle as oracle
 
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
 # Compiled: op by op they would cost more than what is tested.
-codes_of, dequantize = jax.jit(policyc.quantize.codes_of), jax.jit(policyc.quantize.dequantize)
-block_values = jax.jit(policyc.quantize.block_values)
+codes_of, dequantize = (
+    jax.jit(policyc.numerics.quantize.codes_of),
+    jax.jit(policyc.numerics.quantize.dequantize),
+)
+block_values = jax.jit(policyc.numerics.quantize.block_values)
 
 
 HERE: Method = "cpu" if jax.default_backend() == "cpu" else "matmul"
@@ -86,7 +89,7 @@ def test_division_does_not_need_a_good_guess(monkeypatch: pytest.MonkeyPatch) ->
             q = jax.lax.bitcast_convert_type(true(x, y), jnp.int32) + off
             return jax.lax.bitcast_convert_type(q, jnp.float32)
 
-        monkeypatch.setattr("policyc.quantize.bits.quotient", crooked)
+        monkeypatch.setattr("policyc.numerics.quantize.bits.quotient", crooked)
         np.testing.assert_array_equal(np.asarray(exact_div(a, b)), a / b)
 
 
@@ -357,7 +360,7 @@ def test_ms_eden_is_unbiased(axis: int) -> None:
 
     def back(s: jax.Array) -> jax.Array:
         q = quantize(jnp.asarray(x), t, Axes(axis=axis), key=key(0, s), signs=key(1, s))
-        from policyc.quantize.hadamard import random_signs, sylvester
+        from policyc.numerics.quantize.hadamard import random_signs, sylvester
 
         h = random_signs(key(1, s), 128)[:, None] * sylvester(128) / np.sqrt(128)
         value = dequantize(q)

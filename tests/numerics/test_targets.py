@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from command import policyc
 
-from policyc.formats import FORMATS
-from policyc.targets import TARGETS, of_device_kind, target
+from policyc.language.formats import FORMATS
+from policyc.numerics.targets import TARGETS, of_device_kind, target
+from tests.support.command import policyc
 
-FILES = Path(__file__).parent / "data" / "targets"
+FILES = Path(__file__).parents[1] / "data" / "targets"
 
 CLOCKS = ("mem_clock_ghz", "reserved_shared_memory_per_block", "max_blocks_per_multiprocessor")
 LEFT_OUT = {  # fields that XLA's own file of a GPU leaves out, and those of others do not

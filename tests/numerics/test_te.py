@@ -13,17 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import te_kernels
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_gemm import MATMUL, NEAREST, RECIPES, normal, off, three
 
 import policyc
-from policyc import backends, planner
-from policyc.backends import te
-from policyc.backends.choice import Ask, Lowering, Machine, choose
-from policyc.gemm import quantized_dot_general
-from policyc.recipes import TARGETS, Gemm, Recipe, recipe
+from policyc.compiler import plan as planner
+from policyc.language.recipes import TARGETS, Gemm, Recipe, recipe
+from policyc.numerics import backends
+from policyc.numerics.backends import te
+from policyc.numerics.backends.choice import Ask, Lowering, Machine, choose
+from policyc.numerics.gemm import quantized_dot_general
+from tests.numerics.test_gemm import MATMUL, NEAREST, RECIPES, normal, off, three
+from tests.support import te_kernels
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -17,24 +17,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import te_kernels
-import te_without_gpu
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from te_without_gpu import Call, calls, for_cuda
-from test_gemm import NEAREST, normal, off, three
 
 import policyc
-from policyc import backends, deviceless, targets
-from policyc.gemm import quantized_dot_general
-from policyc.quantize.hadamard import SIGNS
+from policyc.hardware import deviceless
+from policyc.numerics import backends, targets
+from policyc.numerics.gemm import quantized_dot_general
+from policyc.numerics.quantize.hadamard import SIGNS
+from tests.numerics.test_gemm import NEAREST, normal, off, three
+from tests.support import te_kernels, te_without_gpu
+from tests.support.te_without_gpu import Call, calls, for_cuda
 
 pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 MASK = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
-TABLE = Path(__file__).parents[1] / "docs" / "transformer_engine.md"
+TABLE = Path(__file__).parents[2] / "docs" / "transformer_engine.md"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_gemm import MATMUL, RECIPES, normal, off, three
 
 import policyc
-from policyc.backends.choice import Machine, choose
-from policyc.backends.emulate import with_outer
-from policyc.backends.xla import _scaled_inside
-from policyc.gemm import quantized_dot_general
-from policyc.planner import asked
-from policyc.quantize import Axes, quantize
-from policyc.quantize.values import block_values
-from policyc.recipes import Gemm, Treatment, recipe
+from policyc.compiler.plan import asked
+from policyc.language.recipes import Gemm, Treatment, recipe
+from policyc.numerics.backends.choice import Machine, choose
+from policyc.numerics.backends.emulate import with_outer
+from policyc.numerics.backends.xla import _scaled_inside
+from policyc.numerics.gemm import quantized_dot_general
+from policyc.numerics.quantize import Axes, quantize
+from policyc.numerics.quantize.values import block_values
+from tests.numerics.test_gemm import MATMUL, RECIPES, normal, off, three
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

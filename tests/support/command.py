@@ -11,9 +11,9 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from policyc.cli import cli
+from policyc.cli.main import cli
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def spawn(
     """Run the command in a process of its own, from another folder if asked to."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     found = subprocess.run(
-        [sys.executable, "-m", "policyc.cli", *map(str, arguments)],
+        [sys.executable, "-m", "policyc.cli.main", *map(str, arguments)],
         input=stdin,
         capture_output=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(env or {})},

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from policyc.diagnostics import PolicyError
-from policyc.formatter import format_file
-from policyc.loader import inspect, parse
-from policyc.parser import read
-from policyc.resources import bundled
+from policyc.language.bundled import bundled
+from policyc.language.diagnostics import PolicyError
+from policyc.language.formatter import format_file
+from policyc.language.loader import inspect, parse
+from policyc.language.parser import read
 
 SLOWEST = 5.0  # seconds for one input. A few milliseconds are usual: this is a hang, or the machine is
 
@@ -42,7 +42,7 @@ WRAPS = ("({})", "[{}]", "{{{}}}", "after 5% {{ {} }}", "variant v {{ {} }}", "s
 def corpus() -> list[str]:
     """Statements, and short runs of them, from the bundled policies and the examples of the documentation."""
     texts = [path.read_text(encoding="utf-8") for path in bundled().values()]
-    docs = Path(__file__).parent.parent / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     for page in sorted(docs.glob("*.md")):
         texts += re.findall(r"```policy\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     pieces = {piece.strip() for text in texts for piece in re.split(r"\n\n+", text)}

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "models" / "llama" / "train.py"
 sys.path.insert(0, str(ROOT / "models"))
 
@@ -54,7 +54,7 @@ def spawn(
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     flags = f"--xla_force_host_platform_device_count={devices}"
     quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    under = ["-m", "policyc.cli", "apply", str(policy)] if policy else []
+    under = ["-m", "policyc.cli.main", "apply", str(policy)] if policy else []
     return subprocess.Popen(
         [*before, sys.executable, *under, str(TRAIN), *arguments], text=True,
         env={**os.environ, "PYTHONPATH": paths, **quick, **environment},

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from policyc.policy import Attributes, Indices, Policy, Rule, Segment, Selector
-from policyc.recipes import Gemm, recipe
+from policyc.language.policy import Attributes, Indices, Policy, Rule, Segment, Selector
+from policyc.language.recipes import Gemm, recipe
 
 Site = tuple[tuple[str, int | None, int | None], ...]
 """The name of a site: for each segment its text and, in a stack, its index and the depth of the stack."""

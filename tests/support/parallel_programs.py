@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import policyc
-from policyc import jaxprs
+from policyc.jaxcore import jaxprs
 
 W = jnp.asarray(np.random.default_rng(0).standard_normal((32, 32)), jnp.float32) / 6
 X = jnp.asarray(np.random.default_rng(1).standard_normal((16, 32)), jnp.float32)

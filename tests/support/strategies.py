@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from policyc.policy import (
+from policyc.language.policy import (
     AllOf,
     AnyOf,
     Bound,
@@ -34,7 +34,7 @@ from policyc.policy import (
     Variant,
     When,
 )
-from policyc.recipes import Gemm
+from policyc.language.recipes import Gemm
 
 KEYWORDS = ("import", "recipe", "after", "until", "variant")
 PRODUCTS = ("fprop", "dgrad", "wgrad", "bwd")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from policyc.backends import te
+from policyc.numerics.backends import te
 
 obstacle, missing = te.obstacle, te.missing
 

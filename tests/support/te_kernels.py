@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.quantize import Axes, block_values, quantize
-from policyc.quantize.layout import Layout, Quantized, repeat_axis
-from policyc.recipes import Treatment
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize import Axes, block_values, quantize
+from policyc.numerics.quantize.layout import Layout, Quantized, repeat_axis
 
 ROWS, COLUMNS, BOTH = "rows", "columns", "both"
 ONE, TWO = "1D", "2D"

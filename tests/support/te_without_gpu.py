@@ -49,7 +49,7 @@ def _driver() -> None:
             raise CannotImport("there is no CUDA driver, and no C compiler to make a stub of it") from None
         with tempfile.TemporaryDirectory() as folder:
             stub = str(Path(folder) / "libcuda.so.1")
-            source = Path(__file__).parent / "data" / "libcuda_stub.c"
+            source = Path(__file__).parents[1] / "data" / "libcuda_stub.c"
             command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", stub, str(source)]
             subprocess.run(command, check=True)
             ctypes.CDLL(stub, mode=ctypes.RTLD_GLOBAL)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from lark.exceptions import UnexpectedInput
 
-from policyc.diagnostics import Diagnostic, Source
-from policyc.parser.grammar import explains, parse, syntax_error, too_deep
-from policyc.parser.nodes import Builder
-from policyc.parser.recovery import recover
-from policyc.parser.statements import LONGEST, Block, File, Import, Statement, comments
+from policyc.language.diagnostics import Diagnostic, Source
+from policyc.language.parser.grammar import explains, parse, syntax_error, too_deep
+from policyc.language.parser.nodes import Builder
+from policyc.language.parser.recovery import recover
+from policyc.language.parser.statements import LONGEST, Block, File, Import, Statement, comments
 
 __all__ = ["LONGEST", "Block", "File", "Import", "Statement", "comments", "read"]
 

@@ -14,9 +14,9 @@ from typing import Any
 from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
-from policyc import resources
-from policyc.diagnostics import Diagnostic, Source, Span
-from policyc.parser.statements import BRACKETS
+from policyc.language import bundled
+from policyc.language.diagnostics import Diagnostic, Source, Span
+from policyc.language.parser.statements import BRACKETS
 
 DEEPEST = 32  # brackets in brackets
 
@@ -47,7 +47,7 @@ def parse(text: str) -> Any:
 
 @cache
 def _lark() -> Lark:
-    grammar = (resources.folder("grammars") / "policy.lark").read_text(encoding="utf-8")
+    grammar = (bundled.folder("grammars") / "policy.lark").read_text(encoding="utf-8")
     return Lark(grammar, parser="lalr", start="policy", postlex=_Newlines())
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from lark import Token, Tree
 
-from policyc.diagnostics import Diagnostic, Source, Span, did_you_mean
-from policyc.parser.grammar import DEEPEST
-from policyc.parser.statements import Block, Import, Statement
-from policyc.policy import (
+from policyc.language.diagnostics import Diagnostic, Source, Span, did_you_mean
+from policyc.language.parser.grammar import DEEPEST
+from policyc.language.parser.statements import Block, Import, Statement
+from policyc.language.policy import (
     NUMBERS,
     AllOf,
     AnyOf,
@@ -36,7 +36,7 @@ from policyc.policy import (
     Use,
     When,
 )
-from policyc.recipes import PRODUCTS, Gemm, canonical
+from policyc.language.recipes import PRODUCTS, Gemm, canonical
 
 _DEEPEST_SPLIT = 4  # splits in splits: `bwd=` stands for two, so that each level may double the recipe
 _DIGITS = 18

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from lark.exceptions import UnexpectedInput
 
-from policyc.diagnostics import Span
-from policyc.parser.grammar import fault, parse, short, syntax_error, too_deep
-from policyc.parser.nodes import Builder
-from policyc.parser.statements import STRING, Block, Statement
-from policyc.policy import When
+from policyc.language.diagnostics import Span
+from policyc.language.parser.grammar import fault, parse, short, syntax_error, too_deep
+from policyc.language.parser.nodes import Builder
+from policyc.language.parser.statements import STRING, Block, Statement
+from policyc.language.policy import When
 
 _HEADER = re.compile(r"(after|until|variant)(?![\w?*~.\[{]|-(?!>))[^\n;#{}]*\{")
 _KEYWORD = re.compile(r"[ \t\r\f]*((import|recipe|after|until|variant)(?![\w?*~.\[{]|-(?!>))|\})")

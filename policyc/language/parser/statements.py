@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from policyc.diagnostics import Source, Span
-from policyc.policy import RecipeDef, Rule, When
+from policyc.language.diagnostics import Source, Span
+from policyc.language.policy import RecipeDef, Rule, When
 
 LONGEST = 16 * 2**20  # bytes of a policy file
 STRING = r"""\"[^"\n]*\"|'[^'\n]*'"""

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic, Edit, Fix, Span, closest
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span, closest
+from policyc.language.policy import Selector
+from policyc.language.recipes import PRODUCTS, Gemm
 from policyc.lint.context import Context
-from policyc.policy import Selector
-from policyc.recipes import PRODUCTS, Gemm
 
 _ALL = frozenset(Gemm)
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.automata import example
-from policyc.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic
+from policyc.lint.automata import example
 from policyc.lint.context import Context
 
 

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic, Severity
+from policyc.compiler.plan import expectations
+from policyc.language.diagnostics import Diagnostic, Severity
 from policyc.lint.context import Context
-from policyc.planner import expectations
 
 SEVERITY = Severity.ERROR
 

@@ -21,16 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic
-from policyc.lint import graph
+from policyc.language.diagnostics import Diagnostic
+from policyc.lint import program
 from policyc.lint.context import Context
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
     seen: set[tuple[int, str]] = set()
-    for at, site, gemm, recipe in graph.quantized(context):
+    for at, site, gemm, recipe in program.quantized(context):
         length = max(t.rht for t in recipe.product(gemm))
-        letter, size = graph.contracted(site, gemm)
+        letter, size = program.contracted(site, gemm)
         if length and size % length and (at, site.name) not in seen:
             seen.add((at, site.name))
             yield from context.report(

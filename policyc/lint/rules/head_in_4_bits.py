@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic
 from policyc.lint.context import Context
 from policyc.lint.sensitive import caught, exception
 

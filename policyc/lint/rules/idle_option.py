@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.policy import Use, values
+from policyc.language.recipes import OPTIONS, Gemm, recipe
 from policyc.lint.context import Context
-from policyc.policy import Use, values
-from policyc.recipes import OPTIONS, Gemm, recipe
 
 
 def check(context: Context) -> Iterator[Diagnostic]:

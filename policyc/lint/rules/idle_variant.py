@@ -24,10 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.coverage import Cover
-from policyc.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.policy import Variant
 from policyc.lint.context import Context
-from policyc.policy import Variant
+from policyc.lint.coverage import Cover
 
 _MOST_WORK = 200_000  # rules times variants
 

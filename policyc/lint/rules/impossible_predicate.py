@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.automata import TooHard
-from policyc.coverage import sites, trials
-from policyc.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic
+from policyc.lint.automata import TooHard
 from policyc.lint.context import Context
+from policyc.lint.coverage import sites, trials
 
 _MOST_TRIALS = 200_000  # sizes tried, for all the conditions of a policy
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic, Edit, Fix, Span
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
+from policyc.language.policy import Split
+from policyc.language.recipes import Gemm
 from policyc.lint.context import Context
-from policyc.policy import Split
-from policyc.recipes import Gemm
 
 
 def check(context: Context) -> Iterator[Diagnostic]:

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.recipes import Role
 from policyc.lint.context import Context
-from policyc.recipes import Role
 
 
 def check(context: Context) -> Iterator[Diagnostic]:

@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.automata import witness
-from policyc.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.recipes import Gemm
+from policyc.language.selectors import Name, Path, Pattern
+from policyc.lint.automata import witness
 from policyc.lint.context import Context
 from policyc.lint.sensitive import NAMES, decision, stacks, text
-from policyc.recipes import Gemm
-from policyc.selectors import Name, Path, Pattern
 
 _DEPTH = 32  # any depth will do: a tail is a tail
 

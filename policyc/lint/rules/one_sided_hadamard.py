@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic, Severity
+from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.recipes import Gemm
 from policyc.lint.context import Context
-from policyc.recipes import Gemm
 
 SEVERITY = Severity.ERROR
 

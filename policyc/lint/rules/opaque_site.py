@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic, Severity
+from policyc.compiler.plan import divided_stacks, opaque_sites
+from policyc.language.diagnostics import Diagnostic, Severity
 from policyc.lint.context import Context
-from policyc.planner import divided_stacks, opaque_sites
 
 SEVERITY = Severity.ERROR
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic, Note
+from policyc.language.diagnostics import Diagnostic, Note
 from policyc.lint.context import Context
 
 

@@ -22,17 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic
-from policyc.formats import FORMATS
-from policyc.lint import graph
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.formats import FORMATS
+from policyc.lint import program
 from policyc.lint.context import Context
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
     seen: set[tuple[int, str]] = set()
-    for at, site, gemm, recipe in graph.quantized(context):
+    for at, site, gemm, recipe in program.quantized(context):
         block = max(FORMATS[t.format].block for t in recipe.product(gemm))
-        letter, size = graph.contracted(site, gemm)
+        letter, size = program.contracted(site, gemm)
         if not block or size % block == 0 or (at, site.name) in seen:
             continue
         seen.add((at, site.name))

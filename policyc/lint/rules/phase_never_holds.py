@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.coverage import moments
-from policyc.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.policy import moments
 from policyc.lint.context import Context
 
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic
-from policyc.lint import graph
+from policyc.language.diagnostics import Diagnostic
+from policyc.lint import program
 from policyc.lint.context import Context
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, site in graph.caught(context, lambda s: s.one_hot or graph.named(s, "embedding")):
+    for rule, site in program.caught(context, lambda s: s.one_hot or program.named(s, "embedding")):
         yield from context.report(
             "quantized-embedding",
             rule.span,

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic
-from policyc.lint import graph
+from policyc.language.diagnostics import Diagnostic
+from policyc.lint import program
 from policyc.lint.context import Context
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, site in graph.caught(context, lambda s: graph.is_head(context, s)):
+    for rule, site in program.caught(context, lambda s: program.is_head(context, s)):
         yield from context.report(
             "quantized-head",
             rule.span,

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic, Fix, Note
+from policyc.language.diagnostics import Diagnostic, Fix, Note
 from policyc.lint.context import Context, removal
 
 

@@ -20,15 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic
-from policyc.lint import graph
+from policyc.language.diagnostics import Diagnostic
+from policyc.lint import program
 from policyc.lint.context import Context
 
 _MOST = 3
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for split in graph.splits(context):
+    for split in program.splits(context):
         if len(split.parts) > _MOST:
             yield from context.report(
                 "shredded-scan",

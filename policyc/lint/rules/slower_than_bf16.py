@@ -24,12 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc import stepcosts
-from policyc.diagnostics import Diagnostic
+from policyc.hardware import step_cost
+from policyc.hardware.step_cost import Layers, Mesh
+from policyc.language.diagnostics import Diagnostic
+from policyc.language.recipes import Recipe, recipe
 from policyc.lint.context import Context
-from policyc.recipes import Recipe, recipe
-from policyc.stepcosts import Layers, Mesh
-from policyc.targets import Target
+from policyc.numerics.targets import Target
 
 _ALONE = Mesh()
 _BF16 = recipe("bf16")
@@ -39,11 +39,11 @@ def check(context: Context) -> Iterator[Diagnostic]:
     plan, target = context.plan, context.target
     if plan is None:
         return
-    shared = stepcosts.readers(plan)
+    shared = step_cost.readers(plan)
     blamed: dict[int, dict[str, tuple[float, Layers]]] = {}
     for phase in plan.phases:
-        for some in stepcosts.layers(plan, phase):
-            if some.rule is None or some.recipe is None or not stepcosts.quantized(some.recipe):
+        for some in step_cost.layers(plan, phase):
+            if some.rule is None or some.recipe is None or not step_cost.quantized(some.recipe):
                 continue
             before = _seconds(some, _BF16, target, shared)
             ratio = _seconds(some, some.recipe, target, shared) / before
@@ -61,10 +61,10 @@ def check(context: Context) -> Iterator[Diagnostic]:
         )
 
 
-def _seconds(some: Layers, meant: Recipe, target: Target, shared: stepcosts.Readers) -> float:
+def _seconds(some: Layers, meant: Recipe, target: Target, shared: step_cost.Readers) -> float:
     under = Layers(site=some.site, recipe=meant, rule=some.rule, count=1)
-    gemms = sum(seconds for _, seconds in stepcosts.gemm_parts(under, target, _ALONE))
-    return gemms + stepcosts.quantization_seconds(under, target, _ALONE, shared, "te")
+    gemms = sum(seconds for _, seconds in step_cost.gemm_parts(under, target, _ALONE))
+    return gemms + step_cost.quantization_seconds(under, target, _ALONE, shared, "te")
 
 
 def _remedy(some: Layers, target: Target) -> str:

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic, Severity
-from policyc.lint import graph
+from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.lint import program
 from policyc.lint.context import Context
 
 SEVERITY = Severity.NOTE
@@ -30,7 +30,7 @@ _SHOWN = 6
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    for split in graph.splits(context):
+    for split in program.splits(context):
         shown = ", ".join(
             f"{p.start}-{p.stop - 1}" if len(p) > 1 else str(p.start) for p in split.parts[:_SHOWN]
         )

@@ -24,20 +24,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from policyc.diagnostics import Diagnostic, Severity
-from policyc.lint import graph
+from policyc.compiler.plan import asked
+from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.lint import program
 from policyc.lint.context import Context
-from policyc.planner import asked
 
 if TYPE_CHECKING:
-    from policyc.backends.choice import Ask
+    from policyc.numerics.backends.choice import Ask
 
 SEVERITY = Severity.NOTE
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
     seen: set[tuple[int, str]] = set()
-    for at, site, gemm, recipe in graph.quantized(context):
+    for at, site, gemm, recipe in program.quantized(context):
         ask = next(one for one in asked(site, recipe) if one.gemm is gemm)
         found = _misfit(ask)
         if found and (at, site.name) not in seen:
@@ -50,7 +50,7 @@ def check(context: Context) -> Iterator[Diagnostic]:
 
 
 def _misfit(ask: Ask) -> str:
-    from policyc.backends import te  # imports JAX; a program that is linted has done so before
+    from policyc.numerics.backends import te  # imports JAX; a program that is linted has done so before
 
     if any(t.format != "nvfp4" for t in (ask.left, ask.right)):
         return ""

@@ -15,6 +15,6 @@ mlp.* -> fp8
 ```
 """
 
-from policyc.diagnostics import Severity
+from policyc.language.diagnostics import Severity
 
 SEVERITY = Severity.WARNING

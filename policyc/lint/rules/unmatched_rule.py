@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic
+from policyc.compiler.plan import unmatched_rules
+from policyc.language.diagnostics import Diagnostic
 from policyc.lint.context import Context
-from policyc.planner import unmatched_rules
 
 
 def check(context: Context) -> Iterator[Diagnostic]:

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.diagnostics import Diagnostic, Fix
+from policyc.language.diagnostics import Diagnostic, Fix
+from policyc.language.policy import uses
 from policyc.lint.context import Context, removal
-from policyc.policy import uses
 
 
 def check(context: Context) -> Iterator[Diagnostic]:

@@ -16,6 +16,6 @@ mlp.* -> fp8
 ```
 """
 
-from policyc.diagnostics import Severity
+from policyc.language.diagnostics import Severity
 
 SEVERITY = Severity.WARNING

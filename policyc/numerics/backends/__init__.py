@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 if TYPE_CHECKING:
     import jax
 
-    from policyc.backends.choice import Ask, Obstacle
-    from policyc.backends.emulate import Dims, Operand
-    from policyc.quantize import Axes, Key, Quantized
-    from policyc.recipes import Treatment
+    from policyc.language.recipes import Treatment
+    from policyc.numerics.backends.choice import Ask, Obstacle
+    from policyc.numerics.backends.emulate import Dims, Operand
+    from policyc.numerics.quantize import Axes, Key, Quantized
 
 MODULES: dict[str, str] = {
-    "emulate": "policyc.backends.emulate",
-    "xla": "policyc.backends.xla",
-    "te": "policyc.backends.te",
+    "emulate": "policyc.numerics.backends.emulate",
+    "xla": "policyc.numerics.backends.xla",
+    "te": "policyc.numerics.backends.te",
 }
 
 NAMES = ("auto", *MODULES)
@@ -50,4 +50,4 @@ class Backend(Protocol):
 
 @cache
 def load(name: str) -> Backend:
-    return cast(Backend, importlib.import_module(MODULES[name]))
+    return cast("Backend", importlib.import_module(MODULES[name]))

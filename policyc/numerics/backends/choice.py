@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policyc import backends
-from policyc.formats import FORMATS
-from policyc.recipes import Gemm, Treatment
-from policyc.targets import TARGETS, Target, of_device_kind
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import Gemm, Treatment
+from policyc.numerics import backends
+from policyc.numerics.targets import TARGETS, Target, of_device_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc import quantize as q
-from policyc.backends.choice import Ask, Obstacle
-from policyc.quantize.hadamard import Method
-from policyc.quantize.layout import Axes, Quantized
-from policyc.quantize.values import apply_outer, block_values, outer
-from policyc.recipes import Treatment
+from policyc.language.recipes import Treatment
+from policyc.numerics import quantize as q
+from policyc.numerics.backends.choice import Ask, Obstacle
+from policyc.numerics.quantize.hadamard import Method
+from policyc.numerics.quantize.layout import Axes, Quantized
+from policyc.numerics.quantize.values import apply_outer, block_values, outer
 
 Operand = Quantized | jax.Array
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]

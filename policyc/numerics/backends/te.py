@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.backends import emulate, xla
-from policyc.backends.choice import Ask, Obstacle
-from policyc.backends.emulate import Dims, Operand
-from policyc.jaxcompat import without_mesh
-from policyc.quantize.blocks import layout_of
-from policyc.quantize.hadamard import SIGNS
-from policyc.quantize.layout import TILE, Axes, Quantized
-from policyc.quantize.random import Key
-from policyc.recipes import Treatment
+from policyc.jaxcore.define_primitive import without_mesh
+from policyc.language.recipes import Treatment
+from policyc.numerics.backends import emulate, xla
+from policyc.numerics.backends.choice import Ask, Obstacle
+from policyc.numerics.backends.emulate import Dims, Operand
+from policyc.numerics.quantize.blocks import layout_of
+from policyc.numerics.quantize.hadamard import SIGNS
+from policyc.numerics.quantize.layout import TILE, Axes, Quantized
+from policyc.numerics.quantize.random import Key
 
 INSTALL = (
     'pip install "jax[cuda13]" nvidia-nvtx nvidia-curand nvidia-cudnn-frontend pybind11 && NVTE_FRAMEWORK=jax '

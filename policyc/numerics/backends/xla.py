@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc import quantize as q
-from policyc.backends import emulate
-from policyc.backends.choice import Ask, Obstacle
-from policyc.backends.emulate import Dims, Operand, missing, with_outer
-from policyc.jaxcompat import FULL_8_BIT_SUMS
-from policyc.quantize.bits import power_of_two, stored
-from policyc.quantize.layout import TILE, Axes, Quantized, pack, repeat_axis, split_axis, unpack
-from policyc.quantize.values import outer
-from policyc.recipes import Treatment
+from policyc.jaxcore.define_primitive import FULL_8_BIT_SUMS
+from policyc.language.recipes import Treatment
+from policyc.numerics import quantize as q
+from policyc.numerics.backends import emulate
+from policyc.numerics.backends.choice import Ask, Obstacle
+from policyc.numerics.backends.emulate import Dims, Operand, missing, with_outer
+from policyc.numerics.quantize.bits import power_of_two, stored
+from policyc.numerics.quantize.layout import TILE, Axes, Quantized, pack, repeat_axis, split_axis, unpack
+from policyc.numerics.quantize.values import outer
 
 __all__ = ["gemm", "missing", "obstacle", "quantize", "rows"]
 
@@ -171,7 +171,7 @@ def _scaled_inside(product: jax.Array, lhs: Quantized, rhs: Quantized) -> jax.Ar
     the types alone. Of a scale out of reach, the rest is a power of two, which is exact outside; where that is out of
     range too, so is every sum.
     """
-    (m, e), (n, f) = (cast(tuple[jax.Array, jax.Array], outer(o)) for o in (lhs, rhs))
+    (m, e), (n, f) = (cast("tuple[jax.Array, jax.Array]", outer(o)) for o in (lhs, rhs))
     exponent = jnp.reshape(e + f, ())
     inside = jnp.clip(exponent, -_REACH, _REACH)
     scale = jnp.reshape(m * n, ()) * power_of_two(inside)

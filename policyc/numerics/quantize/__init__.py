@@ -4,10 +4,10 @@ In: arrays and treatments. Out: codes, scales and values. The one trap: `dequant
 operand is in the rotated basis.
 """
 
-from policyc.quantize.blocks import layout_of, quantize, spanned
-from policyc.quantize.layout import Axes, Layout, Quantized, pack, swizzle, unpack
-from policyc.quantize.random import Key, key
-from policyc.quantize.values import block_values, codes_of, dequantize
+from policyc.numerics.quantize.blocks import layout_of, quantize, spanned
+from policyc.numerics.quantize.layout import Axes, Layout, Quantized, pack, swizzle, unpack
+from policyc.numerics.quantize.random import Key, key
+from policyc.numerics.quantize.values import block_values, codes_of, dequantize
 
 __all__ = [
     "Axes",

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 def stored(x: T) -> T:
     """Computed once and kept in memory: what is few must not be computed again for each of the many."""
-    return cast(T, lax.optimization_barrier(x))  # type: ignore[no-untyped-call]
+    return cast("T", lax.optimization_barrier(x))  # type: ignore[no-untyped-call]
 
 
 def bits_of(x: jax.Array) -> jax.Array:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policyc.formats import FORMATS
-from policyc.quantize import kernels, random
-from policyc.quantize.bits import (
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize import kernels, random
+from policyc.numerics.quantize.bits import (
     E2M1,
     E4M3,
     ELEMENTS,
@@ -36,9 +37,8 @@ from policyc.quantize.bits import (
     sign_code,
     stored,
 )
-from policyc.quantize.hadamard import Method, random_signs, rotate
-from policyc.quantize.layout import TILE, Axes, Layout, Quantized, pack, split_axis, spread
-from policyc.recipes import Treatment
+from policyc.numerics.quantize.hadamard import Method, random_signs, rotate
+from policyc.numerics.quantize.layout import TILE, Axes, Layout, Quantized, pack, split_axis, spread
 
 _FULL, _REDUCED = 448.0, 256.0
 _FOUR_OVER_SIX = {"four_over_six": ("mse", _REDUCED), "four_over_six_mae448": ("mae", _FULL)}

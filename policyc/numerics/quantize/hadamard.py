@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policyc.quantize.bits import round_bf16
-from policyc.quantize.random import Key, words
+from policyc.numerics.quantize.bits import round_bf16
+from policyc.numerics.quantize.random import Key, words
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs; a longer transform repeats them."""

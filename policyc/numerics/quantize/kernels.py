@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from policyc.quantize import random
-from policyc.quantize.bits import (
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize import random
+from policyc.numerics.quantize.bits import (
     E2M1,
     Element,
     abs_bits,
@@ -28,9 +29,8 @@ from policyc.quantize.bits import (
     scaled_code,
     sign_code,
 )
-from policyc.quantize.hadamard import default_signs, sylvester
-from policyc.quantize.layout import Axes
-from policyc.recipes import Treatment
+from policyc.numerics.quantize.hadamard import default_signs, sylvester
+from policyc.numerics.quantize.layout import Axes
 
 GROUP = 16
 _COLUMNS = 128

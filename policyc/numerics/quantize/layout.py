@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.quantize.bits import ELEMENTS
+from policyc.numerics.quantize.bits import ELEMENTS
 
 TILE = 16
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from policyc.quantize.bits import (
+from policyc.numerics.quantize.bits import (
     E4M3,
     ELEMENTS,
     INFINITY,
@@ -19,7 +19,7 @@ from policyc.quantize.bits import (
     power_of_two,
     quotient_by,
 )
-from policyc.quantize.layout import Quantized, split_axis, spread, trim, unpack
+from policyc.numerics.quantize.layout import Quantized, split_axis, spread, trim, unpack
 
 
 def codes_of(q: Quantized) -> jax.Array:

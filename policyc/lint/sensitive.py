@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.automata import TooHard
-from policyc.coverage import Claim, Point
+from policyc.language.policy import Rule
+from policyc.language.recipes import Gemm
+from policyc.language.selectors import Path, path, patterns
+from policyc.lint.automata import TooHard
 from policyc.lint.context import Context
-from policyc.policy import Rule
-from policyc.recipes import Gemm
-from policyc.selectors import Path, path, patterns
+from policyc.lint.coverage import Claim, Point
 
 KINDS: dict[str, tuple[str, ...]] = {
     "head": (
