@@ -53,8 +53,8 @@ def compiled(policy: str, target: str) -> Any:
     from policyc.compiler import pipeline
     from policyc.hardware import deviceless, llama_step
 
-    how = pipeline.as_how(target=target)
-    (device,) = deviceless.devices_of(how.target, 1)
+    execution = pipeline.execution_options(target=target)
+    (device,) = deviceless.devices_of(execution.target, 1)
     whole, _ = llama_step.configuration("llama3_8b")
     model = replace(
         whole, layers=1, scan=False, vocab=256, remat="none", loss_chunks=1, attention="cudnn"
@@ -66,7 +66,7 @@ def compiled(policy: str, target: str) -> Any:
     place = jax.sharding.SingleDeviceSharding(device)
     shapes = llama_step._shapes(model, SEQUENCES, LENGTH)
     args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
-    return deviceless.compile_step(jax.jit(jax.grad(loss)), args, pipeline.as_policy(policy), how, 1)
+    return deviceless.compile_step(jax.jit(jax.grad(loss)), args, pipeline.as_policy(policy), execution, 1)
 
 
 def looked_at(text: str) -> Block:

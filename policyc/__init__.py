@@ -1,25 +1,25 @@
 """policyc: a precision policy, compiled into a JAX training step.
 
-Nothing is imported until it is used: `policyc lint` and `--help` must not wait for JAX. No module may carry
-the name of a function exported here (`parse`, `load`): importing it would hide the function.
+Names are imported when they are first used: `policyc lint` and `policyc --help` must not wait for JAX.
 """
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from policyc.compiler.pipeline import active, apply, plan, step
+    from policyc.compiler.pipeline import active, apply, plan, set_step
     from policyc.compiler.plan import Plan
-    from policyc.experiments.telemetry import observe, observes, results_in, stats
+    from policyc.experiments.telemetry import observe, set_output_dir, should_observe, stats
     from policyc.language.diagnostics import Diagnostic, PolicyError, Span
     from policyc.language.loader import load, parse
     from policyc.language.policy import Policy, Rule
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "Diagnostic": "language.diagnostics",
     "Plan": "compiler.plan",
     "Policy": "language.policy",
@@ -30,24 +30,31 @@ _HOMES = {
     "apply": "compiler.pipeline",
     "load": "language.loader",
     "observe": "experiments.telemetry",
-    "observes": "experiments.telemetry",
     "parse": "language.loader",
     "plan": "compiler.pipeline",
-    "results_in": "experiments.telemetry",
+    "set_output_dir": "experiments.telemetry",
+    "set_step": "compiler.pipeline",
+    "should_observe": "experiments.telemetry",
     "stats": "experiments.telemetry",
-    "step": "compiler.pipeline",
 }
 
+_RENAMED = {"observes": "should_observe", "results_in": "set_output_dir", "step": "set_step"}
+"""Old names. They still work, with a DeprecationWarning."""
+
 __all__ = [
-    "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "load", "observe", "observes",
-    "parse", "plan", "results_in", "stats", "step",
+    "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "load", "observe", "parse",
+    "plan", "set_output_dir", "set_step", "should_observe", "stats",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(f"policyc.{name} is now policyc.{new}", DeprecationWarning, stacklevel=2)
+        name = new
+    if name not in _MODULES:
         raise AttributeError(f"module 'policyc' has no attribute '{name}'")
-    return getattr(import_module(f"policyc.{_HOMES[name]}"), name)
+    return getattr(import_module(f"policyc.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

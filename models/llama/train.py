@@ -58,7 +58,7 @@ def train(name: str, c: Model, run: Run) -> None:
     first, last = map(int, run.profile_steps.split(":")) if run.profile else (0, 0)
     state, make = optimizer.first_state(c, run, where)
     step = optimizer.train_step(c, run, where)
-    tell("step", 0, total=run.steps)
+    tell("set_step", 0, total=run.steps)
     # So that a policy that does not fit is known before anything is written; and weights that do not, below.
     step.trace(state, model.described_batch(run, where))
 
@@ -77,7 +77,7 @@ def train(name: str, c: Model, run: Run) -> None:
         print(f"{folder} is at step {begin} of {run.steps} already: remove it, or give another --out")
         return
 
-    tell("results_in", folder)
+    tell("set_output_dir", folder)
     mean = partial(optimizer.mean_loss, c, where, run.accumulate)
     evaluate = optimizer.validation(c, where, plain=policy is not None)
     interrupted: list[int] = []
@@ -97,7 +97,7 @@ def train(name: str, c: Model, run: Run) -> None:
         for done in range(begin + 1, run.steps + 1):
             asked = time.perf_counter()
             batch, stall = next(feed), time.perf_counter() - asked
-            tell("step", done - 1, total=run.steps)
+            tell("set_step", done - 1, total=run.steps)
             if done == first:
                 start()
                 profile.callback(stop)
@@ -109,7 +109,7 @@ def train(name: str, c: Model, run: Run) -> None:
                 profile.close()
             every = {"eval": run.eval_every, "export": run.export_every, "save": run.checkpoint_every}
             due = [what for what, n in every.items() if n and (done % n == 0 or done == run.steps)]
-            observed = tell("observes", done)
+            observed = tell("should_observe", done)
             if not (due or observed or interrupted):
                 continue
             log.later()

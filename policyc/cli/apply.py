@@ -54,9 +54,9 @@ def apply(
     more, words = taking(program, _OPTIONS)
     plan_out, backend = more.get("--plan-out", plan_out), more.get("--backend", backend)
     variant, require_native = more.get("--variant", variant), require_native or "--require-native" in more
-    several = several_losses or "--several-losses" in more
+    multiple_losses = several_losses or "--several-losses" in more
     every = whole_number("--stats-every", more["--stats-every"]) if "--stats-every" in more else stats_every
     apply_to(
         program_of(words), policy, variant=variant, backend=backend, require_native=require_native, plan_out=plan_out,
-        several=several, stats_every=every,
+        multiple_losses=multiple_losses, stats_every=every,
     )  # fmt: skip

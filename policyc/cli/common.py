@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from policyc.language.files import whole
+from policyc.language.files import atomic_write
 
 if TYPE_CHECKING:
     from policyc.language.diagnostics import PolicyError
@@ -107,7 +107,7 @@ def replace(path: Path, text: str) -> None:
         mode = target.stat().st_mode
         if b"\r\n" in target.read_bytes():
             text = text.replace("\n", "\r\n")
-        with whole(target, mode & 0o7777) as stream:
+        with atomic_write(target, mode & 0o7777) as stream:
             stream.write(text.encode("utf-8"))
     except OSError as error:
         raise unreadable(str(path), f"cannot be written: {error.strerror}") from None
@@ -116,7 +116,7 @@ def replace(path: Path, text: str) -> None:
 def write_out(option: str, path: str, text: str) -> None:
     """Writes what an option asked for, in one go."""
     try:
-        with whole(Path(path)) as stream:
+        with atomic_write(Path(path)) as stream:
             stream.write(text.encode("utf-8"))
     except OSError as error:
         stop(f"{option}: '{path}' cannot be written: {error.strerror}")

@@ -13,7 +13,7 @@ from policyc.cli.common import Examples, policy_of, stop, write_out
 from policyc.cli.program import RAW, check_step, program_of, reading, running, step_options
 
 if TYPE_CHECKING:
-    from policyc.compiler.plan import How
+    from policyc.compiler.plan import ExecutionOptions
     from policyc.hardware.deviceless import Report
     from policyc.language.policy import Policy
 
@@ -60,12 +60,14 @@ def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
     check_step(options, words)
     meant = policy_of(policy, options["variant"])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no GPU is looked for
-    from policyc.compiler.pipeline import as_how
+    from policyc.compiler.pipeline import execution_options
     from policyc.hardware.deviceless import NotPossible
 
-    how = running(lambda: as_how(options["backend"], options["gpu"], options["require_native"]))
+    execution = running(
+        lambda: execution_options(options["backend"], options["gpu"], options["require_native"])
+    )
     try:
-        report: Report = running(lambda: _compiled(meant, words, how, options))
+        report: Report = running(lambda: _compiled(meant, words, execution, options))
     except (NotPossible, ImportError, NotImplementedError) as error:  # the last two of a backend
         stop(str(error))
     title = f"{options['config'] or words[words[0] == '-m']} under {policy}"
@@ -75,7 +77,9 @@ def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
     _judge(report)
 
 
-def _compiled(policy: Policy, words: tuple[str, ...], how: How, options: dict[str, Any]) -> Report:
+def _compiled(
+    policy: Policy, words: tuple[str, ...], execution: ExecutionOptions, options: dict[str, Any]
+) -> Report:
     from policyc.compiler import pipeline
     from policyc.experiments import runner
     from policyc.hardware import deviceless, step_cost
@@ -83,7 +87,7 @@ def _compiled(policy: Policy, words: tuple[str, ...], how: How, options: dict[st
 
     count = options["devices"]
     asked = {name: options[name] for name in ("batch", "sequence", "accumulate", "remat")}
-    assert how.target is not None
+    assert execution.target is not None
     if options["config"]:
         from policyc.hardware import llama_step
 
@@ -92,10 +96,10 @@ def _compiled(policy: Policy, words: tuple[str, ...], how: How, options: dict[st
             raise ValueError(f"{', '.join(bad)}: at least 1")
         mesh = step_cost.mesh_of(options["mesh"] or f"fsdp={count}", count)
         llama_step.check(options["config"], mesh, llama_step.Sizes(**asked))
-        devices = deviceless.devices_of(how.target, count)
+        devices = deviceless.devices_of(execution.target, count)
         step, arguments, run = llama_step.step(options["config"], mesh, llama_step.Sizes(**asked), devices)
-        pipeline.step(0, total=run.steps)
-        return deviceless.compile_step(step, arguments, policy, how, count, run.accumulate)
+        pipeline.set_step(0, total=run.steps)
+        return deviceless.compile_step(step, arguments, policy, execution, count, run.accumulate)
     given = [f"--{name}" for name, value in asked.items() if value is not None]
     if given:
         raise ValueError(f"{' and '.join(given)}: a program has its own sizes; give it its own arguments")
@@ -106,18 +110,18 @@ def _compiled(policy: Policy, words: tuple[str, ...], how: How, options: dict[st
     deviceless.check_installed()
     if count > 1:
         define_primitive.host_devices(count)
-    jitted, plans = runner.first_step(program_of(words), policy, how)
+    jitted, plans = runner.first_step(program_of(words), policy, execution)
     if not plans:
         raise ValueError("the program ended, and no loss that it differentiated has a GEMM")
     if jitted is not None:
-        return deviceless.compile_jitted(jitted, plans, how, count)
+        return deviceless.compile_jitted(jitted, plans, execution, count)
     if count > 1:
         raise ValueError(
             "the program differentiates its loss outside jax.jit, where no step of several devices is compiled: put "
             "the step into jax.jit, or --devices 1"
         )
     plans[0].check()
-    return deviceless.compile_loss(plans[0], *deviceless.devices_of(how.target, 1))
+    return deviceless.compile_loss(plans[0], *deviceless.devices_of(execution.target, 1))
 
 
 # ---- telling
@@ -176,9 +180,9 @@ def _as_table(report: Report, title: str) -> str:
 
     rows = [["site", "layers", "product", "format", "runs", "found"]]
     for row in report.rows:
-        how = f"{row.backend}, {'native' if row.native else 'emulated'}"
+        lowering = f"{row.backend}, {'native' if row.native else 'emulated'}"
         found = f"{row.found} x {row.call}" if row.call else "-"
-        rows.append([row.site, layers(row), row.gemm, row.format, how, found])
+        rows.append([row.site, layers(row), row.gemm, row.format, lowering, found])
     reasons = dict.fromkeys(f"{row.reason}; {row.remedy}" for row in report.rows if row.reason)
     m, gb = report.memory, 1e9
     lines = [f"{title}, for {report.devices} x {report.target}", *columns(rows)]

@@ -48,7 +48,7 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
 
 
 def _formatted(name: str) -> tuple[str, str]:
-    from policyc.language.diagnostics import PolicyError, Source
+    from policyc.language.diagnostics import PolicyError, SourceText
     from policyc.language.formatter import format_file
     from policyc.language.loader import locate, read_text
     from policyc.language.parser import read
@@ -58,7 +58,7 @@ def _formatted(name: str) -> tuple[str, str]:
         text = read_text(writable(name, path))
     else:
         text = stdin()
-    file, found = read(Source(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name))
+    file, found = read(SourceText(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name))
     if found:
         raise PolicyError(found)
     return text, format_file(file)

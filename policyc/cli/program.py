@@ -141,17 +141,17 @@ def apply_to(
     backend: str | None,
     require_native: bool,
     plan_out: str | None,
-    several: bool,
+    multiple_losses: bool,
     stats_every: int,
 ) -> None:
     """Runs a program under a policy, and tells what became of it. Exits where the policy was not applied."""
     meant = policy_of(policy, variant)
-    from policyc.compiler.pipeline import as_how
+    from policyc.compiler.pipeline import execution_options
     from policyc.compiler.plan_tables import as_json, summary
     from policyc.experiments import runner
     from policyc.language.diagnostics import PolicyError
 
-    how = running(lambda: as_how(backend or "auto", None, require_native))
+    execution = running(lambda: execution_options(backend or "auto", None, require_native))
     seen: list[int] = []
 
     def report(plan: Plan) -> None:
@@ -165,7 +165,9 @@ def apply_to(
         seen.append(weight)
 
     session = running(
-        lambda: runner.run(program, meant, how, report, several=several, stats_every=stats_every)
+        lambda: runner.run(
+            program, meant, execution, report, multiple_losses=multiple_losses, stats_every=stats_every
+        )
     )
     if not session.matched:
         stop(_why_nothing(session.plans, policy))
@@ -178,11 +180,11 @@ def apply_to(
 
 def write_report(folder: Path) -> None:
     """The report of a run, where the run has left something to report on."""
-    from policyc.experiments.run_report import BadRun, written
+    from policyc.experiments.run_report import UnreadableRun, written
 
     try:
         click.echo(f"policyc: report: {written([folder])}", err=True)
-    except BadRun as error:
+    except UnreadableRun as error:
         click.echo(f"policyc: no report: {error}", err=True)
 
 

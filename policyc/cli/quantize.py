@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from policyc.cli.common import Examples, fail
-from policyc.language.files import whole
+from policyc.language.files import atomic_write
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -104,7 +104,7 @@ def _save(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:
     import numpy as np
 
     try:
-        with whole(path) as stream:
+        with atomic_write(path) as stream:
             np.savez(stream, **arrays)  # type: ignore[arg-type]  # the stubs take the names for options
     except OSError as error:
         raise click.UsageError(f"cannot write '{path}': {error.strerror}") from None

@@ -26,9 +26,9 @@ def report(out: str | None, runs: tuple[str, ...]) -> None:
     RUN is a folder with metrics.jsonl, and with stats.jsonl and plan.json where there was a policy. The page stands
     alone: it loads nothing.
     """
-    from policyc.experiments.run_report import BadRun, written
+    from policyc.experiments.run_report import UnreadableRun, written
 
     try:
         click.echo(written([Path(r) for r in runs], None if out is None else Path(out)))
-    except BadRun as error:
+    except UnreadableRun as error:
         stop(str(error))

@@ -46,7 +46,7 @@ def train(
     if policy is not None:
         apply_to(
             program_of((script, *words)), policy, variant=variant, backend=backend, require_native=require_native,
-            plan_out=plan_out, several=False, stats_every=stats_every,
+            plan_out=plan_out, multiple_losses=False, stats_every=stats_every,
         )  # fmt: skip
         return
     if variant or backend or require_native or plan_out or stats_every:

@@ -1,7 +1,7 @@
 """jaxpr -> Sites: every GEMM of a loss, found by one forward walk.
 
 In: the closed jaxpr of a loss and which of its inputs are differentiated. Out: `Sites`. On the way every
-variable gets a `Fact`: the parameters it is laid out from, and whether a gradient flows through it. The one
+variable gets a `VarInfo`: the parameters it is laid out from, and whether a gradient flows through it. The one
 trap: a jaxpr can be called from several places. A site is a GEMM and the calls that lead to it, so a function
 that is jitted once and called for every layer has a site for each.
 """
@@ -16,47 +16,47 @@ from typing import Any
 import jax.numpy as jnp
 
 from policyc.compiler.paths import parsed, sized
-from policyc.compiler.sites import Address, Label, Mark, Origin, Site, Sites, Stack, Weight
+from policyc.compiler.sites import Address, IndexSlot, Origin, PathTemplate, Site, Sites, Stack, Weight
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.jaxprs import Atom, Body, Eqn
+from policyc.jaxcore.jaxprs import Atom, Eqn, SubJaxpr
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class VarInfo:
     """What is known of a variable. `labels` are the parameters it is laid out from, `counts` is for an iota.
 
     `origin` says how to make it of a parameter outside of everything, where that is as cheap there as here.
     """
 
-    labels: tuple[Label, ...] = ()
+    labels: tuple[PathTemplate, ...] = ()
     active: bool = False
     one_hot: bool = False
     counts: bool = False
     origin: Origin | None = None
 
 
-_NOTHING = Fact()
+_NOTHING = VarInfo()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class JaxprContext:
     """The way to a jaxpr: the calls around it and their names. `held` are parameters that go in somewhere."""
 
     address: Address = ()
     scope: tuple[str, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[IndexSlot, ...] = ()
     stacks: tuple[Stack, ...] = ()
     repeats: int = 1
     opaque: str = ""
-    held: tuple[Label, ...] = ()
-    around: jaxprs.Around = jaxprs.Around()
+    held: tuple[PathTemplate, ...] = ()
+    around: jaxprs.AxisEnv = jaxprs.AxisEnv()
     loops: int = 0
     remat: bool = False
     shut: bool = False
 
-    def into(self, eqn: Eqn, at: int, body: int, **changed: Any) -> Where:
+    def into(self, eqn: Eqn, at: int, body: int, **changed: Any) -> JaxprContext:
         scope = (*self.scope, *jaxprs.scopes(eqn))
         return replace(self, address=(*self.address, at, body), scope=scope, **changed)
 
@@ -91,12 +91,16 @@ def analyze(closed: Any, parameters: Sequence[Path | None]) -> Sites:
     }
     walk = _Walk(shapes)
     facts = [
-        _NOTHING if path is None else Fact((Label(path),), active=_is_float(var.aval), origin=Origin(at))
+        _NOTHING
+        if path is None
+        else VarInfo((PathTemplate(path),), active=_is_float(var.aval), origin=Origin(at))
         for at, (path, var) in enumerate(zip(parameters, closed.jaxpr.invars, strict=True))
     ]
-    walk.run(closed.jaxpr, facts, Where())
+    walk.run(closed.jaxpr, facts, JaxprContext())
     scopes = sized([s.scope.path for s in walk.found])
-    sites = (replace(s, scope=Label(p, s.scope.marks)) for s, p in zip(walk.found, scopes, strict=True))
+    sites = (
+        replace(s, scope=PathTemplate(p, s.scope.marks)) for s, p in zip(walk.found, scopes, strict=True)
+    )
     return Sites(
         sites=tuple(sites),
         parameters=tuple(p for p in parameters if p is not None),
@@ -119,11 +123,11 @@ class _Walk:
         self._devices: dict[Address, Stack] = {}
         self.looked_up: set[Path] = set()
 
-    def run(self, jaxpr: Any, facts: Sequence[Fact], where: Where) -> list[Fact]:
+    def run(self, jaxpr: Any, facts: Sequence[VarInfo], where: JaxprContext) -> list[VarInfo]:
         """Facts of the results from facts of the inputs. Sites are noted on the way."""
-        known: dict[Any, Fact] = dict(zip(jaxpr.invars, facts, strict=True))
+        known: dict[Any, VarInfo] = dict(zip(jaxpr.invars, facts, strict=True))
 
-        def of(atom: Atom) -> Fact:
+        def of(atom: Atom) -> VarInfo:
             return _NOTHING if jaxprs.is_literal(atom) else known.get(atom, _NOTHING)
 
         for at, eqn in enumerate(jaxpr.eqns):
@@ -131,7 +135,7 @@ class _Walk:
             known.update((v, f) for v, f in zip(eqn.outvars, results, strict=True) if f is not _NOTHING)
         return [of(a) for a in jaxpr.outvars]
 
-    def _equation(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> Sequence[Fact]:
+    def _equation(self, eqn: Eqn, facts: list[VarInfo], at: int, where: JaxprContext) -> Sequence[VarInfo]:
         name = jaxprs.primitive_name(eqn)
         if name in _GEMMS:
             self._gemm(eqn, facts, at, where)
@@ -166,7 +170,7 @@ class _Walk:
 
     # ---- containers
 
-    def _call(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
+    def _call(self, eqn: Eqn, facts: list[VarInfo], at: int, where: JaxprContext) -> list[VarInfo]:
         (body,) = jaxprs.bodies(eqn)
         inside = where.into(eqn, at, 0, remat=where.remat or jaxprs.primitive_name(eqn) in jaxprs.REMAT)
         if jaxprs.primitive_name(eqn) == "shard_map":
@@ -174,7 +178,7 @@ class _Walk:
             facts = self._divided(eqn, body, facts, (*where.address, at))
         return self.run(body.jaxpr, facts, inside)
 
-    def _divided(self, eqn: Eqn, body: Body, facts: list[Fact], address: Address) -> list[Fact]:
+    def _divided(self, eqn: Eqn, body: SubJaxpr, facts: list[VarInfo], address: Address) -> list[VarInfo]:
         """The facts of what a shard_map divides: each device has some members of a stack, or one."""
         found = []
         for fact, var, parts in zip(facts, body.jaxpr.invars, jaxprs.first_divided(eqn), strict=True):
@@ -185,7 +189,7 @@ class _Walk:
                 fact = replace(
                     fact,
                     labels=tuple(
-                        label.marked(Mark(self.places(label.path, 0, parts), parts, address))
+                        label.marked(IndexSlot(self.places(label.path, 0, parts), parts, address))
                         if alone
                         else replace(label, shards=stack)
                         for label in fact.labels
@@ -194,12 +198,12 @@ class _Walk:
             found.append(fact)
         return found
 
-    def _cond(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
+    def _cond(self, eqn: Eqn, facts: list[VarInfo], at: int, where: JaxprContext) -> list[VarInfo]:
         branches = jaxprs.bodies(eqn)
         results = [self.run(b.jaxpr, facts[1:], where.into(eqn, at, i)) for i, b in enumerate(branches)]
         return [_joined(group) for group in zip(*results, strict=True)]
 
-    def _while(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
+    def _while(self, eqn: Eqn, facts: list[VarInfo], at: int, where: JaxprContext) -> list[VarInfo]:
         test, body = (next(b for b in jaxprs.bodies(eqn) if b.key == k) for k in ("cond_jaxpr", "body_jaxpr"))
         nt, nb = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         numbers = {b.key: i for i, b in enumerate(jaxprs.bodies(eqn))}
@@ -210,9 +214,9 @@ class _Walk:
         outside = where.into(eqn, at, numbers["cond_jaxpr"], loops=where.loops + 1)
         self.run(test.jaxpr, [*facts[:nt], *carry], outside)
         results = self.run(body.jaxpr, [*consts, *carry], inside)
-        return [Fact(active=a.active or b.active) for a, b in zip(results, carry, strict=True)]
+        return [VarInfo(active=a.active or b.active) for a, b in zip(results, carry, strict=True)]
 
-    def _scan(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
+    def _scan(self, eqn: Eqn, facts: list[VarInfo], at: int, where: JaxprContext) -> list[VarInfo]:
         (body,) = jaxprs.bodies(eqn)
         parts, length = jaxprs.scan_parts(eqn), eqn.params["length"]
         where = replace(where, shut=where.shut or jaxprs.numbers_operands(eqn))
@@ -229,12 +233,17 @@ class _Walk:
             xs = _sliced(xs, length, address)
         carry = self._settled(body, consts, carry, xs, inside)
         results = self.run(body.jaxpr, [*consts, *carry, *xs], inside)
-        ended = [Fact(active=a.active or b.active) for a, b in zip(results, carry, strict=False)]
-        return [*ended, *(Fact(active=r.active) for r in results[parts.carry :])]
+        ended = [VarInfo(active=a.active or b.active) for a, b in zip(results, carry, strict=False)]
+        return [*ended, *(VarInfo(active=r.active) for r in results[parts.carry :])]
 
     def _settled(
-        self, body: Body, consts: list[Fact], carry: list[Fact], xs: list[Fact], where: Where
-    ) -> list[Fact]:
+        self,
+        body: SubJaxpr,
+        consts: list[VarInfo],
+        carry: list[VarInfo],
+        xs: list[VarInfo],
+        where: JaxprContext,
+    ) -> list[VarInfo]:
         """The carry, active wherever some iteration makes it so."""
         self._dry += 1
         while not all(c.active for c in carry) and any(f.active for f in (*consts, *carry, *xs)):
@@ -246,17 +255,17 @@ class _Walk:
         self._dry -= 1
         return carry
 
-    def _closed_to_us(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> list[Fact]:
+    def _closed_to_us(self, eqn: Eqn, facts: list[VarInfo], at: int, where: JaxprContext) -> list[VarInfo]:
         """A container that is not entered: its sites are opaque."""
         name = jaxprs.primitive_name(eqn)
         active = any(f.active for f in facts)
-        results = [Fact(active=active and _is_float(v.aval)) for v in eqn.outvars]
+        results = [VarInfo(active=active and _is_float(v.aval)) for v in eqn.outvars]
         if self._is_ours(eqn):
             return results
         reason = where.opaque or jaxprs.CUSTOM.get(name, f"'{name}', which the compiler does not know")
         for number, body in enumerate(jaxprs.bodies(eqn)):
             same = len(body.jaxpr.invars) == len(facts)
-            given = facts if same else [Fact(active=active)] * len(body.jaxpr.invars)
+            given = facts if same else [VarInfo(active=active)] * len(body.jaxpr.invars)
             held = where.held if same else _matrices(eqn, facts)
             found = self.run(body.jaxpr, given, where.into(eqn, at, number, opaque=reason, held=held))
             if name == "custom_jvp_call" and len(found) == len(results):
@@ -276,7 +285,7 @@ class _Walk:
 
     # ---- GEMMs
 
-    def _gemm(self, eqn: Eqn, facts: list[Fact], at: int, where: Where) -> None:
+    def _gemm(self, eqn: Eqn, facts: list[VarInfo], at: int, where: JaxprContext) -> None:
         if self._dry or not all(jnp.issubdtype(a.aval.dtype, jnp.floating) for a in eqn.invars[:2]):
             return
         lhs, rhs = facts[:2]
@@ -299,7 +308,7 @@ class _Walk:
             origin = None
         scope = parsed((*where.scope, *jaxprs.scopes(eqn)))
         parameters = rhs.labels if weight == "rhs" else lhs.labels
-        marks = (m for label in (*parameters, Label(scope, where.marks)) for m in label.marks)
+        marks = (m for label in (*parameters, PathTemplate(scope, where.marks)) for m in label.marks)
         shared = dict.fromkeys(a for m in marks for a in (m.shards, m.stack) if a in self._devices)
         self.found.append(
             Site(
@@ -326,7 +335,7 @@ class _Walk:
         )
 
 
-def _matrices(eqn: Eqn, facts: list[Fact]) -> tuple[Label, ...]:
+def _matrices(eqn: Eqn, facts: list[VarInfo]) -> tuple[PathTemplate, ...]:
     """The parameters among the operands of a container that are no vectors."""
     pairs = zip(eqn.invars, facts, strict=True)
     return tuple(dict.fromkeys(label for a, f in pairs if len(a.aval.shape) > 1 for label in f.labels))
@@ -343,11 +352,11 @@ def _plainly_ragged(eqn: Eqn) -> bool:
     return plain == (((1,), (1,)), ((), ())) and groups == ((0,), (0,)) and offset is None
 
 
-def _scope_label(scope: Path, marks: tuple[Mark, ...]) -> Label:
+def _scope_label(scope: Path, marks: tuple[IndexSlot, ...]) -> PathTemplate:
     def fits(place: int) -> bool:
         return place < len(scope) and scope[place].index is None
 
-    return Label(scope, tuple(replace(m, places=tuple(filter(fits, m.places))) for m in marks))
+    return PathTemplate(scope, tuple(replace(m, places=tuple(filter(fits, m.places))) for m in marks))
 
 
 def _sizes(eqn: Eqn, weight: Weight) -> tuple[int, int, int, int] | None:
@@ -367,10 +376,10 @@ def _sizes(eqn: Eqn, weight: Weight) -> tuple[int, int, int, int] | None:
 # ---- facts through plain equations
 
 
-def _through(walk: _Walk, eqn: Eqn, name: str, facts: list[Fact]) -> list[Fact]:
+def _through(walk: _Walk, eqn: Eqn, name: str, facts: list[VarInfo]) -> list[VarInfo]:
     active = name != "stop_gradient" and any(f.active for f in facts)
     first = facts[0] if facts else _NOTHING
-    labels: tuple[Label, ...] = ()
+    labels: tuple[PathTemplate, ...] = ()
     if name in LAYOUT:
         labels = _cut(walk, eqn, name, first.labels)
         if name.startswith("all_gather"):
@@ -392,7 +401,7 @@ def _through(walk: _Walk, eqn: Eqn, name: str, facts: list[Fact]) -> list[Fact]:
     followed = name in _FOLLOWED and len(facts) == 1 and first.origin is not None
     origin = first.origin.then(eqn) if followed and first.origin is not None else None
     return [
-        Fact(labels, active=active and _is_float(v.aval), one_hot=one_hot, counts=counts, origin=origin)
+        VarInfo(labels, active=active and _is_float(v.aval), one_hot=one_hot, counts=counts, origin=origin)
         for v in eqn.outvars
     ]
 
@@ -403,7 +412,7 @@ def _takes_matrices(eqn: Eqn) -> bool:
     return len([size for size, taken in pairs if size == taken > 1]) >= 2
 
 
-def _cut(walk: _Walk, eqn: Eqn, name: str, labels: tuple[Label, ...]) -> tuple[Label, ...]:
+def _cut(walk: _Walk, eqn: Eqn, name: str, labels: tuple[PathTemplate, ...]) -> tuple[PathTemplate, ...]:
     """The labels of a slice: with an index, where it takes one member of a stack."""
     if not labels or name not in ("slice", "dynamic_slice"):
         return labels
@@ -419,33 +428,33 @@ def _cut(walk: _Walk, eqn: Eqn, name: str, labels: tuple[Label, ...]) -> tuple[L
         start = int(start.val)
     size = before[dim]
     return tuple(
-        label.marked(Mark(walk.places(label.path, dim, size), size, None, start)) for label in labels
+        label.marked(IndexSlot(walk.places(label.path, dim, size), size, None, start)) for label in labels
     )
 
 
-def _sliced(xs: list[Fact], length: int, address: Address) -> list[Fact]:
+def _sliced(xs: list[VarInfo], length: int, address: Address) -> list[VarInfo]:
     """The facts of stacked inputs inside a scan. The stack is named by what their paths have in common."""
     paths = [label.path for x in xs for label in x.labels]
     shared = _common(paths)
 
-    def mark(label: Label) -> Label:
+    def mark(label: PathTemplate) -> PathTemplate:
         places = tuple(i for i in range(shared) if label.path[i].index is None)
         if not shared and label.path and label.path[-1].index is None:
             places = (len(label.path) - 1,)
         return label.marked(_stacked(places, length, address, label.shards))
 
-    def sliced(x: Fact) -> Fact:
+    def sliced(x: VarInfo) -> VarInfo:
         origin = None if x.origin is None else x.origin.then(address)
         return replace(x, labels=tuple(map(mark, x.labels)), origin=origin)
 
     return [sliced(x) for x in xs]
 
 
-def _stacked(places: tuple[int, ...], length: int, address: Address, shards: Stack | None) -> Mark:
+def _stacked(places: tuple[int, ...], length: int, address: Address, shards: Stack | None) -> IndexSlot:
     """The index that a scan gives to its layers, which may be those of one device of several."""
     if shards is None:
-        return Mark(places, length, address)
-    return Mark(places, length * shards.size, address, shards=shards.address, each=length)
+        return IndexSlot(places, length, address)
+    return IndexSlot(places, length * shards.size, address, shards=shards.address, each=length)
 
 
 def _common(paths: list[Path]) -> int:
@@ -458,7 +467,7 @@ def _common(paths: list[Path]) -> int:
     return shared
 
 
-def _carried(jaxpr: Any, carry: list[Fact], before: int, after: int) -> list[Fact]:
+def _carried(jaxpr: Any, carry: list[VarInfo], before: int, after: int) -> list[VarInfo]:
     """Facts of a carry on entry: a parameter stays one only if the body hands it on as it is."""
     count = len(jaxpr.invars) - before - after
     inputs = jaxpr.invars[before : before + count]
@@ -468,8 +477,8 @@ def _carried(jaxpr: Any, carry: list[Fact], before: int, after: int) -> list[Fac
     ]
 
 
-def _joined(facts: Sequence[Fact]) -> Fact:
+def _joined(facts: Sequence[VarInfo]) -> VarInfo:
     """What holds on every branch, and of activity what holds on some."""
     first = facts[0]
     alike = all(f.labels == first.labels for f in facts)
-    return Fact(first.labels if alike else (), active=any(f.active for f in facts))
+    return VarInfo(first.labels if alike else (), active=any(f.active for f in facts))

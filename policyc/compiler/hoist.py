@@ -21,15 +21,15 @@ from policyc.compiler.sites import Address, Site
 from policyc.jaxcore import autodiff, jaxprs
 from policyc.jaxcore.jaxprs import Aval
 from policyc.language.recipes import Recipe
-from policyc.numerics.gemm import Backends, Ready, prepared
+from policyc.numerics.gemm import Backends, Prequantized, prequantize
 from policyc.numerics.quantize import key
 
-Done = tuple[Recipe, Backends]
+SiteRecipe = tuple[Recipe, Backends]
 """What is done to a layer of a site."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LayerRange:
     """Consecutive layers of a stack that are treated alike."""
 
     start: int
@@ -53,12 +53,12 @@ class Quantizer:
         eqns = self.closed.jaxpr.eqns
         return (self.tree, *((e.primitive, *sorted(e.params.items(), key=itemgetter(0))) for e in eqns))
 
-    def ready(self, arrays: Sequence[Any]) -> Ready:
-        found: Ready = jax.tree.unflatten(self.tree, list(arrays))
+    def ready(self, arrays: Sequence[Any]) -> Prequantized:
+        found: Prequantized = jax.tree.unflatten(self.tree, list(arrays))
         return found
 
 
-def quantizer(site: Site, done: Done, operand: Literal["lhs", "rhs"]) -> Quantizer:
+def quantizer(site: Site, done: SiteRecipe, operand: Literal["lhs", "rhs"]) -> Quantizer:
     """Has no results where there is nothing to be done beforehand."""
     recipe, backends = done
     eqn = site.eqn
@@ -66,7 +66,7 @@ def quantizer(site: Site, done: Done, operand: Literal["lhs", "rhs"]) -> Quantiz
     box: list[Any] = []
 
     def run(array: Any) -> list[Any]:
-        ready = prepared(
+        ready = prequantize(
             # Its codes have no derivative; what they are of has one.
             array if operand == site.weight else lax.stop_gradient(array),
             jax.ShapeDtypeStruct(other.shape, other.dtype),  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ def quantizer(site: Site, done: Done, operand: Literal["lhs", "rhs"]) -> Quantiz
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class HoistedInput:
     """What a site takes beside its operands, seen from some jaxpr around it: a weight, or else the key of its layer.
 
     `site` is its address from there, `runs` the layers of each scan on the way that slices it, `avals` the types of
@@ -97,15 +97,15 @@ class Want:
     site: Address
     quantizer: Quantizer | None
     avals: tuple[Aval, ...]
-    runs: tuple[Run, ...] = ()
+    runs: tuple[LayerRange, ...] = ()
 
-    def below(self, address: Address) -> Want:
+    def below(self, address: Address) -> HoistedInput:
         return replace(self, site=(*address, *self.site))
 
-    def above(self, address: Address) -> Want:
+    def above(self, address: Address) -> HoistedInput:
         return replace(self, site=self.site[len(address) :])
 
-    def sliced(self, run: Run) -> Want:
+    def sliced(self, run: LayerRange) -> HoistedInput:
         """As it is outside of a scan that slices it."""
         avals = tuple(jaxprs.stacked_aval(run.stop - run.start, a) for a in self.avals)
         return replace(self, avals=avals, runs=(run, *self.runs))
@@ -116,7 +116,7 @@ class Rewritten:
     """A loss whose inputs are those of the original, and behind them what `beforehand` makes of these."""
 
     closed: Any
-    wants: tuple[Want, ...] = ()
+    wants: tuple[HoistedInput, ...] = ()
     sites: dict[Address, Site] = field(default_factory=dict)
 
     def beforehand(self, inputs: Sequence[Any]) -> list[Any]:
@@ -138,7 +138,12 @@ class Rewritten:
         return found
 
     def _made(
-        self, value: Any, site: Address, quantizer: Quantizer, steps: Sequence[Any], runs: Sequence[Run]
+        self,
+        value: Any,
+        site: Address,
+        quantizer: Quantizer,
+        steps: Sequence[Any],
+        runs: Sequence[LayerRange],
     ) -> list[Any]:
         for at, step in enumerate(steps):
             if not isinstance(step, tuple):
@@ -148,7 +153,9 @@ class Rewritten:
             if (run.start, run.stop) != (0, value.shape[0]):
                 value = lax.slice_in_dim(value, run.start, run.stop)
 
-            def layer(_: None, each: Any, at: int = at, rest: Sequence[Run] = rest) -> tuple[None, list[Any]]:
+            def layer(
+                _: None, each: Any, at: int = at, rest: Sequence[LayerRange] = rest
+            ) -> tuple[None, list[Any]]:
                 return None, self._made(each, site, quantizer, steps[at + 1 :], rest)
 
             return lax.scan(layer, None, value)[1]
@@ -156,7 +163,7 @@ class Rewritten:
             return jaxprs.evaluate(quantizer.closed, value)
 
 
-def keys(site: Site, runs: Sequence[Run]) -> list[np.ndarray]:
+def keys(site: Site, runs: Sequence[LayerRange]) -> list[np.ndarray]:
     """The two words of the key of every layer in these runs of its stacks."""
     made = [key(0, site.number, ordinal) for ordinal in site.ordinals()]
     sizes = tuple(s.size for s in site.stacks)

@@ -9,18 +9,19 @@ schedule, so both are part of the key under which JAX keeps compiled functions.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from policyc.compiler.analysis import analyze
 from policyc.compiler.hoist import Rewritten
-from policyc.compiler.plan import How, Phase, Plan, expectations, make_plan
+from policyc.compiler.plan import ExecutionOptions, Phase, Plan, expectations, make_plan
 from policyc.compiler.rewrite import rewrite
-from policyc.compiler.trace import Traced, inputs_of, trace
+from policyc.compiler.trace import TracedFunction, inputs_of, trace
 from policyc.jaxcore import autodiff
 from policyc.language.diagnostics import Diagnostic, PolicyError, did_you_mean
 from policyc.language.loader import load, parse
@@ -28,28 +29,48 @@ from policyc.language.policy import Policy
 from policyc.numerics import backends, targets
 
 _inside: ContextVar[bool] = ContextVar("policyc_inside", default=False)
-_POLICY = autodiff.in_key()
-_PHASE = autodiff.in_key()
+_POLICY = autodiff.jit_cache_context()
+_PHASE = autodiff.jit_cache_context()
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _accept_old_keyword(old: str, new: str) -> Callable[[F], F]:
+    """Accepts a keyword argument under its former name, with a DeprecationWarning."""
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def accepting(*args: Any, **kwargs: Any) -> Any:
+            if old in kwargs:
+                warnings.warn(f"{function.__name__}: {old}= is now {new}=", DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return cast(F, accepting)
+
+    return decorate
+
+
+@_accept_old_keyword("weights", "param_argnums")
 def apply(
     policy: Policy | str | Path,
     fn: Callable[..., Any],
     *,
-    weights: int | Sequence[int] = 0,
+    param_argnums: int | Sequence[int] = 0,
     backend: str = "auto",
     target: str | None = None,
     require_native: bool = False,
 ) -> Callable[..., Any]:
     """`fn` with its GEMMs run as the policy says. It has the same signature, and composes with any transformation.
 
-    `weights` are the numbers of the arguments that hold parameters. `policy` is a `Policy`, a path, the name of
+    `param_argnums` are the numbers of the arguments that hold parameters. `policy` is a `Policy`, a path, the name of
     a bundled policy, or the text of one. `backend` is what runs quantized GEMMs; `auto` takes what the devices here,
     or a `target` like gb200, do natively, and emulates the rest. With `require_native` that is an error instead.
     """
     meant = as_policy(policy)
-    chosen = (weights,) if isinstance(weights, int) else tuple(weights)
-    how = as_how(backend, target, require_native)
+    chosen = (param_argnums,) if isinstance(param_argnums, int) else tuple(param_argnums)
+    execution = execution_options(backend, target, require_native)
     _schedule.watch(meant)
 
     @wraps(fn)
@@ -57,36 +78,37 @@ def apply(
         if _inside.get():
             return fn(*args, **kwargs)
         names = autodiff.argument_names(fn, len(args))
-        with guarded():
+        with no_reentry():
             traced = trace(fn, args, kwargs, _within(chosen, args), [names[i] for i in _within(chosen, args)])
-        plan = make_plan(meant, analyze(traced.closed, traced.paths), how)
+        plan = make_plan(meant, analyze(traced.closed, traced.paths), execution)
         plan.check()
         inputs = inputs_of(args, chosen)
         rewritten = compiled(plan, inputs)
         ready = rewritten.beforehand(inputs)
-        with guarded():
+        with no_reentry():
             return traced.run(rewritten.closed, [*inputs, *ready])
 
     return quantized
 
 
+@_accept_old_keyword("weights", "param_argnums")
 def plan(
     policy: Policy | str | Path,
     fn: Callable[..., Any],
     *args: Any,
-    weights: int | Sequence[int] = 0,
+    param_argnums: int | Sequence[int] = 0,
     backend: str = "auto",
     target: str | None = None,
     **kwargs: Any,
 ) -> Plan:
     """What a policy does to `fn` called with these arguments, which may be `jax.ShapeDtypeStruct`s."""
     meant = as_policy(policy)
-    how = as_how(backend, target)
-    chosen = _within((weights,) if isinstance(weights, int) else tuple(weights), args)
+    execution = execution_options(backend, target)
+    chosen = _within((param_argnums,) if isinstance(param_argnums, int) else tuple(param_argnums), args)
     names = autodiff.argument_names(fn, len(args))
-    with guarded():
+    with no_reentry():
         traced = trace(fn, args, kwargs, chosen, [names[i] for i in chosen])
-    return make_plan(meant, analyze(traced.closed, traced.paths), how)
+    return make_plan(meant, analyze(traced.closed, traced.paths), execution)
 
 
 def compiled(plan: Plan, inputs: Sequence[Any] = ()) -> Rewritten:
@@ -122,7 +144,9 @@ def _within(chosen: Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
     return found
 
 
-def as_how(backend: str = "auto", target: str | None = None, require_native: bool = False) -> How:
+def execution_options(
+    backend: str = "auto", target: str | None = None, require_native: bool = False
+) -> ExecutionOptions:
     """Raises ValueError where there is no such backend or target."""
     if backend not in backends.NAMES:
         near = did_you_mean(backend, backends.NAMES)
@@ -131,11 +155,11 @@ def as_how(backend: str = "auto", target: str | None = None, require_native: boo
         chosen = None if target is None else targets.target(target)
     except KeyError as error:
         raise ValueError(error.args[0]) from None
-    return How(backend=backend, target=chosen, require_native=require_native)
+    return ExecutionOptions(backend=backend, target=chosen, require_native=require_native)
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
+def no_reentry() -> Iterator[None]:
     """While this lasts, what is differentiated or applied is part of something that is being compiled already."""
     token = _inside.set(True)
     try:
@@ -152,14 +176,14 @@ class Session:
     """What happened while a policy was active. `plans` has one for each loss that was traced.
 
     The first loss with a GEMM must meet every `expect`. In later ones a rule may match nothing, being about the
-    first. With `several`, a rule may match nothing in any one loss, and `unmet` says which never matched.
+    first. With `multiple_losses`, a rule may match nothing in any one loss, and `unmet` says which never matched.
     Every `stats_every` steps, programs that call `policyc.observe` have their numbers measured; 0 is never. What is
     measured goes to `folder`.
     """
 
     policy: Policy
-    how: How = How()
-    several: bool = False
+    execution: ExecutionOptions = ExecutionOptions()
+    multiple_losses: bool = False
     on_plan: Callable[[Plan], None] | None = None
     refuse: Callable[[PolicyError], BaseException] = lambda fault: fault
     stats_every: int = 0
@@ -174,13 +198,13 @@ class Session:
         if _inside.get() or getattr(fun, "_policyc", False) or _is_internal(fun):
             return fun
         chosen = tuple(range(len(primals)))
-        with guarded():
+        with no_reentry():
             traced = trace(fun, primals, {}, chosen, autodiff.argument_names(fun, len(primals)))
-        plan = make_plan(self.policy, analyze(traced.closed, traced.paths), self.how)
+        plan = make_plan(self.policy, analyze(traced.closed, traced.paths), self.execution)
         self._note(plan)
         try:
             if len(plan.sites):
-                plan.check(may_miss=self.several or self._checked)
+                plan.check(may_miss=self.multiple_losses or self._checked)
                 self._checked = True
             rewritten = compiled(plan, inputs_of(primals, chosen))
         except PolicyError as fault:
@@ -216,12 +240,12 @@ class Session:
 
 
 def _replacement(
-    traced: Traced, rewritten: Rewritten, values: tuple[Any, ...], chosen: tuple[int, ...]
+    traced: TracedFunction, rewritten: Rewritten, values: tuple[Any, ...], chosen: tuple[int, ...]
 ) -> Callable[..., Any]:
     ready = rewritten.beforehand(inputs_of(values, chosen))
 
     def quantized(*primals: Any) -> Any:
-        with guarded():
+        with no_reentry():
             return traced.run(rewritten.closed, [*inputs_of(primals, chosen), *ready])
 
     quantized._policyc = True  # type: ignore[attr-defined]  # so that a policy inside another is the only one
@@ -234,6 +258,7 @@ def _is_internal(fun: Callable[..., Any]) -> bool:
     return module.startswith("jax._src.") and module != "jax._src.api_util"
 
 
+@_accept_old_keyword("several", "multiple_losses")
 @contextlib.contextmanager
 def active(
     policy: Policy | str | Path,
@@ -241,28 +266,32 @@ def active(
     backend: str = "auto",
     target: str | None = None,
     require_native: bool = False,
-    several: bool = False,
+    multiple_losses: bool = False,
     on_plan: Callable[[Plan], None] | None = None,
     stats_every: int = 0,
 ) -> Iterator[Session]:
     """Every loss differentiated in reverse inside this `with` runs as the policy says.
 
     `jax.grad`, `value_and_grad`, `vjp`, `linearize`, and whatever a framework makes of them. `on_plan` is called
-    with the plan of each loss, before it is compiled. `several` is for programs that differentiate more than one
-    loss (a GAN): an `expect` may then be met by any of them. The rest is as in `apply`.
+    with the plan of each loss, before it is compiled. `multiple_losses` is for programs that differentiate more than
+    one loss (a GAN): an `expect` may then be met by any of them. The rest is as in `apply`.
     """
-    how = as_how(backend, target, require_native)
-    with session_of(as_policy(policy), how, on_plan, several=several) as session:
+    execution = execution_options(backend, target, require_native)
+    with session_of(as_policy(policy), execution, on_plan, multiple_losses=multiple_losses) as session:
         session.stats_every = stats_every
         yield session
 
 
 @contextlib.contextmanager
 def session_of(
-    policy: Policy, how: How, on_plan: Callable[[Plan], None] | None = None, *, several: bool = False
+    policy: Policy,
+    execution: ExecutionOptions,
+    on_plan: Callable[[Plan], None] | None = None,
+    *,
+    multiple_losses: bool = False,
 ) -> Iterator[Session]:
     """What `active` does, once what it was given has been read."""
-    session = Session(policy=policy, how=how, several=several, on_plan=on_plan)
+    session = Session(policy=policy, execution=execution, multiple_losses=multiple_losses, on_plan=on_plan)
     _schedule.watch(session.policy)
     token = _current.set(session)
     try:
@@ -318,7 +347,7 @@ class _Schedule:
                     code="schedule-without-step",
                     message="this policy has a schedule, and the program does not say at which step it is",
                     span=w.span,
-                    help="call policyc.step(n, total=N) before each step",
+                    help="call policyc.set_step(n, total=N) before each step",
                 )
                 for w in conditions[:1]
             ])  # fmt: skip
@@ -328,7 +357,7 @@ class _Schedule:
 _schedule = _Schedule()
 
 
-def step(number: int, *, total: int | None = None) -> None:
+def set_step(number: int, *, total: int | None = None) -> None:
     """Tells at which step the training is. Where a phase of a schedule begins, the step is compiled for it.
 
     `total` is the number of steps in all: percentages are of it. A length once told is remembered.

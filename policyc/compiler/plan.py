@@ -25,7 +25,7 @@ from policyc.language.treatments import effective, problems
 from policyc.numerics import backends
 from policyc.numerics.backends.choice import (
     PLAIN,
-    Ask,
+    GemmQuery,
     Lowering,
     Machine,
     Obstacle,
@@ -68,7 +68,7 @@ Decisions = Mapping[tuple[Address, Layer], Decision]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class How:
+class ExecutionOptions:
     """How products are to run: by which backend, for which target (None: the devices here), emulated or not at all."""
 
     backend: str = "auto"
@@ -82,7 +82,7 @@ class Plan:
 
     policy: Policy
     sites: Sites
-    how: How
+    execution: ExecutionOptions
     _known: dict[Phase, Decisions] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -103,7 +103,7 @@ class Plan:
                     code="schedule-without-step",
                     message="this is a share of the training, and the program does not say how long that is",
                     span=w.span,
-                    help="call policyc.step(n, total=N): total is the number of steps in all",
+                    help="call policyc.set_step(n, total=N): total is the number of steps in all",
                 )
                 for w in self.policy.phases
                 if w.bound.percent
@@ -139,7 +139,7 @@ class Plan:
     @cached_property
     def machine(self) -> Machine:
         """What the products are to run on."""
-        return machine_here() if self.how.target is None else machine_of(self.how.target)
+        return machine_here() if self.execution.target is None else machine_of(self.execution.target)
 
     def _placed(self, address: Address, decision: Decision) -> Decision:
         """A decision with how each product runs."""
@@ -148,7 +148,7 @@ class Plan:
         key = (address, decision)
         if key not in self._decided:
             asks = asked(self._site[address], decision.recipe)
-            fprop, dgrad, wgrad = (choose(self.how.backend, ask, self.machine) for ask in asks)
+            fprop, dgrad, wgrad = (choose(self.execution.backend, ask, self.machine) for ask in asks)
             self._decided[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
         return self._decided[key]
 
@@ -206,7 +206,7 @@ class Plan:
             *bad_recipes(self),
             *missing_libraries(self),
         ]
-        if self.how.require_native:
+        if self.execution.require_native:
             found += not_native(self)
         if found:
             raise PolicyError(found)
@@ -216,11 +216,11 @@ class Plan:
         return hashlib.sha256(str(self.policy).encode()).hexdigest()
 
 
-def make_plan(policy: Policy, sites: Sites, how: How | None = None) -> Plan:
-    return Plan(policy=policy, sites=sites, how=how or How())
+def make_plan(policy: Policy, sites: Sites, execution: ExecutionOptions | None = None) -> Plan:
+    return Plan(policy=policy, sites=sites, execution=execution or ExecutionOptions())
 
 
-def asked(site: Site, recipe: Recipe) -> tuple[Ask, Ask, Ask]:
+def asked(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, GemmQuery]:
     """The three products of a site, as a backend is asked about them."""
     chosen = recipe if problems(recipe) else effective(recipe)
     m, n, k = site.m, site.n, site.k
@@ -229,7 +229,7 @@ def asked(site: Site, recipe: Recipe) -> tuple[Ask, Ask, Ask]:
     dy = str(site.eqn.outvars[0].aval.dtype)
     types = {Gemm.FPROP: (x, w), Gemm.DGRAD: (dy, w), Gemm.WGRAD: (x, dy)}
     fprop, dgrad, wgrad = (
-        Ask(
+        GemmQuery(
             gemm=gemm,
             left=chosen.product(gemm)[0],
             right=chosen.product(gemm)[1],
@@ -381,7 +381,7 @@ def not_native(plan: Plan) -> Iterator[Diagnostic]:
 
 def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
     """Backends that are to run something here, and whose library is not installed."""
-    if plan.how.target is not None:
+    if plan.execution.target is not None:
         return
     blamed: dict[str, int] = {}
     for phase in plan.phases:

@@ -65,8 +65,8 @@ def _won(plan: Plan, phase: Phase, at: int | None) -> tuple[int, float, set[Gemm
             count += bool(won)
             flops += share * len(won)
             products |= won
-            how = (decisions[site.address, layer].runs(g) for g in won)
-            runs.update(dict.fromkeys(str(h) for h in how if h.backend))
+            lowerings = (decisions[site.address, layer].runs(g) for g in won)
+            runs.update(dict.fromkeys(str(h) for h in lowerings if h.backend))
     return count, flops, products, list(runs)
 
 
@@ -140,7 +140,7 @@ def as_json(plan: Plan) -> str:
     data = {
         "policy": {"path": plan.policy.source.path, "sha256": plan.policy_hash},
         "jaxpr": {"sha256": plan.sites.hash},
-        "backend": plan.how.backend,
+        "backend": plan.execution.backend,
         "machine": plan.machine.name,
         "rules": [str(rule) for rule in plan.policy.rules],
         "phases": [plan.label(phase) for phase in plan.phases],

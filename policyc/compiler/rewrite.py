@@ -22,12 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core.primitives import dot_general_p
 
-from policyc.compiler.hoist import Done, Quantizer, Rewritten, Run, Want, quantizer
+from policyc.compiler.hoist import HoistedInput, LayerRange, Quantizer, Rewritten, SiteRecipe, quantizer
 from policyc.compiler.plan import Decisions
 from policyc.compiler.sites import Address, Layer, Site, Sites, Stack
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.jaxprs import Around, Atom, Aval, Eqn
-from policyc.numerics.gemm import Ready, quantized_dot_general
+from policyc.jaxcore.jaxprs import Atom, Aval, AxisEnv, Eqn
+from policyc.numerics.gemm import Prequantized, quantized_dot_general
 from policyc.numerics.quantize import Key
 
 Fixed = Mapping[Address, int]
@@ -35,7 +35,7 @@ Fixed = Mapping[Address, int]
 
 Signature = tuple[Any, ...]
 
-Wanted = list[tuple[Want, list[Any]]]
+Wanted = list[tuple[HoistedInput, list[Any]]]
 """What equations take from outside of their jaxpr, and the variables that stand for it."""
 
 _known: WeakKeyDictionary[Any, dict[Signature, Any]] = WeakKeyDictionary()
@@ -48,7 +48,7 @@ def rewrite(sites: Sites, decisions: Decisions, outside: Collection[int] = ()) -
     """
     found = {s.address for s in sites if s.origin and (s.again or s.origin.input in outside)}
     work = Rewriter(sites, decisions, found)
-    closed, wants = work.body(sites.jaxpr, (), {}, Around())
+    closed, wants = work.body(sites.jaxpr, (), {}, AxisEnv())
     return Rewritten(closed, wants, {w.site: work.site(w.site) for w in wants})
 
 
@@ -97,7 +97,9 @@ class Rewriter:
     def site(self, address: Address) -> Site:
         return self._sites[address]
 
-    def body(self, held: Any, address: Address, fixed: Fixed, around: Around) -> tuple[Any, tuple[Want, ...]]:
+    def body(
+        self, held: Any, address: Address, fixed: Fixed, around: AxisEnv
+    ) -> tuple[Any, tuple[HoistedInput, ...]]:
         """A jaxpr, open or closed, with the sites under an address rewritten, and what it takes behind its inputs."""
         if address not in self._under:
             return held, ()
@@ -145,12 +147,12 @@ class Rewriter:
         """Is it told which layer it is?"""
         return self._handing and site.reached and site.indexed
 
-    def _left(self, site: Site, fixed: Fixed) -> tuple[Done | None, ...]:
+    def _left(self, site: Site, fixed: Fixed) -> tuple[SiteRecipe | None, ...]:
         """What is done to the layers of a site that are still open."""
         ranges = [(fixed[s.address],) if s.address in fixed else range(s.size) for s in site.stacks]
         return tuple(self.done(site.address, la) for la in itertools.product(*ranges))
 
-    def done(self, address: Address, layer: Layer) -> Done | None:
+    def done(self, address: Address, layer: Layer) -> SiteRecipe | None:
         """What is done to a layer of a site; None where it is left as it is."""
         decision = self._decisions[address, layer]
         if decision.recipe is None:
@@ -158,12 +160,12 @@ class Rewriter:
         fprop, dgrad, wgrad = (runs.backend or "emulate" for runs in decision.lowerings)
         return decision.recipe, (fprop, dgrad, wgrad)
 
-    def _fixed(self, site: Site, fixed: Fixed) -> Done | None:
+    def _fixed(self, site: Site, fixed: Fixed) -> SiteRecipe | None:
         """What is done to a site where all its stacks have been entered."""
         return self.done(site.address, tuple(fixed[s.address] for s in site.stacks))
 
     def equation(
-        self, eqn: Eqn, address: Address, fixed: Fixed, around: Around, shared: Shared | None = None
+        self, eqn: Eqn, address: Address, fixed: Fixed, around: AxisEnv, shared: Shared | None = None
     ) -> tuple[list[Eqn], Wanted]:
         """What stands in the place of an equation, and what it takes from outside.
 
@@ -200,7 +202,7 @@ class Rewriter:
         stacks = (s for site in self._under.get(address, ()) for s in site.stacks)
         return next((s for s in stacks if s.address == address), None)
 
-    def _scan(self, eqn: Eqn, stack: Stack, fixed: Fixed, around: Around) -> tuple[list[Eqn], Wanted]:
+    def _scan(self, eqn: Eqn, stack: Stack, fixed: Fixed, around: AxisEnv) -> tuple[list[Eqn], Wanted]:
         """A scan over a stack, as one scan for each run of layers that are treated alike."""
         inside = (*stack.address, 0)
         (body,) = jaxprs.bodies(eqn)
@@ -222,22 +224,22 @@ class Rewriter:
         traced = jaxprs.traced(split, [a.aval for a in operands], eqn, around)
         return jaxprs.inlined(traced, operands, eqn), wanted
 
-    def _slices(self, scan: Address, want: Want) -> bool:
+    def _slices(self, scan: Address, want: HoistedInput) -> bool:
         origin = self._sites[want.site].origin
         return want.quantizer is None or (origin is not None and scan in origin.scans)
 
-    def runs(self, stack: Stack, inside: Address, fixed: Fixed) -> list[Run]:
+    def runs(self, stack: Stack, inside: Address, fixed: Fixed) -> list[LayerRange]:
         """The layers of a stack, those together that are treated alike."""
 
         def alike(index: int) -> Signature | None:
             return self._signature(inside, {**fixed, stack.address: index})
 
         groups = (list(g) for _, g in itertools.groupby(range(stack.size), key=alike))
-        return [Run(g[0], g[-1] + 1) for g in groups]
+        return [LayerRange(g[0], g[-1] + 1) for g in groups]
 
     # ---- sites
 
-    def _quantized(self, site: Site, done: Done, shared: Shared | None) -> tuple[list[Eqn], Wanted]:
+    def _quantized(self, site: Site, done: SiteRecipe, shared: Shared | None) -> tuple[list[Eqn], Wanted]:
         eqn = site.eqn
         beforehand = site.address in self._beforehand
         numbered = any(t.rounding != "rne" for t in done[0].treatments) and self._numbered(site)
@@ -247,7 +249,7 @@ class Rewriter:
             activation = None if shared is None else shared.quantizer
             template = self._templates[key] = _template(site, done, beforehand, activation, numbered)
         wanted = [
-            (Want(site.address, quantizer, types), [jaxprs.fresh(a) for a in types])
+            (HoistedInput(site.address, quantizer, types), [jaxprs.fresh(a) for a in types])
             for quantizer, types in template.handed
         ]
         made: list[Eqn] = []
@@ -261,7 +263,7 @@ class Rewriter:
 
     def _read_alike(self, held: Any, address: Address, fixed: Fixed) -> dict[Address, Shared]:
         """The sites of a jaxpr that quantize an activation as another one does, and what they share."""
-        readers: dict[Atom, list[tuple[Site, Done]]] = {}
+        readers: dict[Atom, list[tuple[Site, SiteRecipe]]] = {}
         for at in range(len(jaxprs.body_eqns(held))):
             site = self._sites.get((*address, at))
             done = None if site is None else self._fixed(site, fixed)
@@ -280,7 +282,7 @@ class Rewriter:
             }
         return found
 
-    def _quantizer(self, site: Site, done: Done) -> Quantizer:
+    def _quantizer(self, site: Site, done: SiteRecipe) -> Quantizer:
         """Of its activation."""
         key = _kind(site, done)
         if key not in self._activations:
@@ -300,14 +302,14 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """The equations of a site, and what they are handed: see `Want`."""
+    """The equations of a site, and what they are handed: see `HoistedInput`."""
 
     closed: Any
     handed: list[tuple[Quantizer | None, tuple[Aval, ...]]]
 
 
 def _template(
-    site: Site, done: Done, beforehand: bool, activation: Quantizer | None, numbered: bool
+    site: Site, done: SiteRecipe, beforehand: bool, activation: Quantizer | None, numbered: bool
 ) -> _Template:
     eqn = site.eqn
     weight = quantizer(site, done, site.weight) if beforehand and site.weight else None
@@ -336,7 +338,7 @@ def _activation(site: Site) -> Atom | None:
     return None if jaxprs.is_literal(read) else read
 
 
-def _kind(site: Site, done: Done) -> tuple[Any, ...]:
+def _kind(site: Site, done: SiteRecipe) -> tuple[Any, ...]:
     """All that decides what the equations of a site look like, but for what they are handed."""
     eqn = site.eqn
     avals = tuple(a.aval for a in eqn.invars)
@@ -359,7 +361,11 @@ def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def dot(
-    eqn: Eqn, site: Site, done: Done, activation: Quantizer | None = None, weight: Quantizer | None = None
+    eqn: Eqn,
+    site: Site,
+    done: SiteRecipe,
+    activation: Quantizer | None = None,
+    weight: Quantizer | None = None,
 ) -> Callable[..., Any]:
     """The product, of its operands and of what it is handed: its weight, quantized, the key of its layer, and its
     activation, quantized.
@@ -371,8 +377,8 @@ def dot(
         own, given = (0 if q is None else len(q.avals) for q in (weight, activation))
         words = more[own : len(more) - given]
         ready = (
-            Ready() if activation is None else activation.ready(more[len(more) - given :]),
-            Ready() if weight is None else weight.ready(more[:own]),
+            Prequantized() if activation is None else activation.ready(more[len(more) - given :]),
+            Prequantized() if weight is None else weight.ready(more[:own]),
         )
         return quantized_dot_general(
             lhs,
@@ -392,7 +398,7 @@ def dot(
     return gemm if explicit is None else jax.sharding.auto_axes(gemm, out_sharding=explicit)
 
 
-def _ragged(eqn: Eqn, site: Site, done: Done, numbered: bool) -> Callable[..., Any]:
+def _ragged(eqn: Eqn, site: Site, done: SiteRecipe, numbered: bool) -> Callable[..., Any]:
     from policyc.numerics.ragged import quantized_ragged_dot
 
     params = eqn.params
@@ -416,7 +422,7 @@ def _ragged(eqn: Eqn, site: Site, done: Done, numbered: bool) -> Callable[..., A
 class _Part:
     """Some layers of a scan: the body they have, and what it takes from outside."""
 
-    run: Run
+    run: LayerRange
     made: Any
     more: list[Atom]
     stacked: list[bool]

@@ -39,7 +39,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class IndexSlot:
     """An index that belongs at one of some places in a path: that of a stack, or a known one.
 
     With `shards`, every device has `each` members of the stack: the index counts those of the devices before.
@@ -58,15 +58,15 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class PathTemplate:
     """A path whose stack indices are still open. `shards` says that a shard_map divides its first dimension."""
 
     path: Path
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[IndexSlot, ...] = ()
     shards: Stack | None = None
 
-    def marked(self, mark: Mark) -> Label:
-        return Label(self.path, (*self.marks, mark))
+    def marked(self, mark: IndexSlot) -> PathTemplate:
+        return PathTemplate(self.path, (*self.marks, mark))
 
     def at(self, indices: Mapping[Address, int]) -> Iterator[Path]:
         """The path of a layer, in each way that its indices can be written.
@@ -106,8 +106,8 @@ class Site:
     """One forward GEMM, as `y = x W`: m rows of x, n columns of W, k contracted, `batch` of them."""
 
     address: Address
-    scope: Label
-    parameters: tuple[Label, ...]
+    scope: PathTemplate
+    parameters: tuple[PathTemplate, ...]
     stacks: tuple[Stack, ...]
     weight: Weight
     kind: Literal["dot", "ragged"]
@@ -119,7 +119,7 @@ class Site:
     products: frozenset[Gemm]
     opaque: str = ""
     one_hot: bool = False
-    around: jaxprs.Around = jaxprs.Around()
+    around: jaxprs.AxisEnv = jaxprs.AxisEnv()
     origin: Origin | None = field(default=None, compare=False, repr=False)
     """Of its weight, where that can be followed."""
     again: bool = False

@@ -1,6 +1,6 @@
 """A function of any arguments -> a closed jaxpr, and back.
 
-In: a function, its arguments, and which of them are parameters. Out: a `Traced`: the jaxpr, the path of each of
+In: a function, its arguments, and which of them are parameters. Out: a `TracedFunction`: the jaxpr, the path of each of
 its inputs, and how to run another jaxpr in its place. The function is called exactly once. The one trap: only
 parameters are inputs. Everything else is closed over as it is, so that configurations, strings, modules and
 numbers that steer Python stay what they are, and so do results that are no traced arrays.
@@ -23,7 +23,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, float, complex, jax.ShapeDtypeStru
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedFunction:
     """A function as a jaxpr. `paths` has the path of every input, None for what is not a parameter."""
 
     closed: Any
@@ -60,7 +60,7 @@ def trace(
     kwargs: Mapping[str, Any],
     chosen: Sequence[int],
     names: Sequence[str],
-) -> Traced:
+) -> TracedFunction:
     """Traces a call. `chosen` are the numbers of the arguments that are parameters, `names` what each is called."""
     named_leaves = dict(zip(chosen, leaf_groups(args, chosen, names), strict=True))
     flat = [jax.tree.flatten(arg) for arg in (*args, dict(kwargs))]
@@ -89,7 +89,7 @@ def trace(
 
     closed = autodiff.traced_for(fn, traceable, inputs)
     tree, results, where = box[-1]
-    return Traced(closed, tuple(paths), tree, results, where)
+    return TracedFunction(closed, tuple(paths), tree, results, where)
 
 
 def leaf_groups(args: Sequence[Any], chosen: Sequence[int], names: Sequence[str]) -> list[list[Path]]:

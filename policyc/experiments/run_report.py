@@ -15,33 +15,33 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from policyc.language.files import whole
+from policyc.language.files import atomic_write
 
-Row = dict[str, Any]
+StatsRow = dict[str, Any]
 Points = list[tuple[float, float]]
 Names = list[tuple[str, tuple[str, ...]]]
-Cells = dict[tuple[Any, Any], Row]
+Cells = dict[tuple[Any, Any], StatsRow]
 
 _COLOURS = ("#2563eb", "#d9480f", "#0f766e", "#9333ea", "#b45309", "#be185d")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 260, 64, 34
 
 
-class BadRun(ValueError):
+class UnreadableRun(ValueError):
     """There is nothing to report on; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunRecord:
     """What a run has left behind."""
 
     name: str
-    steps: list[Row]
-    evaluations: list[Row]
-    stats: list[Row]
-    plan: Row | None
+    steps: list[StatsRow]
+    evaluations: list[StatsRow]
+    stats: list[StatsRow]
+    plan: StatsRow | None
     lost: int
 
-    def series(self, name: str, rows: list[Row] | None = None) -> Points:
+    def series(self, name: str, rows: list[StatsRow] | None = None) -> Points:
         rows = self.steps if rows is None else rows
         return [
             (r["step"], r[name])
@@ -55,22 +55,24 @@ def written(folders: Sequence[Path], out: Path | None = None) -> Path:
     runs = [_read(folder) for folder in folders]
     path = out or folders[0] / "report.html"
     try:
-        with whole(path) as stream:
+        with atomic_write(path) as stream:
             stream.write(page(runs).encode())
     except OSError as error:
-        raise BadRun(f"'{path}' cannot be written: {error.strerror}") from None
+        raise UnreadableRun(f"'{path}' cannot be written: {error.strerror}") from None
     return path
 
 
-def _read(folder: Path) -> Run:
+def _read(folder: Path) -> RunRecord:
     if not folder.is_dir():
-        raise BadRun(f"'{folder}' is no folder of a run")
+        raise UnreadableRun(f"'{folder}' is no folder of a run")
     rows, lost = _lines(folder / "metrics.jsonl")
     stats, more = _lines(folder / "stats.jsonl")
     if not rows:
-        raise BadRun(f"'{folder}' holds no metrics.jsonl with a step in it: is it the folder of a run?")
+        raise UnreadableRun(
+            f"'{folder}' holds no metrics.jsonl with a step in it: is it the folder of a run?"
+        )
     plan = folder / "plan.json"
-    return Run(
+    return RunRecord(
         name=folder.resolve().name,
         steps=[r for r in rows if "loss" in r],
         evaluations=[r for r in rows if "validation_loss" in r],
@@ -80,7 +82,7 @@ def _read(folder: Path) -> Run:
     )
 
 
-def _lines(path: Path) -> tuple[list[Row], int]:
+def _lines(path: Path) -> tuple[list[StatsRow], int]:
     """The rows of a file, and how many lines of it are none."""
     if not path.exists():
         return [], 0
@@ -98,7 +100,7 @@ def _lines(path: Path) -> tuple[list[Row], int]:
 # ---- the page
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
     """The whole page."""
     title = " · ".join(r.name for r in runs)
     colours = {id(r): _COLOURS[i % len(_COLOURS)] for i, r in enumerate(runs)}
@@ -127,12 +129,12 @@ def page(runs: Sequence[Run]) -> str:
     return _PAGE.replace("{title}", escape(title)).replace("{body}", "\n".join(parts))
 
 
-def _cards(run: Run) -> str:
+def _cards(run: RunRecord) -> str:
     cards = "".join(f"<div><b>{v}</b><span>{escape(k)}</span></div>" for k, v in _figures(run))
     return f"<div class=cards>{cards}</div>"
 
 
-def _figures(run: Run) -> list[tuple[str, str]]:
+def _figures(run: RunRecord) -> list[tuple[str, str]]:
     """The numbers that say most about a run."""
     last, rate = run.steps[-1] if run.steps else {}, _typical(run, "tokens_per_second_per_device")
     found = [("steps", f"{last.get('step', 0)}"), ("last loss", _short(last.get("loss")))]
@@ -152,7 +154,7 @@ def _figures(run: Run) -> list[tuple[str, str]]:
     return [*found, *([("skipped steps", f"{skipped}")] if skipped else [])]
 
 
-def _comparison(runs: Sequence[Run], colours: dict[int, str]) -> str:
+def _comparison(runs: Sequence[RunRecord], colours: dict[int, str]) -> str:
     names = list(dict.fromkeys(k for r in runs for k, _ in _figures(r)))
     head = "".join(f"<th>{escape(n)}</th>" for n in names)
     body = ""
@@ -162,12 +164,12 @@ def _comparison(runs: Sequence[Run], colours: dict[int, str]) -> str:
     return f"<table><tr><th>run</th>{head}</tr>{body}</table>"
 
 
-def _typical(run: Run, name: str) -> float | None:
+def _typical(run: RunRecord, name: str) -> float | None:
     values = [v for _, v in run.series(name)]
     return statistics.median(values) if values else None
 
 
-def _stall(run: Run) -> float | None:
+def _stall(run: RunRecord) -> float | None:
     """The part of the time that was spent waiting for data; the first step, which compiles, does not count."""
     pairs = [(r["stall_seconds"], r["step_seconds"]) for r in run.steps[1:] if "stall_seconds" in r]
     whole_time = sum(seconds for _, seconds in pairs)
@@ -277,7 +279,7 @@ def _smoothed(points: Points) -> Points:
 # ---- numerics
 
 
-def _numerics(run: Run, of: str) -> list[str]:
+def _numerics(run: RunRecord, of: str) -> list[str]:
     """What was measured last, site by site and layer by layer, and how it went over the steps."""
     if not run.stats:
         return []
@@ -348,7 +350,7 @@ def _shade(value: float, scale: tuple[float, float, float]) -> str:
 # ---- the plan
 
 
-def _plan(plan: Row, of: str) -> str:
+def _plan(plan: StatsRow, of: str) -> str:
     """Which rule decides about which site, and in which formats its products run."""
     rules, body = plan["rules"], ""
     for site in plan["sites"]:
@@ -360,7 +362,7 @@ def _plan(plan: Row, of: str) -> str:
     return _section(f"Plan{of}", note, f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>")
 
 
-def _plan_row(site: Row, phase: str, run: Row, rules: list[str]) -> str:
+def _plan_row(site: StatsRow, phase: str, run: StatsRow, rules: list[str]) -> str:
     name = (site["parameters"] or [site["scope"]])[0] or site["place"] or ""
     layers = "–"
     if "layers" in run:

@@ -23,7 +23,7 @@ from typing import NoReturn
 import jax
 
 from policyc.compiler.pipeline import Session, present, session_of
-from policyc.compiler.plan import How, Plan
+from policyc.compiler.plan import ExecutionOptions, Plan
 from policyc.jaxcore import autodiff, jaxprs
 from policyc.jaxcore.relocate import Jitted, lowering
 from policyc.language.bundled import folder
@@ -54,7 +54,7 @@ class Refused(BaseException):
         self.fault = fault
 
 
-class Traced(BaseException):
+class StopAfterTrace(BaseException):
     """The loss was traced, and that was all that was wanted. Not an Exception, so that no program swallows it."""
 
 
@@ -112,15 +112,18 @@ class Program:
 def run(
     program: Program,
     policy: Policy,
-    how: How,
+    execution: ExecutionOptions,
     on_plan: Callable[[Plan], None],
     *,
-    several: bool = False,
+    multiple_losses: bool = False,
     stats_every: int = 0,
 ) -> Session:
     """Runs a program under a policy. `SystemExit` and our own errors come through; others are printed and exit."""
     program.check()
-    with _identified(policy), session_of(policy, how, on_plan, several=several) as session:
+    with (
+        _identified(policy),
+        session_of(policy, execution, on_plan, multiple_losses=multiple_losses) as session,
+    ):
         session.refuse, session.stats_every = Refused, stats_every
         try:
             program.run()
@@ -129,7 +132,7 @@ def run(
                 raise
         except Refused as refused:
             raise refused.fault from None
-        except Traced:
+        except StopAfterTrace:
             raise
         except KeyboardInterrupt as error:
             _show(error)
@@ -155,17 +158,17 @@ def _identified(policy: Policy) -> Iterator[None]:
             os.environ[IDENTITY] = before
 
 
-def first_plan(program: Program, policy: Policy, how: How | None = None) -> Plan | None:
+def first_plan(program: Program, policy: Policy, execution: ExecutionOptions | None = None) -> Plan | None:
     """The plan of the first loss with a GEMM in it. The program ends there; None where it has no such loss."""
     plans: list[Plan] = []
 
     def stop(plan: Plan) -> None:
         plans.append(plan)
         if len(plan.sites):
-            raise Traced
+            raise StopAfterTrace
 
-    with contextlib.suppress(Traced):
-        run(program, policy, how or How(), stop)
+    with contextlib.suppress(StopAfterTrace):
+        run(program, policy, execution or ExecutionOptions(), stop)
     return plans[-1] if plans else None
 
 
@@ -174,7 +177,9 @@ def first_process() -> bool:
     return jax.process_index() == 0
 
 
-def first_step(program: Program, policy: Policy, how: How) -> tuple[Jitted | None, list[Plan]]:
+def first_step(
+    program: Program, policy: Policy, execution: ExecutionOptions
+) -> tuple[Jitted | None, list[Plan]]:
     """The first jitted function that differentiates a loss with a GEMM in it, about to be compiled, and the plans of
     its losses. The program ends there. No function: the loss is differentiated outside `jit`. No plans: there is none.
     """
@@ -185,15 +190,15 @@ def first_step(program: Program, policy: Policy, how: How) -> tuple[Jitted | Non
         if len(plan.sites):
             plans.append(plan)
             if not autodiff.is_tracing():
-                raise Traced
+                raise StopAfterTrace
 
     def stop(jitted: Jitted) -> None:
         if plans and not autodiff.is_tracing() and _runs(jitted, plans):
             steps.append(jitted)
-            raise Traced
+            raise StopAfterTrace
 
-    with contextlib.suppress(Traced), lowering(stop):
-        run(program, policy, how, note)
+    with contextlib.suppress(StopAfterTrace), lowering(stop):
+        run(program, policy, execution, note)
     return (steps[0] if steps else None), plans
 
 

@@ -23,15 +23,15 @@ import numpy as np
 from jax import lax
 
 from policyc.compiler.analysis import analyze
-from policyc.compiler.hoist import Run
-from policyc.compiler.pipeline import as_policy, current, guarded, present
-from policyc.compiler.plan import How, Phase, Plan, make_plan
+from policyc.compiler.hoist import LayerRange
+from policyc.compiler.pipeline import as_policy, current, no_reentry, present
+from policyc.compiler.plan import ExecutionOptions, Phase, Plan, make_plan
 from policyc.compiler.plan_tables import as_json
 from policyc.compiler.rewrite import Fixed, Rewriter, dot
 from policyc.compiler.sites import Address, Layer, Site
 from policyc.compiler.trace import inputs_of, trace
 from policyc.jaxcore import autodiff, jaxprs
-from policyc.language.files import whole
+from policyc.language.files import atomic_write
 from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy
 from policyc.language.recipes import Recipe
@@ -39,18 +39,18 @@ from policyc.language.selectors import Path as Names
 from policyc.numerics.gemm import Backends, operands
 from policyc.numerics.measure import FIGURES, figures, told
 
-Row = dict[str, Any]
+StatsRow = dict[str, Any]
 Taps = Mapping[Address, jax.Array]
 
 _PER_SITE = 6  # operands of the three products
 
 
-def stats(policy: Policy | str | Path, loss: Callable[..., Any], *args: Any) -> list[Row]:
+def stats(policy: Policy | str | Path, loss: Callable[..., Any], *args: Any) -> list[StatsRow]:
     """What a policy does to the numbers of a loss, called with these arguments. The first holds the parameters."""
-    return Stats(policy, loss)(*args)
+    return StatsRecorder(policy, loss)(*args)
 
 
-def results_in(folder: Path | str) -> None:
+def set_output_dir(folder: Path | str) -> None:
     """For training programs: says where they put their results. The plan and what is measured go there too.
 
     Without an active policy it does nothing.
@@ -61,11 +61,11 @@ def results_in(folder: Path | str) -> None:
     session.folder = Path(folder)
     if session.plans and jax.process_index() == 0:
         session.folder.mkdir(parents=True, exist_ok=True)
-        with whole(session.folder / "plan.json") as stream:
+        with atomic_write(session.folder / "plan.json") as stream:
             stream.write(as_json(max(session.plans, key=lambda p: sum(p.counts))).encode())
 
 
-def observes(step: int) -> bool:
+def should_observe(step: int) -> bool:
     """For training programs: is this a step to be measured? That is what `--stats-every` asks for."""
     session = current()
     return session is not None and session.stats_every > 0 and step % session.stats_every == 0
@@ -74,25 +74,27 @@ def observes(step: int) -> bool:
 def observe(step: int, loss: Callable[..., Any], *args: Any) -> None:
     """For training programs: measures a step, if it is one to be measured, and appends its rows to `stats.jsonl`."""
     session = current()
-    if session is None or not observes(step):
+    if session is None or not should_observe(step):
         return
     if loss not in session.measured:
-        session.measured[loss] = Stats(session.policy, loss, session.how)
+        session.measured[loss] = StatsRecorder(session.policy, loss, session.execution)
     rows = session.measured[loss](*args)
     if jax.process_index() == 0:
         _append((session.folder or Path()) / "stats.jsonl", step, rows)
 
 
-class Stats:
+class StatsRecorder:
     """Measures one loss. It is compiled once for each phase of the policy's schedule."""
 
-    def __init__(self, policy: Policy | str | Path, loss: Callable[..., Any], how: How | None = None) -> None:
-        self._policy, self._loss, self._how = as_policy(policy), loss, how or How()
+    def __init__(
+        self, policy: Policy | str | Path, loss: Callable[..., Any], execution: ExecutionOptions | None = None
+    ) -> None:
+        self._policy, self._loss, self._execution = as_policy(policy), loss, execution or ExecutionOptions()
         self._tapped: dict[Phase, Tapped] = {}
         self._measure = jax.jit(self._traced)
 
-    def __call__(self, *args: Any) -> list[Row]:
-        with guarded():
+    def __call__(self, *args: Any) -> list[StatsRow]:
+        with no_reentry():
             found = jax.device_get(self._measure(*args))
         plan = next(iter(self._tapped.values())).plan
         tapped = self._tapped[present(plan)]
@@ -101,7 +103,7 @@ class Stats:
 
     def _traced(self, *args: Any) -> dict[str, Any]:
         traced = trace(self._loss, args, {}, (0,), autodiff.argument_names(self._loss, 1))
-        plan = make_plan(self._policy, analyze(traced.closed, traced.paths), self._how)
+        plan = make_plan(self._policy, analyze(traced.closed, traced.paths), self._execution)
         plan.check()
         tapped = self._tapped[present(plan)] = Tapped(plan)
 
@@ -162,20 +164,20 @@ class Tap:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tapped(how: Tap, lhs: jax.Array, rhs: jax.Array, tap: jax.Array) -> Any:
+def _tapped(site_tap: Tap, lhs: jax.Array, rhs: jax.Array, tap: jax.Array) -> Any:
     del tap
-    return how.run(lhs, rhs)
+    return site_tap.run(lhs, rhs)
 
 
-def _tapped_fwd(how: Tap, lhs: jax.Array, rhs: jax.Array, tap: jax.Array) -> tuple[Any, Any]:
+def _tapped_fwd(site_tap: Tap, lhs: jax.Array, rhs: jax.Array, tap: jax.Array) -> tuple[Any, Any]:
     del tap
-    y, back = jax.vjp(how.run, lhs, rhs)
+    y, back = jax.vjp(site_tap.run, lhs, rhs)
     return y, (back, lhs, rhs)
 
 
-def _tapped_bwd(how: Tap, kept: Any, dy: jax.Array) -> tuple[Any, ...]:
+def _tapped_bwd(site_tap: Tap, kept: Any, dy: jax.Array) -> tuple[Any, ...]:
     back, lhs, rhs = kept
-    return (*back(dy), how.measure(lhs, rhs, dy))
+    return (*back(dy), site_tap.measure(lhs, rhs, dy))
 
 
 _tapped.defvjp(_tapped_fwd, _tapped_bwd)
@@ -236,7 +238,7 @@ class Tapped:
                 values.update(zip(eqn.outvars, found, strict=True))
                 continue
             # As the policy has it: a site without a tap, a container with such sites, or an equation of its own.
-            for made in self._rewriter.equation(eqn, here, fixed, jaxprs.Around())[0]:
+            for made in self._rewriter.equation(eqn, here, fixed, jaxprs.AxisEnv())[0]:
                 values.update(zip(made.outvars, jaxprs.bind(made, *map(read, made.invars)), strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -260,8 +262,8 @@ class Tapped:
         done = self._rewriter.done(here, layer)
         if done is None:
             return jaxprs.bind(eqn, *given)
-        how = self._known[here, layer] = Tap(site, *done)
-        return [_tapped(how, *given, tap)]
+        site_tap = self._known[here, layer] = Tap(site, *done)
+        return [_tapped(site_tap, *given, tap)]
 
     def _scan(
         self, eqn: Any, held: Any, here: Address, fixed: Fixed, given: list[Any], taps: Taps
@@ -271,7 +273,9 @@ class Tapped:
         consts, rest = given[: parts.consts], given[parts.consts :]
         carry, xs = rest[: parts.carry], rest[parts.carry :]
         stack = self._rewriter.stack(here)
-        runs = [Run(0, params["length"])] if stack is None else self._rewriter.runs(stack, inside, fixed)
+        runs = (
+            [LayerRange(0, params["length"])] if stack is None else self._rewriter.runs(stack, inside, fixed)
+        )
         pieces: list[Any] = []
         for run in reversed(runs) if params["reverse"] else runs:
             held_at = fixed if stack is None else {**fixed, here: run.start}
@@ -293,7 +297,7 @@ class Tapped:
 
     # ---- what came out
 
-    def rows(self, taps: Mapping[Address, np.ndarray]) -> Iterator[Row]:
+    def rows(self, taps: Mapping[Address, np.ndarray]) -> Iterator[StatsRow]:
         for address, scans in self._scans.items():
             site = self._sites[address]
             stacks = [s.address for s in site.stacks]
@@ -303,7 +307,7 @@ class Tapped:
             for layer in site.layers():
                 yield from self._layer_rows(site, layer, found[layer])
 
-    def _layer_rows(self, site: Site, layer: Layer, found: np.ndarray) -> Iterator[Row]:
+    def _layer_rows(self, site: Site, layer: Layer, found: np.ndarray) -> Iterator[StatsRow]:
         recipe = self._decisions[site.address, layer].recipe
         alike = (tap for (a, _), tap in self._known.items() if a == site.address and tap.recipe == recipe)
         tap = next(alike, None)
@@ -317,7 +321,7 @@ class Tapped:
                 yield {**where, "operand": name, "format": form, **told(found[..., at, :])}
 
 
-def _named(path: Names, otherwise: str = "") -> Row:
+def _named(path: Names, otherwise: str = "") -> StatsRow:
     """A path without its index, and the index: the layer."""
     indices = [n.index for n in path if n.index is not None]
     return {
@@ -347,7 +351,7 @@ def _cosine(a: jax.Array, b: jax.Array, by_layer: bool) -> jax.Array:
     return jnp.sum(x * y, 1) / jnp.sqrt(jnp.sum(x * x, 1) * jnp.sum(y * y, 1))
 
 
-def _gradient_rows(plan: Plan, cosines: Sequence[np.ndarray]) -> Iterator[Row]:
+def _gradient_rows(plan: Plan, cosines: Sequence[np.ndarray]) -> Iterator[StatsRow]:
     stacks = _stacks(plan)
     for path, found in zip(plan.sites.parameters, cosines, strict=True):
         for at, cosine in enumerate(found.tolist()):
@@ -367,11 +371,11 @@ def _number(value: Any) -> float | None:
 # ---- files
 
 
-def _append(path: Path, step: int, rows: Sequence[Row]) -> None:
+def _append(path: Path, step: int, rows: Sequence[StatsRow]) -> None:
     """Adds rows to a file, whole. Those of the same step and later ones are of a run that was taken up again."""
     lines = path.read_text().splitlines() if path.exists() else []
     kept = [line for line in lines if json.loads(line)["step"] < step]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as stream:
+    with atomic_write(path) as stream:
         stream.write("".join(f"{line}\n" for line in kept).encode())
         stream.write("".join(json.dumps({"step": step, **row}) + "\n" for row in rows).encode())

@@ -19,7 +19,7 @@ from math import ceil
 from typing import Any
 
 from policyc.compiler.pipeline import compiled, present, session_of
-from policyc.compiler.plan import How, Plan
+from policyc.compiler.plan import ExecutionOptions, Plan
 from policyc.compiler.sites import Layer, Site
 from policyc.hardware import hlo
 from policyc.jaxcore import jaxprs, relocate
@@ -55,7 +55,7 @@ class NotPossible(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ProductRow:
     """One product of a run of layers of a site: what it was planned to be, and what was found."""
 
     site: str
@@ -90,7 +90,7 @@ class Moved:
 class Report:
     target: str
     devices: int
-    rows: tuple[Row, ...]
+    rows: tuple[ProductRow, ...]
     memory: Mapping[str, int]
     device_memory: int
     collectives: tuple[Moved, ...]
@@ -100,7 +100,7 @@ class Report:
     text: str = field(repr=False)
 
     @property
-    def missing(self) -> tuple[Row, ...]:
+    def missing(self) -> tuple[ProductRow, ...]:
         return tuple(row for row in self.rows if row.missing)
 
     @property
@@ -159,15 +159,23 @@ def _with_cudnn(description: str) -> str:
 
 
 def compile_step(
-    step: Any, arguments: Sequence[Any], policy: Policy, how: How, devices: int, parts: int = 1
+    step: Any,
+    arguments: Sequence[Any],
+    policy: Policy,
+    execution: ExecutionOptions,
+    devices: int,
+    parts: int = 1,
 ) -> Report:
-    """A jitted step with its losses under a policy, compiled for the target of `how`. It runs a loss `parts` times."""
+    """A jitted step with its losses under a policy, compiled for the target of `execution`.
+
+    It runs a loss `parts` times.
+    """
     begin = time.perf_counter()
-    with session_of(policy, how) as session:
+    with session_of(policy, execution) as session:
         lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
     if not any(len(plan.sites) for plan in session.plans):
         raise NotPossible("the step differentiates no loss with a GEMM")
-    return _report(*_timed(lowered, begin), session.plans, how, devices, parts)
+    return _report(*_timed(lowered, begin), session.plans, execution, devices, parts)
 
 
 def compile_loss(plan: Plan, device: Any) -> Report:
@@ -199,12 +207,12 @@ def compile_loss(plan: Plan, device: Any) -> Report:
         made = _timed(lowered, begin)
     except ValueError as error:
         raise NotPossible(f"the program's loss cannot leave the devices it was traced on: {error}") from None
-    return _report(*made, [plan], plan.how, 1)
+    return _report(*made, [plan], plan.execution, 1)
 
 
-def compile_jitted(jitted: Jitted, plans: Sequence[Plan], how: How, count: int) -> Report:
-    """A jitted function of a program, compiled for some devices of the target of `how`."""
-    assert how.target is not None
+def compile_jitted(jitted: Jitted, plans: Sequence[Plan], execution: ExecutionOptions, count: int) -> Report:
+    """A jitted function of a program, compiled for some devices of the target of `execution`."""
+    assert execution.target is not None
     try:
         uses = max(1, len(relocate.used(jitted)))
     except relocate.CallsBack as where:
@@ -217,8 +225,8 @@ def compile_jitted(jitted: Jitted, plans: Sequence[Plan], how: How, count: int) 
             "in the program a mesh of all jax.devices()"
         )
     begin = time.perf_counter()
-    lowered = relocate.lowered(jitted, devices_of(how.target, count), "cuda")
-    return _report(*_timed(lowered, begin), plans, how, count)
+    lowered = relocate.lowered(jitted, devices_of(execution.target, count), "cuda")
+    return _report(*_timed(lowered, begin), plans, execution, count)
 
 
 def _timed(lowered: Any, begin: float) -> tuple[Any, tuple[float, float]]:
@@ -232,17 +240,17 @@ def _report(
     executable: Any,
     seconds: tuple[float, float],
     plans: Sequence[Plan],
-    how: How,
+    execution: ExecutionOptions,
     devices: int,
     parts: int = 1,
 ) -> Report:
-    assert how.target is not None
+    assert execution.target is not None
     text = executable.as_text()
     module = hlo.read(text)
     stats = executable.memory_analysis()
     kernels = [r for r in module.ran if r.is_kernel]
     return Report(
-        target=how.target.name,
+        target=execution.target.name,
         devices=devices,
         rows=tuple(row for plan in plans for row in rows(plan, module, parts)),
         memory={
@@ -252,7 +260,7 @@ def _report(
             "temporaries": stats.temp_size_in_bytes,
             "code": stats.generated_code_size_in_bytes,
         },
-        device_memory=how.target.chip.memory_bytes,
+        device_memory=execution.target.chip.memory_bytes,
         collectives=tuple(moved(module)),
         kernels=sum(r.times for r in kernels),
         kernel_bytes=sum(r.times * (r.read + r.written) for r in kernels),
@@ -264,7 +272,7 @@ def _report(
 # ---- products
 
 
-def rows(plan: Plan, module: hlo.Module, parts: int = 1) -> Iterator[Row]:
+def rows(plan: Plan, module: hlo.Module, parts: int = 1) -> Iterator[ProductRow]:
     """Every quantized product of a plan, with the calls found for it in a step that runs the loss `parts` times.
 
     Runs of layers, and weights of one name in a list, have a name in the program together: of what is found under it,
@@ -282,7 +290,7 @@ def rows(plan: Plan, module: hlo.Module, parts: int = 1) -> Iterator[Row]:
         yield replace(row, found=there * row.expected // expected[tag, row.call])
 
 
-def _planned(plan: Plan, site: Site, parts: int = 1) -> Iterator[Row]:
+def _planned(plan: Plan, site: Site, parts: int = 1) -> Iterator[ProductRow]:
     decisions = plan.decisions(present(plan))
     for decision, group in itertools.groupby(site.layers(), key=lambda la: decisions[site.address, la]):
         layers = list(group)
@@ -292,7 +300,7 @@ def _planned(plan: Plan, site: Site, parts: int = 1) -> Iterator[Row]:
             runs, format = decision.runs(gemm), decision.recipe.product(gemm)[0].format
             if not runs.backend:
                 continue
-            yield Row(
+            yield ProductRow(
                 site=site.name,
                 layers=(layers[0], layers[-1]) if site.stacks else None,
                 gemm=gemm,

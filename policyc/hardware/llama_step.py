@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from policyc.compiler import pipeline
-from policyc.hardware.step_cost import Block, Mesh, Work
+from policyc.hardware.step_cost import BlockShape, Mesh, Work
 from policyc.language.bundled import folder
 from policyc.language.diagnostics import did_you_mean
 from policyc.language.policy import Policy
@@ -58,7 +58,7 @@ def work(policy: Policy, name: str, mesh: Mesh, sizes: Sizes, backend: str) -> W
     # Traced on one device with plain attention: so its products are seen. Neither changes a GEMM.
     model = dataclasses.replace(model, attention="xla", loss_chunks=1)
     plan = pipeline.plan(policy, _loss(model), *_shapes(model, run.batch // run.accumulate, run.sequence))
-    block = Block(
+    block = BlockShape(
         layers=model.layers,
         width=model.width,
         heads_width=model.heads * model.head_dim,

@@ -57,7 +57,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class BlockShape:
     """What the axes inside a sequence move: the sizes of a transformer's block. Only a known model has one."""
 
     layers: int
@@ -79,7 +79,7 @@ class Work:
     causal: bool = False
     remat: str = "none"
     backend: str = "te"
-    block: Block | None = None
+    block: BlockShape | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,7 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
-def in_key(default: Any = None) -> Any:
+def jit_cache_context(default: Any = None) -> Any:
     """A context whose value is part of the key under which JAX keeps what it traced and compiled."""
     make: Any = jax.make_user_context
     return make(default)

@@ -33,18 +33,18 @@ if jax.__version_info__ >= (0, 12):
     FULL_8_BIT_SUMS = lax.Precision.HIGHEST
 
 Shape = tuple[tuple[int, ...], Any]
-Source = tuple[int, int] | None
+DimSource = tuple[int, int] | None
 """Where a dimension of a result comes from: an operand, and one of its dimensions counted from the end."""
-Body = Callable[..., Sequence[jax.Array]]
+Implementation = Callable[..., Sequence[jax.Array]]
 
 
 def define(
     name: str,
-    body: Body,
+    body: Implementation,
     shapes: Callable[..., Sequence[Shape]],
-    sources: Callable[..., Sequence[Sequence[Source]]],
-    platforms: Mapping[str, Body] | None = None,
-    alone: Mapping[str, Body] | None = None,
+    sources: Callable[..., Sequence[Sequence[DimSource]]],
+    platforms: Mapping[str, Implementation] | None = None,
+    alone: Mapping[str, Implementation] | None = None,
     needs_devices: bool = False,
     local: str = "",
 ) -> Primitive:
@@ -84,7 +84,7 @@ def define(
             out.append(aval)
         return out
 
-    def mapped_body(f: Body) -> Body:
+    def mapped_body(f: Implementation) -> Implementation:
         def run(*args: jax.Array, mapped: tuple[tuple[bool, ...], ...], **params: Any) -> Sequence[jax.Array]:
             g: Callable[..., Sequence[jax.Array]] = partial(f, **params)
             for level in reversed(mapped):
@@ -156,15 +156,17 @@ def _run(primitive: Primitive, *args: Any, **params: Any) -> Sequence[jax.Array]
 
 
 @cache
-def _compiled(body: Body, params: tuple[tuple[str, Any], ...]) -> Any:
+def _compiled(body: Implementation, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(partial(body, **dict(params)))
 
 
 _ELSEWHERE = "use --backend auto there"
 
 
-def _lowered(body: Body, alone: Body | None = None, local: str = "") -> Callable[..., Any]:
-    def cached(chosen: Body, *args: jax.Array, **params: Any) -> Any:
+def _lowered(
+    body: Implementation, alone: Implementation | None = None, local: str = ""
+) -> Callable[..., Any]:
+    def cached(chosen: Implementation, *args: jax.Array, **params: Any) -> Any:
         # An inner jit: the same equation twice in a program is traced and lowered once.
         return _compiled(chosen, tuple(sorted(params.items())))(*args)
 

@@ -2,7 +2,7 @@
 
 In: equations and jaxprs of any supported JAX. Out: their sub-jaxprs, scopes and operands under one form, and
 new equations made from old ones. The one trap: JAX 0.10 keeps constants in a `ClosedJaxpr` around a `Jaxpr`,
-and 0.12 has one class for both. `Body` stands for either; what a container held is what it gets back.
+and 0.12 has one class for both. `SubJaxpr` stands for either; what a container held is what it gets back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DropVar = core.DropVar
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class SubJaxpr:
     """A jaxpr inside an equation: where it is kept, and how it was closed."""
 
     key: str
@@ -80,16 +80,16 @@ def _is_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns") and hasattr(value, "outvars")
 
 
-def bodies(eqn: Eqn) -> tuple[Body, ...]:
+def bodies(eqn: Eqn) -> tuple[SubJaxpr, ...]:
     """The jaxprs in the parameters of an equation, in the order of their names."""
-    found: list[Body] = []
+    found: list[SubJaxpr] = []
     for key, value in eqn.params.items():
         if _is_jaxpr(value):
-            found.append(Body(key, None, value))
+            found.append(SubJaxpr(key, None, value))
         elif isinstance(value, tuple | list):
-            found += [Body(key, at, item) for at, item in enumerate(value) if _is_jaxpr(item)]
+            found += [SubJaxpr(key, at, item) for at, item in enumerate(value) if _is_jaxpr(item)]
         elif _is_jaxpr(getattr(value, "jaxpr", None)):  # an object that stands for a primitive and holds one
-            found.append(Body(key, None, value.jaxpr))
+            found.append(SubJaxpr(key, None, value.jaxpr))
     return tuple(found)
 
 
@@ -97,7 +97,7 @@ def has_bodies(eqn: Eqn) -> bool:
     return bool(bodies(eqn))
 
 
-def with_bodies(eqn: Eqn, replaced: Sequence[tuple[Body, Any]]) -> Eqn:
+def with_bodies(eqn: Eqn, replaced: Sequence[tuple[SubJaxpr, Any]]) -> Eqn:
     """The equation with other jaxprs in the places of some."""
     params = dict(eqn.params)
     for body, new in replaced:
@@ -111,7 +111,10 @@ def with_bodies(eqn: Eqn, replaced: Sequence[tuple[Body, Any]]) -> Eqn:
 
 
 def with_operands(
-    eqn: Eqn, made: Sequence[tuple[Body, Any]], more: Sequence[Sequence[Atom]], stacked: Sequence[bool] = ()
+    eqn: Eqn,
+    made: Sequence[tuple[SubJaxpr, Any]],
+    more: Sequence[Sequence[Atom]],
+    stacked: Sequence[bool] = (),
 ) -> Eqn:
     """The equation with other jaxprs in the places of its own, which take more inputs behind theirs.
 
@@ -173,7 +176,7 @@ def scan_params(eqn: Eqn, key: str, held: Any, stacked: Sequence[bool]) -> dict[
     return changed
 
 
-def _while_with(eqn: Eqn, made: Sequence[tuple[Body, Any]], more: Sequence[Sequence[Atom]]) -> Eqn:
+def _while_with(eqn: Eqn, made: Sequence[tuple[SubJaxpr, Any]], more: Sequence[Sequence[Atom]]) -> Eqn:
     """A while loop whose jaxprs have more inputs: each has constants of its own."""
     counts = {"cond_jaxpr": eqn.params["cond_nconsts"], "body_jaxpr": eqn.params["body_nconsts"]}
     taken = {body.key: list(group) for (body, _), group in zip(made, more, strict=True)}
@@ -306,18 +309,18 @@ def place(eqn: Eqn) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class AxisEnv:
     """What an equation is traced in: the axes of the shard_maps around it, and whether they check variance."""
 
     axes: tuple[tuple[str, int], ...] = ()
     check_vma: bool = True
 
-    def inside(self, shard_map: Eqn) -> Around:
-        return Around((*self.axes, *axis_sizes(shard_map)), bool(shard_map.params.get("check_vma", True)))
+    def inside(self, shard_map: Eqn) -> AxisEnv:
+        return AxisEnv((*self.axes, *axis_sizes(shard_map)), bool(shard_map.params.get("check_vma", True)))
 
 
 @contextlib.contextmanager
-def _within(eqn: Eqn, around: Around) -> Iterator[None]:
+def _within(eqn: Eqn, around: AxisEnv) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if around.axes:
             stack.enter_context(core.extend_axis_env_nd(list(around.axes)))
@@ -326,7 +329,7 @@ def _within(eqn: Eqn, around: Around) -> Iterator[None]:
         yield
 
 
-def traced(f: Callable[..., Any], avals: Sequence[Aval], eqn: Eqn, around: Around) -> Any:
+def traced(f: Callable[..., Any], avals: Sequence[Aval], eqn: Eqn, around: AxisEnv) -> Any:
     """The closed jaxpr of a function of arrays, traced as if it stood where an equation stands."""
     with _within(eqn, around):
         return jax.make_jaxpr(f)(*avals)
@@ -419,7 +422,7 @@ def at(eqn: Eqn) -> Iterator[None]:
         yield
 
 
-def word_aval(eqn: Eqn, around: Around) -> Aval:
+def word_aval(eqn: Eqn, around: AxisEnv) -> Aval:
     """The type of one uint32, as it is where an equation stands."""
     with _within(eqn, around):
         return core.ShapedArray((), np.dtype(np.uint32))

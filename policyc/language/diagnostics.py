@@ -19,7 +19,7 @@ _SENTENCE = 400  # characters of a message: it may quote a name of a megabyte
 _LONGEST_NAME = 64  # names longer than this get no suggestion
 
 
-class Source:
+class SourceText:
     """A policy's text and where it came from. Compares by identity."""
 
     __slots__ = ("_starts", "path", "text")
@@ -54,9 +54,9 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A half-open range of characters in a `Source`."""
+    """A half-open range of characters in a `SourceText`."""
 
-    source: Source
+    source: SourceText
     start: int
     end: int
 

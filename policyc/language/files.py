@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def whole(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Whoever reads the file sees the old one or the new one; where writing fails, nothing is left behind."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from policyc.language import bundled
 from policyc.language.checks import Faults, Scope, check
-from policyc.language.diagnostics import Diagnostic, Note, PolicyError, Source, Span, closest
+from policyc.language.diagnostics import Diagnostic, Note, PolicyError, SourceText, Span, closest
 from policyc.language.formats import FORMATS
 from policyc.language.parser import LONGEST, Block, File, Import, Statement, read
 from policyc.language.policy import Policy, RecipeDef, Rule, Variant, When
@@ -43,7 +43,7 @@ def load(policy: str | Path) -> Policy:
 
 def inspect(text: str, *, path: str | Path | None = None, shown: str | None = None) -> Loaded:
     """Like `parse`, but hands back the faults instead of raising them. `shown` is the path to print."""
-    source = Source(text.removeprefix("\ufeff"), shown or (str(path) if path is not None else "<policy>"))
+    source = SourceText(text.removeprefix("\ufeff"), shown or (str(path) if path is not None else "<policy>"))
     loader = _Loader()
     file = loader.read(source)
     loader.expand(file.statements, None if path is None else Path(path))
@@ -91,7 +91,7 @@ def read_text(path: Path) -> str:
 
 def unreadable(path: str, reason: str, help: str = "") -> PolicyError:
     """The error for a file that could not be read at all."""
-    span = Span(Source("", path), 0, 0)
+    span = Span(SourceText("", path), 0, 0)
     return PolicyError([Diagnostic(code="unreadable-file", message=reason, span=span, help=help)])
 
 
@@ -109,12 +109,12 @@ class _Loader(Faults):
         self._files: dict[Path, File | None] = {}
         self._imports = 0
 
-    def read(self, source: Source) -> File:
+    def read(self, source: SourceText) -> File:
         file, found = read(source)
         self.found += found
         return file
 
-    def policy(self, source: Source) -> Policy:
+    def policy(self, source: SourceText) -> Policy:
         check(self, self.base, [scope for _, scope in self.variants.values()])
         return Policy(
             rules=tuple(self.base.rules),
@@ -250,7 +250,7 @@ class _Loader(Faults):
             note = Note(statement.span, "imported from here")
             before = len(self.found)
             try:
-                self._files[real] = self.read(Source(read_text(path).removeprefix("\ufeff"), str(path)))
+                self._files[real] = self.read(SourceText(read_text(path).removeprefix("\ufeff"), str(path)))
             except PolicyError as error:
                 self.found += error.diagnostics
             self.found[before:] = [replace(d, notes=(*d.notes, note)) for d in self.found[before:]]

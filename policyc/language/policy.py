@@ -16,14 +16,14 @@ from itertools import groupby
 from typing import Literal
 
 from policyc.language import recipes
-from policyc.language.diagnostics import Source, Span
+from policyc.language.diagnostics import SourceText, Span
 from policyc.language.recipes import OPTIONS, PRODUCTS, Gemm, Recipe, Value
 
 _COMPARE = {
     "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
 
-_NOWHERE = Span(Source("", "<built>"), 0, 0)
+_NOWHERE = Span(SourceText("", "<built>"), 0, 0)
 
 
 def _span() -> Span:
@@ -365,7 +365,7 @@ class Policy:
     rules: tuple[Rule, ...] = ()
     recipes: tuple[RecipeDef, ...] = ()
     variants: tuple[Variant, ...] = ()
-    source: Source = field(default=_NOWHERE.source, compare=False, repr=False)
+    source: SourceText = field(default=_NOWHERE.source, compare=False, repr=False)
 
     def __str__(self) -> str:
         lines = [*_lines(self.recipes, self.rules), *map(str, self.variants)]

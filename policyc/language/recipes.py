@@ -33,9 +33,9 @@ class Role(StrEnum):
     GRADIENT = "gradient"
 
 
-Operand = tuple[Gemm, Role]
+OperandId = tuple[Gemm, Role]
 
-OPERANDS: tuple[Operand, ...] = (
+OPERANDS: tuple[OperandId, ...] = (
     (Gemm.FPROP, Role.ACTIVATION),
     (Gemm.FPROP, Role.WEIGHT),
     (Gemm.DGRAD, Role.GRADIENT),
@@ -54,7 +54,7 @@ PRODUCTS: dict[str, frozenset[Gemm]] = {
 
 _ROLE_WORDS = {"weights": Role.WEIGHT, "activations": Role.ACTIVATION, "grad": Role.GRADIENT}
 
-TARGETS: dict[str, frozenset[Operand]] = {
+OPERAND_GROUPS: dict[str, frozenset[OperandId]] = {
     "none": frozenset(),
     "all": frozenset(OPERANDS),
     **{word: frozenset(o for o in OPERANDS if o[0] in gemms) for word, gemms in PRODUCTS.items()},
@@ -72,7 +72,7 @@ _ALIASES = {
     "weight": "weights", "activation": "activations", "gradient": "grad", "gradients": "grad", "grads": "grad",
 }  # fmt: skip
 
-Value = frozenset[Operand] | str | int | Fraction | bool
+Value = frozenset[OperandId] | str | int | Fraction | bool
 Kind = Literal["targets", "choice", "size", "ratio", "flag"]
 
 
@@ -93,7 +93,7 @@ class Option:
         if self.kind == "targets":
             if not words or any(w not in self.choices for w in words):
                 return None
-            return frozenset().union(*(TARGETS[w] for w in words))
+            return frozenset().union(*(OPERAND_GROUPS[w] for w in words))
         if len(words) != 1:
             return None
         if self.kind == "ratio":
@@ -134,8 +134,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             name="rht",
             kind="targets",
-            choices=tuple(TARGETS),
-            default=TARGETS["none"],
+            choices=tuple(OPERAND_GROUPS),
+            default=OPERAND_GROUPS["none"],
             summary="random Hadamard transform of these operands",
         ),
         Option(
@@ -148,8 +148,8 @@ OPTIONS: dict[str, Option] = {
         Option(
             name="sr",
             kind="targets",
-            choices=tuple(TARGETS),
-            default=TARGETS["none"],
+            choices=tuple(OPERAND_GROUPS),
+            default=OPERAND_GROUPS["none"],
             summary="stochastic rounding of these operands",
         ),
         Option(
@@ -162,7 +162,7 @@ OPTIONS: dict[str, Option] = {
             name="scale2d",
             kind="targets",
             choices=("weights", "none"),
-            default=TARGETS["none"],
+            default=OPERAND_GROUPS["none"],
             summary="one scale per 16x16 tile, so that a weight and its transpose share codes",
         ),
         Option(
@@ -268,7 +268,7 @@ def split(parts: Mapping[Gemm, Recipe]) -> Recipe:
     return Recipe(tuple(parts.get(gemm, kept).of(gemm, role) for gemm, role in OPERANDS))
 
 
-def _treatment(format: str, chosen: Mapping[str, Any], operand: Operand) -> Treatment:
+def _treatment(format: str, chosen: Mapping[str, Any], operand: OperandId) -> Treatment:
     ms_eden = chosen.get("rounding") == "ms_eden"
     stochastic = not ms_eden and operand in chosen.get("sr", ())
     rotated = operand in chosen.get("rht", ())

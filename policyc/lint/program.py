@@ -70,7 +70,7 @@ def is_head(context: Context, site: Site) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ScanSplit:
     """A scanned stack whose layers are not treated alike: into what it is cut, by which rule, and when."""
 
     name: str
@@ -79,19 +79,19 @@ class Split:
     phase: str
 
 
-def splits(context: Context) -> Iterator[Split]:
+def splits(context: Context) -> Iterator[ScanSplit]:
     """The stacks that a policy cuts, each as it is cut into most parts."""
     plan = context.plan
     if plan is None:
         return
-    found: dict[Address, Split] = {}
+    found: dict[Address, ScanSplit] = {}
     for phase in plan.phases:
         for address, (site, cuts, rule) in _cuts(plan, phase).items():
             size = next(s.size for s in site.stacks if s.address == address)
             bounds = [0, *sorted(cuts), size]
             parts = tuple(range(a, b) for a, b in itertools.pairwise(bounds))
             if address not in found or len(parts) > len(found[address].parts):
-                found[address] = Split(site.name, parts, plan.policy.rules[rule], plan.label(phase))
+                found[address] = ScanSplit(site.name, parts, plan.policy.rules[rule], plan.label(phase))
     yield from found.values()
 
 

@@ -28,7 +28,7 @@ from policyc.language.treatments import effective
 from policyc.numerics import primitives
 from policyc.numerics.backends.emulate import Dims, Operand
 from policyc.numerics.quantize import Axes, Key, Quantized, dequantize, key
-from policyc.numerics.quantize.bits import stored
+from policyc.numerics.quantize.bits import materialize
 
 Weight = Literal["lhs", "rhs"] | None
 Backends = tuple[str, str, str]
@@ -40,7 +40,7 @@ SAVED = "quantization"
 """The name of quantized tensors, for policies of `jax.checkpoint`."""
 
 
-class Ready(NamedTuple):
+class Prequantized(NamedTuple):
     """An operand that is quantized already: as fprop takes it, and as its backward product does where its codes are
     others.
     """
@@ -49,12 +49,12 @@ class Ready(NamedTuple):
     backward: Quantized | None = None
 
 
-Pair = tuple[Ready, Ready]
-NOT_READY: Pair = (Ready(), Ready())
+Pair = tuple[Prequantized, Prequantized]
+NOT_READY: Pair = (Prequantized(), Prequantized())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class GemmSpec:
     """All of a product that is known before it runs."""
 
     dims: Dims
@@ -69,7 +69,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class OperandSpec:
     """An operand in a product: what is done to it, along which axes, and which of them are tokens."""
 
     treatment: Treatment
@@ -83,8 +83,8 @@ class Product:
     """One of the three GEMMs: its operands, how they meet, and how its result is turned into place."""
 
     gemm: Gemm
-    left: Side
-    right: Side
+    left: OperandSpec
+    right: OperandSpec
     dims: Dims
     order: tuple[int, ...]
     backend: str
@@ -121,7 +121,7 @@ def quantized_dot_general(
 
     `weight` is the operand that is a parameter, or None. `seed`, `site`, `layer` and `step` (the last two
     may be traced) key stochastic rounding, together with the bits of each tensor's maximum; `rounding` is such a
-    key itself. `ready` is what `prepared` made of lhs and of rhs; gradients still go to the operands themselves.
+    key itself. `ready` is what `prequantize` made of lhs and of rhs; gradients still go to the operands themselves.
     """
     dims = _as_dims(dimension_numbers)
     out = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
@@ -141,11 +141,11 @@ def quantized_dot_general(
     return _gemm(call, a, b, ready, rounding or key(seed, site, *words)).reshape(form.shape)
 
 
-def prepared(
+def prequantize(
     array: jax.Array, other: jax.ShapeDtypeStruct, dimension_numbers: Any, recipe: Recipe, *,
     operand: Literal["lhs", "rhs"], weight: Weight, products: frozenset[Gemm], site: int | str = 0,
     backends: Backends = EMULATED,
-) -> Ready:  # fmt: skip
+) -> Prequantized:  # fmt: skip
     """An operand as `quantized_dot_general` quantizes it, beforehand. `other` is the shape of the other one.
 
     What is random, or a mean and a rest, stays to be done where the product is; so does what no product reads.
@@ -157,7 +157,7 @@ def prepared(
     turn, turn_other = (form.lhs, form.rhs)[::way]
     own, like = turn(array), jax.eval_shape(turn_other, other)
     if operand == weight:
-        own = stored(own)  # it is made by a cast: it is written first, and read again in half the bytes
+        own = materialize(own)  # it is made by a cast: it is written first, and read again in half the bytes
     lhs, rhs = (shape_of(own), like)[::way]
     fprop, d_lhs, d_rhs = _products(_call(form, chosen, lhs, rhs, weight, site, backends))
     if operand == "lhs":
@@ -165,7 +165,7 @@ def prepared(
     else:
         forward, backward, back = fprop.right, d_lhs.right, d_lhs
 
-    def made(side: Side, product: Product) -> Quantized | None:
+    def made(side: OperandSpec, product: Product) -> Quantized | None:
         t = side.treatment
         if not FORMATS[t.format].quantized or t.rounding != "rne" or t.mean_split:
             return None
@@ -173,7 +173,7 @@ def prepared(
         return cast("Quantized", found)
 
     apart = back.gemm in products and not _shared(forward, backward)
-    return Ready(made(forward, fprop), made(backward, back) if apart else None)
+    return Prequantized(made(forward, fprop), made(backward, back) if apart else None)
 
 
 def _as_dims(numbers: Any) -> Dims:
@@ -186,7 +186,7 @@ def _free(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CanonicalDot:
     """A product whose blocks run along single dimensions: how each operand is turned, and what comes out."""
 
     lhs: Callable[[jax.Array], jax.Array]
@@ -195,7 +195,7 @@ class Form:
     shape: tuple[int, ...]
 
 
-def _canonical(lhs: tuple[int, ...], rhs: tuple[int, ...], dims: Dims, recipe: Recipe) -> Form:
+def _canonical(lhs: tuple[int, ...], rhs: tuple[int, ...], dims: Dims, recipe: Recipe) -> CanonicalDot:
     """Operands whose blocks run along single dimensions, and the shape of the original result.
 
     Blocks run along the contracted dimensions as if they were one. Where the last of them has whole blocks,
@@ -212,7 +212,7 @@ def _canonical(lhs: tuple[int, ...], rhs: tuple[int, ...], dims: Dims, recipe: R
         return not sizes or (any(s > 1 for s in sizes[:-1]) and sizes[-1] % unit != 0)
 
     if not (awkward(lhs, lc) or awkward(lhs, lf) or awkward(rhs, rf)):
-        return Form(_as_is, _as_is, dims, shape)
+        return CanonicalDot(_as_is, _as_is, dims, shape)
 
     def turned(*groups: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
         batch, *merged = groups
@@ -226,7 +226,7 @@ def _canonical(lhs: tuple[int, ...], rhs: tuple[int, ...], dims: Dims, recipe: R
 
     n = len(lb)
     batch = tuple(range(n))
-    return Form(turned(lb, lf, lc), turned(rb, rc, rf), (((n + 1,), (n,)), (batch, batch)), shape)
+    return CanonicalDot(turned(lb, lf, lc), turned(rb, rc, rf), (((n + 1,), (n,)), (batch, batch)), shape)
 
 
 def _as_is(x: jax.Array) -> jax.Array:
@@ -234,17 +234,17 @@ def _as_is(x: jax.Array) -> jax.Array:
 
 
 def _call(
-    form: Form, recipe: Recipe, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, weight: Weight,
+    form: CanonicalDot, recipe: Recipe, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, weight: Weight,
     site: int | str, backends: Backends, *, out: Any = None, precision: Any = None,
-) -> Call:  # fmt: skip
+) -> GemmSpec:  # fmt: skip
     """The product of operands in this form. Its type and precision matter only where it runs."""
-    return Call(
+    return GemmSpec(
         dims=form.dims, recipe=recipe, weight=weight, out=out, precision=precision, lhs=lhs, rhs=rhs,
         backends=backends, site=str(site),
     )  # fmt: skip
 
 
-def _products(call: Call) -> tuple[Product, Product, Product]:
+def _products(call: GemmSpec) -> tuple[Product, Product, Product]:
     """The product, the one for the gradient of lhs, and the one for that of rhs."""
     (lc, rc), (lb, rb) = call.dims
     ln, rn, nb = len(call.lhs.shape), len(call.rhs.shape), len(lb)
@@ -268,7 +268,7 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
     def side(
         gemm: Gemm, role: Role, ndim: int, contract: tuple[int, ...], batch: tuple[int, ...],
         tokens: tuple[int, ...], name: str,
-    ) -> Side:  # fmt: skip
+    ) -> OperandSpec:  # fmt: skip
         if gemm is Gemm.DGRAD and role is Role.ACTIVATION:
             t = replace(of(gemm, Role.WEIGHT), tile2d=False)
         else:
@@ -281,7 +281,7 @@ def _products(call: Call) -> tuple[Product, Product, Product]:
             tile=free[-1] - ndim,
             both=two_orders and role is not Role.WEIGHT and not batch,
         )
-        return Side(treatment=t, axes=axes, tokens=tokens, name=f"{gemm}.{name}")
+        return OperandSpec(treatment=t, axes=axes, tokens=tokens, name=f"{gemm}.{name}")
 
     fprop = Product(
         gemm=Gemm.FPROP,
@@ -328,7 +328,9 @@ def _order(ndim: int, *groups: tuple[int, ...]) -> tuple[int, ...]:
 Parts = tuple[Operand, ...]
 
 
-def _parts(x: jax.Array, side: Side, product: Product, k: Key, signs: Key, *, save: bool = False) -> Parts:
+def _parts(
+    x: jax.Array, side: OperandSpec, product: Product, k: Key, signs: Key, *, save: bool = False
+) -> Parts:
     """The operand as it enters a product: cast, or quantized, or its mean over tokens and the rest,
     quantized.
     """
@@ -336,7 +338,7 @@ def _parts(x: jax.Array, side: Side, product: Product, k: Key, signs: Key, *, sa
         return _entering(x, side, product, k, signs, save)
 
 
-def _entering(x: jax.Array, side: Side, product: Product, k: Key, signs: Key, save: bool) -> Parts:
+def _entering(x: jax.Array, side: OperandSpec, product: Product, k: Key, signs: Key, save: bool) -> Parts:
     t = side.treatment
     if not FORMATS[t.format].quantized:
         return (x.astype(_CASTS[t.format]) if t.format in _CASTS else x,)
@@ -389,7 +391,7 @@ def _multiplied(product: Product, left: Parts, right: Parts, out: Any, tokens: i
     return y.astype(out).transpose(product.order)
 
 
-def _ordered(parts: Parts, side: Side) -> Parts:
+def _ordered(parts: Parts, side: OperandSpec) -> Parts:
     """With the codes in the order that a product reads, where there are both."""
 
     def ordered(part: Operand) -> Operand:
@@ -408,7 +410,7 @@ def _plain(left: jax.Array, right: jax.Array, product: Product, out: Any) -> jax
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gemm(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Pair, k: Key) -> jax.Array:
+def _gemm(call: GemmSpec, lhs: jax.Array, rhs: jax.Array, ready: Pair, k: Key) -> jax.Array:
     return _forward(call, lhs, rhs, ready, k)[0]
 
 
@@ -416,12 +418,12 @@ def _kept(product: Product) -> bool:
     return product.left.treatment.format == "keep"
 
 
-def _original(call: Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _original(call: GemmSpec, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return lax.dot_general(lhs, rhs, call.dims, precision=call.precision, preferred_element_type=call.out)
 
 
 def _forward(
-    call: Call, lhs: jax.Array, rhs: jax.Array, ready: Pair, k: Key, *, save: bool = False
+    call: GemmSpec, lhs: jax.Array, rhs: jax.Array, ready: Pair, k: Key, *, save: bool = False
 ) -> tuple[jax.Array, Parts, Parts]:
     fprop, _, _ = _products(call)
     if _kept(fprop):
@@ -435,7 +437,7 @@ def _given(quantized: Quantized | None) -> Parts:
     return () if quantized is None else (quantized,)
 
 
-def _gemm_fwd(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Pair, k: Key) -> tuple[jax.Array, Any]:
+def _gemm_fwd(call: GemmSpec, lhs: jax.Array, rhs: jax.Array, ready: Pair, k: Key) -> tuple[jax.Array, Any]:
     fprop, d_lhs, d_rhs = _products(call)
     y, left, right = _forward(call, lhs, rhs, ready, k, save=True)
     signs = (_signs(rhs, d_lhs, k), _signs(lhs, d_rhs, k))
@@ -450,7 +452,7 @@ def _gemm_fwd(call: Call, lhs: jax.Array, rhs: jax.Array, ready: Pair, k: Key) -
     return y, (_ordered(for_lhs, d_lhs.right), _ordered(for_rhs, d_rhs.left), k, signs)
 
 
-def _saved(x: jax.Array, side: Side, product: Product, k: Key, signs: Key) -> Parts:
+def _saved(x: jax.Array, side: OperandSpec, product: Product, k: Key, signs: Key) -> Parts:
     return _parts(x, side, product, k, signs, save=True)
 
 
@@ -463,7 +465,7 @@ def _signs(x: jax.Array, product: Product, k: Key) -> Key:
     return k.fold(jnp.max(jnp.abs(x)).astype(jnp.float32))
 
 
-def _shared(one: Side, other: Side) -> bool:
+def _shared(one: OperandSpec, other: OperandSpec) -> bool:
     """Are the codes of an operand in one product those in another too? Of 2D tiles and of whole tensors they are."""
     t = one.treatment
     square = t.tile2d or not FORMATS[t.format].block
@@ -471,7 +473,7 @@ def _shared(one: Side, other: Side) -> bool:
     return alike and square and not t.rht and not t.mean_split
 
 
-def _gemm_bwd(call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+def _gemm_bwd(call: GemmSpec, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     for_lhs, for_rhs, k, signs = kept
     _, d_lhs, d_rhs = _products(call)
     shared = _parts(dy, d_lhs.left, d_lhs, k, signs[0]) if _shared(d_lhs.left, d_rhs.right) else ()
@@ -484,7 +486,15 @@ def _gemm_bwd(call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _gradient(
-    call: Call, product: Product, dy: jax.Array, own: Parts, other: Parts, k: Key, signs: Key, *, left: bool
+    call: GemmSpec,
+    product: Product,
+    dy: jax.Array,
+    own: Parts,
+    other: Parts,
+    k: Key,
+    signs: Key,
+    *,
+    left: bool,
 ) -> jax.Array:
     """`own` is dy as it enters the product, where that is known already."""
     of = call.lhs if left else call.rhs
@@ -509,12 +519,12 @@ _gemm.defvjp(_gemm_fwd, _gemm_bwd)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entering:
+class QuantizedOperand:
     """An operand as it enters one of the three GEMMs: as it was, and its parts. `signs` key a fresh rotation."""
 
     gemm: Gemm
     role: Role
-    side: Side
+    side: OperandSpec
     array: jax.Array
     parts: Parts
     signs: Key
@@ -523,7 +533,7 @@ class Entering:
 def operands(
     lhs: jax.Array, rhs: jax.Array, dy: jax.Array, dimension_numbers: Any, recipe: Recipe, *, weight: Weight,
     site: int | str = 0,
-) -> list[Entering]:  # fmt: skip
+) -> list[QuantizedOperand]:  # fmt: skip
     """What `quantized_dot_general` makes of its operands and of the gradient of its result, for looking at."""
     chosen, k = effective(recipe), key(0, site)
     form = _canonical(lhs.shape, rhs.shape, _as_dims(dimension_numbers), chosen)
@@ -542,6 +552,8 @@ def operands(
         for side, (role, array) in zip((product.left, product.right), pair, strict=True):
             parts = _parts(array, side, product, k, signs)
             found.append(
-                Entering(gemm=product.gemm, role=role, side=side, array=array, parts=parts, signs=signs)
+                QuantizedOperand(
+                    gemm=product.gemm, role=role, side=side, array=array, parts=parts, signs=signs
+                )
             )
     return found

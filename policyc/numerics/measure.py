@@ -19,7 +19,7 @@ from jax import lax
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role, Treatment
 from policyc.language.treatments import effective
-from policyc.numerics.gemm import Entering
+from policyc.numerics.gemm import QuantizedOperand
 from policyc.numerics.primitives import quantize
 from policyc.numerics.quantize import Axes, Quantized, codes_of, dequantize, key
 from policyc.numerics.quantize.bits import ELEMENTS
@@ -30,7 +30,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stats:
+class OperandStats:
     """Figures of one array. `flushed` and `saturated` are fractions of its elements that are not zero."""
 
     sqnr_db: float
@@ -67,7 +67,7 @@ class Measurement:
     scales: Array
     amax: Array
     dequantized: Array
-    stats: Stats
+    stats: OperandStats
 
     def arrays(self) -> dict[str, Array]:
         """The contents of an npz file."""
@@ -152,7 +152,7 @@ def _measured(q: Quantized, target: Array, values: Array) -> Measurement:
     block = q.layout.block or codes.shape[-1]
     padded = np.pad(magnitude, [(0, 0)] * (magnitude.ndim - 1) + [(0, -magnitude.shape[-1] % block)])
     blocks = padded.reshape(*padded.shape[:-1], -1, block)
-    stats = Stats(
+    stats = OperandStats(
         sqnr_db=float(10 * np.log10(power / noise)) if noise and power else float("inf"),
         relative_error=float(np.sqrt(noise / power)) if power else 0.0,
         flushed=float(np.count_nonzero((near == 0) & (exact != 0)) / present),
@@ -176,8 +176,8 @@ def _measured(q: Quantized, target: Array, values: Array) -> Measurement:
 FIGURES = ("power", "noise", "present", "flushed", "saturated", "amax")
 
 
-def figures(operand: Entering) -> jax.Array:
-    """The sums behind `Stats` and the largest magnitude, in the order of FIGURES: what a step can return.
+def figures(operand: QuantizedOperand) -> jax.Array:
+    """The sums behind `OperandStats` and the largest magnitude, in the order of FIGURES: what a step can return.
 
     Powers are of the array divided by its largest magnitude, which leaves their ratio as it is: squares of small
     gradients would be lost in fp32.
@@ -234,7 +234,7 @@ def _cast(array: jax.Array, treatment: Treatment) -> Measurement:
     exact, near = np.asarray(array, np.float64), np.asarray(values, np.float64)
     power, noise = float(np.sum(exact**2)), float(np.sum((near - exact) ** 2))
     empty = np.zeros(0, np.uint8)
-    stats = Stats(
+    stats = OperandStats(
         sqnr_db=float(10 * np.log10(power / noise)) if noise and power else float("inf"),
         relative_error=float(np.sqrt(noise / power)) if power else 0.0,
         flushed=float(np.mean((near == 0) & (exact != 0))),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from policyc.jaxcore.define_primitive import Shape, Source, bind, define
+from policyc.jaxcore.define_primitive import DimSource, Shape, bind, define
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Treatment
 from policyc.numerics import backends
@@ -78,10 +78,10 @@ def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str, backend: str
     return out
 
 
-def _quantize_sources(x: Any, *words: Any, spec: Spec, operand: str, backend: str) -> list[list[Source]]:
+def _quantize_sources(x: Any, *words: Any, spec: Spec, operand: str, backend: str) -> list[list[DimSource]]:
     """Codes, scales and amax lie as their operand does."""
     results = _quantize_shapes(x, *words, spec=spec, operand=operand, backend=backend)
-    along: list[Source] = [(0, i - x.ndim) for i in range(x.ndim)]
+    along: list[DimSource] = [(0, i - x.ndim) for i in range(x.ndim)]
     if not spec.axes.both:
         return [along for _ in results]
     return [*(along for _ in results[1:]), [along[-1], *along[:-1]]]
@@ -219,12 +219,12 @@ def _gemm_shapes(
 
 def _gemm_sources(
     *avals: Any, lhs: Shown, rhs: Shown, dimension_numbers: Dims, out: Any, backend: str
-) -> list[list[Source]]:
+) -> list[list[DimSource]]:
     """As in `dot_general`; sums over what is divided among devices are finished."""
     del rhs, out, backend
     a, b = avals[0].ndim, avals[lhs.arrays()].ndim
     (lc, rc), (lb, rb) = dimension_numbers
-    left: list[Source] = [(0, i - a) for i in (*lb, *(i for i in range(a) if i not in (*lc, *lb)))]
+    left: list[DimSource] = [(0, i - a) for i in (*lb, *(i for i in range(a) if i not in (*lc, *lb)))]
     return [left + [(lhs.arrays(), i - b) for i in range(b) if i not in (*rc, *rb)]]
 
 
@@ -256,7 +256,7 @@ def _ragged_shapes(
 
 def _ragged_sources(
     sizes: Any, *avals: Any, lhs: Shown, rhs: Shown, contracting: bool, out: Any
-) -> list[list[Source]]:
+) -> list[list[DimSource]]:
     del sizes, avals, rhs, out
     # Operands count from the sizes of groups on.
     right = 1 + lhs.arrays()

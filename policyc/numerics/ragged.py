@@ -30,7 +30,7 @@ _CASTS = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RaggedGemmSpec:
     """All of a product that is known before it runs."""
 
     recipe: Recipe
@@ -61,7 +61,7 @@ def quantized_ragged_dot(
     """
     words = [w for w in (layer, step) if w is not None]
     lhs, rhs = vary_alike(lhs, rhs)
-    call = Call(
+    call = RaggedGemmSpec(
         recipe=effective(recipe),
         out=jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs)),
         precision=precision,
@@ -71,7 +71,7 @@ def quantized_ragged_dot(
     return _ragged(call, lhs, rhs, group_sizes, rounding or key(seed, site, *words))
 
 
-def _operand(x: jax.Array, call: Call, gemm: Gemm, role: Role, axes: Axes, k: Key) -> Operand:
+def _operand(x: jax.Array, call: RaggedGemmSpec, gemm: Gemm, role: Role, axes: Axes, k: Key) -> Operand:
     t = _treatment(call, gemm, role)
     if not FORMATS[t.format].quantized:
         return x.astype(_CASTS[t.format]) if t.format in _CASTS else x
@@ -79,12 +79,19 @@ def _operand(x: jax.Array, call: Call, gemm: Gemm, role: Role, axes: Axes, k: Ke
     return cast("Quantized", checkpoint_name(q, SAVED))  # type: ignore[no-untyped-call]
 
 
-def _treatment(call: Call, gemm: Gemm, role: Role) -> Treatment:
+def _treatment(call: RaggedGemmSpec, gemm: Gemm, role: Role) -> Treatment:
     return replace(call.recipe.of(gemm, role), mean_split=False)
 
 
 def _multiply(
-    call: Call, gemm: Gemm, a: Operand, b: Operand, sizes: jax.Array, out: Any, *, contracting: bool = False
+    call: RaggedGemmSpec,
+    gemm: Gemm,
+    a: Operand,
+    b: Operand,
+    sizes: jax.Array,
+    out: Any,
+    *,
+    contracting: bool = False,
 ) -> jax.Array:
     if isinstance(a, Quantized) or isinstance(b, Quantized):
         return primitives.scaled_ragged_gemm(a, b, sizes, contracting=contracting, out=out)
@@ -122,7 +129,7 @@ def _padded(sizes: jax.Array, unit: int) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, k: Key) -> jax.Array:
+def _ragged(call: RaggedGemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, k: Key) -> jax.Array:
     return _forward(call, lhs, rhs, sizes, k)[0]
 
 
@@ -133,7 +140,7 @@ _COLUMNS = Axes(axis=-2, tile=-1)
 
 
 def _forward(
-    call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, k: Key
+    call: RaggedGemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, k: Key
 ) -> tuple[jax.Array, Operand]:
     if call.recipe.of(Gemm.FPROP, Role.ACTIVATION).format == "keep":
         y = lax.ragged_dot(lhs, rhs, sizes, precision=call.precision, preferred_element_type=call.out)
@@ -144,7 +151,7 @@ def _forward(
 
 
 def _ragged_fwd(
-    call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, k: Key
+    call: RaggedGemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, k: Key
 ) -> tuple[jax.Array, Any]:
     y, b = _forward(call, lhs, rhs, sizes, k)
     forward, t = _treatment(call, Gemm.FPROP, Role.WEIGHT), _treatment(call, Gemm.DGRAD, Role.WEIGHT)
@@ -155,12 +162,12 @@ def _ragged_fwd(
     return y, (weight, rows, sizes, k)
 
 
-def _unit(call: Call) -> int:
+def _unit(call: RaggedGemmSpec) -> int:
     t = call.recipe.of(Gemm.WGRAD, Role.GRADIENT)
     return max(FORMATS[t.format].block, t.rht, 1)
 
 
-def _ragged_bwd(call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, Any, None]:
+def _ragged_bwd(call: RaggedGemmSpec, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, Any, None]:
     weight, rows, sizes, k = kept
     g = _operand(_inside(dy, sizes), call, Gemm.DGRAD, Role.GRADIENT, _ROWS, k)
     dx = _multiply(call, Gemm.DGRAD, g, _turned(weight), sizes, call.lhs)

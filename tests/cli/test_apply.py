@@ -280,7 +280,7 @@ def train(step, before=lambda n: None):
 
 if __name__ == "__main__":
     step = jax.jit(lambda p, s: update(jax.value_and_grad(loss), p, s))
-    tell = (lambda n: None) if "--quiet" in sys.argv else lambda n: policyc.step(n, total=6)
+    tell = (lambda n: None) if "--quiet" in sys.argv else lambda n: policyc.set_step(n, total=6)
     print(train(lambda n: step, tell))
 """
 
@@ -303,7 +303,7 @@ def test_a_schedule_with_a_real_optimizer(home):
     assert losses == str(by_hand["train"](lambda n: early if n < 3 else late))
     quiet = policyc(home, "apply", "late.policy", "scheduled.py", "--quiet")
     assert quiet.returncode == 1
-    assert "call policyc.step(n, total=N)" in quiet.stderr
+    assert "call policyc.set_step(n, total=N)" in quiet.stderr
     assert quiet.stdout == "traced\n", "before the first step"
 
 

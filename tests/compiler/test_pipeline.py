@@ -65,11 +65,11 @@ def test_weights_may_be_any_arguments():
     def f(x, a, b):
         return ((x @ a) @ b).sum()
 
-    plan = policyc.plan("a -> fp8; b -> nvfp4", f, X, W, W, weights=(1, 2))
+    plan = policyc.plan("a -> fp8; b -> nvfp4", f, X, W, W, param_argnums=(1, 2))
     assert [s.name for s in plan.sites] == ["a", "b"]
     assert [s.weight for s in plan.sites] == ["rhs", "rhs"]
     with pytest.raises(TypeError, match="argument 5"):
-        policyc.plan("* -> fp8", f, X, W, W, weights=5)
+        policyc.plan("* -> fp8", f, X, W, W, param_argnums=5)
 
 
 def test_plan_takes_abstract_arguments():
@@ -294,7 +294,9 @@ def test_a_later_loss_may_be_about_other_things_but_not_about_half_of_them():
             derive(lambda w, x: (x @ w).sum())
     with policyc.active("w -> nvfp4 expect 2"), pytest.raises(policyc.PolicyError, match="matches 0"):
         derive(lambda v, x: (x @ v).sum())
-    with policyc.active("w -> nvfp4 expect 2; v -> fp8 expect 1; u -> fp8 expect 1", several=True) as session:
+    with policyc.active(
+        "w -> nvfp4 expect 2; v -> fp8 expect 1; u -> fp8 expect 1", multiple_losses=True
+    ) as session:
         derive(lambda v, x: (x @ v).sum())
         derive(loss)
     assert [d.span.start for d in session.unmet] == [session.policy.rules[2].span.start]
@@ -371,7 +373,7 @@ def test_a_schedule_switches_without_touching_anything_else():
     late = jax.value_and_grad(policyc.apply("w -> bf16", loss))(W, X)[0]
     values = []
     for n in range(5):
-        policyc.step(n)
+        policyc.set_step(n)
         values.append(float(step(W, X)[0]))
     assert np.allclose(values[:3], early, rtol=1e-5)
     assert np.allclose(values[3:], late, rtol=1e-5)
@@ -381,9 +383,9 @@ def test_a_schedule_switches_without_touching_anything_else():
 def test_percentages_need_the_length():
     policy = policyc.parse("w -> mxfp8\nafter 50% { w -> bf16 }")
     f = policyc.apply(policy, loss)
-    policyc.step(9, total=10)
+    policyc.set_step(9, total=10)
     late = f(W, X)
-    policyc.step(1)
+    policyc.set_step(1)
     assert f(W, X) != late
 
 

@@ -91,10 +91,12 @@ def splitting(seed: int) -> None:
 
     def one_by_one(self, stack, inside, fixed):
         found = [
-            rewriting.Run(i, i + 1) for r in runs(self, stack, inside, fixed) for i in range(r.start, r.stop)
+            rewriting.LayerRange(i, i + 1)
+            for r in runs(self, stack, inside, fixed)
+            for i in range(r.start, r.stop)
         ]
         split[len(found)] += 1
-        return found[:1] and [rewriting.Run(0, found[0].stop), *_rest(found)]
+        return found[:1] and [rewriting.LayerRange(0, found[0].stop), *_rest(found)]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rewriting.Rewriter, "runs", one_by_one)
@@ -108,7 +110,7 @@ def splitting(seed: int) -> None:
 
 def _rest(found):
     """Two layers and then the others, where there are so many."""
-    return found[1:] if len(found) < 4 else [found[1], rewriting.Run(found[2].start, found[-1].stop)]
+    return found[1:] if len(found) < 4 else [found[1], rewriting.LayerRange(found[2].start, found[-1].stop)]
 
 
 def products_found(closed: Any) -> Counter:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import policyc
-from policyc.experiments.telemetry import Stats
+from policyc.experiments.telemetry import StatsRecorder
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm, Role
 from policyc.numerics.measure import measure_operand
@@ -175,7 +175,7 @@ def test_observe_writes_every_nth_step_and_takes_up_a_run_again(tmp_path: Path) 
     policyc.observe(0, _loss, *args)
     assert not out.exists()
     with policyc.active("head -> fp8", stats_every=2):
-        policyc.results_in(out.parent)
+        policyc.set_output_dir(out.parent)
         for step in (1, 2, 3, 4, 5, 4):
             policyc.observe(step, _loss, *args)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -191,7 +191,7 @@ def test_a_schedule_is_measured_in_its_present_phase() -> None:
     with policyc.active(policy, stats_every=1):
         found = []
         for step in (0, 20, 0):
-            policyc.step(step, total=100)
-            measure = Stats(policy, _loss)
+            policyc.set_step(step, total=100)
+            measure = StatsRecorder(policy, _loss)
             found.append({r["site"] for r in measure(_params(), _array(0, 48, 32)) if "site" in r})
     assert found == [{"layers.up", "layers.down", "head"}, {"layers.up", "layers.down"}, found[0]]

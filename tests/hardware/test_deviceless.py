@@ -263,8 +263,8 @@ def test_the_step_of_a_program(program: Callable[..., Path]) -> None:
     looked_at = "jax.eval_shape(jax.grad(loss), params, x)\n"
     made = "params = jax.jit(lambda p: {'mlp': p['mlp'] @ p['mlp']})(params)\n"
     path = program(LOSS, STEP, looked_at, made, "step(params, x)\n")
-    how = pipeline.as_how(target="gb200")
-    jitted, plans = runner.first_step(runner.Program(str(path)), policyc.parse("mlp -> nvfp4"), how)
+    execution = pipeline.execution_options(target="gb200")
+    jitted, plans = runner.first_step(runner.Program(str(path)), policyc.parse("mlp -> nvfp4"), execution)
     assert jitted is not None
     assert jitted.options["name"] == "step"
     assert [site.name for plan in plans for site in plan.sites] == ["mlp"]

@@ -15,7 +15,7 @@ from policyc.language.diagnostics import (
     Fix,
     Note,
     Severity,
-    Source,
+    SourceText,
     Span,
     closest,
     did_you_mean,
@@ -32,7 +32,7 @@ def shown(text: str) -> list[str]:
 def marked(text: str, part: str, **more) -> list[str]:
     """The lines that show a fault at a part of a text."""
     start = text.index(part)
-    span = Span(Source(text, "x.policy"), start, start + len(part))
+    span = Span(SourceText(text, "x.policy"), start, start + len(part))
     return render(Diagnostic(code="c", message="m", span=span, **more)).split("\n")
 
 
@@ -104,7 +104,7 @@ def test_a_megabyte_in_the_wrong_place():
 
 @given(st.lists(st.integers(0, 0x10FFFF).map(chr)).map("".join))
 def test_nothing_that_a_terminal_obeys_is_printed(text):
-    source = Source(text, text)
+    source = SourceText(text, text)
     span = Span(source, 0, len(text))
     fault = Diagnostic(code="c", message=text, help=text, span=span, notes=(Note(span, text),))
     assert all(line.isprintable() for line in render(fault).split("\n"))
@@ -117,7 +117,7 @@ def test_hostile_text_is_escaped_in_real_faults():
 
 
 def test_notes_and_fixes():
-    source = Source("one two three", "x.policy")
+    source = SourceText("one two three", "x.policy")
     fault = Diagnostic(
         code="some-fault",
         message="what",
@@ -159,7 +159,7 @@ def test_an_exception_of_few_faults_is_not():
 
 
 def _faults(count: int) -> list[Diagnostic]:
-    source = Source("x" * count)
+    source = SourceText("x" * count)
     return [Diagnostic(code="c", message="m", span=Span(source, i, i + 1)) for i in range(count)]
 
 
@@ -179,7 +179,7 @@ def test_an_exception_survives_pickling():
 
 @given(st.text(st.sampled_from("ab\n\r"), max_size=40))
 def test_positions_against_counting(text):
-    source = Source(text)
+    source = SourceText(text)
     for offset in range(len(text) + 1):
         before = text[:offset]
         line, column = source.position(offset)

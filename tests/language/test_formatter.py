@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from policyc.language.bundled import bundled
-from policyc.language.diagnostics import Source
+from policyc.language.diagnostics import SourceText
 from policyc.language.formatter import format_file
 from policyc.language.loader import inspect
 from policyc.language.parser import read
@@ -16,7 +16,7 @@ from tests.support.strategies import texts
 
 
 def fmt(text: str) -> str:
-    file, found = read(Source(text))
+    file, found = read(SourceText(text))
     assert not found
     return format_file(file)
 

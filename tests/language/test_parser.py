@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from policyc import parse
-from policyc.language.diagnostics import PolicyError, Source
+from policyc.language.diagnostics import PolicyError, SourceText
 from policyc.language.loader import inspect
 from policyc.language.parser import Block, comments, read
 from policyc.language.policy import (
@@ -332,7 +332,7 @@ def test_the_text_under_a_node_means_that_node(drawn):
 @settings(max_examples=30)
 def test_statements_lie_in_order_and_blocks_hold_theirs(drawn):
     _, text, _ = drawn
-    file, found = read(Source(text))
+    file, found = read(SourceText(text))
     assert not found
 
     def check(statements, start, end):

@@ -110,12 +110,12 @@ HOW = [
 
 
 @pytest.mark.parametrize(("case", "how", "method"), HOW)
-def test_rows(case: str, how: str, method: Method) -> None:
+def test_rows(case: str, execution: str, method: Method) -> None:
     x, t = load(case), treatment_of(case)
-    if how == "eager":
+    if execution == "eager":
         q = quantize(jnp.asarray(x), t, AXES, method=method)
     else:
-        q = compiled(t, method=method)(x) if how == "jit" else fused(t, method)(x)[0]
+        q = compiled(t, method=method)(x) if execution == "jit" else fused(t, method)(x)[0]
     np.testing.assert_array_equal(rows(q, len(x)), REFERENCE[case + "/s"])
     np.testing.assert_array_equal(np.ravel(q.amax), REFERENCE[case + "/amax_row"])
     codes_equal(np.asarray(q.codes), REFERENCE[case + "/q"], x)

@@ -90,15 +90,15 @@ def test_compressed_tensors_nvfp4(x: np.ndarray) -> None:
     args = pytest.importorskip("compressed_tensors.quantization.quant_args")
     helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
     # Without `scale_dtype` its scales stay in fp32, which is another format.
-    how = args.QuantizationArgs(
+    execution = args.QuantizationArgs(
         num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True, dynamic=False,
         scale_dtype=torch.float8_e4m3fn, zp_dtype=torch.float8_e4m3fn,
     )  # fmt: skip
     t = torch.from_numpy(x)
     outer = helpers.generate_gparam(t.min(), t.max())
     blocks = t.reshape(256, 32, 16)
-    scale, zero = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), how, global_scale=outer)
-    value = forward.quantize(t, scale, zero, how, dtype=torch.float32, global_scale=outer).numpy()
+    scale, zero = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), execution, global_scale=outer)
+    value = forward.quantize(t, scale, zero, execution, dtype=torch.float32, global_scale=outer).numpy()
     q = ours(x, format="nvfp4", element="e2m1")
     theirs = scale.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     apart = np.abs(np.asarray(q.scales).astype(int) - theirs)

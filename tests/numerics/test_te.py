@@ -21,7 +21,7 @@ from policyc.compiler import plan as planner
 from policyc.language.recipes import TARGETS, Gemm, Recipe, recipe
 from policyc.numerics import backends
 from policyc.numerics.backends import te
-from policyc.numerics.backends.choice import Ask, Lowering, Machine, choose
+from policyc.numerics.backends.choice import GemmQuery, Lowering, Machine, choose
 from policyc.numerics.gemm import quantized_dot_general
 from tests.numerics.test_gemm import MATMUL, NEAREST, RECIPES, normal, off, three
 from tests.support import te_kernels
@@ -37,9 +37,9 @@ SUMS = 1e-6
 # ---- what it takes
 
 
-def ask(r: Recipe = NEAREST, gemm: Gemm = Gemm.WGRAD, **more: Any) -> Ask:
+def ask(r: Recipe = NEAREST, gemm: Gemm = Gemm.WGRAD, **more: Any) -> GemmQuery:
     left, right = r.product(gemm)
-    return Ask(**({"gemm": gemm, "left": left, "right": right, "m": 128, "n": 256, "k": 64} | more))
+    return GemmQuery(**({"gemm": gemm, "left": left, "right": right, "m": 128, "n": 256, "k": 64} | more))
 
 
 def option(**options: Any) -> Recipe:
@@ -69,7 +69,7 @@ def option(**options: Any) -> Recipe:
         (ask(gemm=Gemm.DGRAD, m=40), "wants rows % 16 == 0, and dgrad has 40"),
     ],
 )
-def test_what_it_takes(asked: Ask, reason: str | None) -> None:
+def test_what_it_takes(asked: GemmQuery, reason: str | None) -> None:
     found = te.obstacle(asked)
     assert (found is None) if reason is None else (found is not None and reason in found.reason)
     assert found is None or found.remedy
@@ -104,8 +104,8 @@ def arguments(dtype: Any = jnp.bfloat16) -> Any:
     return p, normal(2, 64, 128, seed=9, dtype=dtype)
 
 
-def applied(backend: str, **how: Any) -> Any:
-    return policyc.apply(VENDOR, loss, backend=backend, target="gb200", **how)
+def applied(backend: str, **execution: Any) -> Any:
+    return policyc.apply(VENDOR, loss, backend=backend, target="gb200", **execution)
 
 
 def test_the_plan_says_who_runs_what() -> None:

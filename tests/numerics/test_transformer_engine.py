@@ -211,19 +211,19 @@ def run_on_cpu() -> None:
         for name in ("amax", "gemm", "quantization")
     )
 
-    def rht_amax(x: Any, **how: Any) -> Any:
-        assert how["rht_matrix_random_sign_mask_t"] == MASK
+    def rht_amax(x: Any, **execution: Any) -> Any:
+        assert execution["rht_matrix_random_sign_mask_t"] == MASK
         top = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1)
         return [top, te_kernels.written(x.T, rotated=True).amax]
 
     def quantize(
-        x: Any, scale: Any, amax: Any, state: Any, rotated_amax: Any, matrix: Any, **how: Any
+        x: Any, scale: Any, amax: Any, state: Any, rotated_amax: Any, matrix: Any, **execution: Any
     ) -> Any:
-        two_d = how["scaling_mode"].value == 5
+        two_d = execution["scaling_mode"].value == 5
         rows = te_kernels.written(x, two_d)
-        columns = te_kernels.written(x.T, two_d, how["use_rht"])
+        columns = te_kernels.written(x.T, two_d, execution["use_rht"])
         shapes = quantization.BaseDBiasQuantizePrimitive.abstract(
-            *(jax.typeof(a) for a in (x, scale, amax, state, rotated_amax, matrix)), **how
+            *(jax.typeof(a) for a in (x, scale, amax, state, rotated_amax, matrix)), **execution
         )
         return [
             _fitted(a, s)
@@ -233,16 +233,16 @@ def run_on_cpu() -> None:
         ] + [jnp.zeros(s.shape, s.dtype) for s in shapes[5:]]
 
     def multiply(
-        a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, alpha: Any, beta: Any, **how: Any
+        a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, alpha: Any, beta: Any, **execution: Any
     ) -> Any:
         left, right = (
             te_kernels.Written(d, s[: d.shape[0], : d.shape[1] // 16], alpha)
             for d, s in ((a, a_scales), (b, b_scales))
         )
         (_, workspace) = gemms.GemmPrimitive.abstract(
-            *(jax.typeof(v) for v in (a, a_scales, b, b_scales, bias, alpha, beta)), **how
+            *(jax.typeof(v) for v in (a, a_scales, b, b_scales, bias, alpha, beta)), **execution
         )
-        out = te_kernels.product(left, right, alpha, how["out_dtype"])
+        out = te_kernels.product(left, right, alpha, execution["out_dtype"])
         return [out, jnp.zeros(workspace.shape, workspace.dtype)]
 
     for kind, kernel in (

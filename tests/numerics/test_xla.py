@@ -121,16 +121,16 @@ def test_nothing_is_laundered() -> None:
 # ---- choosing
 
 
-def plan(policy: str, **how: Any) -> policyc.Plan:
+def plan(policy: str, **execution: Any) -> policyc.Plan:
     def loss(p: Any, x: Any) -> Any:
         return jnp.sum(x @ p["mlp"])
 
     shapes = {"mlp": jax.ShapeDtypeStruct((64, 32), jnp.float32)}, jax.ShapeDtypeStruct((48, 64), jnp.float32)
-    return policyc.plan(policy, loss, *shapes, **how)
+    return policyc.plan(policy, loss, *shapes, **execution)
 
 
-def shown(policy: str, **how: Any) -> list[str]:
-    (decision,) = plan(policy, **how).decisions().values()
+def shown(policy: str, **execution: Any) -> list[str]:
+    (decision,) = plan(policy, **execution).decisions().values()
     return [str(runs) for runs in decision.lowerings]
 
 

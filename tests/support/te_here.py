@@ -9,8 +9,8 @@ from policyc.numerics.backends import te
 obstacle, missing = te.obstacle, te.missing
 
 
-def quantize(*args: Any, platform: str, **how: Any) -> Any:
-    return te.quantize(*args, platform="cuda", **how)
+def quantize(*args: Any, platform: str, **execution: Any) -> Any:
+    return te.quantize(*args, platform="cuda", **execution)
 
 
 def gemm(*args: Any, platform: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lark.exceptions import UnexpectedInput
 
-from policyc.language.diagnostics import Diagnostic, Source
+from policyc.language.diagnostics import Diagnostic, SourceText
 from policyc.language.parser.grammar import explains, parse, syntax_error, too_deep
 from policyc.language.parser.nodes import Builder
 from policyc.language.parser.recovery import recover
@@ -18,7 +18,7 @@ from policyc.language.parser.statements import LONGEST, Block, File, Import, Sta
 __all__ = ["LONGEST", "Block", "File", "Import", "Statement", "comments", "read"]
 
 
-def read(source: Source) -> tuple[File, tuple[Diagnostic, ...]]:
+def read(source: SourceText) -> tuple[File, tuple[Diagnostic, ...]]:
     """The statements of a text that could be read, and what is wrong with the others."""
     builder = Builder(source)
     try:

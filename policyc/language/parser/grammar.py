@@ -15,7 +15,7 @@ from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from policyc.language import bundled
-from policyc.language.diagnostics import Diagnostic, Source, Span
+from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.parser.statements import BRACKETS
 
 DEEPEST = 32  # brackets in brackets
@@ -72,7 +72,7 @@ _MENDS = (
 )
 
 
-def syntax_error(source: Source, error: UnexpectedInput, offset: int) -> Diagnostic:
+def syntax_error(source: SourceText, error: UnexpectedInput, offset: int) -> Diagnostic:
     position: Any = error.pos_in_stream
     at = offset + max(position or 0, 0)
     expected: set[str] = set()
@@ -112,7 +112,7 @@ def _expectation(expected: set[str]) -> str:
     return f"expected {' or '.join(words)}" if 0 < len(words) <= 5 else ""
 
 
-def fault(source: Source, start: int, end: int, message: str, help: str = "") -> Diagnostic:
+def fault(source: SourceText, start: int, end: int, message: str, help: str = "") -> Diagnostic:
     return Diagnostic(code="syntax-error", message=message, span=Span(source, start, end), help=help)
 
 
@@ -121,7 +121,7 @@ def explains(found: tuple[Diagnostic, ...]) -> bool:
     return any(d.code in ("syntax-error", "nested-too-deep") for d in found)
 
 
-def too_deep(source: Source, start: int, end: int, depth: int = 0) -> Diagnostic | None:
+def too_deep(source: SourceText, start: int, end: int, depth: int = 0) -> Diagnostic | None:
     """A fault where brackets nest deeper than anyone writes by hand; what is not this deep cannot overflow."""
     for match in BRACKETS.finditer(source.text, start, end):
         if match.group() in ("(", "[", "{"):

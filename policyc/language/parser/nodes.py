@@ -12,7 +12,7 @@ from typing import Any
 
 from lark import Token, Tree
 
-from policyc.language.diagnostics import Diagnostic, Source, Span, did_you_mean
+from policyc.language.diagnostics import Diagnostic, SourceText, Span, did_you_mean
 from policyc.language.parser.grammar import DEEPEST
 from policyc.language.parser.statements import Block, Import, Statement
 from policyc.language.policy import (
@@ -47,7 +47,7 @@ _VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|\d[\w./]*")
 class Builder:
     """Turns trees into nodes. Collects faults instead of raising them; a faulty statement is left out."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SourceText) -> None:
         self.source = source
         self.offset = 0
         self.splits = 0  # around what is being built

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from policyc.language.diagnostics import Source, Span
+from policyc.language.diagnostics import SourceText, Span
 from policyc.language.policy import RecipeDef, Rule, When
 
 LONGEST = 16 * 2**20  # bytes of a policy file
@@ -50,7 +50,7 @@ Statement = Import | RecipeDef | Rule | Block
 class File:
     """The statements of a file, as written."""
 
-    source: Source
+    source: SourceText
     statements: tuple[Statement, ...]
 
 

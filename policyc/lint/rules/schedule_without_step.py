@@ -1,6 +1,6 @@
 """A policy has a schedule, and the program does not say at which step it is.
 
-`after` and `until` need the step. A training loop tells it with `policyc.step(n, total=N)` before each step; a
+`after` and `until` need the step. A training loop tells it with `policyc.set_step(n, total=N)` before each step; a
 program that never does cannot be run under a schedule. Reported when a loss is compiled.
 
 ## Bad

@@ -30,7 +30,7 @@ from policyc.lint import program
 from policyc.lint.context import Context
 
 if TYPE_CHECKING:
-    from policyc.numerics.backends.choice import Ask
+    from policyc.numerics.backends.choice import GemmQuery
 
 SEVERITY = Severity.NOTE
 
@@ -49,7 +49,7 @@ def check(context: Context) -> Iterator[Diagnostic]:
             )
 
 
-def _misfit(ask: Ask) -> str:
+def _misfit(ask: GemmQuery) -> str:
     from policyc.numerics.backends import te  # imports JAX; a program that is linted has done so before
 
     if any(t.format != "nvfp4" for t in (ask.left, ask.right)):

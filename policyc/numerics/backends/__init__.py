@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import jax
 
     from policyc.language.recipes import Treatment
-    from policyc.numerics.backends.choice import Ask, Obstacle
+    from policyc.numerics.backends.choice import GemmQuery, Obstacle
     from policyc.numerics.backends.emulate import Dims, Operand
     from policyc.numerics.quantize import Axes, Key, Quantized
 
@@ -32,7 +32,7 @@ NAMES = ("auto", *MODULES)
 class Backend(Protocol):
     """What a backend's module has. `platform` is JAX's word; `alone` says that the program has one device."""
 
-    def obstacle(self, ask: Ask) -> Obstacle | None:
+    def obstacle(self, ask: GemmQuery) -> Obstacle | None:
         """What keeps the backend from running this product, on any machine; None where it can."""
 
     def missing(self) -> str:

@@ -16,7 +16,7 @@ from policyc.numerics.targets import TARGETS, Target, of_device_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GemmQuery:
     """A product: `batch` times (m, k) by (n, k). `left` and `right` are what its operands go through.
 
     `types` are what they have before.
@@ -70,7 +70,7 @@ class Lowering:
 PLAIN = Lowering()
 
 
-def choose(asked: str, ask: Ask, machine: Machine) -> Lowering:
+def choose(asked: str, ask: GemmQuery, machine: Machine) -> Lowering:
     """How a product runs on a machine where this backend was asked for."""
     if not FORMATS[ask.format].quantized:
         return PLAIN

@@ -15,7 +15,7 @@ from jax import lax
 
 from policyc.language.recipes import Treatment
 from policyc.numerics import quantize as q
-from policyc.numerics.backends.choice import Ask, Obstacle
+from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.layout import Axes, Quantized
 from policyc.numerics.quantize.values import apply_outer, block_values, outer
@@ -24,7 +24,7 @@ Operand = Quantized | jax.Array
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def obstacle(ask: Ask) -> Obstacle | None:
+def obstacle(ask: GemmQuery) -> Obstacle | None:
     """There is none: this backend runs everything."""
     del ask
     return None

@@ -23,7 +23,7 @@ from jax import lax
 from policyc.jaxcore.define_primitive import without_mesh
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import emulate, xla
-from policyc.numerics.backends.choice import Ask, Obstacle
+from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import Dims, Operand
 from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.hadamard import SIGNS
@@ -43,14 +43,14 @@ _TYPES = ("bfloat16", "float16", "float32")
 # ---- what it takes
 
 
-def obstacle(ask: Ask) -> Obstacle | None:
+def obstacle(ask: GemmQuery) -> Obstacle | None:
     """The first of its limits that a product does not keep."""
     if ask.format != "nvfp4" or ask.right.format != "nvfp4":
         return Obstacle(f"the te backend runs nvfp4 and not {ask.format}", "--backend auto")
     return misfit(ask) or _option(ask.left) or _option(ask.right)
 
 
-def misfit(ask: Ask) -> Obstacle | None:
+def misfit(ask: GemmQuery) -> Obstacle | None:
     """What of the shape and the types of an nvfp4 product it does not take. Lint tells of these."""
     if ask.ragged or ask.batch != 1:
         kind = "over ragged groups" if ask.ragged else "with batch dimensions"
@@ -86,7 +86,7 @@ def _option(t: Treatment) -> Obstacle | None:
     )
 
 
-def _size(ask: Ask) -> Obstacle | None:
+def _size(ask: GemmQuery) -> Obstacle | None:
     rotated = bool(ask.left.rht)
     units = {
         "contracted": (ask.k, _ROTATED_TOKENS if rotated else _CONTRACTED),
@@ -95,8 +95,8 @@ def _size(ask: Ask) -> Obstacle | None:
     }
     for name, (size, unit) in units.items():
         if size % unit:
-            how = " where it rotates" if rotated else ""
-            reason = f"Transformer Engine wants {name} % {unit} == 0{how}, and {ask.gemm} has {size}"
+            condition = " where it rotates" if rotated else ""
+            reason = f"Transformer Engine wants {name} % {unit} == 0{condition}, and {ask.gemm} has {size}"
             return Obstacle(reason, f"pad {size} to {size + -size % unit}, or --backend auto")
     return None
 

@@ -21,9 +21,9 @@ from policyc.jaxcore.define_primitive import FULL_8_BIT_SUMS
 from policyc.language.recipes import Treatment
 from policyc.numerics import quantize as q
 from policyc.numerics.backends import emulate
-from policyc.numerics.backends.choice import Ask, Obstacle
+from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import Dims, Operand, missing, with_outer
-from policyc.numerics.quantize.bits import power_of_two, stored
+from policyc.numerics.quantize.bits import materialize, power_of_two
 from policyc.numerics.quantize.layout import TILE, Axes, Quantized, pack, repeat_axis, split_axis, unpack
 from policyc.numerics.quantize.values import outer
 
@@ -36,7 +36,7 @@ _BLOCK_SCALED = {
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
-def obstacle(ask: Ask) -> Obstacle | None:
+def obstacle(ask: GemmQuery) -> Obstacle | None:
     if ask.ragged:
         return Obstacle(
             "XLA has no block-scaled GEMM over ragged groups",
@@ -61,12 +61,14 @@ def quantize(
 
     XLA would turn it anyway, but later, as fp32 numbers on their way to codes.
     """
-    how = partial(emulate.quantize, key=key, signs=signs, platform=platform, alone=alone)
+    quantize_as = partial(emulate.quantize, key=key, signs=signs, platform=platform, alone=alone)
     if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
-        return how(x, treatment, axes)
+        return quantize_as(x, treatment, axes)
     swap = {-1: -2, -2: -1}
     contract = tuple(swap.get(i, i) for i in axes.contract)
-    out = how(stored(x.swapaxes(-1, -2)), treatment, replace(axes, axis=-1, tile=-2, contract=contract))
+    out = quantize_as(
+        materialize(x.swapaxes(-1, -2)), treatment, replace(axes, axis=-1, tile=-2, contract=contract)
+    )
     assert out.scales is not None
     return Quantized(
         codes=out.codes.swapaxes(-1, -2),

@@ -27,7 +27,7 @@ _ONE = 0x800000
 T = TypeVar("T")
 
 
-def stored(x: T) -> T:
+def materialize(x: T) -> T:
     """Computed once and kept in memory: what is few must not be computed again for each of the many."""
     return cast("T", lax.optimization_barrier(x))  # type: ignore[no-untyped-call]
 

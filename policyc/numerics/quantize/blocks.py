@@ -31,11 +31,11 @@ from policyc.numerics.quantize.bits import (
     exact_div,
     from_bits,
     half_bits,
+    materialize,
     round_nearest,
     round_stochastic,
     scaled_code,
     sign_code,
-    stored,
 )
 from policyc.numerics.quantize.hadamard import Method, random_signs, rotate
 from policyc.numerics.quantize.layout import TILE, Axes, Layout, Quantized, pack, split_axis, spread
@@ -76,7 +76,7 @@ def quantize(
     if treatment.rht:
         fresh = treatment.rounding == "ms_eden"
         by = random_signs(signs or random.key(), treatment.rht) if fresh else None
-        x = stored(rotate(x, axes.axis, treatment.rht, by, method=method))
+        x = materialize(rotate(x, axes.axis, treatment.rht, by, method=method))
     return _SCHEMES[treatment.format](x, treatment, axes, layout, key, cpu=method == "cpu")
 
 
@@ -122,10 +122,10 @@ def _maxima(
     if kernel is not None:
         top = kernel.maxima(x)
     elif layout.tile_axis is not None:
-        x = stored(x)
-        top = stored(_block_maxima(x, axes, layout))
+        x = materialize(x)
+        top = materialize(_block_maxima(x, axes, layout))
     else:
-        x, top = stored((x, _block_maxima(x, axes, layout)))
+        x, top = materialize((x, _block_maxima(x, axes, layout)))
     if top.dtype == jnp.uint16:
         top = top.astype(jnp.int32) << 16
     return x, top, top.max(axis=spanned(treatment, axes, layout, x.ndim), keepdims=True)
@@ -173,7 +173,7 @@ def _encoding(
 ) -> tuple[jax.Array, jax.Array]:
     """What a tensor times its lift is multiplied by so that its maximum becomes the bound, and that lift; stored."""
     top, lift = _lift(amax)
-    return stored((jnp.where(amax == 0, jnp.float32(1), div(jnp.float32(bound), top)), lift))
+    return materialize((jnp.where(amax == 0, jnp.float32(1), div(jnp.float32(bound), top)), lift))
 
 
 def _nvfp4(
@@ -191,7 +191,7 @@ def _nvfp4(
     blocks, amax = (_with_headroom(b, t) for b in found)
     div = cpu_div if cpu else exact_div
     enc_top, lift = _encoding(amax, layout.bound, div)
-    dec_top = stored(div(jnp.float32(1), enc_top))
+    dec_top = materialize(div(jnp.float32(1), enc_top))
     block_top = from_bits(blocks) * lift
     key = key.fold(from_bits(amax))
 
@@ -208,7 +208,7 @@ def _nvfp4(
         scale, enc = _four_over_six(lifted, unit, (scale, enc), scaled(1 / 4), layout, t.scale)
     # As bytes already here: they are a quarter of the words, and nothing has to turn those into bytes later.
     byte = jnp.where(amax >= INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
-    byte, enc = stored((byte, enc))
+    byte, enc = materialize((byte, enc))
     codes = kernel.codes(x, enc, lift, key, t) if kernel else _codes(lifted, enc, t, layout, key, cpu)
     if t.rounding == "ms_eden":
         scale = _corrected(lifted, enc, byte.astype(jnp.int32), layout, key.fold("scale"))
@@ -299,7 +299,7 @@ def _four_over_six(
 
     `unit` are the elements over the outer scale: what codes and block scales should multiply to.
     """
-    six, four = stored((six, four))
+    six, four = materialize((six, four))
     target = jnp.abs(_blocked(unit, layout))
     target = jnp.where(target < jnp.float32(1e5), target, jnp.float32(1e5))
 
@@ -332,7 +332,7 @@ def _mx(x: jax.Array, t: Treatment, axes: Axes, layout: Layout, key: random.Key,
     """Power-of-two scales (E8M0) per block, no outer scale."""
     x, blocks, amax = _maxima(x, axes, layout, t)
     byte = e8m0(blocks, ELEMENTS[layout.element], "rceil" if layout.format == "mxfp8" else t.scale_rounding)
-    enc = stored(from_bits((254 - byte) << 23))
+    enc = materialize(from_bits((254 - byte) << 23))
     codes = _codes(x.astype(jnp.float32), enc, t, layout, key.fold(from_bits(amax)), cpu)
     byte = jnp.where(blocks >= INFINITY, 255, byte)
     return Quantized(codes=codes, scales=byte.astype(jnp.uint8), amax=None, layout=layout)
@@ -373,7 +373,7 @@ def _fp8(
         along = replace(axes, axis=-1, contract=axes.contract or (axes.axis,))
         x, _, amax = _maxima(x, along, groups, t)
     else:
-        x = stored(x)
+        x = materialize(x)
         amax = abs_bits(x).max(axis=span, keepdims=True)
     enc, lift = _encoding(amax, layout.bound, cpu_div if cpu else exact_div)
 
@@ -397,7 +397,7 @@ def _by_words(x: jax.Array, code: Callable[[jax.Array], jax.Array]) -> jax.Array
         pair = lax.index_in_dim(pairs, i, axis=-1, keepdims=False)
         low, high = from_bits(pair << 16), from_bits(pair & ~0xFFFF)
         word |= (code(low) | (code(high) << 8)) << (16 * i)
-    return lax.bitcast_convert_type(stored(word), jnp.uint8).reshape(x.shape)
+    return lax.bitcast_convert_type(materialize(word), jnp.uint8).reshape(x.shape)
 
 
 _SCHEMES: dict[str, Callable[..., Quantized]] = {
