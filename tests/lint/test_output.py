@@ -11,16 +11,16 @@ import jsonschema
 import pytest
 
 from policyc import __version__
-from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, Source, Span, plain
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, SourceText, Span, plain
 from policyc.language.loader import inspect
 from policyc.lint import output
 from policyc.lint.engine import RULES, lint
 from tests.support.command import policyc
 
-HERE = Path(__file__).parents[1]
-FIXTURES = HERE / "fixtures" / "lint"
+TESTS = Path(__file__).parents[1]
+FIXTURES = Path(__file__).parent / "fixtures"
 
-SOURCE = Source("première -> fp9\nmlp.* ->\n  fp8(grad=e4m3,\n  grad=e4m3)\n", "dir/a b.policy")
+SOURCE = SourceText("première -> fp9\nmlp.* ->\n  fp8(grad=e4m3,\n  grad=e4m3)\n", "dir/a b.policy")
 DIAGNOSTIC = Diagnostic(
     code="unknown-format",
     message="no format named 'fp9'",
@@ -38,7 +38,7 @@ def printed(form: str, *found: Diagnostic) -> str:
 
 
 def schema() -> Any:
-    return json.loads((HERE / "data" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
+    return json.loads((TESTS / "data" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
 
 
 def valid(text: str) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def test_the_edits_in_json_are_the_fix(tmp_path: Path) -> None:
 
 def test_json_and_sarif_are_ascii() -> None:
     """So that no encoding of the output can spoil them."""
-    odd = Diagnostic(code="unknown-format", message="深層", span=Span(Source("深", "深.policy"), 0, 1))
+    odd = Diagnostic(code="unknown-format", message="深層", span=Span(SourceText("深", "深.policy"), 0, 1))
     assert printed("json", odd).isascii()
     assert printed("sarif", odd).isascii()
 
@@ -146,7 +146,7 @@ def test_github_is_a_command_a_line() -> None:
 
 
 def test_github_escapes_what_would_end_a_value_or_the_command() -> None:
-    source = Source("x", "a:b,c%d\ne.policy")
+    source = SourceText("x", "a:b,c%d\ne.policy")
     odd = Diagnostic(
         code="c",
         message="100% wrong::error\r\n::set-output",
@@ -210,7 +210,7 @@ def test_sarif_of_a_finding() -> None:
     ],
 )
 def test_sarif_of_odd_paths(path: str, uri: str) -> None:
-    found = Diagnostic(code="unreadable-file", message="m", span=Span(Source("", path), 0, 0))
+    found = Diagnostic(code="unreadable-file", message="m", span=Span(SourceText("", path), 0, 0))
     (result,) = valid(printed("sarif", found))["results"]
     assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == uri
 
