@@ -1,1 +1,3 @@
-"""The commands, one a file. Each reads its arguments, calls one function below it, and prints."""
+"""The command line, one command per module. A command reads its options, calls a lower package, and prints."""
+
+__all__ = ["main"]

@@ -1,7 +1,6 @@
-"""What the verbs share: help with examples, colours, exit codes, and how an error ends a command.
+"""Help with examples, colors, exit codes, and file input and output for the commands.
 
-In: words and errors. Out: text on the terminal, and exits. The one trap: nothing here may import what is slow, since
-`--help` of every verb loads it.
+Import slow modules inside functions: every `--help` loads this module.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
     from policyc.language.diagnostics import PolicyError
     from policyc.language.policy import Policy
 
-CLEAN, FOUND, FAILED = 0, 1, 2  # exit codes
+EXIT_OK = 0
+EXIT_FAILURE = 1  # lint findings, a faulty policy, or a request that cannot be met
+EXIT_USAGE = 2  # wrong usage, or a file that cannot be read or written
 
 _STYLES = {
     "error": {"fg": "red", "bold": True}, "warning": {"fg": "yellow", "bold": True}, "path": {"bold": True},
@@ -29,21 +30,22 @@ _STYLES = {
 
 
 def paint(kind: str, text: str) -> str:
+    """Colors text by its kind. A `Paint` for the diagnostics."""
     return click.style(text, **_STYLES.get(kind, {}))  # type: ignore[arg-type]  # the table above holds style names
 
 
-def colour() -> bool | None:
-    """None lets click look at the terminal."""
+def use_color() -> bool | None:
+    """Whether to print colors, from NO_COLOR and FORCE_COLOR. None: click decides by the terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     return True if os.environ.get("FORCE_COLOR") else None
 
 
-class Examples(click.Command):
-    """A command whose help ends in examples, as they are written."""
+class ExampleCommand(click.Command):
+    """A command whose help ends with examples, printed exactly as written."""
 
     def __init__(self, *args: object, examples: str = "", **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # handed through to click
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # passed on to click
         self.examples = examples
 
     def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:
@@ -53,10 +55,11 @@ class Examples(click.Command):
                     formatter.write(f"{'':>{formatter.current_indent}}{line.strip()}\n")
 
 
-# ---- reading
+# ---- input
 
 
-def policy_of(name: str, variant: str | None) -> Policy:
+def load_policy(name: str, variant: str | None = None) -> Policy:
+    """Loads a policy by path or bundled name, under a variant if one is given. Exits if that fails."""
     from policyc.language.diagnostics import PolicyError
     from policyc.language.loader import load
 
@@ -64,13 +67,14 @@ def policy_of(name: str, variant: str | None) -> Policy:
         policy = load(name)
         return policy if variant is None else policy.variant(variant)
     except PolicyError as error:
-        say(error)
-        sys.exit(FAILED)
-    except KeyError as missing:
-        raise click.UsageError(str(missing.args[0])) from None
+        print_error(error)
+        sys.exit(EXIT_USAGE)
+    except KeyError as unknown:
+        raise click.UsageError(str(unknown.args[0])) from None
 
 
-def stdin() -> str:
+def read_stdin() -> str:
+    """Reads a policy from standard input. Raises PolicyError if it is not UTF-8."""
     from policyc.language.loader import unreadable
 
     try:
@@ -79,27 +83,28 @@ def stdin() -> str:
         raise unreadable("<stdin>", f"byte {error.start} is not UTF-8") from None
 
 
-def near(code: str, known: Iterable[str]) -> str:
+def suggest_code(code: str, known: Iterable[str]) -> str:
+    """Help for an unknown lint code."""
     from policyc.language.diagnostics import did_you_mean
 
     return did_you_mean(code, known) or "'policyc explain' lists them all"
 
 
-# ---- writing
+# ---- output
 
 
-def writable(name: str, path: Path) -> Path:
-    """Bundled policies belong to the installation: a copy may be changed, not they."""
+def check_writable(name: str, path: Path) -> Path:
+    """Returns `path`, or raises PolicyError if `name` is a bundled policy: those are part of the installation."""
     from policyc.language.loader import unreadable
 
     if not path.exists() or Path(name).exists():
         return path
     help = f"copy it: policyc show {name} --format text > my_{name}.policy"
-    raise unreadable(name, "this is a bundled policy, and not yours to change", help)
+    raise unreadable(name, "this is a bundled policy, which cannot be changed", help)
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file in one go: whoever reads it sees the old text or the new one. Links and line ends stay."""
+def replace_file(path: Path, text: str) -> None:
+    """Replaces a file atomically. Keeps its mode, its line endings, and a symbolic link to it."""
     from policyc.language.loader import unreadable
 
     target = path.resolve()
@@ -113,31 +118,31 @@ def replace(path: Path, text: str) -> None:
         raise unreadable(str(path), f"cannot be written: {error.strerror}") from None
 
 
-def write_out(option: str, path: str, text: str) -> None:
-    """Writes what an option asked for, in one go."""
+def write_output(option: str, path: str, text: str) -> None:
+    """Writes the file that an option names, atomically. Exits if it cannot be written."""
     try:
         with atomic_write(Path(path)) as stream:
             stream.write(text.encode("utf-8"))
     except OSError as error:
-        stop(f"{option}: '{path}' cannot be written: {error.strerror}")
+        exit_with_message(f"{option}: '{path}' cannot be written: {error.strerror}")
 
 
-# ---- ending
+# ---- errors
 
 
-def say(error: Exception) -> None:
+def print_error(error: Exception) -> None:
     click.echo(str(error), err=True)
 
 
-def stop(message: str) -> NoReturn:
+def exit_with_message(message: str) -> NoReturn:
     click.echo(f"policyc: error: {message}", err=True)
     sys.stdout.flush()
-    sys.exit(FOUND)
+    sys.exit(EXIT_FAILURE)
 
 
-def fail(error: PolicyError) -> NoReturn:
+def exit_with_diagnostics(error: PolicyError) -> NoReturn:
     from policyc.language.diagnostics import render
 
-    click.echo("\n".join(render(d, paint) for d in error.diagnostics), err=True, color=colour())
-    unread = any(d.code == "unreadable-file" for d in error.diagnostics)
-    sys.exit(FAILED if unread else FOUND)
+    click.echo("\n".join(render(d, paint) for d in error.diagnostics), err=True, color=use_color())
+    is_unreadable = any(d.code == "unreadable-file" for d in error.diagnostics)
+    sys.exit(EXIT_USAGE if is_unreadable else EXIT_FAILURE)

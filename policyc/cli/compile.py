@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import Examples, policy_of, stop, write_out
-from policyc.cli.program import RAW, check_step, program_of, reading, running, step_options
+from policyc.cli.common import exit_with_message, load_policy, write_output
+from policyc.cli.options import (
+    ProgramCommand,
+    StepOptions,
+    backend_option,
+    format_option,
+    program_argument,
+    require_native_option,
+    step_options,
+    variant_option,
+)
+from policyc.cli.program import exit_on_error, parse_program
 
 if TYPE_CHECKING:
     from policyc.compiler.plan import ExecutionOptions
@@ -19,8 +29,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    cls=Examples,
-    context_settings=RAW,
+    cls=ProgramCommand,
     examples="""
     policyc compile llama_nvfp4 --config llama3_8b --target gb200 --devices 8
     policyc compile fp8 --config llama3_405b --target gb300 --devices 128 --mesh 'fsdp=32 tensor=4' --batch 128
@@ -29,88 +38,73 @@ if TYPE_CHECKING:
     """,
 )
 @step_options
-@click.option(
-    "--remat",
-    type=click.Choice(["none", "dots", "full", "quantized"]),
-    help="What is computed anew (default: the configuration's).",
-)
-@click.option("--variant", metavar="NAME", help="The policy under one of its variants.")
-@click.option("--backend", default="auto", show_default=True, help="What runs quantized GEMMs.")
-@click.option("--require-native", is_flag=True, help="Fail where a product would be emulated.")
+@variant_option
+@backend_option
+@require_native_option
 @click.option("--dump-hlo", metavar="DIR", help="Write the optimized HLO here.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    show_default=True,
-    help="How it is printed.",
-)
+@format_option("table", "json")
 @click.argument("policy")
-@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT|-m MODULE [ARGS]...]")
-def compile(policy: str, program: tuple[str, ...], **options: Any) -> None:
-    """Compile a training step for GPUs that need not be here, and report what came of it.
+@program_argument(required=False)
+def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options: Any) -> None:
+    """Compile a training step for GPUs that are not here.
 
     Of a configuration, the whole step is compiled: forward, backward, optimizer. Of a program, the first jitted
     function that differentiates a loss with a GEMM, on the mesh that it makes of jax.devices(): --devices says how
     many it finds. Fails where a product that is claimed to be native is not in the compiled program, and where the
     step does not fit into the device's memory.
     """
-    options, words = reading(cast("click.Command", compile), options, program)
-    check_step(options, words)
-    meant = policy_of(policy, options["variant"])
+    step.check_source(program)
+    meant = load_policy(policy, options["variant"])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no GPU is looked for
     from policyc.compiler.pipeline import execution_options
     from policyc.hardware.deviceless import NotPossible
 
-    execution = running(
-        lambda: execution_options(options["backend"], options["gpu"], options["require_native"])
-    )
     try:
-        report: Report = running(lambda: _compiled(meant, words, execution, options))
+        with exit_on_error():
+            execution = execution_options(options["backend"], step.target, options["require_native"])
+            report = _compiled(meant, program, execution, step)
     except (NotPossible, ImportError, NotImplementedError) as error:  # the last two of a backend
-        stop(str(error))
-    title = f"{options['config'] or words[words[0] == '-m']} under {policy}"
+        exit_with_message(str(error))
+    title = f"{step.config or program[program[0] == '-m']} under {policy}"
     if options["dump_hlo"]:
         _dump(options["dump_hlo"], report, title)
-    click.echo(_as_json(report, title) if options["form"] == "json" else _as_table(report, title), nl=False)
+    click.echo(
+        _as_json(report, title) if options["output_format"] == "json" else _as_table(report, title), nl=False
+    )
     _judge(report)
 
 
 def _compiled(
-    policy: Policy, words: tuple[str, ...], execution: ExecutionOptions, options: dict[str, Any]
+    policy: Policy, program: tuple[str, ...], execution: ExecutionOptions, step: StepOptions
 ) -> Report:
     from policyc.compiler import pipeline
     from policyc.experiments import runner
     from policyc.hardware import deviceless, step_cost
     from policyc.jaxcore import define_primitive
 
-    count = options["devices"]
-    asked = {name: options[name] for name in ("batch", "sequence", "accumulate", "remat")}
+    count = step.devices
     assert execution.target is not None
-    if options["config"]:
+    if step.config:
         from policyc.hardware import llama_step
 
-        bad = [f"--{name} {value}" for name, value in asked.items() if isinstance(value, int) and value < 1]
-        if bad:
-            raise ValueError(f"{', '.join(bad)}: at least 1")
-        mesh = step_cost.mesh_of(options["mesh"] or f"fsdp={count}", count)
-        llama_step.check(options["config"], mesh, llama_step.Sizes(**asked))
+        sizes = llama_step.Sizes(
+            batch=step.batch, sequence=step.sequence, accumulate=step.accumulate, remat=step.remat
+        )
+        mesh = step_cost.mesh_of(step.mesh or f"fsdp={count}", count)
+        llama_step.check(step.config, mesh, sizes)
         devices = deviceless.devices_of(execution.target, count)
-        step, arguments, run = llama_step.step(options["config"], mesh, llama_step.Sizes(**asked), devices)
+        jitted_step, arguments, run = llama_step.step(step.config, mesh, sizes, devices)
         pipeline.set_step(0, total=run.steps)
-        return deviceless.compile_step(step, arguments, policy, execution, count, run.accumulate)
-    given = [f"--{name}" for name, value in asked.items() if value is not None]
-    if given:
-        raise ValueError(f"{' and '.join(given)}: a program has its own sizes; give it its own arguments")
-    if options["mesh"]:
+        return deviceless.compile_step(jitted_step, arguments, policy, execution, count, run.accumulate)
+    step.reject_for_program("batch", "sequence", "accumulate", "remat")
+    if step.mesh:
         raise ValueError(
             "--mesh: a program makes its own mesh, of jax.devices(); --devices says how many it finds"
         )
     deviceless.check_installed()
     if count > 1:
         define_primitive.host_devices(count)
-    jitted, plans = runner.first_step(program_of(words), policy, execution)
+    jitted, plans = runner.trace_first_step(parse_program(program), policy, execution)
     if not plans:
         raise ValueError("the program ended, and no loss that it differentiated has a GEMM")
     if jitted is not None:
@@ -131,11 +125,11 @@ def _dump(folder: str, report: Report, title: str) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        stop(f"--dump-hlo: '{folder}' cannot be made: {error.strerror}")
+        exit_with_message(f"--dump-hlo: '{folder}' cannot be made: {error.strerror}")
     name = "".join(
         c if c.isalnum() or c in "-_." else "_" for c in f"{title}_{report.target}x{report.devices}"
     )
-    write_out("--dump-hlo", str(Path(folder) / f"{name}.hlo.txt"), report.text)
+    write_output("--dump-hlo", str(Path(folder) / f"{name}.hlo.txt"), report.text)
 
 
 def _as_json(report: Report, title: str) -> str:
@@ -216,12 +210,12 @@ def _judge(report: Report) -> None:
     if missing:
         row = missing[0]
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        stop(
+        exit_with_message(
             f"{row.gemm} of '{row.site}' was to be native{more}, and {row.call} is in the compiled program "
             f"{row.found} times, not {row.expected}: --dump-hlo DIR shows what is there instead"
         )
     if not report.fits:
-        stop(
+        exit_with_message(
             "the step does not fit into the device's memory: more devices, a smaller --batch in more parts "
             "(--accumulate), or --remat full"
         )

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import Examples, colour, policy_of, stop
-from policyc.cli.program import RAW, check_step, plan_of, reading, step_options
+from policyc.cli.common import exit_with_message, load_policy, use_color
+from policyc.cli.options import (
+    ProgramCommand,
+    StepOptions,
+    format_option,
+    program_argument,
+    step_options,
+    variant_option,
+)
+from policyc.cli.program import plan_program
 
 if TYPE_CHECKING:
     from policyc.hardware.step_cost import Estimate, Mesh, Work
@@ -29,8 +37,7 @@ Memory is not looked at: what does not fit has an estimate too.
 
 
 @click.command(
-    cls=Examples,
-    context_settings=RAW,
+    cls=ProgramCommand,
     examples="""
     policyc estimate te_nvfp4 --config llama3_405b --target gb300 --devices 128
     policyc estimate te_nvfp4 --against fp8 --config llama3_8b --target gb200 --devices 8 --batch 128
@@ -39,80 +46,64 @@ Memory is not looked at: what does not fit has an estimate too.
     """,
 )
 @step_options
-@click.option(
-    "--remat",
-    type=click.Choice(["none", "dots", "full", "quantized"]),
-    help="What is computed anew (default: the configuration's; none for a program).",
-)
 @click.option("--against", metavar="POLICY", help="Another policy to compare with.")
-@click.option("--variant", metavar="NAME", help="The policy under one of its variants.")
+@variant_option
 @click.option(
     "--backend", type=click.Choice(["te", "xla"]), default="te", show_default=True, help="Whose quantizers."
 )
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    show_default=True,
-    help="How it is printed.",
-)
+@format_option("table", "json")
 @click.option("--assumptions", is_flag=True, help="Also print what the model assumes.")
 @click.argument("policy")
-@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT|-m MODULE [ARGS]...]")
-def estimate(policy: str, program: tuple[str, ...], **options: Any) -> None:
-    """Estimate the time of a training step, part by part, on GPUs that need not be here.
+@program_argument(required=False)
+def estimate(policy: str, program: tuple[str, ...], step: StepOptions, **options: Any) -> None:
+    """Estimate the time of a training step on GPUs that are not here.
 
-    A model of costs, not a measurement: see docs/estimate.md for what it is worth.
+    The time is given part by part. A model of costs, not a measurement: see docs/estimate.md for what it is worth.
     """
-    options, words = reading(cast("click.Command", estimate), options, program)
-    check_step(options, words)
+    step.check_source(program)
     from policyc.compiler.plan import make_plan
     from policyc.hardware import step_cost
     from policyc.numerics.targets import target
 
     try:
-        gpu = target(options["gpu"])
+        gpu = target(step.target)
     except KeyError as missing:
         raise click.UsageError(str(missing.args[0])) from None
-    first = policy_of(policy, options["variant"])
+    first = load_policy(policy, options["variant"])
     meant = [(policy if options["variant"] is None else f"{policy} {options['variant']}", first)]
     if options["against"] is not None:
-        meant.insert(0, (options["against"], policy_of(options["against"], None)))
+        meant.insert(0, (options["against"], load_policy(options["against"], None)))
     try:
-        mesh = step_cost.mesh_of(options["mesh"] or f"fsdp={options['devices']}", options["devices"])
-        work = _work(first, words, mesh, options)
+        mesh = step_cost.mesh_of(step.mesh or f"fsdp={step.devices}", step.devices)
+        work = _work(first, program, mesh, step, options["backend"])
     except ValueError as error:
-        stop(str(error))
+        exit_with_message(str(error))
     found = [
         (name, step_cost.estimate(dataclasses.replace(work, plan=make_plan(of, work.plan.sites)), gpu, mesh))
         for name, of in meant
     ]
-    if options["form"] == "json":
+    if options["output_format"] == "json":
         click.echo(json.dumps(_as_data(found, gpu.name, mesh), indent=2))
     else:
-        _table(found, f"{options['devices']} x {gpu.name} ({mesh})")
+        _table(found, f"{step.devices} x {gpu.name} ({mesh})")
         if options["assumptions"]:
             click.echo(ASSUMPTIONS, nl=False)
 
 
-def _work(policy: Policy, words: tuple[str, ...], mesh: Mesh, options: dict[str, Any]) -> Work:
+def _work(policy: Policy, program: tuple[str, ...], mesh: Mesh, step: StepOptions, backend: str) -> Work:
     from policyc.hardware import llama_step, step_cost
 
-    asked = {name: options[name] for name in ("batch", "sequence", "accumulate", "remat")}
-    bad = [f"--{name} {value}" for name, value in asked.items() if isinstance(value, int) and value < 1]
-    if bad:
-        raise ValueError(f"{', '.join(bad)}: at least 1")
-    if options["config"]:
-        return llama_step.work(policy, options["config"], mesh, llama_step.Sizes(**asked), options["backend"])
-    given = [f"--{name}" for name in ("batch", "sequence") if options[name] is not None]
-    if given:
-        raise ValueError(f"{' and '.join(given)}: a program has its own sizes; give it its own arguments")
+    if step.config:
+        sizes = llama_step.Sizes(
+            batch=step.batch, sequence=step.sequence, accumulate=step.accumulate, remat=step.remat
+        )
+        return llama_step.work(policy, step.config, mesh, sizes, backend)
+    step.reject_for_program("batch", "sequence")
     if mesh.tensor * mesh.context > 1:
         raise ValueError(
             f"a program can be divided over data and fsdp only, not {mesh}: what a tensor axis moves is not known"
         )
-    found = plan_of(policy, words)
+    found = plan_program(policy, program)
     rows = max(site.batch * site.m for site in found.sites)
     if rows < mesh.rows:
         raise ValueError(
@@ -120,9 +111,9 @@ def _work(policy: Policy, words: tuple[str, ...], mesh: Mesh, options: dict[str,
         )
     return step_cost.Work(
         plan=found,
-        accumulate=options["accumulate"] or 1,
-        remat=options["remat"] or "none",
-        backend=options["backend"],
+        accumulate=step.accumulate or 1,
+        remat=step.remat or "none",
+        backend=backend,
     )
 
 
@@ -174,4 +165,4 @@ def _table(found: Named, title: str) -> None:
     grid.add_row("TFLOP/s a device", *(cell for _, of in found for cell in (f"{of.tflops:.0f}", "")))
     if len(found) == 2:
         grid.add_row("speed-up", "", "", f"{_speed_up(found):.2f}x", "")
-    Console(force_terminal=colour()).print(grid)
+    Console(force_terminal=use_color()).print(grid)

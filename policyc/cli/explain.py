@@ -6,11 +6,11 @@ import sys
 
 import click
 
-from policyc.cli.common import Examples, colour, near, paint
+from policyc.cli.common import ExampleCommand, paint, suggest_code, use_color
 
 
 @click.command(
-    cls=Examples,
+    cls=ExampleCommand,
     examples="""
     policyc explain                     every code, a line each
     policyc explain shadowed-rule       what it means, why it is bad, a bad and a good example
@@ -29,12 +29,14 @@ def explain(codes: tuple[str, ...], markdown: bool) -> None:
     rules = READ | graph_rules() if not codes or any(c in GRAPH for c in codes) else READ
     for code in codes:
         if code not in rules:
-            raise click.UsageError(f"no rule has the code '{code}': {near(code, [*READ, *sorted(GRAPH)])}")
+            raise click.UsageError(
+                f"no rule has the code '{code}': {suggest_code(code, [*READ, *sorted(GRAPH)])}"
+            )
     if not codes and not markdown:
         width = max(map(len, rules))
         for rule in rules.values():
             code = paint(rule.severity, f"{rule.code:<{width}}")
-            click.echo(f"{code}  {rule.title}", color=colour())
+            click.echo(f"{code}  {rule.title}", color=use_color())
         return
     pages = [f"# {c} ({rules[c].severity})\n\n{rules[c].page.rstrip()}\n" for c in codes or rules]
     text = "\n".join(pages)
@@ -44,4 +46,4 @@ def explain(codes: tuple[str, ...], markdown: bool) -> None:
         from rich.console import Console
         from rich.markdown import Markdown
 
-        Console(force_terminal=colour()).print(Markdown(text))
+        Console(force_terminal=use_color()).print(Markdown(text))

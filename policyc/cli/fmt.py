@@ -7,11 +7,21 @@ from pathlib import Path
 
 import click
 
-from policyc.cli.common import CLEAN, FAILED, FOUND, Examples, colour, paint, replace, stdin, writable
+from policyc.cli.common import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_USAGE,
+    ExampleCommand,
+    check_writable,
+    paint,
+    read_stdin,
+    replace_file,
+    use_color,
+)
 
 
 @click.command(
-    cls=Examples,
+    cls=ExampleCommand,
     examples="""
     policyc fmt llama.policy            lay it out, in place
     policyc fmt --diff *.policy         show what would change
@@ -24,7 +34,10 @@ from policyc.cli.common import CLEAN, FAILED, FOUND, Examples, colour, paint, re
     "--diff", is_flag=True, help="Write nothing; print what would change; exit with 1 if anything would."
 )
 def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
-    """Lay policies out in the one way: arrows aligned, blocks indented, comments kept."""
+    """Format policies in place.
+
+    Aligns arrows, indents blocks, and keeps comments. '-' reads standard input and writes standard output.
+    """
     from policyc.language.diagnostics import PolicyError, render
 
     changed, failed = [], False
@@ -35,16 +48,16 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
                 click.echo(after, nl=False)
             elif before != after:
                 if diff:
-                    click.echo(_difference(name, before, after), nl=False, color=colour())
+                    click.echo(_difference(name, before, after), nl=False, color=use_color())
                 elif not check:
-                    replace(Path(name), after)
+                    replace_file(Path(name), after)
                 changed.append(name)
         except PolicyError as error:
             failed = True
-            click.echo("\n".join(render(d, paint) for d in error.diagnostics), err=True, color=colour())
+            click.echo("\n".join(render(d, paint) for d in error.diagnostics), err=True, color=use_color())
     for name in changed:
         click.echo(f"{name}: {'would be changed' if check or diff else 'changed'}", err=True)
-    sys.exit(FAILED if failed else FOUND if changed and (check or diff) else CLEAN)
+    sys.exit(EXIT_USAGE if failed else EXIT_FAILURE if changed and (check or diff) else EXIT_OK)
 
 
 def _formatted(name: str) -> tuple[str, str]:
@@ -55,9 +68,9 @@ def _formatted(name: str) -> tuple[str, str]:
 
     if name != "-":
         path = locate(name)
-        text = read_text(writable(name, path))
+        text = read_text(check_writable(name, path))
     else:
-        text = stdin()
+        text = read_stdin()
     file, found = read(SourceText(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name))
     if found:
         raise PolicyError(found)

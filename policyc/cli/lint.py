@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import gc
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import CLEAN, FAILED, FOUND, Examples, colour, near, paint, replace, stdin, writable
-from policyc.cli.program import plan_of
+from policyc.cli.common import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_USAGE,
+    ExampleCommand,
+    check_writable,
+    paint,
+    read_stdin,
+    replace_file,
+    suggest_code,
+    use_color,
+)
+from policyc.cli.options import format_option
+from policyc.cli.program import plan_program
 
 if TYPE_CHECKING:
     from policyc.language.diagnostics import Diagnostic
@@ -19,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    cls=Examples,
+    cls=ExampleCommand,
     examples="""
     policyc lint llama.policy                          every finding, with its place and a remedy
     policyc lint policies/*.policy --format concise    a line each
@@ -28,14 +41,7 @@ if TYPE_CHECKING:
     """,
 )
 @click.argument("files", nargs=-1, required=True, metavar="POLICY...")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["full", "concise", "json", "github", "sarif"]),
-    default="full",
-    show_default=True,
-    help="How findings are printed.",
-)
+@format_option("full", "concise", "json", "github", "sarif")
 @click.option("--select", multiple=True, metavar="CODES", help="Look for these codes only (comma-separated).")
 @click.option("--ignore", multiple=True, metavar="CODES", help="Do not look for these codes.")
 @click.option(
@@ -52,7 +58,7 @@ if TYPE_CHECKING:
 )
 def lint(
     files: tuple[str, ...],
-    form: str,
+    output_format: str,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     against: str | None,
@@ -60,7 +66,7 @@ def lint(
     fix: bool,
     unsafe_fixes: bool,
 ) -> None:
-    """Check policies for faults and for what costs people runs.
+    """Check policies for errors and known risks.
 
     A finding is allowed on its line with '# allow: CODE -- reason'. 'policyc explain CODE' tells what a code
     means. Exits with 0 if there is no finding (notes are none), 1 if there are some, 2 if a file could not be read.
@@ -89,7 +95,9 @@ def lint(
             if fix:
                 mended += _mend(name, codes, unsafe_fixes)
             loaded = _inspect(name)
-            plan = None if against is None or loaded.found else plan_of(loaded.policy, against)
+            plan = (
+                None if against is None or loaded.found else plan_program(loaded.policy, shlex.split(against))
+            )
             findings = check(loaded, codes, plan, target)
         except PolicyError as error:
             failed = True
@@ -98,8 +106,8 @@ def lint(
         found += findings.diagnostics
         failed |= any(d.code == "unreadable-file" for d in findings.diagnostics)  # of an import
         undecided += findings.undecided
-    click.echo(output.FORMS[form](found, paint), nl=False, color=colour())
-    if form in ("full", "concise"):
+    click.echo(output.FORMS[output_format](found, paint), nl=False, color=use_color())
+    if output_format in ("full", "concise"):
         if mended:
             click.echo(f"{mended} mended", err=True)
         click.echo(output.summary(found, len(files)), err=True)
@@ -107,7 +115,7 @@ def lint(
         note = f"{undecided} questions about which rules reach which sites were too hard: some findings may be missing"
         click.echo(f"note: {note}", err=True)
     faults = [d for d in found if d.severity is not Severity.NOTE]
-    sys.exit(FAILED if failed else FOUND if faults else CLEAN)
+    sys.exit(EXIT_USAGE if failed else EXIT_FAILURE if faults else EXIT_OK)
 
 
 def _target(name: str | None) -> Target:
@@ -128,7 +136,7 @@ def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
     def split(values: Sequence[str]) -> set[str]:
         names = {code.strip() for value in values for code in value.split(",") if code.strip()}
         for name in sorted(names - set(known)):
-            raise click.UsageError(f"no rule has the code '{name}': {near(name, known)}")
+            raise click.UsageError(f"no rule has the code '{name}': {suggest_code(name, known)}")
         return names
 
     return (split(select) or set(known)) - split(ignore)
@@ -138,7 +146,7 @@ def _inspect(name: str) -> Loaded:
     from policyc.language.loader import inspect, locate, read_text
 
     if name == "-":
-        return inspect(stdin(), shown="<stdin>")
+        return inspect(read_stdin(), shown="<stdin>")
     path = locate(name)
     return inspect(read_text(path), path=path)
 
@@ -148,10 +156,10 @@ def _mend(name: str, codes: set[str], unsafe: bool) -> int:
     from policyc.lint.engine import lint as check
     from policyc.lint.fixes import mend
 
-    path = writable(name, locate(name))
+    path = check_writable(name, locate(name))
     text = read_text(path)
     result = mend(text, lambda t: inspect(t, path=path), lambda found: check(found, codes), unsafe=unsafe)
     if result.count:
         mark = "\ufeff" if text.startswith("\ufeff") else ""
-        replace(path, mark + result.text)
+        replace_file(path, mark + result.text)
     return result.count

@@ -1,204 +1,133 @@
-"""Verbs that run somebody's program: its words, its plan, and how its end is told.
-
-In: the words of a command line. Out: a program to run, or a plan. The one trap: everything after the program's name is
-the program's, even what looks like an option of ours.
-"""
+"""Commands that run a user's program: trace its plan, or run it under a policy and report the outcome."""
 
 from __future__ import annotations
 
-import shlex
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import FOUND, policy_of, say, stop, write_out
+from policyc.cli.common import EXIT_FAILURE, exit_with_message, load_policy, print_error, write_output
 
 if TYPE_CHECKING:
+    from policyc.cli.options import RunOptions
     from policyc.compiler.plan import Plan
     from policyc.experiments.runner import Program
     from policyc.language.policy import Policy
 
-RAW: dict[str, Any] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""Settings of a command whose last words are a program's."""
 
-STATS_EVERY = (
-    "Every N steps, measure what quantization does to operands and gradients, for the program's report."
-)
-
-
-def taking(words: tuple[str, ...], options: dict[str, bool]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Our options at the front of some words, and the rest. `options` says which of them take a value."""
-    found: dict[str, str] = {}
-    rest = list(words)
-    while rest and rest[0].startswith("--") and rest[0].partition("=")[0] in options:
-        name, equals, value = rest.pop(0).partition("=")
-        if options[name] and not equals:
-            if not rest:
-                raise click.UsageError(f"{name} needs a value")
-            value = rest.pop(0)
-        found[name] = value if options[name] else "yes"
-    return found, tuple(rest)
-
-
-def whole_number(option: str, text: str) -> int:
-    if not text.isdigit():
-        raise click.UsageError(f"{option} is a number of steps, and not '{text}'")
-    return int(text)
-
-
-def reading(
-    command: click.Command, options: dict[str, Any], program: tuple[str, ...]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The options of a command, also those that stand behind the policy, and the words of the program."""
-    known = {flag: p for p in command.params if isinstance(p, click.Option) for flag in p.opts}
-    more, words = taking(program, {flag: not p.is_flag for flag, p in known.items()})
-    context = click.Context(command)
-    behind = {
-        str(known[flag].name): known[flag].is_flag or known[flag].type_cast_value(context, value)
-        for flag, value in more.items()
-    }
-    return options | behind, words
-
-
-def step_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of a verb that looks at a step, of a program or of the Llama driver, on some GPUs."""
-    per_configuration = "(default: the configuration's)."
-    for option in reversed((
-        click.option(
-            "--config", metavar="NAME", help="A configuration of the Llama driver, in place of a program."
-        ),
-        click.option("--target", "gpu", metavar="GPU", help="The GPU: policyc targets lists them.  [required]"),
-        click.option("--devices", type=int, default=1, show_default=True, help="How many of them."),
-        click.option(
-            "--mesh", metavar="AXES", help="How they divide the step: 'fsdp=32 tensor=4' (default: all fsdp)."
-        ),
-        click.option("--batch", type=int, help=f"Sequences in a step {per_configuration}"),
-        click.option("--sequence", type=int, help=f"Tokens in a sequence {per_configuration}"),
-        click.option(
-            "--accumulate", type=int, help="Parts of a batch (default: two sequences a device at a time)."
-        ),
-    )):  # fmt: skip
-        command = option(command)
-    return command
-
-
-def check_step(options: dict[str, Any], words: tuple[str, ...]) -> None:
-    """Raises what is wrong with `step_options` as such."""
-    if options["gpu"] is None:
-        raise click.UsageError("--target says which GPU: policyc targets lists them")
-    if bool(words) == bool(options["config"]):
-        raise click.UsageError("name a program, or a configuration with --config; one of the two")
-    if options["devices"] < 1:
-        raise click.UsageError(f"--devices {options['devices']}: at least 1")
-
-
-def program_of(words: tuple[str, ...]) -> Program:
+def parse_program(words: Sequence[str]) -> Program:
+    """The program that the last words of a command line name. Raises a usage error if there is no such program."""
     from policyc.experiments.runner import BadProgram, Program
 
     try:
-        program = Program.of(words)
+        program = Program.from_words(words)
         program.check()
     except BadProgram as error:
         raise click.UsageError(str(error)) from None
     return program
 
 
-def plan_of(policy: Policy, program: tuple[str, ...] | str) -> Plan:
-    """The plan of a policy for the first loss of a program, faults and all. Exits where there is none."""
-    words = tuple(shlex.split(program)) if isinstance(program, str) else program
-    found = program_of(words)
-    from policyc.experiments import runner
-
-    plan: Plan | None = running(lambda: runner.first_plan(found, policy))
-    if plan is None:
-        stop("the program ended, and differentiated nothing (jax.grad, vjp, ...)")
-    if not len(plan.sites):
-        stop("the program ended, and no loss of it has a GEMM")
-    return plan
-
-
-def running(act: Callable[[], Any]) -> Any:
+@contextlib.contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Turns an error of a policy, a program or an option into a message and an exit code."""
     from policyc.experiments.runner import BadProgram
     from policyc.language.diagnostics import PolicyError
 
     try:
-        return act()
+        yield
     except PolicyError as error:
-        say(error)
-        sys.exit(FOUND)
+        print_error(error)
+        sys.exit(EXIT_FAILURE)
     except (BadProgram, ValueError) as error:
-        stop(str(error))
+        exit_with_message(str(error))
 
 
-def apply_to(
-    program: Program,
-    policy: str,
-    *,
-    variant: str | None,
-    backend: str | None,
-    require_native: bool,
-    plan_out: str | None,
-    multiple_losses: bool,
-    stats_every: int,
-) -> None:
-    """Runs a program under a policy, and tells what became of it. Exits where the policy was not applied."""
-    meant = policy_of(policy, variant)
+def plan_program(policy: Policy, words: Sequence[str]) -> Plan:
+    """Plans the first loss of a program, without checking the plan. Exits if the program has no loss with a GEMM."""
+    program = parse_program(words)
+    from policyc.experiments import runner
+
+    with exit_on_error():
+        plan = runner.trace_first_plan(program, policy)
+    if plan is None:
+        exit_with_message("the program differentiated nothing (jax.grad, vjp, ...)")
+    if not len(plan.sites):
+        exit_with_message("no loss of the program has a GEMM")
+    return plan
+
+
+def run_under_policy(program: Program, policy_name: str, options: RunOptions) -> None:
+    """Runs a program under a policy, and prints what the policy did. Exits if the policy was not applied."""
+    policy = load_policy(policy_name, options.variant)
     from policyc.compiler.pipeline import execution_options
-    from policyc.compiler.plan_tables import as_json, summary
     from policyc.experiments import runner
     from policyc.language.diagnostics import PolicyError
 
-    execution = running(lambda: execution_options(backend or "auto", None, require_native))
-    seen: list[int] = []
+    with exit_on_error():
+        execution = execution_options(options.backend, None, options.require_native)
+        session = runner.run(
+            program,
+            policy,
+            execution,
+            _PlanPrinter(options.plan_out),
+            multiple_losses=options.multiple_losses,
+            stats_every=options.stats_every,
+        )
+    if not session.matched:
+        exit_with_message(_explain_no_match(session.plans, policy_name))
+    if session.unmet:
+        print_error(PolicyError(session.unmet))
+        sys.exit(EXIT_FAILURE)
+    if session.folder is not None and runner.is_first_process():
+        _write_report(session.folder)
 
-    def report(plan: Plan) -> None:
+
+class _PlanPrinter:
+    """Prints the plan of the first loss with a GEMM. Writes to `--plan-out` the plan that matches the most sites."""
+
+    def __init__(self, plan_out: str | None) -> None:
+        self.plan_out = plan_out
+        self.most_matches: int | None = None
+
+    def __call__(self, plan: Plan) -> None:
+        from policyc.compiler.plan_tables import as_json, summary
+        from policyc.experiments.runner import is_first_process
+
         if not len(plan.sites):
             return
-        weight = sum(plan.counts)
-        if not seen and runner.first_process():
+        matches = sum(plan.counts)
+        if self.most_matches is None and is_first_process():
             click.echo(summary(plan), err=True, nl=False)
-        if plan_out is not None and weight > max(seen, default=-1):
-            write_out("--plan-out", plan_out, as_json(plan))
-        seen.append(weight)
-
-    session = running(
-        lambda: runner.run(
-            program, meant, execution, report, multiple_losses=multiple_losses, stats_every=stats_every
-        )
-    )
-    if not session.matched:
-        stop(_why_nothing(session.plans, policy))
-    if session.unmet:
-        say(PolicyError(session.unmet))
-        sys.exit(FOUND)
-    if session.folder is not None and runner.first_process():
-        write_report(session.folder)
+        if self.most_matches is None or matches > self.most_matches:
+            self.most_matches = matches
+            if self.plan_out is not None:
+                write_output("--plan-out", self.plan_out, as_json(plan))
 
 
-def write_report(folder: Path) -> None:
-    """The report of a run, where the run has left something to report on."""
-    from policyc.experiments.run_report import UnreadableRun, written
+def _write_report(folder: Path) -> None:
+    """Writes the report of a run. A run that recorded nothing has none."""
+    from policyc.experiments.run_report import UnreadableRun, write_report
 
     try:
-        click.echo(f"policyc: report: {written([folder])}", err=True)
+        click.echo(f"policyc: report: {write_report([folder])}", err=True)
     except UnreadableRun as error:
         click.echo(f"policyc: no report: {error}", err=True)
 
 
-def _why_nothing(plans: list[Plan], policy: str) -> str:
+def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
+    """Why a policy matched nothing in a whole run."""
     from policyc.compiler.plan import suggestion
 
     if not plans:
-        return f"'{policy}' was not applied: the program differentiated nothing (jax.grad, vjp, ...)"
-    with_sites = [p for p in plans if len(p.sites)]
-    if not with_sites:
-        return f"'{policy}' was not applied: no loss of the program has a GEMM"
-    plan = with_sites[0]
+        return f"'{policy_name}' was not applied: the program differentiated nothing (jax.grad, vjp, ...)"
+    plan = next((plan for plan in plans if len(plan.sites)), None)
+    if plan is None:
+        return f"'{policy_name}' was not applied: no loss of the program has a GEMM"
     if not plan.policy.rules:
-        return f"'{policy}' has no rules"
-    return (
-        f"'{policy}' matched none of the {len(plan.sites)} sites: {suggestion(plan, plan.policy.rules[-1])}"
-    )
+        return f"'{policy_name}' has no rules"
+    help = suggestion(plan, plan.policy.rules[-1])
+    return f"'{policy_name}' matched none of the {len(plan.sites)} sites: {help}"

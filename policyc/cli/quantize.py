@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import Examples, fail
+from policyc.cli.common import ExampleCommand, exit_with_diagnostics
 from policyc.language.files import atomic_write
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    cls=Examples,
+    cls=ExampleCommand,
     examples="""
     policyc quantize x.npy --recipe nvfp4 --role activation --gemm fprop --out q.npz
     policyc quantize dy.npy --recipe 'nvfp4(rht=wgrad, sr=grad)' --role gradient --gemm wgrad --axis 0 --out q.npz
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of stochastic rounding.")
 @click.option("--out", required=True, metavar="OUT.npz", help="Codes, packed codes, scales, amax, values.")
 def quantize(array: str, recipe: str, role: str, gemm: str, axis: int, seed: int, out: str) -> None:
-    """Quantize an array, to the bit as a policy would, and print what it loses.
+    """Quantize an array exactly as a policy would, and print the error.
 
     OUT.npz holds codes (one a byte), packed (two nibbles a byte, the even one low), scales (raw bytes), amax (f32)
     and dequantized (f32), with the quantized axis last: enough to compare with any other implementation.
@@ -50,7 +50,7 @@ def quantize(array: str, recipe: str, role: str, gemm: str, axis: int, seed: int
     try:
         chosen = _recipe(recipe)
     except PolicyError as error:
-        fail(error)
+        exit_with_diagnostics(error)
     values = _array(array)
     if not -values.ndim <= axis < values.ndim:
         raise click.UsageError(f"--axis {axis}: the array has {values.ndim} axes")

@@ -1,4 +1,4 @@
-"""`policyc report`: a run, or several beside each other, as one page."""
+"""`policyc report`: writes one HTML page about one or more training runs."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ from pathlib import Path
 
 import click
 
-from policyc.cli.common import Examples, stop
+from policyc.cli.common import ExampleCommand, exit_with_message
 
 
 @click.command(
-    cls=Examples,
+    cls=ExampleCommand,
     examples="""
-    policyc report runs/tiny                                   writes runs/tiny/report.html
-    policyc report runs/tiny runs/tiny-2fd0a1c4 --out a.html   two runs beside each other
+    policyc report runs/tiny                                   write runs/tiny/report.html
+    policyc report runs/tiny runs/tiny-2fd0a1c4 --out a.html   compare two runs
     """,
 )
 @click.option(
-    "--out", type=click.Path(dir_okay=False), help="Where to write; by default into the first run's folder."
+    "--out",
+    type=click.Path(dir_okay=False),
+    show_default="report.html in the first run's folder",
+    help="File to write.",
 )
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 def report(out: str | None, runs: tuple[str, ...]) -> None:
-    """Write the report of a training run: losses, speed, what quantization does to its numbers, its plan.
+    """Write an HTML report of training runs.
 
-    RUN is a folder with metrics.jsonl, and with stats.jsonl and plan.json where there was a policy. The page stands
-    alone: it loads nothing.
+    The page shows loss, speed, quantization error and the plan. It is one file that loads nothing else. RUN is a
+    folder with metrics.jsonl. Runs under a policy also have stats.jsonl and plan.json.
     """
-    from policyc.experiments.run_report import UnreadableRun, written
+    from policyc.experiments.run_report import UnreadableRun, write_report
 
     try:
-        click.echo(written([Path(r) for r in runs], None if out is None else Path(out)))
+        click.echo(write_report([Path(run) for run in runs], None if out is None else Path(out)))
     except UnreadableRun as error:
-        stop(str(error))
+        exit_with_message(str(error))

@@ -1,52 +1,49 @@
-"""`policyc show`: what a policy does, operand by operand."""
+"""`policyc show`: prints the rules of a policy, and what each recipe does to each operand."""
 
 from __future__ import annotations
 
 import click
 
-from policyc.cli.common import Examples, colour, fail, paint
+from policyc.cli.common import ExampleCommand, exit_with_diagnostics, paint, use_color
+from policyc.cli.options import format_option, variant_option
 
 
 @click.command(
-    cls=Examples,
+    cls=ExampleCommand,
     examples="""
-    policyc show                                the bundled policies
-    policyc show llama_nvfp4                    what each of its rules does to each operand
-    policyc show llama_nvfp4 --variant no_rht   the same under a variant
-    policyc show te_nvfp4_no_rht --format text  as one policy, imports expanded
+    policyc show                                list the bundled policies
+    policyc show llama_nvfp4                    what each rule does to each operand
+    policyc show llama_nvfp4 --variant no_rht   the same, under a variant
+    policyc show te_nvfp4_no_rht --format text  one policy, with its imports expanded
     """,
 )
 @click.argument("policy", required=False)
-@click.option("--variant", metavar="NAME", help="Show the policy under one of its variants.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["table", "text", "json"]),
-    default="table",
-    show_default=True,
-    help="How it is printed.",
-)
-def show(policy: str | None, variant: str | None, form: str) -> None:
-    """Show what a policy does: its rules, and each recipe operand by operand."""
+@variant_option
+@format_option("table", "text", "json")
+def show(policy: str | None, variant: str | None, output_format: str) -> None:
+    """Show what a policy does to each operand of each product.
+
+    Without a POLICY, list the bundled policies.
+    """
     from policyc.language import tables
     from policyc.language.diagnostics import PolicyError
     from policyc.language.loader import load
 
     if policy is None:
-        click.echo(tables.bundled_policies(paint), nl=False, color=colour())
+        click.echo(tables.bundled_policies(paint), nl=False, color=use_color())
         return
     try:
         loaded = load(policy)
     except PolicyError as error:
-        fail(error)
+        exit_with_diagnostics(error)
     if variant is not None:
         try:
             loaded = loaded.variant(variant)
-        except KeyError as missing:
-            raise click.UsageError(str(missing.args[0])) from None
-    if form == "text":
+        except KeyError as unknown:
+            raise click.UsageError(str(unknown.args[0])) from None
+    if output_format == "text":
         click.echo(str(loaded), nl=False)
-    elif form == "json":
+    elif output_format == "json":
         click.echo(tables.as_json(loaded), nl=False)
     else:
-        tables.table(loaded, policy if variant is None else f"{policy}, variant {variant}", colour())
+        tables.table(loaded, policy if variant is None else f"{policy}, variant {variant}", use_color())

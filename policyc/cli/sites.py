@@ -1,42 +1,34 @@
-"""`policyc sites`: the GEMMs of a program."""
+"""`policyc sites`: lists the GEMMs of a program."""
 
 from __future__ import annotations
 
 import click
 
-from policyc.cli.common import Examples, policy_of
-from policyc.cli.program import RAW, plan_of
+from policyc.cli.common import load_policy
+from policyc.cli.options import ProgramCommand, format_option, program_argument, variant_option
+from policyc.cli.program import plan_program
 
 
 @click.command(
-    cls=Examples,
-    context_settings=RAW,
+    cls=ProgramCommand,
     examples="""
-    policyc sites train.py                              its GEMMs: names, shapes, FLOPs, roles
-    policyc sites --policy llama.policy -m trainer      and which rule wins, and which it beats
+    policyc sites train.py                              names, shapes, FLOPs and roles of its GEMMs
+    policyc sites --policy llama.policy -m trainer      also which rule wins, and which rules it overrides
     """,
 )
 @click.option(
-    "--policy", metavar="POLICY", help="Also show which rule of this policy wins, and which it beats."
+    "--policy", metavar="POLICY", help="Also show which rule of this policy wins, and which it overrides."
 )
-@click.option("--variant", metavar="NAME", help="The policy under one of its variants.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["table", "json"]),
-    default="table",
-    show_default=True,
-    help="How they are printed.",
-)
-@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
-def sites(policy: str | None, variant: str | None, form: str, program: tuple[str, ...]) -> None:
+@variant_option
+@format_option("table", "json")
+@program_argument(required=True)
+def sites(policy: str | None, variant: str | None, output_format: str, program: tuple[str, ...]) -> None:
     """List the GEMMs of a program's loss.
 
-    The program runs until its first loss with a GEMM has been traced, and no further: no step is executed.
+    The program runs until its first loss with a GEMM is traced, and stops there. No step is executed.
     """
     from policyc.compiler.plan_tables import as_json, sites_table
     from policyc.language.policy import Policy
 
-    meant = Policy() if policy is None else policy_of(policy, variant)
-    plan = plan_of(meant, program)
-    click.echo(as_json(plan) if form == "json" else sites_table(plan), nl=False)
+    plan = plan_program(Policy() if policy is None else load_policy(policy, variant), program)
+    click.echo(as_json(plan) if output_format == "json" else sites_table(plan), nl=False)

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import Examples, colour
+from policyc.cli.common import ExampleCommand, use_color
+from policyc.cli.options import format_option
 
 if TYPE_CHECKING:
     from policyc.numerics.targets import Target
 
 
 @click.command(
-    cls=Examples,
+    cls=ExampleCommand,
     examples="""
     policyc targets                          a table
     policyc targets gb300 --format json      one of them
@@ -22,29 +23,25 @@ if TYPE_CHECKING:
     """,
 )
 @click.argument("name", required=False)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["table", "json", "xla"]),
-    default="table",
-    show_default=True,
-    help="How they are printed; xla is for one of them.",
-)
-def targets(name: str | None, form: str) -> None:
-    """List the GPUs that policyc knows: what they multiply natively, how fast, and what lies around it."""
+@format_option("table", "json", "xla", help="Output format; 'xla' needs a NAME.")
+def targets(name: str | None, output_format: str) -> None:
+    """List the GPUs that policyc knows.
+
+    For each: the formats that it multiplies natively, their peak speeds, its memory, and its links.
+    """
     from policyc.numerics.targets import TARGETS, target
 
     try:
         chosen = list(TARGETS.values()) if name is None else [target(name)]
     except KeyError as missing:
         raise click.UsageError(str(missing.args[0])) from None
-    if form == "xla":
+    if output_format == "xla":
         if name is None:
             raise click.UsageError(
                 f"--format xla goes with one target: policyc targets {chosen[0].name} --format xla"
             )
         click.echo(chosen[0].description, nl=False)
-    elif form == "json":
+    elif output_format == "json":
         found = [_as_data(t) for t in chosen]
         click.echo(json.dumps(found if name is None else found[0], indent=2))
     else:
@@ -91,4 +88,4 @@ def _table(chosen: list[Target]) -> None:
             str(of.nvlink_domain),
             f"{of.network_bandwidth / 1e9:.0f}",
         )
-    Console(force_terminal=colour()).print(grid)
+    Console(force_terminal=use_color()).print(grid)

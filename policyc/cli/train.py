@@ -7,13 +7,14 @@ import sys
 
 import click
 
-from policyc.cli.common import Examples
-from policyc.cli.program import STATS_EVERY, apply_to, program_of
+from policyc.cli.common import ExampleCommand
+from policyc.cli.options import RunOptions, run_options
+from policyc.cli.program import parse_program, run_under_policy
 from policyc.language.bundled import folder
 
 
 @click.command(
-    cls=Examples,
+    cls=ExampleCommand,
     context_settings={"ignore_unknown_options": True},
     examples="""
     policyc train --config tiny --policy llama_nvfp4             a small model on any machine
@@ -23,33 +24,18 @@ from policyc.language.bundled import folder
     """,
 )
 @click.option("--policy", metavar="POLICY", help="Train under this policy; plainly without.")
-@click.option("--variant", metavar="NAME", help="The policy under one of its variants.")
-@click.option("--backend", help="What runs quantized GEMMs; auto looks at the devices.")
-@click.option("--require-native", is_flag=True, help="Fail where a product would be emulated.")
-@click.option("--plan-out", type=click.Path(dir_okay=False), help="Write the whole plan here, as JSON.")
-@click.option("--stats-every", type=click.IntRange(0), default=0, metavar="N", help=STATS_EVERY)
+@run_options
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[DRIVER OPTIONS]...")
-def train(
-    policy: str | None,
-    variant: str | None,
-    backend: str | None,
-    require_native: bool,
-    plan_out: str | None,
-    stats_every: int,
-    words: tuple[str, ...],
-) -> None:
+def train(policy: str | None, words: tuple[str, ...], run: RunOptions) -> None:
     """Pretrain the bundled Llama.
 
     The same run as policyc apply POLICY models/llama/train.py. All other options are the driver's.
     """
     script = str(folder("models") / "llama" / "train.py")
     if policy is not None:
-        apply_to(
-            program_of((script, *words)), policy, variant=variant, backend=backend, require_native=require_native,
-            plan_out=plan_out, multiple_losses=False, stats_every=stats_every,
-        )  # fmt: skip
+        run_under_policy(parse_program((script, *words)), policy, run)
         return
-    if variant or backend or require_native or plan_out or stats_every:
+    if run != RunOptions():
         raise click.UsageError("this option goes with --policy")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, script, *words])

@@ -292,7 +292,7 @@ def expectations(plan: Plan, *, may_miss: bool = False) -> Iterator[Diagnostic]:
 
 
 def _other_loss(help: str) -> str:
-    return f"{help}; or if another loss of the program has them: --several-losses"
+    return f"{help}; or if another loss of the program has them: --multiple-losses"
 
 
 def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:

@@ -50,7 +50,7 @@ class RunRecord:
         ]
 
 
-def written(folders: Sequence[Path], out: Path | None = None) -> Path:
+def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Writes the report of some runs, and says where."""
     runs = [_read(folder) for folder in folders]
     path = out or folders[0] / "report.html"

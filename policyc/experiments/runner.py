@@ -67,7 +67,7 @@ class Program:
     args: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Program:
+    def from_words(cls, words: Sequence[str]) -> Program:
         """From the words of a command line: `train.py --lr 1`, or `-m pkg.train --lr 1`."""
         if not words:
             raise BadProgram("name a script to run, or -m and a module")
@@ -158,7 +158,9 @@ def _identified(policy: Policy) -> Iterator[None]:
             os.environ[IDENTITY] = before
 
 
-def first_plan(program: Program, policy: Policy, execution: ExecutionOptions | None = None) -> Plan | None:
+def trace_first_plan(
+    program: Program, policy: Policy, execution: ExecutionOptions | None = None
+) -> Plan | None:
     """The plan of the first loss with a GEMM in it. The program ends there; None where it has no such loss."""
     plans: list[Plan] = []
 
@@ -172,12 +174,12 @@ def first_plan(program: Program, policy: Policy, execution: ExecutionOptions | N
     return plans[-1] if plans else None
 
 
-def first_process() -> bool:
+def is_first_process() -> bool:
     """Is this the process that speaks for all?"""
     return jax.process_index() == 0
 
 
-def first_step(
+def trace_first_step(
     program: Program, policy: Policy, execution: ExecutionOptions
 ) -> tuple[Jitted | None, list[Plan]]:
     """The first jitted function that differentiates a loss with a GEMM in it, about to be compiled, and the plans of

@@ -223,9 +223,9 @@ def test_an_expect_may_be_met_by_any_of_several_losses(home):
     alone = policyc(home, "apply", "gan.policy", "gan.py")
     assert alone.returncode == 1, "the first loss must meet every expect"
     assert "step" not in alone.stdout
-    assert "--several-losses" in alone.stderr
+    assert "--multiple-losses" in alone.stderr
     (home / "gan.policy").write_text("up -> fp8 expect 1\nfirst -> fp8 expect 1\nthird -> fp8 expect 2\n")
-    ran = policyc(home, "apply", "gan.policy", "--several-losses", "gan.py")
+    ran = policyc(home, "apply", "gan.policy", "--multiple-losses", "gan.py")
     assert "two steps" in ran.stdout
     assert ran.returncode == 1, "one of the three was never met"
     assert "expects 2 sites and matches 0" in ran.stderr

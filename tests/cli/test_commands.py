@@ -14,16 +14,16 @@ import click
 import pytest
 
 from policyc import __version__, load, parse
-from policyc.cli.main import cli
 from policyc.language import bundled
 from policyc.lint.engine import RULES, graph_rules
-from tests.support.command import ROOT, policyc, spawn
+from tests.support.command import ROOT, load_commands, policyc, spawn
 
 CLEAN = "mlp.* -> fp8\n"
 SHADOWED = "mlp.up -> bf16\nmlp.* -> fp8\n"
 FAULTY = "mlp.* -> fp9\n"
 UNTIDY = "a->fp8 # one\nlonger.name   ->   bf16\n"
 TIDY = "a           -> fp8  # one\nlonger.name -> bf16\n"
+COMMANDS = load_commands()
 FORMATS = ("full", "concise", "json", "github", "sarif")
 
 needs_permissions = pytest.mark.skipif(
@@ -105,7 +105,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("show fp8 --format yaml", 2),
         ("--version", 0),
         ("--help", 0),
-        ("no-such-verb", 2),
+        ("no-such-command", 2),
     ],
 )  # fmt: skip
 def test_exit_codes(folder: Path, arguments: str, code: int) -> None:
@@ -203,39 +203,39 @@ def test_without_fix_nothing_is_written(folder: Path) -> None:
     assert (folder / "untidy.policy").read_text() == UNTIDY
 
 
-@pytest.mark.parametrize("verb", [["lint", "--fix"], ["fmt"]])
+@pytest.mark.parametrize("command", [["lint", "--fix"], ["fmt"]])
 class TestWriting:
     """What writing must not change."""
 
     TEXT = "mlp.up   -> bf16\nmlp.* -> fp8 # keep\n"
 
-    def test_mode_and_link_stay(self, folder: Path, verb: list[str]) -> None:
+    def test_mode_and_link_stay(self, folder: Path, command: list[str]) -> None:
         target, link = folder / "target.policy", folder / "link.policy"
         target.write_text(self.TEXT)
         target.chmod(0o640)
         link.symlink_to(target)
-        policyc(*verb, "link.policy")
+        policyc(*command, "link.policy")
         assert link.is_symlink()
         assert stat.S_IMODE(target.stat().st_mode) == 0o640
         assert target.read_text() != self.TEXT
         assert "# keep" in target.read_text()
 
-    def test_line_ends_stay(self, folder: Path, verb: list[str]) -> None:
+    def test_line_ends_stay(self, folder: Path, command: list[str]) -> None:
         path = folder / "windows.policy"
         path.write_bytes(self.TEXT.replace("\n", "\r\n").encode())
-        policyc(*verb, path)
+        policyc(*command, path)
         data = path.read_bytes()
         assert data != self.TEXT.encode()
         assert data.count(b"\n") == data.count(b"\r\n") > 0
 
-    def test_nothing_is_left_beside_the_file(self, folder: Path, verb: list[str]) -> None:
+    def test_nothing_is_left_beside_the_file(self, folder: Path, command: list[str]) -> None:
         (folder / "some.policy").write_text(self.TEXT)
         before = sorted(p.name for p in folder.iterdir())
-        policyc(*verb, "some.policy")
+        policyc(*command, "some.policy")
         assert sorted(p.name for p in folder.iterdir()) == before
 
     def test_a_write_that_fails_leaves_the_old_text(
-        self, folder: Path, verb: list[str], monkeypatch: pytest.MonkeyPatch
+        self, folder: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         path = folder / "some.policy"
         path.write_text(self.TEXT)
@@ -245,27 +245,29 @@ class TestWriting:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "replace", full)
-        ran = policyc(*verb, "some.policy")
+        ran = policyc(*command, "some.policy")
         assert ran.code == 2
         assert "cannot be written: No space left on device" in ran.out + ran.err
         assert path.read_text() == self.TEXT
         assert sorted(p.name for p in folder.iterdir()) == before
 
     @needs_permissions
-    def test_a_folder_that_cannot_be_written(self, folder: Path, verb: list[str]) -> None:
+    def test_a_folder_that_cannot_be_written(self, folder: Path, command: list[str]) -> None:
         path = folder / "folder" / "some.policy"
         path.write_text(self.TEXT)
         path.parent.chmod(0o500)
-        ran = policyc(*verb, path)
+        ran = policyc(*command, path)
         path.parent.chmod(0o700)
         assert ran.code == 2
         assert "cannot be written" in ran.out + ran.err
         assert path.read_text() == self.TEXT
 
-    def test_a_bundled_policy_is_refused_and_the_others_are_not(self, folder: Path, verb: list[str]) -> None:
+    def test_a_bundled_policy_is_refused_and_the_others_are_not(
+        self, folder: Path, command: list[str]
+    ) -> None:
         (folder / "some.policy").write_text(self.TEXT)
         before = {name: path.read_bytes() for name, path in bundled.bundled().items()}
-        ran = policyc(*verb, "fp8", "some.policy")
+        ran = policyc(*command, "fp8", "some.policy")
         assert ran.code == 2
         assert "a bundled policy" in ran.out + ran.err
         assert "policyc show fp8 --format text" in ran.out + ran.err
@@ -418,25 +420,25 @@ def test_show_a_faulty_policy_says_what_is_wrong(folder: Path) -> None:
 # ---- help
 
 
-@pytest.mark.parametrize("verb", cli.commands)
-def test_help_ends_in_examples_that_run(verb: str) -> None:
-    out = policyc(verb, "--help").out
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_in_examples_that_run(name: str) -> None:
+    out = policyc(name, "--help").out
     examples = out.partition("Examples:\n")[2].splitlines()
     assert examples
-    assert all(line.strip().startswith(f"policyc {verb}") for line in examples)
-    assert policyc(verb, "-h").out == out
+    assert all(line.strip().startswith(f"policyc {name}") for line in examples)
+    assert policyc(name, "-h").out == out
 
 
-@pytest.mark.parametrize("verb", cli.commands)
-def test_every_option_has_help(verb: str) -> None:
-    for parameter in cli.commands[verb].params:
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_help(name: str) -> None:
+    for parameter in COMMANDS[name].params:
         if isinstance(parameter, click.Option):
             assert parameter.help, parameter.name
 
 
-def test_help_names_every_verb_and_fits_a_terminal() -> None:
+def test_help_names_every_command_and_fits_a_terminal() -> None:
     out = policyc("--help").out
-    assert all(re.search(rf"^  {verb} ", out, re.MULTILINE) for verb in cli.commands)
+    assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in COMMANDS)
     assert max(map(len, out.splitlines())) <= 110
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from policyc.experiments.run_report import UnreadableRun, written
+from policyc.experiments.run_report import UnreadableRun, write_report
 
 
 class _Tags(HTMLParser):
@@ -62,7 +62,7 @@ def _texts(path: Path) -> list[str]:
 
 
 def test_the_page_stands_alone_and_says_what_was_measured(tmp_path: Path) -> None:
-    texts = _texts(written([_run(tmp_path / "run <1>")]))
+    texts = _texts(write_report([_run(tmp_path / "run <1>")]))
     assert {"run <1>", "40", "2.345", "2.111", "19.5", "20.5", "21.5", "5.0", "0.987", "a<b"} <= set(texts)
     assert "0.40%" in texts  # the stall: 0.0004 of 0.1 seconds
 
@@ -70,7 +70,7 @@ def test_the_page_stands_alone_and_says_what_was_measured(tmp_path: Path) -> Non
 def test_two_runs_are_shown_beside_each_other(tmp_path: Path) -> None:
     runs = [_run(tmp_path / "a"), _run(tmp_path / "b", steps=10, stats=False)]
     out = tmp_path / "both.html"
-    assert written(runs, out) == out
+    assert write_report(runs, out) == out
     page = out.read_text()
     assert len(set(re.findall(r'class=line d="[^"]*" stroke="(#\w+)"', page))) == 2
     assert {"a", "b", "40", "10"} <= set(_texts(out))
@@ -80,19 +80,19 @@ def test_what_cannot_be_read_is_left_out_and_counted(tmp_path: Path) -> None:
     run_ = _run(tmp_path / "run")
     with (run_ / "metrics.jsonl").open("a") as out:
         out.write('{"step": 41, "loss"\n[]\n')
-    assert any("2 lines could not be read" in t for t in _texts(written([run_])))
+    assert any("2 lines could not be read" in t for t in _texts(write_report([run_])))
 
 
 @pytest.mark.parametrize("loss", [1e-9, 3.0, 1e12])
 def test_a_loss_that_never_changes_has_a_plot_too(loss: float, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {loss}}}\n' for i in (1, 2)))
-    _texts(written([tmp_path]))
+    _texts(write_report([tmp_path]))
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnreadableRun, match=r"holds no metrics\.jsonl"):
-        written([tmp_path])
+        write_report([tmp_path])
     with pytest.raises(UnreadableRun, match="is no folder"):
-        written([tmp_path / "none"])
+        write_report([tmp_path / "none"])
     with pytest.raises(UnreadableRun, match="cannot be written"):
-        written([_run(tmp_path / "run")], tmp_path / "none" / "a.html")
+        write_report([_run(tmp_path / "run")], tmp_path / "none" / "a.html")

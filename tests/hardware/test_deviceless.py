@@ -186,7 +186,7 @@ CONFIG = ("--config", "tiny")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("fp8", *CONFIG), "--target says which GPU"),
+        (("fp8", *CONFIG), "--target names the GPU"),
         (("fp8", *CONFIG, "--target", "gb20"), "no target named 'gb20': did you mean 'gb200'"),
         (("fp8", "--target", "gb200"), "name a program, or a configuration"),
         (("fp8", "--config", "tiney", "--target", "gb200"), "no configuration named 'tiney'"),
@@ -199,7 +199,7 @@ CONFIG = ("--config", "tiny")
             "too many for a batch of 8: --batch 17, or fewer devices",
         ),
         (("fp8", *CONFIG, "--target", "gb200", "--devices", "2", "--mesh", "fsdp=4"), "is 4 devices, not 2"),
-        (("fp8", *CONFIG, "--target", "gb200", "--devices", "0"), "at least 1"),
+        (("fp8", *CONFIG, "--target", "gb200", "--devices", "0"), "0 is not in the range x>=1"),
         (("fp8", *CONFIG, "--target", "gb200", "--backend", "abacus"), "no backend named 'abacus'"),
         (("fp8", "--target", "gb200", "--mesh", "fsdp=8", "train.py"), "a program makes its own mesh"),
         (("fp8", "--target", "gb200", "--batch", "2", "train.py"), "a program has its own sizes"),
@@ -264,7 +264,9 @@ def test_the_step_of_a_program(program: Callable[..., Path]) -> None:
     made = "params = jax.jit(lambda p: {'mlp': p['mlp'] @ p['mlp']})(params)\n"
     path = program(LOSS, STEP, looked_at, made, "step(params, x)\n")
     execution = pipeline.execution_options(target="gb200")
-    jitted, plans = runner.first_step(runner.Program(str(path)), policyc.parse("mlp -> nvfp4"), execution)
+    jitted, plans = runner.trace_first_step(
+        runner.Program(str(path)), policyc.parse("mlp -> nvfp4"), execution
+    )
     assert jitted is not None
     assert jitted.options["name"] == "step"
     assert [site.name for plan in plans for site in plan.sites] == ["mlp"]

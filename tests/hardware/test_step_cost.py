@@ -211,14 +211,14 @@ def test_estimate_prints_a_table_and_its_assumptions():
     [
         (["--config", "llama3_8B", "--target", "gb200"], "did you mean 'llama3_8b'"),
         (["--config", "tiny", "--target", "gb20"], "did you mean 'gb200'"),
-        (["--config", "tiny"], "policyc targets lists them"),
+        (["--config", "tiny"], "'policyc targets' lists them"),
         (["--target", "gb200"], "name a program, or a configuration"),
         (["--config", "tiny", "--target", "gb200", "--devices", "16"], "16 devices over data and fsdp are too many"),
         (["--config", "tiny", "--target", "gb200", "--devices", "8", "--mesh", "tensor=2"], "add fsdp=4"),
         (["--config", "tiny", "--target", "gb200", "--mesh", "rows=2"], "no axis of a mesh"),
         (["--config", "tiny", "--target", "gb200", "--devices", "8", "--mesh", "tensor=8"], "heads 4"),
-        (["--config", "tiny", "--target", "gb200", "--batch", "0"], "--batch 0: at least 1"),
-        (["--config", "tiny", "--target", "gb200", "--devices", "0"], "at least 1"),
+        (["--config", "tiny", "--target", "gb200", "--batch", "0"], "'--batch': 0 is not in the range x>=1"),
+        (["--config", "tiny", "--target", "gb200", "--devices", "0"], "0 is not in the range x>=1"),
         (["--target", "gb200", "missing.py"], "no such script"),
     ],
 )  # fmt: skip

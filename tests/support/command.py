@@ -9,11 +9,18 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 from click.testing import CliRunner
 
-from policyc.cli.main import cli
+from policyc.cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_commands() -> dict[str, click.Command]:
+    """Every command by its name."""
+    commands = {name: cli.get_command(click.Context(cli), name) for name in COMMANDS}
+    return {name: command for name, command in commands.items() if command is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,238 @@
+"""Options that several commands share, and the parsing of a command line that ends with a program.
+
+Import slow modules inside functions: every `--help` loads this module.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import Any, TypeVar
+
+import click
+
+from policyc.cli.common import ExampleCommand
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Decorator = Callable[[_Function], _Function]
+
+
+class ProgramCommand(ExampleCommand):
+    """A command whose last words are a program and the program's arguments.
+
+    Options of the command may stand before or after the policy, but before the program. Everything after the
+    program's name belongs to the program, even a word that looks like an option of the command.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options, words = self._split(ctx, args)
+        return super().parse_args(ctx, [*options, "--", *words])
+
+    def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
+        """Splits a command line into the options of the command, and its arguments followed by the program."""
+        takes_value = {
+            name: not option.is_flag
+            for option in self.get_params(ctx)
+            if isinstance(option, click.Option)
+            for name in option.opts
+        }
+        argument_count = sum(isinstance(p, click.Argument) and p.nargs == 1 for p in self.params)
+        options: list[str] = []
+        arguments: list[str] = []
+        rest = deque(args)
+        while rest:
+            name, equals, _ = rest[0].partition("=")
+            if rest[0] == "--":
+                rest.popleft()
+                break
+            if name in takes_value or name.startswith("--"):  # click reports the unknown ones
+                options.append(rest.popleft())
+                if takes_value.get(name) and not equals:
+                    if not rest:
+                        raise click.BadOptionUsage(name, f"Option '{name}' requires an argument.", ctx)
+                    options.append(rest.popleft())
+            elif len(arguments) < argument_count:
+                arguments.append(rest.popleft())
+            else:
+                break
+        return options, [*arguments, *rest]
+
+
+def _group(*options: _Decorator[Any]) -> _Decorator[Any]:
+    """One decorator that adds several options, in this order."""
+
+    def add(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return add
+
+
+def _collect(kind: type, name: str, options: _Decorator[Any]) -> _Decorator[Any]:
+    """Adds options, and passes their values to the command as one dataclass, in the argument `name`."""
+
+    def decorate(function: Any) -> Any:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            values = {field.name: kwargs.pop(field.name) for field in fields(kind) if field.name in kwargs}
+            return function(*args, **kwargs, **{name: kind(**values)})
+
+        return options(call)
+
+    return decorate
+
+
+# ---- single options
+
+
+variant_option = click.option("--variant", metavar="NAME", help="Use this variant of the policy.")
+
+backend_option = click.option(
+    "--backend",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="Backend for quantized GEMMs: auto, emulate, xla or te. 'auto' chooses by the devices.",
+)
+
+require_native_option = click.option(
+    "--require-native", is_flag=True, help="Fail if a product would be emulated."
+)
+
+
+def format_option(*formats: str, help: str = "Output format.") -> _Decorator[Any]:
+    """`--format`, passed as `output_format`. The first format is the default."""
+    return click.option(
+        "--format",
+        "output_format",
+        type=click.Choice(formats),
+        default=formats[0],
+        show_default=True,
+        help=help,
+    )
+
+
+def program_argument(*, required: bool) -> _Decorator[Any]:
+    """The words of a program. Goes with `ProgramCommand`."""
+    words = "SCRIPT|-m MODULE [ARGS]..."
+    metavar = words if required else f"[{words}]"
+    return click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=metavar)
+
+
+# ---- a run of a program under a policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How a program runs under a policy: the values of `run_options`."""
+
+    variant: str | None = None
+    backend: str = "auto"
+    require_native: bool = False
+    plan_out: str | None = None
+    stats_every: int = 0
+    multiple_losses: bool = False
+
+
+run_options = _collect(
+    RunOptions,
+    "run",
+    _group(
+        variant_option,
+        backend_option,
+        require_native_option,
+        click.option("--plan-out", type=click.Path(dir_okay=False), help="Write the plan to this file, as JSON."),
+        click.option(
+            "--stats-every",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            metavar="N",
+            help="Measure the error of quantization every N steps, for the run's report. 0: never.",
+        ),
+    ),
+)  # fmt: skip
+
+multiple_losses_option = click.option(
+    "--multiple-losses",
+    "--several-losses",  # the former name
+    "multiple_losses",
+    is_flag=True,
+    help="Let any loss of the program meet an 'expect', not only the first one.",
+)
+
+
+# ---- a training step on some devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """Which training step runs on which devices: the values of `step_options`. None: the configuration's value."""
+
+    config: str | None
+    target: str
+    devices: int
+    mesh: str | None
+    batch: int | None
+    sequence: int | None
+    accumulate: int | None
+    remat: str | None
+
+    def check_source(self, program: tuple[str, ...]) -> None:
+        """Raises a usage error unless exactly one of a program and `--config` is given."""
+        if bool(program) == bool(self.config):
+            raise click.UsageError("name a program, or a configuration with --config; one of the two")
+
+    def reject_for_program(self, *names: str) -> None:
+        """Raises ValueError if one of these options is given: they only change a configuration."""
+        options = [f"--{name}" for name in names if getattr(self, name) is not None]
+        if options:
+            raise ValueError(
+                f"{' and '.join(options)}: a program has its own sizes; give it its own arguments"
+            )
+
+
+_FROM_CONFIG = "from the configuration"
+
+
+def _require_target(_ctx: click.Context, _option: click.Parameter, value: str | None) -> str:
+    if value is None:
+        raise click.UsageError("--target names the GPU: 'policyc targets' lists them")
+    return value
+
+
+def _count_option(flag: str, help: str, default: str) -> _Decorator[Any]:
+    """A count that is at least 1. `default` says what happens without the option."""
+    return click.option(flag, metavar="N", type=click.IntRange(1), show_default=default, help=help)
+
+
+step_options = _collect(
+    StepOptions,
+    "step",
+    _group(
+        click.option("--config", metavar="NAME", help="Configuration of the bundled Llama, instead of a program."),
+        click.option(
+            "--target", metavar="GPU", callback=_require_target,
+            help="The GPU, one of 'policyc targets'.  [required]",
+        ),
+        click.option(
+            "--devices", metavar="N", type=click.IntRange(1), default=1, show_default=True, help="Number of GPUs."
+        ),
+        click.option(
+            "--mesh", metavar="AXES", show_default="all devices on fsdp",
+            help="Mesh axes and their sizes, for example 'fsdp=32 tensor=4'.",
+        ),
+        _count_option("--batch", "Sequences per step.", _FROM_CONFIG),
+        _count_option("--sequence", "Tokens per sequence.", _FROM_CONFIG),
+        _count_option(
+            "--accumulate", "Microbatches per step.", "as few as leave a device two sequences at a time"
+        ),
+        click.option(
+            "--remat", type=click.Choice(["none", "dots", "full", "quantized"]), show_default=_FROM_CONFIG,
+            help="What the backward pass recomputes.",
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""The command line of commands that end with a program: which words are options, and which are the program's."""
+
+from __future__ import annotations
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from policyc.cli.options import (
+    ProgramCommand,
+    RunOptions,
+    multiple_losses_option,
+    program_argument,
+    run_options,
+)
+from tests.support.command import policyc
+
+
+@click.command(cls=ProgramCommand)
+@click.argument("policy")
+@program_argument(required=True)
+@run_options
+@multiple_losses_option
+def example(policy: str, program: tuple[str, ...], run: RunOptions) -> None:
+    click.echo(repr((policy, program, run)))
+
+
+def parse(line: str) -> object:
+    """Policy, program and options of a command line."""
+    result = CliRunner().invoke(example, line.split())
+    assert result.exit_code == 0, result.output
+    return eval(result.output, {"RunOptions": RunOptions})
+
+
+@pytest.mark.parametrize(
+    ("line", "options"),
+    [
+        ("p train.py --plan-out x", RunOptions()),
+        ("--plan-out x p train.py --plan-out x", RunOptions(plan_out="x")),
+        ("p --plan-out x train.py --plan-out x", RunOptions(plan_out="x")),
+        ("--require-native p --backend=xla train.py --plan-out x", RunOptions(require_native=True, backend="xla")),
+        ("--backend te p --stats-every 3 train.py --plan-out x", RunOptions(backend="te", stats_every=3)),
+        ("--variant v --backend te p --backend xla train.py --plan-out x", RunOptions(variant="v", backend="xla")),
+        ("p --multiple-losses -- train.py --plan-out x", RunOptions(multiple_losses=True)),
+        ("p --several-losses train.py --plan-out x", RunOptions(multiple_losses=True)),
+    ],
+)  # fmt: skip
+def test_options_end_where_the_program_begins(line: str, options: RunOptions) -> None:
+    assert parse(line) == ("p", ("train.py", "--plan-out", "x"), options)
+
+
+def test_a_module_keeps_its_words() -> None:
+    assert parse("p -m pkg.train -h -- -x --variant v") == (
+        "p", ("-m", "pkg.train", "-h", "--", "-x", "--variant", "v"), RunOptions(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("apply", "Missing argument 'POLICY'"),
+        ("apply fp8", "name a script"),
+        ("apply fp8 --plan-outt x train.py", "--plan-outt"),
+        ("apply --plan-outt x fp8 train.py", "--plan-outt"),
+        ("apply fp8 --plan-out", "Option '--plan-out' requires an argument"),
+        ("apply fp8 --stats-every few train.py", "'few' is not a valid integer range"),
+        ("apply fp8 --stats-every -1 train.py", "-1 is not in the range x>=0"),
+        ("sites", "name a script"),
+        ("sites --format yaml train.py", "'yaml' is not one of 'table', 'json'"),
+        ("estimate fp8 --config tiny", "--target names the GPU"),
+        ("compile fp8 --target gb200 --config tiny train.py", "one of the two"),
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(words: str, message: str) -> None:
+    ran = policyc(*words.split())
+    assert ran.code == 2
+    assert message in ran.err
+
+
+@pytest.mark.parametrize("words", ["apply fp8 --help", "apply --help", "sites -h", "estimate fp8 -h"])
+def test_help_is_printed_wherever_an_option_may_stand(words: str) -> None:
+    ran = policyc(*words.split())
+    assert ran.code == 0
+    assert ran.out.startswith(f"Usage: policyc {words.split()[0]}")
