@@ -8,7 +8,6 @@ A policy with a schedule has one decision for each phase. A `Phase` is which of 
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -210,10 +209,6 @@ class Plan:
             found += not_native(self)
         if found:
             raise PolicyError(found)
-
-    @cached_property
-    def policy_hash(self) -> str:
-        return hashlib.sha256(str(self.policy).encode()).hexdigest()
 
 
 def make_plan(policy: Policy, sites: Sites, execution: ExecutionOptions | None = None) -> Plan:

@@ -138,7 +138,7 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def as_json(plan: Plan) -> str:
     """The whole plan: for every site and phase, runs of layers that share their decisions."""
     data = {
-        "policy": {"path": plan.policy.source.path, "sha256": plan.policy_hash},
+        "policy": {"path": plan.policy.source.path, "sha256": plan.policy.sha256},
         "jaxpr": {"sha256": plan.sites.hash},
         "backend": plan.execution.backend,
         "machine": plan.machine.name,

@@ -1,13 +1,11 @@
-"""Runs somebody's program in this process, as `python` would, under a policy.
+"""Runs a user's program in this process under a policy, the way `python` would run it.
 
-In: a script or a module with its arguments. Out: whatever it does, and its exit code. The one trap: an exception
-of the program is the program's: its traceback shows no frame of ours.
+An exception that the program raises is printed without any frame of policyc.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import os
 import runpy
@@ -30,37 +28,41 @@ from policyc.language.bundled import folder
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
 
-IDENTITY = "POLICYC_POLICY_SHA256"
-"""Tells a program under which policy it runs, so that it can put it beside its results."""
+POLICY_HASH_VARIABLE = "POLICYC_POLICY_SHA256"
+"""Environment variable with the hash of the policy, so that a program can record it with its results."""
 
-_HIDDEN = (
+_HIDDEN_FILES = (
     str(Path(__file__).parent.parent),
     "<frozen runpy>",
     "<frozen importlib",
     runpy.__file__,
     contextlib.__file__,
 )
+"""How the files of frames start that tracebacks leave out."""
 
 
 class BadProgram(Exception):
-    """There is no such program."""
+    """There is no such program. The message says why."""
 
 
-class Refused(BaseException):
-    """The policy cannot be applied. Not an Exception, so that no program swallows it and trains without."""
+class PolicyRejected(BaseException):
+    """The policy cannot be applied.
 
-    def __init__(self, fault: PolicyError) -> None:
-        super().__init__(str(fault))
-        self.fault = fault
+    Not an Exception: a program that catches all exceptions must not go on to train without the policy.
+    """
+
+    def __init__(self, error: PolicyError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class StopAfterTrace(BaseException):
-    """The loss was traced, and that was all that was wanted. Not an Exception, so that no program swallows it."""
+    """Ends a program once its loss is traced. Not an Exception, so that the program does not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A script, or a module, and its arguments."""
+    """A script or a module, and its arguments."""
 
     name: str
     is_module: bool = False
@@ -68,7 +70,7 @@ class Program:
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> Program:
-        """From the words of a command line: `train.py --lr 1`, or `-m pkg.train --lr 1`."""
+        """Reads a command line: `train.py --lr 1`, or `-m pkg.train --lr 1`."""
         if not words:
             raise BadProgram("name a script to run, or -m and a module")
         if words[0] == "-m":
@@ -78,26 +80,29 @@ class Program:
         return cls(words[0], False, tuple(words[1:]))
 
     def check(self) -> None:
-        """Raises BadProgram where there is nothing to run. Of a module only the outermost package is looked for:
-        to look further is to run it.
+        """Raises BadProgram if there is nothing to run.
+
+        Only the top-level package of a module is looked up. To find a submodule, Python would run its parents.
         """
         if not self.is_module:
             if not Path(self.name).exists():
                 raise BadProgram(f"no such script: '{self.name}'")
             return
-        outermost = self.name.partition(".")[0]
+        package = self.name.partition(".")[0]
         sys.path.insert(0, os.getcwd())
         try:
-            found = importlib.util.find_spec(outermost) if outermost else None
-        except ValueError:  # a module that was made by hand and says nothing of where it is from
+            spec = importlib.util.find_spec(package) if package else None
+        except (
+            ValueError
+        ):  # already imported, but without a spec: `__main__`, or a module created at run time
             return
         finally:
             sys.path.pop(0)
-        if found is None:
+        if spec is None:
             raise BadProgram(f"no module named '{self.name}'")
 
     def run(self) -> None:
-        """Runs it as `__main__`."""
+        """Runs the program as `__main__`."""
         sys.argv = [self.name, *self.args]
         if self.is_module:
             sys.path.insert(0, os.getcwd())
@@ -118,132 +123,149 @@ def run(
     multiple_losses: bool = False,
     stats_every: int = 0,
 ) -> Session:
-    """Runs a program under a policy. `SystemExit` and our own errors come through; others are printed and exit."""
+    """Runs a program under a policy, and returns the session when the program ends.
+
+    Raises SystemExit if the program exits with an error, BadProgram if it cannot be started, and PolicyError if the
+    policy cannot be applied. Any other exception of the program is printed and becomes SystemExit.
+    """
     program.check()
     with (
-        _identified(policy),
+        _export_policy_hash(policy),
         session_of(policy, execution, on_plan, multiple_losses=multiple_losses) as session,
     ):
-        session.refuse, session.stats_every = Refused, stats_every
+        session.refuse, session.stats_every = PolicyRejected, stats_every
         try:
             program.run()
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-        except Refused as refused:
-            raise refused.fault from None
+        except PolicyRejected as rejected:
+            raise rejected.error from None
         except StopAfterTrace:
             raise
         except KeyboardInterrupt as error:
-            _show(error)
-            _interrupt()
+            _print_traceback(error)
+            _exit_by_interrupt()
         except BaseException as error:  # noqa: BLE001  # as the interpreter itself does
-            if isinstance(error, ImportError) and _ours_removed(error.__traceback__) is None:
-                raise BadProgram(str(error)) from None  # nothing of the program has run
-            _show(error)
+            if isinstance(error, ImportError) and _skip_hidden_frames(error.__traceback__) is None:
+                raise BadProgram(str(error)) from None  # the program itself has not started
+            _print_traceback(error)
             sys.exit(1)
     return session
 
 
 @contextlib.contextmanager
-def _identified(policy: Policy) -> Iterator[None]:
-    """The policy's hash in the environment, for this program and those it starts."""
-    before = os.environ.get(IDENTITY)
-    os.environ[IDENTITY] = hashlib.sha256(str(policy).encode()).hexdigest()
+def _export_policy_hash(policy: Policy) -> Iterator[None]:
+    """Sets the policy's hash in the environment of this program and of the processes it starts."""
+    previous = os.environ.get(POLICY_HASH_VARIABLE)
+    os.environ[POLICY_HASH_VARIABLE] = policy.sha256
     try:
         yield
     finally:
-        del os.environ[IDENTITY]
-        if before is not None:
-            os.environ[IDENTITY] = before
+        del os.environ[POLICY_HASH_VARIABLE]
+        if previous is not None:
+            os.environ[POLICY_HASH_VARIABLE] = previous
+
+
+def is_first_process() -> bool:
+    """True in the process that prints for all processes of a program."""
+    return jax.process_index() == 0
+
+
+# ---- programs that stop once a loss is traced
 
 
 def trace_first_plan(
     program: Program, policy: Policy, execution: ExecutionOptions | None = None
 ) -> Plan | None:
-    """The plan of the first loss with a GEMM in it. The program ends there; None where it has no such loss."""
+    """Runs a program up to its first loss with a GEMM, and returns the plan of that loss.
+
+    If no loss has a GEMM, the program runs to its end, and the plan of the last loss is returned; None if there is
+    no loss.
+    """
     plans: list[Plan] = []
 
-    def stop(plan: Plan) -> None:
+    def record(plan: Plan) -> None:
         plans.append(plan)
         if len(plan.sites):
             raise StopAfterTrace
 
     with contextlib.suppress(StopAfterTrace):
-        run(program, policy, execution or ExecutionOptions(), stop)
+        run(program, policy, execution or ExecutionOptions(), record)
     return plans[-1] if plans else None
-
-
-def is_first_process() -> bool:
-    """Is this the process that speaks for all?"""
-    return jax.process_index() == 0
 
 
 def trace_first_step(
     program: Program, policy: Policy, execution: ExecutionOptions
 ) -> tuple[Jitted | None, list[Plan]]:
-    """The first jitted function that differentiates a loss with a GEMM in it, about to be compiled, and the plans of
-    its losses. The program ends there. No function: the loss is differentiated outside `jit`. No plans: there is none.
+    """Runs a program until it lowers its first jitted function that differentiates a loss with a GEMM.
+
+    Returns that function and the plans of its losses. The function is None if the loss is differentiated outside
+    `jax.jit`. There are no plans if no loss has a GEMM.
     """
     plans: list[Plan] = []
     steps: list[Jitted] = []
 
-    def note(plan: Plan) -> None:
+    def record(plan: Plan) -> None:
         if len(plan.sites):
             plans.append(plan)
             if not autodiff.is_tracing():
                 raise StopAfterTrace
 
-    def stop(jitted: Jitted) -> None:
-        if plans and not autodiff.is_tracing() and _runs(jitted, plans):
+    def stop_at_step(jitted: Jitted) -> None:
+        if plans and not autodiff.is_tracing() and _runs_plans(jitted, plans):
             steps.append(jitted)
             raise StopAfterTrace
 
-    with contextlib.suppress(StopAfterTrace), lowering(stop):
-        run(program, policy, execution, note)
+    with contextlib.suppress(StopAfterTrace), lowering(stop_at_step):
+        run(program, policy, execution, record)
     return (steps[0] if steps else None), plans
 
 
-def _runs(jitted: Jitted, plans: Sequence[Plan]) -> bool:
-    """Does a function run what was planned? A program may also jit what makes its parameters."""
-    decisions = [d for plan in plans for d in plan.decisions(present(plan)).values()]
-    quantizes = any(one.backend for d in decisions for one in d.lowerings)
-    names = {jaxprs.primitive_name(eqn) for eqn in jaxprs.every_eqn(jitted.jaxpr)}
-    if quantizes:
-        return any(name.endswith("_quantize") for name in names)
-    return bool(names & {"dot_general", "ragged_dot_general"})
+def _runs_plans(jitted: Jitted, plans: Sequence[Plan]) -> bool:
+    """Whether a jitted function holds the GEMMs of the plans. A program also jits other functions, such as init."""
+    decisions = [decision for plan in plans for decision in plan.decisions(present(plan)).values()]
+    is_quantized = any(one.backend for decision in decisions for one in decision.lowerings)
+    primitives = {jaxprs.primitive_name(eqn) for eqn in jaxprs.every_eqn(jitted.jaxpr)}
+    if is_quantized:
+        return any(name.endswith("_quantize") for name in primitives)
+    return bool(primitives & {"dot_general", "ragged_dot_general"})
 
 
-def _show(error: BaseException) -> None:
-    """Prints a traceback as Python does, without our frames."""
+# ---- how a program ends
+
+
+def _print_traceback(error: BaseException) -> None:
+    """Prints a traceback as Python does, without the frames of policyc."""
     sys.stdout.flush()
-    trace = _ours_removed(error.__traceback__)
+    trace = _skip_hidden_frames(error.__traceback__)
     if sys.excepthook is not sys.__excepthook__:
         sys.excepthook(type(error), error, trace)
         return
-    shown = traceback.TracebackException(type(error), error, trace)
-    chain: traceback.TracebackException | None = shown
-    while chain is not None:
-        chain.stack = traceback.StackSummary.from_list(
-            [frame for frame in chain.stack if not _is_ours(frame.filename)]
+    report = traceback.TracebackException(type(error), error, trace)
+    link: traceback.TracebackException | None = report
+    while link is not None:
+        link.stack = traceback.StackSummary.from_list(
+            [frame for frame in link.stack if not _is_hidden(frame.filename)]
         )
-        chain = chain.__cause__ or chain.__context__
-    sys.stderr.write("".join(shown.format()))
+        link = link.__cause__ or link.__context__
+    sys.stderr.write("".join(report.format()))
 
 
-def _ours_removed(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+def _skip_hidden_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from its first frame in the program. None if it has none."""
+    while trace is not None and _is_hidden(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
 
 
-def _is_ours(file: str) -> bool:
-    """Is a file of policyc itself? The models that ship with it are programs like any other."""
-    return file.startswith(_HIDDEN) and not file.startswith(str(folder("models")))
+def _is_hidden(file: str) -> bool:
+    """Whether tracebacks leave out this file. The bundled models are programs, so they are shown."""
+    return file.startswith(_HIDDEN_FILES) and not file.startswith(str(folder("models")))
 
 
-def _interrupt() -> NoReturn:
-    """Ends as a program ends that is interrupted: by the signal."""
+def _exit_by_interrupt() -> NoReturn:
+    """Ends this process by SIGINT, as an interrupted program ends."""
     sys.stderr.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)

@@ -6,6 +6,7 @@ equal node. The one trap: spans do not count in comparisons, so two nodes from d
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Iterator, Mapping
@@ -370,6 +371,11 @@ class Policy:
     def __str__(self) -> str:
         lines = [*_lines(self.recipes, self.rules), *map(str, self.variants)]
         return "".join(f"{line}\n" for line in lines)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the policy's text as it prints."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
 
     @property
     def named(self) -> dict[str, RecipeNode]:
