@@ -23,20 +23,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.timing import report, save, seconds
-from policyc.language.recipes import TARGETS, Gemm, Recipe, Treatment, recipe, split
+from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.gemm import quantized_dot_general
 from policyc.numerics.quantize import Axes, Key, block_values, key, quantize, random
 
 DIMS = (((1,), (0,)), ((), ()))
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
-FULL = recipe("nvfp4", {"rht": TARGETS["wgrad"], "sr": TARGETS["grad"], "scale2d": TARGETS["weights"]})
+FULL = make_recipe(
+    "nvfp4",
+    {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]},
+)
 RECIPES: dict[str, Recipe] = {
     "nvfp4 full (rht, sr, 2d)": FULL,
-    "nvfp4 without rht": recipe("nvfp4", {"sr": TARGETS["grad"], "scale2d": TARGETS["weights"]}),
-    "nvfp4 without sr": recipe("nvfp4", {"rht": TARGETS["wgrad"], "scale2d": TARGETS["weights"]}),
-    "nvfp4 forward only": split({Gemm.FPROP: FULL}),
-    "mxfp8": recipe("mxfp8"),
-    "fp8": recipe("fp8"),
+    "nvfp4 without rht": make_recipe(
+        "nvfp4", {"sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]}
+    ),
+    "nvfp4 without sr": make_recipe(
+        "nvfp4", {"rht": OPERAND_GROUPS["wgrad"], "scale2d": OPERAND_GROUPS["weights"]}
+    ),
+    "nvfp4 forward only": make_split_recipe({Gemm.FPROP: FULL}),
+    "mxfp8": make_recipe("mxfp8"),
+    "fp8": make_recipe("fp8"),
 }
 
 

@@ -31,12 +31,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.timing import interleaved, save
-from policyc.language.recipes import TARGETS, recipe
+from policyc.language.recipes import OPERAND_GROUPS, make_recipe
 from policyc.numerics.gemm import quantized_dot_general
 
 DIMS = (((1,), (0,)), ((), ()))
 SHAPES = ("1024x512x1024", "2048x512x512", "512x1024x2048", "2048x1024x4096")
-FULL = {"rht": TARGETS["wgrad"], "sr": TARGETS["grad"], "scale2d": TARGETS["weights"]}
+FULL = {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]}
 PAIRS = {
     "nvfp4": ("policyc nvfp4", "qwix nvfp4, six operands"),
     "nvfp4, four operands there": ("policyc nvfp4", "qwix nvfp4, as it comes"),
@@ -77,14 +77,14 @@ def products() -> dict[str, Callable[..., Any]]:
     ours = partial(quantized_dot_general, dimension_numbers=DIMS)
     return {
         "bf16": partial(lax.dot_general, dimension_numbers=DIMS),
-        "policyc nvfp4": partial(ours, recipe=recipe("nvfp4")),
+        "policyc nvfp4": partial(ours, recipe=make_recipe("nvfp4")),
         "qwix nvfp4, six operands": qwix_product("nvfp4", "nvfp4", 16, "nvfp4"),
         "qwix nvfp4, as it comes": qwix_product("nvfp4", "nvfp4", 16),
-        "policyc nvfp4, full": partial(ours, recipe=recipe("nvfp4", FULL)),
-        "policyc mxfp8": partial(ours, recipe=recipe("mxfp8")),
+        "policyc nvfp4, full": partial(ours, recipe=make_recipe("nvfp4", FULL)),
+        "policyc mxfp8": partial(ours, recipe=make_recipe("mxfp8")),
         "qwix mxfp8, six operands": qwix_product("mxfp8", "mxfp8", 32, "mxfp8"),
         "qwix mxfp8, as it comes": qwix_product("mxfp8", "mxfp8", 32),
-        "policyc fp8": partial(ours, recipe=recipe("fp8")),
+        "policyc fp8": partial(ours, recipe=make_recipe("fp8")),
         "qwix fp8": qwix_product(jnp.float8_e4m3fn, jnp.float8_e5m2),
     }
 

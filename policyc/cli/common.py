@@ -75,12 +75,12 @@ def load_policy(name: str, variant: str | None = None) -> Policy:
 
 def read_stdin() -> str:
     """Reads a policy from standard input. Raises PolicyError if it is not UTF-8."""
-    from policyc.language.loader import unreadable
+    from policyc.language.loader import unreadable_file_error
 
     try:
         return sys.stdin.buffer.read().decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise unreadable("<stdin>", f"byte {error.start} is not UTF-8") from None
+        raise unreadable_file_error("<stdin>", f"byte {error.start} is not UTF-8") from None
 
 
 def suggest_code(code: str, known: Iterable[str]) -> str:
@@ -95,17 +95,17 @@ def suggest_code(code: str, known: Iterable[str]) -> str:
 
 def check_writable(name: str, path: Path) -> Path:
     """Returns `path`, or raises PolicyError if `name` is a bundled policy: those are part of the installation."""
-    from policyc.language.loader import unreadable
+    from policyc.language.loader import unreadable_file_error
 
     if not path.exists() or Path(name).exists():
         return path
     help = f"copy it: policyc show {name} --format text > my_{name}.policy"
-    raise unreadable(name, "this is a bundled policy, which cannot be changed", help)
+    raise unreadable_file_error(name, "this is a bundled policy, which cannot be changed", help)
 
 
 def replace_file(path: Path, text: str) -> None:
     """Replaces a file atomically. Keeps its mode, its line endings, and a symbolic link to it."""
-    from policyc.language.loader import unreadable
+    from policyc.language.loader import unreadable_file_error
 
     target = path.resolve()
     try:
@@ -115,7 +115,7 @@ def replace_file(path: Path, text: str) -> None:
         with atomic_write(target, mode & 0o7777) as stream:
             stream.write(text.encode("utf-8"))
     except OSError as error:
-        raise unreadable(str(path), f"cannot be written: {error.strerror}") from None
+        raise unreadable_file_error(str(path), f"cannot be written: {error.strerror}") from None
 
 
 def write_output(option: str, path: str, text: str) -> None:

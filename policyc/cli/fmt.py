@@ -63,15 +63,15 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
 def _formatted(name: str) -> tuple[str, str]:
     from policyc.language.diagnostics import PolicyError, SourceText
     from policyc.language.formatter import format_file
-    from policyc.language.loader import locate, read_text
-    from policyc.language.parser import read
+    from policyc.language.loader import locate, read_policy_text
+    from policyc.language.parser import read_statements
 
     if name != "-":
         path = locate(name)
-        text = read_text(check_writable(name, path))
+        text = read_policy_text(check_writable(name, path))
     else:
         text = read_stdin()
-    file, found = read(SourceText(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name))
+    file, found = read_statements(SourceText(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name))
     if found:
         raise PolicyError(found)
     return text, format_file(file)

@@ -27,7 +27,7 @@ from policyc.cli.program import plan_program
 
 if TYPE_CHECKING:
     from policyc.language.diagnostics import Diagnostic
-    from policyc.language.loader import Loaded
+    from policyc.language.loader import LoadedPolicy
     from policyc.numerics.targets import Target
 
 
@@ -96,7 +96,9 @@ def lint(
                 mended += _mend(name, codes, unsafe_fixes)
             loaded = _inspect(name)
             plan = (
-                None if against is None or loaded.found else plan_program(loaded.policy, shlex.split(against))
+                None
+                if against is None or loaded.diagnostics
+                else plan_program(loaded.policy, shlex.split(against))
             )
             findings = check(loaded, codes, plan, target)
         except PolicyError as error:
@@ -142,23 +144,25 @@ def _codes(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
     return (split(select) or set(known)) - split(ignore)
 
 
-def _inspect(name: str) -> Loaded:
-    from policyc.language.loader import inspect, locate, read_text
+def _inspect(name: str) -> LoadedPolicy:
+    from policyc.language.loader import locate, parse_with_diagnostics, read_policy_text
 
     if name == "-":
-        return inspect(read_stdin(), shown="<stdin>")
+        return parse_with_diagnostics(read_stdin(), shown="<stdin>")
     path = locate(name)
-    return inspect(read_text(path), path=path)
+    return parse_with_diagnostics(read_policy_text(path), path=path)
 
 
 def _mend(name: str, codes: set[str], unsafe: bool) -> int:
-    from policyc.language.loader import inspect, locate, read_text
+    from policyc.language.loader import locate, parse_with_diagnostics, read_policy_text
     from policyc.lint.engine import lint as check
     from policyc.lint.fixes import mend
 
     path = check_writable(name, locate(name))
-    text = read_text(path)
-    result = mend(text, lambda t: inspect(t, path=path), lambda found: check(found, codes), unsafe=unsafe)
+    text = read_policy_text(path)
+    result = mend(
+        text, lambda t: parse_with_diagnostics(t, path=path), lambda found: check(found, codes), unsafe=unsafe
+    )
     if result.count:
         mark = "\ufeff" if text.startswith("\ufeff") else ""
         replace_file(path, mark + result.text)

@@ -67,11 +67,11 @@ def quantize(array: str, recipe: str, role: str, gemm: str, axis: int, seed: int
 
 def _recipe(text: str) -> Recipe:
     from policyc.language.diagnostics import PolicyError
-    from policyc.language.loader import inspect
+    from policyc.language.loader import parse_with_diagnostics
 
-    loaded = inspect(f"* -> {text}", shown="--recipe")
-    if loaded.found:
-        raise PolicyError(loaded.found)
+    loaded = parse_with_diagnostics(f"* -> {text}", shown="--recipe")
+    if loaded.diagnostics:
+        raise PolicyError(loaded.diagnostics)
     rules = loaded.policy.rules
     if len(rules) != 1 or str(rules[0].selectors[0]) != "*" or rules[0].expect is not None:
         raise click.UsageError("--recipe takes one recipe")

@@ -25,12 +25,12 @@ def show(policy: str | None, variant: str | None, output_format: str) -> None:
 
     Without a POLICY, list the bundled policies.
     """
-    from policyc.language import tables
+    from policyc.language import policy_tables
     from policyc.language.diagnostics import PolicyError
     from policyc.language.loader import load
 
     if policy is None:
-        click.echo(tables.bundled_policies(paint), nl=False, color=use_color())
+        click.echo(policy_tables.list_bundled_policies(paint), nl=False, color=use_color())
         return
     try:
         loaded = load(policy)
@@ -44,6 +44,8 @@ def show(policy: str | None, variant: str | None, output_format: str) -> None:
     if output_format == "text":
         click.echo(str(loaded), nl=False)
     elif output_format == "json":
-        click.echo(tables.as_json(loaded), nl=False)
+        click.echo(policy_tables.to_json(loaded), nl=False)
     else:
-        tables.table(loaded, policy if variant is None else f"{policy}, variant {variant}", use_color())
+        policy_tables.print_table(
+            loaded, policy if variant is None else f"{policy}, variant {variant}", use_color()
+        )

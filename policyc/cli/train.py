@@ -10,7 +10,7 @@ import click
 from policyc.cli.common import ExampleCommand
 from policyc.cli.options import RunOptions, run_options
 from policyc.cli.program import parse_program, run_under_policy
-from policyc.language.bundled import folder
+from policyc.language.bundled import data_folder
 
 
 @click.command(
@@ -31,7 +31,7 @@ def train(policy: str | None, words: tuple[str, ...], run: RunOptions) -> None:
 
     The same run as policyc apply POLICY models/llama/train.py. All other options are the driver's.
     """
-    script = str(folder("models") / "llama" / "train.py")
+    script = str(data_folder("models") / "llama" / "train.py")
     if policy is not None:
         run_under_policy(parse_program((script, *words)), policy, run)
         return

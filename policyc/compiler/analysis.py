@@ -20,7 +20,7 @@ from policyc.compiler.sites import Address, IndexSlot, Origin, PathTemplate, Sit
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import Atom, Eqn, SubJaxpr
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import Path
+from policyc.language.selectors import DottedPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ _GEMMS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
 _OURS = ("_quantize", "scaled_gemm", "scaled_ragged_gemm")
 
 
-def analyze(closed: Any, parameters: Sequence[Path | None]) -> Sites:
+def analyze(closed: Any, parameters: Sequence[DottedPath | None]) -> Sites:
     """The sites of a loss. `parameters` has the path of every input that is differentiated, None for others."""
     shapes = {
         path: var.aval.shape
@@ -114,14 +114,14 @@ def _is_float(aval: Any) -> bool:
 
 
 class _Walk:
-    def __init__(self, shapes: dict[Path, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: dict[DottedPath, tuple[int, ...]]) -> None:
         self.found: list[Site] = []
         self._shapes = shapes
-        self._places: dict[tuple[Path, int, int], tuple[int, ...]] = {}
+        self._places: dict[tuple[DottedPath, int, int], tuple[int, ...]] = {}
         self._dry = 0
         self._ours: dict[int, bool] = {}
         self._devices: dict[Address, Stack] = {}
-        self.looked_up: set[Path] = set()
+        self.looked_up: set[DottedPath] = set()
 
     def run(self, jaxpr: Any, facts: Sequence[VarInfo], where: JaxprContext) -> list[VarInfo]:
         """Facts of the results from facts of the inputs. Sites are noted on the way."""
@@ -153,14 +153,14 @@ class _Walk:
             self.looked_up.update(label.path for label in facts[0].labels)
         return _through(self, eqn, name, facts)
 
-    def places(self, path: Path, dim: int, size: int) -> tuple[int, ...]:
+    def places(self, path: DottedPath, dim: int, size: int) -> tuple[int, ...]:
         """Where in a path the index of a slice belongs: from the topmost name under which all is so stacked."""
         key = (path, dim, size)
         if key not in self._places:
             self._places[key] = self._find_places(path, dim, size)
         return self._places[key]
 
-    def _find_places(self, path: Path, dim: int, size: int) -> tuple[int, ...]:
+    def _find_places(self, path: DottedPath, dim: int, size: int) -> tuple[int, ...]:
         for top in range(len(path)):
             under = {p: s for p, s in self._shapes.items() if p[: top + 1] == path[: top + 1]}
             if all(len(s) > dim and s[dim] == size for s in under.values()):
@@ -352,7 +352,7 @@ def _plainly_ragged(eqn: Eqn) -> bool:
     return plain == (((1,), (1,)), ((), ())) and groups == ((0,), (0,)) and offset is None
 
 
-def _scope_label(scope: Path, marks: tuple[IndexSlot, ...]) -> PathTemplate:
+def _scope_label(scope: DottedPath, marks: tuple[IndexSlot, ...]) -> PathTemplate:
     def fits(place: int) -> bool:
         return place < len(scope) and scope[place].index is None
 
@@ -457,7 +457,7 @@ def _stacked(places: tuple[int, ...], length: int, address: Address, shards: Sta
     return IndexSlot(places, length * shards.size, address, shards=shards.address, each=length)
 
 
-def _common(paths: list[Path]) -> int:
+def _common(paths: list[DottedPath]) -> int:
     """How many names all paths begin with."""
     shared = 0
     for names in zip(*paths, strict=False):

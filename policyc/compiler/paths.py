@@ -1,6 +1,6 @@
 """What is differentiated, as leaves with names: pytree paths as dotted paths.
 
-In: the differentiated arguments. Out: a `Path` for every leaf. The one trap: `value` is a wrapper at the end of
+In: the differentiated arguments. Out: a `DottedPath` for every leaf. The one trap: `value` is a wrapper at the end of
 a path (Flax NNX) and the name of a projection inside one.
 """
 
@@ -13,14 +13,14 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from policyc.language.selectors import Name, Path
+from policyc.language.selectors import DottedPath, PathSegment
 
 _WRAPPERS = frozenset({"value", "raw_value", "_value"})
 _COLLECTIONS = frozenset({"params"})
 _TRAILING = re.compile(r"(.*[^_])_(\d{1,9})", re.DOTALL)
 
 
-def leaf_paths(arguments: Sequence[tuple[str, Any]]) -> list[Path]:
+def leaf_paths(arguments: Sequence[tuple[str, Any]]) -> list[DottedPath]:
     """The path of every leaf of some named arguments, in the order of their leaves, with the sizes of stacks."""
     found: list[list[str]] = []
     for root, tree in arguments:
@@ -65,22 +65,22 @@ def _text(key: Any) -> list[str]:
     return [part for part in re.split(r"[/.\[\]'\"]+", text) if part and part != "~"]
 
 
-def parsed(texts: Iterable[str]) -> Path:
+def parsed(texts: Iterable[str]) -> DottedPath:
     """Texts as names: `layers_3`, and `layers` before `3`, are index 3 of `layers`."""
-    names: list[Name] = []
+    names: list[PathSegment] = []
     for text in texts:
         if text.isdigit() and len(text) < 10 and names and names[-1].index is None:
-            names[-1] = Name(names[-1].text, int(text))
+            names[-1] = PathSegment(names[-1].text, int(text))
         elif found := _TRAILING.fullmatch(text):
-            names.append(Name(found[1], int(found[2])))
+            names.append(PathSegment(found[1], int(found[2])))
         else:
-            names.append(Name(text))
+            names.append(PathSegment(text))
     return tuple(names)
 
 
-def sized(paths: Sequence[Path]) -> list[Path]:
+def sized(paths: Sequence[DottedPath]) -> list[DottedPath]:
     """The paths with the size of every unrolled stack in them: one more than the largest index seen."""
-    largest: dict[tuple[Path, str], int] = {}
+    largest: dict[tuple[DottedPath, str], int] = {}
     for path in dict.fromkeys(paths):
         for at, name in enumerate(path):
             if name.index is not None:
@@ -88,7 +88,7 @@ def sized(paths: Sequence[Path]) -> list[Path]:
                 largest[key] = max(largest.get(key, 0), name.index + 1)
     return [
         tuple(
-            name if name.index is None else Name(name.text, name.index, largest[path[:at], name.text])
+            name if name.index is None else PathSegment(name.text, name.index, largest[path[:at], name.text])
             for at, name in enumerate(path)
         )
         for path in paths

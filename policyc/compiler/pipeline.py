@@ -322,13 +322,17 @@ class _Schedule:
         self._key: tuple[Any, ...] | None = None
 
     def watch(self, policy: Policy) -> None:
-        if policy.phases and not any(p is policy for p in self._watched):
+        if policy.step_conditions and not any(p is policy for p in self._watched):
             self._watched.append(policy)
 
     def set(self, step: int, total: int | None) -> None:
         self.now = (step, total)
         key = tuple(
-            tuple(w.holds(step, total or 1) for w in p.phases if total is not None or not w.bound.percent)
+            tuple(
+                w.holds(step, total or 1)
+                for w in p.step_conditions
+                if total is not None or not w.bound.percent
+            )
             for p in self._watched
         )
         if key != self._key:
@@ -338,7 +342,7 @@ class _Schedule:
 
     def phase(self, plan: Plan) -> Phase:
         """The phase to compile. A schedule in a program that never tells its step is a fault."""
-        conditions = plan.policy.phases
+        conditions = plan.policy.step_conditions
         if not conditions:
             return ()
         if self.now is None:

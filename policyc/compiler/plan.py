@@ -16,11 +16,12 @@ from typing import Any
 
 from policyc.compiler.sites import Address, Layer, Site, Sites
 from policyc.language import recipes
-from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, closest
-from policyc.language.policy import Policy, Rule, moments
+from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, closest_name
+from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import Gemm, Recipe
-from policyc.language.selectors import Path, matches, patterns
-from policyc.language.treatments import effective, problems
+from policyc.language.schedule import representative_steps
+from policyc.language.selectors import DottedPath, expand_selector, matches
+from policyc.language.treatments import find_recipe_problems, normalize_if_valid
 from policyc.numerics import backends
 from policyc.numerics.backends.choice import (
     PLAIN,
@@ -35,7 +36,7 @@ from policyc.numerics.backends.choice import (
 from policyc.numerics.targets import Target
 
 Phase = tuple[bool, ...]
-"""For each condition of the schedule, in the order of `Policy.phases`: does it hold?"""
+"""For each condition of the schedule, in the order of `Policy.step_conditions`: does it hold?"""
 
 _SHOWN = 3  # sites named in one message
 
@@ -87,10 +88,10 @@ class Plan:
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The phases that the schedule can be in, the earliest first."""
-        conditions = self.policy.phases
+        conditions = self.policy.step_conditions
         found = dict.fromkeys(
             tuple(w.holds(step, total) for w in conditions)
-            for step, total in sorted(moments(conditions), key=lambda m: m[0] / m[1])
+            for step, total in sorted(representative_steps(conditions), key=lambda m: m[0] / m[1])
         )
         return tuple(found) or ((),)
 
@@ -104,20 +105,20 @@ class Plan:
                     span=w.span,
                     help="call policyc.set_step(n, total=N): total is the number of steps in all",
                 )
-                for w in self.policy.phases
+                for w in self.policy.step_conditions
                 if w.bound.percent
             ]
             if found:
                 raise PolicyError(found)
-        return tuple(w.holds(step, total or 1) for w in self.policy.phases)
+        return tuple(w.holds(step, total or 1) for w in self.policy.step_conditions)
 
     def label(self, phase: Phase) -> str:
-        held = zip(self.policy.phases, phase, strict=True)
+        held = zip(self.policy.step_conditions, phase, strict=True)
         return " and ".join(str(w if holds else w.opposite) for w, holds in held) or "always"
 
     def in_force(self, at: int, phase: Phase) -> bool:
         """Does a rule apply in a phase?"""
-        held = dict(zip(self.policy.phases, phase, strict=True))
+        held = dict(zip(self.policy.step_conditions, phase, strict=True))
         return all(held[w] for w in self.policy.rules[at].when)
 
     @cached_property
@@ -165,7 +166,7 @@ class Plan:
             parts = {
                 g: self.resolved[c.rule] for g, c in zip(Gemm, chosen, strict=True) if c.rule is not None
             }
-            recipe = recipes.split(parts)
+            recipe = recipes.make_split_recipe(parts)
             kept = all(t.format == "keep" for t in recipe.treatments)
             self._decided[key] = Decision((chosen[0], chosen[1], chosen[2]), None if kept else recipe)
         return self._decided[key]
@@ -217,7 +218,7 @@ def make_plan(policy: Policy, sites: Sites, execution: ExecutionOptions | None =
 
 def asked(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, GemmQuery]:
     """The three products of a site, as a backend is asked about them."""
-    chosen = recipe if problems(recipe) else effective(recipe)
+    chosen = normalize_if_valid(recipe)
     m, n, k = site.m, site.n, site.k
     sizes = {Gemm.FPROP: (m, n, k), Gemm.DGRAD: (m, k, n), Gemm.WGRAD: (k, n, m)}
     x, w = (str(v.aval.dtype) for v in site.eqn.invars[:2][:: -1 if site.weight == "lhs" else 1])
@@ -226,8 +227,8 @@ def asked(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, GemmQuery]:
     fprop, dgrad, wgrad = (
         GemmQuery(
             gemm=gemm,
-            left=chosen.product(gemm)[0],
-            right=chosen.product(gemm)[1],
+            left=chosen.gemm_treatments(gemm)[0],
+            right=chosen.gemm_treatments(gemm)[1],
             m=rows,
             n=columns,
             k=contracted,
@@ -245,8 +246,10 @@ class _Matcher:
 
     def __init__(self, rules: tuple[Rule, ...]) -> None:
         self._rules = rules
-        self._parts = [tuple((p, s.products) for s in rule.selectors for p in patterns(s)) for rule in rules]
-        self._known: dict[Path, tuple[frozenset[Gemm], ...]] = {}
+        self._parts = [
+            tuple((p, s.products) for s in rule.selectors for p in expand_selector(s)) for rule in rules
+        ]
+        self._known: dict[DottedPath, tuple[frozenset[Gemm], ...]] = {}
         self._holds: dict[Address, tuple[bool, ...]] = {}
 
     def __call__(self, site: Site, layer: Layer) -> tuple[frozenset[Gemm], ...]:
@@ -260,7 +263,7 @@ class _Matcher:
         holds = self._holds[site.address]
         return tuple(products if ok else frozenset() for products, ok in zip(joined, holds, strict=True))
 
-    def _taken(self, path: Path) -> tuple[frozenset[Gemm], ...]:
+    def _taken(self, path: DottedPath) -> tuple[frozenset[Gemm], ...]:
         if path not in self._known:
             self._known[path] = tuple(
                 frozenset[Gemm]().union(*(products for p, products in parts if matches(p, path)))
@@ -349,7 +352,7 @@ def _keeping(site: Site) -> str:
 def bad_recipes(plan: Plan) -> Iterator[Diagnostic]:
     """Recipes whose options contradict each other on some product."""
     for rule, recipe in zip(plan.policy.rules, plan.resolved, strict=True):
-        for sentence in problems(recipe):
+        for sentence in find_recipe_problems(recipe):
             yield Diagnostic(code="contradictory-options", message=sentence, span=rule.recipe.span)
 
 
@@ -418,7 +421,7 @@ def suggestion(plan: Plan, rule: Rule) -> str:
         for segment in selector.segments:
             if segment.glob == "*" or segment.glob in names:
                 continue
-            near = closest(segment.glob, names)
+            near = closest_name(segment.glob, names)
             if near is not None:
                 return f"did you mean '{near}' for '{segment.glob}'?"
     indexed = any(segment.indices for s in rule.selectors for segment in s.segments)
@@ -429,9 +432,9 @@ def suggestion(plan: Plan, rule: Rule) -> str:
     return f"paths here are like {', '.join(shown[:_SHOWN])}{more}"
 
 
-def _all_paths(site: Site) -> Iterable[Path]:
+def _all_paths(site: Site) -> Iterable[DottedPath]:
     return (site.scope.path, *(p.path for p in site.parameters))
 
 
-def _layer_paths(site: Site) -> Iterable[Path]:
+def _layer_paths(site: Site) -> Iterable[DottedPath]:
     return site.paths(next(iter(site.layers()), ()))

@@ -183,7 +183,7 @@ def _runs(plan: Plan, site: Site, phase: Phase) -> list[dict[str, Any]]:
                 "rule": choice.rule,
                 "beaten": list(choice.beaten),
                 "formats": [
-                    "keep" if decision.recipe is None else decision.recipe.of(g, role).format
+                    "keep" if decision.recipe is None else decision.recipe.treatment(g, role).format
                     for g, role in OPERANDS
                     if g is gemm
                 ],

@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from policyc.jaxcore import jaxprs
-from policyc.language.policy import Attributes
+from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import Name, Path
+from policyc.language.selectors import DottedPath, PathSegment
 
 Address = tuple[int, ...]
 """Where an equation is: its number in the jaxpr, then the number of a body in it, then one in that body, ..."""
@@ -61,14 +61,14 @@ class IndexSlot:
 class PathTemplate:
     """A path whose stack indices are still open. `shards` says that a shard_map divides its first dimension."""
 
-    path: Path
+    path: DottedPath
     marks: tuple[IndexSlot, ...] = ()
     shards: Stack | None = None
 
     def marked(self, mark: IndexSlot) -> PathTemplate:
         return PathTemplate(self.path, (*self.marks, mark))
 
-    def at(self, indices: Mapping[Address, int]) -> Iterator[Path]:
+    def at(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
         """The path of a layer, in each way that its indices can be written.
 
         Two stacks under one name count as one: index 1 of 4 times index 2 of 8 is index 10 of 32.
@@ -82,7 +82,9 @@ class PathTemplate:
                     continue
                 before = names[place]
                 outer, size = (before.index or 0, before.size or 1) if before.index is not None else (0, 1)
-                names[place] = Name(before.text, outer * mark.size + mark.at(indices), size * mark.size)
+                names[place] = PathSegment(
+                    before.text, outer * mark.size + mark.at(indices), size * mark.size
+                )
             yield tuple(names)
 
 
@@ -181,7 +183,7 @@ class Site:
         return self.flops * self.repeats * len(self.products)
 
     @property
-    def attributes(self) -> Attributes:
+    def attributes(self) -> SiteAttributes:
         """What a `where` can ask."""
         return {
             "m": self.m,
@@ -195,7 +197,7 @@ class Site:
     def layers(self) -> Iterator[Layer]:
         return itertools.product(*(range(s.size) for s in self.stacks))
 
-    def paths(self, layer: Layer) -> tuple[Path, ...]:
+    def paths(self, layer: Layer) -> tuple[DottedPath, ...]:
         """Every path by which a selector may name a layer of this site."""
         indices = {s.address: i for s, i in zip(self.stacks, layer, strict=True)}
         labels = (self.scope, *self.parameters)
@@ -207,9 +209,9 @@ class Sites:
     """All GEMMs of a loss, in the order in which they run."""
 
     sites: tuple[Site, ...]
-    parameters: tuple[Path, ...]
+    parameters: tuple[DottedPath, ...]
     jaxpr: Any = field(compare=False, repr=False)
-    looked_up: frozenset[Path] = frozenset()
+    looked_up: frozenset[DottedPath] = frozenset()
     """The parameters from which rows are gathered: embeddings."""
 
     def __iter__(self) -> Iterator[Site]:
@@ -224,5 +226,5 @@ class Sites:
         return jaxprs.fingerprint(self.jaxpr)
 
 
-def dotted(path: Path) -> str:
+def dotted(path: DottedPath) -> str:
     return ".".join(map(str, path))

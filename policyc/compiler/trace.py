@@ -17,7 +17,7 @@ import numpy as np
 
 from policyc.compiler.paths import leaf_paths
 from policyc.jaxcore import autodiff, jaxprs
-from policyc.language.selectors import Path
+from policyc.language.selectors import DottedPath
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, float, complex, jax.ShapeDtypeStruct)
 
@@ -27,7 +27,7 @@ class TracedFunction:
     """A function as a jaxpr. `paths` has the path of every input, None for what is not a parameter."""
 
     closed: Any
-    paths: tuple[Path | None, ...]
+    paths: tuple[DottedPath | None, ...]
     tree: Any
     results: tuple[Any, ...]
     where: tuple[int, ...]
@@ -65,7 +65,7 @@ def trace(
     named_leaves = dict(zip(chosen, leaf_groups(args, chosen, names), strict=True))
     flat = [jax.tree.flatten(arg) for arg in (*args, dict(kwargs))]
     inputs: list[Any] = []
-    paths: list[Path | None] = []
+    paths: list[DottedPath | None] = []
     slots: list[tuple[int, int]] = []
     for i, (leaves, _) in enumerate(flat):
         for j, leaf in enumerate(leaves):
@@ -92,7 +92,7 @@ def trace(
     return TracedFunction(closed, tuple(paths), tree, results, where)
 
 
-def leaf_groups(args: Sequence[Any], chosen: Sequence[int], names: Sequence[str]) -> list[list[Path]]:
+def leaf_groups(args: Sequence[Any], chosen: Sequence[int], names: Sequence[str]) -> list[list[DottedPath]]:
     """The paths of the leaves of each chosen argument."""
     picked = [(name, args[i]) for i, name in zip(chosen, names, strict=True)]
     paths = iter(leaf_paths(picked))

@@ -24,7 +24,7 @@ from policyc.compiler.pipeline import Session, present, session_of
 from policyc.compiler.plan import ExecutionOptions, Plan
 from policyc.jaxcore import autodiff, jaxprs
 from policyc.jaxcore.relocate import Jitted, lowering
-from policyc.language.bundled import folder
+from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
 
@@ -261,7 +261,7 @@ def _skip_hidden_frames(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_hidden(file: str) -> bool:
     """Whether tracebacks leave out this file. The bundled models are programs, so they are shown."""
-    return file.startswith(_HIDDEN_FILES) and not file.startswith(str(folder("models")))
+    return file.startswith(_HIDDEN_FILES) and not file.startswith(str(data_folder("models")))
 
 
 def _exit_by_interrupt() -> NoReturn:

@@ -35,7 +35,7 @@ from policyc.language.files import atomic_write
 from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy
 from policyc.language.recipes import Recipe
-from policyc.language.selectors import Path as Names
+from policyc.language.selectors import DottedPath as Names
 from policyc.numerics.gemm import Backends, operands
 from policyc.numerics.measure import FIGURES, figures, told
 
@@ -159,7 +159,7 @@ class Tap:
         ]
         nothing = jnp.zeros(len(FIGURES))
         return jnp.stack([
-            figures(e) if FORMATS[e.side.treatment.format].quantized else nothing for e in entering
+            figures(e) if FORMATS[e.side.treatment.format].is_quantized else nothing for e in entering
         ])  # fmt: skip
 
 
@@ -198,7 +198,7 @@ class Tapped:
     def _measurable(self, site: Site) -> bool:
         recipes = (self._decisions[site.address, la].recipe for la in site.layers())
         formats = {t.format for r in recipes if r is not None for t in r.treatments}
-        return site.kind == "dot" and not site.opaque and any(FORMATS[f].quantized for f in formats)
+        return site.kind == "dot" and not site.opaque and any(FORMATS[f].is_quantized for f in formats)
 
     def _find(self, held: Any, address: Address, scans: tuple[tuple[Address, int], ...]) -> None:
         """The sites that taps can reach, with the scans around each."""
@@ -317,7 +317,7 @@ class Tapped:
         label = site.parameters[0] if site.parameters else site.scope
         where = _named(next(iter(label.at(indices))), site.name)
         for at, (name, form) in enumerate(tap.names):
-            if FORMATS[form].quantized:
+            if FORMATS[form].is_quantized:
                 yield {**where, "operand": name, "format": form, **told(found[..., at, :])}
 
 

@@ -297,7 +297,7 @@ def _planned(plan: Plan, site: Site, parts: int = 1) -> Iterator[ProductRow]:
         if decision.recipe is None:
             continue
         for gemm in (g for g in Gemm if g in site.products):
-            runs, format = decision.runs(gemm), decision.recipe.product(gemm)[0].format
+            runs, format = decision.runs(gemm), decision.recipe.gemm_treatments(gemm)[0].format
             if not runs.backend:
                 continue
             yield ProductRow(

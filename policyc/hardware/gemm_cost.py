@@ -99,7 +99,7 @@ def code_bytes(format: str) -> float:
 def copies(treatment: Treatment) -> float:
     """What quantizing an operand takes, as a multiple of copying it; 0 where nothing is quantized."""
     format = FORMATS[treatment.format]
-    if not format.quantized:
+    if not format.is_quantized:
         return 0.0
     if treatment.format == "fp8":
         return FP8_COPIES
@@ -139,5 +139,5 @@ def format_of(recipe: Recipe | None, gemm: Gemm, kept: str) -> str:
     """The format a product is multiplied in: the wider one of its operands, `kept` where nothing is said."""
     if recipe is None:
         return kept
-    wider = max(recipe.product(gemm), key=lambda t: t.bits)
+    wider = max(recipe.gemm_treatments(gemm), key=lambda t: t.bits)
     return kept if wider.format == "keep" else wider.format

@@ -16,7 +16,7 @@ from typing import Any
 
 from policyc.compiler import pipeline
 from policyc.hardware.step_cost import BlockShape, Mesh, Work
-from policyc.language.bundled import folder
+from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import did_you_mean
 from policyc.language.policy import Policy
 
@@ -28,7 +28,7 @@ class BadRun(ValueError):
 
 
 def _module(name: str) -> ModuleType:
-    home = str(folder("models"))
+    home = str(data_folder("models"))
     if home not in sys.path:
         sys.path.append(home)
     return importlib.import_module(f"llama.{name}")

@@ -19,7 +19,7 @@ from policyc.compiler.sites import Site
 from policyc.hardware import gemm_cost
 from policyc.hardware.gemm_cost import BF16_BYTES, FP32_BYTES
 from policyc.language.recipes import Gemm, Recipe, Role
-from policyc.language.treatments import effective, problems
+from policyc.language.treatments import normalize_if_valid
 from policyc.numerics.targets import Target
 
 _FORWARD_AGAIN = ("full", "quantized")
@@ -123,15 +123,10 @@ def layers(plan: Plan, phase: Phase | None = None) -> Iterator[Layers]:
     for site in plan.sites:
         found = Counter(decisions[site.address, layer] for layer in site.layers())
         for decision, count in found.items():
-            recipe = None if site.opaque or decision.recipe is None else _carried_out(decision.recipe)
+            recipe = None if site.opaque or decision.recipe is None else normalize_if_valid(decision.recipe)
             bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
             rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
             yield Layers(site=site, recipe=recipe, rule=rule, count=count * site.repeats / site.count)
-
-
-def _carried_out(recipe: Recipe) -> Recipe:
-    """What is done, which is not all that is written: but for a recipe that cannot be carried out at all."""
-    return recipe if problems(recipe) else effective(recipe)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,11 @@
-"""Policy text to `Policy` and back: parser, loader, checks, formatter, and the tables of formats and recipes."""
+"""Reads and prints policies: parser, loader, checks, formatter, and the tables of formats and recipe options.
+
+Nothing in this package imports JAX.
+"""
 
 __all__ = [
+    "bounds",
     "bundled",
-    "checks",
     "diagnostics",
     "files",
     "formats",
@@ -10,8 +13,10 @@ __all__ = [
     "loader",
     "parser",
     "policy",
+    "policy_tables",
+    "predicates",
     "recipes",
+    "schedule",
     "selectors",
-    "tables",
     "treatments",
 ]

@@ -1,24 +1,23 @@
-"""Where the data that ships with policyc lies: grammars, policies, models.
+"""Locates the data folders that ship with policyc: grammars, policies and models.
 
-In: a folder's name. Out: its path. The one trap: a wheel holds these folders inside the package, a checkout
-beside it.
+An installed wheel has these folders inside the package. In a checkout they lie beside it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-SUFFIX = ".policy"
+POLICY_SUFFIX = ".policy"
 
 _PACKAGE = Path(__file__).parent.parent
 
 
-def folder(name: str) -> Path:
-    """A data folder, in an installed wheel or in a checkout."""
-    shipped = _PACKAGE / name
-    return shipped if shipped.is_dir() else _PACKAGE.parent / name
+def data_folder(name: str) -> Path:
+    """Returns the path of a data folder."""
+    installed = _PACKAGE / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
-def bundled() -> dict[str, Path]:
-    """The bundled policies by name."""
-    return {path.stem: path for path in sorted(folder("policies").glob(f"*{SUFFIX}"))}
+def bundled_policies() -> dict[str, Path]:
+    """Returns the paths of the bundled policies by name."""
+    return {path.stem: path for path in sorted(data_folder("policies").glob(f"*{POLICY_SUFFIX}"))}

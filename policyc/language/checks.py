@@ -10,12 +10,20 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span, closest, did_you_mean
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span, closest_name, did_you_mean
 from policyc.language.formats import FORMATS
-from policyc.language.parser import comments
-from policyc.language.policy import RecipeDef, RecipeNode, Rule, Setting, Use, uses, values
+from policyc.language.parser import comment_ranges
+from policyc.language.policy import (
+    RecipeCall,
+    RecipeDef,
+    RecipeExpr,
+    Rule,
+    Setting,
+    option_values,
+    recipe_calls,
+)
 from policyc.language.recipes import OPERANDS, OPTIONS
-from policyc.language.selectors import alternatives
+from policyc.language.selectors import count_alternatives
 
 _LONGEST_CHAIN = 32  # recipes named by recipes
 _MOST_STEPS = 100_000  # from recipe to recipe, in all variants: each is checked against the whole policy
@@ -24,14 +32,14 @@ _MOST_SUGGESTIONS = 50  # in one policy: looking for a close name costs more tha
 
 
 @dataclass(slots=True)
-class Scope:
+class Definitions:
     """What one policy, or one variant of it, defines. Rules come in the order in which they override."""
 
     recipes: dict[str, RecipeDef] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
 
 
-class Faults:
+class DiagnosticCollector:
     """What was found so far."""
 
     def __init__(self) -> None:
@@ -45,14 +53,14 @@ class Faults:
         return did_you_mean(name, known) if self._may_suggest() else ""
 
     def near(self, name: str, known: Iterable[str]) -> str | None:
-        return closest(name, known) if self._may_suggest() else None
+        return closest_name(name, known) if self._may_suggest() else None
 
     def _may_suggest(self) -> bool:
         self._suggested += 1
         return self._suggested <= _MOST_SUGGESTIONS
 
 
-def check(faults: Faults, base: Scope, variants: Sequence[Scope]) -> None:
+def check(faults: DiagnosticCollector, base: Definitions, variants: Sequence[Definitions]) -> None:
     """Every name and option of a policy; those of a variant against the policy that it changes."""
     known = {name: d.recipe for name, d in base.recipes.items()}
     _Checker(faults).scope(base, known)
@@ -62,17 +70,17 @@ def check(faults: Faults, base: Scope, variants: Sequence[Scope]) -> None:
 
 
 class _Checker:
-    def __init__(self, faults: Faults, most: int | None = None) -> None:
+    def __init__(self, faults: DiagnosticCollector, most: int | None = None) -> None:
         self.faults, self.fault = faults, faults.fault
         self._most, self._steps = most, 0
 
-    def scope(self, scope: Scope, known: Mapping[str, RecipeNode]) -> None:
+    def scope(self, scope: Definitions, known: Mapping[str, RecipeExpr]) -> None:
         for definition in scope.recipes.values():
             self._recipe(definition.recipe, known)
         for rule in scope.rules:
             self._recipe(rule.recipe, known)
             for selector in rule.selectors:
-                if alternatives(selector) > _MOST_ALTERNATIVES:
+                if count_alternatives(selector) > _MOST_ALTERNATIVES:
                     message = f"these braces stand for more than {_MOST_ALTERNATIVES} selectors"
                     self.fault(
                         "too-many-alternatives", selector.span, message, "use '*' or '?' for some of them"
@@ -89,14 +97,14 @@ class _Checker:
     def _tired(self) -> bool:
         return self._most is not None and self._steps > self._most
 
-    def _chain(self, name: str, known: Mapping[str, RecipeNode], depths: dict[str, int]) -> None:
+    def _chain(self, name: str, known: Mapping[str, RecipeExpr], depths: dict[str, int]) -> None:
         """Follow a recipe through the recipes it names; a circle or a very long way is a fault."""
         stack: list[tuple[str, bool]] = [(name, False)]
         path: dict[str, None] = {}  # the names on the way here, in their order
         while stack:
             current, done = stack.pop()
             self._steps += 1
-            inner = [u for u in uses(known[current]) if u.name in known]
+            inner = [u for u in recipe_calls(known[current]) if u.name in known]
             if done:
                 path.popitem()
                 depths[current] = 1 + max((depths.get(u.name, 0) for u in inner), default=0)
@@ -118,8 +126,8 @@ class _Checker:
             message = f"'{name}' goes through more than {_LONGEST_CHAIN} other recipes"
             self.fault("nested-too-deep", known[name].span, message, "name the last one directly")
 
-    def _recipe(self, node: RecipeNode, known: Mapping[str, RecipeNode]) -> None:
-        for use in uses(node):
+    def _recipe(self, node: RecipeExpr, known: Mapping[str, RecipeExpr]) -> None:
+        for use in recipe_calls(node):
             if use.name in known:
                 if use.settings:
                     message = f"'{use.name}' is a named recipe: it takes no options"
@@ -134,7 +142,7 @@ class _Checker:
             else:
                 self._unknown_recipe(use, known)
 
-    def _unknown_recipe(self, use: Use, known: Mapping[str, RecipeNode]) -> None:
+    def _unknown_recipe(self, use: RecipeCall, known: Mapping[str, RecipeExpr]) -> None:
         near = self.faults.near(use.name, [*known, *FORMATS])
         help = f"did you mean '{near}'?" if near else f"formats: {', '.join(FORMATS)}"
         edit = (
@@ -145,7 +153,7 @@ class _Checker:
         else:
             self.fault("unknown-recipe", _name(use), f"no recipe named '{use.name}'", help, fix=edit)
 
-    def _settings(self, use: Use) -> None:
+    def _settings(self, use: RecipeCall) -> None:
         format = FORMATS[use.name]
         first: dict[str, Setting] = {}
         for before, setting in zip((None, *use.settings), use.settings, strict=False):
@@ -161,7 +169,7 @@ class _Checker:
             notes = (Note(first[a].span, "with this one"),) if a != b else ()
             self.fault("contradictory-options", first[b].span, reason, "drop one of the two", notes=notes)
 
-    def _unknown_option(self, use: Use, setting: Setting) -> None:
+    def _unknown_option(self, use: RecipeCall, setting: Setting) -> None:
         format, name = FORMATS[use.name], setting.name
         owners = [f.name for f in FORMATS.values() if name in f.options]
         if owners:
@@ -185,7 +193,7 @@ class _Checker:
             )
             return
         bad = next((w for w in setting.words if w not in option.choices), setting.words[0])
-        near = closest(bad, option.choices)
+        near = closest_name(bad, option.choices)
         help = f"did you mean '{near}'?" if near else f"expected {option.expected}"
         self.fault("unknown-value", setting.span, f"'{setting.name}' cannot be '{bad}'", help)
 
@@ -197,11 +205,11 @@ class _Checker:
         self.fault("duplicate-option", second.span, message, "keep one", notes=(note,), fix=fix)
 
 
-def _name(use: Use) -> Span:
+def _name(use: RecipeCall) -> Span:
     return Span(use.span.source, use.span.start, use.span.start + len(use.name))
 
 
-def _rename(use: Use, name: str) -> Edit:
+def _rename(use: RecipeCall, name: str) -> Edit:
     return Edit(_name(use), name)
 
 
@@ -211,14 +219,14 @@ def _without(setting: Setting, before: Setting) -> tuple[Edit, ...]:
     between = source.text[start : setting.span.start]
     if "#" not in between:
         return (Edit(Span(source, start, end), ""),)
-    noted = [range(*span) for span in comments(between)]
+    noted = [range(*span) for span in comment_ranges(between)]
     comma = next(start + i for i, c in enumerate(between) if c == "," and not any(i in r for r in noted))
     return (Edit(Span(source, comma, comma + 1), ""), Edit(setting.span, ""))
 
 
-def _contradictions(use: Use) -> Iterable[tuple[str, str, str]]:
+def _contradictions(use: RecipeCall) -> Iterable[tuple[str, str, str]]:
     """Pairs of options of which only one can have its way."""
-    given = {name: value for name, value in values(use).items() if name in FORMATS[use.name].options}
+    given = {name: value for name, value in option_values(use).items() if name in FORMATS[use.name].options}
     for name in ("rht", "sr"):
         setting = next((s for s in use.settings if s.name == name), None)
         if setting is not None and "none" in setting.words and len(setting.words) > 1:

@@ -1,7 +1,6 @@
-"""Where something is written, what is wrong with it, and how to say so.
+"""Source spans, diagnostics, and how they are printed.
 
-In: offsets into a text. Out: `Diagnostic`s that print themselves with a caret. The one trap: text from a
-policy file is hostile to a terminal, so every quoted line passes `_visible` before it is printed.
+Text from a policy file may contain terminal control characters, so all quoted text goes through `_escape`.
 """
 
 from __future__ import annotations
@@ -13,42 +12,42 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-_WINDOW = 100  # characters of a quoted line: a policy may be one line of a megabyte
-_SHOWN = 50  # diagnostics in the text of one exception
-_SENTENCE = 400  # characters of a message: it may quote a name of a megabyte
-_LONGEST_NAME = 64  # names longer than this get no suggestion
+_MAX_QUOTED = 100  # characters of a quoted line: a policy may be one line of a megabyte
+_MAX_PRINTED = 50  # diagnostics in the text of one exception
+_MAX_MESSAGE = 400  # characters of a message: it may quote a name of a megabyte
+_MAX_SUGGESTED_FOR = 64  # characters: a longer unknown name gets no suggestion
 
 
 class SourceText:
-    """A policy's text and where it came from. Compares by identity."""
+    """The text of a policy, and the path to print for it. Compared by identity."""
 
-    __slots__ = ("_starts", "path", "text")
+    __slots__ = ("_line_starts", "path", "text")
 
     def __init__(self, text: str, path: str = "<policy>") -> None:
         self.path = path
         self.text = text
-        self._starts: list[int] | None = None
+        self._line_starts: list[int] | None = None
 
     def __repr__(self) -> str:
-        return f"Source({self.path!r})"
+        return f"SourceText({self.path!r})"
 
     @property
-    def starts(self) -> list[int]:
-        """Offset of the first character of each line."""
-        if self._starts is None:
-            self._starts = [0]
-            self._starts += [i + 1 for i, c in enumerate(self.text) if c == "\n"]
-        return self._starts
+    def line_starts(self) -> list[int]:
+        """The offset of the first character of each line."""
+        if self._line_starts is None:
+            self._line_starts = [0]
+            self._line_starts += [i + 1 for i, c in enumerate(self.text) if c == "\n"]
+        return self._line_starts
 
     def position(self, offset: int) -> tuple[int, int]:
-        """Line and column of an offset, both from 1."""
-        line = bisect.bisect_right(self.starts, offset)
-        return line, offset - self.starts[line - 1] + 1
+        """Returns the line and the column of an offset, both counted from 1."""
+        line = bisect.bisect_right(self.line_starts, offset)
+        return line, offset - self.line_starts[line - 1] + 1
 
     def line(self, number: int) -> str:
-        """The text of a line, without its line ending."""
-        start = self.starts[number - 1]
-        end = self.starts[number] - 1 if number < len(self.starts) else len(self.text)
+        """Returns the text of a line, without its line ending."""
+        start = self.line_starts[number - 1]
+        end = self.line_starts[number] - 1 if number < len(self.line_starts) else len(self.text)
         return self.text[start:end].rstrip("\r")
 
 
@@ -74,25 +73,35 @@ class Span:
 
     @property
     def end_column(self) -> int:
-        """Column just past the last character, on `last_line`."""
+        """The column just past the last character, on `last_line`."""
         line = self.last_line
-        return self.end - self.source.starts[line - 1] + 1
+        return self.end - self.source.line_starts[line - 1] + 1
 
     @property
     def text(self) -> str:
         return self.source.text[self.start : self.end]
 
     @property
-    def place(self) -> str:
-        return f"{_visible(self.source.path)}:{self.line}:{self.column}"
+    def location(self) -> str:
+        """`path:line:column`."""
+        return f"{_escape(self.source.path)}:{self.line}:{self.column}"
 
     def to(self, other: Span) -> Span:
-        """The span from here to the end of another."""
+        """Returns the span from the start of this one to the end of another."""
         return Span(self.source, self.start, max(self.end, other.end))
 
 
+NO_SPAN = Span(SourceText("", "<built>"), 0, 0)
+"""The span of a node that was not read from a text."""
+
+
+def span_field() -> Span:
+    """Declares the `span` field of a node: optional, and left out of comparisons and of `repr`."""
+    return field(default=NO_SPAN, compare=False, repr=False)
+
+
 class Severity(StrEnum):
-    """Errors stop a policy from being used, warnings do not, and notes are no findings: they only tell."""
+    """A policy with errors cannot be used; one with warnings can. A note is information and not a finding."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -109,7 +118,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """Edits that mend a fault. A safe fix leaves the meaning of the policy as it is."""
+    """Edits that correct a problem. A safe fix does not change the meaning of the policy."""
 
     message: str
     edits: tuple[Edit, ...]
@@ -118,7 +127,7 @@ class Fix:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Another place that has to do with a diagnostic."""
+    """Another place that explains a diagnostic."""
 
     span: Span
     message: str
@@ -126,7 +135,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnostic:
-    """One fault: what, where, and what to try."""
+    """One problem: where it is, what is wrong, and what to try."""
 
     code: str
     message: str
@@ -137,7 +146,8 @@ class Diagnostic:
     fix: Fix | None = field(default=None, compare=False)
 
     @property
-    def order(self) -> tuple[str, int, int, str]:
+    def sort_key(self) -> tuple[str, int, int, str]:
+        """Orders diagnostics by file and position."""
         return self.span.source.path, self.span.start, self.span.end, self.code
 
     def __str__(self) -> str:
@@ -145,68 +155,71 @@ class Diagnostic:
 
 
 Paint = Callable[[str, str], str]
-"""Colours a text, given what it is: error, warning, path, gutter, caret, help or note."""
+"""Colours a text. The first argument is its kind: error, warning, path, gutter, caret, help or note."""
 
 
 def plain(_: str, text: str) -> str:
-    """The `Paint` that paints nothing."""
+    """Returns the text without colours: the `Paint` for files and pipes."""
     return text
 
 
-def headline(diagnostic: Diagnostic, paint: Paint = plain) -> str:
-    """`path:line:column: severity[code]: message`."""
+def render_headline(diagnostic: Diagnostic, paint: Paint = plain) -> str:
+    """Prints `path:line:column: severity[code]: message`."""
     label = paint(diagnostic.severity, f"{diagnostic.severity}[{diagnostic.code}]")
-    return f"{paint('path', diagnostic.span.place)}: {label}: {_sentence(diagnostic.message)}"
+    return f"{paint('path', diagnostic.span.location)}: {label}: {_format_message(diagnostic.message)}"
 
 
 def render(diagnostic: Diagnostic, paint: Paint = plain) -> str:
-    """The diagnostic with the line it is about, a caret under the fault, and its notes."""
-    lines = [headline(diagnostic, paint)]
-    lines += _quote(diagnostic.span, _sentence(diagnostic.help), paint, "caret")
+    """Prints the diagnostic with the line it points at, a caret under the span, and its notes."""
+    lines = [render_headline(diagnostic, paint)]
+    lines += _quote(diagnostic.span, _format_message(diagnostic.help), paint, "caret")
     for note in diagnostic.notes:
-        lines.append(f"{paint('path', note.span.place)}: {paint('note', 'note')}: {_sentence(note.message)}")
+        lines.append(
+            f"{paint('path', note.span.location)}: {paint('note', 'note')}: {_format_message(note.message)}"
+        )
         lines += _quote(note.span, "", paint, "note")
     if diagnostic.fix is not None:
         kind = "fix" if diagnostic.fix.safe else "unsafe fix"
-        lines.append(f"{paint('help', kind)}: {_sentence(diagnostic.fix.message)}")
+        lines.append(f"{paint('help', kind)}: {_format_message(diagnostic.fix.message)}")
     return "\n".join(lines)
 
 
 def _quote(span: Span, label: str, paint: Paint, kind: str) -> list[str]:
-    if not span.source.text:  # a file that could not be read: there is nothing to quote
+    """Prints the first line of a span, and carets with a label under it."""
+    if not span.source.text:  # the file could not be read: there is nothing to quote
         return [f"  {paint('help', label)}"] if label else []
     number = span.line
     text = span.source.line(number)
     start = span.column - 1
     end = span.end_column - 1 if span.last_line == number else len(text)
-    left = max(0, start - _WINDOW // 2) if len(text) > _WINDOW else 0
-    right = min(len(text), left + _WINDOW)
+    left = max(0, start - _MAX_QUOTED // 2) if len(text) > _MAX_QUOTED else 0
+    right = min(len(text), left + _MAX_QUOTED)
     before, marked, after = text[left:start], text[start : min(end, right)], text[min(end, right) : right]
     head, tail = ("…" if left else ""), ("…" if right < len(text) else "")
     gutter = str(number)
     bar = paint("gutter", f"{gutter} |")
     blank = paint("gutter", " " * len(gutter) + " |")
-    indent = " " * _width(head + _visible(before))
-    caret = "^" * max(1, _width(_visible(marked)))
+    indent = " " * _width(head + _escape(before))
+    caret = "^" * max(1, _width(_escape(marked)))
     pointer = f"{blank} {indent}{paint(kind, caret)}"
-    quoted = f"{bar} {head}{_visible(before)}{_visible(marked)}{_visible(after)}{tail}"
+    quoted = f"{bar} {head}{_escape(before)}{_escape(marked)}{_escape(after)}{tail}"
     return [quoted, f"{pointer} {paint('help', label)}" if label else pointer]
 
 
-def _visible(text: str) -> str:
-    """Text with nothing in it that a terminal obeys."""
+def _escape(text: str) -> str:
+    """Replaces control characters, which a terminal would act on."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c == "\t" else f"\\x{ord(c):02x}" for c in text)
 
 
-def _sentence(text: str) -> str:
-    """A message as it is printed: visible, and not longer than anyone reads."""
-    return _visible(text if len(text) <= _SENTENCE else text[: _SENTENCE - 1] + "…")
+def _format_message(text: str) -> str:
+    """Escapes a message and cuts it to the longest length printed."""
+    return _escape(text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…")
 
 
 def _width(text: str) -> int:
-    """Terminal columns that a printable text takes."""
+    """Returns the number of terminal columns of a printable text."""
     if text.isascii():
         return len(text)
     return sum(
@@ -215,34 +228,34 @@ def _width(text: str) -> int:
 
 
 class PolicyError(Exception):
-    """A policy cannot be used. Holds every fault found, not only the first."""
+    """A policy cannot be used. Holds every diagnostic, not only the first."""
 
     def __init__(self, diagnostics: Sequence[Diagnostic]) -> None:
-        self.diagnostics = tuple(sorted(diagnostics, key=lambda d: d.order))
+        self.diagnostics = tuple(sorted(diagnostics, key=lambda d: d.sort_key))
         super().__init__(self.diagnostics)
 
     def __str__(self) -> str:
-        shown = [render(d) for d in self.diagnostics[:_SHOWN]]
-        hidden = len(self.diagnostics) - len(shown)
-        return "\n".join([*shown, f"... and {hidden} more"] if hidden > 0 else shown)
+        printed = [render(d) for d in self.diagnostics[:_MAX_PRINTED]]
+        hidden = len(self.diagnostics) - len(printed)
+        return "\n".join([*printed, f"... and {hidden} more"] if hidden > 0 else printed)
 
 
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that the writer most likely meant."""
-    if len(name) > _LONGEST_NAME:
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that the writer most likely meant, if one is similar enough."""
+    if len(name) > _MAX_SUGGESTED_FOR:
         return None
-    near = [k for k in known if abs(len(k) - len(name)) <= max(2, len(name) // 2)]
-    by_folded = {k.casefold(): k for k in reversed(near)}
-    found = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
-    return by_folded[found[0]] if found else None
+    candidates = [k for k in known if abs(len(k) - len(name)) <= max(2, len(name) // 2)]
+    by_folded = {k.casefold(): k for k in reversed(candidates)}
+    closest = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
+    return by_folded[closest[0]] if closest else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Help for an unknown name: the closest known one, else all of them if they are few."""
+    """Returns the help for an unknown name: the closest known name, or all of them if they are at most 12."""
     names = list(known)
-    found = closest(name, names)
-    if found is not None:
-        return f"did you mean '{found}'?"
+    closest = closest_name(name, names)
+    if closest is not None:
+        return f"did you mean '{closest}'?"
     if 0 < len(names) <= 12:
         return f"known: {', '.join(names)}"
     return ""

@@ -1,8 +1,4 @@
-"""Files that are whole or not there.
-
-In: a path. Out: a stream whose file takes its place when all is written. The one trap: the new file is made beside the
-old one, so that taking its place is a single step; the folder must be writable, not only the file.
-"""
+"""Atomic writes: a reader sees the old file or the new one, never a part of it."""
 
 from __future__ import annotations
 
@@ -16,13 +12,16 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
-    """Whoever reads the file sees the old one or the new one; where writing fails, nothing is left behind."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Opens a stream whose content replaces the file when the block ends. If the block raises, nothing is left.
+
+    The new file is written in the same folder and then renamed, so the folder must be writable, not only the file.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:
             yield stream
-        os.chmod(name, mode)
-        os.replace(name, path)
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
     except BaseException:
-        os.unlink(name)
+        os.unlink(temporary)
         raise

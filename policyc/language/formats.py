@@ -1,8 +1,4 @@
-"""The table of number formats. To add a format, add a row here and its rounding in `quantize`.
-
-In: nothing. Out: `FORMATS`. The one trap: `bits` is the width of an element, not of an element with its share
-of the scales.
-"""
+"""The table of number formats. To add a format, add a row here and its rounding in `policyc.numerics.quantize`."""
 
 from __future__ import annotations
 
@@ -11,11 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A number layout: element type, block, scale type, tensor scale.
+    """A number layout.
 
-    `block` is the number of elements that share a scale; 0 is the whole tensor. `scale` is the type of the block
-    scale. `tensor_scale` says that an fp32 scale stands above the blocks (or alone). `options` names the recipe
-    options that the format takes.
+    Attributes:
+      bits: the width of one element, without its share of the scales.
+      block: the number of elements that share a scale; 0 if the whole tensor does.
+      scale: the type of the block scale; None without block scales.
+      tensor_scale: is there an fp32 scale for the whole tensor, in addition to the block scales or alone?
+      options: the names of the recipe options that the format takes.
     """
 
     name: str
@@ -28,8 +27,8 @@ class Format:
     summary: str
 
     @property
-    def quantized(self) -> bool:
-        """Does it need a scale?"""
+    def is_quantized(self) -> bool:
+        """Do values of this format have a scale?"""
         return self.scale is not None or self.tensor_scale
 
 

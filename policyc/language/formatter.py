@@ -1,6 +1,6 @@
 """A policy file in its one layout, comments kept.
 
-In: a `File` without faults. Out: its text, formatted. Arrows of neighbouring rules stand in one column; a
+In: a `PolicyFile` without faults. Out: its text, formatted. Arrows of neighbouring rules stand in one column; a
 block that was written on one line stays on one. The one trap: a comment inside a statement has no place in
 the layout, so such a statement stays as it was written.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from policyc.language.parser import Block, File, Statement, comments, read
+from policyc.language.parser import BlockStatement, PolicyFile, Statement, comment_ranges, read_statements
 from policyc.language.policy import Rule
 
 _INDENT = "    "
@@ -27,7 +27,7 @@ class _Line:
     comment: str = ""
 
 
-def format_file(file: File) -> str:
+def format_file(file: PolicyFile) -> str:
     """The text of a file in its one layout. Means the same and holds the same comments."""
     printer = _Printer(file)
     printer.body(file.statements, 0, len(file.source.text), 0)
@@ -36,19 +36,19 @@ def format_file(file: File) -> str:
     return text
 
 
-def _verify(file: File, text: str) -> None:
+def _verify(file: PolicyFile, text: str) -> None:
     """A formatter that changes a policy would be worse than none: look before handing anything back."""
-    again, found = read(type(file.source)(text, file.source.path))
-    kept = [text[a:b].rstrip() for a, b in comments(text)]
-    before = [file.source.text[a:b].rstrip() for a, b in comments(file.source.text)]
+    again, found = read_statements(type(file.source)(text, file.source.path))
+    kept = [text[a:b].rstrip() for a, b in comment_ranges(text)]
+    before = [file.source.text[a:b].rstrip() for a, b in comment_ranges(file.source.text)]
     if found or again.statements != file.statements or kept != before:
         raise AssertionError(f"formatting {file.source.path} would change it: this is a fault of policyc")
 
 
 class _Printer:
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: PolicyFile) -> None:
         self.text = file.source.text
-        self.comments = deque(comments(self.text))
+        self.comments = deque(comment_ranges(self.text))
         self.lines: list[_Line] = []
         self._end = 0  # where the last thing printed ends in the text
 
@@ -66,7 +66,7 @@ class _Printer:
         span = statement.span
         self._end = span.end
         inner = bool(self.comments) and self.comments[0][0] < span.end
-        if isinstance(statement, Block):
+        if isinstance(statement, BlockStatement):
             self._block(statement, depth, inner)
         elif inner:
             while self.comments and self.comments[0][0] < span.end:
@@ -80,7 +80,7 @@ class _Printer:
         self._end = span.end
         self._trailing()
 
-    def _block(self, block: Block, depth: int, commented: bool) -> None:
+    def _block(self, block: BlockStatement, depth: int, commented: bool) -> None:
         span = block.span
         if not block.body and not commented:
             self.lines.append(_Line(depth, f"{block.head} {{}}"))
@@ -118,8 +118,8 @@ class _Printer:
             self.lines.append(_Line(depth, ""))
 
 
-def _one_line(block: Block) -> str:
-    parts = [_one_line(s) if isinstance(s, Block) else str(s) for s in block.body]
+def _one_line(block: BlockStatement) -> str:
+    parts = [_one_line(s) if isinstance(s, BlockStatement) else str(s) for s in block.body]
     line = f"{block.head} {{ {'; '.join(parts)} }}"
     return line if all(parts) and len(line) <= _WIDEST else ""
 

@@ -11,106 +11,116 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from policyc.language import bundled
-from policyc.language.checks import Faults, Scope, check
-from policyc.language.diagnostics import Diagnostic, Note, PolicyError, SourceText, Span, closest
+from policyc.language.checks import Definitions, DiagnosticCollector, check
+from policyc.language.diagnostics import Diagnostic, Note, PolicyError, SourceText, Span, closest_name
 from policyc.language.formats import FORMATS
-from policyc.language.parser import LONGEST, Block, File, Import, Statement, read
-from policyc.language.policy import Policy, RecipeDef, Rule, Variant, When
+from policyc.language.parser import (
+    MAX_FILE_BYTES,
+    BlockStatement,
+    ImportStatement,
+    PolicyFile,
+    Statement,
+    read_statements,
+)
+from policyc.language.policy import Policy, RecipeDef, Rule, Variant
+from policyc.language.schedule import StepCondition
 
 _MOST_IMPORTS = 256
 _RESERVED = frozenset(FORMATS) | {"split"}
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedPolicy:
     """A policy that may be faulty: what could be read of it, and its faults."""
 
     policy: Policy
-    file: File
-    found: tuple[Diagnostic, ...]
+    file: PolicyFile
+    diagnostics: tuple[Diagnostic, ...]
 
 
 def parse(text: str, *, path: str | Path | None = None) -> Policy:
     """The policy that a text spells. `path` is where it came from: imports are relative to it."""
-    return _whole(inspect(text, path=path))
+    return _whole(parse_with_diagnostics(text, path=path))
 
 
 def load(policy: str | Path) -> Policy:
     """The policy in a file, or the bundled policy of that name."""
     path = locate(policy)
-    return _whole(inspect(read_text(path), path=path))
+    return _whole(parse_with_diagnostics(read_policy_text(path), path=path))
 
 
-def inspect(text: str, *, path: str | Path | None = None, shown: str | None = None) -> Loaded:
+def parse_with_diagnostics(
+    text: str, *, path: str | Path | None = None, shown: str | None = None
+) -> LoadedPolicy:
     """Like `parse`, but hands back the faults instead of raising them. `shown` is the path to print."""
     source = SourceText(text.removeprefix("\ufeff"), shown or (str(path) if path is not None else "<policy>"))
     loader = _Loader()
     file = loader.read(source)
     loader.expand(file.statements, None if path is None else Path(path))
     policy = loader.policy(source)
-    return Loaded(policy, file, tuple(sorted(dict.fromkeys(loader.found), key=lambda d: d.order)))
+    return LoadedPolicy(policy, file, tuple(sorted(dict.fromkeys(loader.found), key=lambda d: d.sort_key)))
 
 
 def locate(policy: str | Path) -> Path:
     """The path of a policy given by path or by bundled name."""
     path = Path(policy)
-    known = bundled.bundled()
-    name = path.name.removesuffix(bundled.SUFFIX)
+    known = bundled.bundled_policies()
+    name = path.name.removesuffix(bundled.POLICY_SUFFIX)
     try:
         if path.is_file() or (path.exists() and str(policy) not in known):
             return path
     except (OSError, ValueError) as error:
-        raise unreadable(str(policy), str(error)) from None
+        raise unreadable_file_error(str(policy), str(error)) from None
     if path.parent == Path() and name in known:
         return known[name]
-    near = closest(name, known)
+    near = closest_name(name, known)
     help = f"did you mean '{near}'?" if near else f"bundled policies: {', '.join(known)}"
-    raise unreadable(str(policy), "no such file, and no bundled policy of that name", help)
+    raise unreadable_file_error(str(policy), "no such file, and no bundled policy of that name", help)
 
 
-def read_text(path: Path) -> str:
+def read_policy_text(path: Path) -> str:
     """The text of a policy file."""
     try:
         with path.open("rb") as stream:
-            data = stream.read(LONGEST + 1)
+            data = stream.read(MAX_FILE_BYTES + 1)
     except IsADirectoryError:
-        raise unreadable(str(path), "this is a directory", "name the policy file in it") from None
+        raise unreadable_file_error(str(path), "this is a directory", "name the policy file in it") from None
     except PermissionError:
-        raise unreadable(str(path), "no permission to read this file") from None
+        raise unreadable_file_error(str(path), "no permission to read this file") from None
     except (OSError, ValueError) as error:
-        raise unreadable(str(path), getattr(error, "strerror", None) or str(error)) from None
-    if len(data) > LONGEST:
-        raise unreadable(str(path), f"larger than {LONGEST >> 20} MiB: this is no policy")
+        raise unreadable_file_error(str(path), getattr(error, "strerror", None) or str(error)) from None
+    if len(data) > MAX_FILE_BYTES:
+        raise unreadable_file_error(str(path), f"larger than {MAX_FILE_BYTES >> 20} MiB: this is no policy")
     try:
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         reason = f"line {line} is not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start})"
-        raise unreadable(str(path), reason, "save it as UTF-8") from None
+        raise unreadable_file_error(str(path), reason, "save it as UTF-8") from None
 
 
-def unreadable(path: str, reason: str, help: str = "") -> PolicyError:
+def unreadable_file_error(path: str, reason: str, help: str = "") -> PolicyError:
     """The error for a file that could not be read at all."""
     span = Span(SourceText("", path), 0, 0)
     return PolicyError([Diagnostic(code="unreadable-file", message=reason, span=span, help=help)])
 
 
-def _whole(loaded: Loaded) -> Policy:
-    if loaded.found:
-        raise PolicyError(loaded.found)
+def _whole(loaded: LoadedPolicy) -> Policy:
+    if loaded.diagnostics:
+        raise PolicyError(loaded.diagnostics)
     return loaded.policy
 
 
-class _Loader(Faults):
+class _Loader(DiagnosticCollector):
     def __init__(self) -> None:
         super().__init__()
-        self.base = Scope()
-        self.variants: dict[str, tuple[Span, Scope]] = {}
-        self._files: dict[Path, File | None] = {}
+        self.base = Definitions()
+        self.variants: dict[str, tuple[Span, Definitions]] = {}
+        self._files: dict[Path, PolicyFile | None] = {}
         self._imports = 0
 
-    def read(self, source: SourceText) -> File:
-        file, found = read(source)
+    def read(self, source: SourceText) -> PolicyFile:
+        file, found = read_statements(source)
         self.found += found
         return file
 
@@ -136,7 +146,7 @@ class _Loader(Faults):
     def _file(
         self,
         statements: tuple[Statement, ...],
-        scope: Scope,
+        scope: Definitions,
         folder: Path | None,
         trail: tuple[Path, ...],
         imported: bool = False,
@@ -149,16 +159,16 @@ class _Loader(Faults):
         variants: dict[str, Span] = {}
         for statement in statements:
             match statement:
-                case Import():
+                case ImportStatement():
                     self._import(statement, scope, folder, trail)
                     self._lost(statement, scope, mine)
                 case RecipeDef():
                     self._define(statement, scope, mine)
                 case Rule():
                     scope.rules.append(statement)
-                case Block(header=When() as when):
+                case BlockStatement(header=StepCondition() as when):
                     self._schedule(statement, (when,), scope)
-                case Block(header=str() as name):
+                case BlockStatement(header=str() as name):
                     if scope is not self.base:
                         if not imported:
                             self._misplaced(statement.span, "a variant", "a variant")
@@ -173,10 +183,10 @@ class _Loader(Faults):
                         )
                     else:
                         variants[name] = statement.span
-                        self.variants[name] = (statement.span, Scope())
+                        self.variants[name] = (statement.span, Definitions())
                         self._file(statement.body, self.variants[name][1], folder, trail)
 
-    def _define(self, definition: RecipeDef, scope: Scope, mine: dict[str, Span]) -> None:
+    def _define(self, definition: RecipeDef, scope: Definitions, mine: dict[str, Span]) -> None:
         name = definition.name
         if name in _RESERVED:
             help = f"name it otherwise: my_{name}"
@@ -189,7 +199,7 @@ class _Loader(Faults):
             mine[name] = definition.span
             scope.recipes[name] = definition
 
-    def _lost(self, statement: Import, scope: Scope, mine: dict[str, Span]) -> None:
+    def _lost(self, statement: ImportStatement, scope: Definitions, mine: dict[str, Span]) -> None:
         """An import replaces what stands before it: a recipe that the file itself defines there is lost."""
         for name, span in tuple(mine.items()):
             if scope.recipes[name].span is not span:
@@ -200,18 +210,18 @@ class _Loader(Faults):
                     "duplicate-recipe", statement.span, message, "import first, then redefine", notes=(note,)
                 )
 
-    def _schedule(self, block: Block, when: tuple[When, ...], scope: Scope) -> None:
+    def _schedule(self, block: BlockStatement, when: tuple[StepCondition, ...], scope: Definitions) -> None:
         for statement in block.body:
             match statement:
                 case Rule():
                     scope.rules.append(replace(statement, when=when))
-                case Block(header=When() as inner):
+                case BlockStatement(header=StepCondition() as inner):
                     self._schedule(statement, (*when, inner), scope)
-                case Import():
+                case ImportStatement():
                     self._misplaced(statement.span, "an import", "a schedule")
                 case RecipeDef():
                     self._misplaced(statement.span, "a recipe", "a schedule")
-                case Block():
+                case BlockStatement():
                     self._misplaced(statement.span, "a variant", "a schedule")
 
     def _misplaced(self, span: Span, what: str, where: str) -> None:
@@ -221,7 +231,9 @@ class _Loader(Faults):
 
     # ---- imports
 
-    def _import(self, statement: Import, scope: Scope, folder: Path | None, trail: tuple[Path, ...]) -> None:
+    def _import(
+        self, statement: ImportStatement, scope: Definitions, folder: Path | None, trail: tuple[Path, ...]
+    ) -> None:
         path = self._find(statement, folder)
         if path is None:
             return
@@ -243,41 +255,43 @@ class _Loader(Faults):
             if file is not None:
                 self._file(file.statements, scope, path.parent, (*trail, real), imported=True)
 
-    def _open(self, path: Path, statement: Import) -> File | None:
+    def _open(self, path: Path, statement: ImportStatement) -> PolicyFile | None:
         real = _real(path)
         if real not in self._files:
             self._files[real] = None
             note = Note(statement.span, "imported from here")
             before = len(self.found)
             try:
-                self._files[real] = self.read(SourceText(read_text(path).removeprefix("\ufeff"), str(path)))
+                self._files[real] = self.read(
+                    SourceText(read_policy_text(path).removeprefix("\ufeff"), str(path))
+                )
             except PolicyError as error:
                 self.found += error.diagnostics
             self.found[before:] = [replace(d, notes=(*d.notes, note)) for d in self.found[before:]]
         return self._files[real]
 
-    def _find(self, statement: Import, folder: Path | None) -> Path | None:
+    def _find(self, statement: ImportStatement, folder: Path | None) -> Path | None:
         written = statement.path
         pure = PurePosixPath(written)
         if not written.strip() or pure.is_absolute() or any(c in written for c in "\\:\0~"):
             help = "write a path relative to this file, with '/' between folders"
             self.fault("bad-import-path", statement.span, f"'{written}' is not a relative path", help)
             return None
-        if pure.suffix not in ("", bundled.SUFFIX):
-            help = f"policies end in '{bundled.SUFFIX}'"
+        if pure.suffix not in ("", bundled.POLICY_SUFFIX):
+            help = f"policies end in '{bundled.POLICY_SUFFIX}'"
             self.fault("bad-import-path", statement.span, f"'{pure.name}' is not the name of a policy", help)
             return None
-        relative = written if pure.suffix else written + bundled.SUFFIX
-        places = [*([folder] if folder is not None else []), bundled.folder("policies")]
+        relative = written if pure.suffix else written + bundled.POLICY_SUFFIX
+        places = [*([folder] if folder is not None else []), bundled.data_folder("policies")]
         for place in places:
             try:
                 if (place / relative).is_file():
                     return place / relative
             except OSError:  # a name that the file system cannot hold is a name that is not there
                 continue
-        name = pure.name.removesuffix(bundled.SUFFIX)
+        name = pure.name.removesuffix(bundled.POLICY_SUFFIX)
         looked = "beside this file or among the bundled policies" if folder else "among the bundled policies"
-        help = self.suggest(name, bundled.bundled()) or "check the path"
+        help = self.suggest(name, bundled.bundled_policies()) or "check the path"
         self.fault("import-not-found", statement.span, f"no '{relative}' {looked}", help)
         return None
 

@@ -13,20 +13,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from policyc.language.bundled import bundled
+from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Paint
 from policyc.language.loader import load
 from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Treatment
-from policyc.language.treatments import effective, problems
+from policyc.language.treatments import normalize_if_valid
 
 _COLOURS = {4: "green", 8: "cyan", 16: "white", 32: "white", 0: "dim"}
 
 
-def bundled_policies(paint: Paint) -> str:
+def list_bundled_policies(paint: Paint) -> str:
     """The bundled policies, a line each: name, intent, variants."""
     lines = []
-    known = bundled()
+    known = bundled_policies()
     width = max(map(len, known))
     for name, path in known.items():
         title = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
@@ -37,7 +37,7 @@ def bundled_policies(paint: Paint) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def describe(treatment: Treatment) -> str:
+def describe_treatment(treatment: Treatment) -> str:
     """A treatment in a few words: `nvfp4 16x16`, `nvfp4 1x16 rht16 sr`."""
     if treatment.bits in (0, 16, 32):
         return treatment.format
@@ -61,7 +61,7 @@ def describe(treatment: Treatment) -> str:
     return " ".join([*words, *(word for word, given in extras.items() if given)])
 
 
-def table(policy: Policy, title: str, colour: bool | None = None) -> None:
+def print_table(policy: Policy, title: str, colour: bool | None = None) -> None:
     """Print the rules, and for each what happens to both operands of each product."""
     console = Console(force_terminal=colour)
     resolve = policy.resolver()
@@ -71,17 +71,12 @@ def table(policy: Policy, title: str, colour: bool | None = None) -> None:
         roles = " x ".join(role for g, role in OPERANDS if g is gemm)
         grid.add_column(Text(f"{gemm}\n{roles}"), overflow="fold")
     for rule in policy.rules:
-        recipe = _carried_out(resolve(rule.recipe))
+        recipe = normalize_if_valid(resolve(rule.recipe))
         grid.add_row(_heading(rule), *(_cell(rule, recipe, gemm) for gemm in Gemm))
     console.print(grid)
     console.print(
         "Later rules override earlier ones; a site that no rule matches is kept as it is.", style="dim"
     )
-
-
-def _carried_out(recipe: Recipe) -> Recipe:
-    """What is done, which is not all that is written: but for a recipe that cannot be carried out at all."""
-    return recipe if problems(recipe) else effective(recipe)
 
 
 def _heading(rule: Rule) -> Text:
@@ -96,20 +91,20 @@ def _heading(rule: Rule) -> Text:
 def _cell(rule: Rule, recipe: Recipe, gemm: Gemm) -> Text:
     if gemm not in rule.products:
         return Text("-", style="dim")
-    first, second = recipe.product(gemm)
-    words = dict.fromkeys(describe(t) for t in (first, second))
+    first, second = recipe.gemm_treatments(gemm)
+    words = dict.fromkeys(describe_treatment(t) for t in (first, second))
     cell = Text("\n".join(words), style=_COLOURS[recipe.bits(gemm)])
     if not all(gemm in s.products for s in rule.selectors):
         cell.append(f"\nof {', '.join(str(s) for s in rule.selectors if gemm in s.products)}", style="dim")
     return cell
 
 
-def as_json(policy: Policy) -> str:
+def to_json(policy: Policy) -> str:
     """The rules with the treatment of every operand."""
     resolve = policy.resolver()
     rules: list[dict[str, Any]] = []
     for rule in policy.rules:
-        recipe = _carried_out(resolve(rule.recipe))
+        recipe = normalize_if_valid(resolve(rule.recipe))
         rules.append(
             {
                 "selectors": [str(s) for s in rule.selectors],
@@ -118,7 +113,7 @@ def as_json(policy: Policy) -> str:
                 "expect": rule.expect,
                 "recipe": str(rule.recipe),
                 "operands": {
-                    f"{gemm}.{role}": describe(recipe.of(gemm, role))
+                    f"{gemm}.{role}": describe_treatment(recipe.treatment(gemm, role))
                     for gemm, role in OPERANDS
                     if gemm in rule.products
                 },

@@ -1,8 +1,8 @@
 """Recipes: what each of the three GEMMs does to each of its operands.
 
-In: a format's name and options. Out: a `Recipe`, which is six `Treatment`s. To add an option, add a row to
-`OPTIONS`, name it in its formats, and give it its meaning in `recipe`. The one trap: an option speaks of
-operands, and an operand is a role in a GEMM: the activation of wgrad is not that of fprop.
+A `Recipe` is six `Treatment`s, one for each operand. An operand is a role in a GEMM: the activation of wgrad is a
+different operand from the activation of fprop. To add an option, add a row to `OPTIONS`, name it in the formats that
+take it, and apply it in `_make_treatment`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Gemm(StrEnum):
 
 
 class Role(StrEnum):
-    """What an operand is."""
+    """The role of an operand in a GEMM."""
 
     WEIGHT = "weight"
     ACTIVATION = "activation"
@@ -44,20 +44,20 @@ OPERANDS: tuple[OperandId, ...] = (
     (Gemm.WGRAD, Role.GRADIENT),
 )
 
-PRODUCTS: dict[str, frozenset[Gemm]] = {
+GEMM_GROUPS: dict[str, frozenset[Gemm]] = {
     "fprop": frozenset({Gemm.FPROP}),
     "dgrad": frozenset({Gemm.DGRAD}),
     "wgrad": frozenset({Gemm.WGRAD}),
     "bwd": frozenset({Gemm.DGRAD, Gemm.WGRAD}),
 }
-"""What may follow an `@`."""
+"""The words that may follow an `@`."""
 
 _ROLE_WORDS = {"weights": Role.WEIGHT, "activations": Role.ACTIVATION, "grad": Role.GRADIENT}
 
 OPERAND_GROUPS: dict[str, frozenset[OperandId]] = {
     "none": frozenset(),
     "all": frozenset(OPERANDS),
-    **{word: frozenset(o for o in OPERANDS if o[0] in gemms) for word, gemms in PRODUCTS.items()},
+    **{word: frozenset(o for o in OPERANDS if o[0] in gemms) for word, gemms in GEMM_GROUPS.items()},
     **{word: frozenset(o for o in OPERANDS if o[1] is role) for word, role in _ROLE_WORDS.items()},
     **{
         f"{gemm}.{word}": frozenset({(gemm, role)})
@@ -66,14 +66,14 @@ OPERAND_GROUPS: dict[str, frozenset[OperandId]] = {
         if (gemm, role) in OPERANDS
     },
 }
-"""Words that name operands, in the values of `rht` and `sr`."""
+"""The words that name operands, in the values of `rht` and `sr`."""
 
-_ALIASES = {
+_ROLE_ALIASES = {
     "weight": "weights", "activation": "activations", "gradient": "grad", "gradients": "grad", "grads": "grad",
 }  # fmt: skip
 
-Value = frozenset[OperandId] | str | int | Fraction | bool
-Kind = Literal["targets", "choice", "size", "ratio", "flag"]
+OptionValue = frozenset[OperandId] | str | int | Fraction | bool
+OptionKind = Literal["operands", "choice", "size", "ratio", "flag"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,30 +81,30 @@ class Option:
     """A row of the table of recipe options."""
 
     name: str
-    kind: Kind
+    kind: OptionKind
     choices: tuple[str, ...] = ()
-    default: Value
+    default: OptionValue
     summary: str
 
-    def read(self, words: tuple[str, ...]) -> Value | None:
-        """The value that the words spell, or None if they spell none."""
+    def read(self, words: tuple[str, ...]) -> OptionValue | None:
+        """Returns the value that the words of a setting spell, or None if it is invalid."""
         if self.kind == "flag":
             return not words or words == ("on",) if words in ((), ("on",), ("off",)) else None
-        if self.kind == "targets":
+        if self.kind == "operands":
             if not words or any(w not in self.choices for w in words):
                 return None
             return frozenset().union(*(OPERAND_GROUPS[w] for w in words))
         if len(words) != 1:
             return None
         if self.kind == "ratio":
-            return _ratio(words[0])
+            return _parse_ratio(words[0])
         if words[0] not in self.choices:
             return None
         return int(words[0]) if self.kind == "size" else words[0]
 
     @property
     def expected(self) -> str:
-        """What a value looks like, for messages."""
+        """Describes the valid values, for messages."""
         if self.kind == "ratio":
             return "a ratio from 1 to 2, like 17/16"
         if self.kind == "flag":
@@ -112,13 +112,13 @@ class Option:
         return "one of " + ", ".join(self.choices)
 
 
-def canonical(word: str) -> str:
-    """A target's one spelling: `gradient`, `gradients` and `grads` are `grad`."""
-    head, dot, tail = word.rpartition(".")
-    return head + dot + _ALIASES.get(tail, tail)
+def canonical_operand_word(word: str) -> str:
+    """Returns the canonical spelling of an operand word: `gradient`, `gradients` and `grads` become `grad`."""
+    gemm, dot, role = word.rpartition(".")
+    return gemm + dot + _ROLE_ALIASES.get(role, role)
 
 
-def _ratio(word: str) -> Fraction | None:
+def _parse_ratio(word: str) -> Fraction | None:
     if len(word) > 24 or word.count("/") > 1 or not all(c in "0123456789./" for c in word):
         return None
     try:
@@ -133,7 +133,7 @@ OPTIONS: dict[str, Option] = {
     for o in (
         Option(
             name="rht",
-            kind="targets",
+            kind="operands",
             choices=tuple(OPERAND_GROUPS),
             default=OPERAND_GROUPS["none"],
             summary="random Hadamard transform of these operands",
@@ -147,7 +147,7 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             name="sr",
-            kind="targets",
+            kind="operands",
             choices=tuple(OPERAND_GROUPS),
             default=OPERAND_GROUPS["none"],
             summary="stochastic rounding of these operands",
@@ -160,7 +160,7 @@ OPTIONS: dict[str, Option] = {
         ),
         Option(
             name="scale2d",
-            kind="targets",
+            kind="operands",
             choices=("weights", "none"),
             default=OPERAND_GROUPS["none"],
             summary="one scale per 16x16 tile, so that a weight and its transpose share codes",
@@ -209,12 +209,13 @@ OPTIONS: dict[str, Option] = {
     )
 }
 
-MS_EDEN_SIZE = 128
+MS_EDEN_RHT_SIZE = 128
+"""The length of the Hadamard transform that is part of MS-EDEN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What happens to one operand of one GEMM. `rht` is the length of the transform, 0 for none."""
+    """How one operand of one GEMM is quantized. `rht` is the length of the Hadamard transform, 0 for none."""
 
     format: str
     element: str = ""
@@ -238,50 +239,51 @@ class Recipe:
 
     treatments: tuple[Treatment, ...]
 
-    def of(self, gemm: Gemm, role: Role) -> Treatment:
+    def treatment(self, gemm: Gemm, role: Role) -> Treatment:
+        """Returns the treatment of one operand."""
         return self.treatments[OPERANDS.index((gemm, role))]
 
-    def product(self, gemm: Gemm) -> tuple[Treatment, Treatment]:
-        """The treatments of both operands of a GEMM."""
+    def gemm_treatments(self, gemm: Gemm) -> tuple[Treatment, Treatment]:
+        """Returns the treatments of both operands of a GEMM."""
         first, second = (t for o, t in zip(OPERANDS, self.treatments, strict=True) if o[0] is gemm)
         return first, second
 
     def bits(self, gemm: Gemm) -> int:
-        """Width of the narrower operand of a GEMM; 0 where it is kept."""
-        return min(t.bits for t in self.product(gemm))
+        """Returns the bits of an element of the narrower operand of a GEMM; 0 if the GEMM is kept."""
+        return min(t.bits for t in self.gemm_treatments(gemm))
 
 
-def recipe(format: str, options: Mapping[str, Value] | None = None) -> Recipe:
-    """The recipe of a format with options, all of them known to the format."""
-    return _recipe(format, frozenset((options or {}).items()))
+def make_recipe(format: str, options: Mapping[str, OptionValue] | None = None) -> Recipe:
+    """Returns the recipe of a format with options. The format must take all of them."""
+    return _make_recipe(format, frozenset((options or {}).items()))
 
 
 @lru_cache(maxsize=1024)
-def _recipe(format: str, options: frozenset[tuple[str, Value]]) -> Recipe:
-    chosen = {name: OPTIONS[name].default for name in FORMATS[format].options} | dict(options)
-    return Recipe(tuple(_treatment(format, chosen, operand) for operand in OPERANDS))
+def _make_recipe(format: str, options: frozenset[tuple[str, OptionValue]]) -> Recipe:
+    values = {name: OPTIONS[name].default for name in FORMATS[format].options} | dict(options)
+    return Recipe(tuple(_make_treatment(format, values, operand) for operand in OPERANDS))
 
 
-def split(parts: Mapping[Gemm, Recipe]) -> Recipe:
-    """A recipe that takes each GEMM from another one; a GEMM that is not named is kept."""
-    kept = recipe("keep")
-    return Recipe(tuple(parts.get(gemm, kept).of(gemm, role) for gemm, role in OPERANDS))
+def make_split_recipe(parts: Mapping[Gemm, Recipe]) -> Recipe:
+    """Returns a recipe that takes each GEMM from another recipe. A GEMM without a recipe is kept."""
+    keep = make_recipe("keep")
+    return Recipe(tuple(parts.get(gemm, keep).treatment(gemm, role) for gemm, role in OPERANDS))
 
 
-def _treatment(format: str, chosen: Mapping[str, Any], operand: OperandId) -> Treatment:
-    ms_eden = chosen.get("rounding") == "ms_eden"
-    stochastic = not ms_eden and operand in chosen.get("sr", ())
-    rotated = operand in chosen.get("rht", ())
-    by_role = chosen.get("grad") if operand[1] is Role.GRADIENT else None
+def _make_treatment(format: str, values: Mapping[str, Any], operand: OperandId) -> Treatment:
+    ms_eden = values.get("rounding") == "ms_eden"
+    stochastic = not ms_eden and operand in values.get("sr", ())
+    rotated = operand in values.get("rht", ())
+    gradient_element = values.get("grad") if operand[1] is Role.GRADIENT else None
     return Treatment(
         format=format,
-        element=by_role or FORMATS[format].element,
+        element=gradient_element or FORMATS[format].element,
         rounding="ms_eden" if ms_eden else "sr" if stochastic else "rne",
-        rht=MS_EDEN_SIZE if ms_eden else chosen["rht_size"] if rotated else 0,
-        tile2d=operand in chosen.get("scale2d", ()),
-        scale=chosen.get("scale", "amax"),
-        scale_rounding=chosen.get("scale_rounding", "floor"),
-        headroom=chosen["sr_headroom"] if stochastic and "sr_headroom" in chosen else Fraction(1),
-        mean_split=operand[1] is not Role.WEIGHT and chosen.get("mean_split", False),
-        outer=chosen.get("outer", "tensor"),
+        rht=MS_EDEN_RHT_SIZE if ms_eden else values["rht_size"] if rotated else 0,
+        tile2d=operand in values.get("scale2d", ()),
+        scale=values.get("scale", "amax"),
+        scale_rounding=values.get("scale_rounding", "floor"),
+        headroom=values["sr_headroom"] if stochastic and "sr_headroom" in values else Fraction(1),
+        mean_split=operand[1] is not Role.WEIGHT and values.get("mean_split", False),
+        outer=values.get("outer", "tensor"),
     )

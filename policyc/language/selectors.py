@@ -1,9 +1,7 @@
-"""Selectors as patterns over paths, and which paths they match.
+"""Selectors, the dotted paths of sites, and which paths a selector matches.
 
-In: a `Selector`. Out: `Pattern`s without braces, and whether one matches a `Path`. The one trap: an index has
-three spellings, and all are one: `layers[3]`, `layers.3` and `layers_3` are the name `layers` with index 3,
-in a path as in a selector. A glob sees an index as one character: `wi_*` and `wi_?` match `wi_0` and `wi_10`
-alike.
+A layer index has three spellings, in a path and in a selector: `layers[3]`, `layers.3` and `layers_3` are all index 3
+of `layers`. To a glob, an index is one character: `wi_*` and `wi_?` match both `wi_0` and `wi_10`.
 """
 
 from __future__ import annotations
@@ -13,17 +11,87 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from policyc.language.policy import Indices, Segment, Selector
+from policyc.language.bounds import MAX_DIGITS, Bound
+from policyc.language.diagnostics import Span, span_field
+from policyc.language.recipes import GEMM_GROUPS, Gemm
 
 INDEX_MARK = "\x01"
-_TRAILING_INDEX = re.compile(r"(.*[^_])_(\d{1,18})", re.DOTALL)
-_INDEX = re.compile(r"\d{1,18}")
+"""The one character that stands for an index when a glob is matched. No name contains it."""
+
+_INDEX = re.compile(rf"\d{{1,{MAX_DIGITS}}}")
+_TRAILING_INDEX = re.compile(rf"(.*[^_])_(\d{{1,{MAX_DIGITS}}})", re.DOTALL)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 
+# ---- selectors, as written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indices:
+    """The layers taken from a stack: `[3]`, `[-4:]`, `[::2]`, `[-15%:]`.
+
+    Either `index` is set (one layer), or any of `start`, `stop` and `step` (a slice).
+    """
+
+    index: int | None = None
+    start: Bound | None = None
+    stop: Bound | None = None
+    step: int | None = None
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        if self.index is not None:
+            return f"[{self.index}]"
+        start, stop = self.start or "", self.stop or ""
+        return f"[{start}:{stop}]" if self.step is None else f"[{start}:{stop}:{self.step}]"
+
+    def select(self, size: int) -> range:
+        """Returns the indices taken from a stack of `size` layers."""
+        if self.index is not None:
+            index = self.index if self.index >= 0 else size + self.index
+            return range(index, index + 1) if 0 <= index < size else range(0)
+        start = None if self.start is None else self.start.position(size)
+        stop = None if self.stop is None else self.stop.position(size)
+        return range(size)[start : stop : self.step]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorSegment:
+    """One glob between two dots, with the layers it takes. A lone `*` matches any number of path segments."""
+
+    glob: str
+    indices: Indices | None = None
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        return f"{self.glob}{self.indices or ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selector:
+    """Selects sites by scope or parameter path, and all or some of their three products."""
+
+    segments: tuple[SelectorSegment, ...]
+    anchored: bool = False
+    products: frozenset[Gemm] = frozenset(Gemm)
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        path = ("^" if self.anchored else "") + ".".join(map(str, self.segments))
+        if self.products == frozenset(Gemm):
+            return path
+        for word in ("bwd", "fprop", "dgrad", "wgrad"):
+            if self.products == GEMM_GROUPS[word]:
+                return f"{path} @ {word}"
+        return f"{path} @ {', '.join(g for g in Gemm if g in self.products)}"
+
+
+# ---- paths
+
+
 @dataclass(frozen=True, slots=True)
-class Name:
-    """One segment of a path. In a stack, `index` counts from 0 and `size` is the number of layers."""
+class PathSegment:
+    """One name of a path. In a stack, `index` counts from 0 and `size` is the number of layers."""
 
     text: str
     index: int | None = None
@@ -33,57 +101,73 @@ class Name:
         return self.text if self.index is None else f"{self.text}[{self.index}]"
 
 
-Path = tuple[Name, ...]
+DottedPath = tuple[PathSegment, ...]
+
+
+def is_index(text: str) -> bool:
+    """Is the text a layer index, if it follows a name?"""
+    return _INDEX.fullmatch(text) is not None
+
+
+def read_segments(texts: Iterable[str], size: int | None = None) -> DottedPath:
+    """Reads the texts between the dots of a path: `layers_3`, and `layers` before `3`, are index 3 of `layers`.
+
+    `size` is the number of layers of every stack in the path, if known.
+    """
+    segments: list[PathSegment] = []
+    for text in texts:
+        if is_index(text) and segments and segments[-1].index is None:
+            segments[-1] = PathSegment(segments[-1].text, int(text), size)
+        elif trailing := _TRAILING_INDEX.fullmatch(text):
+            segments.append(PathSegment(trailing[1], int(trailing[2]), size))
+        else:
+            segments.append(PathSegment(text))
+    return tuple(segments)
+
+
+def parse_path(text: str, size: int | None = None) -> DottedPath:
+    """Parses a dotted path. `size` is the number of layers of every stack in it, if known."""
+    return read_segments(re.findall(r"[^.\[\]]+", text), size)
+
+
+# ---- matching
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A glob of `*`, `?` and characters, with the layers it takes."""
+class PatternSegment:
+    """A glob of `*`, `?` and characters, without braces, with the layers it takes."""
 
     glob: str
     indices: Indices | None = None
 
     @property
-    def any(self) -> bool:
-        """Does it stand for any number of segments?"""
+    def is_wildcard(self) -> bool:
+        """Does it match any number of path segments?"""
         return self.glob == "*" and self.indices is None
 
     @property
-    def literal(self) -> bool:
+    def is_literal(self) -> bool:
+        """Does its glob match one text only?"""
         return "*" not in self.glob and "?" not in self.glob
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A selector without braces. Takes what is at or under what its pieces match."""
+    """A selector without braces. Matches a path if its segments match the path or a prefix of it."""
 
-    pieces: tuple[Piece, ...]
+    segments: tuple[PatternSegment, ...]
     anchored: bool = False
 
 
-def path(text: str, size: int | None = None) -> Path:
-    """A path from its text. `size` is the number of layers of the stacks in it."""
-    names: list[Name] = []
-    for part in re.findall(r"[^.\[\]]+|\[\d+\]", text):
-        index = part.strip("[]") if part.startswith("[") else part
-        if _INDEX.fullmatch(index) and names and names[-1].index is None:
-            names[-1] = Name(names[-1].text, int(index), size)
-        elif found := _TRAILING_INDEX.fullmatch(part):
-            names.append(Name(found[1], int(found[2]), size))
-        else:
-            names.append(Name(part))
-    return tuple(names)
+def expand_selector(selector: Selector) -> tuple[Pattern, ...]:
+    """Returns one pattern for each choice that the braces of a selector leave."""
+    choices = [[(glob, s.indices) for glob in _expand_braces(s)] for s in selector.segments]
+    expanded = (_make_pattern(choice, selector.anchored) for choice in itertools.product(*choices))
+    return tuple(dict.fromkeys(expanded))
 
 
-def patterns(selector: Selector) -> tuple[Pattern, ...]:
-    """What a selector means, one pattern for each choice that its braces leave."""
-    choices = [[(glob, s.indices) for glob in _alternatives(s)] for s in selector.segments]
-    found = (_pattern(combined, selector.anchored) for combined in itertools.product(*choices))
-    return tuple(dict.fromkeys(found))
-
-
-def alternatives(selector: Selector) -> int:
-    """How many patterns a selector may stand for."""
+def count_alternatives(selector: Selector) -> int:
+    """Returns the number of choices that the braces of a selector leave, without expanding them."""
     count = 1
     for segment in selector.segments:
         for group in _BRACES.findall(segment.glob):
@@ -91,85 +175,90 @@ def alternatives(selector: Selector) -> int:
     return count
 
 
-def matches(pattern: Pattern, names: Path) -> bool:
-    """Is the path at or under what the pattern names?"""
-    pieces, last = pattern.pieces, len(pattern.pieces)
-    active = skip(pieces, {0})
-    for name in names:
-        if last in active:
+def matches(pattern: Pattern, path: DottedPath) -> bool:
+    """Does the pattern match the path, or a scope that contains it?
+
+    Runs the pattern as a nondeterministic automaton: `active` holds the pattern segments that may match next.
+    """
+    segments, end = pattern.segments, len(pattern.segments)
+    active = skip_wildcards(segments, {0})
+    for name in path:
+        if end in active:
             return True
-        moved = set() if pattern.anchored else {0}
-        for at in active:
-            if pieces[at].any:
-                moved.add(at)
-            elif _takes(pieces[at], name):
-                moved.add(at + 1)
-        active = skip(pieces, moved)
-    return last in active
+        following = set() if pattern.anchored else {0}
+        for position in active:
+            if segments[position].is_wildcard:
+                following.add(position)
+            elif _segment_matches(segments[position], name):
+                following.add(position + 1)
+        active = skip_wildcards(segments, following)
+    return end in active
 
 
-def skip(pieces: tuple[Piece, ...], active: set[int]) -> set[int]:
-    """A piece that stands for any number of segments may stand for none."""
+def skip_wildcards(segments: tuple[PatternSegment, ...], active: set[int]) -> set[int]:
+    """Adds the positions reached when wildcards match no path segment."""
     reached = set(active)
-    for at in active:
-        while at < len(pieces) and pieces[at].any:
-            at += 1
-            reached.add(at)
+    for position in active:
+        while position < len(segments) and segments[position].is_wildcard:
+            position += 1
+            reached.add(position)
     return reached
 
 
 def glob_matches(glob: str, text: str) -> bool:
-    """`*` is any characters, `?` is one. Never worse than the product of both lengths, whatever the glob."""
-    at, mark, star, retry = 0, 0, -1, 0
-    while at < len(text):
-        if mark < len(glob) and glob[mark] == "*":
-            star, retry, mark = mark, at, mark + 1
-        elif mark < len(glob) and glob[mark] in ("?", text[at]):
-            at, mark = at + 1, mark + 1
+    """Does a glob of `*` (any characters) and `?` (one character) match a text?
+
+    Takes at most the product of both lengths in time, for every glob: only the last `*` is ever tried again.
+    """
+    i, j = 0, 0  # positions in the text and in the glob
+    star, retry = -1, 0  # the last `*` in the glob, and where in the text its match ends
+    while i < len(text):
+        if j < len(glob) and glob[j] == "*":
+            star, retry, j = j, i, j + 1
+        elif j < len(glob) and glob[j] in ("?", text[i]):
+            i, j = i + 1, j + 1
         elif star >= 0:
-            retry, mark = retry + 1, star + 1
-            at = retry
+            retry, j = retry + 1, star + 1
+            i = retry
         else:
             return False
-    return not glob[mark:].strip("*")
+    return not glob[j:].strip("*")
 
 
-def _takes(piece: Piece, name: Name) -> bool:
-    if piece.indices is None:
-        if glob_matches(piece.glob, name.text):
+def _segment_matches(segment: PatternSegment, name: PathSegment) -> bool:
+    if segment.indices is None:
+        if glob_matches(segment.glob, name.text):
             return True
-        return name.index is not None and glob_matches(piece.glob, f"{name.text}_{INDEX_MARK}")
-    if name.index is None or not glob_matches(piece.glob, name.text):
+        return name.index is not None and glob_matches(segment.glob, f"{name.text}_{INDEX_MARK}")
+    if name.index is None or not glob_matches(segment.glob, name.text):
         return False
     if name.size is None:
-        return name.index == piece.indices.at
-    return name.index in piece.indices.select(name.size)
+        return name.index == segment.indices.index
+    return name.index in segment.indices.select(name.size)
 
 
-def _alternatives(segment: Segment) -> Iterable[str]:
-    """A glob for each choice that the braces of a segment leave."""
+def _expand_braces(segment: SelectorSegment) -> Iterable[str]:
+    """Returns a glob for each choice that the braces of a segment leave."""
     parts = _BRACES.split(segment.glob)
     groups = [p.split(",") if i % 2 else [p] for i, p in enumerate(parts)]
     return dict.fromkeys("".join(choice) for choice in itertools.product(*groups))
 
 
-def _is_index(glob: str, indices: Indices | None) -> bool:
-    return indices is None and _INDEX.fullmatch(glob) is not None
-
-
-def _pattern(combined: Iterable[tuple[str, Indices | None]], anchored: bool) -> Pattern:
-    pieces: list[Piece] = []
-    for glob, indices in combined:
-        before = pieces[-1] if pieces else None
-        indexed = _TRAILING_INDEX.fullmatch(glob) if indices is None else None
-        if before and _is_index(glob, indices) and before.indices is None and not before.any:
-            pieces[-1] = Piece(before.glob, Indices(at=int(glob)))
-        elif indexed:
-            pieces.append(Piece(indexed[1], Indices(at=int(indexed[2]))))
-        elif not (before and before.any and (glob, indices) == ("*", None)):
-            pieces.append(Piece(glob, indices))
-    while pieces and pieces[-1].any:
-        pieces.pop()
-    if pieces and pieces[0].any:
-        pieces, anchored = pieces[1:], False
-    return Pattern(tuple(pieces), anchored and bool(pieces))
+def _make_pattern(choice: Iterable[tuple[str, Indices | None]], anchored: bool) -> Pattern:
+    """Reads indices out of globs (`layers_3`, `layers.3`), and drops wildcards that change nothing."""
+    segments: list[PatternSegment] = []
+    for glob, indices in choice:
+        before = segments[-1] if segments else None
+        trailing = _TRAILING_INDEX.fullmatch(glob) if indices is None else None
+        takes_index = before is not None and before.indices is None and not before.is_wildcard
+        if before is not None and takes_index and indices is None and is_index(glob):
+            segments[-1] = PatternSegment(before.glob, Indices(index=int(glob)))
+        elif trailing:
+            segments.append(PatternSegment(trailing[1], Indices(index=int(trailing[2]))))
+        elif not (before and before.is_wildcard and (glob, indices) == ("*", None)):
+            segments.append(PatternSegment(glob, indices))
+    while segments and segments[-1].is_wildcard:
+        segments.pop()
+    if segments and segments[0].is_wildcard:
+        segments, anchored = segments[1:], False
+    return Pattern(tuple(segments), anchored and bool(segments))

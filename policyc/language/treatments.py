@@ -1,7 +1,6 @@
-"""What a recipe means for each operand, once its options have met the rules that bind them.
+"""Normalizes recipes: applies the rules that connect the options of the six operands.
 
-In: a `Recipe` as it was written. Out: one whose treatments can be carried out as they stand. The one trap:
-a 2D-scaled weight has one set of codes, so whatever fprop does to it, dgrad does too.
+A 2D-scaled weight has one set of codes, so dgrad must treat it exactly as fprop does.
 """
 
 from __future__ import annotations
@@ -12,44 +11,49 @@ from functools import cache
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 
 
-def problems(recipe: Recipe) -> tuple[str, ...]:
-    """What is wrong with a recipe: each a sentence."""
-    found = []
+def find_recipe_problems(recipe: Recipe) -> tuple[str, ...]:
+    """Returns a sentence for each reason why a recipe cannot be carried out."""
+    problems = []
     for gemm in Gemm:
-        first, second = (_bound(recipe, gemm, role) for g, role in OPERANDS if g is gemm)
+        first, second = (_normalize_treatment(recipe, gemm, role) for g, role in OPERANDS if g is gemm)
         if first.rht != second.rht:
-            found.append(
+            problems.append(
                 f"{gemm} rotates one operand by {first.rht or 'nothing'} and the other by "
                 f"{second.rht or 'nothing'}: rht must name both or neither"
             )
         if any(t.tile2d and t.rht for t in (first, second)):
-            found.append(f"{gemm} rotates a weight that has 2D scales: leave it out of rht or of scale2d")
-    return tuple(found)
+            problems.append(f"{gemm} rotates a weight that has 2D scales: leave it out of rht or of scale2d")
+    return tuple(problems)
 
 
 @cache
-def effective(recipe: Recipe) -> Recipe:
-    """The recipe to carry out.
+def normalize_recipe(recipe: Recipe) -> Recipe:
+    """Returns the recipe to carry out. Raises ValueError if it has problems.
 
-    MS-EDEN and four-over-six speak of backward and of forward operands only, an outer scale per row is not
-    for 2D tiles, and a 2D-scaled weight is the same in dgrad as in fprop.
+    MS-EDEN applies to backward products only, four-over-six to forward products only. An outer scale per row does
+    not apply to 2D tiles. A 2D-scaled weight is treated in dgrad as it is in fprop.
     """
-    wrong = problems(recipe)
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    return Recipe(tuple(_bound(recipe, gemm, role) for gemm, role in OPERANDS))
+    problems = find_recipe_problems(recipe)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return Recipe(tuple(_normalize_treatment(recipe, gemm, role) for gemm, role in OPERANDS))
 
 
-def _bound(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
-    t = recipe.of(gemm, role)
-    forward = recipe.of(Gemm.FPROP, Role.WEIGHT)
-    both_2d = t.tile2d and forward.tile2d and forward.format == t.format
-    if (gemm, role) == (Gemm.DGRAD, Role.WEIGHT) and both_2d and t.rounding != "ms_eden":
-        return _bound(recipe, Gemm.FPROP, Role.WEIGHT)
-    if t.rounding == "ms_eden" and gemm is Gemm.FPROP:
-        t = replace(t, rounding="rne", rht=0)
-    if t.rounding == "ms_eden":
-        t = replace(t, tile2d=False)
-    if t.scale == "four_over_six" and (gemm is not Gemm.FPROP or t.rounding != "rne"):
-        t = replace(t, scale="amax")
-    return replace(t, outer="tensor") if t.tile2d else t
+def normalize_if_valid(recipe: Recipe) -> Recipe:
+    """Returns the recipe to carry out, or the recipe as written if it has problems."""
+    return recipe if find_recipe_problems(recipe) else normalize_recipe(recipe)
+
+
+def _normalize_treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
+    treatment = recipe.treatment(gemm, role)
+    forward = recipe.treatment(Gemm.FPROP, Role.WEIGHT)
+    both_2d = treatment.tile2d and forward.tile2d and forward.format == treatment.format
+    if (gemm, role) == (Gemm.DGRAD, Role.WEIGHT) and both_2d and treatment.rounding != "ms_eden":
+        return _normalize_treatment(recipe, Gemm.FPROP, Role.WEIGHT)
+    if treatment.rounding == "ms_eden" and gemm is Gemm.FPROP:
+        treatment = replace(treatment, rounding="rne", rht=0)
+    if treatment.rounding == "ms_eden":
+        treatment = replace(treatment, tile2d=False)
+    if treatment.scale == "four_over_six" and (gemm is not Gemm.FPROP or treatment.rounding != "rne"):
+        treatment = replace(treatment, scale="amax")
+    return replace(treatment, outer="tensor") if treatment.tile2d else treatment

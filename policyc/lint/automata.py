@@ -15,8 +15,15 @@ from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 
-from policyc.language.policy import Indices
-from policyc.language.selectors import Name, Path, Pattern, Piece, glob_matches, skip
+from policyc.language.selectors import (
+    DottedPath,
+    Indices,
+    PathSegment,
+    Pattern,
+    PatternSegment,
+    glob_matches,
+    skip_wildcards,
+)
 
 Symbol = str | int
 """A character, or the number of an index class."""
@@ -48,7 +55,7 @@ class Budget:
 _STATE = 10  # steps that one state of a search costs
 
 
-def outside(pattern: Pattern, others: Iterable[Pattern], budget: Budget) -> Path | None:
+def outside(pattern: Pattern, others: Iterable[Pattern], budget: Budget) -> DottedPath | None:
     """A path that the pattern matches and none of the others does."""
     machines = [_Machine(pattern), *(_Machine(p) for p in others)]
     world = _World(machines)
@@ -82,33 +89,33 @@ def outside(pattern: Pattern, others: Iterable[Pattern], budget: Budget) -> Path
 
 def plainly_inside(pattern: Pattern, other: Pattern) -> bool:
     """Can it be seen at a glance that all the pattern matches, the other does? True is certain; False may be wrong."""
-    last = len(other.pieces)
-    active = skip(other.pieces, {0})
-    for piece in pattern.pieces:
+    last = len(other.segments)
+    active = skip_wildcards(other.segments, {0})
+    for piece in pattern.segments:
         moved = set() if other.anchored else {0}
         for at in active - {last}:
-            if other.pieces[at].any:
+            if other.segments[at].is_wildcard:
                 moved.add(at)
-            elif not piece.any and _piece_inside(piece, other.pieces[at]):
+            elif not piece.is_wildcard and _piece_inside(piece, other.segments[at]):
                 moved.add(at + 1)
-        active = skip(other.pieces, moved) | (active & {last})
+        active = skip_wildcards(other.segments, moved) | (active & {last})
     return last in active and (pattern.anchored or not other.anchored)
 
 
-def _piece_inside(piece: Piece, other: Piece) -> bool:
-    named = piece.glob == other.glob or (piece.literal and glob_matches(other.glob, piece.glob))
+def _piece_inside(piece: PatternSegment, other: PatternSegment) -> bool:
+    named = piece.glob == other.glob or (piece.is_literal and glob_matches(other.glob, piece.glob))
     return named and (other.indices is None or other.indices == piece.indices)
 
 
-def witness(pattern: Pattern) -> Path:
+def witness(pattern: Pattern) -> DottedPath:
     """A path that the pattern matches, as plain as can be."""
-    names = [_plain(piece) for piece in pattern.pieces if not piece.any]
-    return tuple(names) or (Name("x"),)
+    names = [_plain(piece) for piece in pattern.segments if not piece.is_wildcard]
+    return tuple(names) or (PathSegment("x"),)
 
 
-def _plain(piece: Piece) -> Name:
+def _plain(piece: PatternSegment) -> PathSegment:
     text = piece.glob.replace("*", "").replace("?", "x") or "x"
-    return Name(text) if piece.indices is None else Name(text, *example(piece.indices))
+    return PathSegment(text) if piece.indices is None else PathSegment(text, *example(piece.indices))
 
 
 def example(indices: Indices) -> tuple[int, int]:
@@ -156,13 +163,13 @@ class _World:
             other, ".", "_", *sorted(letters - {"_"}), *range(len(self.classes)),
         )  # fmt: skip
 
-    def path(self, symbols: list[Symbol]) -> Path:
+    def path(self, symbols: list[Symbol]) -> DottedPath:
         names, text, index = [], "", None
         for symbol in symbols:
             if isinstance(symbol, int):
                 index, text = self.classes[symbol][1], text[:-1]
             elif symbol == ".":
-                names.append(Name(text) if index is None else Name(text, *index))
+                names.append(PathSegment(text) if index is None else PathSegment(text, *index))
                 text, index = "", None
             else:
                 text += symbol
@@ -173,9 +180,9 @@ class _Machine:
     """A pattern as a nondeterministic automaton."""
 
     def __init__(self, pattern: Pattern) -> None:
-        anywhere = Piece("*")
+        anywhere = PatternSegment("*")
         lead = () if pattern.anchored else (anywhere,)
-        self.pieces = (*lead, *pattern.pieces, anywhere)
+        self.pieces = (*lead, *pattern.segments, anywhere)
         self.start: State = ("B", 0, 0)
         self._last = len(self.pieces) - 1
         self._known: dict[tuple[State, Symbol], tuple[State, ...]] = {}
@@ -197,9 +204,9 @@ class _Machine:
             kind, at, place = waiting.pop()
             piece = self.pieces[at]
             free: State | None = None
-            if kind == "B" and piece.any and at < self._last:
+            if kind == "B" and piece.is_wildcard and at < self._last:
                 free = ("B", at + 1, 0)
-            elif kind == "B" and not piece.any:
+            elif kind == "B" and not piece.is_wildcard:
                 free = ("G", at, 0)
             elif kind == "G" and place < len(piece.glob) and piece.glob[place] == "*":
                 free = ("G", at, place + 1)
@@ -211,7 +218,7 @@ class _Machine:
     def _moves(self, state: State, symbol: Symbol, world: _World) -> Iterator[State]:
         kind, at, place = state
         piece = self.pieces[at]
-        if kind == "S" or (kind == "B" and piece.any):
+        if kind == "S" or (kind == "B" and piece.is_wildcard):
             yield ("B", at, 0) if symbol == "." else ("S", at, 0)
         elif kind == "E" and symbol == ".":
             yield ("B", at + 1, 0)
@@ -221,7 +228,7 @@ class _Machine:
         elif kind == "G":
             yield from self._glob_moves(piece, at, place, symbol)
 
-    def _glob_moves(self, piece: Piece, at: int, place: int, symbol: Symbol) -> Iterator[State]:
+    def _glob_moves(self, piece: PatternSegment, at: int, place: int, symbol: Symbol) -> Iterator[State]:
         if place == len(piece.glob):
             if symbol == "." and piece.indices is None:
                 yield ("B", at + 1, 0)
@@ -282,8 +289,8 @@ def _depths(slices: frozenset[Indices]) -> set[int]:
 
 
 def _numbers(indices: Indices) -> Iterator[int]:
-    if indices.at is not None:
-        yield indices.at
+    if indices.index is not None:
+        yield indices.index
     for bound in (indices.start, indices.stop):
         if bound is not None and not bound.percent:
             yield int(bound.value)

@@ -1,6 +1,6 @@
 """What lint rules look at: a policy that reads without faults, and answers about it that several rules need.
 
-In: a `Loaded` policy. Out: a `Context`. The one trap: rules and recipes may come from imported files; a rule
+In: a `LoadedPolicy` policy. Out: a `Context`. The one trap: rules and recipes may come from imported files; a rule
 reports only what stands in the file at hand (`mine`), or a shared library would be blamed in every file that
 imports it.
 """
@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span
-from policyc.language.loader import Loaded
-from policyc.language.policy import RecipeNode, Resolver, Rule, Split, Use, Variant, uses
+from policyc.language.loader import LoadedPolicy
+from policyc.language.policy import RecipeCall, RecipeExpr, Resolver, Rule, SplitRecipe, Variant, recipe_calls
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 from policyc.lint.automata import Budget
 from policyc.lint.coverage import Claim, Cover
@@ -34,14 +34,14 @@ DEFAULT_TARGET = TARGETS["b200"]
 class Names:
     """Recipes by name, those that a variant redefines before those of the policy."""
 
-    def __init__(self, base: dict[str, RecipeNode], redefined: dict[str, RecipeNode]) -> None:
+    def __init__(self, base: dict[str, RecipeExpr], redefined: dict[str, RecipeExpr]) -> None:
         self._known = ChainMap(redefined, base)
-        self._ends: dict[str, RecipeNode] = {}
+        self._ends: dict[str, RecipeExpr] = {}
         self.resolve = Resolver(self._known)
 
-    def end(self, node: RecipeNode) -> RecipeNode:
+    def end(self, node: RecipeExpr) -> RecipeExpr:
         """The format or the split at the end of a chain of names."""
-        if isinstance(node, Split):
+        if isinstance(node, SplitRecipe):
             return node
         if node.name not in self._ends:
             if node.name not in self._known:
@@ -54,24 +54,26 @@ class Names:
 class Applied:
     """A recipe that some rule gives to some products, under a variant or none."""
 
-    node: RecipeNode
+    node: RecipeExpr
     products: frozenset[Gemm]
     recipe: Recipe
     rule: Rule
     names: Names
 
-    def use(self, gemm: Gemm) -> Use:
+    def use(self, gemm: Gemm) -> RecipeCall:
         """Where the treatment of a product is written: names and splits followed to a format."""
         node = self.names.end(self.node)
-        while isinstance(node, Split):
-            node = self.names.end(dict(node.parts).get(gemm) or Use(name="keep", span=node.span))
+        while isinstance(node, SplitRecipe):
+            node = self.names.end(dict(node.parts).get(gemm) or RecipeCall(name="keep", span=node.span))
         return node
 
 
 class Context:
     """One policy under lint. `plan` is what it does to a program, where one was given; `target` is where that runs."""
 
-    def __init__(self, loaded: Loaded, plan: Plan | None = None, target: Target = DEFAULT_TARGET) -> None:
+    def __init__(
+        self, loaded: LoadedPolicy, plan: Plan | None = None, target: Target = DEFAULT_TARGET
+    ) -> None:
         self.plan = plan
         self.target = target
         self.loaded = loaded
@@ -104,7 +106,7 @@ class Context:
     @cached_property
     def applied(self) -> tuple[Applied, ...]:
         """Every recipe as the rules apply it; under a variant, those that the variant changes."""
-        found = list(_applied(self.policy.rules, Names(self.policy.named, {})))
+        found = list(_applied(self.policy.rules, Names(self.policy.named_recipes, {})))
         mine = [v for v in self.policy.variants if self.mine(v.span)]
         for variant, names, affected in self._variants(mine):
             found += _applied((self.policy.rules[at] for at in affected), names)
@@ -113,7 +115,7 @@ class Context:
 
     def _variants(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Names, list[int]]]:
         """Each variant with its recipes and the places of the rules that these change."""
-        named = self.policy.named
+        named = self.policy.named_recipes
         for variant in variants:
             redefined = {d.name: d.recipe for d in variant.recipes}
             yield variant, Names(named, redefined), self._affected(redefined)
@@ -124,8 +126,8 @@ class Context:
         found: dict[str, list[str | int]] = {}
         owners = ((d.name, d.recipe) for d in self.policy.recipes)
         places = ((at, rule.recipe) for at, rule in enumerate(self.policy.rules))
-        for owner, node in itertools.chain[tuple[str | int, RecipeNode]](owners, places):
-            for use in uses(node):
+        for owner, node in itertools.chain[tuple[str | int, RecipeExpr]](owners, places):
+            for use in recipe_calls(node):
                 found.setdefault(use.name, []).append(owner)
         return found
 
@@ -154,7 +156,7 @@ class Context:
         for applied in self.applied:
             for gemm, role in OPERANDS:
                 if gemm in applied.products:
-                    yield applied, gemm, role, applied.recipe.of(gemm, role)
+                    yield applied, gemm, role, applied.recipe.treatment(gemm, role)
 
     def report(
         self,
@@ -193,7 +195,7 @@ def _applied(rules: Iterable[Rule], names: Names) -> Iterator[Applied]:
         yield Applied(rule.recipe, rule.products, names.resolve(rule.recipe), rule, names)
 
 
-def _put(use: Use, option: str, better: str) -> Edit:
+def _put(use: RecipeCall, option: str, better: str) -> Edit:
     """Sets an option of a format, in the text."""
     setting = next((s for s in use.settings if s.name == option), None)
     if setting is not None:

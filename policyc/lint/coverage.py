@@ -23,9 +23,11 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
-from policyc.language.policy import Attributes, Compare, Predicate, Rule, comparisons, moments
+from policyc.language.policy import Rule
+from policyc.language.predicates import Comparison, Predicate, SiteAttributes, comparisons
 from policyc.language.recipes import Gemm, Recipe
-from policyc.language.selectors import Name, Path, Pattern, matches, patterns
+from policyc.language.schedule import representative_steps
+from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector, matches
 from policyc.lint.automata import Budget, TooHard, outside, plainly_inside, witness
 
 Answer = TypeVar("Answer")
@@ -37,17 +39,17 @@ _LONGEST_PERIOD = 128
 _MOST_TRIALS = 20_000
 _TRIALS = 2  # of one condition, for the price of one step
 
-_ANY: Attributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1, "weight": True}
+_ANY: SiteAttributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1, "weight": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
     """One product of one GEMM at one moment."""
 
-    path: Path
+    path: DottedPath
     gemm: Gemm
     moment: tuple[int, int]
-    site: Attributes
+    site: SiteAttributes
 
 
 class Claim:
@@ -60,9 +62,9 @@ class Claim:
         self.recipe = recipe
         self.varied = varied
         self.order = order
-        self.parts = tuple((p, s.products) for s in rule.selectors for p in patterns(s))
+        self.parts = tuple((p, s.products) for s in rule.selectors for p in expand_selector(s))
 
-    def holds(self, moment: tuple[int, int], site: Attributes) -> bool:
+    def holds(self, moment: tuple[int, int], site: SiteAttributes) -> bool:
         """Is the rule in force then, for a GEMM of those sizes?"""
         rule = self.rule
         return all(w.holds(*moment) for w in rule.when) and (
@@ -156,13 +158,15 @@ def _same(other: Claim, claim: Claim) -> bool:
     pairs = [(other.recipe, claim.recipe)]
     for name in other.varied.keys() | claim.varied.keys():
         pairs += [(other.varied.get(name, other.recipe), claim.varied.get(name, claim.recipe))]
-    return all(a is b or a.product(g) == b.product(g) for a, b in pairs for g in claim.rule.products)
+    return all(
+        a is b or a.gemm_treatments(g) == b.gemm_treatments(g) for a, b in pairs for g in claim.rule.products
+    )
 
 
 def _left_over(claim: Claim, others: list[Claim], budget: Budget) -> Point | None:
     """A point that the claim takes and none of the others does."""
     rules = [claim.rule, *(c.rule for c in others)]
-    times = moments(tuple(dict.fromkeys(w for r in rules for w in r.when)))
+    times = representative_steps(tuple(dict.fromkeys(w for r in rules for w in r.when)))
     conditions = tuple(dict.fromkeys(r.where for r in rules if r.where is not None))
     budget.spend(trials(conditions) * len(conditions) // _TRIALS)
     sizes = sites(conditions)
@@ -211,10 +215,10 @@ _Key = tuple[str, int | None]
 
 
 def _keys(pattern: Pattern) -> list[_Key]:
-    return [(p.glob, p.indices.at if p.indices else None) for p in pattern.pieces if p.literal]
+    return [(p.glob, p.indices.index if p.indices else None) for p in pattern.segments if p.is_literal]
 
 
-def _spellings(name: Name) -> Iterator[_Key]:
+def _spellings(name: PathSegment) -> Iterator[_Key]:
     yield (name.text, None)
     if name.index is not None and name.size is not None:
         yield (name.text, name.index)
@@ -222,14 +226,14 @@ def _spellings(name: Name) -> Iterator[_Key]:
 
 
 @lru_cache(maxsize=1024)
-def sites(conditions: tuple[Predicate, ...]) -> tuple[Attributes, ...]:
+def sites(conditions: tuple[Predicate, ...]) -> tuple[SiteAttributes, ...]:
     """Sizes of a GEMM for each combination of conditions that can hold together. Every site has all attributes."""
     if not conditions:
         return (_ANY,)
     pools = _pools(conditions)
     if trials(conditions) > _MOST_TRIALS:
         raise TooHard
-    found: dict[tuple[bool | None, ...], Attributes] = {}
+    found: dict[tuple[bool | None, ...], SiteAttributes] = {}
     for weight in (True, False):
         for numbers in itertools.product(*pools.values()):
             site = {**_ANY, **dict(zip(pools, numbers, strict=True)), "weight": weight}
@@ -247,7 +251,7 @@ def trials(conditions: tuple[Predicate, ...]) -> int:
 @lru_cache(maxsize=1024)
 def _pools(conditions: tuple[Predicate, ...]) -> dict[str, list[int]]:
     """For each size that the conditions speak of, the numbers to try. Sizes that are compared share their numbers."""
-    groups: list[tuple[set[str], list[Compare]]] = []
+    groups: list[tuple[set[str], list[Comparison]]] = []
     for compare in (compare for c in conditions for compare in comparisons(c)):
         names = set[str]().union(*(t.variables for t in compare.terms))
         joined = [g for g in groups if g[0] & names]
@@ -256,7 +260,7 @@ def _pools(conditions: tuple[Predicate, ...]) -> dict[str, list[int]]:
     return {name: _numbers_near(compares, len(names)) for names, compares in groups for name in sorted(names)}
 
 
-def _numbers_near(compares: list[Compare], names: int) -> list[int]:
+def _numbers_near(compares: list[Comparison], names: int) -> list[int]:
     """Numbers on both sides of every edge that the terms draw, and with every remainder that they ask for.
 
     Sizes that are compared with each other need room for all of them between two edges. Whether one size divides

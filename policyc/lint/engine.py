@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from policyc.language.diagnostics import Diagnostic, Severity
-from policyc.language.loader import Loaded
+from policyc.language.loader import LoadedPolicy
 from policyc.lint.context import DEFAULT_TARGET, Context
 from policyc.lint.rules import (
     ambiguous_products,
@@ -150,7 +150,7 @@ class Findings:
 
 
 def lint(
-    loaded: Loaded,
+    loaded: LoadedPolicy,
     codes: Collection[str] = RULES.keys() | GRAPH,
     plan: Plan | None = None,
     target: Target = DEFAULT_TARGET,
@@ -159,18 +159,18 @@ def lint(
 
     Faults in reading it are always reported, and then nothing else is looked for.
     """
-    if loaded.found:
-        return Findings(diagnostics=loaded.found)
+    if loaded.diagnostics:
+        return Findings(diagnostics=loaded.diagnostics)
     context = Context(loaded, plan, target)
     found: dict[tuple[object, ...], Diagnostic] = {}
     rules = RULES if plan is None else RULES | graph_rules()
     for rule in rules.values():
         if rule.check is not None and rule.code in codes:
             for diagnostic in rule.check(context):
-                found.setdefault(diagnostic.order, replace(diagnostic, severity=rule.severity))
+                found.setdefault(diagnostic.sort_key, replace(diagnostic, severity=rule.severity))
     suppressions = Suppressions(loaded.file)
     left = [d for d in found.values() if not suppressions.allows(d)]
     ran = {c for c, rule in rules.items() if rule.check is None or c in codes}
     left += [d for d in suppressions.report(RULES.keys() | GRAPH, ran) if d.code in codes]
     undecided = context.undecided + (context.cover.undecided if "cover" in vars(context) else 0)
-    return Findings(diagnostics=tuple(sorted(left, key=lambda d: d.order)), undecided=undecided)
+    return Findings(diagnostics=tuple(sorted(left, key=lambda d: d.sort_key)), undecided=undecided)

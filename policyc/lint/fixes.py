@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from policyc.language.diagnostics import Diagnostic, Edit
-from policyc.language.loader import Loaded
+from policyc.language.loader import LoadedPolicy
 from policyc.lint.engine import Findings
 
 _ROUNDS = 40  # more than recipes can name each other in a chain
@@ -27,7 +27,11 @@ class Mended:
 
 
 def mend(
-    text: str, load: Callable[[str], Loaded], check: Callable[[Loaded], Findings], *, unsafe: bool = False
+    text: str,
+    load: Callable[[str], LoadedPolicy],
+    check: Callable[[LoadedPolicy], Findings],
+    *,
+    unsafe: bool = False,
 ) -> Mended:
     """Fix, lint again, until there is nothing left to fix. A round that brings a new fault is undone."""
     count = 0
@@ -45,7 +49,7 @@ def mend(
     return Mended(text, count)
 
 
-def _choose(found: Iterable[Diagnostic], loaded: Loaded, unsafe: bool) -> tuple[list[Edit], int]:
+def _choose(found: Iterable[Diagnostic], loaded: LoadedPolicy, unsafe: bool) -> tuple[list[Edit], int]:
     chosen: list[Edit] = []  # in the order of the text
     applied = 0
     for diagnostic in found:
@@ -80,5 +84,5 @@ def _apply(text: str, edits: list[Edit]) -> str:
     return "".join([*parts, text[at:]])
 
 
-def _codes(loaded: Loaded) -> Counter[str]:
-    return Counter(d.code for d in loaded.found)
+def _codes(loaded: LoadedPolicy) -> Counter[str]:
+    return Counter(d.code for d in loaded.diagnostics)

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from policyc import __version__
-from policyc.language.diagnostics import Diagnostic, Paint, Severity, Span, headline, render
+from policyc.language.diagnostics import Diagnostic, Paint, Severity, Span, render, render_headline
 from policyc.lint.engine import GRAPH, RULES, LintRule, graph_rules
 
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -25,7 +25,7 @@ def full(found: Sequence[Diagnostic], paint: Paint) -> str:
 
 
 def concise(found: Sequence[Diagnostic], paint: Paint) -> str:
-    return "".join(f"{headline(d, paint)}\n" for d in found)
+    return "".join(f"{render_headline(d, paint)}\n" for d in found)
 
 
 def as_json(found: Sequence[Diagnostic], _: Paint) -> str:

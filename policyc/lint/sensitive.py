@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import Path, path, patterns
+from policyc.language.selectors import DottedPath, expand_selector, parse_path
 from policyc.lint.automata import TooHard
 from policyc.lint.context import Context
 from policyc.lint.coverage import Claim, Point
@@ -44,7 +44,7 @@ def caught(context: Context, kind: str) -> Iterator[tuple[Rule, tuple[str, ...]]
     low = any(c.recipe.bits(gemm) == 4 for c in context.cover.claims for gemm in Gemm)
     for name in KINDS[kind] if low else ():
         for gemm in Gemm:
-            claim = decision(context, path(name), gemm, weight=kind != "scores")
+            claim = decision(context, parse_path(name), gemm, weight=kind != "scores")
             if claim is not None and claim.recipe.bits(gemm) == 4:
                 found.setdefault(claim.order, []).append(name)
     for order in sorted(found):
@@ -58,7 +58,7 @@ def exception(names: tuple[str, ...]) -> str:
     return f"{', '.join([*braced, *(name for name in names if '.' in name)])} -> bf16"
 
 
-def decision(context: Context, names: Path, gemm: Gemm, weight: bool = True) -> Claim | None:
+def decision(context: Context, names: DottedPath, gemm: Gemm, weight: bool = True) -> Claim | None:
     """The rule that decides about a product of a site of common size, at the start of training."""
     point = Point(names, gemm, _START, {**_SIZES, "weight": weight})
     try:
@@ -70,10 +70,12 @@ def decision(context: Context, names: Path, gemm: Gemm, weight: bool = True) -> 
 
 def stacks(context: Context) -> tuple[str, ...]:
     """The names of the stacks that the policy slices; if it slices none, the most common one."""
-    pieces = (p for r in context.policy.rules for s in r.selectors for t in patterns(s) for p in t.pieces)
+    pieces = (
+        p for r in context.policy.rules for s in r.selectors for t in expand_selector(s) for p in t.segments
+    )
     sliced = dict.fromkeys(p.glob.replace("*", "").replace("?", "x") for p in pieces if p.indices is not None)
     return tuple(name for name in sliced if name)[:8] or ("layers",)
 
 
-def text(names: Path) -> str:
+def text(names: DottedPath) -> str:
     return ".".join(map(str, names))

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from functools import cache
 
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity, Span, did_you_mean
-from policyc.language.parser import Block, File, Statement, comments
+from policyc.language.parser import BlockStatement, PolicyFile, Statement, comment_ranges
 
 _ALLOW = re.compile(r"#\s*allow:\s*(?P<codes>[\w-]+(?:\s*,\s*[\w-]+)*)")
 
@@ -22,14 +22,14 @@ _ALLOW = re.compile(r"#\s*allow:\s*(?P<codes>[\w-]+(?:\s*,\s*[\w-]+)*)")
 class Suppressions:
     """The suppressions of one file."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: PolicyFile) -> None:
         self._file = file
         self._comments: list[Span] = []  # whole comments, one entry for each code in them
         self._codes: list[Span] = []
         self._used: list[bool] = []
         self._by_line: dict[int, list[int]] = {}
         source = file.source
-        found = [(e, m) for s, e in comments(source.text) if (m := _ALLOW.search(source.text, s, e))]
+        found = [(e, m) for s, e in comment_ranges(source.text) if (m := _ALLOW.search(source.text, s, e))]
         lines = _lines(file.statements) if found else []
         starts = [first for first, _ in lines]
         for end, match in found:
@@ -100,7 +100,7 @@ def _lines(statements: tuple[Statement, ...]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for statement in statements:
         span = statement.span
-        if isinstance(statement, Block):
+        if isinstance(statement, BlockStatement):
             found.append((span.line, span.line))
             found += _lines(statement.body)
         else:

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policyc.jaxcore.define_primitive import shape_of, sharded_like, vary_alike
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role, Treatment
-from policyc.language.treatments import effective
+from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives
 from policyc.numerics.backends.emulate import Dims, Operand
 from policyc.numerics.quantize import Axes, Key, Quantized, dequantize, key
@@ -130,7 +130,7 @@ def quantized_dot_general(
         return lax.dot_general(
             lhs, rhs, dims, precision=precision, preferred_element_type=preferred_element_type
         )
-    chosen = effective(recipe)
+    chosen = normalize_recipe(recipe)
     # Here and not inside, so that a weight which is the same on all devices of a `shard_map` has its
     # gradients summed over them.
     lhs, rhs = vary_alike(lhs, rhs)
@@ -150,7 +150,7 @@ def prequantize(
 
     What is random, or a mean and a rest, stays to be done where the product is; so does what no product reads.
     """
-    chosen = effective(recipe)
+    chosen = normalize_recipe(recipe)
     way = 1 if operand == "lhs" else -1
     left, right = (array.shape, other.shape)[::way]
     form = _canonical(left, right, _as_dims(dimension_numbers), chosen)
@@ -167,7 +167,7 @@ def prequantize(
 
     def made(side: OperandSpec, product: Product) -> Quantized | None:
         t = side.treatment
-        if not FORMATS[t.format].quantized or t.rounding != "rne" or t.mean_split:
+        if not FORMATS[t.format].is_quantized or t.rounding != "rne" or t.mean_split:
             return None
         (found,) = _parts(own, side, product, key(0, site), key(0, site), save=operand != weight)
         return cast("Quantized", found)
@@ -252,7 +252,7 @@ def _products(call: GemmSpec) -> tuple[Product, Product, Product]:
     on = nb + len(lf) + len(rf)
     batch = tuple(range(nb))
     olf, orf = tuple(range(nb, nb + len(lf))), tuple(range(nb + len(lf), on))
-    of = call.recipe.of
+    of = call.recipe.treatment
     backend = dict(zip(Gemm, call.backends, strict=True))
     if call.weight is None:
         # No operand is a parameter: both are activations, and what 2D scales are for does not arise.
@@ -340,7 +340,7 @@ def _parts(
 
 def _entering(x: jax.Array, side: OperandSpec, product: Product, k: Key, signs: Key, save: bool) -> Parts:
     t = side.treatment
-    if not FORMATS[t.format].quantized:
+    if not FORMATS[t.format].is_quantized:
         return (x.astype(_CASTS[t.format]) if t.format in _CASTS else x,)
     quantize = partial(primitives.quantize, key=k, signs=signs, backend=product.backend)
     if not t.mean_split:
@@ -469,7 +469,7 @@ def _shared(one: OperandSpec, other: OperandSpec) -> bool:
     """Are the codes of an operand in one product those in another too? Of 2D tiles and of whole tensors they are."""
     t = one.treatment
     square = t.tile2d or not FORMATS[t.format].block
-    alike = t == other.treatment and FORMATS[t.format].quantized
+    alike = t == other.treatment and FORMATS[t.format].is_quantized
     return alike and square and not t.rht and not t.mean_split
 
 
@@ -535,7 +535,7 @@ def operands(
     site: int | str = 0,
 ) -> list[QuantizedOperand]:  # fmt: skip
     """What `quantized_dot_general` makes of its operands and of the gradient of its result, for looking at."""
-    chosen, k = effective(recipe), key(0, site)
+    chosen, k = normalize_recipe(recipe), key(0, site)
     form = _canonical(lhs.shape, rhs.shape, _as_dims(dimension_numbers), chosen)
     a, b = form.lhs(lhs), form.rhs(rhs)
     call = _call(form, chosen, shape_of(a), shape_of(b), weight, site, EMULATED, out=dy.dtype)

@@ -18,7 +18,7 @@ from jax import lax
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role, Treatment
-from policyc.language.treatments import effective
+from policyc.language.treatments import normalize_recipe
 from policyc.numerics.gemm import QuantizedOperand
 from policyc.numerics.primitives import quantize
 from policyc.numerics.quantize import Axes, Quantized, codes_of, dequantize, key
@@ -78,7 +78,7 @@ def measure_operand(
     x: Any, recipe: Recipe, gemm: Gemm, role: Role, *, axis: int = -1, seed: int = 0
 ) -> Measurement:
     """What a recipe does to an operand of a GEMM. `axis` is the contracted one."""
-    treatment = effective(recipe).of(gemm, role)
+    treatment = normalize_recipe(recipe).treatment(gemm, role)
     over_tokens = gemm is Gemm.WGRAD
     return measure(x, treatment, axis=axis, operand=f"{gemm}.{role}", seed=seed, over_tokens=over_tokens)
 
@@ -94,7 +94,7 @@ def measure(
 ) -> Measurement:
     """Quantizes an array along an axis and compares. `over_tokens` says that the axis is one of tokens."""
     array = jnp.moveaxis(jnp.atleast_1d(jnp.asarray(x)), axis, -1)
-    if not FORMATS[treatment.format].quantized:
+    if not FORMATS[treatment.format].is_quantized:
         return _cast(array, treatment)
     mean = jnp.zeros((), jnp.float32)
     whole = array

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policyc.jaxcore.define_primitive import vary_alike
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role, Treatment
-from policyc.language.treatments import effective
+from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives
 from policyc.numerics.backends.emulate import Operand
 from policyc.numerics.gemm import SAVED
@@ -62,7 +62,7 @@ def quantized_ragged_dot(
     words = [w for w in (layer, step) if w is not None]
     lhs, rhs = vary_alike(lhs, rhs)
     call = RaggedGemmSpec(
-        recipe=effective(recipe),
+        recipe=normalize_recipe(recipe),
         out=jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs)),
         precision=precision,
         lhs=lhs.dtype,
@@ -73,14 +73,14 @@ def quantized_ragged_dot(
 
 def _operand(x: jax.Array, call: RaggedGemmSpec, gemm: Gemm, role: Role, axes: Axes, k: Key) -> Operand:
     t = _treatment(call, gemm, role)
-    if not FORMATS[t.format].quantized:
+    if not FORMATS[t.format].is_quantized:
         return x.astype(_CASTS[t.format]) if t.format in _CASTS else x
     q = primitives.quantize(x, t, axes, operand=f"{gemm}.{role}", key=k, signs=k)
     return cast("Quantized", checkpoint_name(q, SAVED))  # type: ignore[no-untyped-call]
 
 
 def _treatment(call: RaggedGemmSpec, gemm: Gemm, role: Role) -> Treatment:
-    return replace(call.recipe.of(gemm, role), mean_split=False)
+    return replace(call.recipe.treatment(gemm, role), mean_split=False)
 
 
 def _multiply(
@@ -95,7 +95,7 @@ def _multiply(
 ) -> jax.Array:
     if isinstance(a, Quantized) or isinstance(b, Quantized):
         return primitives.scaled_ragged_gemm(a, b, sizes, contracting=contracting, out=out)
-    precision = call.precision if call.recipe.product(gemm)[0].format == "keep" else None
+    precision = call.precision if call.recipe.gemm_treatments(gemm)[0].format == "keep" else None
     if not contracting:
         y = lax.ragged_dot(a, b, sizes, precision=precision, preferred_element_type=jnp.float32)
         return y.astype(out)
@@ -142,7 +142,7 @@ _COLUMNS = Axes(axis=-2, tile=-1)
 def _forward(
     call: RaggedGemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, k: Key
 ) -> tuple[jax.Array, Operand]:
-    if call.recipe.of(Gemm.FPROP, Role.ACTIVATION).format == "keep":
+    if call.recipe.treatment(Gemm.FPROP, Role.ACTIVATION).format == "keep":
         y = lax.ragged_dot(lhs, rhs, sizes, precision=call.precision, preferred_element_type=call.out)
         return y, rhs
     a = _operand(_inside(lhs, sizes), call, Gemm.FPROP, Role.ACTIVATION, _ROWS, k)
@@ -163,7 +163,7 @@ def _ragged_fwd(
 
 
 def _unit(call: RaggedGemmSpec) -> int:
-    t = call.recipe.of(Gemm.WGRAD, Role.GRADIENT)
+    t = call.recipe.treatment(Gemm.WGRAD, Role.GRADIENT)
     return max(FORMATS[t.format].block, t.rht, 1)
 
 

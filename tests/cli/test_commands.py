@@ -266,13 +266,13 @@ class TestWriting:
         self, folder: Path, command: list[str]
     ) -> None:
         (folder / "some.policy").write_text(self.TEXT)
-        before = {name: path.read_bytes() for name, path in bundled.bundled().items()}
+        before = {name: path.read_bytes() for name, path in bundled.bundled_policies().items()}
         ran = policyc(*command, "fp8", "some.policy")
         assert ran.code == 2
         assert "a bundled policy" in ran.out + ran.err
         assert "policyc show fp8 --format text" in ran.out + ran.err
         assert (folder / "some.policy").read_text() != self.TEXT
-        assert {name: path.read_bytes() for name, path in bundled.bundled().items()} == before
+        assert {name: path.read_bytes() for name, path in bundled.bundled_policies().items()} == before
 
 
 def test_a_byte_order_mark_survives_fixes_and_not_fmt(folder: Path) -> None:
@@ -369,7 +369,7 @@ def test_explain_everything_is_markdown_of_every_page() -> None:
 
 def test_show_lists_the_bundled_policies() -> None:
     out = policyc("show").out
-    assert all(re.search(rf"^{name} ", out, re.MULTILINE) for name in bundled.bundled())
+    assert all(re.search(rf"^{name} ", out, re.MULTILINE) for name in bundled.bundled_policies())
     assert "variants: no_rht" in out
 
 
@@ -389,7 +389,7 @@ def test_show_a_table_says_when_and_how_many(folder: Path) -> None:
     assert all(word in out for word in ("expect 3", "after 50%", "of c"))
 
 
-@pytest.mark.parametrize("name", bundled.bundled())
+@pytest.mark.parametrize("name", bundled.bundled_policies())
 def test_show_as_text_is_the_policy(name: str) -> None:
     assert parse(policyc("show", name, "--format", "text").out) == load(name)
     for variant in load(name).variants:

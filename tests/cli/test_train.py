@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from policyc.language.bundled import folder
+from policyc.language.bundled import data_folder
 from tests.support.command import ROOT
 
 SMALL = shlex.split(
@@ -38,7 +38,7 @@ def test_train_is_apply_and_measuring_changes_nothing(tmp_path: Path) -> None:
         pytest.importorskip(needed)
     policy = tmp_path / "p.policy"
     policy.write_text("mlp.* -> mxfp4(sr=grad)\n")
-    script = str(folder("models") / "llama" / "train.py")
+    script = str(data_folder("models") / "llama" / "train.py")
     ways = {
         "trained": ["train", "--policy", "p.policy", *SMALL, "--out", "trained"],
         "applied": ["apply", "p.policy", script, *SMALL, "--out", "applied"],

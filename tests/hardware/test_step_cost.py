@@ -16,7 +16,7 @@ import policyc as compiler
 from policyc.hardware import gemm_cost, llama_step, step_cost
 from policyc.hardware.step_cost import Mesh, Work, mesh_of
 from policyc.language.loader import load
-from policyc.language.recipes import Gemm, recipe
+from policyc.language.recipes import Gemm, make_recipe
 from policyc.numerics.targets import TARGETS, target
 from tests.support.command import ROOT, policyc
 
@@ -45,11 +45,11 @@ def test_codes_are_made_as_often_as_the_numerics_need_them():
     def count(meant) -> list[int]:
         return [len(sets) for sets in gemm_cost.code_sets(meant, every).values()]
 
-    assert count(recipe("fp8")) == [1, 1, 1]  # one set for both products of a tensor
-    assert count(recipe("mxfp8")) == [2, 2, 2]
+    assert count(make_recipe("fp8")) == [1, 1, 1]  # one set for both products of a tensor
+    assert count(make_recipe("mxfp8")) == [2, 2, 2]
     full = compiler.parse("* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
     assert count(full.resolver()(full.rules[0].recipe)) == [2, 1, 2]  # 16x16 tiles serve both
-    assert count(recipe("bf16")) == []
+    assert count(make_recipe("bf16")) == []
 
 
 def loss(w, x):
@@ -107,7 +107,7 @@ def test_two_readers_share_one_quantization():
         step_cost.busy(Work(plan=compiler.plan("* -> fp8", f, shapes, rows)), target("b200"), Mesh()).parts
         for f in (both, apart)
     )
-    one = gemm_cost.quantize_seconds(target("b200"), [recipe("fp8").treatments[0]], 65536 * 4096, "te")
+    one = gemm_cost.quantize_seconds(target("b200"), [make_recipe("fp8").treatments[0]], 65536 * 4096, "te")
     assert separate["quantization"] - together["quantization"] == pytest.approx(one)
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from policyc import PolicyError, load, parse
-from policyc.language.bundled import bundled, folder
-from policyc.language.loader import inspect
+from policyc.language.bundled import bundled_policies, data_folder
+from policyc.language.loader import parse_with_diagnostics
 from tests.conftest import recording
 from tests.support import fuzz
 
 
 def codes(text: str) -> list[str]:
-    return [d.code for d in inspect(text).found]
+    return [d.code for d in parse_with_diagnostics(text).diagnostics]
 
 
 def fault(path) -> str:
@@ -272,7 +272,7 @@ MEGABYTES = {
 @pytest.mark.parametrize("text", MEGABYTES.values(), ids=MEGABYTES)
 def test_a_megabyte_of_one_thing(text):
     with fuzz.alarm(60):
-        found = inspect(text).found
+        found = parse_with_diagnostics(text).diagnostics
         if found:
             assert len(str(PolicyError(found))) < 100_000
 
@@ -297,7 +297,7 @@ def rules(count: int) -> str:
 
 def seconds(text: str) -> float:
     start = time.process_time()  # the time of this process alone: others may be at work
-    inspect(text)
+    parse_with_diagnostics(text)
     return time.process_time() - start
 
 
@@ -312,7 +312,7 @@ def test_ten_thousand_rules_take_four_times_as_long_as_a_quarter_of_them(make):
 
     A hiccup does not count: where the large one takes too long, it is tried once more.
     """
-    inspect(make(100))
+    parse_with_diagnostics(make(100))
     small = min(seconds(make(2_500)) for _ in range(2))
     assert any(seconds(make(10_000)) / small < 8 for _ in range(2))
 
@@ -331,12 +331,12 @@ def test_a_megabyte_of_rules_means_what_it_says():
 
 def allowed(opened: list[str], home: Path) -> bool:
     """Only policies, and only bundled ones or those beside the input; and the grammar."""
-    places = tuple(map(str, (folder("policies"), folder("grammars"), home)))
+    places = tuple(map(str, (data_folder("policies"), data_folder("grammars"), home)))
     return all(p.endswith((".policy", "policy.lark")) and p.startswith(places) for p in opened)
 
 
 def fuzzed(seed: int, count: int, home: Path) -> None:
-    for name in bundled():
+    for name in bundled_policies():
         load(name)  # what is imported or compiled on first use is no deed of the input's
     (home / "fuzz_self.policy").write_text("a -> bf16\n")
     fuzz.run(seed, 50, home)
@@ -360,18 +360,18 @@ def test_a_hundred_thousand_mutated_policies(seed, tmp_path):
 
 def test_the_fuzzer_sees_what_is_wrong(tmp_path, monkeypatch):
     """A checker that finds nothing might not be looking."""
-    monkeypatch.setattr("fuzz.format_file", lambda file: file.source.text + "\nx -> bf16\n")
+    monkeypatch.setattr(fuzz, "format_file", lambda file: file.source.text + "\nx -> bf16\n")
     with pytest.raises(AssertionError, match=r"seed 0, input \d+"):
         fuzz.run(0, 200, tmp_path)
 
 
 def test_the_fuzzer_sees_a_hang(tmp_path, monkeypatch):
-    def hang(text, folder):
+    def hang(text, data_folder):
         while True:
             pass
 
-    monkeypatch.setattr("fuzz.SLOWEST", 0.02)
-    monkeypatch.setattr("fuzz.check", hang)
+    monkeypatch.setattr(fuzz, "SLOWEST", 0.02)
+    monkeypatch.setattr(fuzz, "check", hang)
     with pytest.raises(AssertionError, match="TooSlow"):
         fuzz.run(0, 1, tmp_path)
 

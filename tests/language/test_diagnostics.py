@@ -17,7 +17,7 @@ from policyc.language.diagnostics import (
     Severity,
     SourceText,
     Span,
-    closest,
+    closest_name,
     did_you_mean,
     render,
 )
@@ -203,7 +203,7 @@ def test_positions_against_counting(text):
     ],
 )
 def test_the_closest_name(name, known, expected):
-    assert closest(name, known) == expected
+    assert closest_name(name, known) == expected
 
 
 def test_without_a_close_name_a_short_list_is_shown():

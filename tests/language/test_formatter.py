@@ -7,16 +7,16 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 
-from policyc.language.bundled import bundled
+from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import SourceText
 from policyc.language.formatter import format_file
-from policyc.language.loader import inspect
-from policyc.language.parser import read
+from policyc.language.loader import parse_with_diagnostics
+from policyc.language.parser import read_statements
 from tests.support.strategies import texts
 
 
 def fmt(text: str) -> str:
-    file, found = read(SourceText(text))
+    file, found = read_statements(SourceText(text))
     assert not found
     return format_file(file)
 
@@ -29,7 +29,7 @@ def comments_of(text: str) -> list[str]:
 def check(drawn):
     policy, text, comments = drawn
     once = fmt(text)
-    assert inspect(once).policy == policy
+    assert parse_with_diagnostics(once).policy == policy
     assert comments_of(once) == comments
     assert fmt(once) == once
 
@@ -58,9 +58,9 @@ def test_layout(drawn):
     assert not any(line != line.rstrip() for line in lines)
 
 
-@pytest.mark.parametrize("name", sorted(bundled()))
+@pytest.mark.parametrize("name", sorted(bundled_policies()))
 def test_bundled_policies_are_formatted(name):
-    text = bundled()[name].read_text(encoding="utf-8")
+    text = bundled_policies()[name].read_text(encoding="utf-8")
     assert fmt(text) == text
 
 
@@ -135,5 +135,5 @@ def test_a_comment_is_one_line_whatever_is_in_it(odd):
     ],
 )
 def test_what_reads_but_means_nothing_is_formatted_too(text):
-    assert inspect(text).found
+    assert parse_with_diagnostics(text).diagnostics
     assert fmt(fmt(text)) == fmt(text)

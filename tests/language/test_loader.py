@@ -7,8 +7,8 @@ import time
 import pytest
 
 from policyc import PolicyError, load, parse
-from policyc.language.bundled import bundled, folder
-from policyc.language.loader import inspect, locate
+from policyc.language.bundled import bundled_policies, data_folder
+from policyc.language.loader import locate, parse_with_diagnostics
 from tests.conftest import recording
 
 
@@ -60,7 +60,7 @@ def test_a_text_without_a_file_finds_bundled_policies_only(write, monkeypatch):
     assert heads(parse('import "here"', path="some.policy")) == ["a"]
 
 
-@pytest.mark.parametrize("name", sorted(bundled()))
+@pytest.mark.parametrize("name", sorted(bundled_policies()))
 def test_bundled_policies_load_by_name_and_by_import(name):
     policy = load(name)
     assert policy == load(f"{name}.policy") == parse(f'import "{name}"') == parse(f'import "{name}.policy"')
@@ -73,14 +73,14 @@ def test_there_are_the_bundled_policies_that_were_promised():
     promised = (
         "te_nvfp4 te_nvfp4_no_rht llama_nvfp4 llama3_8b_nvfp4 nvfp4_paper_12b nvfp4_late_switch quartet2 fp8"
     )
-    assert {*promised.split(), "mxfp8", "mxfp4", "bf16"} <= set(bundled())
+    assert {*promised.split(), "mxfp8", "mxfp4", "bf16"} <= set(bundled_policies())
 
 
 def test_a_folder_does_not_hide_a_bundled_policy(tmp_path, monkeypatch):
     (tmp_path / "bf16").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert load("bf16") == load(bundled()["bf16"])
-    assert locate("bf16") == bundled()["bf16"]
+    assert load("bf16") == load(bundled_policies()["bf16"])
+    assert locate("bf16") == bundled_policies()["bf16"]
 
 
 @pytest.mark.parametrize(
@@ -145,17 +145,19 @@ def test_an_import_in_a_variant(write):
     assert [v.name for v in policy.variants] == ["x"]
     edited = policy.variant("x")
     assert heads(edited) == ["a", "b"]
-    assert str(edited.named["r"]) == "fp8"
+    assert str(edited.named_recipes["r"]) == "fp8"
     assert parse(str(policy)) == policy
 
 
 def test_a_recipe_of_a_variant_is_known_only_there():
-    found = inspect("variant x { recipe r = bf16; a -> r }; b -> r").found
+    found = parse_with_diagnostics("variant x { recipe r = bf16; a -> r }; b -> r").diagnostics
     assert [(d.code, d.span.column) for d in found] == [("unknown-recipe", 45)]
 
 
 def test_a_variant_can_close_a_circle():
-    found = inspect("recipe a = b; recipe b = bf16; x -> a; variant v { recipe b = a }").found
+    found = parse_with_diagnostics(
+        "recipe a = b; recipe b = bf16; x -> a; variant v { recipe b = a }"
+    ).diagnostics
     assert [d.code for d in found] == ["recipe-cycle"]
 
 
@@ -237,7 +239,7 @@ def test_a_path_that_an_import_may_not_have(write, written):
 @pytest.mark.parametrize("written", ["..", ".", "sub", "sub/", "nope/../../x", "x" * 5000, "\udcff", "a\nb"])
 def test_a_path_that_leads_to_no_policy(write, tmp_path, written):
     (tmp_path / "sub").mkdir()
-    found = inspect(f"import '{written}'", path=tmp_path / "main.policy").found
+    found = parse_with_diagnostics(f"import '{written}'", path=tmp_path / "main.policy").diagnostics
     assert found
     assert {d.code for d in found} <= {"import-not-found", "syntax-error"}
     str(PolicyError(found))
@@ -260,9 +262,11 @@ def test_no_import_opens_anything_but_policies(write, tmp_path):
         "good",
     ]
     home = write(main="\n".join(f'import "{name}"' for name in asked), good="a -> bf16")
-    inspect("a -> bf16")
+    parse_with_diagnostics("a -> bf16")
     with recording() as audit:
-        found = inspect((home / "main.policy").read_text(), path=home / "main.policy").found
+        found = parse_with_diagnostics(
+            (home / "main.policy").read_text(), path=home / "main.policy"
+        ).diagnostics
     assert len(found) == len(asked) - 1
     assert {p.rpartition("/")[2] for p in audit.opened} == {"main.policy", "good.policy"}
     assert audit.ran == []
@@ -271,10 +275,10 @@ def test_no_import_opens_anything_but_policies(write, tmp_path):
 def test_a_bundled_policy_opens_only_bundled_policies():
     load("bf16")
     with recording() as audit:
-        for name in bundled():
+        for name in bundled_policies():
             load(name)
     assert audit.opened
-    assert all(p.startswith(str(folder("policies"))) and p.endswith(".policy") for p in audit.opened)
+    assert all(p.startswith(str(data_folder("policies"))) and p.endswith(".policy") for p in audit.opened)
     assert audit.ran == []
 
 

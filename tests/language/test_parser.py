@@ -8,33 +8,19 @@ import pytest
 from hypothesis import given, settings
 
 from policyc import parse
+from policyc.language.bounds import Bound
 from policyc.language.diagnostics import PolicyError, SourceText
-from policyc.language.loader import inspect
-from policyc.language.parser import Block, comments, read
-from policyc.language.policy import (
-    AllOf,
-    AnyOf,
-    Bound,
-    Compare,
-    HasWeight,
-    Indices,
-    Not,
-    Policy,
-    RecipeDef,
-    Rule,
-    Segment,
-    Selector,
-    Setting,
-    Split,
-    Term,
-    Use,
-    When,
-)
+from policyc.language.loader import parse_with_diagnostics
+from policyc.language.parser import BlockStatement, comment_ranges, read_statements
+from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Setting, SplitRecipe
+from policyc.language.predicates import AllOf, AnyOf, Comparison, HasWeight, Not, Term
 from policyc.language.recipes import Gemm
+from policyc.language.schedule import StepCondition
+from policyc.language.selectors import Indices, Selector, SelectorSegment
 from tests.support.strategies import policies, texts
 
 FPROP, DGRAD, WGRAD = Gemm
-NV = Use(
+NV = RecipeCall(
     name="nvfp4",
     settings=(
         Setting(name="rht", words=("wgrad",)),
@@ -45,11 +31,11 @@ NV = Use(
 
 
 def selector(*globs: str, **more) -> Selector:
-    return Selector(segments=tuple(Segment(glob=g) for g in globs), **more)
+    return Selector(segments=tuple(SelectorSegment(glob=g) for g in globs), **more)
 
 
-def rule(*selectors: Selector, to: str | Use | Split = "bf16", **more) -> Rule:
-    return Rule(selectors=selectors, recipe=Use(name=to) if isinstance(to, str) else to, **more)
+def rule(*selectors: Selector, to: str | RecipeCall | SplitRecipe = "bf16", **more) -> Rule:
+    return Rule(selectors=selectors, recipe=RecipeCall(name=to) if isinstance(to, str) else to, **more)
 
 
 def only(text: str) -> Rule:
@@ -88,17 +74,17 @@ def test_the_sample_of_the_language_s_description():
     policy = parse(LANGUAGE_SAMPLE)
     first, last = policy.rules[:2], policy.rules[-6:]
     assert first == (rule(selector("mlp", "*"), to=NV), rule(selector("attention", "*")))
-    layers = Segment(glob="layers", indices=Indices(start=Bound(Fraction(-4))))
-    odd = Compare(terms=(Term(value="k", modulus=16), Term(value=0)), operators=("!=",))
+    layers = SelectorSegment(glob="layers", indices=Indices(start=Bound(Fraction(-4))))
+    odd = Comparison(terms=(Term(value="k", modulus=16), Term(value=0)), operators=("!=",))
     assert last == (
         rule(selector("*")),
         rule(selector("mlp", "*"), to="nv", expect=96),
-        rule(Selector(segments=(layers, Segment(glob="mlp"), Segment(glob="*")))),
+        rule(Selector(segments=(layers, SelectorSegment(glob="mlp"), SelectorSegment(glob="*")))),
         rule(selector("{q,k,v}_proj", products=frozenset({WGRAD})), to="fp8"),
         rule(selector("*"), where=odd),
         rule(
             selector("mlp", "*", products=frozenset({FPROP})),
-            when=(When(kind="after", bound=Bound(Fraction(82), True)),),
+            when=(StepCondition(kind="after", bound=Bound(Fraction(82), True)),),
         ),
     )
     imported = policy.rules[2:-6]
@@ -107,7 +93,7 @@ def test_the_sample_of_the_language_s_description():
     # te_nvfp4 brings its own variants fp8 and bf16; ours of the same name replaces the second.
     by_name = {v.name: v for v in policy.variants}
     assert set(by_name) == {"no_rht", "bf16", "fp8"}
-    without = Use(name="nvfp4", settings=NV.settings[1:])
+    without = RecipeCall(name="nvfp4", settings=NV.settings[1:])
     assert by_name["no_rht"].recipes == (RecipeDef(name="nv", recipe=without),)
     assert by_name["bf16"].rules == (rule(selector("*")),)
 
@@ -135,7 +121,7 @@ def test_many_more_spellings(drawn):
     assert parse(str(found)) == policy
 
 
-NUMBER = Compare(terms=(Term(value="k"), Term(value=1)), operators=("==",))
+NUMBER = Comparison(terms=(Term(value="k"), Term(value=1)), operators=("==",))
 WEIGHT = HasWeight()
 
 
@@ -164,7 +150,7 @@ def test_precedence(text, expected):
 )
 def test_numbers(text, value):
     where = only(f"* where k == {text} -> bf16").where
-    assert where == Compare(terms=(Term(value="k"), Term(value=value)), operators=("==",))
+    assert where == Comparison(terms=(Term(value="k"), Term(value=value)), operators=("==",))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +245,7 @@ def test_line_breaks_that_end_a_statement(text):
 
 def test_comments_are_told_from_strings():
     text = """import "it's#1" # don't "quote" me\nimport 'say "#"' # '\n#"x"#\n"""
-    assert [text[a:b] for a, b in comments(text)] == ['# don\'t "quote" me', "# '", '#"x"#']
+    assert [text[a:b] for a, b in comment_ranges(text)] == ['# don\'t "quote" me', "# '", '#"x"#']
 
 
 def test_globs_are_written_one_way():
@@ -273,29 +259,37 @@ def again(node, text: str):
     """What a node's own text means, in the smallest policy around it."""
     match node:
         case Rule():
-            return inspect(text).policy.rules[0]
+            return parse_with_diagnostics(text).policy.rules[0]
         case RecipeDef():
-            return inspect(text).policy.recipes[0]
+            return parse_with_diagnostics(text).policy.recipes[0]
         case Selector():
-            return inspect(f"zz, {text} -> keep").policy.rules[0].selectors[1]
-        case Segment():
-            return inspect(f"zz.{text} -> keep").policy.rules[0].selectors[0].segments[1]
+            return parse_with_diagnostics(f"zz, {text} -> keep").policy.rules[0].selectors[1]
+        case SelectorSegment():
+            return parse_with_diagnostics(f"zz.{text} -> keep").policy.rules[0].selectors[0].segments[1]
         case Indices():
-            return inspect(f"zz{text} -> keep").policy.rules[0].selectors[0].segments[0].indices
+            return (
+                parse_with_diagnostics(f"zz{text} -> keep").policy.rules[0].selectors[0].segments[0].indices
+            )
         case Bound():
-            return inspect(f"zz[{text}:] -> keep").policy.rules[0].selectors[0].segments[0].indices.start
-        case When():
-            return inspect(f"{text} {{ zz -> keep }}").policy.rules[0].when[0]
-        case Compare() | HasWeight() | Not() | AllOf() | AnyOf():
-            return inspect(f"zz where ({text}) -> keep").policy.rules[0].where
+            return (
+                parse_with_diagnostics(f"zz[{text}:] -> keep")
+                .policy.rules[0]
+                .selectors[0]
+                .segments[0]
+                .indices.start
+            )
+        case StepCondition():
+            return parse_with_diagnostics(f"{text} {{ zz -> keep }}").policy.rules[0].when[0]
+        case Comparison() | HasWeight() | Not() | AllOf() | AnyOf():
+            return parse_with_diagnostics(f"zz where ({text}) -> keep").policy.rules[0].where
         case Term():
-            return inspect(f"zz where {text} == 1 -> keep").policy.rules[0].where.terms[0]
-        case Use() | Split():
-            return inspect(f"zz -> {text}").policy.rules[0].recipe
+            return parse_with_diagnostics(f"zz where {text} == 1 -> keep").policy.rules[0].where.terms[0]
+        case RecipeCall() | SplitRecipe():
+            return parse_with_diagnostics(f"zz -> {text}").policy.rules[0].recipe
         case Setting():
-            return inspect(f"zz -> nvfp4({text})").policy.rules[0].recipe.settings[0]
+            return parse_with_diagnostics(f"zz -> nvfp4({text})").policy.rules[0].recipe.settings[0]
         case _:
-            return inspect(text).policy.variants[0]
+            return parse_with_diagnostics(text).policy.variants[0]
 
 
 def nodes(node):
@@ -332,14 +326,14 @@ def test_the_text_under_a_node_means_that_node(drawn):
 @settings(max_examples=30)
 def test_statements_lie_in_order_and_blocks_hold_theirs(drawn):
     _, text, _ = drawn
-    file, found = read(SourceText(text))
+    file, found = read_statements(SourceText(text))
     assert not found
 
     def check(statements, start, end):
         for statement in statements:
             assert start <= statement.span.start < statement.span.end <= end
             start = statement.span.end
-            if isinstance(statement, Block):
+            if isinstance(statement, BlockStatement):
                 assert statement.span.text.endswith("}")
                 check(statement.body, statement.span.start, statement.span.end)
 
@@ -463,7 +457,7 @@ def test_a_fault_has_its_code_its_place_and_its_help(text, code, line, column, h
 
 
 def codes(text: str) -> list[tuple[str, int]]:
-    return [(d.code, d.span.line) for d in inspect(text).found]
+    return [(d.code, d.span.line) for d in parse_with_diagnostics(text).diagnostics]
 
 
 def test_all_faults_of_a_file_are_found_at_once():
@@ -533,9 +527,9 @@ variant fp8 {
 def test_one_fault_does_not_cast_others_into_doubt(wrong, first):
     """Whatever line breaks the other statements hold, they are read as if the wrong one were not there."""
     text = f"{wrong}\n{SOUND}" if first else f"{SOUND}{wrong}\n"
-    loaded = inspect(text)
+    loaded = parse_with_diagnostics(text)
     line = 1 if first else SOUND.count("\n") + 1
-    assert [(d.code, d.span.line) for d in loaded.found] == [("syntax-error", line)]
+    assert [(d.code, d.span.line) for d in loaded.diagnostics] == [("syntax-error", line)]
     assert loaded.policy == parse(SOUND)
 
 
@@ -543,8 +537,8 @@ def test_one_fault_does_not_cast_others_into_doubt(wrong, first):
 @settings(max_examples=40, derandomize=True)  # where a broken statement ends is a guess: always the same ones
 def test_a_fault_is_alone_in_every_spelling(drawn):
     policy, text, _ = drawn
-    loaded = inspect(f"{text}\nwrong wrong\n")
-    assert [d.code for d in loaded.found] == ["syntax-error"]
+    loaded = parse_with_diagnostics(f"{text}\nwrong wrong\n")
+    assert [d.code for d in loaded.diagnostics] == ["syntax-error"]
     assert loaded.policy == policy
 
 
@@ -562,5 +556,5 @@ def test_a_recipe_with_a_fault_is_still_a_known_name():
 
 
 def test_messages_do_not_depend_on_the_order_of_sets():
-    messages = [d.message for d in inspect("a -> split(bwd=bf16, bwd=bf16)").found]
+    messages = [d.message for d in parse_with_diagnostics("a -> split(bwd=bf16, bwd=bf16)").diagnostics]
     assert messages == ["'dgrad' has a recipe already", "'wgrad' has a recipe already"]

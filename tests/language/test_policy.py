@@ -12,20 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policyc import parse
-from policyc.language.policy import (
-    AllOf,
-    AnyOf,
-    Bound,
-    Compare,
-    HasWeight,
-    Not,
-    Policy,
-    Term,
-    Use,
-    When,
-    comparisons,
-)
+from policyc.language.bounds import Bound
+from policyc.language.policy import Policy, RecipeCall
+from policyc.language.predicates import AllOf, AnyOf, Comparison, HasWeight, Not, Term, comparisons
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.language.schedule import StepCondition
 from tests.support.strategies import policies, predicates
 
 SIX = (
@@ -44,7 +35,7 @@ def recipe(text: str) -> Recipe:
 
 
 def by_name(found: Recipe) -> dict[str, Treatment]:
-    return {name: found.of(Gemm(name.split(".")[0]), Role(name.split(".")[1])) for name in SIX}
+    return {name: found.treatment(Gemm(name.split(".")[0]), Role(name.split(".")[1])) for name in SIX}
 
 
 def test_the_six_operands():
@@ -254,7 +245,7 @@ def test_what_is_not_known_decides_nothing_that_it_could_change(predicate, site,
 
 
 def test_division_by_an_attribute_that_is_zero_is_undecided():
-    where = Compare(terms=(Term(value="k", modulus="n"), Term(value=0)), operators=("==",))
+    where = Comparison(terms=(Term(value="k", modulus="n"), Term(value=0)), operators=("==",))
     assert where.holds({"k": 4, "n": 0}) is None
 
 
@@ -287,10 +278,10 @@ def test_after_and_until_share_the_training(text, total, first):
 
 def test_schedules_nest_from_the_outside_in():
     policy = parse("after 10% { a -> bf16; until 20% { b -> bf16 }; c -> bf16 }\nd -> bf16")
-    after = When(kind="after", bound=Bound(Fraction(10), True))
-    until = When(kind="until", bound=Bound(Fraction(20), True))
+    after = StepCondition(kind="after", bound=Bound(Fraction(10), True))
+    until = StepCondition(kind="until", bound=Bound(Fraction(20), True))
     assert [r.when for r in policy.rules] == [(after,), (after, until), (after,), ()]
-    assert policy.phases == (after, until)
+    assert policy.step_conditions == (after, until)
 
 
 def test_a_variant_replaces_recipes_and_appends_rules():
@@ -298,9 +289,9 @@ def test_a_variant_replaces_recipes_and_appends_rules():
         "recipe a = fp8; x -> a; variant v { recipe a = bf16; recipe b = f32; y -> b }; variant w {}"
     )
     edited = policy.variant("v")
-    assert edited.named == {"a": Use(name="bf16"), "b": Use(name="f32")}
+    assert edited.named_recipes == {"a": RecipeCall(name="bf16"), "b": RecipeCall(name="f32")}
     assert [str(r) for r in edited.rules] == ["x -> a", "y -> b"]
-    assert policy.named == {"a": Use(name="fp8")}
+    assert policy.named_recipes == {"a": RecipeCall(name="fp8")}
     assert policy.variant("w").rules == policy.rules
 
 

@@ -11,8 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policyc import parse
-from policyc.language.policy import Bound, Indices, Segment, Selector
-from policyc.language.selectors import Name, alternatives, glob_matches, matches, path, patterns
+from policyc.language.bounds import Bound
+from policyc.language.selectors import (
+    Indices,
+    PathSegment,
+    Selector,
+    SelectorSegment,
+    count_alternatives,
+    expand_selector,
+    glob_matches,
+    matches,
+    parse_path,
+)
 
 # ---- the oracle
 
@@ -41,20 +51,20 @@ def place(bound: Bound | None, size: int) -> int | None:
 
 def taken(indices: Indices, size: int) -> list[int]:
     layers = list(range(size))
-    if indices.at is not None:
-        return [layers[indices.at]] if -size <= indices.at < size else []
+    if indices.index is not None:
+        return [layers[indices.index]] if -size <= indices.index < size else []
     return layers[place(indices.start, size) : place(indices.stop, size) : indices.step]
 
 
-def segment_takes(glob: str, indices: Indices | None, name: Name) -> bool:
+def segment_takes(glob: str, indices: Indices | None, name: PathSegment) -> bool:
     if indices is None:
         return like(glob, name.text) or (name.index is not None and like(glob, f"{name.text}_\x01"))
     if name.index is None or not like(glob, name.text):
         return False
-    return name.index in taken(indices, name.size) if name.size is not None else name.index == indices.at
+    return name.index in taken(indices, name.size) if name.size is not None else name.index == indices.index
 
 
-def at_or_under(pieces: list[tuple[str, Indices | None]], names: tuple[Name, ...]) -> bool:
+def at_or_under(pieces: list[tuple[str, Indices | None]], names: tuple[PathSegment, ...]) -> bool:
     if not pieces:
         return True
     (glob, indices), *rest = pieces
@@ -63,7 +73,7 @@ def at_or_under(pieces: list[tuple[str, Indices | None]], names: tuple[Name, ...
     return bool(names) and segment_takes(glob, indices, names[0]) and at_or_under(rest, names[1:])
 
 
-def oracle(selector: Selector, names: tuple[Name, ...]) -> bool:
+def oracle(selector: Selector, names: tuple[PathSegment, ...]) -> bool:
     starts = [names] if selector.anchored else [names[i:] for i in range(len(names) + 1)]
     indices = [s.indices for s in selector.segments]
     return any(
@@ -78,9 +88,9 @@ def oracle(selector: Selector, names: tuple[Name, ...]) -> bool:
 _text = st.text("ab_", min_size=1, max_size=3)
 _size = st.integers(1, 6)
 _names = st.one_of(
-    st.builds(Name, _text),
-    st.builds(Name, _text, st.integers(0, 5)),
-    _size.flatmap(lambda size: st.builds(Name, _text, st.integers(0, size - 1), st.just(size))),
+    st.builds(PathSegment, _text),
+    st.builds(PathSegment, _text, st.integers(0, 5)),
+    _size.flatmap(lambda size: st.builds(PathSegment, _text, st.integers(0, size - 1), st.just(size))),
 )
 _paths = st.lists(_names, min_size=1, max_size=4).map(tuple)
 _word = st.text("ab_?*", max_size=3)
@@ -98,7 +108,7 @@ _bounds = st.one_of(
     ),
 )
 _indices = st.one_of(
-    st.integers(-7, 7).map(lambda n: Indices(at=n)),
+    st.integers(-7, 7).map(lambda n: Indices(index=n)),
     st.builds(
         Indices, start=st.none() | _bounds, stop=st.none() | _bounds, step=st.none() | st.integers(1, 3)
     ),
@@ -106,7 +116,7 @@ _indices = st.one_of(
 _selectors = st.builds(
     Selector,
     segments=st.lists(
-        st.builds(Segment, glob=_globs, indices=st.one_of(st.none(), st.none(), _indices)),
+        st.builds(SelectorSegment, glob=_globs, indices=st.one_of(st.none(), st.none(), _indices)),
         min_size=1,
         max_size=4,
     ).map(tuple),
@@ -114,8 +124,8 @@ _selectors = st.builds(
 )
 
 
-def selected(selector: Selector, names: tuple[Name, ...]) -> bool:
-    return any(matches(pattern, names) for pattern in patterns(selector))
+def selected(selector: Selector, names: tuple[PathSegment, ...]) -> bool:
+    return any(matches(pattern, names) for pattern in expand_selector(selector))
 
 
 @given(_selectors, _paths)
@@ -139,16 +149,16 @@ def test_what_is_under_a_matched_scope_is_matched(selector, names, under):
 
 @given(_selectors, _paths)
 def test_a_star_at_the_end_says_nothing_new(selector, names):
-    starred = Selector(segments=(*selector.segments, Segment(glob="*")), anchored=selector.anchored)
+    starred = Selector(segments=(*selector.segments, SelectorSegment(glob="*")), anchored=selector.anchored)
     assert selected(starred, names) == selected(selector, names)
 
 
 @given(_selectors)
 def test_alternatives_bound_the_patterns(selector):
     assert (
-        len(patterns(selector))
+        len(expand_selector(selector))
         <= len(expanded(tuple(s.glob for s in selector.segments)))
-        == alternatives(selector)
+        == count_alternatives(selector)
     )
 
 
@@ -210,7 +220,7 @@ def one(text: str) -> Selector:
     ],
 )
 def test_by_hand(selector, name, expected):
-    assert selected(one(selector), path(name)) is expected
+    assert selected(one(selector), parse_path(name)) is expected
 
 
 SPELLINGS = ("layers[3]", "layers.3", "layers_3")
@@ -221,20 +231,20 @@ SPELLINGS = ("layers[3]", "layers.3", "layers_3")
 def test_an_index_has_three_spellings(written, named):
     other = named.replace("3", "4")
     for size in (None, 12):
-        assert selected(one(f"{written}.mlp"), path(f"decoder.{named}.mlp.up", size))
-        assert not selected(one(f"{written}.mlp"), path(f"decoder.{other}.mlp.up", size))
+        assert selected(one(f"{written}.mlp"), parse_path(f"decoder.{named}.mlp.up", size))
+        assert not selected(one(f"{written}.mlp"), parse_path(f"decoder.{other}.mlp.up", size))
 
 
 def test_an_index_in_braces():
     chosen = one("layers_{3,5}.mlp")
-    assert [i for i in range(8) if selected(chosen, path(f"layers.{i}.mlp", 8))] == [3, 5]
+    assert [i for i in range(8) if selected(chosen, parse_path(f"layers.{i}.mlp", 8))] == [3, 5]
 
 
 def test_not_every_number_is_an_index():
-    assert path("layers__3") == (Name("layers__3"),)
-    assert path("3.x") == (Name("3"), Name("x"))
-    assert path("a3") == (Name("a3"),)
-    assert path("a[3]")[0] == Name("a", 3)
+    assert parse_path("layers__3") == (PathSegment("layers__3"),)
+    assert parse_path("3.x") == (PathSegment("3"), PathSegment("x"))
+    assert parse_path("a3") == (PathSegment("a3"),)
+    assert parse_path("a[3]")[0] == PathSegment("a", 3)
 
 
 @pytest.mark.parametrize(

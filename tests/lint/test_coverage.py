@@ -15,8 +15,10 @@ from dataclasses import replace
 import pytest
 
 from policyc import parse
-from policyc.language.loader import inspect
-from policyc.language.policy import Indices, Policy, Rule, moments
+from policyc.language.loader import parse_with_diagnostics
+from policyc.language.policy import Policy, Rule
+from policyc.language.schedule import representative_steps
+from policyc.language.selectors import Indices
 from policyc.lint.automata import TooHard, classes, example
 from policyc.lint.context import Context
 from policyc.lint.coverage import Cover, Point, sites
@@ -28,8 +30,8 @@ SEEDS = [*FEW, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in MANY)]
 
 
 def cover(text: str) -> tuple[Policy, Cover]:
-    loaded = inspect(text)
-    assert not loaded.found, loaded.found[0]
+    loaded = parse_with_diagnostics(text)
+    assert not loaded.diagnostics, loaded.diagnostics[0]
     return loaded.policy, Context(loaded).cover
 
 
@@ -216,7 +218,7 @@ PHASES = (
 @pytest.mark.parametrize("phases", list(itertools.combinations(PHASES, 3)), ids=", ".join)
 def test_every_combination_of_phases_that_a_step_is_in_is_known(phases: tuple[str, ...]) -> None:
     chosen = tuple(parse(f"{phase} {{ a -> bf16 }}").rules[0].when[0] for phase in phases)
-    known = {tuple(w.holds(*moment) for w in chosen) for moment in moments(chosen)}
+    known = {tuple(w.holds(*moment) for w in chosen) for moment in representative_steps(chosen)}
     for total in (1, 2, 9, 10, 11, 50, 1000, 1001, 1220, 1500, 1800, 1830, 2000, 3000, 10_000):
         for step in {*range(0, total, 7), total - 1, *(s for s in (999, 1000, 1499, 1500) if s < total)}:
             assert tuple(w.holds(step, total) for w in chosen) in known, f"step {step} of {total}"

@@ -12,7 +12,7 @@ import pytest
 
 from policyc import __version__
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, SourceText, Span, plain
-from policyc.language.loader import inspect
+from policyc.language.loader import parse_with_diagnostics
 from policyc.lint import output
 from policyc.lint.engine import RULES, lint
 from tests.support.command import policyc
@@ -218,6 +218,6 @@ def test_sarif_of_odd_paths(path: str, uri: str) -> None:
 @pytest.mark.parametrize("form", output.FORMS)
 def test_every_form_takes_what_lint_finds(form: str) -> None:
     text = "a.b -> bf16; a -> nvfp4 # allow: nothing\nvariant v {}\r\n" * 3
-    found = lint(inspect(text)).diagnostics
+    found = lint(parse_with_diagnostics(text)).diagnostics
     assert found
     assert printed(form, *found)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.language.loader import inspect
+from policyc.language.loader import parse_with_diagnostics
 from policyc.lint.engine import GRAPH, RULES, graph_rules, lint
 from policyc.numerics.targets import target
 from tests.support.command import policyc as command
@@ -61,15 +61,15 @@ FAULTY = {
 
 def findings(text: str, loss=model, params=PARAMS, x=X):
     """All but speed: no GEMM of so small models gains."""
-    loaded = inspect(text)
-    assert not loaded.found
+    loaded = parse_with_diagnostics(text)
+    assert not loaded.diagnostics
     plan = policyc.plan(loaded.policy, loss, params, x)
     return lint(loaded, GRAPH - {"slower-than-bf16"}, plan).diagnostics
 
 
 def found(text: str) -> set[str]:
-    loaded = inspect(text)
-    assert not loaded.found
+    loaded = parse_with_diagnostics(text)
+    assert not loaded.diagnostics
     plan = policyc.plan(loaded.policy, model, PARAMS, X)
     return {d.code for d in lint(loaded, GRAPH, plan).diagnostics}
 
@@ -125,7 +125,7 @@ def test_what_is_slower_depends_on_the_target():
         "large": jax.ShapeDtypeStruct((8192, 8192), "bfloat16"),
         "narrow": jax.ShapeDtypeStruct((8192, 64), "bfloat16"),
     }
-    loaded = inspect("* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
+    loaded = parse_with_diagnostics("* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
     plan = policyc.plan(loaded.policy, loss, shapes, jax.ShapeDtypeStruct((16384, 8192), "bfloat16"))
 
     def said(name: str) -> list[str]:
@@ -155,6 +155,6 @@ def test_every_rule_has_a_page_and_a_test():
 
 
 def test_without_a_program_nothing_is_asked_of_it():
-    loaded = inspect("mpl -> fp8  # allow: unmatched-rule -- another model\n")
+    loaded = parse_with_diagnostics("mpl -> fp8  # allow: unmatched-rule -- another model\n")
     assert not lint(loaded, GRAPH).diagnostics
     assert not [d for d in lint(loaded).diagnostics if "suppression" in d.code]

@@ -21,8 +21,8 @@ from policyc import load, parse
 from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity
 from policyc.language.formatter import format_file
-from policyc.language.loader import Loaded, inspect
-from policyc.language.parser import comments
+from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
+from policyc.language.parser import comment_ranges
 from policyc.lint.engine import RULES, Findings, lint
 from policyc.lint.fixes import mend
 from tests.support.command import policyc
@@ -39,11 +39,13 @@ IN_FILES = {"unreadable-file", "import-cycle", "too-many-imports"}
 
 def found(text: str, **options: set[str]) -> list[str]:
     """The codes that lint finds in a text, in the order of the text."""
-    return [d.code for d in lint(inspect(text), **options).diagnostics]
+    return [d.code for d in lint(parse_with_diagnostics(text), **options).diagnostics]
 
 
 def mended(text: str, *, unsafe: bool = False, codes: set[str] | None = None) -> str:
-    return mend(text, inspect, lambda loaded: lint(loaded, codes or set(RULES)), unsafe=unsafe).text
+    return mend(
+        text, parse_with_diagnostics, lambda loaded: lint(loaded, codes or set(RULES)), unsafe=unsafe
+    ).text
 
 
 def example(code: str, kind: str) -> str:
@@ -77,7 +79,9 @@ def test_the_good_example_is_clean(code: str) -> None:
 def test_the_bad_examples_that_need_files(tmp_path: Path) -> None:
     cycle = tmp_path / "a.policy"
     cycle.write_text(example("import-cycle", "Bad"))
-    assert {d.code for d in inspect(cycle.read_text(), path=cycle).found} == {"import-cycle"}
+    assert {d.code for d in parse_with_diagnostics(cycle.read_text(), path=cycle).diagnostics} == {
+        "import-cycle"
+    }
     assert found(example("too-many-imports", "Bad") * 257) == ["too-many-imports"]
     unreadable = tmp_path / "b.policy"
     unreadable.write_bytes(example("unreadable-file", "Bad").encode("utf-16"))
@@ -115,7 +119,7 @@ def test_every_finding_says_what_to_try(code: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(FIXTURES)
     if code != "unreadable-file":
         text = Path(f"{code}.policy").read_text(encoding="utf-8")
-        for diagnostic in lint(inspect(text, path=f"{code}.policy")).diagnostics:
+        for diagnostic in lint(parse_with_diagnostics(text, path=f"{code}.policy")).diagnostics:
             assert diagnostic.help, diagnostic
 
 
@@ -126,11 +130,11 @@ ELEVEN = {
     "te_nvfp4", "te_nvfp4_no_rht", "llama_nvfp4", "llama3_8b_nvfp4", "nvfp4_paper_12b", "nvfp4_late_switch", "quartet2",
     "fp8", "mxfp8", "mxfp4", "bf16",
 }  # fmt: skip
-BUNDLED = list(bundled.bundled().items())
+BUNDLED = list(bundled.bundled_policies().items())
 
 
 def test_the_eleven_are_there() -> None:
-    assert bundled.bundled().keys() >= ELEVEN
+    assert bundled.bundled_policies().keys() >= ELEVEN
 
 
 @pytest.mark.parametrize(("name", "path"), BUNDLED, ids=[name for name, _ in BUNDLED])
@@ -142,7 +146,7 @@ class TestBundled:
         assert (ran.code, ran.out) == (0, "")
 
     def test_is_laid_out(self, name: str, path: Path) -> None:
-        loaded = inspect(path.read_text(encoding="utf-8"), path=path)
+        loaded = parse_with_diagnostics(path.read_text(encoding="utf-8"), path=path)
         assert format_file(loaded.file) == path.read_text(encoding="utf-8")
 
     def test_prints_and_parses_to_itself(self, name: str, path: Path) -> None:
@@ -215,14 +219,14 @@ def test_what_is_found(text: str, codes: list[str]) -> None:
 
 
 def test_both_places_are_shown_when_two_rules_disagree() -> None:
-    (diagnostic,) = lint(inspect("a.b -> bf16\na -> fp8")).diagnostics
+    (diagnostic,) = lint(parse_with_diagnostics("a.b -> bf16\na -> fp8")).diagnostics
     assert diagnostic.span.text == "a.b -> bf16"
     assert [(n.span.text, n.message) for n in diagnostic.notes] == [("a -> fp8", "this one gives fp8")]
 
 
 def test_a_faulty_import_is_reported_with_the_place_that_imports_it(tmp_path: Path) -> None:
     (tmp_path / "lib.policy").write_text("mlp -> fp9\n")
-    (diagnostic,) = inspect('import "lib"\n', path=tmp_path / "main.policy").found
+    (diagnostic,) = parse_with_diagnostics('import "lib"\n', path=tmp_path / "main.policy").diagnostics
     assert diagnostic.code == "unknown-format"
     assert Path(diagnostic.span.source.path).name == "lib.policy"
 
@@ -376,12 +380,12 @@ def test_only_what_was_selected_is_mended() -> None:
 def test_a_fix_that_would_break_the_file_is_not_applied(replacement: str) -> None:
     """No rule has such a fix; if one ever has, the file stays whole."""
 
-    def check(loaded: Loaded) -> Findings:
+    def check(loaded: LoadedPolicy) -> Findings:
         span = loaded.file.statements[0].span
         fix = Fix(message="break it", edits=(Edit(span, replacement),), safe=True)
         return Findings(diagnostics=(Diagnostic(code="shadowed-rule", message="m", span=span, fix=fix),))
 
-    assert mend("mlp -> fp8\n", inspect, check).text == "mlp -> fp8\n"
+    assert mend("mlp -> fp8\n", parse_with_diagnostics, check).text == "mlp -> fp8\n"
 
 
 def untidy(rng: random.Random) -> str:
@@ -416,11 +420,11 @@ def test_safe_fixes_keep_the_meaning_and_the_comments(seeds: range) -> None:
     count = 0
     for seed in seeds:
         before = untidy(random.Random(seed))
-        result = mend(before, inspect, lint)
+        result = mend(before, parse_with_diagnostics, lint)
         after, count = result.text, count + result.count
         hint = f"seed {seed}\n{before}\n->\n{after}"
-        loaded = inspect(after)
-        assert not loaded.found, hint
+        loaded = parse_with_diagnostics(after)
+        assert not loaded.diagnostics, hint
         left = [d for d in lint(loaded).diagnostics if d.fix is not None and d.fix.safe]
         assert not left, hint
         assert mended(after) == after, hint
@@ -430,8 +434,8 @@ def test_safe_fixes_keep_the_meaning_and_the_comments(seeds: range) -> None:
             one = was if name is None else was.variant(name)
             other = loaded.policy if name is None else loaded.policy.variant(name)
             assert not differ(one, other), f"{name}: {hint}"
-        said = [before[a:b] for a, b in comments(before) if before[a:b].startswith("# own")]
-        assert [after[a:b] for a, b in comments(after) if after[a:b].startswith("# own")] == said, hint
+        said = [before[a:b] for a, b in comment_ranges(before) if before[a:b].startswith("# own")]
+        assert [after[a:b] for a, b in comment_ranges(after) if after[a:b].startswith("# own")] == said, hint
     assert count > len(seeds)
 
 
@@ -475,7 +479,7 @@ def test_ten_thousand_rules_take_ten_times_as_long_as_a_thousand(kind: str) -> N
 
     Questions about reach have a budget for the whole policy, so these grow less than ten times.
     """
-    in_proportion(lambda count: partial(lint, inspect(lines(count)[kind])))
+    in_proportion(lambda count: partial(lint, parse_with_diagnostics(lines(count)[kind])))
 
 
 @pytest.mark.slow
@@ -489,6 +493,6 @@ def test_ten_thousand_fixes_take_ten_times_as_long_as_a_thousand(kind: str) -> N
 def test_a_megabyte_is_read_and_linted_in_proportion() -> None:
     def work(count: int) -> Callable[[], object]:
         line = "decoder.layers[3].mlp.{gate,up,down}_proj where weight and k % 16 == 0 -> fp8(grad=e4m3)  # a comment\n"
-        return lambda: lint(inspect(line * (100 * count // len(line))))
+        return lambda: lint(parse_with_diagnostics(line * (100 * count // len(line))))
 
     in_proportion(work)

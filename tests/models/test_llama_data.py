@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policyc.language.bundled import folder
+from policyc.language.bundled import data_folder
 
-sys.path.insert(0, str(folder("models")))
+sys.path.insert(0, str(data_folder("models")))
 from llama.configs import Run
 
 data = pytest.importorskip("llama.data")

@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.language.recipes import TARGETS, Gemm, Recipe, Treatment, recipe, split
-from policyc.language.treatments import effective, problems
+from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
+from policyc.language.treatments import find_recipe_problems, normalize_recipe
 from policyc.numerics.gemm import quantized_dot_general
 from policyc.numerics.ragged import quantized_ragged_dot
 from tests.support import rounding_oracle as oracle
@@ -27,25 +27,29 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 GOLDEN = np.load(Path(__file__).parents[1] / "data" / "nvfp4_reference.npz")
 MATMUL = (((1,), (0,)), ((), ()))
-VENDOR = {"rht": TARGETS["wgrad"], "sr": TARGETS["grad"], "scale2d": TARGETS["weights"]}
-FULL = recipe("nvfp4", VENDOR)
-NEAREST = recipe("nvfp4", {"rht": TARGETS["wgrad"], "scale2d": TARGETS["weights"]})
+VENDOR = {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]}
+FULL = make_recipe("nvfp4", VENDOR)
+NEAREST = make_recipe("nvfp4", {"rht": OPERAND_GROUPS["wgrad"], "scale2d": OPERAND_GROUPS["weights"]})
 RECIPES: dict[str, Recipe] = {
     "full": FULL,
     "nearest": NEAREST,
-    "plain": recipe("nvfp4"),
-    "row": recipe("nvfp4", {"outer": "row"}),
-    "mean": recipe("nvfp4", {"mean_split": True, "rht": TARGETS["wgrad"]}),
-    "four_over_six": recipe("nvfp4", {"scale": "four_over_six", "scale2d": TARGETS["weights"]}),
-    "ms_eden": recipe("nvfp4", {"rounding": "ms_eden"}),
-    "mxfp4": recipe("mxfp4", {"rht": TARGETS["wgrad"], "rht_size": 32, "sr": TARGETS["grad"]}),
-    "mxfp8": recipe("mxfp8"),
-    "fp8": recipe("fp8"),
-    "bf16": recipe("bf16"),
-    "f32": recipe("f32"),
-    "keep": recipe("keep"),
-    "mixed": split({Gemm.FPROP: FULL, Gemm.DGRAD: recipe("fp8")}),
-    "forward": split({Gemm.FPROP: FULL, Gemm.DGRAD: recipe("bf16"), Gemm.WGRAD: recipe("f32")}),
+    "plain": make_recipe("nvfp4"),
+    "row": make_recipe("nvfp4", {"outer": "row"}),
+    "mean": make_recipe("nvfp4", {"mean_split": True, "rht": OPERAND_GROUPS["wgrad"]}),
+    "four_over_six": make_recipe("nvfp4", {"scale": "four_over_six", "scale2d": OPERAND_GROUPS["weights"]}),
+    "ms_eden": make_recipe("nvfp4", {"rounding": "ms_eden"}),
+    "mxfp4": make_recipe(
+        "mxfp4", {"rht": OPERAND_GROUPS["wgrad"], "rht_size": 32, "sr": OPERAND_GROUPS["grad"]}
+    ),
+    "mxfp8": make_recipe("mxfp8"),
+    "fp8": make_recipe("fp8"),
+    "bf16": make_recipe("bf16"),
+    "f32": make_recipe("f32"),
+    "keep": make_recipe("keep"),
+    "mixed": make_split_recipe({Gemm.FPROP: FULL, Gemm.DGRAD: make_recipe("fp8")}),
+    "forward": make_split_recipe(
+        {Gemm.FPROP: FULL, Gemm.DGRAD: make_recipe("bf16"), Gemm.WGRAD: make_recipe("f32")}
+    ),
 }
 COARSE = {
     "mxfp8": 0.06, "fp8": 0.08, "bf16": 0.01, "f32": 0.01, "keep": 0.01,
@@ -95,7 +99,7 @@ def test_vendor_products() -> None:
 
 def test_products_are_those_of_the_oracles_values() -> None:
     x, w, dy = normal(64, 128), normal(128, 96, seed=1), normal(64, 96, seed=2)
-    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=recipe("nvfp4"))
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=make_recipe("nvfp4"))
     y, dx, dw = jax.jit(partial(three, f))(x, w, dy)
     q = {
         name: oracle.nvfp4(np.asarray(v))["dequantized"].astype(np.float64)
@@ -191,7 +195,7 @@ def nonfinite(f: Any, bad: float, x: jax.Array, w: jax.Array, dy: jax.Array) -> 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_keep_is_keep(dtype: Any) -> None:
     x, w, dy = (normal(*s, dtype=dtype) for s in ((8, 32), (32, 16), (8, 16)))
-    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=recipe("keep"))
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=make_recipe("keep"))
     got = jax.jit(partial(three, f))(x, w, dy)
     want = jax.jit(partial(three, partial(lax.dot_general, dimension_numbers=MATMUL)))(x, w, dy)
     for mine, theirs in zip(got, want, strict=True):
@@ -200,7 +204,7 @@ def test_keep_is_keep(dtype: Any) -> None:
 
 def test_kept_products_of_a_mixed_recipe_are_exact() -> None:
     x, w, dy = normal(8, 32), normal(32, 16), normal(8, 16)
-    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=split({Gemm.FPROP: FULL}))
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=make_split_recipe({Gemm.FPROP: FULL}))
     got = jax.jit(partial(three, f))(x, w, dy)
     want = three(partial(lax.dot_general, dimension_numbers=MATMUL), x, w, dy)
     assert off(got[0], want[0]) > 0.05
@@ -211,20 +215,20 @@ def test_kept_products_of_a_mixed_recipe_are_exact() -> None:
 def test_bf16_accumulates_in_fp32() -> None:
     """4096 ones: a bfloat16 sum would stop at 256."""
     ones = jnp.ones((1, 4096), jnp.bfloat16)
-    y = quantized_dot_general(ones, ones.T, MATMUL, recipe("bf16"))
+    y = quantized_dot_general(ones, ones.T, MATMUL, make_recipe("bf16"))
     assert y.item() == 4096
 
 
 def test_padding_is_exact() -> None:
     """A contraction of 37 is that of 48 with zeros; rows and columns are whole blocks in both."""
     x, w = normal(32, 37), normal(37, 16, seed=1)
-    f = jax.jit(partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=recipe("nvfp4")))
+    f = jax.jit(partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=make_recipe("nvfp4")))
     wide = f(jnp.pad(x, ((0, 0), (0, 11))), jnp.pad(w, ((0, 11), (0, 0))))
     np.testing.assert_allclose(np.asarray(f(x, w)), np.asarray(wide), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "nearest", [recipe("mxfp4", {"rht": TARGETS["wgrad"]}), slow(NEAREST)], ids=["mxfp4", "nvfp4"]
+    "nearest", [make_recipe("mxfp4", {"rht": OPERAND_GROUPS["wgrad"]}), slow(NEAREST)], ids=["mxfp4", "nvfp4"]
 )
 def test_leading_dimensions_are_rows(nearest: Recipe) -> None:
     """Blocks along tokens run as if all tokens were one dimension, whole sequences or not."""
@@ -245,8 +249,10 @@ def test_leading_dimensions_are_rows(nearest: Recipe) -> None:
 def test_gradients_are_unbiased() -> None:
     """Only the gradient is stochastic: averaging B draws of dx and dw, the squared error falls as 1/B."""
     x, w, dy = normal(32, 32), normal(32, 32, seed=1), normal(32, 32, seed=2)
-    r = recipe("nvfp4", {"sr": TARGETS["grad"], "sr_headroom": __import__("fractions").Fraction(17, 16)})
-    exact = split({Gemm.FPROP: recipe("keep"), Gemm.DGRAD: r, Gemm.WGRAD: r})
+    r = make_recipe(
+        "nvfp4", {"sr": OPERAND_GROUPS["grad"], "sr_headroom": __import__("fractions").Fraction(17, 16)}
+    )
+    exact = make_split_recipe({Gemm.FPROP: make_recipe("keep"), Gemm.DGRAD: r, Gemm.WGRAD: r})
 
     def draw(step: jax.Array) -> tuple[jax.Array, ...]:
         f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=exact, step=step)
@@ -266,7 +272,7 @@ def test_gradients_are_unbiased() -> None:
 def test_gradient_of_a_smooth_function_around_it() -> None:
     """With the products kept, finite differences; the quantized ones are straight through."""
     x, w = normal(8, 32), normal(32, 16, seed=1)
-    f = lambda w: jnp.sum(jnp.tanh(quantized_dot_general(x, w, MATMUL, recipe("f32"))))  # noqa: E731
+    f = lambda w: jnp.sum(jnp.tanh(quantized_dot_general(x, w, MATMUL, make_recipe("f32"))))  # noqa: E731
     g, d = jax.grad(f)(w), normal(32, 16, seed=3)
     # A central difference: its own error is of order 1e-4 here.
     slope = (f(w + 1e-2 * d) - f(w - 1e-2 * d)) / 2e-2
@@ -276,7 +282,7 @@ def test_gradient_of_a_smooth_function_around_it() -> None:
 def test_scales_do_not_under_or_overflow_on_their_way() -> None:
     """One operand tiny, the other huge: each outer scale alone is at the edge of fp32, the product is not."""
     x, w = normal(16, 32), normal(32, 16, seed=1)
-    f = jax.jit(partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=recipe("nvfp4")))
+    f = jax.jit(partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=make_recipe("nvfp4")))
     want = np.asarray(f(x, w))
     got = np.asarray(f(x * 2.0**-120, w * 2.0**120))
     # A tensor this small is lifted by a power of two first, and a scale may round the other way.
@@ -288,12 +294,17 @@ def test_scales_do_not_under_or_overflow_on_their_way() -> None:
 
 
 def test_problems_are_named() -> None:
-    one = recipe("nvfp4", {"rht": TARGETS["wgrad.activations"]})
-    assert "wgrad" in problems(one)[0]
-    assert "2D" in problems(recipe("nvfp4", {"rht": TARGETS["all"], "scale2d": TARGETS["weights"]}))[0]
+    one = make_recipe("nvfp4", {"rht": OPERAND_GROUPS["wgrad.activations"]})
+    assert "wgrad" in find_recipe_problems(one)[0]
+    assert (
+        "2D"
+        in find_recipe_problems(
+            make_recipe("nvfp4", {"rht": OPERAND_GROUPS["all"], "scale2d": OPERAND_GROUPS["weights"]})
+        )[0]
+    )
     with pytest.raises(ValueError, match="both or neither"):
-        effective(one)
-    assert not any(problems(r) for r in RECIPES.values())
+        normalize_recipe(one)
+    assert not any(find_recipe_problems(r) for r in RECIPES.values())
 
 
 # --- transformations ------------------------------------------------------------------------------
@@ -370,7 +381,7 @@ def test_the_jaxpr_is_readable() -> None:
 def test_abstract_shapes_are_those_of_the_mathematics() -> None:
     from policyc.numerics import primitives, quantize
 
-    for t in {t for r in RECIPES.values() for t in effective(r).treatments if t.bits in (4, 8)}:
+    for t in {t for r in RECIPES.values() for t in normalize_recipe(r).treatments if t.bits in (4, 8)}:
         for shape in ((5, 30), (3, 16, 64)):
             axes = quantize.Axes(axis=-1, tile=-2, batch=(-3,) if len(shape) == 3 else ())
             x = normal(*shape)
@@ -400,7 +411,7 @@ def test_sharded_is_unsharded(name: str) -> None:
     shards = put(x, "data", None, "model"), put(w, "model", None), put(dy, "data")
     for mine, theirs in zip(run(*shards), run(x, w, dy), strict=True):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-4, atol=1e-4)
-    for t in set(effective(RECIPES[name]).treatments):
+    for t in set(normalize_recipe(RECIPES[name]).treatments):
         axes = quantize.Axes(axis=-2, contract=(-3, -2), tile=-1)
         f = jax.jit(partial(primitives.quantize, treatment=replace_tile(t), axes=axes))
         a, b = f(shards[0]), f(x)
@@ -546,7 +557,7 @@ def test_ragged_groups_are_products_of_their_own() -> None:
     sizes = jnp.array([16, 48], jnp.int32)
     x, w, dy = normal(64, 32), normal(2, 32, 16, seed=1), normal(64, 16, seed=2)
     x, dy = x.at[20, 3].set(9), dy.at[20, 3].set(9)
-    r = recipe("nvfp4", {"scale2d": TARGETS["weights"]})
+    r = make_recipe("nvfp4", {"scale2d": OPERAND_GROUPS["weights"]})
     y, dx, dw = jax.jit(partial(three, lambda x, w: quantized_ragged_dot(x, w, sizes, r)))(x, w, dy)
     f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=r)
     alone = jax.jit(partial(three, f))(x[16:], w[1], dy[16:])

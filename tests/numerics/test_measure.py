@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from policyc.language.recipes import TARGETS, Gemm, Role, Treatment, recipe
+from policyc.language.recipes import OPERAND_GROUPS, Gemm, Role, Treatment, make_recipe
 from policyc.numerics.measure import measure, measure_operand
 from tests.support import rounding_oracle as oracle
 
@@ -62,22 +62,26 @@ def test_saturation_is_seen() -> None:
     ],
 )
 def test_operands_of_the_vendors_recipe(gemm: Gemm, role: Role, axis: int, scales: tuple[int, int]) -> None:
-    options = {"rht": TARGETS["wgrad"], "sr": TARGETS["grad"], "scale2d": TARGETS["weights"]}
-    m = measure_operand(X, recipe("nvfp4", options), gemm, role, axis=axis)
+    options = {
+        "rht": OPERAND_GROUPS["wgrad"],
+        "sr": OPERAND_GROUPS["grad"],
+        "scale2d": OPERAND_GROUPS["weights"],
+    }
+    m = measure_operand(X, make_recipe("nvfp4", options), gemm, role, axis=axis)
     assert m.scales.shape == scales
     assert 15 < m.stats.sqnr_db < 22
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "bf16", "f32", "keep"])
 def test_other_formats(name: str) -> None:
-    m = measure_operand(X, recipe(name), Gemm.FPROP, Role.ACTIVATION)
+    m = measure_operand(X, make_recipe(name), Gemm.FPROP, Role.ACTIVATION)
     assert m.stats.sqnr_db > 30
     np.testing.assert_allclose(m.dequantized, X, rtol=0.07, atol=1e-2)
 
 
 def test_a_mean_is_added_back() -> None:
-    m = measure_operand(X + 50, recipe("nvfp4", {"mean_split": True}), Gemm.FPROP, Role.ACTIVATION)
-    plain = measure_operand(X + 50, recipe("nvfp4"), Gemm.FPROP, Role.ACTIVATION)
+    m = measure_operand(X + 50, make_recipe("nvfp4", {"mean_split": True}), Gemm.FPROP, Role.ACTIVATION)
+    plain = measure_operand(X + 50, make_recipe("nvfp4"), Gemm.FPROP, Role.ACTIVATION)
     # What is left of the mean's own rounding is a bias per feature; the rest is rounded at its own size.
     left, before = (np.std(v.dequantized - X - 50, axis=0).mean() for v in (m, plain))
     assert left < 0.5 * before

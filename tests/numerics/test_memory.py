@@ -12,13 +12,16 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policyc.language.recipes import TARGETS, recipe
+from policyc.language.recipes import OPERAND_GROUPS, make_recipe
 from policyc.numerics.gemm import quantized_dot_general
 
 pytestmark = pytest.mark.usefixtures("quick_compile")  # what is kept is decided before code is written
 
 LAYERS, TOKENS, D, FF, HEADS = 8, 512, 256, 1024, 4
-FULL = recipe("nvfp4", {"rht": TARGETS["wgrad"], "sr": TARGETS["grad"], "scale2d": TARGETS["weights"]})
+FULL = make_recipe(
+    "nvfp4",
+    {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]},
+)
 
 
 def block(product: Any, h: jax.Array, w: dict[str, jax.Array]) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import policyc
 from policyc.compiler import plan as planner
-from policyc.language.recipes import TARGETS, Gemm, Recipe, recipe
+from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, make_recipe
 from policyc.numerics import backends
 from policyc.numerics.backends import te
 from policyc.numerics.backends.choice import GemmQuery, Lowering, Machine, choose
@@ -38,12 +38,12 @@ SUMS = 1e-6
 
 
 def ask(r: Recipe = NEAREST, gemm: Gemm = Gemm.WGRAD, **more: Any) -> GemmQuery:
-    left, right = r.product(gemm)
+    left, right = r.gemm_treatments(gemm)
     return GemmQuery(**({"gemm": gemm, "left": left, "right": right, "m": 128, "n": 256, "k": 64} | more))
 
 
 def option(**options: Any) -> Recipe:
-    return recipe("nvfp4", options)
+    return make_recipe("nvfp4", options)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def option(**options: Any) -> Recipe:
         (ask(ragged=True), "Transformer Engine has no NVFP4 GEMM over ragged groups"),
         (ask(types=("bfloat16", "float32")), "rotates bfloat16, and this operand is float32"),
         (ask(types=("int8", "bfloat16")), "does not quantize int8"),
-        (ask(option(rht=TARGETS["wgrad"], rht_size=32)), "no rht_size=32"),
+        (ask(option(rht=OPERAND_GROUPS["wgrad"], rht_size=32)), "no rht_size=32"),
         (ask(option(rounding="ms_eden")), "no rht_size=128"),
         (ask(option(mean_split=True)), "no mean_split"),
         (ask(option(outer="row")), "no outer=row"),

@@ -16,7 +16,7 @@ import pytest
 
 import policyc
 from policyc.compiler.plan import asked
-from policyc.language.recipes import Gemm, Treatment, recipe
+from policyc.language.recipes import Gemm, Treatment, make_recipe
 from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.backends.emulate import with_outer
 from policyc.numerics.backends.xla import _scaled_inside
@@ -158,7 +158,7 @@ def test_products_are_chosen_apart() -> None:
 
 
 def test_what_is_emulated_says_why() -> None:
-    ask = asked(plan("* -> nvfp4").sites.sites[0], recipe("mxfp4"))[0]
+    ask = asked(plan("* -> nvfp4").sites.sites[0], make_recipe("mxfp4"))[0]
     assert (ask.gemm, ask.m, ask.n, ask.k) == (Gemm.FPROP, 48, 32, 64)
     obstacle = choose("auto", ask, Machine("gb200", frozenset({"mxfp4"}))).obstacle
     assert obstacle is not None

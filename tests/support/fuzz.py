@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from policyc.language.bundled import bundled
+from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import PolicyError
 from policyc.language.formatter import format_file
-from policyc.language.loader import inspect, parse
-from policyc.language.parser import read
+from policyc.language.loader import parse, parse_with_diagnostics
+from policyc.language.parser import read_statements
 
 SLOWEST = 5.0  # seconds for one input. A few milliseconds are usual: this is a hang, or the machine is
 
@@ -41,7 +41,7 @@ WRAPS = ("({})", "[{}]", "{{{}}}", "after 5% {{ {} }}", "variant v {{ {} }}", "s
 @cache
 def corpus() -> list[str]:
     """Statements, and short runs of them, from the bundled policies and the examples of the documentation."""
-    texts = [path.read_text(encoding="utf-8") for path in bundled().values()]
+    texts = [path.read_text(encoding="utf-8") for path in bundled_policies().values()]
     docs = Path(__file__).parents[2] / "docs"
     for page in sorted(docs.glob("*.md")):
         texts += re.findall(r"```policy\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
@@ -114,23 +114,23 @@ def alarm(seconds: float) -> Iterator[None]:
 
 def check(text: str, folder: Path) -> bool:
     """What holds of every text. Says whether it is a policy. `folder` is where its imports are looked for."""
-    loaded = inspect(
+    loaded = parse_with_diagnostics(
         text, path=folder / "fuzz_self.policy"
     )  # as `parse` does, which then raises what was found
-    file, sound, found = loaded.file, not loaded.found, ()
+    file, sound, found = loaded.file, not loaded.diagnostics, ()
     if sound:
         printed = str(loaded.policy)
         again = parse(printed)
         assert again == loaded.policy, "printing and parsing is not the identity"
         assert str(again) == printed
     else:
-        _check_faults(PolicyError(loaded.found))
-        if any(d.code == "syntax-error" and d.span.source is file.source for d in loaded.found):
+        _check_faults(PolicyError(loaded.diagnostics))
+        if any(d.code == "syntax-error" and d.span.source is file.source for d in loaded.diagnostics):
             return False
-        file, found = read(file.source)
+        file, found = read_statements(file.source)
     if not found:
         formatted = format_file(file)
-        again, found = read(type(file.source)(formatted))
+        again, found = read_statements(type(file.source)(formatted))
         assert not found
         assert format_file(again) == formatted, "formatting twice is not formatting once"
         assert again.statements == file.statements

@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from policyc.language.policy import Attributes, Indices, Policy, Rule, Segment, Selector
-from policyc.language.recipes import Gemm, recipe
+from policyc.language.policy import Policy, Rule
+from policyc.language.predicates import SiteAttributes
+from policyc.language.recipes import Gemm, make_recipe
+from policyc.language.selectors import Indices, Selector, SelectorSegment
 
 Site = tuple[tuple[str, int | None, int | None], ...]
 """The name of a site: for each segment its text and, in a stack, its index and the depth of the stack."""
@@ -68,7 +70,7 @@ def taken(selector: Selector, site: Site) -> bool:
     return any(_follows(selector.segments, site[start:]) for start in starts)
 
 
-def _follows(segments: tuple[Segment, ...], site: Site) -> bool:
+def _follows(segments: tuple[SelectorSegment, ...], site: Site) -> bool:
     if not segments:
         return True
     first, rest = segments[0], segments[1:]
@@ -78,7 +80,7 @@ def _follows(segments: tuple[Segment, ...], site: Site) -> bool:
 
 
 @cache
-def _is(segment: Segment, text: str, index: int | None, depth: int | None) -> bool:
+def _is(segment: SelectorSegment, text: str, index: int | None, depth: int | None) -> bool:
     glob = re.escape(segment.glob).replace(r"\*", ".*").replace(r"\?", ".")
     pattern = re.sub(r"\\\{(.*?)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", glob)
     if segment.indices is None:
@@ -93,8 +95,8 @@ def _is(segment: Segment, text: str, index: int | None, depth: int | None) -> bo
 
 def _indices(indices: Indices, depth: int) -> list[int]:
     layers = list(range(depth))
-    if indices.at is not None:
-        return layers[indices.at : indices.at + 1 or None] if -depth <= indices.at else []
+    if indices.index is not None:
+        return layers[indices.index : indices.index + 1 or None] if -depth <= indices.index else []
     ends = [
         None if b is None
         else int(b.value) if not b.percent
@@ -152,7 +154,7 @@ _OF_PRODUCT = tuple(sum(1 << (3 * at + g) for at in range(_SITES)) for g in rang
 def differ(one: Policy, other: Policy) -> bool:
     """Do two policies give some point of the universe something else?"""
     wheres = tuple(dict.fromkeys(r.where for p in (one, other) for r in p.rules if r.where is not None))
-    whens = tuple(dict.fromkeys(w for p in (one, other) for w in p.phases))
+    whens = tuple(dict.fromkeys(w for p in (one, other) for w in p.step_conditions))
     moments = {tuple(w.holds(*m) for w in whens): m for m in MOMENTS}
     sizes = {tuple(w.holds(s) for w in wheres): s for s in SIZES}
     mine, theirs = _given(one), _given(other)
@@ -166,14 +168,14 @@ def differ(one: Policy, other: Policy) -> bool:
 def _given(policy: Policy) -> list[tuple[str, ...]]:
     """For each rule, what it does to each product, as text."""
     resolve = policy.resolver()
-    return [tuple(repr(resolve(r.recipe).product(g)) for g in GEMMS) for r in policy.rules]
+    return [tuple(repr(resolve(r.recipe).gemm_treatments(g)) for g in GEMMS) for r in policy.rules]
 
 
-_KEPT = tuple(repr(recipe("keep").product(g)) for g in GEMMS)
+_KEPT = tuple(repr(make_recipe("keep").gemm_treatments(g)) for g in GEMMS)
 
 
 def _decided(
-    policy: Policy, given: list[tuple[str, ...]], moment: tuple[int, int], sizes: Attributes
+    policy: Policy, given: list[tuple[str, ...]], moment: tuple[int, int], sizes: SiteAttributes
 ) -> dict[str, int]:
     found: dict[str, int] = {}
     free = _EVERYTHING

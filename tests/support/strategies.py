@@ -14,27 +14,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from policyc.language.policy import (
-    AllOf,
-    AnyOf,
-    Bound,
-    Compare,
-    HasWeight,
-    Indices,
-    Not,
-    Policy,
-    RecipeDef,
-    Rule,
-    Segment,
-    Selector,
-    Setting,
-    Split,
-    Term,
-    Use,
-    Variant,
-    When,
-)
+from policyc.language.bounds import Bound
+from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Setting, SplitRecipe, Variant
+from policyc.language.predicates import AllOf, AnyOf, Comparison, HasWeight, Not, Term
 from policyc.language.recipes import Gemm
+from policyc.language.schedule import StepCondition
+from policyc.language.selectors import Indices, Selector, SelectorSegment
 
 KEYWORDS = ("import", "recipe", "after", "until", "variant")
 PRODUCTS = ("fprop", "dgrad", "wgrad", "bwd")
@@ -75,7 +60,7 @@ _percent = st.integers(0, 10_000).map(lambda n: Bound(Fraction(n, 100), True))
 _signed_percent = st.integers(-10_000, 10_000).map(lambda n: Bound(Fraction(n, 100), True))
 _bounds = st.one_of(st.integers(-99, 99).map(lambda n: Bound(Fraction(n))), _signed_percent)
 indices = st.one_of(
-    st.integers(-(10**6), 10**6).map(lambda n: Indices(at=n)),
+    st.integers(-(10**6), 10**6).map(lambda n: Indices(index=n)),
     st.builds(
         Indices,
         start=st.none() | _bounds,
@@ -83,7 +68,7 @@ indices = st.one_of(
         step=st.none() | st.integers(1, 9),
     ),
 )
-segments = st.builds(Segment, glob=globs, indices=st.none() | indices)
+segments = st.builds(SelectorSegment, glob=globs, indices=st.none() | indices)
 products = st.sets(st.sampled_from(list(Gemm)), min_size=1).map(frozenset)
 selectors = st.builds(
     Selector,
@@ -119,10 +104,10 @@ _operators = st.sampled_from(["==", "!=", "<", "<=", ">", ">="])
 
 
 @st.composite
-def compares(draw: Callable[..., Any]) -> Compare:
+def compares(draw: Callable[..., Any]) -> Comparison:
     count = draw(st.integers(2, 4))
     chain = tuple(draw(terms) for _ in range(count))
-    return Compare(terms=chain, operators=tuple(draw(_operators) for _ in range(count - 1)))
+    return Comparison(terms=chain, operators=tuple(draw(_operators) for _ in range(count - 1)))
 
 
 def _several(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -172,23 +157,25 @@ _FORMATS: dict[str, list[list[st.SearchStrategy[Setting]]]] = {
 
 
 @st.composite
-def formats(draw: Callable[..., Any]) -> Use:
+def formats(draw: Callable[..., Any]) -> RecipeCall:
     name = draw(st.sampled_from(list(_FORMATS)))
     options = draw(st.permutations(draw(st.sampled_from(_FORMATS[name]))))
     chosen = options[: draw(st.integers(0, len(options)))]
-    return Use(name=name, settings=tuple(draw(option) for option in chosen))
+    return RecipeCall(name=name, settings=tuple(draw(option) for option in chosen))
 
 
 def recipes(known: list[str], deep: int = 2) -> st.SearchStrategy[Any]:
     """A recipe made of formats, of known names, and of splits of such."""
-    leaf = st.one_of(formats(), st.sampled_from(known).map(lambda n: Use(name=n))) if known else formats()
+    leaf = (
+        st.one_of(formats(), st.sampled_from(known).map(lambda n: RecipeCall(name=n))) if known else formats()
+    )
     if deep == 0:
         return leaf
     inner = recipes(known, deep - 1)
     parts = st.dictionaries(st.sampled_from(list(Gemm)), inner, min_size=1).map(
         lambda d: tuple((gemm, d[gemm]) for gemm in Gemm if gemm in d)
     )
-    return st.one_of(leaf, leaf, st.builds(Split, parts=parts))
+    return st.one_of(leaf, leaf, st.builds(SplitRecipe, parts=parts))
 
 
 # ---- policies
@@ -196,7 +183,9 @@ def recipes(known: list[str], deep: int = 2) -> st.SearchStrategy[Any]:
 _points = st.one_of(st.integers(0, 10**6).map(lambda n: Bound(Fraction(n))), _percent)
 schedules = st.one_of(
     st.just(()),
-    st.lists(st.builds(When, kind=st.sampled_from(["after", "until"]), bound=_points), max_size=3).map(tuple),
+    st.lists(
+        st.builds(StepCondition, kind=st.sampled_from(["after", "until"]), bound=_points), max_size=3
+    ).map(tuple),
 )
 
 
@@ -376,7 +365,7 @@ class _Writer:
             self.soft()
             self.products(selector.products)
 
-    def segment(self, segment: Segment) -> None:
+    def segment(self, segment: SelectorSegment) -> None:
         glob = segment.glob.replace("*", self.one_of("*", "*", "**"))
         if "{" in glob:
             glob = glob.replace(",", self.one_of(",", " , ", ", "))
@@ -386,8 +375,8 @@ class _Writer:
         taken = segment.indices
         self.put("[")
         self.soft()
-        if taken.at is not None:
-            self.put(str(taken.at))
+        if taken.index is not None:
+            self.put(str(taken.index))
         else:
             if taken.start is not None:
                 self.bound(taken.start)
@@ -440,7 +429,7 @@ class _Writer:
                 self.put("not ")
                 self.soft()
                 self.predicate(node.operand, 3)
-            case Compare():
+            case Comparison():
                 for i, term in enumerate(node.terms):
                     if i:
                         self.gap()
@@ -467,7 +456,7 @@ class _Writer:
     # recipes
 
     def recipe(self, node: Any) -> None:
-        if isinstance(node, Use):
+        if isinstance(node, RecipeCall):
             self.put(node.name)
             if node.settings or self.one_of(True, False, False, False):
                 self.brackets(lambda: self.separated(node.settings, self.setting, trailing=True))
@@ -543,7 +532,7 @@ class _Writer:
         body()
         self.put("}")
 
-    def scheduled(self, when: tuple[When, ...], group: list[Rule]) -> None:
+    def scheduled(self, when: tuple[StepCondition, ...], group: list[Rule]) -> None:
         if not when:
             self.body([lambda r=r: self.rule(r) for r in group])
             return

@@ -1,8 +1,7 @@
-"""Text -> statements. The only importer of lark.
+"""Parses the text of one policy file into statements. Only this package imports lark.
 
-In: the text of one policy file. Out: a `File` of statements, and every fault found on the way. A file that the grammar
-takes whole is read in one go; one that it does not take is cut into statements, and each is tried alone. The one trap:
-a faulty statement is left out, so that a `File` with faults is not the whole file.
+A file that the grammar accepts is parsed as a whole. Any other file is cut into statements, and each is parsed alone. A
+statement with an error is left out, so a `PolicyFile` that comes with diagnostics is incomplete.
 """
 
 from __future__ import annotations
@@ -10,25 +9,40 @@ from __future__ import annotations
 from lark.exceptions import UnexpectedInput
 
 from policyc.language.diagnostics import Diagnostic, SourceText
-from policyc.language.parser.grammar import explains, parse, syntax_error, too_deep
-from policyc.language.parser.nodes import Builder
+from policyc.language.parser.builder import StatementBuilder
+from policyc.language.parser.grammar import check_depth, explain_syntax_error, has_syntax_error, parse_tree
 from policyc.language.parser.recovery import recover
-from policyc.language.parser.statements import LONGEST, Block, File, Import, Statement, comments
+from policyc.language.parser.statements import (
+    MAX_FILE_BYTES,
+    BlockStatement,
+    ImportStatement,
+    PolicyFile,
+    Statement,
+    comment_ranges,
+)
 
-__all__ = ["LONGEST", "Block", "File", "Import", "Statement", "comments", "read"]
+__all__ = [
+    "MAX_FILE_BYTES",
+    "BlockStatement",
+    "ImportStatement",
+    "PolicyFile",
+    "Statement",
+    "comment_ranges",
+    "read_statements",
+]
 
 
-def read(source: SourceText) -> tuple[File, tuple[Diagnostic, ...]]:
+def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, ...]]:
     """The statements of a text that could be read, and what is wrong with the others."""
-    builder = Builder(source)
+    builder = StatementBuilder(source)
     try:
-        tree = parse(source.text)
+        tree = parse_tree(source.text)
     except UnexpectedInput as error:
-        first = syntax_error(source, error, 0)
+        first = explain_syntax_error(source, error, 0)
         statements = recover(builder)
         found = tuple(builder.found)
-        return File(source, statements), found if explains(found) else (first, *found)
-    deep = too_deep(source, 0, len(source.text))
+        return PolicyFile(source, statements), found if has_syntax_error(found) else (first, *found)
+    deep = check_depth(source, 0, len(source.text))
     if deep is not None:
-        return File(source, ()), (deep,)
-    return File(source, builder.statements(tree.children)), tuple(builder.found)
+        return PolicyFile(source, ()), (deep,)
+    return PolicyFile(source, builder.statements(tree.children)), tuple(builder.found)

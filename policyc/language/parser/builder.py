@@ -12,31 +12,24 @@ from typing import Any
 
 from lark import Token, Tree
 
+from policyc.language.bounds import Bound
 from policyc.language.diagnostics import Diagnostic, SourceText, Span, did_you_mean
-from policyc.language.parser.grammar import DEEPEST
-from policyc.language.parser.statements import Block, Import, Statement
-from policyc.language.policy import (
-    NUMBERS,
+from policyc.language.parser.grammar import MAX_DEPTH
+from policyc.language.parser.statements import BlockStatement, ImportStatement, Statement
+from policyc.language.policy import RecipeCall, RecipeDef, RecipeExpr, Rule, Setting, SplitRecipe
+from policyc.language.predicates import (
+    NUMERIC_ATTRIBUTES,
     AllOf,
     AnyOf,
-    Bound,
-    Compare,
+    Comparison,
     HasWeight,
-    Indices,
     Not,
     Predicate,
-    RecipeDef,
-    RecipeNode,
-    Rule,
-    Segment,
-    Selector,
-    Setting,
-    Split,
     Term,
-    Use,
-    When,
 )
-from policyc.language.recipes import PRODUCTS, Gemm, canonical
+from policyc.language.recipes import GEMM_GROUPS, Gemm, canonical_operand_word
+from policyc.language.schedule import StepCondition
+from policyc.language.selectors import Indices, Selector, SelectorSegment
 
 _DEEPEST_SPLIT = 4  # splits in splits: `bwd=` stands for two, so that each level may double the recipe
 _DIGITS = 18
@@ -44,7 +37,7 @@ _VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|\d[\w./]*")
 """A value outside of braces: what stands in them alone must be able to stand without them."""
 
 
-class Builder:
+class StatementBuilder:
     """Turns trees into nodes. Collects faults instead of raising them; a faulty statement is left out."""
 
     def __init__(self, source: SourceText) -> None:
@@ -72,26 +65,26 @@ class Builder:
     def statement(self, tree: Any) -> Statement | None:
         before = len(self.found)
         statement: Statement = getattr(self, f"_{tree.data}")(tree)
-        return statement if len(self.found) == before or isinstance(statement, Block) else None
+        return statement if len(self.found) == before or isinstance(statement, BlockStatement) else None
 
     # statements
 
-    def _import(self, tree: Any) -> Import:
-        return Import(str(tree.children[1][1:-1]), self.span(tree))
+    def _import(self, tree: Any) -> ImportStatement:
+        return ImportStatement(str(tree.children[1][1:-1]), self.span(tree))
 
     def _definition(self, tree: Any) -> RecipeDef:
         _, name, value = tree.children
         return RecipeDef(name=str(name), recipe=self.recipe(value), span=self.span(tree))
 
-    def _schedule(self, tree: Any) -> Block:
+    def _schedule(self, tree: Any) -> BlockStatement:
         kind, point, block = tree.children
         bound = self.bound(point)
-        when = When(kind=str(kind), bound=bound, span=self.span(kind).to(bound.span))  # type: ignore[arg-type]  # the grammar admits these two
-        return Block(when, self.statements(block.children), self.span(tree))
+        when = StepCondition(kind=str(kind), bound=bound, span=self.span(kind).to(bound.span))  # type: ignore[arg-type]  # the grammar admits these two
+        return BlockStatement(when, self.statements(block.children), self.span(tree))
 
-    def _variant(self, tree: Any) -> Block:
+    def _variant(self, tree: Any) -> BlockStatement:
         _, name, block = tree.children
-        return Block(str(name), self.statements(block.children), self.span(tree))
+        return BlockStatement(str(name), self.statements(block.children), self.span(tree))
 
     def _rule(self, tree: Any) -> Rule:
         selectors, where, recipe, expect = [], None, None, None
@@ -124,7 +117,7 @@ class Builder:
                 products = self.products(child)
         return Selector(segments=tuple(segments), anchored=anchored, products=products, span=self.span(tree))
 
-    def segment(self, tree: Any) -> Segment:
+    def segment(self, tree: Any) -> SelectorSegment:
         token = tree.children[0]
         glob = re.sub(r"\*+", "*", token)
         if "{" in glob:
@@ -138,7 +131,7 @@ class Builder:
                     "braces hold names: write several selectors, separated by commas",
                 )  # fmt: skip
         indices = self.indices(tree.children[1]) if len(tree.children) > 1 else None
-        return Segment(glob=glob, indices=indices, span=self.span(tree))
+        return SelectorSegment(glob=glob, indices=indices, span=self.span(tree))
 
     def indices(self, tree: Any) -> Indices:
         tokens, span = tree.children[1:-1], self.span(tree)
@@ -146,7 +139,7 @@ class Builder:
             bound = self.bound(tokens[0])
             if bound.percent:
                 self.fault("bad-slice", tokens[0], "a percentage is no index", f"write a slice: [{bound}:]")
-            return Indices(at=int(bound.value), span=span)
+            return Indices(index=int(bound.value), span=span)
         parts: list[Bound | None] = [None]
         for token in tokens:
             if token.type == "COLON":
@@ -165,13 +158,13 @@ class Builder:
         taken: set[Gemm] = set()
         for token in tree.children:
             for word in re.findall(r"[^\s,{}]+", re.sub("#[^\n]*", "", token)):
-                if word not in PRODUCTS:
-                    help = did_you_mean(word, PRODUCTS)
+                if word not in GEMM_GROUPS:
+                    help = did_you_mean(word, GEMM_GROUPS)
                     self.fault("unknown-product", token, f"no product named '{word}'", help)
-                taken |= PRODUCTS.get(word, frozenset(Gemm))
+                taken |= GEMM_GROUPS.get(word, frozenset(Gemm))
         if not taken:
             self.fault(
-                "unknown-product", tree, "no product between the braces", f"known: {', '.join(PRODUCTS)}"
+                "unknown-product", tree, "no product between the braces", f"known: {', '.join(GEMM_GROUPS)}"
             )
         return frozenset(taken)
 
@@ -188,9 +181,9 @@ class Builder:
     def negation(self, tree: Any) -> Predicate:
         *nots, operand = tree.children
         found = self.any_of(operand.children[1]) if operand.data == "group" else self.compare(operand)
-        if len(nots) > DEEPEST:
+        if len(nots) > MAX_DEPTH:
             self.fault(
-                "nested-too-deep", nots[0], f"more than {DEEPEST} times 'not'", "two of them cancel out"
+                "nested-too-deep", nots[0], f"more than {MAX_DEPTH} times 'not'", "two of them cancel out"
             )
             return found
         for token in reversed(nots):
@@ -202,7 +195,7 @@ class Builder:
         operators = tuple(str(c) for c in tree.children if isinstance(c, Token))
         truth = [t for t in terms if "weight" in t.variables]
         if len(terms) == 1:
-            known = terms[0].variables <= {*NUMBERS, "weight"}  # else it has been reported
+            known = terms[0].variables <= {*NUMERIC_ATTRIBUTES, "weight"}  # else it has been reported
             if known and (terms[0].value != "weight" or terms[0].modulus is not None):
                 self.fault(
                     "bad-predicate", tree, f"'{terms[0]}' is not true or false", "compare it: k >= 1024"
@@ -211,7 +204,7 @@ class Builder:
         if truth:
             help = "write 'weight' or 'not weight'"
             self.fault("bad-predicate", truth[0].span, "'weight' is true or false, not a number", help)
-        return Compare(terms=terms, operators=operators, span=self.span(tree))  # type: ignore[arg-type]  # the grammar admits these six
+        return Comparison(terms=terms, operators=operators, span=self.span(tree))  # type: ignore[arg-type]  # the grammar admits these six
 
     def term(self, tree: Any) -> Term:
         value, modulus = tree.children
@@ -229,39 +222,39 @@ class Builder:
     def operand(self, token: Any) -> str | int:
         if token.type == "NUMBER":
             return self.integer(token)
-        if token not in (*NUMBERS, "weight"):
-            help = did_you_mean(token, (*NUMBERS, "weight"))
+        if token not in (*NUMERIC_ATTRIBUTES, "weight"):
+            help = did_you_mean(token, (*NUMERIC_ATTRIBUTES, "weight"))
             self.fault("unknown-variable", token, f"a site has no '{token}'", help)
         return str(token)
 
     # recipes
 
-    def recipe(self, tree: Any) -> RecipeNode:
+    def recipe(self, tree: Any) -> RecipeExpr:
         name, *rest = tree.children
         arguments = rest[0].children[1:-1] if rest else []
         if name == "split":
             return self.split(tree, arguments)
         settings = tuple(self.setting(a) for a in arguments)
-        return Use(name=str(name), settings=settings, span=self.span(tree))
+        return RecipeCall(name=str(name), settings=settings, span=self.span(tree))
 
-    def split(self, tree: Any, arguments: list[Any]) -> Split:
-        parts: dict[Gemm, RecipeNode] = {}
+    def split(self, tree: Any, arguments: list[Any]) -> SplitRecipe:
+        parts: dict[Gemm, RecipeExpr] = {}
         if self.splits == _DEEPEST_SPLIT:
             message = f"splits are nested more than {_DEEPEST_SPLIT} deep"
             self.fault("nested-too-deep", tree, message, "name the recipe of each product directly")
-            return Split(parts=(), span=self.span(tree))
+            return SplitRecipe(parts=(), span=self.span(tree))
         self.splits += 1
         for argument in arguments:
             name, value = argument.children
-            if name not in PRODUCTS:
+            if name not in GEMM_GROUPS:
                 self.fault(
-                    "unknown-product", name, f"no product named '{name}'", did_you_mean(name, PRODUCTS)
+                    "unknown-product", name, f"no product named '{name}'", did_you_mean(name, GEMM_GROUPS)
                 )
             elif not isinstance(value, Tree):
                 self.fault("unknown-recipe", argument, f"'{name}' is given no recipe", f"write {name}=bf16")
             else:
                 node = self.recipe(value)
-                for gemm in (g for g in Gemm if g in PRODUCTS[name]):
+                for gemm in (g for g in Gemm if g in GEMM_GROUPS[name]):
                     if gemm in parts:
                         self.fault(
                             "duplicate-option",
@@ -278,7 +271,7 @@ class Builder:
                 "write split(fprop=..., dgrad=..., wgrad=...)",
             )
         self.splits -= 1
-        return Split(parts=tuple((g, parts[g]) for g in Gemm if g in parts), span=self.span(tree))
+        return SplitRecipe(parts=tuple((g, parts[g]) for g in Gemm if g in parts), span=self.span(tree))
 
     def setting(self, tree: Any) -> Setting:
         name, value = tree.children
@@ -288,9 +281,9 @@ class Builder:
                 self.fault(
                     "unknown-value", value, f"'{name}' takes no recipe", "recipes nest only in split()"
                 )
-            words = (canonical(str(value.children[0])),)
+            words = (canonical_operand_word(str(value.children[0])),)
         elif value is not None:
-            words = tuple(canonical(w) for w in re.findall(r"[^\s,{}]+", value))
+            words = tuple(canonical_operand_word(w) for w in re.findall(r"[^\s,{}]+", value))
             odd = next((w for w in words if not _VALUE.fullmatch(w)), None)
             if not words:
                 self.fault("unknown-value", value, f"no value for '{name}' between the braces")

@@ -16,9 +16,9 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
-from policyc.language.parser.statements import BRACKETS
+from policyc.language.parser.statements import BRACKET_PATTERN
 
-DEEPEST = 32  # brackets in brackets
+MAX_DEPTH = 32  # brackets in brackets
 
 
 class _Newlines:
@@ -40,14 +40,14 @@ class _Newlines:
             yield token
 
 
-def parse(text: str) -> Any:
+def parse_tree(text: str) -> Any:
     """The tree of a text, or lark's `UnexpectedInput`."""
     return _lark().parse(text)
 
 
 @cache
 def _lark() -> Lark:
-    grammar = (bundled.folder("grammars") / "policy.lark").read_text(encoding="utf-8")
+    grammar = (bundled.data_folder("grammars") / "policy.lark").read_text(encoding="utf-8")
     return Lark(grammar, parser="lalr", start="policy", postlex=_Newlines())
 
 
@@ -72,7 +72,7 @@ _MENDS = (
 )
 
 
-def syntax_error(source: SourceText, error: UnexpectedInput, offset: int) -> Diagnostic:
+def explain_syntax_error(source: SourceText, error: UnexpectedInput, offset: int) -> Diagnostic:
     position: Any = error.pos_in_stream
     at = offset + max(position or 0, 0)
     expected: set[str] = set()
@@ -81,7 +81,7 @@ def syntax_error(source: SourceText, error: UnexpectedInput, offset: int) -> Dia
         expected, token = set(accepts or error.expected), error.token
         if token.type == "$END":
             at = offset + (token.end_pos or 0) if token.end_pos else len(source.text.rstrip())
-            return fault(source, at, at, "the text ends too early", _expectation(expected))
+            return syntax_diagnostic(source, at, at, "the text ends too early", _expectation(expected))
         end = at + max(1, len(token.rstrip()))
         seen = (
             "end of line" if token.type == "_SEP" and "#" not in token and ";" not in token else token.strip()
@@ -94,11 +94,11 @@ def syntax_error(source: SourceText, error: UnexpectedInput, offset: int) -> Dia
         mend = mend or "a comparison is written '=='"
     if seen.startswith(";") and "RPAR" in expected:
         mend = "options are separated by commas"
-    shown = seen if seen == "end of line" else f"'{short(seen)}'"
-    return fault(source, at, end, f"unexpected {shown}", mend or _expectation(expected))
+    shown = seen if seen == "end of line" else f"'{shorten(seen)}'"
+    return syntax_diagnostic(source, at, end, f"unexpected {shown}", mend or _expectation(expected))
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     first = text.splitlines()[0] if text.splitlines() else text
     return first if len(first) <= 40 else first[:39] + "…"
 
@@ -112,26 +112,26 @@ def _expectation(expected: set[str]) -> str:
     return f"expected {' or '.join(words)}" if 0 < len(words) <= 5 else ""
 
 
-def fault(source: SourceText, start: int, end: int, message: str, help: str = "") -> Diagnostic:
+def syntax_diagnostic(source: SourceText, start: int, end: int, message: str, help: str = "") -> Diagnostic:
     return Diagnostic(code="syntax-error", message=message, span=Span(source, start, end), help=help)
 
 
-def explains(found: tuple[Diagnostic, ...]) -> bool:
+def has_syntax_error(found: tuple[Diagnostic, ...]) -> bool:
     """Is there a fault among them for which the grammar would not take the file?"""
     return any(d.code in ("syntax-error", "nested-too-deep") for d in found)
 
 
-def too_deep(source: SourceText, start: int, end: int, depth: int = 0) -> Diagnostic | None:
+def check_depth(source: SourceText, start: int, end: int, depth: int = 0) -> Diagnostic | None:
     """A fault where brackets nest deeper than anyone writes by hand; what is not this deep cannot overflow."""
-    for match in BRACKETS.finditer(source.text, start, end):
+    for match in BRACKET_PATTERN.finditer(source.text, start, end):
         if match.group() in ("(", "[", "{"):
             depth += 1
         elif match.group() in (")", "]", "}"):
             depth = max(0, depth - 1)
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             return Diagnostic(
                 code="nested-too-deep",
-                message=f"brackets are nested more than {DEEPEST} deep",
+                message=f"brackets are nested more than {MAX_DEPTH} deep",
                 span=Span(source, match.start(), match.end()),
                 help="name the inner recipes, or write several rules",
             )

@@ -12,10 +12,16 @@ from dataclasses import replace
 from lark.exceptions import UnexpectedInput
 
 from policyc.language.diagnostics import Span
-from policyc.language.parser.grammar import fault, parse, short, syntax_error, too_deep
-from policyc.language.parser.nodes import Builder
-from policyc.language.parser.statements import STRING, Block, Statement
-from policyc.language.policy import When
+from policyc.language.parser.builder import StatementBuilder
+from policyc.language.parser.grammar import (
+    check_depth,
+    explain_syntax_error,
+    parse_tree,
+    shorten,
+    syntax_diagnostic,
+)
+from policyc.language.parser.statements import STRING_PATTERN, BlockStatement, Statement
+from policyc.language.schedule import StepCondition
 
 _HEADER = re.compile(r"(after|until|variant)(?![\w?*~.\[{]|-(?!>))[^\n;#{}]*\{")
 _KEYWORD = re.compile(r"[ \t\r\f]*((import|recipe|after|until|variant)(?![\w?*~.\[{]|-(?!>))|\})")
@@ -24,14 +30,14 @@ _CLOSES = re.compile(r"(?:(?!->)[^\n#(){}\[\]])*[)\]]")
 _ARROW_FIRST = re.compile(r"[ \t\r\f]*->")
 _BLANK = " \t\r\f\n"  # not what else Python strips: the grammar does not
 _SKIP = re.compile(rf"(?:[{_BLANK};]|#[^\n]*)+")
-_STEP = re.compile(rf"""{STRING}|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;-]+|.""", re.DOTALL)
+_STEP = re.compile(rf"""{STRING_PATTERN}|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;-]+|.""", re.DOTALL)
 _OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
 
 
-def recover(builder: Builder) -> tuple[Statement, ...]:
+def recover(builder: StatementBuilder) -> tuple[Statement, ...]:
     """Read statement by statement. Blocks are opened and closed here, so that their statements are tried alone too."""
     text = builder.source.text
-    stack: list[tuple[When | str | None, list[Statement], int]] = [(None, [], 0)]
+    stack: list[tuple[StepCondition | str | None, list[Statement], int]] = [(None, [], 0)]
     at = 0
     while True:
         skipped = _SKIP.match(text, at)
@@ -43,32 +49,36 @@ def recover(builder: Builder) -> tuple[Statement, ...]:
             if len(stack) > 1:
                 opened, body, start = stack.pop()
                 if opened is not None:
-                    stack[-1][1].append(Block(opened, tuple(body), Span(builder.source, start, at + 1)))
+                    stack[-1][1].append(
+                        BlockStatement(opened, tuple(body), Span(builder.source, start, at + 1))
+                    )
             else:
                 builder.found.append(
-                    fault(builder.source, at, at + 1, "unexpected '}'", "nothing is open here")
+                    syntax_diagnostic(builder.source, at, at + 1, "unexpected '}'", "nothing is open here")
                 )
             at += 1
         elif header:
-            deep = too_deep(builder.source, at, header.end(), len(stack) - 1)
+            deep = check_depth(builder.source, at, header.end(), len(stack) - 1)
             if deep is not None:
                 builder.found.append(deep)
                 return ()
             (block,) = _piece(builder, at, header.end(), closing="\n}") or (None,)
-            stack.append((block.header if isinstance(block, Block) else None, [], at))
+            stack.append((block.header if isinstance(block, BlockStatement) else None, [], at))
             at = header.end()
         else:
             end = _statement_end(text, at)
-            deep = too_deep(builder.source, at, end, len(stack) - 1)
+            deep = check_depth(builder.source, at, end, len(stack) - 1)
             if deep is not None:
                 builder.found.append(deep)
             else:
                 stack[-1][1].extend(_piece(builder, at, end))
             at = end
     for _, _, start in stack[1:]:
-        line = short(text[start:])
+        line = shorten(text[start:])
         builder.found.append(
-            fault(builder.source, start, start + len(line), "this block is never closed", "add '}'")
+            syntax_diagnostic(
+                builder.source, start, start + len(line), "this block is never closed", "add '}'"
+            )
         )
     return tuple(stack[0][1])
 
@@ -108,15 +118,17 @@ def _statement_end(text: str, at: int) -> int:
     return solid
 
 
-def _piece(builder: Builder, start: int, end: int, closing: str = "") -> tuple[Statement, ...]:
+def _piece(builder: StatementBuilder, start: int, end: int, closing: str = "") -> tuple[Statement, ...]:
     try:
-        tree = parse(builder.source.text[start:end] + closing)
+        tree = parse_tree(builder.source.text[start:end] + closing)
     except UnexpectedInput as error:
-        fault = syntax_error(builder.source, error, start)
-        if fault.span.start >= end:
+        syntax_diagnostic = explain_syntax_error(builder.source, error, start)
+        if syntax_diagnostic.span.start >= end:
             place = Span(builder.source, end, end)
-            fault = replace(fault, span=place, message="this statement ends too early")
-        builder.found.append(fault)
+            syntax_diagnostic = replace(
+                syntax_diagnostic, span=place, message="this statement ends too early"
+            )
+        builder.found.append(syntax_diagnostic)
         return ()
     builder.offset = start
     statements = builder.statements(tree.children)

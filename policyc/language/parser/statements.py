@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from policyc.language.diagnostics import SourceText, Span
-from policyc.language.policy import RecipeDef, Rule, When
+from policyc.language.policy import RecipeDef, Rule
+from policyc.language.schedule import StepCondition
 
-LONGEST = 16 * 2**20  # bytes of a policy file
-STRING = r"""\"[^"\n]*\"|'[^'\n]*'"""
-BRACKETS = re.compile(rf"{STRING}|#[^\n]*|[(\[{{)\]}}]")
+MAX_FILE_BYTES = 16 * 2**20  # bytes of a policy file
+STRING_PATTERN = r"""\"[^"\n]*\"|'[^'\n]*'"""
+BRACKET_PATTERN = re.compile(rf"{STRING_PATTERN}|#[^\n]*|[(\[{{)\]}}]")
 
 
 @dataclass(frozen=True, slots=True)
-class Import:
+class ImportStatement:
     """`import "FILE"`."""
 
     path: str
@@ -31,10 +32,10 @@ class Import:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockStatement:
     """`after`, `until` or `variant`, and the statements between its braces."""
 
-    header: When | str
+    header: StepCondition | str
     body: tuple[Statement, ...]
     span: Span = field(compare=False)
 
@@ -43,19 +44,19 @@ class Block:
         return f"variant {self.header}" if isinstance(self.header, str) else str(self.header)
 
 
-Statement = Import | RecipeDef | Rule | Block
+Statement = ImportStatement | RecipeDef | Rule | BlockStatement
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class PolicyFile:
     """The statements of a file, as written."""
 
     source: SourceText
     statements: tuple[Statement, ...]
 
 
-def comments(text: str) -> Iterator[tuple[int, int]]:
+def comment_ranges(text: str) -> Iterator[tuple[int, int]]:
     """Start and end of every comment."""
-    for match in BRACKETS.finditer(text):
+    for match in BRACKET_PATTERN.finditer(text):
         if match.group().startswith("#"):
             yield match.span()

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span, closest
-from policyc.language.policy import Selector
-from policyc.language.recipes import PRODUCTS, Gemm
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span, closest_name
+from policyc.language.recipes import GEMM_GROUPS, Gemm
+from policyc.language.selectors import Selector
 from policyc.lint.context import Context
 
 _ALL = frozenset(Gemm)
@@ -41,7 +41,7 @@ def check(context: Context) -> Iterator[Diagnostic]:
                 fix=Fix(message="limit them all", edits=tuple(_limited(s, last) for s in others), safe=False),
             )
         for before, selector in zip(rule.selectors, rule.selectors[1:], strict=False):
-            near = closest(str(selector), PRODUCTS) if len(selector.segments) == 1 else None
+            near = closest_name(str(selector), GEMM_GROUPS) if len(selector.segments) == 1 else None
             if before.products != _ALL and near is not None and selector.products == _ALL:
                 yield from context.report(
                     "ambiguous-products",

@@ -32,7 +32,7 @@ from policyc.lint.context import Context
 def check(context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied:
         for gemm in (Gemm.DGRAD, Gemm.WGRAD):
-            chosen = any(t.scale == "four_over_six" for t in applied.recipe.product(gemm))
+            chosen = any(t.scale == "four_over_six" for t in applied.recipe.gemm_treatments(gemm))
             if gemm in applied.products and chosen:
                 yield from context.blame(
                     "four-over-six-on-backward",

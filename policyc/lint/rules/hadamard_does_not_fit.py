@@ -29,7 +29,7 @@ from policyc.lint.context import Context
 def check(context: Context) -> Iterator[Diagnostic]:
     seen: set[tuple[int, str]] = set()
     for at, site, gemm, recipe in program.quantized(context):
-        length = max(t.rht for t in recipe.product(gemm))
+        length = max(t.rht for t in recipe.gemm_treatments(gemm))
         letter, size = program.contracted(site, gemm)
         if length and size % length and (at, site.name) not in seen:
             seen.add((at, site.name))

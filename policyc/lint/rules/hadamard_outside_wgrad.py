@@ -30,7 +30,7 @@ from policyc.lint.context import Context
 def check(context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied:
         for gemm in (Gemm.FPROP, Gemm.DGRAD):
-            operands = applied.recipe.product(gemm)
+            operands = applied.recipe.gemm_treatments(gemm)
             rotated = any(t.rht and t.rounding != "ms_eden" for t in operands)
             tiled = any(t.rht and t.tile2d for t in operands)  # hadamard-on-2d-weight says more about those
             if gemm in applied.products and rotated and not tiled:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
-from policyc.language.policy import Split
+from policyc.language.policy import SplitRecipe
 from policyc.language.recipes import Gemm
 from policyc.lint.context import Context
 
@@ -29,7 +29,7 @@ from policyc.lint.context import Context
 def check(context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied:
         node = applied.names.end(applied.node)
-        if not isinstance(node, Split):
+        if not isinstance(node, SplitRecipe):
             continue
         missing = [g for g in Gemm if g in applied.products and g not in dict(node.parts)]
         if missing:
@@ -45,7 +45,7 @@ def check(context: Context) -> Iterator[Diagnostic]:
             )
 
 
-def _appended(node: Split, added: str) -> Edit:
+def _appended(node: SplitRecipe, added: str) -> Edit:
     """Puts parts behind the last one that is written, before the comma that may follow it."""
     end = max(part.span.end for _, part in node.parts)
     return Edit(Span(node.span.source, end, end), f", {added}")

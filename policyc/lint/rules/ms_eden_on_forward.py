@@ -31,7 +31,7 @@ from policyc.lint.context import Context
 def check(context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied:
         if Gemm.FPROP in applied.products and any(
-            t.rounding == "ms_eden" for t in applied.recipe.product(Gemm.FPROP)
+            t.rounding == "ms_eden" for t in applied.recipe.gemm_treatments(Gemm.FPROP)
         ):
             yield from context.blame(
                 "ms-eden-on-forward",

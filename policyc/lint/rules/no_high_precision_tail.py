@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import Name, Path, Pattern
+from policyc.language.selectors import DottedPath, PathSegment, Pattern
 from policyc.lint.automata import witness
 from policyc.lint.context import Context
 from policyc.lint.sensitive import NAMES, decision, stacks, text
@@ -32,7 +32,7 @@ _DEPTH = 32  # any depth will do: a tail is a tail
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
-    last = [Name(name, _DEPTH - 1, _DEPTH) for name in stacks(context)]
+    last = [PathSegment(name, _DEPTH - 1, _DEPTH) for name in stacks(context)]
     for claim in context.cover.claims:
         if claim.recipe.bits(Gemm.FPROP) != 4 or not context.mine(claim.rule.span):
             continue
@@ -49,11 +49,12 @@ def check(context: Context) -> Iterator[Diagnostic]:
                 return
 
 
-def _inside(pattern: Pattern, stack: Name) -> Path:
+def _inside(pattern: Pattern, stack: PathSegment) -> DottedPath:
     """What the pattern names, in the last layer of a stack."""
-    if any(p.indices is not None for p in pattern.pieces):
+    if any(p.indices is not None for p in pattern.segments):
         return tuple(
-            Name(n.text, stack.index, stack.size) if n.index is not None else n for n in witness(pattern)
+            PathSegment(n.text, stack.index, stack.size) if n.index is not None else n
+            for n in witness(pattern)
         )
     plain = witness(pattern)
     if any(n.text == stack.text for n in plain):
@@ -61,6 +62,6 @@ def _inside(pattern: Pattern, stack: Name) -> Path:
     return (*plain,) if pattern.anchored else (stack, *plain)
 
 
-def _low(context: Context, path: Path) -> bool:
+def _low(context: Context, path: DottedPath) -> bool:
     claim = decision(context, path, Gemm.FPROP)
     return claim is not None and claim.recipe.bits(Gemm.FPROP) == 4

@@ -32,7 +32,7 @@ SEVERITY = Severity.ERROR
 def check(context: Context) -> Iterator[Diagnostic]:
     for applied in context.applied:
         for gemm in (g for g in Gemm if g in applied.products):
-            first, second = applied.recipe.product(gemm)
+            first, second = applied.recipe.gemm_treatments(gemm)
             if first.rht != second.rht:
                 yield from context.blame(
                     "one-sided-hadamard",

@@ -31,7 +31,7 @@ from policyc.lint.context import Context
 def check(context: Context) -> Iterator[Diagnostic]:
     seen: set[tuple[int, str]] = set()
     for at, site, gemm, recipe in program.quantized(context):
-        block = max(FORMATS[t.format].block for t in recipe.product(gemm))
+        block = max(FORMATS[t.format].block for t in recipe.gemm_treatments(gemm))
         letter, size = program.contracted(site, gemm)
         if not block or size % block == 0 or (at, site.name) in seen:
             continue

@@ -23,13 +23,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.language.diagnostics import Diagnostic
-from policyc.language.policy import moments
+from policyc.language.schedule import representative_steps
 from policyc.lint.context import Context
 
 
 def check(context: Context) -> Iterator[Diagnostic]:
     for rule in context.rules:
-        if rule.when and not any(all(w.holds(*moment) for w in rule.when) for moment in moments(rule.when)):
+        if rule.when and not any(
+            all(w.holds(*moment) for w in rule.when) for moment in representative_steps(rule.when)
+        ):
             yield from context.report(
                 "phase-never-holds",
                 rule.when[-1].span,

@@ -27,12 +27,12 @@ from collections.abc import Iterator
 from policyc.hardware import step_cost
 from policyc.hardware.step_cost import Layers, Mesh
 from policyc.language.diagnostics import Diagnostic
-from policyc.language.recipes import Recipe, recipe
+from policyc.language.recipes import Recipe, make_recipe
 from policyc.lint.context import Context
 from policyc.numerics.targets import Target
 
 _ALONE = Mesh()
-_BF16 = recipe("bf16")
+_BF16 = make_recipe("bf16")
 
 
 def check(context: Context) -> Iterator[Diagnostic]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.language.diagnostics import Diagnostic, Fix
-from policyc.language.policy import uses
+from policyc.language.policy import recipe_calls
 from policyc.lint.context import Context, removal
 
 
@@ -32,7 +32,7 @@ def check(context: Context) -> Iterator[Diagnostic]:
     rules = [*policy.rules, *(r for v in policy.variants for r in v.rules)]
     defs = [*policy.recipes, *(d for v in policy.variants for d in v.recipes)]
     written = [*(r.recipe for r in rules), *(d.recipe for d in defs)]
-    named = {u.name for node in written for u in uses(node)}
+    named = {u.name for node in written for u in recipe_calls(node)}
     for definition in policy.recipes if rules else ():
         if definition.name not in named:
             yield from context.report(

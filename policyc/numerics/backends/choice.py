@@ -72,7 +72,7 @@ PLAIN = Lowering()
 
 def choose(asked: str, ask: GemmQuery, machine: Machine) -> Lowering:
     """How a product runs on a machine where this backend was asked for."""
-    if not FORMATS[ask.format].quantized:
+    if not FORMATS[ask.format].is_quantized:
         return PLAIN
     if asked == "emulate":
         return Lowering("emulate", False, Obstacle("emulation was asked for", "--backend auto"))
@@ -87,7 +87,7 @@ def choose(asked: str, ask: GemmQuery, machine: Machine) -> Lowering:
 
 def _lacking(format: str, machine: Machine) -> Obstacle:
     able = [t.name for t in TARGETS.values() if t.native(format)]
-    known = ", ".join(f for f in FORMATS if f in machine.formats and FORMATS[f].quantized)
+    known = ", ".join(f for f in FORMATS if f in machine.formats and FORMATS[f].is_quantized)
     remedy = f"run it on {', '.join(able)}" if able else "no target has it"
     return Obstacle(f"{machine.name} does not multiply {format}", f"{remedy}{known and f'; or use {known}'}")
 

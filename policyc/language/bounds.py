@@ -1,0 +1,44 @@
+"""Whole numbers and percentages, as they bound a slice of layers or a phase of training: `-4`, `82%`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from policyc.language.diagnostics import Span, span_field
+
+MAX_DIGITS = 18
+"""The most digits of a number in a policy, and of a layer index in a path. Such a number fits in 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A whole number, or a percentage of some length."""
+
+    value: Fraction
+    percent: bool = False
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        return _format_decimal(self.value) + ("%" if self.percent else "")
+
+    def position(self, size: int) -> int:
+        """Returns the offset in a sequence of `size` elements, counted as Python slices count.
+
+        `-15%` is the same offset as `85%`, rounded down, so that `[:85%]` and `[-15%:]` do not overlap.
+        """
+        if not self.percent:
+            return int(self.value)
+        share = self.value if self.value >= 0 else 100 + self.value
+        return int(size * share // 100)
+
+
+def _format_decimal(value: Fraction) -> str:
+    """Returns the exact decimal text of a value that was written as a decimal."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    digits, scaled = 0, value
+    while scaled.denominator != 1:
+        scaled, digits = scaled * 10, digits + 1
+    sign, text = ("-" if scaled < 0 else ""), str(abs(scaled.numerator)).rjust(digits + 1, "0")
+    return f"{sign}{text[:-digits]}.{text[-digits:]}"

@@ -1,0 +1,142 @@
+"""The predicates of `where`: comparisons of the sizes of a site, combined with `and`, `or` and `not`.
+
+`holds` returns None if the attributes that are known do not decide the predicate.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from policyc.language.diagnostics import Span, span_field
+
+NUMERIC_ATTRIBUTES = ("m", "n", "k", "batch", "flops")
+"""The attributes of a site that can be compared. `weight` is the only boolean one."""
+
+SiteAttributes = Mapping[str, int | bool]
+Operator = Literal["==", "!=", "<", "<=", ">", ">="]
+
+_OPERATORS = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """`k`, `16` or `k % 16`."""
+
+    value: str | int
+    modulus: str | int | None = None
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        return f"{self.value}" if self.modulus is None else f"{self.value} % {self.modulus}"
+
+    def evaluate(self, site: SiteAttributes) -> int | None:
+        """Returns the value for a site; None if an attribute is unknown or the modulus is 0."""
+        value = site.get(self.value) if isinstance(self.value, str) else self.value
+        if value is None or self.modulus is None:
+            return value
+        modulus = site.get(self.modulus) if isinstance(self.modulus, str) else self.modulus
+        return None if not modulus else value % modulus
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The attributes that the term reads."""
+        return frozenset(v for v in (self.value, self.modulus) if isinstance(v, str))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`k % 16 != 0`, or a chain such as `1024 <= k < 4096`."""
+
+    terms: tuple[Term, ...]
+    operators: tuple[Operator, ...]
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        pairs = zip(self.operators, self.terms[1:], strict=True)
+        return str(self.terms[0]) + "".join(f" {o} {t}" for o, t in pairs)
+
+    def holds(self, site: SiteAttributes) -> bool | None:
+        values = [t.evaluate(site) for t in self.terms]
+        links = zip(values, self.operators, values[1:], strict=False)
+        return _all([None if a is None or b is None else _OPERATORS[o](a, b) for a, o, b in links])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HasWeight:
+    """`weight`: is one operand a parameter?"""
+
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        return "weight"
+
+    def holds(self, site: SiteAttributes) -> bool | None:
+        weight = site.get("weight")
+        return None if weight is None else bool(weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Not:
+    operand: Predicate
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        return f"not {_parenthesize(self.operand, (AnyOf, AllOf))}"
+
+    def holds(self, site: SiteAttributes) -> bool | None:
+        truth = self.operand.holds(site)
+        return None if truth is None else not truth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllOf:
+    operands: tuple[Predicate, ...]
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        return " and ".join(_parenthesize(o, (AnyOf, AllOf)) for o in self.operands)
+
+    def holds(self, site: SiteAttributes) -> bool | None:
+        return _all([o.holds(site) for o in self.operands])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnyOf:
+    operands: tuple[Predicate, ...]
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        return " or ".join(_parenthesize(o, (AnyOf,)) for o in self.operands)
+
+    def holds(self, site: SiteAttributes) -> bool | None:
+        truths = [o.holds(site) for o in self.operands]
+        return True if True in truths else None if None in truths else False
+
+
+Predicate = Comparison | HasWeight | Not | AllOf | AnyOf
+
+
+def comparisons(predicate: Predicate | None) -> Iterator[Comparison]:
+    """Yields every comparison in a predicate."""
+    if isinstance(predicate, Comparison):
+        yield predicate
+    elif isinstance(predicate, Not):
+        yield from comparisons(predicate.operand)
+    elif isinstance(predicate, AllOf | AnyOf):
+        for operand in predicate.operands:
+            yield from comparisons(operand)
+
+
+def _all(truths: Sequence[bool | None]) -> bool | None:
+    """Conjunction in three-valued logic: False wins over None, None wins over True."""
+    return False if False in truths else None if None in truths else True
+
+
+def _parenthesize(predicate: Predicate, kinds: tuple[type, ...]) -> str:
+    """Prints an operand, in parentheses if it is one of `kinds`."""
+    return f"({predicate})" if isinstance(predicate, kinds) else str(predicate)
