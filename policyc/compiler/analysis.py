@@ -15,12 +15,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from policyc.compiler.paths import parsed, sized
+from policyc.compiler.paths import add_stack_sizes
 from policyc.compiler.sites import Address, IndexSlot, Origin, PathTemplate, Site, Sites, Stack, Weight
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import Atom, Eqn, SubJaxpr
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import DottedPath
+from policyc.language.selectors import DottedPath, read_segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def analyze(closed: Any, parameters: Sequence[DottedPath | None]) -> Sites:
         for at, (path, var) in enumerate(zip(parameters, closed.jaxpr.invars, strict=True))
     ]
     walk.run(closed.jaxpr, facts, JaxprContext())
-    scopes = sized([s.scope.path for s in walk.found])
+    scopes = add_stack_sizes([s.scope.path for s in walk.found])
     sites = (
         replace(s, scope=PathTemplate(p, s.scope.marks)) for s, p in zip(walk.found, scopes, strict=True)
     )
@@ -306,7 +306,7 @@ class _Walk:
         origin = None if weight is None or opaque or where.shut else (lhs if weight == "lhs" else rhs).origin
         if jaxprs.primitive_name(eqn) != "dot_general" or jaxprs.explicit_sharding(eqn) is not None:
             origin = None
-        scope = parsed((*where.scope, *jaxprs.scopes(eqn)))
+        scope = read_segments((*where.scope, *jaxprs.scopes(eqn)))
         parameters = rhs.labels if weight == "rhs" else lhs.labels
         marks = (m for label in (*parameters, PathTemplate(scope, where.marks)) for m in label.marks)
         shared = dict.fromkeys(a for m in marks for a in (m.shards, m.stack) if a in self._devices)

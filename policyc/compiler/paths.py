@@ -1,59 +1,86 @@
-"""What is differentiated, as leaves with names: pytree paths as dotted paths.
+"""Names the leaves of the differentiated arguments: pytree key paths as dotted paths.
 
-In: the differentiated arguments. Out: a `DottedPath` for every leaf. The one trap: `value` is a wrapper at the end of
-a path (Flax NNX) and the name of a projection inside one.
+`value` is a wrapper at the end of a key path (Flax NNX), but may be the name of a projection inside one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from policyc.language.selectors import DottedPath, PathSegment
+from policyc.language.selectors import DottedPath, PathSegment, is_index, read_segments
 
 _WRAPPERS = frozenset({"value", "raw_value", "_value"})
 _COLLECTIONS = frozenset({"params"})
-_TRAILING = re.compile(r"(.*[^_])_(\d{1,9})", re.DOTALL)
+
+_KeyPath = tuple[Any, ...]
 
 
 def leaf_paths(arguments: Sequence[tuple[str, Any]]) -> list[DottedPath]:
-    """The path of every leaf of some named arguments, in the order of their leaves, with the sizes of stacks."""
-    found: list[list[str]] = []
-    for root, tree in arguments:
+    """Returns the path of every leaf of some named arguments, in the order of the leaves, with stack sizes.
+
+    The name of an argument appears only in the paths that would otherwise be empty or start with an index.
+    """
+    texts: list[list[str]] = []
+    for argument_name, tree in arguments:
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-        found += [_texts(root, keys) for keys in _unpacked([keys for keys, _ in leaves])]
-    if found and all(len(f) > 1 and f[0] in _COLLECTIONS for f in found):
-        found = [f[1:] for f in found]
-    return sized([parsed(f) for f in found])
+        texts += [_path_texts(argument_name, keys) for keys in _strip_packing([keys for keys, _ in leaves])]
+    if texts and all(len(t) > 1 and t[0] in _COLLECTIONS for t in texts):
+        texts = [t[1:] for t in texts]
+    return add_stack_sizes([read_segments(t) for t in texts])
 
 
-def _unpacked(leaves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Key paths without a tuple of one around everything: some frameworks pack their arguments so."""
-    leaves = [_node_states(keys) for keys in leaves]
-    only = {keys[0].idx if len(keys) > 1 and isinstance(keys[0], SequenceKey) else None for keys in leaves}
-    return [keys[1:] for keys in leaves] if only == {0} else leaves
+def add_stack_sizes(paths: Sequence[DottedPath]) -> list[DottedPath]:
+    """Sets the size of every unrolled stack in the paths: one more than the largest index seen in any of them."""
+    sizes: dict[tuple[DottedPath, str], int] = {}
+    for path in dict.fromkeys(paths):
+        for depth, segment in enumerate(path):
+            if segment.index is not None:
+                stack = (path[:depth], segment.text)
+                sizes[stack] = max(sizes.get(stack, 0), segment.index + 1)
+    return [
+        tuple(
+            segment
+            if segment.index is None
+            else PathSegment(segment.text, segment.index, sizes[path[:depth], segment.text])
+            for depth, segment in enumerate(path)
+        )
+        for path in paths
+    ]
 
 
-def _node_states(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Without the object that Flax NNX puts around the states of a differentiated module."""
+def _strip_packing(key_paths: list[_KeyPath]) -> list[_KeyPath]:
+    """Removes a tuple of one around all leaves: some frameworks pack their arguments in one."""
+    key_paths = [_strip_node_states(keys) for keys in key_paths]
+    first = {
+        keys[0].idx if len(keys) > 1 and isinstance(keys[0], SequenceKey) else None for keys in key_paths
+    }
+    return [keys[1:] for keys in key_paths] if first == {0} else key_paths
+
+
+def _strip_node_states(keys: _KeyPath) -> _KeyPath:
+    """Removes the object that Flax NNX puts around the states of a differentiated module (`.states[0]`)."""
     wrapped = len(keys) > 2 and isinstance(keys[0], GetAttrKey) and keys[0].name == "states"
     return keys[2:] if wrapped and isinstance(keys[1], SequenceKey) else keys
 
 
-def _texts(root: str, keys: Sequence[Any]) -> list[str]:
-    parts: list[str] = []
-    for at, key in enumerate(keys):
-        if isinstance(key, GetAttrKey) and key.name in _WRAPPERS and at == len(keys) - 1 and parts:
+def _path_texts(argument_name: str, keys: _KeyPath) -> list[str]:
+    """Returns the texts between the dots of a leaf's path."""
+    texts: list[str] = []
+    for position, key in enumerate(keys):
+        is_last = position == len(keys) - 1
+        if isinstance(key, GetAttrKey) and key.name in _WRAPPERS and is_last and texts:
             continue
-        parts += _text(key)
-    return parts if parts and not parts[0].isdigit() else [root, *parts]
+        texts += _key_texts(key)
+    return texts if texts and not is_index(texts[0]) else [argument_name, *texts]
 
 
-def _text(key: Any) -> list[str]:
+def _key_texts(key: Any) -> list[str]:
+    """Returns the names in a key: Haiku, for one, uses keys such as `mlp/~/linear_0`."""
     if isinstance(key, DictKey | FlattenedIndexKey):
         text = str(key.key)
     elif isinstance(key, GetAttrKey):
@@ -63,33 +90,3 @@ def _text(key: Any) -> list[str]:
     else:
         text = str(key)
     return [part for part in re.split(r"[/.\[\]'\"]+", text) if part and part != "~"]
-
-
-def parsed(texts: Iterable[str]) -> DottedPath:
-    """Texts as names: `layers_3`, and `layers` before `3`, are index 3 of `layers`."""
-    names: list[PathSegment] = []
-    for text in texts:
-        if text.isdigit() and len(text) < 10 and names and names[-1].index is None:
-            names[-1] = PathSegment(names[-1].text, int(text))
-        elif found := _TRAILING.fullmatch(text):
-            names.append(PathSegment(found[1], int(found[2])))
-        else:
-            names.append(PathSegment(text))
-    return tuple(names)
-
-
-def sized(paths: Sequence[DottedPath]) -> list[DottedPath]:
-    """The paths with the size of every unrolled stack in them: one more than the largest index seen."""
-    largest: dict[tuple[DottedPath, str], int] = {}
-    for path in dict.fromkeys(paths):
-        for at, name in enumerate(path):
-            if name.index is not None:
-                key = (path[:at], name.text)
-                largest[key] = max(largest.get(key, 0), name.index + 1)
-    return [
-        tuple(
-            name if name.index is None else PathSegment(name.text, name.index, largest[path[:at], name.text])
-            for at, name in enumerate(path)
-        )
-        for path in paths
-    ]

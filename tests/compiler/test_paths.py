@@ -1,0 +1,251 @@
+"""Pytree key paths as dotted paths: trees in, names out. Nothing is traced or compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+from jax.tree_util import GetAttrKey
+
+from policyc.compiler.paths import add_stack_sizes, leaf_paths
+from policyc.language.selectors import PathSegment, parse_path
+
+
+def names(*trees: Any) -> list[str]:
+    """The paths of the leaves of some arguments called `a`, `b`, ... in dotted spelling."""
+    return [".".join(map(str, path)) for path in leaf_paths([*zip("abcdef", trees, strict=False)])]
+
+
+def sizes(*trees: Any) -> dict[str, tuple[int | None, ...]]:
+    """The size of each segment of each path."""
+    paths = leaf_paths([*zip("abcdef", trees, strict=False)])
+    return {".".join(map(str, path)): tuple(segment.size for segment in path) for path in paths}
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Linear:
+    kernel: Any
+    bias: Any
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Wrapper:
+    """A leaf in a wrapper, as Flax NNX has it: the last key of its path is an attribute."""
+
+    def __init__(self, leaf: Any, attribute: str = "value") -> None:
+        self.leaf, self.attribute = leaf, attribute
+
+    def tree_flatten_with_keys(self):
+        return ((GetAttrKey(self.attribute), self.leaf),), self.attribute
+
+    @classmethod
+    def tree_unflatten(cls, attribute, leaves):
+        return cls(*leaves, attribute)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class NodeStates:
+    """The object that Flax NNX puts around the states of a differentiated module."""
+
+    def __init__(self, *states: Any) -> None:
+        self.states = states
+
+    def tree_flatten_with_keys(self):
+        return ((GetAttrKey("states"), self.states),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children[0])
+
+
+# ---- containers
+
+
+def test_dict_keys_are_names():
+    assert names({"mlp": {"up": 0, "down": 0}}) == ["mlp.down", "mlp.up"]
+
+
+def test_leaves_keep_the_order_of_jax():
+    tree = {"b": [0, {"z": 0, "y": 0}], "a": (0,)}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    assert len(names(tree)) == len(leaves)
+    assert names(tree) == ["a[0]", "b[0]", "b[1].y", "b[1].z"]
+
+
+def test_dataclass_fields_and_named_tuple_fields_are_names():
+    assert names({"head": Linear(0, 0)}) == ["head.kernel", "head.bias"]
+    assert names({"head": Pair(0, 0)}) == ["head.first", "head.second"]
+
+
+def test_positions_in_a_list_are_indices():
+    assert names({"layers": [{"w": 0}, {"w": 0}]}) == ["layers[0].w", "layers[1].w"]
+
+
+def test_integer_keys_of_a_dict_are_indices():
+    assert names({"layers": {0: {"w": 0}, 1: {"w": 0}}}) == ["layers[0].w", "layers[1].w"]
+
+
+def test_an_index_after_an_index_is_a_name():
+    assert leaf_paths([("a", {"layers": [[0]]})]) == [(PathSegment("layers", 0, 1), PathSegment("0"))]
+
+
+def test_a_key_may_hold_several_names():
+    """Haiku and Equinox write whole paths into one key."""
+    assert names({"mlp/~/linear_0": {"w": 0}}) == ["mlp.linear[0].w"]
+    assert names({".blocks[2]['up']": 0}) == ["blocks[2].up"]
+
+
+# ---- the name of the argument
+
+
+def test_a_bare_array_has_the_name_of_its_argument():
+    assert names(0, 0) == ["a", "b"]
+
+
+def test_a_list_of_arrays_is_a_stack_with_the_name_of_its_argument():
+    assert names([0, 0]) == ["a[0]", "a[1]"]
+
+
+def test_a_named_leaf_does_not_mention_its_argument():
+    assert names({"w": 0}, {"w": 0}) == ["w", "w"]
+
+
+# ---- what frameworks put around the parameters
+
+
+@pytest.mark.parametrize("attribute", ["value", "raw_value", "_value"])
+def test_a_wrapper_at_the_end_of_a_path_is_dropped(attribute):
+    assert names({"mlp": {"kernel": Wrapper(0, attribute)}}) == ["mlp.kernel"]
+
+
+def test_a_wrapper_alone_is_kept():
+    """Without it, the leaf would have no name of its own."""
+    assert names(Wrapper(0)) == ["value"]
+
+
+def test_value_inside_a_path_is_a_projection():
+    assert names({"attention": {"value": {"kernel": Wrapper(0)}}}) == ["attention.value.kernel"]
+    assert names({"attention": {"value": 0}}) == ["attention.value"]
+
+
+def test_a_params_collection_around_everything_is_dropped():
+    assert names({"params": {"mlp": 0}}) == ["mlp"]
+    assert names({"params": {"mlp": 0}}, {"params": {"head": 0}}) == ["mlp", "head"]
+
+
+def test_a_params_collection_beside_others_is_kept():
+    assert names({"params": {"mlp": 0}, "stats": {"mean": 0}}) == ["params.mlp", "stats.mean"]
+    assert names({"params": 0}) == ["params"]
+
+
+def test_a_tuple_of_one_around_everything_is_dropped():
+    assert names(({"mlp": {"up": 0, "down": 0}},)) == ["mlp.down", "mlp.up"]
+
+
+def test_a_tuple_of_two_is_kept():
+    assert names(({"mlp": 0}, {"head": 0})) == ["a[0].mlp", "a[1].head"]
+
+
+def test_the_node_states_of_flax_are_dropped():
+    assert names(NodeStates({"mlp": {"kernel": Wrapper(0)}})) == ["mlp.kernel"]
+
+
+def test_flax_nnx_modules_have_plain_names():
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.value = nnx.Linear(2, 2, use_bias=False, rngs=rngs)
+            self.layers = nnx.List([nnx.Linear(2, 2, use_bias=False, rngs=rngs) for _ in range(2)])
+
+    state = nnx.state(Block(nnx.Rngs(0)))
+    assert names(state) == ["layers[0].kernel", "layers[1].kernel", "value.kernel"]
+
+
+# ---- indices and sizes
+
+
+def test_the_three_spellings_of_an_index_are_one():
+    expected = (PathSegment("layers", 3, 4), PathSegment("w"))
+    assert leaf_paths([("a", {"layers_3": {"w": 0}})]) == [expected]
+    assert leaf_paths([("a", {"layers": {"3": {"w": 0}}})]) == [expected]
+    assert leaf_paths([("a", {"layers[3]": {"w": 0}})]) == [expected]
+    assert leaf_paths([("a", {"layers.3.w": 0})]) == [expected]
+
+
+@pytest.mark.parametrize("digits", [1, 9, 10, 18, 19, 40])
+def test_a_leaf_and_the_text_of_its_path_agree_on_how_long_an_index_may_be(digits):
+    """A parameter with a long number in its name must be found by the selector that spells it the same way."""
+    for name in (f"layers_{'7' * digits}", f"layers.{'7' * digits}", f"layers[{'7' * digits}]"):
+        (leaf,) = leaf_paths([("a", {name: {"w": 0}})])
+        assert leaf == tuple(add_stack_sizes([parse_path(f"{name}.w")])[0])
+        assert (leaf[0].index is not None) is (digits <= 18)
+
+
+def test_a_digit_that_is_no_number_is_a_name():
+    """`"²".isdigit()` is true, but `int("²")` raises."""
+    assert names({"x": {"²": 0}}) == ["x.²"]
+
+
+def test_the_size_of_a_stack_is_one_more_than_its_largest_index():
+    assert sizes({"layers_0": 0, "layers_5": 0}) == {"layers[0]": (6,), "layers[5]": (6,)}
+
+
+def test_stacks_of_one_name_in_different_places_have_their_own_sizes():
+    tree = {"encoder": {"layers": [0, 0]}, "decoder": {"layers": [0, 0, 0]}}
+    assert {path: size[1] for path, size in sizes(tree).items()} == {
+        "encoder.layers[0]": 2,
+        "encoder.layers[1]": 2,
+        "decoder.layers[0]": 3,
+        "decoder.layers[1]": 3,
+        "decoder.layers[2]": 3,
+    }
+
+
+def test_a_stack_is_counted_over_all_arguments():
+    assert sizes({"layers_0": 0}, {"layers_3": 0}) == {"layers[0]": (4,), "layers[3]": (4,)}
+
+
+def test_a_stack_in_a_stack_is_sized_for_each_member():
+    tree = {"stages": [{"layers": [0]}, {"layers": [0, 0]}]}
+    assert sizes(tree) == {
+        "stages[0].layers[0]": (2, 1),
+        "stages[1].layers[0]": (2, 2),
+        "stages[1].layers[1]": (2, 2),
+    }
+
+
+def test_sizes_are_added_to_repeated_and_empty_paths():
+    path = (PathSegment("x"), PathSegment("layers", 1))
+    sized = (PathSegment("x"), PathSegment("layers", 1, 2))
+    assert add_stack_sizes([path, (), path]) == [sized, (), sized]
+
+
+def test_no_leaves_have_no_paths():
+    assert leaf_paths([]) == leaf_paths([("a", {})]) == leaf_paths([("a", None)]) == []
+
+
+def test_a_key_of_an_unknown_kind_prints_itself():
+    """A key class of another library is read from its text."""
+
+    @jax.tree_util.register_pytree_with_keys_class
+    class Custom:
+        def __init__(self, leaf: Any) -> None:
+            self.leaf = leaf
+
+        def tree_flatten_with_keys(self):
+            return ((".mine", self.leaf),), None
+
+        @classmethod
+        def tree_unflatten(cls, _, leaves):
+            return cls(*leaves)
+
+    assert names({"outer": Custom(0)}) == ["outer.mine"]
