@@ -24,7 +24,7 @@ from jax import lax
 
 from benchmarks.timing import report, save, seconds
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
-from policyc.numerics.gemm import quantized_dot_general
+from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, Key, block_values, key, quantize, random
 
 DIMS = (((1,), (0,)), ((), ()))
@@ -54,7 +54,7 @@ def product_of(name: str) -> Callable[..., jax.Array]:
         quantized_dot_general,
         dimension_numbers=DIMS,
         recipe=RECIPES[name],
-        backends=(backend, backend, backend),
+        options=GemmOptions(backends=(backend, backend, backend)),
     )
 
 

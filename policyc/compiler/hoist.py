@@ -21,7 +21,7 @@ from policyc.compiler.sites import Address, Site
 from policyc.jaxcore import autodiff, jaxprs
 from policyc.jaxcore.jaxprs import Aval
 from policyc.language.recipes import Recipe
-from policyc.numerics.gemm import Backends, Prequantized, prequantize
+from policyc.numerics.gemm import Backends, GemmOptions, Prequantized, prequantize
 from policyc.numerics.quantize import key
 
 SiteRecipe = tuple[Recipe, Backends]
@@ -72,11 +72,8 @@ def quantizer(site: Site, done: SiteRecipe, operand: Literal["lhs", "rhs"]) -> Q
             jax.ShapeDtypeStruct(other.shape, other.dtype),  # type: ignore[no-untyped-call]
             eqn.params["dimension_numbers"],
             recipe,
+            GemmOptions(weight=site.weight, products=site.products, backends=backends, site=site.number),
             operand=operand,
-            weight=site.weight,
-            products=site.products,
-            site=site.number,
-            backends=backends,
         )
         leaves, tree = jax.tree.flatten(ready)
         box.append(tree)

@@ -27,7 +27,7 @@ from policyc.compiler.plan import Decisions
 from policyc.compiler.sites import Address, Layer, Site, Sites, Stack
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import Atom, Aval, AxisEnv, Eqn
-from policyc.numerics.gemm import Prequantized, quantized_dot_general
+from policyc.numerics.gemm import GemmOptions, Precomputed, Prequantized, quantized_dot_general
 from policyc.numerics.quantize import Key
 
 Fixed = Mapping[Address, int]
@@ -376,22 +376,25 @@ def dot(
     def gemm(lhs: Any, rhs: Any, *more: Any) -> Any:
         own, given = (0 if q is None else len(q.avals) for q in (weight, activation))
         words = more[own : len(more) - given]
-        ready = (
+        left, right = (
             Prequantized() if activation is None else activation.ready(more[len(more) - given :]),
             Prequantized() if weight is None else weight.ready(more[:own]),
         )
+        if site.weight == "lhs":
+            left, right = right, left
         return quantized_dot_general(
             lhs,
             rhs,
             params["dimension_numbers"],
             recipe,
-            weight=site.weight,
-            precision=params["precision"],
-            preferred_element_type=params["preferred_element_type"],
-            site=site.number,
-            backends=backends,
-            ready=ready[::-1] if site.weight == "lhs" else ready,
-            rounding=Key(*words) if words else None,
+            GemmOptions(
+                weight=site.weight,
+                backends=backends,
+                site=site.number,
+                precision=params["precision"],
+                preferred_element_type=params["preferred_element_type"],
+            ),
+            Precomputed(lhs=left, rhs=right, rounding_key=Key(*words) if words else None),
         )
 
     explicit = jaxprs.explicit_sharding(eqn)
@@ -409,10 +412,12 @@ def _ragged(eqn: Eqn, site: Site, done: SiteRecipe, numbered: bool) -> Callable[
             rhs,
             sizes,
             done[0],
-            precision=params["precision"],
-            preferred_element_type=params["preferred_element_type"],
-            site=site.number,
-            rounding=Key(*words) if numbered else None,
+            GemmOptions(
+                site=site.number,
+                precision=params["precision"],
+                preferred_element_type=params["preferred_element_type"],
+            ),
+            Key(*words) if numbered else None,
         )
 
     return gemm

@@ -36,7 +36,7 @@ from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy
 from policyc.language.recipes import Recipe
 from policyc.language.selectors import DottedPath as Names
-from policyc.numerics.gemm import Backends, operands
+from policyc.numerics.gemm import Backends, GemmOptions, operands
 from policyc.numerics.measure import FIGURES, figures, told
 
 StatsRow = dict[str, Any]
@@ -150,9 +150,8 @@ class Tap:
 
     def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:
         numbers = self.site.eqn.params["dimension_numbers"]
-        entering = operands(
-            lhs, rhs, dy, numbers, self.recipe, weight=self.site.weight, site=self.site.number
-        )
+        options = GemmOptions(weight=self.site.weight, site=self.site.number)
+        entering = operands(lhs, rhs, dy, numbers, self.recipe, options)
         self.names[:] = [
             (f"{e.gemm}.{e.role}" if self.site.weight else e.side.name, e.side.treatment.format)
             for e in entering

@@ -50,7 +50,44 @@ class Prequantized(NamedTuple):
 
 
 Pair = tuple[Prequantized, Prequantized]
-NOT_READY: Pair = (Prequantized(), Prequantized())
+
+
+class Precomputed(NamedTuple):
+    """Values that the caller has computed already: quantized operands, and the key of stochastic rounding.
+
+    Whatever is missing, the product computes itself.
+    """
+
+    lhs: Prequantized = Prequantized()
+    rhs: Prequantized = Prequantized()
+    rounding_key: Key | None = None
+
+
+NOTHING_PRECOMPUTED = Precomputed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmOptions:
+    """How a product runs, beside its recipe.
+
+    Attributes:
+      weight: the operand that is a parameter, or None.
+      products: the GEMMs that the program runs. `prequantize` skips the operands of the others.
+      backends: what runs fprop, dgrad and wgrad.
+      site: identifies the product in random streams and in profiles.
+      precision: that of the original `dot_general`, for GEMMs that the recipe keeps.
+      preferred_element_type: the type of the result, as in `lax.dot_general`.
+    """
+
+    weight: Weight = "rhs"
+    products: frozenset[Gemm] = frozenset(Gemm)
+    backends: Backends = EMULATED
+    site: int | str = 0
+    precision: Any = None
+    preferred_element_type: Any = None
+
+
+DEFAULT_OPTIONS = GemmOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,52 +142,50 @@ def quantized_dot_general(
     rhs: jax.Array,
     dimension_numbers: Any,
     recipe: Recipe,
-    *,
-    weight: Weight = "rhs",
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    seed: int = 0,
-    site: int | str = 0,
-    layer: Any = None,
-    step: Any = None,
-    backends: Backends = EMULATED,
-    ready: Pair = NOT_READY,
-    rounding: Key | None = None,
+    options: GemmOptions = DEFAULT_OPTIONS,
+    precomputed: Precomputed = NOTHING_PRECOMPUTED,
 ) -> jax.Array:
-    """`lax.dot_general` with its three GEMMs run as the recipe says.
+    """`lax.dot_general` whose three GEMMs run as the recipe says.
 
-    `weight` is the operand that is a parameter, or None. `seed`, `site`, `layer` and `step` (the last two
-    may be traced) key stochastic rounding, together with the bits of each tensor's maximum; `rounding` is such a
-    key itself. `ready` is what `prequantize` made of lhs and of rhs; gradients still go to the operands themselves.
+    Args:
+      lhs, rhs, dimension_numbers: as in `lax.dot_general`.
+      recipe: how each of the three GEMMs treats its operands.
+      options: how the product runs.
+      precomputed: operands that `prequantize` has quantized, and the key of stochastic rounding (by default
+        `key(0, site)`; the bits of each tensor's maximum are folded into it). Gradients still go to lhs and rhs.
     """
     dims = _as_dims(dimension_numbers)
-    out = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
+    preferred = options.preferred_element_type
     plain = not all(jnp.issubdtype(x.dtype, jnp.floating) and x.size for x in (lhs, rhs))
     if plain or not dims[0][0] or jnp.float64 in (lhs.dtype, rhs.dtype):
-        return lax.dot_general(
-            lhs, rhs, dims, precision=precision, preferred_element_type=preferred_element_type
-        )
+        return lax.dot_general(lhs, rhs, dims, precision=options.precision, preferred_element_type=preferred)
+    out = jnp.dtype(preferred or jnp.result_type(lhs, rhs))
     chosen = normalize_recipe(recipe)
     # Here and not inside, so that a weight which is the same on all devices of a `shard_map` has its
     # gradients summed over them.
     lhs, rhs = vary_alike(lhs, rhs)
     form = _canonical(lhs.shape, rhs.shape, dims, chosen)
     a, b = form.lhs(lhs), form.rhs(rhs)
-    call = _call(form, chosen, shape_of(a), shape_of(b), weight, site, backends, out=out, precision=precision)
-    words = [w for w in (layer, step) if w is not None]
-    return _gemm(call, a, b, ready, rounding or key(seed, site, *words)).reshape(form.shape)
+    call = _call(form, chosen, shape_of(a), shape_of(b), options, out)
+    ready, rounding_key = precomputed[:2], precomputed.rounding_key or key(0, options.site)
+    return _gemm(call, a, b, ready, rounding_key).reshape(form.shape)
 
 
 def prequantize(
-    array: jax.Array, other: jax.ShapeDtypeStruct, dimension_numbers: Any, recipe: Recipe, *,
-    operand: Literal["lhs", "rhs"], weight: Weight, products: frozenset[Gemm], site: int | str = 0,
-    backends: Backends = EMULATED,
-) -> Prequantized:  # fmt: skip
-    """An operand as `quantized_dot_general` quantizes it, beforehand. `other` is the shape of the other one.
+    array: jax.Array,
+    other: jax.ShapeDtypeStruct,
+    dimension_numbers: Any,
+    recipe: Recipe,
+    options: GemmOptions,
+    *,
+    operand: Literal["lhs", "rhs"],
+) -> Prequantized:
+    """Quantizes one operand as `quantized_dot_general` would. `other` is the shape of the other operand.
 
-    What is random, or a mean and a rest, stays to be done where the product is; so does what no product reads.
+    Operands that are rounded stochastically, or split into a mean and a residual, are left to the product. So are
+    those that none of `options.products` reads.
     """
-    chosen = normalize_recipe(recipe)
+    chosen, weight, site = normalize_recipe(recipe), options.weight, options.site
     way = 1 if operand == "lhs" else -1
     left, right = (array.shape, other.shape)[::way]
     form = _canonical(left, right, _as_dims(dimension_numbers), chosen)
@@ -159,7 +194,7 @@ def prequantize(
     if operand == weight:
         own = materialize(own)  # it is made by a cast: it is written first, and read again in half the bytes
     lhs, rhs = (shape_of(own), like)[::way]
-    fprop, d_lhs, d_rhs = _products(_call(form, chosen, lhs, rhs, weight, site, backends))
+    fprop, d_lhs, d_rhs = _products(_call(form, chosen, lhs, rhs, options))
     if operand == "lhs":
         forward, backward, back = fprop.left, d_rhs.left, d_rhs
     else:
@@ -172,7 +207,7 @@ def prequantize(
         (found,) = _parts(own, side, product, key(0, site), key(0, site), save=operand != weight)
         return cast("Quantized", found)
 
-    apart = back.gemm in products and not _shared(forward, backward)
+    apart = back.gemm in options.products and not _shared(forward, backward)
     return Prequantized(made(forward, fprop), made(backward, back) if apart else None)
 
 
@@ -234,13 +269,17 @@ def _as_is(x: jax.Array) -> jax.Array:
 
 
 def _call(
-    form: CanonicalDot, recipe: Recipe, lhs: jax.ShapeDtypeStruct, rhs: jax.ShapeDtypeStruct, weight: Weight,
-    site: int | str, backends: Backends, *, out: Any = None, precision: Any = None,
-) -> GemmSpec:  # fmt: skip
-    """The product of operands in this form. Its type and precision matter only where it runs."""
+    form: CanonicalDot,
+    recipe: Recipe,
+    lhs: jax.ShapeDtypeStruct,
+    rhs: jax.ShapeDtypeStruct,
+    options: GemmOptions,
+    out: Any = None,
+) -> GemmSpec:
+    """The product of operands in this form. Its type matters only where it runs."""
     return GemmSpec(
-        dims=form.dims, recipe=recipe, weight=weight, out=out, precision=precision, lhs=lhs, rhs=rhs,
-        backends=backends, site=str(site),
+        dims=form.dims, recipe=recipe, weight=options.weight, out=out, precision=options.precision, lhs=lhs, rhs=rhs,
+        backends=options.backends, site=str(options.site),
     )  # fmt: skip
 
 
@@ -531,14 +570,19 @@ class QuantizedOperand:
 
 
 def operands(
-    lhs: jax.Array, rhs: jax.Array, dy: jax.Array, dimension_numbers: Any, recipe: Recipe, *, weight: Weight,
-    site: int | str = 0,
-) -> list[QuantizedOperand]:  # fmt: skip
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dy: jax.Array,
+    dimension_numbers: Any,
+    recipe: Recipe,
+    options: GemmOptions = DEFAULT_OPTIONS,
+) -> list[QuantizedOperand]:
     """What `quantized_dot_general` makes of its operands and of the gradient of its result, for looking at."""
-    chosen, k = normalize_recipe(recipe), key(0, site)
+    chosen, k, weight = normalize_recipe(recipe), key(0, options.site), options.weight
     form = _canonical(lhs.shape, rhs.shape, _as_dims(dimension_numbers), chosen)
     a, b = form.lhs(lhs), form.rhs(rhs)
-    call = _call(form, chosen, shape_of(a), shape_of(b), weight, site, EMULATED, out=dy.dtype)
+    emulated = replace(options, backends=EMULATED)
+    call = _call(form, chosen, shape_of(a), shape_of(b), emulated, dy.dtype)
     fprop, d_lhs, d_rhs = _products(call)
     like = jax.eval_shape(lambda a, b: lax.dot_general(a, b, form.dims), a, b)
     d = dy.reshape(like.shape)

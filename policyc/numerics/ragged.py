@@ -23,7 +23,7 @@ from policyc.language.recipes import Gemm, Recipe, Role, Treatment
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives
 from policyc.numerics.backends.emulate import Operand
-from policyc.numerics.gemm import SAVED
+from policyc.numerics.gemm import DEFAULT_OPTIONS, SAVED, GemmOptions
 from policyc.numerics.quantize import Axes, Key, Quantized, key
 
 _CASTS = {"bf16": jnp.bfloat16, "f32": jnp.float32}
@@ -45,30 +45,24 @@ def quantized_ragged_dot(
     rhs: jax.Array,
     group_sizes: jax.Array,
     recipe: Recipe,
-    *,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    seed: int = 0,
-    site: int | str = 0,
-    layer: Any = None,
-    step: Any = None,
-    rounding: Key | None = None,
+    options: GemmOptions = DEFAULT_OPTIONS,
+    rounding_key: Key | None = None,
 ) -> jax.Array:
     """`lax.ragged_dot`: (m, k), (g, k, n), (g,) -> (m, n), the weights on the right.
 
     Each expert's weight is a tensor of its own; the rows are one tensor. A mean over tokens is not split
-    off here: it would be one mean over the rows of all experts.
+    off here: it would be one mean over the rows of all experts. Of the options, `precision`,
+    `preferred_element_type` and `site` are read.
     """
-    words = [w for w in (layer, step) if w is not None]
     lhs, rhs = vary_alike(lhs, rhs)
     call = RaggedGemmSpec(
         recipe=normalize_recipe(recipe),
-        out=jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs)),
-        precision=precision,
+        out=jnp.dtype(options.preferred_element_type or jnp.result_type(lhs, rhs)),
+        precision=options.precision,
         lhs=lhs.dtype,
         rhs=rhs.dtype,
     )
-    return _ragged(call, lhs, rhs, group_sizes, rounding or key(seed, site, *words))
+    return _ragged(call, lhs, rhs, group_sizes, rounding_key or key(0, options.site))
 
 
 def _operand(x: jax.Array, call: RaggedGemmSpec, gemm: Gemm, role: Role, axes: Axes, k: Key) -> Operand:

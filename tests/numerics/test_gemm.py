@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
 from policyc.language.treatments import find_recipe_problems, normalize_recipe
-from policyc.numerics.gemm import quantized_dot_general
+from policyc.numerics.gemm import GemmOptions, Precomputed, quantized_dot_general
+from policyc.numerics.quantize import key
 from policyc.numerics.ragged import quantized_ragged_dot
 from tests.support import rounding_oracle as oracle
 
@@ -85,7 +86,7 @@ def test_vendor_products() -> None:
     x, w, dy = (jnp.asarray(GOLDEN[f"gemm/{n}"].view(ml_dtypes.bfloat16)) for n in ("X", "W", "DY"))
     f = partial(
         quantized_dot_general, dimension_numbers=(((1,), (1,)), ((), ())), recipe=NEAREST,
-        preferred_element_type=jnp.float32,
+        options=GemmOptions(preferred_element_type=jnp.float32),
     )  # fmt: skip
     y, dx, dw = jax.jit(partial(three, f))(x, w, dy)
     for mine, name in ((y, "fprop"), (dx, "dgrad"), (dw, "wgrad")):
@@ -142,7 +143,8 @@ PAIRS = [
 def test_any_product(shape: str, name: str) -> None:
     a, b, dims, weight = SHAPES[shape]
     x, w = normal(*a, dtype=jnp.bfloat16), normal(*b, seed=1)
-    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name], weight=weight)
+    options = GemmOptions(weight=weight)
+    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name], options=options)
     plain = partial(lax.dot_general, dimension_numbers=dims)
     y = plain(x.astype(jnp.float32), w)
     dy = normal(*y.shape, seed=2)
@@ -255,7 +257,8 @@ def test_gradients_are_unbiased() -> None:
     exact = make_split_recipe({Gemm.FPROP: make_recipe("keep"), Gemm.DGRAD: r, Gemm.WGRAD: r})
 
     def draw(step: jax.Array) -> tuple[jax.Array, ...]:
-        f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=exact, step=step)
+        keyed = Precomputed(rounding_key=key(0, 0, step))
+        f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=exact, precomputed=keyed)
         return three(f, x, w, dy)[1:]
 
     draws = jax.jit(jax.vmap(draw))(jnp.arange(2048))
@@ -340,7 +343,7 @@ def test_scan_and_checkpoint(name: str) -> None:
     def loss(ws: jax.Array, scan: bool, remat: Any) -> jax.Array:
         def layer(h: jax.Array, both: Any) -> tuple[jax.Array, None]:
             w, i = both
-            return jnp.tanh(product(h, w, layer=i)), None
+            return jnp.tanh(product(h, w, precomputed=Precomputed(rounding_key=key(0, 0, i)))), None
 
         body = layer if remat is None else jax.checkpoint(layer, policy=remat)
         if scan:

@@ -6,6 +6,7 @@ That Transformer Engine is called as it should be is tested by `make test-te`.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, make_recipe
 from policyc.numerics import backends
 from policyc.numerics.backends import te
 from policyc.numerics.backends.choice import GemmQuery, Lowering, Machine, choose
-from policyc.numerics.gemm import quantized_dot_general
+from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from tests.numerics.test_gemm import MATMUL, NEAREST, RECIPES, normal, off, three
 from tests.support import te_kernels
 
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 BLACKWELL = Machine("gb200", frozenset({"nvfp4", "mxfp8", "fp8"}))
+HERE = ("te_here", "te_here", "te_here")
 SUMS = 1e-6
 """The order of fp32 sums of at most 256 products, relative to the norm."""
 
@@ -160,7 +162,7 @@ def test_elsewhere_than_on_cuda_it_is_the_emulation() -> None:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.MODULES, "te_here", "te_here")
+    monkeypatch.setitem(backends.MODULES, "te_here", "tests.support.te_here")
     monkeypatch.setattr(te, "_engine", te_kernels.engine)
 
 
@@ -187,15 +189,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_three_products(name: str, left: Any, right: Any, dims: Any, weight: Any) -> None:
     """The kernels write what they are documented to write: it must reach the GEMM as the recipe has it."""
     x, w = normal(*left, dtype=jnp.bfloat16), normal(*right, seed=1, dtype=jnp.bfloat16)
-    f = partial(
-        quantized_dot_general,
-        dimension_numbers=dims,
-        recipe=RECIPES[name],
-        weight=weight,
-        preferred_element_type=jnp.bfloat16,
-    )
+    options = GemmOptions(weight=weight, preferred_element_type=jnp.bfloat16)
+    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name], options=options)
     dy = normal(*jax.eval_shape(f, x, w).shape, seed=2)
-    ours = jax.jit(partial(three, partial(f, backends=("te_here",) * 3)))(x, w, dy)
+    ours = jax.jit(partial(three, partial(f, options=replace(options, backends=HERE))))(x, w, dy)
     emulated = jax.jit(partial(three, f))(x, w, dy)
     for a, b in zip(ours, emulated, strict=True):
         assert a.shape == b.shape
@@ -208,7 +205,8 @@ def test_three_products(name: str, left: Any, right: Any, dims: Any, weight: Any
 @pytest.mark.usefixtures("kernels")
 def test_nothing_is_laundered() -> None:
     """Kernels may lose a NaN in their maxima; no result of the product is finite all the same."""
-    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=NEAREST, backends=("te_here",) * 3)
+    options = GemmOptions(backends=HERE)
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=NEAREST, options=options)
     step = jax.jit(partial(three, f))
     for bad in (jnp.nan, jnp.inf):
         x = normal(64, 128, dtype=jnp.bfloat16).at[3, 5].set(bad)

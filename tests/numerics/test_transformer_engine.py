@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import policyc
 from policyc.hardware import deviceless
 from policyc.numerics import backends, targets
-from policyc.numerics.gemm import quantized_dot_general
+from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize.hadamard import SIGNS
 from tests.numerics.test_gemm import NEAREST, normal, off, three
 from tests.support import te_kernels, te_without_gpu
@@ -268,14 +268,14 @@ def _fitted(a: Any, like: Any) -> Any:
 
 def test_three_products_through_its_python(monkeypatch: pytest.MonkeyPatch) -> None:
     run_on_cpu()
-    monkeypatch.setitem(backends.MODULES, "te_here", "te_here")
+    monkeypatch.setitem(backends.MODULES, "te_here", "tests.support.te_here")
     x, w, dy = (
         normal(2, 32, 128, dtype=jnp.bfloat16),
         normal(128, 256, seed=1, dtype=jnp.bfloat16),
         normal(2, 32, 256),
     )
     f = partial(quantized_dot_general, dimension_numbers=(((2,), (0,)), ((), ())), recipe=NEAREST)
-    ours = jax.jit(partial(three, partial(f, backends=("te_here",) * 3)))(x, w, dy)
+    ours = jax.jit(partial(three, partial(f, options=GemmOptions(backends=("te_here",) * 3))))(x, w, dy)
     for a, b in zip(ours, jax.jit(partial(three, f))(x, w, dy), strict=True):
         # One result in a thousand may be rounded to bfloat16 the other way.
         assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3

@@ -20,7 +20,7 @@ from policyc.language.recipes import Gemm, Treatment, make_recipe
 from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.backends.emulate import with_outer
 from policyc.numerics.backends.xla import _scaled_inside
-from policyc.numerics.gemm import quantized_dot_general
+from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, quantize
 from policyc.numerics.quantize.values import block_values
 from tests.numerics.test_gemm import MATMUL, RECIPES, normal, off, three
@@ -34,8 +34,9 @@ SMALL = ("full", "mxfp8", "fp8", *(pytest.param(n, marks=pytest.mark.slow) for n
 
 
 def both(name: str, dims: Any, weight: Any = "rhs") -> tuple[Any, Any]:
-    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name], weight=weight)
-    return f, partial(f, backends=XLA)
+    f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name])
+    emulated, ours = GemmOptions(weight=weight), GemmOptions(weight=weight, backends=XLA)
+    return partial(f, options=emulated), partial(f, options=ours)
 
 
 def bound(name: str) -> float:
