@@ -1,7 +1,6 @@
-"""A training run, or several beside each other, as one page that stands alone.
+"""Writes one self-contained HTML page about one or more training runs, with plots as inline SVG.
 
-In: folders with `metrics.jsonl`, and `stats.jsonl` and `plan.json` where there was a policy. Out: HTML, its plots drawn
-as SVG. The one trap: a run may have been killed while it wrote: a line that is no JSON is left out, and counted.
+A run that was killed may end with a partial line. Lines that cannot be read are skipped, and the page says how many.
 """
 
 from __future__ import annotations
@@ -15,372 +14,331 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from policyc.experiments.svg_plots import Point, Series, draw_lines
 from policyc.language.files import atomic_write
 
-StatsRow = dict[str, Any]
-Points = list[tuple[float, float]]
-Names = list[tuple[str, tuple[str, ...]]]
-Cells = dict[tuple[Any, Any], StatsRow]
+Record = dict[str, Any]
+"""One line of `metrics.jsonl` or `stats.jsonl`, or a part of `plan.json`."""
 
-_COLOURS = ("#2563eb", "#d9480f", "#0f766e", "#9333ea", "#b45309", "#be185d")
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 720, 260, 64, 34
+_COLORS = ("#2563eb", "#d9480f", "#0f766e", "#9333ea", "#b45309", "#be185d")
+_WARM_UP = 2  # first steps that compile: their times are not typical
 
 
 class UnreadableRun(ValueError):
-    """There is nothing to report on; the message says why."""
+    """There is no run to report on, or the report cannot be written. The message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run has left behind."""
+    """What a run has written."""
 
     name: str
-    steps: list[StatsRow]
-    evaluations: list[StatsRow]
-    stats: list[StatsRow]
-    plan: StatsRow | None
-    lost: int
+    steps: tuple[Record, ...]
+    evaluations: tuple[Record, ...]
+    stats: tuple[Record, ...]
+    plan: Record | None
+    skipped_lines: int
 
-    def series(self, name: str, rows: list[StatsRow] | None = None) -> Points:
-        rows = self.steps if rows is None else rows
-        return [
-            (r["step"], r[name])
-            for r in rows
-            if isinstance(r.get(name), int | float) and math.isfinite(r[name])
-        ]
+    def series(self, metric: str) -> list[Point]:
+        """A metric of the training steps, over the steps."""
+        return _points(self.steps, metric)
+
+    def evaluation_series(self, metric: str) -> list[Point]:
+        """A metric of the evaluations, over the steps."""
+        return _points(self.evaluations, metric)
+
+
+def _points(records: Iterable[Record], metric: str) -> list[Point]:
+    return [
+        (record["step"], record[metric])
+        for record in records
+        if isinstance(record.get(metric), int | float) and math.isfinite(record[metric])
+    ]
 
 
 def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes the report of some runs, and says where."""
-    runs = [_read(folder) for folder in folders]
+    """Writes the report of some runs, and returns its path: `report.html` in the first folder by default."""
+    runs = [read_run(folder) for folder in folders]
     path = out or folders[0] / "report.html"
     try:
         with atomic_write(path) as stream:
-            stream.write(page(runs).encode())
+            stream.write(render_page(runs).encode())
     except OSError as error:
         raise UnreadableRun(f"'{path}' cannot be written: {error.strerror}") from None
     return path
 
 
-def _read(folder: Path) -> RunRecord:
+def read_run(folder: Path) -> RunRecord:
+    """Reads `metrics.jsonl`, and `stats.jsonl` and `plan.json` if they are there."""
     if not folder.is_dir():
-        raise UnreadableRun(f"'{folder}' is no folder of a run")
-    rows, lost = _lines(folder / "metrics.jsonl")
-    stats, more = _lines(folder / "stats.jsonl")
-    if not rows:
-        raise UnreadableRun(
-            f"'{folder}' holds no metrics.jsonl with a step in it: is it the folder of a run?"
-        )
+        raise UnreadableRun(f"'{folder}' is not a folder")
+    metrics, skipped_metrics = _read_lines(folder / "metrics.jsonl")
+    stats, skipped_stats = _read_lines(folder / "stats.jsonl")
+    if not metrics:
+        raise UnreadableRun(f"'{folder}' has no metrics.jsonl with a step in it: is it the folder of a run?")
     plan = folder / "plan.json"
     return RunRecord(
         name=folder.resolve().name,
-        steps=[r for r in rows if "loss" in r],
-        evaluations=[r for r in rows if "validation_loss" in r],
+        steps=tuple(record for record in metrics if "loss" in record),
+        evaluations=tuple(record for record in metrics if "validation_loss" in record),
         stats=stats,
         plan=json.loads(plan.read_text()) if plan.exists() else None,
-        lost=lost + more,
+        skipped_lines=skipped_metrics + skipped_stats,
     )
 
 
-def _lines(path: Path) -> tuple[list[StatsRow], int]:
-    """The rows of a file, and how many lines of it are none."""
+def _read_lines(path: Path) -> tuple[tuple[Record, ...], int]:
+    """The records of a file, and the number of lines that are not records."""
     if not path.exists():
-        return [], 0
-    lines, rows = path.read_text(errors="replace").splitlines(), []
+        return (), 0
+    lines = path.read_text(errors="replace").splitlines()
+    records = []
     for line in lines:
         try:
-            row = json.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows, len(lines) - len(rows)
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return tuple(records), len(lines) - len(records)
 
 
-# ---- the page
+# ---- page
 
 
-def page(runs: Sequence[RunRecord]) -> str:
-    """The whole page."""
-    title = " · ".join(r.name for r in runs)
-    colours = {id(r): _COLOURS[i % len(_COLOURS)] for i, r in enumerate(runs)}
-    keys = [(r.name, colours[id(r)]) for r in runs]
-    parts = [f"<h1>{escape(title)}</h1>", _cards(runs[0]) if len(runs) == 1 else _comparison(runs, colours)]
-    loss = [(r.series("loss"), colours[id(r)]) for r in runs]
-    dots = [(r.series("validation_loss", r.evaluations), colours[id(r)]) for r in runs]
-    legend = [*keys, ("● validation", "")] if any(d for d, _ in dots) else keys
-    parts.append(_figure("Loss", "nats per token; a faint line is each step, the strong one their running mean",
-                         _lines_plot(loss, dots=dots, smooth=True), legend))  # fmt: skip
-    for name, what, unit in (
-        ("tokens_per_second_per_device", "Speed", "tokens per second and device"),
-        ("grad_norm", "Gradient norm", "before clipping"),
-    ):
-        lines = [(r.series(name), colours[id(r)]) for r in runs]
-        if any(points for points, *_ in lines):
-            parts.append(_figure(what, unit, _lines_plot(lines, smooth=True, typical=True), keys))
+def render_page(runs: Sequence[RunRecord]) -> str:
+    """The whole page as HTML."""
+    title = " · ".join(run.name for run in runs)
+    colors = [_COLORS[i % len(_COLORS)] for i in range(len(runs))]
+    parts = [f"<h1>{escape(title)}</h1>", _cards(runs[0]) if len(runs) == 1 else _comparison(runs, colors)]
+    parts += _plots(runs, colors)
     for run in runs:
-        of = f" of {run.name}" if len(runs) > 1 else ""
-        parts += _numerics(run, of)
+        suffix = f" of {run.name}" if len(runs) > 1 else ""
+        parts += _heat_maps(run, suffix)
         if run.plan is not None:
-            parts.append(_plan(run.plan, of))
-    lost = sum(r.lost for r in runs)
-    if lost:
-        parts.append(f"<p class=note>{lost} lines could not be read and were left out.</p>")
+            parts.append(_plan_table(run.plan, suffix))
+    skipped = sum(run.skipped_lines for run in runs)
+    if skipped:
+        parts.append(f"<p class=note>{skipped} lines could not be read and were left out.</p>")
     return _PAGE.replace("{title}", escape(title)).replace("{body}", "\n".join(parts))
 
 
+def _plots(runs: Sequence[RunRecord], colors: Sequence[str]) -> list[str]:
+    """Loss, speed and gradient norm over the steps."""
+    legend = [(run.name, color) for run, color in zip(runs, colors, strict=True)]
+    loss: list[Series] = [(run.series("loss"), color) for run, color in zip(runs, colors, strict=True)]
+    validation: list[Series] = [
+        (run.evaluation_series("validation_loss"), color) for run, color in zip(runs, colors, strict=True)
+    ]
+    loss_legend = [*legend, ("● validation", "")] if any(points for points, _ in validation) else legend
+    note = "nats per token; a faint line is each step, the strong one their running mean"
+    figures = [_figure("Loss", note, draw_lines(loss, dots=validation), loss_legend)]
+    for metric, title, unit in (
+        ("tokens_per_second_per_device", "Speed", "tokens per second and device"),
+        ("grad_norm", "Gradient norm", "before clipping"),
+    ):
+        lines: list[Series] = [(run.series(metric), color) for run, color in zip(runs, colors, strict=True)]
+        if any(points for points, _ in lines):
+            lines = [(_without_warm_up(points), color) for points, color in lines]
+            figures.append(_figure(title, unit, draw_lines(lines), legend))
+    return figures
+
+
+def _without_warm_up(points: Sequence[Point]) -> Sequence[Point]:
+    return points[_WARM_UP:] if len(points) > 2 * _WARM_UP else points
+
+
 def _cards(run: RunRecord) -> str:
-    cards = "".join(f"<div><b>{v}</b><span>{escape(k)}</span></div>" for k, v in _figures(run))
+    cards = "".join(
+        f"<div><b>{value}</b><span>{escape(label)}</span></div>" for label, value in _key_figures(run)
+    )
     return f"<div class=cards>{cards}</div>"
 
 
-def _figures(run: RunRecord) -> list[tuple[str, str]]:
-    """The numbers that say most about a run."""
-    last, rate = run.steps[-1] if run.steps else {}, _typical(run, "tokens_per_second_per_device")
-    found = [("steps", f"{last.get('step', 0)}"), ("last loss", _short(last.get("loss")))]
-    for name, text in (
+def _key_figures(run: RunRecord) -> list[tuple[str, str]]:
+    """The most important numbers of a run: label and value."""
+    last = run.steps[-1] if run.steps else {}
+    figures = [("steps", f"{last.get('step', 0)}"), ("last loss", _format_number(last.get("loss")))]
+    for metric, label in (
         ("validation_loss", "validation loss"),
         ("validation_loss_plain", "the same, in plain bf16"),
     ):
-        seen = run.series(name, run.evaluations)
-        if seen:
-            found.append((text, _short(seen[-1][1])))
-    if rate is not None:
-        found.append(("tokens/s/device", f"{rate:,.0f}"))
-    mfu, stall = _typical(run, "mfu"), _stall(run)
-    found += [("MFU", f"{mfu:.1%}")] if mfu is not None else []
-    found += [("input stall", f"{stall:.2%}")] if stall is not None else []
-    skipped = last.get("skipped", 0)
-    return [*found, *([("skipped steps", f"{skipped}")] if skipped else [])]
+        points = run.evaluation_series(metric)
+        if points:
+            figures.append((label, _format_number(points[-1][1])))
+    speed = _median(run, "tokens_per_second_per_device")
+    mfu = _median(run, "mfu")
+    stall = _stall_fraction(run)
+    if speed is not None:
+        figures.append(("tokens/s/device", f"{speed:,.0f}"))
+    if mfu is not None:
+        figures.append(("MFU", f"{mfu:.1%}"))
+    if stall is not None:
+        figures.append(("input stall", f"{stall:.2%}"))
+    if last.get("skipped", 0):
+        figures.append(("skipped steps", f"{last['skipped']}"))
+    return figures
 
 
-def _comparison(runs: Sequence[RunRecord], colours: dict[int, str]) -> str:
-    names = list(dict.fromkeys(k for r in runs for k, _ in _figures(r)))
-    head = "".join(f"<th>{escape(n)}</th>" for n in names)
+def _comparison(runs: Sequence[RunRecord], colors: Sequence[str]) -> str:
+    """A table of the key figures, one run a row."""
+    figures = [dict(_key_figures(run)) for run in runs]
+    labels = list(dict.fromkeys(label for row in figures for label in row))
+    head = "".join(f"<th>{escape(label)}</th>" for label in labels)
     body = ""
-    for run in runs:
-        cells = "".join(f"<td class=number>{dict(_figures(run)).get(n, '–')}</td>" for n in names)
-        body += f"<tr><td>{_key(run.name, colours[id(run)])}</td>{cells}</tr>"
+    for run, color, row in zip(runs, colors, figures, strict=True):
+        cells = "".join(f"<td class=number>{row.get(label, '–')}</td>" for label in labels)
+        body += f"<tr><td>{_legend_key(run.name, color)}</td>{cells}</tr>"
     return f"<table><tr><th>run</th>{head}</tr>{body}</table>"
 
 
-def _typical(run: RunRecord, name: str) -> float | None:
-    values = [v for _, v in run.series(name)]
+def _median(run: RunRecord, metric: str) -> float | None:
+    values = [value for _, value in run.series(metric)]
     return statistics.median(values) if values else None
 
 
-def _stall(run: RunRecord) -> float | None:
-    """The part of the time that was spent waiting for data; the first step, which compiles, does not count."""
-    pairs = [(r["stall_seconds"], r["step_seconds"]) for r in run.steps[1:] if "stall_seconds" in r]
-    whole_time = sum(seconds for _, seconds in pairs)
-    return sum(waited for waited, _ in pairs) / whole_time if whole_time else None
+def _stall_fraction(run: RunRecord) -> float | None:
+    """The fraction of the time spent waiting for data. The first step compiles, so it does not count."""
+    records = [record for record in run.steps[1:] if "stall_seconds" in record]
+    total = sum(record["step_seconds"] for record in records)
+    return sum(record["stall_seconds"] for record in records) / total if total else None
 
 
-def _short(value: Any) -> str:
-    return "–" if not isinstance(value, int | float) else f"{value:.4g}"
+def _format_number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "–"
 
 
 # ---- plots
 
 
-def _figure(title: str, unit: str, picture: str, keys: Iterable[tuple[str, str]]) -> str:
-    legend = " ".join(_key(name, colour) for name, colour in keys)
-    return _section(title, unit, f"{picture}<p class=keys>{legend}</p>")
+def _figure(title: str, unit: str, picture: str, legend: Iterable[tuple[str, str]]) -> str:
+    keys = " ".join(_legend_key(name, color) for name, color in legend)
+    return _section(title, unit, f"{picture}<p class=keys>{keys}</p>")
 
 
 def _section(title: str, note: str, content: str) -> str:
     return f"<section><h2>{escape(title)} <small>{escape(note)}</small></h2>{content}</section>"
 
 
-def _key(name: str, colour: str) -> str:
-    mark = f'<i style="background:{colour}"></i>' if colour else ""
+def _legend_key(name: str, color: str) -> str:
+    mark = f'<i style="background:{color}"></i>' if color else ""
     return f"<span class=key>{mark}{escape(name)}</span>"
 
 
-def _lines_plot(
-    lines: Sequence[tuple[Points, str]],
-    *,
-    dots: Sequence[tuple[Points, str]] = (),
-    smooth: bool = False,
-    typical: bool = False,
-) -> str:
-    """Lines over steps. `typical` leaves out the first steps, which compile and whose numbers are like no other."""
-    if typical:
-        lines = [(points[2:] if len(points) > 4 else points, colour) for points, colour in lines]
-    shown = [p for points, *_ in (*lines, *dots) for p in points]
-    if not shown:
-        return "<p class=note>nothing was measured</p>"
-    x0, x1 = min(p[0] for p in shown), max(p[0] for p in shown)
-    y0, y1 = min(p[1] for p in shown), max(p[1] for p in shown)
-    ticks = _ticks(y0, y1)
-    y0, y1 = min(y0, ticks[0]), max(y1, ticks[-1])
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        right = _LEFT + (x - x0) / ((x1 - x0) or 1) * (_WIDTH - _LEFT - 16)
-        up = _HEIGHT - _BOTTOM - (min(max(y, y0), y1) - y0) / ((y1 - y0) or 1) * (_HEIGHT - _BOTTOM - 12)
-        return right, up
-
-    out = []
-    for tick in ticks:
-        _, y = at(x0, tick)
-        out.append(f"<line class=grid x1={_LEFT} x2={_WIDTH - 16} y1={y:.1f} y2={y:.1f} />")
-        out.append(f"<text x={_LEFT - 8} y={y + 4:.1f} text-anchor=end>{_tick_text(tick)}</text>")
-    for tick in _ticks(x0, x1):
-        if x0 <= tick <= x1:
-            x, _ = at(tick, y0)
-            out.append(f"<text x={x:.1f} y={_HEIGHT - 10} text-anchor=middle>{_tick_text(tick)}</text>")
-    for points, colour in lines:
-        thin = _thinned(points)
-        if smooth and len(thin) > 8:
-            out.append(_path([at(*p) for p in thin], colour, "faint"))
-            thin = _smoothed(thin)
-        out.append(_path([at(*p) for p in thin], colour, "line"))
-    for points, colour in dots:
-        for x, y in (at(*p) for p in points):
-            out.append(f'<circle cx={x:.1f} cy={y:.1f} r=4 fill="{colour}" class=dot />')
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role=img>{"".join(out)}</svg>'
+# ---- quantization error
 
 
-def _path(points: Sequence[tuple[float, float]], colour: str, kind: str) -> str:
-    if not points:
-        return ""
-    d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    return f'<path class={kind} d="{d}" stroke="{colour}" />'
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HeatMap:
+    """How one number is shown: the value times `factor`, colored from `bad` over `neutral` to `good`."""
+
+    title: str
+    note: str
+    field: str
+    bad: float
+    neutral: float
+    good: float
+    format: str
+    factor: float = 1
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from below the lowest to above the highest."""
-    span = (high - low) or abs(high) or 1
-    unit = 10.0 ** math.floor(math.log10(span / 4))
-    step = next(unit * f for f in (1, 2, 2.5, 5, 10) if span / (unit * f) <= 5)
-    first = math.floor(low / step)
-    return [step * (first + i) for i in range(math.ceil(high / step) - first + 1)]
+_OPERAND_MAPS = (
+    _HeatMap(title="SQNR", note="dB at step {step}; 20 dB: a tenth of the size is noise", field="sqnr_db",
+             bad=10.0, neutral=20.0, good=32.0, format="{:.1f}"),
+    _HeatMap(title="Flushed to zero", note="percent of what was not zero, at step {step}", field="flushed",
+             bad=0.3, neutral=0.1, good=0.0, format="{:.1f}", factor=100),
+    _HeatMap(title="Saturated", note="percent that was cut to the largest value, at step {step}", field="saturated",
+             bad=0.1, neutral=0.04, good=0.0, format="{:.1f}", factor=100),
+)  # fmt: skip
+_GRADIENT_MAP = _HeatMap(
+    title="Gradients", note="cosine with the gradient in plain bf16, at step {step}", field="cosine",
+    bad=0.8, neutral=0.95, good=1.0, format="{:.3f}",
+)  # fmt: skip
 
 
-def _tick_text(value: float) -> str:
-    value = 0.0 if abs(value) < 1e-12 else value
-    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:.4g}"
-
-
-def _thinned(points: Points, most: int = 1500) -> Points:
-    every = max(1, len(points) // most)
-    return points[::every]
-
-
-def _smoothed(points: Points) -> Points:
-    """A running mean over about a thirtieth of the points, without their beginning's weight on the rest."""
-    keep, value, weight, out = 1 - 1 / max(2, len(points) / 30), 0.0, 0.0, []
-    for x, y in points:
-        value, weight = keep * value + (1 - keep) * y, keep * weight + (1 - keep)
-        out.append((x, value / weight))
-    return out
-
-
-# ---- numerics
-
-
-def _numerics(run: RunRecord, of: str) -> list[str]:
-    """What was measured last, site by site and layer by layer, and how it went over the steps."""
+def _heat_maps(run: RunRecord, suffix: str) -> list[str]:
+    """The last measurement of a run, by site and layer."""
     if not run.stats:
         return []
-    last = max(r["step"] for r in run.stats)
-    now = [r for r in run.stats if r["step"] == last]
-    parts = []
-    operands = [r for r in now if "operand" in r]
-    if operands:
-        cells: Cells = {((r["site"], r["operand"]), r["layer"]): r for r in operands}
-        names: Names = [
-            (f"{escape(s)} <em>{o}</em>", (s, o)) for s, o in dict.fromkeys(key for key, _ in cells)
-        ]
-        parts.append(_heat(f"SQNR{of}", f"dB at step {last}; 20 dB: a tenth of the size is noise", names, cells,
-                           "sqnr_db", (10.0, 20.0, 32.0), "{:.1f}"))  # fmt: skip
-        parts.append(_heat(f"Flushed to zero{of}", f"percent of what was not zero, at step {last}", names, cells,
-                           "flushed", (0.3, 0.1, 0.0), "{:.1f}", 100))  # fmt: skip
-        parts.append(_heat(f"Saturated{of}", f"percent that was cut to the largest value, at step {last}", names, cells,
-                           "saturated", (0.1, 0.04, 0.0), "{:.1f}", 100))  # fmt: skip
-    gradients = [r for r in now if "cosine" in r]
-    if gradients:
-        names = [(escape(p), (p,)) for p in dict.fromkeys(r["parameter"] for r in gradients)]
-        cells = {((r["parameter"],), r["layer"]): r for r in gradients}
-        parts.append(_heat(f"Gradients{of}", f"cosine with the gradient in plain bf16, at step {last}", names, cells,
-                           "cosine", (0.8, 0.95, 1.0), "{:.3f}"))  # fmt: skip
-    return parts
+    step = max(record["step"] for record in run.stats)
+    latest = [record for record in run.stats if record["step"] == step]
+    operands: dict[str, dict[int | None, Record]] = {}
+    gradients: dict[str, dict[int | None, Record]] = {}
+    for record in latest:
+        if "operand" in record:
+            label = f"{escape(record['site'])} <em>{record['operand']}</em>"
+            operands.setdefault(label, {})[record["layer"]] = record
+        if "cosine" in record:
+            gradients.setdefault(escape(record["parameter"]), {})[record["layer"]] = record
+    maps = [_heat_table(heat_map, operands, step, suffix) for heat_map in _OPERAND_MAPS if operands]
+    return [*maps, _heat_table(_GRADIENT_MAP, gradients, step, suffix)] if gradients else maps
 
 
-def _heat(
-    title: str,
-    unit: str,
-    names: Names,
-    cells: Cells,
-    field: str,
-    scale: tuple[float, float, float],
-    form: str,
-    times: float = 1,
-) -> str:
-    """A table whose cells are coloured: rows are sites, columns layers."""
-    layers = sorted({la for _, la in cells if isinstance(la, int)})
-    columns: list[Any] = [*layers, *({None} if any(la is None for _, la in cells) else ())]
-    head = "".join(f"<th>{'–' if c is None else c}</th>" for c in columns)
+def _heat_table(heat_map: _HeatMap, rows: dict[str, dict[int | None, Record]], step: int, suffix: str) -> str:
+    """A colored table: a row per site or parameter, a column per layer. A value of no layer has the last column."""
+    layers = {layer for cells in rows.values() for layer in cells}
+    columns = sorted(layers, key=lambda layer: (layer is None, layer or 0))
+    head = "".join(f"<th>{'–' if layer is None else layer}</th>" for layer in columns)
     body = ""
-    for text, key in names:
-        marks = ""
-        for column in columns:
-            value = cells.get((key, column), {}).get(field)
-            colour = "" if value is None else f' style="{_shade(value, scale)}"'
-            marks += f"<td class=cell{colour}>{'' if value is None else form.format(value * times)}</td>"
-        body += f"<tr><td class=site>{text}</td>{marks}</tr>"
+    for label, cells in rows.items():
+        marks = "".join(_heat_cell(heat_map, cells.get(layer, {}).get(heat_map.field)) for layer in columns)
+        body += f"<tr><td class=site>{label}</td>{marks}</tr>"
     table = f"<div class=scroll><table class=heat><tr><th>layer</th>{head}</tr>{body}</table></div>"
-    return _section(title, unit, table)
+    return _section(heat_map.title + suffix, heat_map.note.format(step=step), table)
 
 
-def _shade(value: float, scale: tuple[float, float, float]) -> str:
-    """From red (bad) through pale to blue (good), the text black or white on it."""
-    bad, middle, good = scale
-    part = (
-        (value - middle) / (good - middle)
-        if (value > middle) == (good > middle)
-        else (value - middle) / (middle - bad)
-    )
-    part = max(-1.0, min(1.0, part))
-    pale, end = (247, 247, 247), (33, 102, 172) if part > 0 else (178, 24, 43)
-    red, green, blue = (round(a + (b - a) * abs(part)) for a, b in zip(pale, end, strict=True))
-    return f"background:rgb({red},{green},{blue});color:{'#fff' if abs(part) > 0.55 else '#111'}"
+def _heat_cell(heat_map: _HeatMap, value: float | None) -> str:
+    if value is None:
+        return "<td class=cell></td>"
+    text = heat_map.format.format(value * heat_map.factor)
+    return f'<td class=cell style="{_cell_style(heat_map, value)}">{text}</td>'
 
 
-# ---- the plan
+def _cell_style(heat_map: _HeatMap, value: float) -> str:
+    """Red for bad, pale for neutral, blue for good; black or white text, whichever is readable on it."""
+    is_good = (value > heat_map.neutral) == (heat_map.good > heat_map.neutral)
+    span = heat_map.good - heat_map.neutral if is_good else heat_map.neutral - heat_map.bad
+    strength = max(-1.0, min(1.0, (value - heat_map.neutral) / span))
+    pale, end = (247, 247, 247), (33, 102, 172) if strength > 0 else (178, 24, 43)
+    red, green, blue = (round(a + (b - a) * abs(strength)) for a, b in zip(pale, end, strict=True))
+    return f"background:rgb({red},{green},{blue});color:{'#fff' if abs(strength) > 0.55 else '#111'}"
 
 
-def _plan(plan: StatsRow, of: str) -> str:
-    """Which rule decides about which site, and in which formats its products run."""
-    rules, body = plan["rules"], ""
+# ---- plan
+
+
+def _plan_table(plan: Record, suffix: str) -> str:
+    """The rule that decides each site, and the formats of its products."""
+    body = ""
     for site in plan["sites"]:
-        for phase, runs in site["decisions"].items():
-            for run in runs:
-                body += _plan_row(site, phase if len(plan["phases"]) > 1 else "", run, rules)
-    head = "".join(f"<th>{h}</th>" for h in ("site", "layers", "fprop", "dgrad", "wgrad", "rule"))
+        for phase, layer_groups in site["decisions"].items():
+            shown_phase = phase if len(plan["phases"]) > 1 else ""
+            for group in layer_groups:
+                body += _plan_row(site, shown_phase, group, plan["rules"])
+    head = "".join(f"<th>{name}</th>" for name in ("site", "layers", "fprop", "dgrad", "wgrad", "rule"))
     note = f"policy {plan['policy']['path']}, sha256 {plan['policy']['sha256'][:12]}"
-    return _section(f"Plan{of}", note, f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>")
+    return _section(f"Plan{suffix}", note, f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>")
 
 
-def _plan_row(site: StatsRow, phase: str, run: StatsRow, rules: list[str]) -> str:
+def _plan_row(site: Record, phase: str, group: Record, rules: Sequence[str]) -> str:
+    """The row of consecutive layers of a site that have the same decision."""
     name = (site["parameters"] or [site["scope"]])[0] or site["place"] or ""
     layers = "–"
-    if "layers" in run:
-        first, last = (".".join(map(str, end)) for end in run["layers"])
+    if "layers" in group:
+        first, last = (".".join(map(str, index)) for index in group["layers"])
         layers = first if first == last else f"{first} to {last}"
     cells = ""
     for gemm in ("fprop", "dgrad", "wgrad"):
-        formats = list(dict.fromkeys(run["products"].get(gemm, {}).get("formats", ())))
-        quantized = any(f not in ("keep", "bf16", "f32") for f in formats)
-        cells += f"<td{' class=quantized' if quantized else ''}>{escape(' × '.join(formats)) or '–'}</td>"
-    won = dict.fromkeys(p["rule"] for p in run["products"].values())
-    text = "; ".join(rules[r] if r is not None else "no rule" for r in won)
-    where = f" <small>{escape(phase)}</small>" if phase else ""
-    ends = (
-        f"<td class=site>{escape(name)}{where}</td><td>{layers}</td>",
-        f"<td><code>{escape(text)}</code></td>",
+        formats = list(dict.fromkeys(group["products"].get(gemm, {}).get("formats", ())))
+        is_quantized = any(name not in ("keep", "bf16", "f32") for name in formats)
+        cells += f"<td{' class=quantized' if is_quantized else ''}>{escape(' × '.join(formats)) or '–'}</td>"
+    winners = dict.fromkeys(product["rule"] for product in group["products"].values())
+    rule = "; ".join("no rule" if index is None else rules[index] for index in winners)
+    phase_note = f" <small>{escape(phase)}</small>" if phase else ""
+    return (
+        f"<tr><td class=site>{escape(name)}{phase_note}</td><td>{layers}</td>{cells}"
+        f"<td><code>{escape(rule)}</code></td></tr>"
     )
-    return f"<tr>{ends[0]}{cells}{ends[1]}</tr>"
 
 
 _PAGE = """<!doctype html>
