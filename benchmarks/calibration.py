@@ -1,10 +1,11 @@
-"""The two fitted constants of the cost model, and its errors, on figures it was fitted to and on those it was not.
+"""Fits the two free constants of the cost model, and prints its errors on published and measured figures.
 
     python -m benchmarks.calibration [--json FILE]
 
-Twelve published throughputs, in pairs of FP8 and NVFP4. Fitted: the pairs of the first trainer on GB200. Held out: the
-same trainer on GB300, and another trainer on both. And what was measured on an H200, of which the model was given the
-copy, the quantizers and the forward fp8 product, but none of the lines below. Needs no GPU.
+There are twelve published throughputs, in pairs of FP8 and NVFP4. The pairs of the first trainer on GB200 are fitted.
+Those of the same trainer on GB300, and of another trainer on both GPUs, are held out. The measurements on an H200
+follow: the model was given the time of the copy, of the quantizers and of the forward fp8 product, and none of the
+lines that are printed. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from policyc import load, parse
 from policyc.compiler.plan import make_plan
 from policyc.hardware import gemm_cost, llama_step
-from policyc.hardware.step_cost import Busy, Mesh, Work, busy
+from policyc.hardware.step_cost import MeshShape, StepParts, TrainingStep, estimate_parts
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
-from policyc.numerics.targets import target
+from policyc.numerics.targets import get_target
 
-SEQUENCES = 2  # of a device at a time: how the published runs were divided is not known
+SEQUENCES = 2  # per device at a time. How the published runs were divided is not known.
 
 
 @dataclass(frozen=True)
 class Published:
-    """TFLOP/s of a GPU, sequences of 8192 tokens."""
+    """Published TFLOP/s per GPU, with sequences of 8192 tokens."""
 
     trainer: str
     config: str
@@ -50,45 +52,57 @@ PUBLISHED = (
     Published("second", "llama3_405b", "gb300", 256, 2646, 3575),
 )
 
-POLICIES = {"fp8": "fp8", "nvfp4": "te_nvfp4"}  # every linear of every block
+POLICIES = {"fp8": "fp8", "nvfp4": "te_nvfp4"}  # both quantize every linear of every block
 
 
 @cache
-def traced(config: str, devices: int) -> Work:
+def trace_step(config: str, devices: int) -> TrainingStep:
     sizes = llama_step.Sizes(batch=SEQUENCES * devices, sequence=8192, accumulate=1, remat="none")
-    return llama_step.work(Policy(), config, Mesh(fsdp=devices), sizes, "te")
+    return llama_step.work(Policy(), config, MeshShape(fsdp=devices), sizes, "te")
 
 
 @cache
-def planned(config: str, devices: int, format: str) -> Work:
-    work = traced(config, devices)
-    return replace(work, plan=make_plan(load(POLICIES[format]), work.plan.sites))
+def load_policy(format: str) -> Policy:
+    return load(POLICIES[format])
 
 
 @cache
-def computed(case: Published, format: str) -> Busy:
-    return busy(planned(case.config, case.devices, format), target(case.gpu), Mesh(fsdp=case.devices))
+def plan_step(config: str, devices: int, format: str) -> TrainingStep:
+    step = trace_step(config, devices)
+    return replace(step, plan=make_plan(load_policy(format), step.plan.sites))
 
 
-def predicted(
-    case: Published, format: str, hidden: float = gemm_cost.HIDDEN, other: float = gemm_cost.OTHER
+@cache
+def step_parts(case: Published, format: str) -> StepParts:
+    step = plan_step(case.config, case.devices, format)
+    return estimate_parts(step, get_target(case.gpu), MeshShape(fsdp=case.devices))
+
+
+def predict(
+    case: Published,
+    format: str,
+    hidden: float = gemm_cost.HIDDEN_FRACTION,
+    other: float = gemm_cost.OTHER_FRACTION,
 ) -> float:
-    return computed(case, format).estimate(hidden, other).tflops
+    """The model's TFLOP/s per GPU."""
+    return step_parts(case, format).combine(hidden, other).tflops
 
 
 def fit(cases: Sequence[Published] = tuple(c for c in PUBLISHED if c.fitted)) -> tuple[float, float]:
-    """The constants with the least squared error of the logarithms, to two digits."""
+    """Returns the constants with the least squared error of the logarithms, to two digits."""
     figures = [(case, f, getattr(case, f)) for case in cases for f in POLICIES]
 
     def error(constants: tuple[float, float]) -> float:
-        return sum(math.log(predicted(c, f, *constants) / figure) ** 2 for c, f, figure in figures)
+        return sum(math.log(predict(c, f, *constants) / figure) ** 2 for c, f, figure in figures)
 
     grid = [(hidden / 20, other / 100) for hidden in range(20) for other in range(61)]
     return min(grid, key=error)
 
 
 @dataclass(frozen=True)
-class Row:
+class Prediction:
+    """The model's TFLOP/s for a published case."""
+
     case: Published
     fp8: float
     nvfp4: float
@@ -98,6 +112,7 @@ class Row:
         return self.nvfp4 / self.fp8
 
     def errors(self) -> tuple[float, float, float]:
+        """Relative errors of the two throughputs and of the speed-up."""
         case = self.case
         return (
             self.fp8 / case.fp8 - 1,
@@ -106,8 +121,12 @@ class Row:
         )
 
 
-def rows(hidden: float = gemm_cost.HIDDEN, other: float = gemm_cost.OTHER) -> list[Row]:
-    return [Row(case, *(predicted(case, format, hidden, other) for format in POLICIES)) for case in PUBLISHED]
+def predict_all(
+    hidden: float = gemm_cost.HIDDEN_FRACTION, other: float = gemm_cost.OTHER_FRACTION
+) -> list[Prediction]:
+    return [
+        Prediction(case, *(predict(case, format, hidden, other) for format in POLICIES)) for case in PUBLISHED
+    ]
 
 
 OTHER_FITS = {
@@ -117,75 +136,102 @@ OTHER_FITS = {
     "GB300": PUBLISHED[2:4] + PUBLISHED[5:],
     "all": PUBLISHED,
 }
-"""What the errors would be had other rows been chosen."""
+"""Other choices of rows to fit, to see what the errors would have been."""
 
 
-# ---- an H200, one linear of 16384 x 4096 x 14336: docs/numerics.md
+# ---- one linear of 16384 x 4096 x 14336 on an H200: docs/numerics.md
 
 
-def linear(text: str, products: frozenset[Gemm] = frozenset(Gemm)) -> float:
-    """Seconds of a linear's products under a recipe, by the model."""
-    sizes, gpu = (16384, 14336, 4096), target("h200")
+def linear_seconds(text: str, products: frozenset[Gemm] = frozenset(Gemm)) -> float:
+    """The model's time for the products of a linear under a recipe."""
+    m, n, k = 16384, 14336, 4096
+    target = get_target("h200")
     policy = parse(f"* -> {text}")
-    meant = policy.resolver()(policy.rules[0].recipe)
+    recipe = policy.resolver()(policy.rules[0].recipe)
     total = 0.0
     for gemm in products:
-        format = gemm_cost.format_of(meant, gemm, "bf16")
-        height, columns, contracted = gemm_cost.shape(gemm, *sizes)
-        total += gemm_cost.gemm_seconds(gpu, format, height, columns, contracted)
-        if not gpu.native(format):
-            total += gemm_cost.emulation_seconds(gpu, contracted * (height + columns), height * columns)
-    for role, sets in gemm_cost.code_sets(meant, products).items():
-        total += gemm_cost.quantize_seconds(gpu, sets, gemm_cost.elements(role, *sizes), "xla")
+        format = gemm_cost.product_format(recipe, gemm, "bf16")
+        rows, columns, contracted = gemm_cost.product_shape(gemm, m, n, k)
+        total += gemm_cost.gemm_seconds(target, format, rows, columns, contracted)
+        if not target.is_native(format):
+            total += gemm_cost.emulation_seconds(target, contracted * (rows + columns), rows * columns)
+    for role, treatments in gemm_cost.collect_quantizations(recipe, products).items():
+        elements = gemm_cost.operand_size(role, m, n, k)
+        total += gemm_cost.quantize_seconds(target, treatments, elements, "xla")
     return total
 
 
-def h200() -> list[tuple[str, float, float]]:
-    """What, measured, by the model: milliseconds, or ratios to bf16."""
-    forward, bf16 = frozenset({Gemm.FPROP}), linear("bf16")
-    kept = "split(fprop=nvfp4(scale2d=weights), dgrad=bf16, wgrad=bf16)"
+def predict_h200() -> list[tuple[str, float, float]]:
+    """For each measurement: its name, the measured value and the model's, in milliseconds or as a ratio to bf16."""
+    forward, bf16 = frozenset({Gemm.FPROP}), linear_seconds("bf16")
+    forward_only = "split(fprop=nvfp4(scale2d=weights), dgrad=bf16, wgrad=bf16)"
+    full, no_rht = "nvfp4(rht=wgrad, sr=grad, scale2d=weights)", "nvfp4(sr=grad, scale2d=weights)"
     return [
-        ("bf16 forward, ms", 2.69, 1e3 * linear("bf16", forward)),
-        ("nvfp4 forward, emulated, ms", 3.02, 1e3 * linear("nvfp4", forward)),
-        ("nvfp4 full recipe / bf16", 1.24, linear("nvfp4(rht=wgrad, sr=grad, scale2d=weights)") / bf16),
-        ("nvfp4 without the transform / bf16", 1.205, linear("nvfp4(sr=grad, scale2d=weights)") / bf16),
-        ("nvfp4 forward only / bf16", 1.06, linear(kept) / bf16),
-        ("mxfp8, emulated / bf16", 1.27, linear("mxfp8") / bf16),
-        ("fp8 / bf16", 0.765, linear("fp8") / bf16),
+        ("bf16 forward, ms", 2.69, 1e3 * linear_seconds("bf16", forward)),
+        ("nvfp4 forward, emulated, ms", 3.02, 1e3 * linear_seconds("nvfp4", forward)),
+        ("nvfp4 full recipe / bf16", 1.24, linear_seconds(full) / bf16),
+        ("nvfp4 without the transform / bf16", 1.205, linear_seconds(no_rht) / bf16),
+        ("nvfp4 forward only / bf16", 1.06, linear_seconds(forward_only) / bf16),
+        ("mxfp8, emulated / bf16", 1.27, linear_seconds("mxfp8") / bf16),
+        ("fp8 / bf16", 0.765, linear_seconds("fp8") / bf16),
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write it here too")
-    where = parser.parse_args().json
-    hidden, other = fit()
-    print(
-        f"fitted: hidden {hidden:.2f}, other {other:.2f}; in the code: {gemm_cost.HIDDEN:.2f}, {gemm_cost.OTHER:.2f}"
-    )
-    data: dict[str, object] = {"hidden": hidden, "other": other}
+# ---- output
+
+
+def print_published() -> list[dict[str, Any]]:
+    """Prints the predictions beside the published figures, and returns them as data."""
     print(f"{'':42}{'fp8 TFLOP/s':>22}{'nvfp4 TFLOP/s':>22}{'speed-up':>22}")
-    found = []
-    for row in rows():
-        case, errors = row.case, row.errors()
+    data = []
+    for row in predict_all():
+        case = row.case
         pairs = ((row.fp8, case.fp8), (row.nvfp4, case.nvfp4), (row.speed_up, case.nvfp4 / case.fp8))
-        forms = (".0f", ".0f", ".2f")
-        cells = [f"{a:{f}} / {b:{f}} {e:+4.0%}" for (a, b), e, f in zip(pairs, errors, forms, strict=True)]
+        cells = [
+            f"{predicted:{digits}} / {published:{digits}} {error:+4.0%}"
+            for (predicted, published), error, digits in zip(
+                pairs, row.errors(), (".0f", ".0f", ".2f"), strict=True
+            )
+        ]
         kind = "fitted" if case.fitted else "held out"
         name = f"{kind:9}{case.trainer:7} {case.config} {case.devices} x {case.gpu}"
         print(f"{name:42}" + "".join(f"{cell:>22}" for cell in cells))
-        found.append({"case": name, "predicted": [p for p, _ in pairs], "published": [p for _, p in pairs]})
-    print("\nerrors of the speed-ups, in that order, fitted to other rows:")
+        data.append({"case": name, "predicted": [p for p, _ in pairs], "published": [p for _, p in pairs]})
+    return data
+
+
+def print_other_fits() -> None:
+    print("\nerrors of the speed-ups, in that order, if other rows are fitted:")
     for name, cases in OTHER_FITS.items():
         constants = fit(cases)
-        errors = " ".join(f"{row.errors()[2]:+4.0%}" for row in rows(*constants))
+        errors = " ".join(f"{row.errors()[2]:+4.0%}" for row in predict_all(*constants))
         print(f"{name:24} hidden {constants[0]:.2f}, other {constants[1]:.2f}:  {errors}")
+
+
+def print_h200() -> list[dict[str, Any]]:
+    """Prints the predictions beside the measurements on an H200, and returns them as data."""
     print()
-    for what, measured, by_model in h200():
-        print(f"H200, {what:42}{by_model:8.2f} / {measured:.2f} {by_model / measured - 1:+4.0%}")
-        found.append({"case": f"H200, {what}", "predicted": [by_model], "published": [measured]})
-    if where is not None:
-        where.write_text(json.dumps(data | {"rows": found}, indent=1) + "\n")
+    data = []
+    for name, measured, predicted in predict_h200():
+        print(f"H200, {name:42}{predicted:8.2f} / {measured:.2f} {predicted / measured - 1:+4.0%}")
+        data.append({"case": f"H200, {name}", "predicted": [predicted], "published": [measured]})
+    return data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    path = parser.parse_args().json
+    hidden, other = fit()
+    code = f"{gemm_cost.HIDDEN_FRACTION:.2f}, {gemm_cost.OTHER_FRACTION:.2f}"
+    print(f"fitted: hidden {hidden:.2f}, other {other:.2f}; in the code: {code}")
+    rows = print_published()
+    print_other_fits()
+    rows += print_h200()
+    if path is not None:
+        path.write_text(json.dumps({"hidden": hidden, "other": other, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

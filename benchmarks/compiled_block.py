@@ -1,9 +1,10 @@
-"""One block of Llama 3 8B, forward and backward, as compiled for a GPU that need not be here: kernels and bytes.
+"""Kernels and bytes of one block of Llama 3 8B, forward and backward, compiled for a GPU that need not be present.
 
     python -m benchmarks.compiled_block [--target gb200] [--json out.json] [POLICY ...]
 
-Needs the extras cuda13 and train, and no GPU; under a minute a policy. 16384 tokens on one device, nothing
-rematerialized, the vocabulary cut to 256. Bytes are what kernels read and write, from the optimized HLO.
+Needs the extras cuda13 and train, and no GPU. Takes under a minute per policy. The block runs 16384 tokens on one
+device, without rematerialization, and the vocabulary is cut to 256. Bytes are what kernels read and write, from the
+optimized HLO.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from policyc.hardware import hlo
+
+if TYPE_CHECKING:
+    from policyc.hardware.compile_report import CompileReport
 
 POLICIES = ("bf16", "fp8", "llama_nvfp4", "te_nvfp4", "te_nvfp4_no_rht")
 SEQUENCES, LENGTH = 2, 8192
@@ -27,10 +33,13 @@ KINDS = {
 }
 HADAMARD = "Hadamard products"
 REST = "everything else"
+SMALLEST_OPERAND = 4096 * 14336  # elements of a weight of the MLP, its smallest operand
 
 
 @dataclass(frozen=True)
-class Kind:
+class KernelTotal:
+    """The kernels of one kind: their number, and the bytes that they read and write."""
+
     kernels: int
     read: int
     written: int
@@ -38,97 +47,103 @@ class Kind:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block runs. `wide` are arrays as large as an operand, in fp32 or integers, that no GEMM writes. Gradients
-    of weights are no such arrays: they are results, and fp32 as the weights are.
+    """The kernels of a block by kind.
+
+    `wide` lists arrays as large as an operand, in fp32 or integers, that are not results of a GEMM. The gradients of
+    weights are not listed: they are results of the step, and fp32 like the weights.
     """
 
-    kinds: dict[str, Kind]
+    kinds: dict[str, KernelTotal]
     wide: tuple[str, ...]
 
 
-def compiled(policy: str, target: str) -> Any:
-    """The report of one block and what it is between: an embedding, a head of 256, the loss."""
+def compile_block(policy: str, target: str) -> CompileReport:
+    """Compiles one block between an embedding and a head of 256 tokens, with the loss and its gradient."""
     import jax
 
     from policyc.compiler import pipeline
     from policyc.hardware import deviceless, llama_step
 
     execution = pipeline.execution_options(target=target)
-    (device,) = deviceless.devices_of(execution.target, 1)
-    whole, _ = llama_step.configuration("llama3_8b")
+    (device,) = deviceless.make_devices(execution.target, 1)
+    config, _ = llama_step.configuration("llama3_8b")
     model = replace(
-        whole, layers=1, scan=False, vocab=256, remat="none", loss_chunks=1, attention="cudnn"
-    )  # the rest of a block is as it is
+        config, layers=1, scan=False, vocab=256, remat="none", loss_chunks=1, attention="cudnn"
+    )  # all other sizes of the block are those of the model
 
     def loss(params: Any, batch: Any) -> Any:
         return llama_step._module("model").loss(params, batch, model)[0]
 
-    place = jax.sharding.SingleDeviceSharding(device)
+    sharding = jax.sharding.SingleDeviceSharding(device)
     shapes = llama_step._shapes(model, SEQUENCES, LENGTH)
-    args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
-    return deviceless.compile_step(jax.jit(jax.grad(loss)), args, pipeline.as_policy(policy), execution, 1)
+    arguments = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+    gradient = jax.jit(jax.grad(loss))
+    return deviceless.compile_step(gradient, arguments, pipeline.as_policy(policy), execution, devices=1)
 
 
-def looked_at(text: str) -> Block:
-    """The kernels of a block in a compiled program, by kind."""
-    from policyc.hardware import hlo
+def read_block(text: str) -> Block:
+    """Finds the kernels of the block in a compiled program."""
+    kernels = [
+        e for e in hlo.parse_module(text).executions if e.is_kernel and "layers" in e.instruction.op_name
+    ]
+    totals: dict[str, KernelTotal] = {}
+    for kernel in kernels:
+        kind = kernel_kind(kernel)
+        total = totals.get(kind, KernelTotal(0, 0, 0))
+        totals[kind] = KernelTotal(
+            total.kernels + 1, total.read + kernel.bytes_read, total.written + kernel.bytes_written
+        )
+    wide = tuple(array for kernel in kernels if kernel_kind(kernel) == REST for array in wide_arrays(kernel))
+    return Block(totals, wide)
 
-    module = hlo.read(text)
-    ran = [r for r in module.ran if r.is_kernel and "layers" in r.instruction.scope]
-    found: dict[str, Kind] = {}
-    for one in ran:
-        kind, old = _kind(one), found.get(_kind(one), Kind(0, 0, 0))
-        found[kind] = Kind(old.kernels + 1, old.read + one.read, old.written + one.written)
-    return Block(found, tuple(w for one in ran if _kind(one) == REST for w in _wide(one)))
 
-
-def _kind(one: Any) -> str:
-    kind = KINDS.get(one.instruction.target, REST)
-    if kind == "other GEMMs" and "jit(run)" in one.instruction.scope:
+def kernel_kind(kernel: hlo.Execution) -> str:
+    kind = KINDS.get(kernel.instruction.call_target, REST)
+    if kind == "other GEMMs" and "jit(run)" in kernel.instruction.op_name:
         return HADAMARD  # a product inside a quantizer
     return kind
 
 
-def _wide(one: Any) -> Iterator[str]:
-    """Arrays of at least as many numbers as the smallest operand of an MLP, in types that no operand has."""
-    from policyc.hardware import hlo
-
-    smallest = 4096 * 14336
-    if re.search(r"transpose\(.*_proj/convert_element_type$", one.instruction.scope):
-        return
-    if one.instruction.scope.endswith("/or") and one.written < one.read:
-        return  # four codes to a word: fewer bytes than were read, where a wide array has more
-    for kind, count in hlo.arrays(one.instruction.shape):
-        if kind in ("f32", "u32", "s32", "u64", "s64") and count >= smallest:
-            yield f"{count} x {kind}: {one.instruction.scope}"
+def wide_arrays(kernel: hlo.Execution) -> Iterator[str]:
+    """Yields the results with at least as many elements as the smallest operand, in types that no operand has."""
+    op_name = kernel.instruction.op_name
+    if re.search(r"transpose\(.*_proj/convert_element_type$", op_name):
+        return  # the gradient of a weight
+    if op_name.endswith("/or") and kernel.bytes_written < kernel.bytes_read:
+        return  # four codes packed into a word: it writes fewer bytes than it reads, where a wide array needs more
+    for element_type, count in hlo.shape_arrays(kernel.instruction.shape):
+        if element_type in ("f32", "u32", "s32", "u64", "s64") and count >= SMALLEST_OPERAND:
+            yield f"{count} x {element_type}: {op_name}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("policies", nargs="*", metavar="POLICY", default=POLICIES)
-    parser.add_argument("--target", default="gb200")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--hlo", metavar="FILE", help="write the compiled program here")
-    given = parser.parse_args()
+    parser.add_argument(
+        "policies", nargs="*", metavar="POLICY", default=POLICIES, help="default: five of them"
+    )
+    parser.add_argument("--target", default="gb200", help="the GPU (default: gb200)")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--hlo", metavar="FILE", help="write the compiled program of the last policy here")
+    options = parser.parse_args()
     blocks = {}
     print("| policy | kind | kernels | read | written |\n|---|---|---|---|---|")
-    for policy in given.policies:
-        text = compiled(policy, given.target).text
-        blocks[policy] = block = looked_at(text)
+    for policy in options.policies:
+        text = compile_block(policy, options.target).text
+        blocks[policy] = block = read_block(text)
         for kind, k in sorted(block.kinds.items()):
             print(
                 f"| {policy} | {kind} | {k.kernels} | {k.read / 1e9:.2f} GB | {k.written / 1e9:.2f} GB |",
                 flush=True,
             )
-        for wide in block.wide:
-            print(f"{policy} writes {wide}")
-        if given.hlo:
-            with open(given.hlo, "w", encoding="utf-8") as file:
+        for array in block.wide:
+            print(f"{policy} writes {array}")
+        if options.hlo:
+            with open(options.hlo, "w", encoding="utf-8") as file:
                 file.write(text)
-    if given.json:
-        with open(given.json, "w", encoding="utf-8") as file:
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump({policy: asdict(block) for policy, block in blocks.items()}, file, indent=1)
 
 

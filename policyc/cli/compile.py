@@ -1,4 +1,4 @@
-"""`policyc compile`: a training step, compiled for GPUs that need not be here."""
+"""`policyc compile`: compiles a training step for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from policyc.cli.program import exit_on_error, parse_program
 
 if TYPE_CHECKING:
     from policyc.compiler.plan import ExecutionOptions
-    from policyc.hardware.deviceless import Report
+    from policyc.hardware.compile_report import CompileReport, ProductCheck
     from policyc.language.policy import Policy
 
 
@@ -41,65 +41,80 @@ if TYPE_CHECKING:
 @variant_option
 @backend_option
 @require_native_option
-@click.option("--dump-hlo", metavar="DIR", help="Write the optimized HLO here.")
+@click.option("--dump-hlo", metavar="DIR", help="Write the optimized HLO into this folder.")
 @format_option("table", "json")
 @click.argument("policy")
 @program_argument(required=False)
 def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options: Any) -> None:
-    """Compile a training step for GPUs that are not here.
+    """Compile a training step for GPUs that need not be present.
 
-    Of a configuration, the whole step is compiled: forward, backward, optimizer. Of a program, the first jitted
-    function that differentiates a loss with a GEMM, on the mesh that it makes of jax.devices(): --devices says how
-    many it finds. Fails where a product that is claimed to be native is not in the compiled program, and where the
-    step does not fit into the device's memory.
+    With --config, the whole step of the bundled Llama is compiled: forward, backward and optimizer. With a program, it
+    is the first jitted function that differentiates a loss with a GEMM. The program builds its own mesh from
+    jax.devices(), and --devices says how many devices it sees.
+
+    The report lists the quantized products, memory, collectives and kernels of the compiled program. The command fails
+    if a product that the plan says is native is not in the program, or if the step does not fit into the memory of a
+    device. It needs the extra cuda13, and no GPU.
     """
     step.check_source(program)
-    meant = load_policy(policy, options["variant"])
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no GPU is looked for
+    loaded = load_policy(policy, options["variant"])
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a GPU
     from policyc.compiler.pipeline import execution_options
-    from policyc.hardware.deviceless import NotPossible
+    from policyc.hardware.deviceless import CannotCompile
 
     try:
         with exit_on_error():
             execution = execution_options(options["backend"], step.target, options["require_native"])
-            report = _compiled(meant, program, execution, step)
-    except (NotPossible, ImportError, NotImplementedError) as error:  # the last two of a backend
+            if step.config:
+                report = _compile_config(loaded, step.config, execution, step)
+            else:
+                report = _compile_program(loaded, program, execution, step)
+    except (CannotCompile, ImportError, NotImplementedError) as error:  # a backend raises the last two
         exit_with_message(str(error))
     title = f"{step.config or program[program[0] == '-m']} under {policy}"
     if options["dump_hlo"]:
         _dump(options["dump_hlo"], report, title)
-    click.echo(
-        _as_json(report, title) if options["output_format"] == "json" else _as_table(report, title), nl=False
-    )
-    _judge(report)
+    format_report = _as_json if options["output_format"] == "json" else _as_table
+    click.echo(format_report(report, title), nl=False)
+    _fail_if_wrong(report)
 
 
-def _compiled(
-    policy: Policy, program: tuple[str, ...], execution: ExecutionOptions, step: StepOptions
-) -> Report:
+def _compile_config(
+    policy: Policy, config: str, execution: ExecutionOptions, options: StepOptions
+) -> CompileReport:
+    """Compiles the step of a configuration of the bundled Llama."""
     from policyc.compiler import pipeline
+    from policyc.hardware import deviceless, llama_step, step_cost
+
+    assert execution.target is not None
+    count = options.devices
+    sizes = llama_step.Sizes(
+        batch=options.batch, sequence=options.sequence, accumulate=options.accumulate, remat=options.remat
+    )
+    mesh = step_cost.parse_mesh(options.mesh or f"fsdp={count}", count)
+    llama_step.check(config, mesh, sizes)
+    devices = deviceless.make_devices(execution.target, count)
+    step, arguments, run = llama_step.step(config, mesh, sizes, devices)
+    pipeline.set_step(0, total=run.steps)
+    return deviceless.compile_step(
+        step, arguments, policy, execution, devices=count, microbatches=run.accumulate
+    )
+
+
+def _compile_program(
+    policy: Policy, program: tuple[str, ...], execution: ExecutionOptions, options: StepOptions
+) -> CompileReport:
+    """Compiles the step of a program, or its loss if it differentiates that outside jax.jit."""
     from policyc.experiments import runner
-    from policyc.hardware import deviceless, step_cost
+    from policyc.hardware import deviceless
     from policyc.jaxcore import define_primitive
 
-    count = step.devices
     assert execution.target is not None
-    if step.config:
-        from policyc.hardware import llama_step
-
-        sizes = llama_step.Sizes(
-            batch=step.batch, sequence=step.sequence, accumulate=step.accumulate, remat=step.remat
-        )
-        mesh = step_cost.mesh_of(step.mesh or f"fsdp={count}", count)
-        llama_step.check(step.config, mesh, sizes)
-        devices = deviceless.devices_of(execution.target, count)
-        jitted_step, arguments, run = llama_step.step(step.config, mesh, sizes, devices)
-        pipeline.set_step(0, total=run.steps)
-        return deviceless.compile_step(jitted_step, arguments, policy, execution, count, run.accumulate)
-    step.reject_for_program("batch", "sequence", "accumulate", "remat")
-    if step.mesh:
+    count = options.devices
+    options.reject_for_program("batch", "sequence", "accumulate", "remat")
+    if options.mesh:
         raise ValueError(
-            "--mesh: a program makes its own mesh, of jax.devices(); --devices says how many it finds"
+            "--mesh: a program makes its own mesh of jax.devices(); --devices says how many devices it sees"
         )
     deviceless.check_installed()
     if count > 1:
@@ -111,50 +126,50 @@ def _compiled(
         return deviceless.compile_jitted(jitted, plans, execution, count)
     if count > 1:
         raise ValueError(
-            "the program differentiates its loss outside jax.jit, where no step of several devices is compiled: put "
-            "the step into jax.jit, or --devices 1"
+            "the program differentiates its loss outside jax.jit, which is compiled for one device only: put the step "
+            "into jax.jit, or use --devices 1"
         )
     plans[0].check()
-    return deviceless.compile_loss(plans[0], *deviceless.devices_of(execution.target, 1))
+    return deviceless.compile_loss(plans[0], *deviceless.make_devices(execution.target, 1))
 
 
-# ---- telling
+# ---- output
 
 
-def _dump(folder: str, report: Report, title: str) -> None:
+def _dump(folder: str, report: CompileReport, title: str) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        exit_with_message(f"--dump-hlo: '{folder}' cannot be made: {error.strerror}")
+        exit_with_message(f"--dump-hlo: cannot create '{folder}': {error.strerror}")
     name = "".join(
         c if c.isalnum() or c in "-_." else "_" for c in f"{title}_{report.target}x{report.devices}"
     )
     write_output("--dump-hlo", str(Path(folder) / f"{name}.hlo.txt"), report.text)
 
 
-def _as_json(report: Report, title: str) -> str:
+def _as_json(report: CompileReport, title: str) -> str:
     data = {
         "step": title,
         "target": report.target,
         "devices": report.devices,
         "products": [
             {
-                "site": row.site,
-                "layers": None if row.layers is None else [list(end) for end in row.layers],
-                "gemm": row.gemm,
-                "format": row.format,
-                "backend": row.backend,
-                "native": row.native,
-                "call": row.call or None,
-                "found": row.found,
-                "reason": row.reason or None,
-                "remedy": row.remedy or None,
+                "site": product.site,
+                "layers": None if product.layers is None else [list(layer) for layer in product.layers],
+                "gemm": product.gemm,
+                "format": product.format,
+                "backend": product.backend,
+                "native": product.is_native,
+                "call": product.call or None,
+                "found": product.calls_found,
+                "reason": product.reason or None,
+                "remedy": product.remedy or None,
             }
-            for row in report.rows
+            for product in report.products
         ],
-        "memory": {**report.memory, "needed": report.needed, "device": report.device_memory},
+        "memory": {**report.memory, "needed": report.needed_memory, "device": report.device_memory},
         "collectives": [
-            {"kind": m.kind, "type": m.type, "count": m.count, "bytes": m.bytes} for m in report.collectives
+            {"kind": c.kind, "type": c.type, "count": c.count, "bytes": c.bytes} for c in report.collectives
         ],
         "kernels": report.kernels,
         "kernel_bytes": report.kernel_bytes,
@@ -163,59 +178,63 @@ def _as_json(report: Report, title: str) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def _as_table(report: Report, title: str) -> str:
+def _as_table(report: CompileReport, title: str) -> str:
     from policyc.compiler.plan_tables import columns
 
-    def layers(row: Any) -> str:
-        if row.layers is None:
-            return "-"
-        first, last = (".".join(map(str, end)) for end in row.layers)
-        return first if first == last else f"{first}-{last}"
-
     rows = [["site", "layers", "product", "format", "runs", "found"]]
-    for row in report.rows:
-        lowering = f"{row.backend}, {'native' if row.native else 'emulated'}"
-        found = f"{row.found} x {row.call}" if row.call else "-"
-        rows.append([row.site, layers(row), row.gemm, row.format, lowering, found])
-    reasons = dict.fromkeys(f"{row.reason}; {row.remedy}" for row in report.rows if row.reason)
-    m, gb = report.memory, 1e9
-    lines = [f"{title}, for {report.devices} x {report.target}", *columns(rows)]
-    lines += [f"not native: {reason}" for reason in reasons]
-    lines += [
-        "memory of a device (GB): " + ", ".join(
-            f"{name} {m[name] / gb:.2f}" for name in ("arguments", "outputs", "temporaries", "code")
-        ) + f"; {m['shared'] / gb:.2f} of the outputs lie where arguments lay",
-        f"  {report.needed / gb:.2f} of {report.device_memory / gb:.2f}: {_fits(report)}",
-    ]  # fmt: skip
-    lines += [f"{c.count} x {c.kind} of {c.type}: {c.bytes / gb:.3f} GB" for c in report.collectives]
-    lines += [
-        f"{report.kernels} kernels, which read and write {report.kernel_bytes / gb:.1f} GB",
-        ", ".join(f"{name} took {value:.0f} s" for name, value in report.seconds.items()),
+    for product in report.products:
+        lowering = f"{product.backend}, {'native' if product.is_native else 'emulated'}"
+        calls = f"{product.calls_found} x {product.call}" if product.call else "-"
+        rows.append([product.site, _layers(product), product.gemm, product.format, lowering, calls])
+    reasons = dict.fromkeys(f"{p.reason}; {p.remedy}" for p in report.products if p.reason)
+    gb = {name: size / 1e9 for name, size in report.memory.items()}
+    sizes = ", ".join(f"{name} {gb[name]:.2f}" for name in ("arguments", "outputs", "temporaries", "code"))
+    lines = [
+        f"{title}, for {report.devices} x {report.target}",
+        *columns(rows),
+        *(f"not native: {reason}" for reason in reasons),
+        f"memory per device (GB): {sizes}; {gb['shared']:.2f} of the outputs reuse the memory of arguments",
+        f"  {report.needed_memory / 1e9:.2f} of {report.device_memory / 1e9:.2f}: {_memory_verdict(report)}",
+        *(f"{c.count} x {c.kind} of {c.type}: {c.bytes / 1e9:.3f} GB" for c in report.collectives),
+        f"{report.kernels} kernels, which read and write {report.kernel_bytes / 1e9:.1f} GB",
+        ", ".join(f"{name} took {seconds:.0f} s" for name, seconds in report.seconds.items()),
     ]
     return "".join(f"{line}\n" for line in lines)
 
 
-def _fits(report: Report) -> str:
-    from policyc.hardware.deviceless import TAKEN
+def _layers(product: ProductCheck) -> str:
+    if product.layers is None:
+        return "-"
+    first, last = (".".join(map(str, layer)) for layer in product.layers)
+    return first if first == last else f"{first}-{last}"
 
-    if not report.fits:
+
+def _memory_verdict(report: CompileReport) -> str:
+    from policyc.hardware.compile_report import DEFAULT_MEMORY_FRACTION
+
+    if not report.fits_in_memory:
         return "does not fit"
-    if report.fraction <= TAKEN:
+    if report.memory_fraction <= DEFAULT_MEMORY_FRACTION:
         return "fits"
-    return f"fits, with XLA_PYTHON_CLIENT_MEM_FRACTION={report.fraction:.2f} or more (JAX takes {TAKEN} by itself)"
+    return (
+        f"fits with XLA_PYTHON_CLIENT_MEM_FRACTION={report.memory_fraction:.2f} or more (JAX's default is "
+        f"{DEFAULT_MEMORY_FRACTION})"
+    )
 
 
-def _judge(report: Report) -> None:
-    missing = report.missing
+def _fail_if_wrong(report: CompileReport) -> None:
+    """Exits with an error if a native product is missing, or if the step does not fit into memory."""
+    missing = report.missing_products
     if missing:
-        row = missing[0]
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        product = missing[0]
+        others = f", and {len(missing) - 1} more," if len(missing) > 1 else ""
         exit_with_message(
-            f"{row.gemm} of '{row.site}' was to be native{more}, and {row.call} is in the compiled program "
-            f"{row.found} times, not {row.expected}: --dump-hlo DIR shows what is there instead"
+            f"{product.gemm} of '{product.site}'{others} should be native, but {product.call} is in the compiled "
+            f"program {product.calls_found} times, not {product.calls_expected}: --dump-hlo DIR shows what is there "
+            "instead"
         )
-    if not report.fits:
+    if not report.fits_in_memory:
         exit_with_message(
-            "the step does not fit into the device's memory: more devices, a smaller --batch in more parts "
-            "(--accumulate), or --remat full"
+            "the step does not fit into the memory of a device: use more devices, a smaller --batch, more "
+            "microbatches (--accumulate), or --remat full"
         )

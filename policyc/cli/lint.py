@@ -122,10 +122,10 @@ def lint(
 
 def _target(name: str | None) -> Target:
     from policyc.lint.context import DEFAULT_TARGET
-    from policyc.numerics.targets import target
+    from policyc.numerics.targets import get_target
 
     try:
-        return DEFAULT_TARGET if name is None else target(name)
+        return DEFAULT_TARGET if name is None else get_target(name)
     except KeyError as missing:
         raise click.UsageError(str(missing.args[0])) from None
 

@@ -1,4 +1,4 @@
-"""`policyc targets`: the GPUs that policyc knows."""
+"""`policyc targets`: lists the GPUs that policyc knows."""
 
 from __future__ import annotations
 
@@ -13,79 +13,87 @@ from policyc.cli.options import format_option
 if TYPE_CHECKING:
     from policyc.numerics.targets import Target
 
+_FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
+"""The formats that have a column in the table."""
+
 
 @click.command(
     cls=ExampleCommand,
     examples="""
-    policyc targets                          a table
-    policyc targets gb300 --format json      one of them
-    policyc targets gb200 --format xla       as XLA's deviceless compiler takes it
+    policyc targets                          a table of all GPUs
+    policyc targets gb300 --format json      one GPU as JSON
+    policyc targets gb200 --format xla       one GPU as XLA's deviceless compiler reads it
     """,
 )
 @click.argument("name", required=False)
-@format_option("table", "json", "xla", help="Output format; 'xla' needs a NAME.")
+@format_option(
+    "table", "json", "xla", help="Output format. 'xla' prints XLA's description of one GPU: it needs NAME."
+)
 def targets(name: str | None, output_format: str) -> None:
     """List the GPUs that policyc knows.
 
-    For each: the formats that it multiplies natively, their peak speeds, its memory, and its links.
+    For each GPU: its native formats, their peak speeds, its memory and its links. NAME selects one GPU, such as gb200.
+    The default is all of them.
     """
-    from policyc.numerics.targets import TARGETS, target
+    from policyc.hardware import gpus
+    from policyc.numerics.targets import TARGETS, get_target
 
     try:
-        chosen = list(TARGETS.values()) if name is None else [target(name)]
+        selected = list(TARGETS.values()) if name is None else [get_target(name)]
     except KeyError as missing:
         raise click.UsageError(str(missing.args[0])) from None
     if output_format == "xla":
         if name is None:
             raise click.UsageError(
-                f"--format xla goes with one target: policyc targets {chosen[0].name} --format xla"
+                f"--format xla needs the name of one target: policyc targets {selected[0].name} --format xla"
             )
-        click.echo(chosen[0].description, nl=False)
+        click.echo(gpus.read_description(selected[0]), nl=False)
     elif output_format == "json":
-        found = [_as_data(t) for t in chosen]
-        click.echo(json.dumps(found if name is None else found[0], indent=2))
+        data = [_as_data(target) for target in selected]
+        click.echo(json.dumps(data if name is None else data[0], indent=2))
     else:
-        _table(chosen)
+        _print_table(selected)
 
 
-def _as_data(of: Target) -> dict[str, Any]:
+def _as_data(target: Target) -> dict[str, Any]:
     return {
-        "name": of.name,
-        "sm": f"{of.sm[0]}.{of.sm[1]}",
-        "native": list(of.formats),
-        "peak_flops": dict(of.peaks),
-        "memory_bytes": of.memory_bytes,
-        "memory_bytes_per_second": of.memory_bandwidth,
-        "nvlink_bytes_per_second": of.nvlink_bandwidth,
-        "network_bytes_per_second": of.network_bandwidth,
-        "nvlink_domain": of.nvlink_domain,
-        "device_kind": of.chip.device_kind,
+        "name": target.name,
+        "sm": _compute_capability(target),
+        "native": list(target.formats),
+        "peak_flops": dict(target.peaks),
+        "memory_bytes": target.memory_bytes,
+        "memory_bytes_per_second": target.memory_bandwidth,
+        "nvlink_bytes_per_second": target.nvlink_bandwidth,
+        "network_bytes_per_second": target.network_bandwidth,
+        "nvlink_domain": target.nvlink_domain,
+        "device_kind": target.device_kind,
     }
 
 
-def _table(chosen: list[Target]) -> None:
+def _compute_capability(target: Target) -> str:
+    return "{}.{}".format(*target.compute_capability)
+
+
+def _print_table(selected: list[Target]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    title = "dense TFLOP/s; memory; GB/s in one direction, NVLink among so many GPUs"
-    grid = Table(title=title, title_justify="left", title_style="dim", box=box.SIMPLE, pad_edge=False)
+    title = "dense TFLOP/s; memory; GB/s in one direction; 'of': GPUs that share NVLink"
+    table = Table(title=title, title_justify="left", title_style="dim", box=box.SIMPLE, pad_edge=False)
     for heading in ("target", "SM"):
-        grid.add_column(heading)
-    for heading in ("bf16", "fp8", "mxfp8", "nvfp4", "GB", "TB/s", "NVLink", "of", "net"):
-        grid.add_column(heading, justify="right")
-    for of in chosen:
-        peaks = (
-            f"{of.peaks[f] / 1e12:.0f}" if f in of.peaks else "-" for f in ("bf16", "fp8", "mxfp8", "nvfp4")
+        table.add_column(heading)
+    for heading in (*_FORMATS, "GB", "TB/s", "NVLink", "of", "net"):
+        table.add_column(heading, justify="right")
+    for target in selected:
+        table.add_row(
+            target.name,
+            _compute_capability(target),
+            *(f"{target.peaks[f] / 1e12:.0f}" if f in target.peaks else "-" for f in _FORMATS),
+            f"{target.memory_bytes / 1e9:.0f}",
+            f"{target.memory_bandwidth / 1e12:.2f}",
+            f"{target.nvlink_bandwidth / 1e9:.0f}",
+            str(target.nvlink_domain),
+            f"{target.network_bandwidth / 1e9:.0f}",
         )
-        grid.add_row(
-            of.name,
-            f"{of.sm[0]}.{of.sm[1]}",
-            *peaks,
-            f"{of.memory_bytes / 1e9:.0f}",
-            f"{of.memory_bandwidth / 1e12:.2f}",
-            f"{of.nvlink_bandwidth / 1e9:.0f}",
-            str(of.nvlink_domain),
-            f"{of.network_bandwidth / 1e9:.0f}",
-        )
-    Console(force_terminal=use_color()).print(grid)
+    Console(force_terminal=use_color()).print(table)

@@ -152,7 +152,7 @@ def execution_options(
         near = did_you_mean(backend, backends.NAMES)
         raise ValueError(f"no backend named '{backend}': {near}")
     try:
-        chosen = None if target is None else targets.target(target)
+        chosen = None if target is None else targets.get_target(target)
     except KeyError as error:
         raise ValueError(error.args[0]) from None
     return ExecutionOptions(backend=backend, target=chosen, require_native=require_native)

@@ -1,3 +1,3 @@
-"""What a training step costs on a GPU, and how XLA compiles it for a GPU that is not here."""
+"""Estimates what a training step costs on a GPU, and compiles it for a GPU that is not present."""
 
-__all__ = ["deviceless", "gemm_cost", "hlo", "llama_step", "step_cost"]
+__all__ = ["compile_report", "deviceless", "gemm_cost", "gpus", "hlo", "llama_step", "step_cost"]

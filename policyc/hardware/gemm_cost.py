@@ -1,8 +1,8 @@
-"""What one product costs on one GPU: the time of its GEMM, and of quantizing its operands.
+"""The cost of one product on one GPU: the time of its GEMM, and the time to quantize its operands.
 
-In: sizes, formats, a target. Out: seconds. Every constant of the cost model is in this file, with where it comes from;
-`benchmarks/calibration.py` prints how the two fitted ones are found, and docs/estimate.md what all of it is worth. The
-one trap: times are of the GPU alone and fully busy. What a whole step adds is in `stepcosts`.
+All constants of the cost model are in this file, each with its source. `python -m benchmarks.calibration` shows how
+the two fitted ones are found, and docs/estimate.md how accurate the model is. Times are those of an otherwise idle
+GPU; `step_cost` adds what surrounds the products in a training step.
 """
 
 from __future__ import annotations
@@ -13,131 +13,136 @@ from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 from policyc.numerics.targets import Target
 
-# ---- taken from measurements and from the literature, not fitted
+# ---- constants that are measured, published or assumed
 
-FRACTIONS: Mapping[str, float] = {
+PEAK_FRACTIONS: Mapping[str, float] = {
     "f32": 0.73, "bf16": 0.73, "fp8": 0.72, "mxfp8": 0.72, "nvfp4": 0.60, "mxfp4": 0.60,
 }  # fmt: skip
-"""Part of the dense peak that a large GEMM reaches: published for bf16, fp8 and nvfp4, the others as their like."""
+"""Fraction of the dense peak that a large GEMM reaches. bf16, fp8 and nvfp4 are published; each other format takes the
+fraction of a similar one."""
 
-HOPPER_FP8 = 0.60
-"""The same for fp8 on Hopper with full fp32 accumulation: 1.86 ms on an H200 for 16384 x 4096 x 14336, quantizing
-included, which is 0.24 of it."""
+HOPPER_FP8_PEAK_FRACTION = 0.60
+"""The same for fp8 on Hopper with full fp32 accumulation. On an H200, 16384 x 4096 x 14336 takes 1.86 ms,
+0.24 ms of it for quantizing."""
 
-MEMORY = 0.62
-"""Part of the memory's bandwidth that a copy reaches: 2 x 134 MB in 0.09 ms on an H200."""
+COPY_BANDWIDTH_FRACTION = 0.62
+"""Fraction of the memory bandwidth that a copy reaches: 2 x 134 MB in 0.09 ms on an H200."""
 
-NVFP4_COPIES = {"plain": 1.65, "sr": 1.75, "tile2d": 1.35, "rht": 1.8, "rht sr": 2.2}
-FP8_COPIES = 1.45
-"""Time of a quantizer as a multiple of that of a copy of its input: docs/numerics.md, on an H200."""
+NVFP4_QUANTIZE_COPIES = {"plain": 1.65, "sr": 1.75, "tile2d": 1.35, "rht": 1.8, "rht sr": 2.2}
+FP8_QUANTIZE_COPIES = 1.45
+"""Time of XLA's quantizer as a multiple of the time to copy its input, on the H200 that the model was calibrated with.
+docs/numerics.md has the latest measurements; the fp8 quantizer has become faster since."""
 
-ATTENTION = 0.5
-"""Part of the bf16 peak that attention reaches, forward and backward, of its causal FLOPs: assumed."""
+ATTENTION_PEAK_FRACTION = 0.5
+"""Fraction of the bf16 peak that attention reaches, forward and backward, counting causal FLOPs. Assumed."""
 
-LAUNCH = 3e-6
-"""Seconds that a kernel takes at least: assumed."""
+LAUNCH_SECONDS = 3e-6
+"""The least time that a kernel takes. Assumed."""
 
-# ---- fitted by benchmarks/calibration.py
+# ---- constants that benchmarks.calibration fits
 
-HIDDEN = 0.0
-"""Part of the communication that runs behind the computation."""
+HIDDEN_FRACTION = 0.0
+"""Fraction of the communication that overlaps with computation."""
 
-OTHER = 0.21
-"""Part of a step that none of the parts of the model is: bubbles, launches, waits, clocks below their peak."""
-
-BACKENDS = ("te", "xla")
-"""Whose quantizers: Transformer Engine's, by the bytes that they move, or XLA's own, as measured on an H200."""
+OTHER_FRACTION = 0.21
+"""Fraction of a step that no part of the model covers: bubbles, launches, waits, clocks below their peak."""
 
 BF16_BYTES, FP32_BYTES = 2, 4
 
 
-def fraction(target: Target, format: str) -> float:
-    """The part of its peak that a target reaches in a large GEMM of a format."""
-    seen = target.runs_as(format)
-    return HOPPER_FP8 if seen == "fp8" and target.sm[0] == 9 else FRACTIONS[seen]
+def peak_fraction(target: Target, format: str) -> float:
+    """Fraction of its peak that a target reaches in a large GEMM of this format."""
+    compute_format = target.runs_as(format)
+    if compute_format == "fp8" and target.compute_capability[0] == 9:
+        return HOPPER_FP8_PEAK_FRACTION
+    return PEAK_FRACTIONS[compute_format]
 
 
 def copy_seconds(target: Target, bytes: float) -> float:
-    """Of reading and writing so many bytes in all."""
-    return bytes / (MEMORY * target.memory_bandwidth)
+    """Time to move this many bytes, reads and writes together."""
+    return bytes / (COPY_BANDWIDTH_FRACTION * target.memory_bandwidth)
 
 
 def gemm_seconds(target: Target, format: str, m: float, n: float, k: float, batch: float = 1) -> float:
-    """Of `batch` products of an m x k and a k x n matrix, quantized already."""
-    compute = 2 * batch * m * n * k / (fraction(target, format) * target.peak(format))
-    width = FORMATS[target.runs_as(format)].bits / 8
-    moved = batch * ((m * k + n * k) * width + m * n * BF16_BYTES)
-    return max(compute, copy_seconds(target, moved)) + LAUNCH
+    """Time of `batch` products of an m x k and a k x n matrix whose operands are quantized already."""
+    compute = 2 * batch * m * n * k / (peak_fraction(target, format) * target.peak(format))
+    element_bytes = FORMATS[target.runs_as(format)].bits / 8
+    moved_bytes = batch * ((m * k + n * k) * element_bytes + m * n * BF16_BYTES)
+    return max(compute, copy_seconds(target, moved_bytes)) + LAUNCH_SECONDS
 
 
 def emulation_seconds(target: Target, operand_elements: float, result_elements: float) -> float:
-    """What an emulated product adds to a bf16 one: its operands' values are written, its result read once more."""
+    """Extra time of an emulated product: it writes the bf16 values of its operands and reads its result once more."""
     return copy_seconds(
         target, operand_elements * (BF16_BYTES + code_bytes("nvfp4")) + result_elements * FP32_BYTES
     )
 
 
-def quantize_seconds(target: Target, sets: Sequence[Treatment], elements: float, backend: str) -> float:
-    """Of turning one bf16 tensor into some sets of codes.
+def quantize_seconds(target: Target, treatments: Sequence[Treatment], elements: float, backend: str) -> float:
+    """Time to quantize one bf16 tensor in several ways.
 
-    Transformer Engine reads a tensor for its maximum, where it needs one, and once more for all codes. XLA makes each
-    set in passes of its own, as measured.
+    With `te`, Transformer Engine reads the tensor for its maximum, if a format needs one, and once more for all codes.
+    With `xla`, each treatment runs in passes of its own, as measured.
     """
     if backend == "xla":
-        return sum(copies(t) * copy_seconds(target, 2 * BF16_BYTES * elements) + LAUNCH for t in sets)
-    reads = 1 + any(FORMATS[t.format].tensor_scale for t in sets)
-    written = sum(code_bytes(t.format) for t in sets)
-    return copy_seconds(target, elements * (reads * BF16_BYTES + written)) + reads * LAUNCH
+        copy = copy_seconds(target, 2 * BF16_BYTES * elements)
+        return sum(quantize_copies(t) * copy + LAUNCH_SECONDS for t in treatments)
+    reads = 1 + any(FORMATS[t.format].tensor_scale for t in treatments)
+    written_bytes = sum(code_bytes(t.format) for t in treatments)
+    return copy_seconds(target, elements * (reads * BF16_BYTES + written_bytes)) + reads * LAUNCH_SECONDS
 
 
 def code_bytes(format: str) -> float:
-    """Of an element with its share of the block scale."""
-    of = FORMATS[format]
-    return of.bits / 8 + (1 / of.block if of.block else 0)
+    """Bytes of one quantized element, with its share of the block scale."""
+    layout = FORMATS[format]
+    return layout.bits / 8 + (1 / layout.block if layout.block else 0)
 
 
-def copies(treatment: Treatment) -> float:
-    """What quantizing an operand takes, as a multiple of copying it; 0 where nothing is quantized."""
+def quantize_copies(treatment: Treatment) -> float:
+    """Time to quantize an operand, as a multiple of the time to copy it. 0 if it is not quantized."""
     format = FORMATS[treatment.format]
     if not format.is_quantized:
         return 0.0
     if treatment.format == "fp8":
-        return FP8_COPIES
+        return FP8_QUANTIZE_COPIES
     stochastic = treatment.rounding != "rne"
     kind = ("rht sr" if stochastic else "rht") if treatment.rht else "sr" if stochastic else "plain"
-    found = NVFP4_COPIES["tile2d" if treatment.tile2d else kind]
+    copies = NVFP4_QUANTIZE_COPIES["tile2d" if treatment.tile2d else kind]
     if format.tensor_scale:
-        return found
-    # Never measured. Without a scale of the whole tensor the input is read once: as long as its bytes take.
-    return found * (BF16_BYTES + format.bits / 8) / (2 * BF16_BYTES + FORMATS["nvfp4"].bits / 8)
+        return copies
+    # Not measured. Without a tensor scale the input is read once, so scale the time by the bytes that are moved.
+    return copies * (BF16_BYTES + format.bits / 8) / (2 * BF16_BYTES + FORMATS["nvfp4"].bits / 8)
 
 
-def code_sets(recipe: Recipe, products: frozenset[Gemm]) -> dict[Role, tuple[Treatment, ...]]:
-    """The sets of codes that the products need of each tensor. Codes with no direction serve both of its products."""
-    found: dict[Role, list[Treatment]] = {}
+def collect_quantizations(recipe: Recipe, products: frozenset[Gemm]) -> dict[Role, tuple[Treatment, ...]]:
+    """Lists how often and in which ways each tensor is quantized for these products.
+
+    Codes whose scales have no direction (one scale per tensor, or 2D tiles) serve both products that read the tensor.
+    """
+    quantizations: dict[Role, list[Treatment]] = {}
     for (gemm, role), treatment in zip(OPERANDS, recipe.treatments, strict=True):
-        if gemm not in products or not copies(treatment):
+        if gemm not in products or not quantize_copies(treatment):
             continue
-        sets = found.setdefault(role, [])
+        treatments = quantizations.setdefault(role, [])
         undirected = treatment.tile2d or not FORMATS[treatment.format].block
-        if not (undirected and treatment in sets):
-            sets.append(treatment)
-    return {role: tuple(sets) for role, sets in found.items()}
+        if not (undirected and treatment in treatments):
+            treatments.append(treatment)
+    return {role: tuple(treatments) for role, treatments in quantizations.items()}
 
 
-def elements(role: Role, m: float, n: float, k: float) -> float:
-    """How many numbers an operand of y = x W has: x is m x k, W is k x n, and the gradient of y is m x n."""
+def operand_size(role: Role, m: float, n: float, k: float) -> float:
+    """Number of elements of an operand of y = x W, where x is m x k, W is k x n and the gradient of y is m x n."""
     return {Role.ACTIVATION: m * k, Role.WEIGHT: k * n, Role.GRADIENT: m * n}[role]
 
 
-def shape(gemm: Gemm, m: float, n: float, k: float) -> tuple[float, float, float]:
-    """Rows, columns and contracted length of a product of y = x W."""
+def product_shape(gemm: Gemm, m: float, n: float, k: float) -> tuple[float, float, float]:
+    """Rows, columns and contracted size of a product of y = x W."""
     return {Gemm.FPROP: (m, n, k), Gemm.DGRAD: (m, k, n), Gemm.WGRAD: (k, n, m)}[gemm]
 
 
-def format_of(recipe: Recipe | None, gemm: Gemm, kept: str) -> str:
-    """The format a product is multiplied in: the wider one of its operands, `kept` where nothing is said."""
+def product_format(recipe: Recipe | None, gemm: Gemm, default: str) -> str:
+    """The format that a product is multiplied in: the wider one of its operands, or `default` if it is kept."""
     if recipe is None:
-        return kept
+        return default
     wider = max(recipe.gemm_treatments(gemm), key=lambda t: t.bits)
-    return kept if wider.format == "keep" else wider.format
+    return default if wider.format == "keep" else wider.format

@@ -1,7 +1,6 @@
-"""XLA's optimized programs, read: which kernels run, how often, what they read and write.
+"""Reads the text of optimized HLO modules: which instructions run, how often, and how many bytes they read and write.
 
-In: the text of a compiled module. Out: its instructions, those that run with how many times a step each does. The one
-trap: what is inside a fusion does not run by itself. Only the fusion is a kernel.
+Instructions inside a fusion do not run by themselves: the fusion is the kernel.
 """
 
 from __future__ import annotations
@@ -13,15 +12,17 @@ from functools import cached_property
 from math import prod
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
-_FREE = frozenset({
+"""Bits of the element types whose names do not give them."""
+
+_NO_KERNEL = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "add-dependency", "while", "call", "conditional",
 })  # fmt: skip
-"""What takes no kernel of its own; so does what ends in -done or -update, which was started before."""
+"""Opcodes that launch no kernel. Neither do those that end in -done or -update: their -start does."""
 
 _FUSIONS = ("fusion", "fusion-start")
-_IN_PLACE = ("bitcast", "reshape", "transpose")
-"""What only says of an array how it is looked at, inside a fusion."""
+_LAYOUT_ONLY = ("bitcast", "reshape", "transpose")
+"""Opcodes that, inside a fusion, change how an array is indexed and read nothing."""
 
 COLLECTIVES = (
     "all-gather",
@@ -32,221 +33,259 @@ COLLECTIVES = (
     "ragged-all-to-all",
 )
 
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
-_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_BODY = re.compile(r"body=%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|async_computation)=%([\w.\-]+)")
 _BRANCHES = re.compile(
     r"(?:branch_computations=\{([^}]*)\}|true_computation=%([\w.\-]+), false_computation=%([\w.\-]+))"
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """A line of a computation."""
+    """One line of a computation: `%name = shape opcode(operand_text), attributes`."""
 
     name: str
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    given: str
-    rest: str
+    operand_text: str
+    attributes: str
 
     @property
     def bytes(self) -> int:
-        return size(self.shape)
+        """Bytes of the result."""
+        return shape_bytes(self.shape)
 
     @property
-    def scope(self) -> str:
-        """Where in the program it comes from: XLA's op_name."""
-        found = _OP_NAME.search(self.rest)
-        return found[1] if found else ""
+    def op_name(self) -> str:
+        """The JAX name stack that the instruction comes from."""
+        match = _OP_NAME.search(self.attributes)
+        return match[1] if match else ""
 
     @property
-    def target(self) -> str:
-        """Of a custom call."""
-        found = _TARGET.search(self.rest)
-        return found[1] if found else ""
+    def call_target(self) -> str:
+        """The target of a custom call; empty for other instructions."""
+        match = _CALL_TARGET.search(self.attributes)
+        return match[1] if match else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        return tuple(_CALLED.findall(self.rest))
+        """The computations that the instruction calls."""
+        return tuple(_CALLED.findall(self.attributes))
 
     @property
     def branches(self) -> tuple[str, ...]:
-        found = _BRANCHES.search(self.rest)
-        if found is None:
+        """The computations of a conditional."""
+        match = _BRANCHES.search(self.attributes)
+        if match is None:
             return ()
-        return tuple(_NAME.findall(found[1])) if found[1] else (found[2], found[3])
+        return tuple(_NAME.findall(match[1])) if match[1] else (match[2], match[3])
 
     @property
-    def trips(self) -> int | None:
-        """Of a loop, where they are known."""
-        found = _TRIPS.search(self.rest)
-        return int(found[1]) if found else None
+    def trip_count(self) -> int | None:
+        """The trips of a loop, if they are known."""
+        match = _TRIP_COUNT.search(self.attributes)
+        return int(match[1]) if match else None
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """An instruction that runs: how often a step, and what it reads and writes each time."""
+Computation = Mapping[str, Instruction]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """An instruction that runs: how often per step, and the bytes that it reads and writes each time."""
 
     instruction: Instruction
     times: int
-    read: int
-    written: int
+    bytes_read: int
+    bytes_written: int
     computation: str
 
     @property
     def is_kernel(self) -> bool:
         opcode = self.instruction.opcode
-        return opcode not in _FREE and not opcode.endswith(("-done", "-update"))
+        return opcode not in _NO_KERNEL and not opcode.endswith(("-done", "-update"))
 
 
 @dataclass(frozen=True)
 class Module:
-    computations: Mapping[str, Mapping[str, Instruction]]
+    """The computations of a module by name, and the name of the entry computation."""
+
+    computations: Mapping[str, Computation]
     entry: str
 
     @cached_property
-    def ran(self) -> tuple[Ran, ...]:
-        """All that runs, in order. A loop whose trips are not known counts once."""
-        return tuple(self._walk(self.entry, 1))
+    def executions(self) -> tuple[Execution, ...]:
+        """Everything that runs, in order. The body of a loop counts once if its trip count is not known."""
+        return tuple(self._execute(self.entry, 1))
 
-    def _walk(self, name: str, times: int) -> Iterator[Ran]:
-        inside = self.computations[name]
-        for each in inside.values():
-            if each.opcode == "while":
-                body = next(re.finditer(r"body=%([\w.\-]+)", each.rest))[1]
-                yield from self._walk(body, times * (each.trips or 1))
-            elif each.opcode == "call" or (each.opcode == "async-start" and each.called):
-                yield from self._walk(each.called[0], times)
-            elif each.opcode == "conditional":
-                for branch in each.branches:
-                    yield from self._walk(branch, times)
+    def _execute(self, name: str, times: int) -> Iterator[Execution]:
+        computation = self.computations[name]
+        for instruction in computation.values():
+            if instruction.opcode == "while":
+                body = next(_BODY.finditer(instruction.attributes))[1]
+                yield from self._execute(body, times * (instruction.trip_count or 1))
+            elif instruction.opcode == "call" or (instruction.opcode == "async-start" and instruction.called):
+                yield from self._execute(instruction.called[0], times)
+            elif instruction.opcode == "conditional":
+                for branch in instruction.branches:
+                    yield from self._execute(branch, times)
             else:
-                yield Ran(each, times, *self._moved(each, inside), name)
+                read, written = self._count_bytes(instruction, computation)
+                yield Execution(
+                    instruction=instruction,
+                    times=times,
+                    bytes_read=read,
+                    bytes_written=written,
+                    computation=name,
+                )
 
-    def _moved(self, each: Instruction, inside: Mapping[str, Instruction]) -> tuple[int, int]:
-        """Bytes read and written. Of an array of which only slices are touched, those of the slices."""
-        operands = [inside[o] for o in each.operands if o in inside]
-        written = size(_results(each))
-        if each.opcode == "dynamic-slice":
+    def _count_bytes(self, instruction: Instruction, computation: Computation) -> tuple[int, int]:
+        """Counts the bytes read and written. If only slices of an array are touched, the slices count."""
+        operands = [computation[name] for name in instruction.operands if name in computation]
+        written = shape_bytes(_result_shape(instruction))
+        if instruction.opcode == "dynamic-slice":
             return written, written
-        if each.opcode == "dynamic-update-slice":
+        if instruction.opcode == "dynamic-update-slice":
             return operands[1].bytes, operands[1].bytes
-        body = self.computations.get(each.called[0]) if each.opcode in _FUSIONS and each.called else None
-        if body is None:
-            return sum(o.bytes for o in operands), written
-        parameters = {int(i.given): i for i in body.values() if i.opcode == "parameter"}
-        read = 0
-        for at, operand in enumerate(operands):
-            slices = _slices(body, parameters[at].name) if at in parameters else None
-            if not slices:
-                read += operand.bytes
-                continue
-            for one in slices:
-                if one.opcode == "dynamic-slice":
-                    ((_, count),), ((kind, _),) = arrays(one.shape), arrays(operand.shape)
-                    read += -(-count * width(kind) // 8)
-                else:
-                    written += body[one.operands[1]].bytes - one.bytes
-        return read, written
+        if instruction.opcode in _FUSIONS and instruction.called:
+            body = self.computations.get(instruction.called[0])
+            if body is not None:
+                return _count_fusion_bytes(body, operands, written)
+        return sum(o.bytes for o in operands), written
 
 
-def _results(each: Instruction) -> str:
-    """The shape of what an instruction writes. The shape of a start has its operands first."""
-    if not each.opcode.endswith("-start") or not each.shape.startswith("("):
-        return each.shape
+def _count_fusion_bytes(body: Computation, operands: list[Instruction], written: int) -> tuple[int, int]:
+    """Counts the bytes that a fusion reads and writes. `written` are the bytes of its results as a whole."""
+    parameters = {int(i.operand_text): i for i in body.values() if i.opcode == "parameter"}
+    read = 0
+    for number, operand in enumerate(operands):
+        slices = _find_slices(body, parameters[number].name) if number in parameters else None
+        if not slices:
+            read += operand.bytes
+            continue
+        for user in slices:
+            if user.opcode == "dynamic-slice":
+                # Count the elements of the slice in the element type of the operand.
+                ((_, count),), ((element_type, _),) = shape_arrays(user.shape), shape_arrays(operand.shape)
+                read += -(-count * element_bits(element_type) // 8)
+            else:
+                # An update in place writes the slice, not the whole array.
+                written += body[user.operands[1]].bytes - user.bytes
+    return read, written
+
+
+def _result_shape(instruction: Instruction) -> str:
+    """The shape of what an instruction writes. The shape of a -start instruction begins with its operands."""
+    if not instruction.opcode.endswith("-start") or not instruction.shape.startswith("("):
+        return instruction.shape
     depth = 0
-    for at, letter in enumerate(each.shape):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 1:
-            return each.shape[at:]
+    for index, character in enumerate(instruction.shape):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 1:
+            return instruction.shape[index:]
     return ""
 
 
-def _slices(body: Mapping[str, Instruction], name: str) -> list[Instruction] | None:
-    """All that is done with an array, where it is nothing but slicing and updating slices; else None."""
-    found: list[Instruction] = []
+def _find_slices(body: Computation, name: str) -> list[Instruction] | None:
+    """Returns the users of an array if all of them take or update slices of it; else None."""
+    slices: list[Instruction] = []
     for user in body.values():
         if name not in user.operands:
             continue
-        if (user.opcode == "dynamic-slice" and user.operands[0] == name) or _updates(user, name):
-            found.append(user)
-        elif user.opcode in _IN_PLACE:
-            inner = _slices(body, user.name)
-            if inner is None:
+        if (user.opcode == "dynamic-slice" and user.operands[0] == name) or _updates_in_place(user, name):
+            slices.append(user)
+        elif user.opcode in _LAYOUT_ONLY:
+            slices_of_view = _find_slices(body, user.name)
+            if slices_of_view is None:
                 return None
-            found += inner
+            slices += slices_of_view
         else:
             return None
-    return found
+    return slices
 
 
-def _updates(each: Instruction, name: str) -> bool:
+def _updates_in_place(instruction: Instruction, name: str) -> bool:
     return (
-        each.opcode == "dynamic-update-slice" and each.operands[0] == name and name not in each.operands[1:]
+        instruction.opcode == "dynamic-update-slice"
+        and instruction.operands[0] == name
+        and name not in instruction.operands[1:]
     )
 
 
-def read(text: str) -> Module:
-    """The module of a compiled program's text."""
+# ---- parsing
+
+
+def parse_module(text: str) -> Module:
+    """Parses the text of a compiled module. Raises ValueError if it has no entry computation."""
     computations: dict[str, dict[str, Instruction]] = {}
-    current: dict[str, Instruction] | None = None
+    computation: dict[str, Instruction] | None = None
     entry = ""
     for line in text.splitlines():
-        head = _HEAD.match(line) if line and not line[0].isspace() else None
+        head = _COMPUTATION.match(line) if line and not line[0].isspace() else None
         if head:
-            current = computations.setdefault(head[2], {})
+            computation = computations.setdefault(head[2], {})
             entry = head[2] if head[1] else entry
         elif line == "}":
-            current = None
-        elif current is not None:
-            found = _LINE.match(line)
-            if found:
-                one = _instruction(found[1], found[2])
-                current[one.name] = one
+            computation = None
+        elif computation is not None:
+            match = _INSTRUCTION.match(line)
+            if match:
+                computation[match[1]] = _parse_instruction(match[1], match[2])
     if not entry:
-        raise ValueError("this is not the text of an HLO module: it has no entry")
+        raise ValueError("this is not the text of an HLO module: it has no entry computation")
     return Module(computations, entry)
 
 
-def _instruction(name: str, text: str) -> Instruction:
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+def _parse_instruction(name: str, text: str) -> Instruction:
+    end = _closing_parenthesis(text, 0) + 1 if text.startswith("(") else text.index(" ")
     shape, rest = text[:end], text[end:].lstrip()
     opcode, _, _ = rest.partition("(")
-    close = _closing(rest, len(opcode))
-    given = rest[len(opcode) + 1 : close]
-    return Instruction(name, shape, opcode, tuple(_NAME.findall(given)), given, rest[close + 1 :])
+    close = _closing_parenthesis(rest, len(opcode))
+    operand_text = rest[len(opcode) + 1 : close]
+    return Instruction(
+        name=name,
+        shape=shape,
+        opcode=opcode,
+        operands=tuple(_NAME.findall(operand_text)),
+        operand_text=operand_text,
+        attributes=rest[close + 1 :],
+    )
 
 
-def _closing(text: str, at: int) -> int:
-    """Where the parenthesis that opens at a place closes."""
+def _closing_parenthesis(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start`."""
     depth = 0
-    for i in range(at, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
+    for index in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
         if depth == 0:
-            return i
+            return index
     return len(text)
 
 
-def size(shape: str) -> int:
+def shape_bytes(shape: str) -> int:
     """Bytes of an array, or of all arrays of a tuple."""
-    return sum(-(-count * width(kind) // 8) for kind, count in arrays(shape))
+    return sum(-(-count * element_bits(element_type) // 8) for element_type, count in shape_arrays(shape))
 
 
-def arrays(shape: str) -> list[tuple[str, int]]:
-    """The type of each array of a tuple, and how many numbers it has."""
-    return [(kind, prod(int(n) for n in dims.split(",") if n)) for kind, dims in _SHAPE.findall(shape)]
+def shape_arrays(shape: str) -> list[tuple[str, int]]:
+    """The element type and the number of elements of each array in a shape."""
+    return [
+        (element_type, prod(int(n) for n in dimensions.split(",") if n))
+        for element_type, dimensions in _ARRAY.findall(shape)
+    ]
 
 
-def width(kind: str) -> int:
+def element_bits(element_type: str) -> int:
     """Bits of an element."""
-    if kind in _BITS:
-        return _BITS[kind]
-    found = re.match(r"[a-z]+(\d+)", kind)
-    return int(found[1]) if found else 0
+    if element_type in _BITS:
+        return _BITS[element_type]
+    match = re.match(r"[a-z]+(\d+)", element_type)
+    return int(match[1]) if match else 0

@@ -1,8 +1,8 @@
 """The Llama driver that ships with policyc, without running it: the plan of a configuration, or its whole step.
 
-In: a policy, the name of a configuration, sizes. Out: a `Work` for the cost model, or a step and the shapes and places
-of its arguments for a compiler. No array is made: all is traced with shapes. The one trap: the driver is no part of
-the package. It is imported as its own scripts import it, from the folder of models.
+In: a policy, the name of a configuration, sizes. Out: a `TrainingStep` for the cost model, or a step and the shapes
+and places of its arguments for a compiler. No array is made: all is traced with shapes. The one trap: the driver is no
+part of the package. It is imported as its own scripts import it, from the folder of models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from policyc.compiler import pipeline
-from policyc.hardware.step_cost import BlockShape, Mesh, Work
+from policyc.hardware.step_cost import BlockShape, MeshShape, TrainingStep
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import did_you_mean
 from policyc.language.policy import Policy
@@ -52,7 +52,7 @@ class Sizes:
     remat: str | None = None
 
 
-def work(policy: Policy, name: str, mesh: Mesh, sizes: Sizes, backend: str) -> Work:
+def work(policy: Policy, name: str, mesh: MeshShape, sizes: Sizes, backend: str) -> TrainingStep:
     """A step of a configuration under a policy, on a mesh that must divide it."""
     model, run = _sized(name, mesh, sizes)
     # Traced on one device with plain attention: so its products are seen. Neither changes a GEMM.
@@ -64,17 +64,17 @@ def work(policy: Policy, name: str, mesh: Mesh, sizes: Sizes, backend: str) -> W
         heads_width=model.heads * model.head_dim,
         kv_width=model.kv_heads * model.head_dim,
     )
-    return Work(
+    return TrainingStep(
         plan=plan, accumulate=run.accumulate, causal=True, remat=model.remat, backend=backend, block=block
     )
 
 
-def check(name: str, mesh: Mesh, sizes: Sizes) -> None:
+def check(name: str, mesh: MeshShape, sizes: Sizes) -> None:
     """Raises BadRun where a mesh does not divide a configuration."""
     _sized(name, mesh, sizes)
 
 
-def _sized(name: str, mesh: Mesh, sizes: Sizes) -> tuple[Any, Any]:
+def _sized(name: str, mesh: MeshShape, sizes: Sizes) -> tuple[Any, Any]:
     """The model and the run of a configuration with other sizes."""
     model, run = configuration(name)
     batch, sequence = sizes.batch or run.batch, sizes.sequence or run.sequence
@@ -84,7 +84,9 @@ def _sized(name: str, mesh: Mesh, sizes: Sizes) -> tuple[Any, Any]:
     return model, dataclasses.replace(run, batch=batch, sequence=sequence, accumulate=accumulate)
 
 
-def step(name: str, mesh: Mesh, sizes: Sizes, devices: Sequence[Any]) -> tuple[Any, tuple[Any, Any], Any]:
+def step(
+    name: str, mesh: MeshShape, sizes: Sizes, devices: Sequence[Any]
+) -> tuple[Any, tuple[Any, Any], Any]:
     """The jitted training step of a configuration on these devices, its state and batch as shapes, and the run."""
     import jax
     import numpy as np
@@ -119,24 +121,24 @@ def _shapes(model: Any, rows: int, sequence: int) -> tuple[Any, Any]:
     return params, dict.fromkeys(("tokens", "targets", "mask"), array((rows, sequence), "int32"))
 
 
-def _parts(batch: int, mesh: Mesh) -> int:
+def _parts(batch: int, mesh: MeshShape) -> int:
     """The fewest parts in which a device has two sequences at a time or fewer."""
-    share = batch // mesh.rows
+    share = batch // mesh.batch_shards
     return next((n for n in range(1, share + 1) if share % n == 0 and share // n <= _AT_ONCE), 1)
 
 
-def _check(model: Any, batch: int, sequence: int, accumulate: int, mesh: Mesh) -> None:
-    if batch < mesh.rows:
-        whole = mesh.rows % batch == 0 and mesh.tensor == mesh.context == 1
-        other = f"--mesh 'fsdp={batch} tensor={mesh.rows // batch}'" if whole else "fewer devices"
+def _check(model: Any, batch: int, sequence: int, accumulate: int, mesh: MeshShape) -> None:
+    if batch < mesh.batch_shards:
+        whole = mesh.batch_shards % batch == 0 and mesh.tensor == mesh.context == 1
+        other = f"--mesh 'fsdp={batch} tensor={mesh.batch_shards // batch}'" if whole else "fewer devices"
         raise BadRun(
-            f"{mesh.rows} devices over data and fsdp are too many for a batch of {batch}: --batch {mesh.rows}, "
-            f"or {other}"
+            f"{mesh.batch_shards} devices over data and fsdp are too many for a batch of {batch}: "
+            f"--batch {mesh.batch_shards}, or {other}"
         )
-    if batch % accumulate or (batch // accumulate) % mesh.rows:
+    if batch % accumulate or (batch // accumulate) % mesh.batch_shards:
         raise BadRun(
-            f"a batch of {batch} in {accumulate} parts does not divide over {mesh.rows} devices (data x fsdp): "
-            f"--batch {-(-batch // (mesh.rows * accumulate)) * mesh.rows * accumulate}"
+            f"a batch of {batch} in {accumulate} parts does not divide over {mesh.batch_shards} devices (data x fsdp): "
+            f"--batch {-(-batch // (mesh.batch_shards * accumulate)) * mesh.batch_shards * accumulate}"
         )
     uneven = [
         f"{what} {size} is no multiple of {by} ({axes})"

@@ -1,8 +1,7 @@
-"""What a training step costs: every product of a plan, and all that goes on around them.
+"""The cost of a training step: all products of a plan, and the work around them.
 
-In: a plan, a target, a mesh. Out: an `Estimate`: seconds a step by part, TFLOP/s of a device, shares. The one trap: a
-plan is of one evaluation of the loss. Where a batch is computed in parts, it is of one part, and `accumulate` says how
-many there are.
+A plan covers one evaluation of the loss. If a batch is computed in microbatches, the plan covers one of them, and
+`TrainingStep.accumulate` is their number.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
 
 from policyc.compiler.plan import Phase, Plan
 from policyc.compiler.sites import Site
@@ -22,16 +20,17 @@ from policyc.language.recipes import Gemm, Recipe, Role
 from policyc.language.treatments import normalize_if_valid
 from policyc.numerics.targets import Target
 
-_FORWARD_AGAIN = ("full", "quantized")
+_RECOMPUTES_GEMMS = ("full", "quantized")
+"""Values of `remat` under which the backward pass runs the forward GEMMs again."""
 
-_ADAM_BYTES = (
-    32  # of a parameter: read it, its gradient twice (once for the norm) and two moments, write three
-)
+# Bytes that AdamW moves per parameter, all in fp32: it reads the parameter, its gradient twice (once for the norm) and
+# two moments, and writes the parameter and both moments.
+_ADAM_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
-    """How devices divide a step. The last axis is the innermost: its devices are next to each other."""
+class MeshShape:
+    """Sizes of the axes of a device mesh. Devices along the last axis are next to each other."""
 
     data: int = 1
     fsdp: int = 1
@@ -43,22 +42,23 @@ class Mesh:
         return self.data * self.fsdp * self.context * self.tensor
 
     @property
-    def rows(self) -> int:
-        """The devices that the sequences of a batch are divided over."""
+    def batch_shards(self) -> int:
+        """Number of shards of the batch: data and fsdp divide its sequences."""
         return self.data * self.fsdp
 
     @property
-    def tokens(self) -> int:
-        return self.rows * self.context
+    def token_shards(self) -> int:
+        """Number of shards of the tokens: context divides each sequence as well."""
+        return self.batch_shards * self.context
 
     def __str__(self) -> str:
-        parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) > 1]
-        return " ".join(parts) or "one device"
+        axes = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) > 1]
+        return " ".join(axes) or "one device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """What the axes inside a sequence move: the sizes of a transformer's block. Only a known model has one."""
+    """Sizes of a transformer block: what the context and tensor axes move. Only known models have one."""
 
     layers: int
     width: int
@@ -67,11 +67,11 @@ class BlockShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """A step: a plan of one evaluation of the loss, how many there are, and what a plan cannot show.
+class TrainingStep:
+    """The plan of one evaluation of the loss, their number in a step, and what a plan cannot show.
 
-    `causal` says that half of the scores of attention are never computed. `remat` is what the backward pass computes
-    anew: nothing, all but GEMMs (dots), or all of it (full; quantized, which keeps operands and not results).
+    `causal` says that half of the attention scores are never computed. `remat` says what the backward pass recomputes:
+    nothing (none), everything but GEMMs (dots), or everything (full; quantized, which saves operands, not results).
     """
 
     plan: Plan
@@ -84,7 +84,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Seconds a step by part; model FLOPs a step."""
+    """Seconds per step, by part and, for GEMMs, by format; and the model FLOPs of a step."""
 
     parts: Mapping[str, float]
     gemms: Mapping[str, float]
@@ -97,7 +97,7 @@ class Estimate:
 
     @property
     def tflops(self) -> float:
-        """Of a device."""
+        """TFLOP/s per device."""
         return self.flops / self.seconds / self.devices / 1e12
 
     def share(self, part: str) -> float:
@@ -105,10 +105,80 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layers:
-    """The layers of a site that share a recipe, and the rule that first quantizes a product of theirs.
+class StepParts:
+    """Seconds that one device spends on each part of a step, each part alone."""
 
-    `count` is how often their products run in an evaluation of the loss.
+    compute: Mapping[str, float]
+    gemms: Mapping[str, float]
+    communication: float
+    flops: float
+    devices: int
+
+    def combine(
+        self, hidden: float = gemm_cost.HIDDEN_FRACTION, other: float = gemm_cost.OTHER_FRACTION
+    ) -> Estimate:
+        """Adds the parts up.
+
+        Args:
+            hidden: fraction of the communication that overlaps with computation.
+            other: fraction of the step that no part covers.
+        """
+        compute = sum(self.compute.values())
+        exposed = max((1 - hidden) * self.communication, self.communication - compute)
+        parts = dict(self.compute) | {"communication": exposed}
+        parts["everything else"] = other / (1 - other) * sum(parts.values())
+        return Estimate(parts=parts, gemms=self.gemms, flops=self.flops, devices=self.devices)
+
+
+def estimate(step: TrainingStep, target: Target, mesh: MeshShape) -> Estimate:
+    """Estimates the time of a step."""
+    return estimate_parts(step, target, mesh).combine()
+
+
+def estimate_parts(step: TrainingStep, target: Target, mesh: MeshShape) -> StepParts:
+    """Estimates the parts of a step one by one."""
+    gemms: dict[str, float] = defaultdict(float)
+    quantization = attention = kernels = flops = 0.0
+    readers = count_readers(step.plan)
+    for group in group_layers(step.plan):
+        site, products = group.site, len(group.site.products)
+        product_flops = group.count * site.flops
+        if site.weight is None and not is_quantized(group.recipe):
+            product_flops *= 0.5 if step.causal else 1
+            runs = products + (step.remat in _RECOMPUTES_GEMMS)
+            peak = gemm_cost.ATTENTION_PEAK_FRACTION * target.peak("bf16")
+            attention += product_flops * runs / peak / mesh.devices
+        else:
+            for format, seconds in gemm_times(group, target, mesh, step.remat):
+                gemms[format] += seconds * group.count
+            quantization += group.count * quantization_seconds(group, target, mesh, readers, step.backend)
+            kernels += group.count * elementwise_seconds(site, target, mesh, step.remat)
+        flops += product_flops * products
+    microbatch = {
+        "gemms": sum(gemms.values()),
+        "quantization": quantization,
+        "attention": attention,
+        "other kernels": kernels,
+    }
+    local_parameters = count_parameters(step.plan) / (mesh.fsdp * mesh.tensor)
+    return StepParts(
+        compute={part: seconds * step.accumulate for part, seconds in microbatch.items()}
+        | {"optimizer": gemm_cost.copy_seconds(target, _ADAM_BYTES * local_parameters)},
+        gemms={format: seconds * step.accumulate for format, seconds in sorted(gemms.items())},
+        communication=communication_seconds(step, target, mesh),
+        flops=flops * step.accumulate,
+        devices=mesh.devices,
+    )
+
+
+# ---- on one device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """The layers of a site that share a recipe, and the rule that first quantizes one of their products.
+
+    `count` is how often their products run in one evaluation of the loss.
     """
 
     site: Site
@@ -117,143 +187,91 @@ class Layers:
     count: float
 
 
-def layers(plan: Plan, phase: Phase | None = None) -> Iterator[Layers]:
-    """Every site of a plan in a phase, the first unless it is given, its layers by recipe."""
+def group_layers(plan: Plan, phase: Phase | None = None) -> Iterator[LayerGroup]:
+    """Yields the layers of every site of a plan, grouped by recipe. The default phase is the first."""
     decisions = plan.decisions(plan.phases[0] if phase is None else phase)
     for site in plan.sites:
-        found = Counter(decisions[site.address, layer] for layer in site.layers())
-        for decision, count in found.items():
+        counts = Counter(decisions[site.address, layer] for layer in site.layers())
+        for decision, count in counts.items():
             recipe = None if site.opaque or decision.recipe is None else normalize_if_valid(decision.recipe)
             bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
             rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
-            yield Layers(site=site, recipe=recipe, rule=rule, count=count * site.repeats / site.count)
+            yield LayerGroup(site=site, recipe=recipe, rule=rule, count=count * site.repeats / site.count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Busy:
-    """What a device computes in a step, in seconds by part, and what it sends, as if nothing else went on."""
-
-    parts: Mapping[str, float]
-    gemms: Mapping[str, float]
-    moving: float
-    flops: float
-    devices: int
-
-    def estimate(self, hidden: float = gemm_cost.HIDDEN, other: float = gemm_cost.OTHER) -> Estimate:
-        """With the part of the communication that is hidden, and the part of a step that is none of these."""
-        busy = sum(self.parts.values())
-        parts = dict(self.parts) | {"communication": max((1 - hidden) * self.moving, self.moving - busy)}
-        parts["everything else"] = other / (1 - other) * sum(parts.values())
-        return Estimate(parts=parts, gemms=self.gemms, flops=self.flops, devices=self.devices)
-
-
-def estimate(work: Work, target: Target, mesh: Mesh) -> Estimate:
-    """The time of a step."""
-    return busy(work, target, mesh).estimate()
-
-
-def busy(work: Work, target: Target, mesh: Mesh) -> Busy:
-    """The parts of a step that are computed one by one."""
-    gemms: dict[str, float] = defaultdict(float)
-    quantization = attention = kernels = flops = 0.0
-    shared = readers(work.plan)
-    for some in layers(work.plan):
-        site, products = some.site, len(some.site.products)
-        done = some.count * site.flops
-        if site.weight is None and not quantized(some.recipe):
-            done *= 0.5 if work.causal else 1
-            again = work.remat in _FORWARD_AGAIN
-            attention += (
-                done * (products + again) / (gemm_cost.ATTENTION * target.peak("bf16")) / mesh.devices
-            )
-        else:
-            for format, seconds in gemm_parts(some, target, mesh, work.remat):
-                gemms[format] += seconds * some.count
-            quantization += some.count * quantization_seconds(some, target, mesh, shared, work.backend)
-            kernels += some.count * kernels_seconds(site, target, mesh, work.remat)
-        flops += done * products
-    parts = {
-        "gemms": sum(gemms.values()),
-        "quantization": quantization,
-        "attention": attention,
-        "other kernels": kernels,
-    }
-    held = parameters(work.plan) / (mesh.fsdp * mesh.tensor)
-    return Busy(
-        parts={name: seconds * work.accumulate for name, seconds in parts.items()}
-        | {"optimizer": gemm_cost.copy_seconds(target, _ADAM_BYTES * held)},
-        gemms={name: seconds * work.accumulate for name, seconds in sorted(gemms.items())},
-        moving=communication_seconds(work, target, mesh),
-        flops=flops * work.accumulate,
-        devices=mesh.devices,
-    )
-
-
-def kernels_seconds(site: Site, target: Target, mesh: Mesh, remat: str) -> float:
-    """Of what stands between the GEMMs: each input is written and each output read once, in both passes."""
-    moved = BF16_BYTES * site.batch * site.m * (site.k + site.n) / mesh.devices
-    return (2 if remat == "none" else 3) * gemm_cost.copy_seconds(target, moved)
-
-
-def quantized(recipe: Recipe | None) -> bool:
-    """Does it put any operand into 8 bits or fewer?"""
+def is_quantized(recipe: Recipe | None) -> bool:
+    """Whether a recipe puts any operand into 8 bits or fewer."""
     return recipe is not None and any(0 < t.bits <= 8 for t in recipe.treatments)
 
 
-def kept(site: Site) -> str:
-    """The format of a product that is left as it is."""
+def unquantized_format(site: Site) -> str:
+    """The format that the products of a site have without a policy."""
     return "f32" if str(site.eqn.invars[0].aval.dtype) == "float32" else "bf16"
 
 
-def local(site: Site, mesh: Mesh) -> tuple[float, float, float, float]:
-    """m, n, k and the batch of a product on one device. The tensor axis divides the longer side of a weight."""
+def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float]:
+    """m, n, k and batch of a product on one device. The tensor axis divides the longer side of a weight."""
     n, k = (site.n / mesh.tensor, site.k) if site.n >= site.k else (site.n, site.k / mesh.tensor)
-    return site.m / mesh.tokens, n, k, site.batch
+    return site.m / mesh.token_shards, n, k, site.batch
 
 
-def gemm_parts(some: Layers, target: Target, mesh: Mesh, remat: str = "none") -> Iterator[tuple[str, float]]:
-    """The products of one layer on one device: the format of each, and its seconds, emulation included."""
-    m, n, k, batch = local(some.site, mesh)
+def gemm_times(
+    group: LayerGroup, target: Target, mesh: MeshShape, remat: str = "none"
+) -> Iterator[tuple[str, float]]:
+    """Yields the format and the seconds of each product of one layer on one device, emulation included."""
+    m, n, k, batch = local_shape(group.site, mesh)
     for gemm in Gemm:
-        if gemm not in some.site.products:
+        if gemm not in group.site.products:
             continue
-        format = gemm_cost.format_of(some.recipe, gemm, kept(some.site))
-        rows, columns, contracted = gemm_cost.shape(gemm, m, n, k)
+        format = gemm_cost.product_format(group.recipe, gemm, unquantized_format(group.site))
+        rows, columns, contracted = gemm_cost.product_shape(gemm, m, n, k)
         seconds = gemm_cost.gemm_seconds(target, format, rows, columns, contracted, batch)
-        if not target.native(format):
+        if not target.is_native(format):
             operands = batch * contracted * (rows + columns)
             seconds += gemm_cost.emulation_seconds(target, operands, batch * rows * columns)
-        yield format, seconds * (2 if remat in _FORWARD_AGAIN and gemm is Gemm.FPROP else 1)
+        yield format, seconds * (2 if remat in _RECOMPUTES_GEMMS and gemm is Gemm.FPROP else 1)
 
 
-Readers = dict[tuple[Any, ...], int]
+def elementwise_seconds(site: Site, target: Target, mesh: MeshShape, remat: str) -> float:
+    """Time of the kernels between GEMMs: they write each input and read each output once per pass."""
+    moved_bytes = BF16_BYTES * site.batch * site.m * (site.k + site.n) / mesh.devices
+    passes = 2 if remat == "none" else 3
+    return passes * gemm_cost.copy_seconds(target, moved_bytes)
 
 
-def readers(plan: Plan) -> Readers:
-    """How many sites read each activation: codes rounded to nearest are made once for all of them."""
-    return dict(Counter(_source(site) for site in plan.sites))
+_OperandKey = tuple[object, ...]
+ReaderCounts = dict[_OperandKey, int]
 
 
-def _source(site: Site) -> tuple[Any, ...]:
-    of = site.eqn.invars[0 if site.weight != "lhs" else 1]
-    return (*site.address[:-1], id(of))
+def count_readers(plan: Plan) -> ReaderCounts:
+    """Counts the sites that read each activation. They share its codes, if these are rounded to nearest."""
+    return dict(Counter(_activation(site) for site in plan.sites))
 
 
-def quantization_seconds(some: Layers, target: Target, mesh: Mesh, shared: Readers, backend: str) -> float:
-    """Of quantizing the operands of one layer on one device."""
-    if some.recipe is None:
+def _activation(site: Site) -> _OperandKey:
+    """A key for the variable that is the activation of a site."""
+    variable = site.eqn.invars[0 if site.weight != "lhs" else 1]
+    return (*site.address[:-1], id(variable))
+
+
+def quantization_seconds(
+    group: LayerGroup, target: Target, mesh: MeshShape, readers: ReaderCounts, backend: str
+) -> float:
+    """Time to quantize the operands of one layer on one device."""
+    if group.recipe is None:
         return 0.0
-    m, n, k, batch = local(some.site, mesh)
+    m, n, k, batch = local_shape(group.site, mesh)
     total = 0.0
-    for role, sets in gemm_cost.code_sets(some.recipe, some.site.products).items():
-        seconds = gemm_cost.quantize_seconds(target, sets, batch * gemm_cost.elements(role, m, n, k), backend)
-        once = role is Role.ACTIVATION and all(t.rounding == "rne" for t in sets)
-        total += seconds / (shared[_source(some.site)] if once else 1)
+    for role, treatments in gemm_cost.collect_quantizations(group.recipe, group.site.products).items():
+        elements = batch * gemm_cost.operand_size(role, m, n, k)
+        seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend)
+        is_shared = role is Role.ACTIVATION and all(t.rounding == "rne" for t in treatments)
+        total += seconds / (readers[_activation(group.site)] if is_shared else 1)
     return total
 
 
-def parameters(plan: Plan) -> float:
-    """The parameters that GEMMs read."""
+def count_parameters(plan: Plan) -> float:
+    """Counts the parameters that GEMMs read."""
     sizes = {
         tuple(p.path for p in s.parameters): s.batch * s.n * s.k * s.count
         for s in plan.sites
@@ -265,57 +283,61 @@ def parameters(plan: Plan) -> float:
 # ---- between devices
 
 
-def communication_seconds(work: Work, target: Target, mesh: Mesh) -> float:
-    """All that devices send each other in a step, as if nothing else went on.
+def communication_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -> float:
+    """Time of everything that devices send each other in a step, with no overlap.
 
-    fsdp gathers the weights for the forward and for the backward pass, in bf16, and scatters their gradients, in fp32,
-    for each part of the batch. data sums gradients once. tensor gathers and scatters the stream around attention and
-    MLP, and context trades sequences for heads around attention, both passes, in bf16.
+    fsdp gathers the weights in bf16 for the forward and the backward pass, and scatters their gradients in fp32, for
+    each microbatch. data sums gradients once. tensor gathers and scatters the residual stream around attention and
+    MLP, and context exchanges sequences for heads around attention, in both passes, in bf16.
     """
-    weights = parameters(work.plan) / mesh.tensor
-    inside = mesh.context * mesh.tensor
-    total = work.accumulate * exchange(target, (2 * BF16_BYTES + FP32_BYTES) * weights, mesh.fsdp, inside)
-    total += exchange(target, 2 * FP32_BYTES * weights / mesh.fsdp, mesh.data, inside * mesh.fsdp)
-    if work.block is not None:
-        tokens = (
-            max(s.m * s.batch for s in work.plan.sites if s.weight is not None) * work.accumulate / mesh.rows
-        )
-        stream = BF16_BYTES * tokens / mesh.context * work.block.layers
-        total += exchange(target, 2 * 4 * stream * work.block.width, mesh.tensor, 1)
-        heads = 2 * (2 * work.block.heads_width + 2 * work.block.kv_width) / mesh.tensor
-        total += exchange(target, stream * heads, mesh.context, mesh.tensor)
+    weights = count_parameters(step.plan) / mesh.tensor
+    stride = mesh.context * mesh.tensor
+    total = step.accumulate * exchange_seconds(
+        target, (2 * BF16_BYTES + FP32_BYTES) * weights, mesh.fsdp, stride
+    )
+    total += exchange_seconds(target, 2 * FP32_BYTES * weights / mesh.fsdp, mesh.data, stride * mesh.fsdp)
+    if step.block is not None:
+        microbatch_tokens = max(s.m * s.batch for s in step.plan.sites if s.weight is not None)
+        tokens = microbatch_tokens * step.accumulate / mesh.batch_shards
+        stream = BF16_BYTES * tokens / mesh.context * step.block.layers
+        total += exchange_seconds(target, 2 * 4 * stream * step.block.width, mesh.tensor, 1)
+        heads = 2 * (2 * step.block.heads_width + 2 * step.block.kv_width) / mesh.tensor
+        total += exchange_seconds(target, stream * heads, mesh.context, mesh.tensor)
     return total
 
 
-def exchange(target: Target, bytes: float, size: int, inside: int) -> float:
-    """Gathering or scattering so many bytes over an axis of `size`, whose neighbours are `inside` devices apart.
+def exchange_seconds(target: Target, bytes: float, size: int, stride: int) -> float:
+    """Time to gather or scatter bytes over an axis of `size` devices, whose neighbours are `stride` devices apart.
 
-    Devices of one NVLink domain fetch what is outside of it in equal parts over their network cards, and share it.
+    The devices of one NVLink domain each fetch an equal part of what is outside of it over their network cards, and
+    share it over NVLink.
     """
-    near = max(d for d in range(1, size + 1) if size % d == 0 and d <= max(1, target.nvlink_domain // inside))
+    domain = max(1, target.nvlink_domain // stride)
+    near = max(d for d in range(1, size + 1) if size % d == 0 and d <= domain)
     domains = size // near
-    over_nvlink = bytes * (near - 1) / near / target.nvlink_bandwidth
-    over_network = bytes * (domains - 1) / domains / near / target.network_bandwidth
-    return over_nvlink + over_network
+    nvlink = bytes * (near - 1) / near / target.nvlink_bandwidth
+    network = bytes * (domains - 1) / domains / near / target.network_bandwidth
+    return nvlink + network
 
 
-def mesh_of(text: str, devices: int) -> Mesh:
-    """A mesh from `fsdp=8 tensor=4` (or commas). Raises ValueError, with a remedy, where it is not `devices`."""
-    names = [f.name for f in fields(Mesh)]
+def parse_mesh(text: str, devices: int) -> MeshShape:
+    """Parses `fsdp=8 tensor=4` (or with commas). Raises ValueError, with a remedy, if it is not for `devices`."""
+    axes = [f.name for f in fields(MeshShape)]
     sizes: dict[str, int] = {}
     for word in text.replace(",", " ").split():
         name, equals, size = word.partition("=")
-        if name not in names or not equals or not size.isdigit() or not int(size):
+        if name not in axes or not equals or not size.isdigit() or not int(size):
             raise ValueError(
-                f"'{word}' is no axis of a mesh: write fsdp=8 tensor=4 (axes: {', '.join(names)})"
+                f"'{word}' is not an axis of a mesh: write fsdp=8 tensor=4 (axes: {', '.join(axes)})"
             )
         sizes[name] = int(size)
     product = math.prod(sizes.values())
     if product != devices:
-        free = next((n for n in ("fsdp", "data") if n not in sizes), None)
-        fits = free is not None and devices % product == 0
-        remedy = f"add {free}={devices // product}" if fits else f"--devices {product}, or another size"
-        raise ValueError(
-            f"a mesh of {' '.join(f'{n}={s}' for n, s in sizes.items())} is {product} devices, not {devices}: {remedy}"
-        )
-    return Mesh(**sizes)
+        free_axis = next((n for n in ("fsdp", "data") if n not in sizes), None)
+        if free_axis is not None and devices % product == 0:
+            remedy = f"add {free_axis}={devices // product}"
+        else:
+            remedy = f"use --devices {product}, or change a size"
+        shape = " ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"a mesh of {shape} has {product} devices, not {devices}: {remedy}")
+    return MeshShape(**sizes)

@@ -74,8 +74,8 @@ def test_eight_bits_are_scaled_inside_the_product(tmp_path: Path) -> None:
     """No fp32 result of an 8-bit product stands in memory, and its scale was never rounded to bfloat16."""
     compiled("fp8", *BLOCK, "--target", "h200", "--dump-hlo", tmp_path)
     (path,) = tmp_path.iterdir()
-    module = hlo.read(path.read_text())
-    products = [r for r in module.ran if r.instruction.target == "__cublas$lt$matmul$f8"]
+    module = hlo.parse_module(path.read_text())
+    products = [r for r in module.executions if r.instruction.call_target == "__cublas$lt$matmul$f8"]
     assert len(products) == 7 * 3, "seven linear layers in a scanned block"
     for product in products:
         assert product.instruction.shape.startswith("(bf16["), product.instruction.shape

@@ -11,7 +11,7 @@ import pytest
 import policyc
 from policyc.language.loader import parse_with_diagnostics
 from policyc.lint.engine import GRAPH, RULES, graph_rules, lint
-from policyc.numerics.targets import target
+from policyc.numerics.targets import get_target
 from tests.support.command import policyc as command
 
 W = jnp.ones((256, 256))
@@ -129,7 +129,7 @@ def test_what_is_slower_depends_on_the_target():
     plan = policyc.plan(loaded.policy, loss, shapes, jax.ShapeDtypeStruct((16384, 8192), "bfloat16"))
 
     def said(name: str) -> list[str]:
-        return [str(d) for d in lint(loaded, {"slower-than-bf16"}, plan, target(name)).diagnostics]
+        return [str(d) for d in lint(loaded, {"slower-than-bf16"}, plan, get_target(name)).diagnostics]
 
     (native,), (emulated,) = said("b200"), said("h200")
     assert "'narrow'" in native

@@ -185,11 +185,13 @@ def test_inside_a_shard_map() -> None:
 def test_compiled_for_gb200() -> None:
     """XLA keeps the calls, and adds no pass over an activation: only 4-bit weights are packed anew, for dgrad."""
     plan = policyc.plan(VENDOR, loss, *arguments((4, 64)), backend="te", target="gb200")
-    (device,) = deviceless.devices_of(targets.target("gb200"), 1)
+    (device,) = deviceless.make_devices(targets.get_target("gb200"), 1)
     report = deviceless.compile_loss(plan, device)
-    found = collections.Counter((row.backend, row.call) for row in report.rows if row.found == row.expected)
+    found = collections.Counter(
+        (p.backend, p.call) for p in report.products if p.calls_found == p.calls_expected
+    )
     assert found == {("te", "te_gemm_v2_ffi"): 7, ("xla", "__cudnn$blockScaledDot"): 4}
-    assert len(report.rows) == 11  # the first layer needs no dgrad
+    assert len(report.products) == 11  # the first layer needs no dgrad
     transposed = re.findall(r"= (\w+)\[[\d,]*\]\S* (?:transpose|copy)\(", report.text)
     assert "u8" in transposed
     assert "bf16" not in transposed

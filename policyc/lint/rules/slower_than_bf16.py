@@ -25,13 +25,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.hardware import step_cost
-from policyc.hardware.step_cost import Layers, Mesh
+from policyc.hardware.step_cost import LayerGroup, MeshShape
 from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Recipe, make_recipe
 from policyc.lint.context import Context
 from policyc.numerics.targets import Target
 
-_ALONE = Mesh()
+_ALONE = MeshShape()
 _BF16 = make_recipe("bf16")
 
 
@@ -39,11 +39,11 @@ def check(context: Context) -> Iterator[Diagnostic]:
     plan, target = context.plan, context.target
     if plan is None:
         return
-    shared = step_cost.readers(plan)
-    blamed: dict[int, dict[str, tuple[float, Layers]]] = {}
+    shared = step_cost.count_readers(plan)
+    blamed: dict[int, dict[str, tuple[float, LayerGroup]]] = {}
     for phase in plan.phases:
-        for some in step_cost.layers(plan, phase):
-            if some.rule is None or some.recipe is None or not step_cost.quantized(some.recipe):
+        for some in step_cost.group_layers(plan, phase):
+            if some.rule is None or some.recipe is None or not step_cost.is_quantized(some.recipe):
                 continue
             before = _seconds(some, _BF16, target, shared)
             ratio = _seconds(some, some.recipe, target, shared) / before
@@ -61,15 +61,15 @@ def check(context: Context) -> Iterator[Diagnostic]:
         )
 
 
-def _seconds(some: Layers, meant: Recipe, target: Target, shared: step_cost.Readers) -> float:
-    under = Layers(site=some.site, recipe=meant, rule=some.rule, count=1)
-    gemms = sum(seconds for _, seconds in step_cost.gemm_parts(under, target, _ALONE))
+def _seconds(some: LayerGroup, meant: Recipe, target: Target, shared: step_cost.ReaderCounts) -> float:
+    under = LayerGroup(site=some.site, recipe=meant, rule=some.rule, count=1)
+    gemms = sum(seconds for _, seconds in step_cost.gemm_times(under, target, _ALONE))
     return gemms + step_cost.quantization_seconds(under, target, _ALONE, shared, "te")
 
 
-def _remedy(some: Layers, target: Target) -> str:
+def _remedy(some: LayerGroup, target: Target) -> str:
     emulated = (
-        {t.format for t in some.recipe.treatments if not target.native(t.format)} if some.recipe else set()
+        {t.format for t in some.recipe.treatments if not target.is_native(t.format)} if some.recipe else set()
     )
     if emulated:
         return (

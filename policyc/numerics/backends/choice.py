@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Treatment
 from policyc.numerics import backends
-from policyc.numerics.targets import TARGETS, Target, of_device_kind
+from policyc.numerics.targets import TARGETS, Target, find_by_device_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +86,14 @@ def choose(asked: str, ask: GemmQuery, machine: Machine) -> Lowering:
 
 
 def _lacking(format: str, machine: Machine) -> Obstacle:
-    able = [t.name for t in TARGETS.values() if t.native(format)]
+    able = [t.name for t in TARGETS.values() if t.is_native(format)]
     known = ", ".join(f for f in FORMATS if f in machine.formats and FORMATS[f].is_quantized)
     remedy = f"run it on {', '.join(able)}" if able else "no target has it"
     return Obstacle(f"{machine.name} does not multiply {format}", f"{remedy}{known and f'; or use {known}'}")
 
 
 def machine_of(target: Target) -> Machine:
-    return Machine(target.name, frozenset(f for f in FORMATS if target.native(f)))
+    return Machine(target.name, frozenset(f for f in FORMATS if target.is_native(f)))
 
 
 def machine_here() -> Machine:
@@ -105,7 +105,7 @@ def machine_here() -> Machine:
     capability = str(getattr(device, "compute_capability", ""))
     if device.platform != "gpu" or not capability.replace(".", "").isdigit():
         return Machine(str(device.platform))
-    known = of_device_kind(kind)
+    known = find_by_device_kind(kind)
     if known is not None:
         return machine_of(known)
     # A GPU that is no row of the table still has what its architecture has: FP8 since 8.9, block scales in 10.x.

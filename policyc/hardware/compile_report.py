@@ -1,0 +1,179 @@
+"""What a compiled training step contains: its quantized products, memory, collectives and kernels.
+
+A plan only predicts that a product is native. `check_products` looks for the custom call of each native product in
+the compiled program.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from policyc.compiler.pipeline import present
+from policyc.compiler.plan import Plan
+from policyc.compiler.sites import Layer, Site
+from policyc.hardware import hlo
+from policyc.language.recipes import Gemm
+
+NATIVE_CALLS = {
+    ("xla", "nvfp4"): "__cudnn$blockScaledDot",
+    ("xla", "mxfp8"): "__cudnn$blockScaledDot",
+    ("xla", "fp8"): "__cublas$lt$matmul$f8",
+    ("te", "nvfp4"): "te_gemm_v2_ffi",
+}
+"""The custom call with which a backend multiplies a format natively."""
+
+DEFAULT_MEMORY_FRACTION = 0.75
+"""The fraction of a GPU's memory that JAX allocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductCheck:
+    """One product of consecutive layers of a site: how the plan runs it, and how often its call is in the program.
+
+    `layers` are the first and the last layer, or None if the site is not in a stack. `call` is empty for an emulated
+    product; `reason` and `remedy` say why it is emulated.
+    """
+
+    site: str
+    layers: tuple[Layer, Layer] | None
+    gemm: Gemm
+    format: str
+    backend: str
+    is_native: bool
+    call: str = ""
+    calls_found: int = 0
+    calls_expected: int = 0
+    reason: str = ""
+    remedy: str = ""
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the plan says that it is native, and the program does not have all of its calls."""
+        return self.is_native and bool(self.call) and self.calls_found < self.calls_expected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTotal:
+    """The collectives of one kind and element type: their number per step, and the bytes they move per device."""
+
+    kind: str
+    type: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileReport:
+    """A compiled step. `memory` has bytes per device by kind; `seconds` the time of tracing and of compiling."""
+
+    target: str
+    devices: int
+    products: tuple[ProductCheck, ...]
+    memory: Mapping[str, int]
+    device_memory: int
+    collectives: tuple[CollectiveTotal, ...]
+    kernels: int
+    kernel_bytes: int
+    seconds: Mapping[str, float]
+    text: str = field(repr=False)
+
+    @property
+    def missing_products(self) -> tuple[ProductCheck, ...]:
+        return tuple(product for product in self.products if product.is_missing)
+
+    @property
+    def needed_memory(self) -> int:
+        """Bytes that the step needs on a device. Outputs that alias arguments ("shared") count once."""
+        return sum(self.memory.values()) - 2 * self.memory["shared"]
+
+    @property
+    def fits_in_memory(self) -> bool:
+        return self.needed_memory <= self.device_memory
+
+    @property
+    def memory_fraction(self) -> float:
+        """The fraction of a device's memory that the step needs, rounded up to whole percents."""
+        return ceil(100 * self.needed_memory / self.device_memory) / 100
+
+
+# ---- products
+
+
+def check_products(plan: Plan, module: hlo.Module, microbatches: int = 1) -> Iterator[ProductCheck]:
+    """Yields every quantized product of a plan, with the calls found in a step of this many microbatches.
+
+    Several products can have one name in the program: those of different layers of a site, and those of weights with
+    one name in a list. The calls found under a name are divided among them.
+    """
+    calls = _count_calls(module)
+    planned = [
+        (f"{product.gemm}.{site.number}", product)
+        for site in plan.sites
+        for product in _planned_products(plan, site, microbatches)
+    ]
+    expected: Counter[tuple[str, str]] = Counter()
+    for name, product in planned:
+        expected[name, product.call] += product.calls_expected
+    for name, product in planned:
+        count = calls[name, product.call] if product.call else 0
+        share = count * product.calls_expected // expected[name, product.call]
+        yield replace(product, calls_found=share)
+
+
+def _planned_products(plan: Plan, site: Site, microbatches: int) -> Iterator[ProductCheck]:
+    decisions = plan.decisions(present(plan))
+    for decision, group in itertools.groupby(site.layers(), key=lambda la: decisions[site.address, la]):
+        layers = list(group)
+        if decision.recipe is None:
+            continue
+        for gemm in (g for g in Gemm if g in site.products):
+            lowering, format = decision.runs(gemm), decision.recipe.gemm_treatments(gemm)[0].format
+            if not lowering.backend:
+                continue
+            yield ProductCheck(
+                site=site.name,
+                layers=(layers[0], layers[-1]) if site.stacks else None,
+                gemm=gemm,
+                format=format,
+                backend=lowering.backend,
+                is_native=lowering.native,
+                call=NATIVE_CALLS[lowering.backend, format] if lowering.native else "",
+                calls_expected=microbatches * len(layers),
+                reason=lowering.obstacle.reason if lowering.obstacle else "",
+                remedy=lowering.obstacle.remedy if lowering.obstacle else "",
+            )
+
+
+def _count_calls(module: hlo.Module) -> Counter[tuple[str, str]]:
+    """Counts how often each custom call runs per step, by the name of its product and by its target."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for execution in module.executions:
+        call = execution.instruction.call_target
+        # The name stands alone or inside the name of a transformation: transpose(jvp(dgrad.7)).
+        names = re.findall(r"(?:^|[/(])((?:fprop|dgrad|wgrad)\.\d+)(?=[/)]|$)", execution.instruction.op_name)
+        if call and names:
+            counts[names[-1], call] += execution.times
+    return counts
+
+
+# ---- collectives
+
+
+def total_collectives(module: hlo.Module) -> Iterator[CollectiveTotal]:
+    """Yields the collectives of a program by kind and element type, the most bytes first."""
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for execution in module.executions:
+        kind = execution.instruction.opcode.removesuffix("-start")
+        if kind not in hlo.COLLECTIVES:
+            continue
+        types = "+".join(dict.fromkeys(re.findall(r"(\w+)\[", execution.instruction.shape)))
+        counts[kind, types] += execution.times
+        sizes[kind, types] += execution.times * max(execution.bytes_read, execution.bytes_written)
+    for (kind, types), size in sorted(sizes.items(), key=lambda item: -item[1]):
+        yield CollectiveTotal(kind=kind, type=types, count=counts[kind, types], bytes=size)

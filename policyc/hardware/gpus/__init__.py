@@ -1,0 +1,23 @@
+"""XLA's descriptions of GPUs: one `GpuTargetConfigProto` in text form for each target.
+
+The files come from XLA. Where XLA leaves out fields for a GPU, they are added; the head of the file says which.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+from policyc.numerics.targets import Target
+
+
+def read_description(target: Target) -> str:
+    """Returns the description of a target, as XLA's deviceless compiler expects it."""
+    return resources.files(__name__).joinpath(f"{target.name}.txtpb").read_text(encoding="utf-8")
+
+
+def read_device_memory(target: Target) -> int:
+    """Returns the bytes of memory that the driver reports. `Target.memory_bytes` is the vendor's rounded figure."""
+    match = re.search(r"device_memory_size: (\d+)", read_description(target))
+    assert match is not None, f"the description of {target.name} has no device_memory_size"
+    return int(match[1])

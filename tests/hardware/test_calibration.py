@@ -1,0 +1,54 @@
+"""The cost model against published and measured figures, as docs/estimate.md claims; and the other benchmarks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+
+from policyc.hardware import gemm_cost
+from tests.support.command import ROOT
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("benchmarks") is None, reason="an installed package has no benchmarks"
+)
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    return importlib.import_module("benchmarks.calibration")
+
+
+def test_the_constants_are_what_the_calibration_fits(calibration):
+    assert calibration.fit() == (gemm_cost.HIDDEN_FRACTION, gemm_cost.OTHER_FRACTION)
+
+
+# Errors of speed-ups, as docs/estimate.md claims them.
+CLAIMED = {
+    ("first", "llama3_8b", "gb200"): -0.11,
+    ("first", "llama3_405b", "gb200"): -0.08,
+    ("first", "llama3_8b", "gb300"): 0.02,
+    ("first", "llama3_405b", "gb300"): -0.07,
+    ("second", "llama3_405b", "gb200"): -0.04,
+    ("second", "llama3_405b", "gb300"): 0.18,
+}
+
+
+def test_the_errors_are_those_that_the_docs_claim(calibration):
+    rows = {(row.case.trainer, row.case.config, row.case.gpu): row for row in calibration.predict_all()}
+    assert {key: round(row.errors()[2], 2) for key, row in rows.items()} == CLAIMED
+    held_out = [abs(row.errors()[2]) for row in rows.values() if not row.case.fitted]
+    assert sum(error < 0.10 for error in held_out) == 3
+    assert max(abs(e) for row in rows.values() for e in row.errors()[:2]) < 0.33
+
+
+def test_the_errors_on_an_h200_are_at_most_an_eighth(calibration):
+    for name, measured, predicted in calibration.predict_h200():
+        assert predicted == pytest.approx(measured, rel=0.125), name
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")))
+def test_a_benchmark_imports_what_exists(name):
+    """Most benchmarks need minutes or a GPU, so tests do not run them."""
+    importlib.import_module(f"benchmarks.{name}")

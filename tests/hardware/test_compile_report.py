@@ -1,0 +1,97 @@
+"""Comparing a plan with a compiled program. Needs no compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import policyc
+from policyc.hardware import hlo
+from policyc.hardware.compile_report import check_products, total_collectives
+from tests.support.hlo_text import SCANNED_STEP
+
+
+@pytest.fixture(scope="module")
+def plan() -> policyc.Plan:
+    """Four layers in a scan."""
+
+    def loss(p: Any, x: Any) -> Any:
+        with jax.named_scope("layers"):
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"]["mlp"])
+        return jnp.sum(h)
+
+    shapes = {"layers": {"mlp": jax.ShapeDtypeStruct((4, 64, 64), jnp.bfloat16)}}
+    x = jax.ShapeDtypeStruct((48, 64), jnp.bfloat16)
+    return policyc.plan("layers @ fprop -> nvfp4", loss, shapes, x, target="gb200")
+
+
+def compiled_text(plan: policyc.Plan) -> str:
+    """A compiled program that has the products of a plan."""
+    return SCANNED_STEP.replace("NUMBER", str(plan.sites.sites[0].number))
+
+
+def test_the_calls_of_a_native_product_are_found(plan: policyc.Plan) -> None:
+    (product,) = check_products(plan, hlo.parse_module(compiled_text(plan)))
+    assert (product.gemm, product.is_native, product.calls_found, product.calls_expected) == (
+        "fprop",
+        True,
+        4,
+        4,
+    )
+    assert product.layers == ((0,), (3,))
+    assert not product.is_missing
+
+
+def test_a_product_is_found_inside_the_name_of_a_transformation(plan: policyc.Plan) -> None:
+    number = plan.sites.sites[0].number
+    text = SCANNED_STEP.replace("mlp/fprop.NUMBER/", f"transpose(jvp(fprop.{number}))/")
+    assert text != SCANNED_STEP
+    (product,) = check_products(plan, hlo.parse_module(text))
+    assert product.calls_found == 4
+
+
+def test_weights_of_one_name_divide_the_calls_found() -> None:
+    """Weights in a list have one name in a program: `wi[0]`, `wi[1]`."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.sum(jnp.tanh(x @ p["wi"][0]) * jnp.tanh(x @ p["wi"][1]))
+
+    w = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    plan = policyc.plan("wi @ fprop -> nvfp4", loss, {"wi": [w, w]}, w, target="gb200")
+    text = compiled_text(plan)
+    first, second = check_products(plan, hlo.parse_module(text))
+    assert {first.site, second.site} == {"wi[0]", "wi[1]"}
+    assert first.calls_found == second.calls_found == 2
+    one_trip = hlo.parse_module(text.replace('"n":"4"', '"n":"1"'))
+    assert any(product.is_missing for product in check_products(plan, one_trip))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param('"n":"4"', '"n":"3"', id="too few"),
+        pytest.param("__cudnn$blockScaledDot", "__cublas$gemm", id="another call"),
+        pytest.param("mlp/fprop", "mlp/dgrad", id="another product"),
+    ],
+)
+def test_a_native_product_without_its_calls_is_missing(old: str, new: str, plan: policyc.Plan) -> None:
+    text = compiled_text(plan)
+    assert old in text
+    (product,) = check_products(plan, hlo.parse_module(text.replace(old, new)))
+    assert product.is_missing
+
+
+def test_every_microbatch_needs_its_calls(plan: policyc.Plan) -> None:
+    (product,) = check_products(plan, hlo.parse_module(compiled_text(plan)), microbatches=2)
+    assert (product.calls_found, product.calls_expected, product.is_missing) == (4, 8, True)
+
+
+def test_collectives_are_totalled_by_kind_and_type(plan: policyc.Plan) -> None:
+    totals = total_collectives(hlo.parse_module(compiled_text(plan)))
+    gathered, reduced = sorted(totals, key=lambda total: total.kind)
+    assert (gathered.kind, gathered.type, gathered.count) == ("all-gather", "f4e2m1fn", 4)
+    assert gathered.bytes == 4 * 48 * 64 // 2
+    assert (reduced.kind, reduced.count, reduced.bytes) == ("all-reduce", 1, 4 * 64 * 32 * 4)

@@ -1,0 +1,59 @@
+"""Reading the text of compiled modules. Needs no compiler."""
+
+from __future__ import annotations
+
+import pytest
+
+from policyc.hardware import hlo
+from tests.support.hlo_text import SCANNED_STEP
+
+ASYNC = """HloModule m
+
+%slice (p: f32[4,64,32], i: s32[]) -> bf16[64,32] {
+  %p = f32[4,64,32]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %turned = f32[4,32,64]{1,2,0} bitcast(%p)
+  %cut = f32[1,32,64]{1,2,0} dynamic-slice(%turned, %i), dynamic_slice_sizes={1,32,64}
+  ROOT %cast = bf16[64,32]{1,0} convert(%cut)
+}
+
+ENTRY %main (w: f32[4,64,32], i: s32[]) -> bf16[512,32] {
+  %w = f32[4,64,32]{2,1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %go = ((f32[4,64,32]{2,1,0}, s32[]), bf16[64,32]{1,0}, u32[]) fusion-start(%w, %i.1), kind=kLoop, calls=%slice
+  %cut.1 = bf16[64,32]{1,0} fusion-done(%go)
+  %gather = (bf16[64,32]{1,0}, bf16[512,32]{1,0}) all-gather-start(%cut.1), dimensions={0}
+  ROOT %all = bf16[512,32]{1,0} all-gather-done(%gather)
+}
+"""
+
+
+def kernels(text: str) -> dict[str, hlo.Execution]:
+    return {e.instruction.name: e for e in hlo.parse_module(text).executions if e.is_kernel}
+
+
+def test_kernels_count_with_the_trips_of_their_loop_and_the_bytes_they_touch() -> None:
+    executions = kernels(SCANNED_STEP)
+    assert set(executions) == {"cut", "gathered", "y", "start", "copy"}
+    assert executions["y"].times == executions["cut"].times == 4
+    assert executions["copy"].times == 1
+    assert executions["copy"].bytes_read == executions["copy"].bytes_written == 4 * 64 * 32 * 4
+    assert executions["y"].bytes_read == 48 * 64 // 2 + 64 * 32 * 2, "two 4-bit numbers per byte"
+    assert executions["cut"].bytes_read == 64 * 32 * 4 + 4, "only the slice of the stack that is read"
+    assert executions["y"].instruction.call_target == "__cudnn$blockScaledDot"
+
+
+def test_an_asynchronous_start_is_the_kernel_and_writes_its_results_only() -> None:
+    executions = {name: (e.bytes_read, e.bytes_written) for name, e in kernels(ASYNC).items()}
+    slice = 64 * 32
+    assert executions == {"go": (slice * 4 + 4, slice * 2 + 4), "gather": (slice * 2, 8 * slice * 2)}
+
+
+def test_bytes_of_shapes() -> None:
+    assert hlo.shape_bytes("(f32[2,3]{1,0}, pred[5]{0}, s32[], u8[0]{0})") == 24 + 5 + 4
+    assert hlo.shape_bytes("f4e2m1fn[3]{0:E(4)}") == 2
+
+
+def test_other_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="no entry"):
+        hlo.parse_module("not a module")
