@@ -1,4 +1,4 @@
-"""`policyc fmt`: the one layout."""
+"""`policyc fmt`: formats policies."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from policyc.cli.common import (
 @click.command(
     cls=ExampleCommand,
     examples="""
-    policyc fmt llama.policy            lay it out, in place
+    policyc fmt llama.policy            format a file in place
     policyc fmt --diff *.policy         show what would change
     policyc fmt - < a.policy            from standard input to standard output
     """,
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file is not laid out.")
+@click.option("--check", is_flag=True, help="Write nothing. Exit with 1 if a file is not formatted.")
 @click.option(
-    "--diff", is_flag=True, help="Write nothing; print what would change; exit with 1 if anything would."
+    "--diff", is_flag=True, help="Write nothing. Print the changes, and exit with 1 if there are any."
 )
 def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
     """Format policies in place.
@@ -40,46 +40,44 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
     """
     from policyc.language.diagnostics import PolicyError, render
 
-    changed, failed = [], False
+    changed, has_failed = [], False
     for name in files:
         try:
-            before, after = _formatted(name)
+            before, after = _read_and_format(name)
             if name == "-" and not (check or diff):
                 click.echo(after, nl=False)
             elif before != after:
                 if diff:
-                    click.echo(_difference(name, before, after), nl=False, color=use_color())
+                    click.echo(_unified_diff(name, before, after), nl=False, color=use_color())
                 elif not check:
                     replace_file(Path(name), after)
                 changed.append(name)
         except PolicyError as error:
-            failed = True
+            has_failed = True
             click.echo("\n".join(render(d, paint) for d in error.diagnostics), err=True, color=use_color())
     for name in changed:
         click.echo(f"{name}: {'would be changed' if check or diff else 'changed'}", err=True)
-    sys.exit(EXIT_USAGE if failed else EXIT_FAILURE if changed and (check or diff) else EXIT_OK)
+    sys.exit(EXIT_USAGE if has_failed else EXIT_FAILURE if changed and (check or diff) else EXIT_OK)
 
 
-def _formatted(name: str) -> tuple[str, str]:
+def _read_and_format(name: str) -> tuple[str, str]:
+    """The text of a file before and after formatting. Raises PolicyError if it does not parse."""
     from policyc.language.diagnostics import PolicyError, SourceText
     from policyc.language.formatter import format_file
     from policyc.language.loader import locate, read_policy_text
     from policyc.language.parser import read_statements
 
-    if name != "-":
-        path = locate(name)
-        text = read_policy_text(check_writable(name, path))
-    else:
-        text = read_stdin()
-    file, found = read_statements(SourceText(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name))
-    if found:
-        raise PolicyError(found)
+    text = read_stdin() if name == "-" else read_policy_text(check_writable(name, locate(name)))
+    source = SourceText(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name)
+    file, diagnostics = read_statements(source)
+    if diagnostics:
+        raise PolicyError(diagnostics)
     return text, format_file(file)
 
 
-def _difference(name: str, before: str, after: str) -> str:
+def _unified_diff(name: str, before: str, after: str) -> str:
     import difflib
 
-    colours = {"+": "green", "-": "red", "@": "cyan"}
+    colors = {"+": "green", "-": "red", "@": "cyan"}
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="")
-    return "".join(click.style(line, fg=colours.get(line[:1])) + "\n" for line in lines)
+    return "".join(click.style(line, fg=colors.get(line[:1])) + "\n" for line in lines)

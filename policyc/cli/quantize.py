@@ -1,4 +1,4 @@
-"""`policyc quantize`: one array, to the bit as a policy would."""
+"""`policyc quantize`: quantizes one array exactly as a policy would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from policyc.language.files import atomic_write
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from policyc.language.recipes import Recipe
+    from policyc.language.recipes import Gemm, Recipe, Role
 
 
 @click.command(
@@ -25,47 +25,65 @@ if TYPE_CHECKING:
     """,
 )
 @click.argument("array", metavar="IN.npy")
-@click.option("--recipe", required=True, help="A recipe as a policy spells it.")
+@click.option("--recipe", required=True, help="The recipe, written as in a policy.")
 @click.option(
-    "--role", required=True, type=click.Choice(["weight", "activation", "gradient"]), help="What IN is."
+    "--role",
+    "role_name",
+    required=True,
+    type=click.Choice(["weight", "activation", "gradient"]),
+    help="What the array is.",
 )
 @click.option(
-    "--gemm", required=True, type=click.Choice(["fprop", "dgrad", "wgrad"]), help="Where it is used."
+    "--gemm",
+    "gemm_name",
+    required=True,
+    type=click.Choice(["fprop", "dgrad", "wgrad"]),
+    help="The product that the array is an operand of.",
 )
 @click.option("--axis", type=int, default=-1, show_default=True, help="The contracted axis.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of stochastic rounding.")
-@click.option("--out", required=True, metavar="OUT.npz", help="Codes, packed codes, scales, amax, values.")
-def quantize(array: str, recipe: str, role: str, gemm: str, axis: int, seed: int, out: str) -> None:
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of stochastic rounding.")
+@click.option("--out", required=True, metavar="OUT.npz", help="File to write.")
+def quantize(array: str, recipe: str, role_name: str, gemm_name: str, out: str, **options: int) -> None:
     """Quantize an array exactly as a policy would, and print the error.
 
-    OUT.npz holds codes (one a byte), packed (two nibbles a byte, the even one low), scales (raw bytes), amax (f32)
-    and dequantized (f32), with the quantized axis last: enough to compare with any other implementation.
+    OUT.npz holds codes (one per byte), packed (two codes per byte, the even one in the low half), scales (raw bytes),
+    amax (f32) and dequantized (f32), with the quantized axis last. That is enough to compare with any other
+    implementation.
     """
     from policyc.language.diagnostics import PolicyError
-    from policyc.language.recipes import OPERANDS, Gemm, Role
+    from policyc.language.recipes import Gemm, Role
 
-    if (Gemm(gemm), Role(role)) not in OPERANDS:
-        roles = " and ".join(r for g, r in OPERANDS if g == gemm)
-        raise click.UsageError(f"{gemm} has no {role}: its operands are {roles}")
+    gemm, role = Gemm(gemm_name), Role(role_name)
+    _check_operand(gemm, role)
     try:
-        chosen = _recipe(recipe)
+        parsed_recipe = _parse_recipe(recipe)
     except PolicyError as error:
         exit_with_diagnostics(error)
-    values = _array(array)
-    if not -values.ndim <= axis < values.ndim:
-        raise click.UsageError(f"--axis {axis}: the array has {values.ndim} axes")
+    values = _load_array(array)
+    if not -values.ndim <= options["axis"] < values.ndim:
+        raise click.UsageError(f"--axis {options['axis']}: the array has {values.ndim} axes")
 
     from policyc.numerics.measure import measure_operand
 
     try:
-        found = measure_operand(values, chosen, Gemm(gemm), Role(role), axis=axis, seed=seed)
+        operand = measure_operand(values, parsed_recipe, gemm, role, **options)
     except ValueError as error:
         raise click.UsageError(f"--recipe: {error}") from None
-    _save(Path(out), found.arrays())
-    click.echo(str(found.stats))
+    _save_arrays(Path(out), operand.arrays())
+    click.echo(str(operand.stats))
 
 
-def _recipe(text: str) -> Recipe:
+def _check_operand(gemm: Gemm, role: Role) -> None:
+    """Raises a usage error if a product has no operand of this role."""
+    from policyc.language.recipes import OPERANDS
+
+    if (gemm, role) not in OPERANDS:
+        roles = " and ".join(r for g, r in OPERANDS if g == gemm)
+        raise click.UsageError(f"{gemm} has no {role}: its operands are {roles}")
+
+
+def _parse_recipe(text: str) -> Recipe:
+    """Parses the recipe of a rule. Raises PolicyError if it does not parse."""
     from policyc.language.diagnostics import PolicyError
     from policyc.language.loader import parse_with_diagnostics
 
@@ -78,8 +96,8 @@ def _recipe(text: str) -> Recipe:
     return loaded.policy.resolver()(rules[0].recipe)
 
 
-def _array(name: str) -> npt.NDArray[Any]:
-    """A floating-point array from an npy file; bfloat16, which npy cannot name, is read from two-byte voids."""
+def _load_array(name: str) -> npt.NDArray[Any]:
+    """Loads a floating-point array. An npy file cannot name bfloat16, so two-byte voids are read as bfloat16."""
     import ml_dtypes
     import numpy as np
 
@@ -91,16 +109,16 @@ def _array(name: str) -> npt.NDArray[Any]:
         raise click.UsageError(f"'{name}' is not one array: save it with numpy.save")
     if array.dtype == np.dtype("V2"):
         array = array.view(ml_dtypes.bfloat16)
-    kinds = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
-    if array.dtype not in kinds or array.ndim == 0 or array.size == 0:
+    dtypes = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
+    if array.dtype not in dtypes or array.ndim == 0 or array.size == 0:
         raise click.UsageError(
-            f"'{name}' holds {array.dtype} {array.shape}: give floats with one axis or more"
+            f"'{name}' holds {array.dtype} {array.shape}: it must hold floats with one axis or more"
         )
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
-def _save(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:
-    """Write an npz in one go: a file that is there is whole."""
+def _save_arrays(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Writes an npz file atomically."""
     import numpy as np
 
     try:
