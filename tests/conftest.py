@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis without deadlines, eight host devices, a record of what code opens or runs."""
+"""Settings and fixtures of all tests: hypothesis without deadlines, eight host devices, one compilation cache."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Sharding is tested on eight host devices. This must come before JAX starts.
+# Sharding is tested on eight host devices. This must be set before JAX starts.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 
-def compiled_programs() -> str:
-    """Where JAX keeps what it compiled, so that a program is compiled once, whichever test or process needs it again.
+def compilation_cache_dir() -> str:
+    """The folder of JAX's compilation cache, so that a program is compiled once for all tests and processes.
 
-    The folder is new for each run (`.ci/run` has one for all its lanes). Each worker has its own, since JAX may read a
-    file that another process is still writing. How a program is to be compiled is part of its key.
+    Each run of the tests has a new folder; `.ci/run` has one for all its lanes. Each worker has its own subfolder,
+    because JAX may read a file that another process is still writing. Compiler options are part of the cache key.
     """
-    home = os.environ.get("POLICYC_TESTS_COMPILED")
-    if not home:
-        home = os.environ["POLICYC_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="policyc-tests-")
-        atexit.register(shutil.rmtree, home, ignore_errors=True)
-    return os.path.join(home, os.environ.get("PYTEST_XDIST_WORKER", "one"))
+    root = os.environ.get("POLICYC_TESTS_COMPILED")
+    if not root:
+        root = os.environ["POLICYC_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="policyc-tests-")
+        atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return os.path.join(root, os.environ.get("PYTEST_XDIST_WORKER", "one"))
 
 
-os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled_programs()
+os.environ["JAX_COMPILATION_CACHE_DIR"] = compilation_cache_dir()
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 settings.register_profile(
@@ -42,82 +42,26 @@ settings.register_profile(
 settings.load_profile("policyc")
 
 
-class Audit:
-    """What the interpreter was asked to do while a `recording` was on."""
-
-    def __init__(self) -> None:
-        self.opened: list[str] = []
-        self.ran: list[str] = []
-
-
-_RUNS = (
-    "exec",
-    "compile",
-    "import",
-    "ctypes.",
-    "marshal.",
-    "os.exec",
-    "os.fork",
-    "os.posix_spawn",
-    "os.spawn",
-)
-_RUNS += (
-    "os.system",
-    "pickle.",
-    "socket.",
-    "subprocess.",
-    "urllib.",
-    "os.remove",
-    "os.rename",
-    "os.mkdir",
-    "shutil.",
-)
-_current: Audit | None = None
-
-
-def _hook(event: str, arguments: tuple[object, ...]) -> None:
-    if _current is None:
-        return
-    if event == "open":
-        _current.opened.append(str(arguments[0]))
-    elif event.startswith(_RUNS):
-        _current.ran.append(f"{event} {arguments[:1]}")
-
-
-sys.addaudithook(_hook)
-
-
-@contextmanager
-def recording() -> Iterator[Audit]:
-    """Records every file opened, and every import, process, socket or compilation, of the code under it."""
-    global _current
-    _current = audit = Audit()
-    try:
-        yield audit
-    finally:
-        _current = None
-
-
 @pytest.fixture
-def write(tmp_path):
-    """Writes policy files into a folder of the test's own: write(name=text) -> the folder."""
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Writes policy files into a new folder: `write(name=text)` returns the folder."""
 
-    def writer(**files: str):
+    def write_files(**files: str) -> Path:
         for name, text in files.items():
-            target = tmp_path / f"{name.replace('__', '/')}.policy"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(text, encoding="utf-8")
+            path = tmp_path / f"{name.replace('__', '/')}.policy"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
         return tmp_path
 
-    return writer
+    return write_files
 
 
 @pytest.fixture(scope="module")
 def quick_compile() -> Iterator[None]:
-    """Compiled in a third of the time, for programs that run a few small steps.
+    """Turns most XLA optimizations off: compilation takes a third of the time. For programs that run a few small steps.
 
-    A last bit may differ from the program compiled in full. So nothing compiled before is used in such a module, nor
-    anything of it after: a test may compare two programs to the bit.
+    The last bit of a result may differ from that of the optimized program. So the in-memory caches are cleared before
+    and after such a module: a test may compare two programs bit for bit.
     """
     import jax
 
@@ -129,8 +73,8 @@ def quick_compile() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_step() -> Iterator[None]:
-    """At which step a training is, is told to the whole process: a test leaves nothing told."""
+def forget_step() -> Iterator[None]:
+    """`policyc.set_step` is state of the process. Each test starts without a step."""
     yield
     pipeline = sys.modules.get("policyc.compiler.pipeline")
     if pipeline is not None and pipeline._schedule.now is not None:

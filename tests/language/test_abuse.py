@@ -12,8 +12,8 @@ import pytest
 from policyc import PolicyError, load, parse
 from policyc.language.bundled import bundled_policies, data_folder
 from policyc.language.loader import parse_with_diagnostics
-from tests.conftest import recording
 from tests.support import fuzz
+from tests.support.audit import recording
 
 
 def codes(text: str) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from policyc import PolicyError, load, parse
 from policyc.language.bundled import bundled_policies, data_folder
 from policyc.language.loader import locate, parse_with_diagnostics
-from tests.conftest import recording
+from tests.support.audit import recording
 
 
 def faults(path) -> list[tuple[str, str, int]]:

@@ -1,0 +1,48 @@
+"""Records the files that code opens, and the imports, processes, sockets and compilations that it starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Audit:
+    """What the interpreter was asked to do during a `recording`."""
+
+    opened: list[str] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)
+
+
+_RUN_EVENTS = (
+    "exec", "compile", "import", "ctypes.", "marshal.", "pickle.", "subprocess.", "socket.", "urllib.", "shutil.",
+    "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.system", "os.remove", "os.rename", "os.mkdir",
+)  # fmt: skip
+"""Prefixes of the audit events that go into `Audit.ran`."""
+
+_current: Audit | None = None
+
+
+def _hook(event: str, arguments: tuple[object, ...]) -> None:
+    if _current is None:
+        return
+    if event == "open":
+        _current.opened.append(str(arguments[0]))
+    elif event.startswith(_RUN_EVENTS):
+        _current.ran.append(f"{event} {arguments[:1]}")
+
+
+sys.addaudithook(_hook)  # a hook cannot be removed, so there is one for all recordings
+
+
+@contextmanager
+def recording() -> Iterator[Audit]:
+    """Records what the code inside the `with` does."""
+    global _current
+    _current = audit = Audit()
+    try:
+        yield audit
+    finally:
+        _current = None

@@ -1,0 +1,117 @@
+"""The layout of the package: folders only, imports only of what a package offers.
+
+`lint-imports` checks the direction of imports. These tests check what is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import policyc
+
+ROOT = Path(policyc.__file__).parent
+DATA = {"grammars", "policies", "models"}  # inside the package in a wheel, beside it in a checkout
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+
+
+@dataclass(frozen=True, slots=True)
+class PackageImport:
+    """An import of another package: `policyc.language.loader` for a module, with the name that is taken from it."""
+
+    file: str
+    line: int
+    module: str
+    name: str | None = None
+
+    @property
+    def package(self) -> str:
+        return self.module.split(".")[1]
+
+    @property
+    def parts(self) -> list[str]:
+        """What is named below the package, outermost first."""
+        return [*self.module.split(".")[2:], *([self.name] if self.name else [])]
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {'.'.join(['policyc', self.package, *self.parts])}"
+
+
+def module_files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports_of_others(package: str) -> Iterator[PackageImport]:
+    """Every import, also inside functions, of another package of policyc."""
+    for path in module_files(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            file = path.relative_to(ROOT).as_posix()
+            if isinstance(node, ast.Import):
+                imports = [PackageImport(file, node.lineno, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imports = [
+                    PackageImport(file, node.lineno, f"policyc.{alias.name}")
+                    if node.module == "policyc"
+                    else PackageImport(file, node.lineno, node.module, alias.name)
+                    for alias in node.names
+                ]
+            else:
+                continue
+            yield from (i for i in imports if i.module.startswith("policyc.") and i.package in PACKAGES
+                        and i.package != package)  # fmt: skip
+
+
+def test_the_root_of_the_package_holds_packages_only() -> None:
+    names = {path.name for path in ROOT.iterdir()} - {"__pycache__"} - DATA
+    assert names == {*PACKAGES, "__init__.py", "__main__.py", "py.typed"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_what_it_is_for_and_lists_its_modules(package: str) -> None:
+    module = import_module(f"policyc.{package}")
+    assert module.__doc__
+    exists = {path.stem for path in (ROOT / package).glob("*.py")}
+    exists |= {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    assert set(module.__all__) <= exists
+    assert list(module.__all__) == sorted(module.__all__)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_modules_that_others_list(package: str) -> None:
+    unlisted = [
+        str(found)
+        for found in imports_of_others(package)
+        if not found.parts or found.parts[0] not in import_module(f"policyc.{found.package}").__all__
+    ]
+    assert not unlisted
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_no_private_name_of_another(package: str) -> None:
+    private = [
+        str(found) for found in imports_of_others(package) if any(p.startswith("_") for p in found.parts)
+    ]
+    assert not private
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_uses_no_private_attribute_of_an_imported_module(package: str) -> None:
+    """`from policyc.compiler import pipeline` and then `pipeline._name` is as private as importing `_name`."""
+    imported = {(found.file, found.parts[-1]) for found in imports_of_others(package) if found.parts}
+    private = [
+        f"{file}:{node.lineno}: {node.value.id}.{node.attr}"
+        for path in module_files(package)
+        for file in [path.relative_to(ROOT).as_posix()]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and (file, node.value.id) in imported
+    ]
+    assert not private
