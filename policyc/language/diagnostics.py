@@ -155,11 +155,11 @@ class Diagnostic:
 
 
 Paint = Callable[[str, str], str]
-"""Colours a text. The first argument is its kind: error, warning, path, gutter, caret, help or note."""
+"""Colors a text. The first argument is its kind: error, warning, path, gutter, caret, help or note."""
 
 
 def plain(_: str, text: str) -> str:
-    """Returns the text without colours: the `Paint` for files and pipes."""
+    """Returns the text without colors: the `Paint` for files and pipes."""
     return text
 
 

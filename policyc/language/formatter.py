@@ -1,8 +1,7 @@
-"""A policy file in its one layout, comments kept.
+"""Formats a policy file, and keeps its comments.
 
-In: a `PolicyFile` without faults. Out: its text, formatted. Arrows of neighbouring rules stand in one column; a
-block that was written on one line stays on one. The one trap: a comment inside a statement has no place in
-the layout, so such a statement stays as it was written.
+Arrows of neighbouring rules are aligned. A block on one line stays on one line. A statement with a comment inside it
+stays as it was written, because the layout has no place for such a comment.
 """
 
 from __future__ import annotations
@@ -10,11 +9,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from policyc.language.diagnostics import SourceText
 from policyc.language.parser import BlockStatement, PolicyFile, Statement, comment_ranges, read_statements
 from policyc.language.policy import Rule
 
 _INDENT = "    "
-_WIDEST = 100  # a block or a column of arrows wider than this is broken up
+_MAX_WIDTH = 100  # columns: a wider block is written on several lines, and a wider selector is not aligned
 
 
 @dataclass(slots=True)
@@ -28,122 +28,129 @@ class _Line:
 
 
 def format_file(file: PolicyFile) -> str:
-    """The text of a file in its one layout. Means the same and holds the same comments."""
+    """Returns the formatted text of a file without errors. Its meaning and its comments do not change."""
     printer = _Printer(file)
-    printer.body(file.statements, 0, len(file.source.text), 0)
-    text = _assemble(printer.lines)
+    printer.print_body(file.statements, 0, len(file.source.text), 0)
+    text = _join_lines(printer.lines)
     _verify(file, text)
     return text
 
 
 def _verify(file: PolicyFile, text: str) -> None:
-    """A formatter that changes a policy would be worse than none: look before handing anything back."""
-    again, found = read_statements(type(file.source)(text, file.source.path))
-    kept = [text[a:b].rstrip() for a, b in comment_ranges(text)]
-    before = [file.source.text[a:b].rstrip() for a, b in comment_ranges(file.source.text)]
-    if found or again.statements != file.statements or kept != before:
-        raise AssertionError(f"formatting {file.source.path} would change it: this is a fault of policyc")
+    """Raises an AssertionError if the formatted text has other statements or other comments than the file."""
+    formatted, diagnostics = read_statements(SourceText(text, file.source.path))
+    comments_before, comments_after = _comments(file.source.text), _comments(text)
+    if diagnostics or formatted.statements != file.statements or comments_after != comments_before:
+        raise AssertionError(f"formatting {file.source.path} would change it: this is a bug in policyc")
+
+
+def _comments(text: str) -> list[str]:
+    return [text[start:end].rstrip() for start, end in comment_ranges(text)]
 
 
 class _Printer:
+    """Collects the lines to print. `_end` is the offset in the text where the last printed item ends."""
+
     def __init__(self, file: PolicyFile) -> None:
-        self.text = file.source.text
-        self.comments = deque(comment_ranges(self.text))
         self.lines: list[_Line] = []
-        self._end = 0  # where the last thing printed ends in the text
+        self._text = file.source.text
+        self._comments = deque(comment_ranges(self._text))  # not printed yet
+        self._end = 0
 
-    def body(self, statements: tuple[Statement, ...], start: int, end: int, depth: int) -> None:
-        """The statements and comments between two offsets."""
+    def print_body(self, statements: tuple[Statement, ...], start: int, end: int, depth: int) -> None:
+        """Prints the statements and comments between two offsets: those of a file or of a block."""
         self._end = start
-        first = len(self.lines)
+        first_line = len(self.lines)
         for statement in statements:
-            self._loose(statement.span.start, depth, first)
-            self._gap(statement.span.start, depth, first)
-            self._statement(statement, depth)
-        self._loose(end, depth, first)
+            self._print_own_line_comments(statement.span.start, depth, first_line)
+            self._print_gap(statement.span.start, depth, first_line)
+            self._print_statement(statement, depth)
+        self._print_own_line_comments(end, depth, first_line)
 
-    def _statement(self, statement: Statement, depth: int) -> None:
+    def _print_statement(self, statement: Statement, depth: int) -> None:
         span = statement.span
         self._end = span.end
-        inner = bool(self.comments) and self.comments[0][0] < span.end
+        has_comment = bool(self._comments) and self._comments[0][0] < span.end
         if isinstance(statement, BlockStatement):
-            self._block(statement, depth, inner)
-        elif inner:
-            while self.comments and self.comments[0][0] < span.end:
-                self.comments.popleft()
-            written = self.text[span.start : span.end].split("\n")
+            self._print_block(statement, depth, has_comment)
+        elif has_comment:
+            while self._comments and self._comments[0][0] < span.end:
+                self._comments.popleft()
+            written = self._text[span.start : span.end].split("\n")
             self.lines += [_Line(depth if i == 0 else 0, line.rstrip()) for i, line in enumerate(written)]
         elif isinstance(statement, Rule):
             self.lines.append(_Line(depth, statement.head, statement.tail))
         else:
             self.lines.append(_Line(depth, str(statement)))
         self._end = span.end
-        self._trailing()
+        self._add_trailing_comment()
 
-    def _block(self, block: BlockStatement, depth: int, commented: bool) -> None:
+    def _print_block(self, block: BlockStatement, depth: int, has_comment: bool) -> None:
         span = block.span
-        if not block.body and not commented:
+        if not block.body and not has_comment:
             self.lines.append(_Line(depth, f"{block.head} {{}}"))
             return
-        if "\n" not in self.text[span.start : span.end] and (line := _one_line(block)):
+        if "\n" not in self._text[span.start : span.end] and (line := _print_on_one_line(block)):
             self.lines.append(_Line(depth, line))
             return
         self.lines.append(_Line(depth, f"{block.head} {{"))
-        opened = self.text.index("{", span.start) + 1
-        self._end = opened
-        self._trailing()
-        self.body(block.body, self._end, span.end - 1, depth + 1)
+        self._end = self._text.index("{", span.start) + 1
+        self._add_trailing_comment()
+        self.print_body(block.body, self._end, span.end - 1, depth + 1)
         self.lines.append(_Line(depth, "}"))
 
-    def _loose(self, until: int, depth: int, first: int) -> None:
-        """Comments on lines of their own."""
-        while self.comments and self.comments[0][0] < until:
-            start, end = self.comments.popleft()
-            self._gap(start, depth, first)
-            self.lines.append(_Line(depth, self.text[start:end].rstrip()))
+    def _print_own_line_comments(self, until: int, depth: int, first_line: int) -> None:
+        """Prints the comments up to an offset, each on a line of its own."""
+        while self._comments and self._comments[0][0] < until:
+            start, end = self._comments.popleft()
+            self._print_gap(start, depth, first_line)
+            self.lines.append(_Line(depth, self._text[start:end].rstrip()))
             self._end = end
 
-    def _trailing(self) -> None:
-        """A comment behind what was just printed."""
-        if self.comments:
-            start, end = self.comments[0]
-            if start >= self._end and not self.text[self._end : start].strip(" \t\r\f;"):
-                self.comments.popleft()
-                self.lines[-1].comment = self.text[start:end].rstrip()
+    def _add_trailing_comment(self) -> None:
+        """Adds a comment that follows on the same line to the line just printed."""
+        if self._comments:
+            start, end = self._comments[0]
+            if start >= self._end and not self._text[self._end : start].strip(" \t\r\f;"):
+                self._comments.popleft()
+                self.lines[-1].comment = self._text[start:end].rstrip()
                 self._end = end
 
-    def _gap(self, start: int, depth: int, first: int) -> None:
-        """One empty line where there were some, but none at the top of a file or a block."""
-        if len(self.lines) > first and self.text.count("\n", self._end, start) > 1:
+    def _print_gap(self, start: int, depth: int, first_line: int) -> None:
+        """Prints one empty line for any number of them, except at the top of a file or a block."""
+        if len(self.lines) > first_line and self._text.count("\n", self._end, start) > 1:
             self.lines.append(_Line(depth, ""))
 
 
-def _one_line(block: BlockStatement) -> str:
-    parts = [_one_line(s) if isinstance(s, BlockStatement) else str(s) for s in block.body]
+def _print_on_one_line(block: BlockStatement) -> str:
+    """Returns a block as one line, or an empty string if it is too wide."""
+    parts = [_print_on_one_line(s) if isinstance(s, BlockStatement) else str(s) for s in block.body]
     line = f"{block.head} {{ {'; '.join(parts)} }}"
-    return line if all(parts) and len(line) <= _WIDEST else ""
+    return line if all(parts) and len(line) <= _MAX_WIDTH else ""
 
 
-def _assemble(lines: list[_Line]) -> str:
+def _join_lines(lines: list[_Line]) -> str:
+    """Prints the lines, with the arrows of each group of neighbouring rules in one column."""
     printed: list[str] = []
-    at = 0
-    while at < len(lines):
-        end = at
-        while end < len(lines) and _joins(lines[end], lines[at].depth):
+    start = 0
+    while start < len(lines):
+        end = start
+        while end < len(lines) and _is_in_group(lines[end], lines[start].depth):
             end += 1
-        group = lines[at : max(end, at + 1)]
-        heads = [len(line.head) for line in group if line.tail is not None and len(line.head) <= _WIDEST]
-        column = max(heads, default=0)
-        printed += [_print(line, column) for line in group]
-        at += len(group)
+        group = lines[start : max(end, start + 1)]
+        widths = [len(line.head) for line in group if line.tail is not None and len(line.head) <= _MAX_WIDTH]
+        column = max(widths, default=0)
+        printed += [_print_line(line, column) for line in group]
+        start += len(group)
     return "".join(f"{line}\n" for line in printed)
 
 
-def _joins(line: _Line, depth: int) -> bool:
+def _is_in_group(line: _Line, depth: int) -> bool:
+    """Rules of one depth form a group. Comments on lines of their own do not end it."""
     return line.depth == depth and (line.tail is not None or line.head.startswith("#"))
 
 
-def _print(line: _Line, column: int) -> str:
+def _print_line(line: _Line, column: int) -> str:
     text = line.head if line.tail is None else f"{line.head:<{column}} -> {line.tail}"
     if line.comment:
         text += f"  {line.comment}"

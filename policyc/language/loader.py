@@ -1,8 +1,7 @@
-"""Statements -> Policy: imports expanded, variants apart.
+"""Loads policies: reads files, expands imports, separates variants, checks names.
 
-In: a text, a path or the name of a bundled policy. Out: a `Policy`, or a `PolicyError` with every fault. The
-one trap: an import is looked for beside the importing file, then among the bundled policies. Its path is relative and
-ends in `.policy`: no import reads any other file.
+An import is looked for beside the importing file, then among the bundled policies. Its path must be relative and end
+in `.policy`, so no import reads any other file.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from policyc.language import bundled
-from policyc.language.checks import Definitions, DiagnosticCollector, check
+from policyc.language.checks import Definitions, DiagnosticCollector, check_definitions
 from policyc.language.diagnostics import Diagnostic, Note, PolicyError, SourceText, Span, closest_name
 from policyc.language.formats import FORMATS
 from policyc.language.parser import (
@@ -25,13 +24,13 @@ from policyc.language.parser import (
 from policyc.language.policy import Policy, RecipeDef, Rule, Variant
 from policyc.language.schedule import StepCondition
 
-_MOST_IMPORTS = 256
+_MAX_IMPORTS = 256
 _RESERVED = frozenset(FORMATS) | {"split"}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """A policy that may be faulty: what could be read of it, and its faults."""
+    """A policy and its diagnostics. With diagnostics, the policy holds the part that could be read."""
 
     policy: Policy
     file: PolicyFile
@@ -39,47 +38,54 @@ class LoadedPolicy:
 
 
 def parse(text: str, *, path: str | Path | None = None) -> Policy:
-    """The policy that a text spells. `path` is where it came from: imports are relative to it."""
-    return _whole(parse_with_diagnostics(text, path=path))
+    """Parses the text of a policy. Raises PolicyError with all diagnostics.
+
+    `path` is the file that the text comes from: imports are relative to it.
+    """
+    return _require_valid(parse_with_diagnostics(text, path=path))
 
 
 def load(policy: str | Path) -> Policy:
-    """The policy in a file, or the bundled policy of that name."""
+    """Loads a policy from a file, or the bundled policy of that name. Raises PolicyError with all diagnostics."""
     path = locate(policy)
-    return _whole(parse_with_diagnostics(read_policy_text(path), path=path))
+    return _require_valid(parse_with_diagnostics(read_policy_text(path), path=path))
 
 
 def parse_with_diagnostics(
     text: str, *, path: str | Path | None = None, shown: str | None = None
 ) -> LoadedPolicy:
-    """Like `parse`, but hands back the faults instead of raising them. `shown` is the path to print."""
+    """Parses the text of a policy, and returns the diagnostics instead of raising them.
+
+    `shown` is the path to print in messages, if it differs from `path`.
+    """
     source = SourceText(text.removeprefix("\ufeff"), shown or (str(path) if path is not None else "<policy>"))
     loader = _Loader()
     file = loader.read(source)
     loader.expand(file.statements, None if path is None else Path(path))
-    policy = loader.policy(source)
-    return LoadedPolicy(policy, file, tuple(sorted(dict.fromkeys(loader.found), key=lambda d: d.sort_key)))
+    policy = loader.build_policy(source)
+    diagnostics = sorted(dict.fromkeys(loader.diagnostics), key=lambda d: d.sort_key)
+    return LoadedPolicy(policy, file, tuple(diagnostics))
 
 
 def locate(policy: str | Path) -> Path:
-    """The path of a policy given by path or by bundled name."""
+    """Returns the path of a policy that is given by path or by bundled name."""
     path = Path(policy)
-    known = bundled.bundled_policies()
+    bundled_paths = bundled.bundled_policies()
     name = path.name.removesuffix(bundled.POLICY_SUFFIX)
     try:
-        if path.is_file() or (path.exists() and str(policy) not in known):
+        if path.is_file() or (path.exists() and str(policy) not in bundled_paths):
             return path
     except (OSError, ValueError) as error:
         raise unreadable_file_error(str(policy), str(error)) from None
-    if path.parent == Path() and name in known:
-        return known[name]
-    near = closest_name(name, known)
-    help = f"did you mean '{near}'?" if near else f"bundled policies: {', '.join(known)}"
+    if path.parent == Path() and name in bundled_paths:
+        return bundled_paths[name]
+    closest = closest_name(name, bundled_paths)
+    help = f"did you mean '{closest}'?" if closest else f"bundled policies: {', '.join(bundled_paths)}"
     raise unreadable_file_error(str(policy), "no such file, and no bundled policy of that name", help)
 
 
 def read_policy_text(path: Path) -> str:
-    """The text of a policy file."""
+    """Reads the text of a policy file. Raises PolicyError if it is not a UTF-8 file of a sensible size."""
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
@@ -90,7 +96,8 @@ def read_policy_text(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise unreadable_file_error(str(path), getattr(error, "strerror", None) or str(error)) from None
     if len(data) > MAX_FILE_BYTES:
-        raise unreadable_file_error(str(path), f"larger than {MAX_FILE_BYTES >> 20} MiB: this is no policy")
+        reason = f"larger than {MAX_FILE_BYTES >> 20} MiB, the largest size of a policy"
+        raise unreadable_file_error(str(path), reason)
     try:
         return data.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -100,205 +107,227 @@ def read_policy_text(path: Path) -> str:
 
 
 def unreadable_file_error(path: str, reason: str, help: str = "") -> PolicyError:
-    """The error for a file that could not be read at all."""
+    """Returns the error for a file that could not be read at all."""
     span = Span(SourceText("", path), 0, 0)
     return PolicyError([Diagnostic(code="unreadable-file", message=reason, span=span, help=help)])
 
 
-def _whole(loaded: LoadedPolicy) -> Policy:
+def _require_valid(loaded: LoadedPolicy) -> Policy:
     if loaded.diagnostics:
         raise PolicyError(loaded.diagnostics)
     return loaded.policy
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileContext:
+    """The file whose statements are being expanded.
+
+    Attributes:
+      folder: where its imports are looked for first; None for a text that is not a file.
+      import_chain: the files from the main file to this one, without links.
+      is_imported: is it imported, directly or through others?
+    """
+
+    folder: Path | None = None
+    import_chain: tuple[Path, ...] = ()
+    is_imported: bool = False
+
+
 class _Loader(DiagnosticCollector):
     def __init__(self) -> None:
         super().__init__()
-        self.base = Definitions()
-        self.variants: dict[str, tuple[Span, Definitions]] = {}
+        self._base = Definitions()
+        self._variants: dict[str, tuple[Span, Definitions]] = {}
         self._files: dict[Path, PolicyFile | None] = {}
-        self._imports = 0
+        self._import_count = 0
 
     def read(self, source: SourceText) -> PolicyFile:
-        file, found = read_statements(source)
-        self.found += found
+        file, diagnostics = read_statements(source)
+        self.diagnostics += diagnostics
         return file
 
-    def policy(self, source: SourceText) -> Policy:
-        check(self, self.base, [scope for _, scope in self.variants.values()])
+    def expand(self, statements: tuple[Statement, ...], path: Path | None) -> None:
+        """Collects the statements of the main file, and of the files it imports."""
+        context = _FileContext()
+        if path is not None:
+            context = _FileContext(folder=path.parent, import_chain=(_resolve_links(path),))
+        self._add_statements(statements, self._base, context)
+
+    def build_policy(self, source: SourceText) -> Policy:
+        """Checks the statements collected so far, and returns the policy."""
+        check_definitions(self, self._base, [definitions for _, definitions in self._variants.values()])
         return Policy(
-            rules=tuple(self.base.rules),
-            recipes=tuple(self.base.recipes.values()),
+            rules=tuple(self._base.rules),
+            recipes=tuple(self._base.recipes.values()),
             variants=tuple(
-                Variant(name=name, recipes=tuple(s.recipes.values()), rules=tuple(s.rules), span=span)
-                for name, (span, s) in self.variants.items()
+                Variant(name=name, recipes=tuple(d.recipes.values()), rules=tuple(d.rules), span=span)
+                for name, (span, d) in self._variants.items()
             ),
             source=source,
         )
 
     # ---- statements
 
-    def expand(self, statements: tuple[Statement, ...], path: Path | None) -> None:
-        """Take in the statements of a file."""
-        trail = () if path is None else (_real(path),)
-        self._file(statements, self.base, None if path is None else path.parent, trail)
-
-    def _file(
-        self,
-        statements: tuple[Statement, ...],
-        scope: Definitions,
-        folder: Path | None,
-        trail: tuple[Path, ...],
-        imported: bool = False,
+    def _add_statements(
+        self, statements: tuple[Statement, ...], target: Definitions, context: _FileContext
     ) -> None:
-        """The statements of one file, into a scope: those of a variant go into a scope of their own.
+        """Adds the statements of one file, or of one variant in it, to `target`.
 
-        A variant that imports a policy takes its rules and recipes, not its variants.
+        Each variant gets definitions of its own. A variant that imports a policy takes the rules and recipes of that
+        policy, but not its variants.
         """
-        mine: dict[str, Span] = {}
-        variants: dict[str, Span] = {}
+        own_recipes: dict[str, Span] = {}
+        own_variants: dict[str, Span] = {}
         for statement in statements:
             match statement:
                 case ImportStatement():
-                    self._import(statement, scope, folder, trail)
-                    self._lost(statement, scope, mine)
+                    self._add_import(statement, target, context)
+                    self._report_replaced(statement, target, own_recipes)
                 case RecipeDef():
-                    self._define(statement, scope, mine)
+                    self._add_recipe(statement, target, own_recipes)
                 case Rule():
-                    scope.rules.append(statement)
-                case BlockStatement(header=StepCondition() as when):
-                    self._schedule(statement, (when,), scope)
-                case BlockStatement(header=str() as name):
-                    if scope is not self.base:
-                        if not imported:
-                            self._misplaced(statement.span, "a variant", "a variant")
-                    elif name in variants:
-                        note = Note(variants[name], "first defined here")
-                        self.fault(
-                            "duplicate-variant",
-                            statement.span,
-                            f"a second variant '{name}'",
-                            "name it otherwise, or remove one of the two",
-                            notes=(note,),
-                        )
-                    else:
-                        variants[name] = statement.span
-                        self.variants[name] = (statement.span, Definitions())
-                        self._file(statement.body, self.variants[name][1], folder, trail)
+                    target.rules.append(statement)
+                case BlockStatement(header=StepCondition() as condition):
+                    self._add_schedule(statement, (condition,), target)
+                case BlockStatement(header=str()):
+                    if target is self._base:
+                        self._add_variant(statement, own_variants, context)
+                    elif not context.is_imported:
+                        self._report_misplaced(statement.span, "a variant", "a variant")
 
-    def _define(self, definition: RecipeDef, scope: Definitions, mine: dict[str, Span]) -> None:
+    def _add_variant(
+        self, block: BlockStatement, own_variants: dict[str, Span], context: _FileContext
+    ) -> None:
+        """Adds a variant of the base policy. `own_variants` are those that this file has defined so far."""
+        name = str(block.header)
+        if name in own_variants:
+            self._report_second_definition("variant", name, block.span, own_variants[name])
+            return
+        own_variants[name] = block.span
+        definitions = Definitions()
+        self._variants[name] = (block.span, definitions)
+        self._add_statements(block.body, definitions, replace(context, is_imported=False))
+
+    def _add_recipe(self, definition: RecipeDef, target: Definitions, own_recipes: dict[str, Span]) -> None:
+        """Adds a recipe. `own_recipes` are those that this file has defined so far."""
         name = definition.name
         if name in _RESERVED:
-            help = f"name it otherwise: my_{name}"
-            self.fault("reserved-name", definition.span, f"'{name}' is a name of the language", help)
-        elif name in mine:
-            note = Note(mine[name], "first defined here")
-            help = "name it otherwise, or remove one of the two"
-            self.fault("duplicate-recipe", definition.span, f"a second recipe '{name}'", help, notes=(note,))
+            message = f"'{name}' is a word of the language"
+            self.report("reserved-name", definition.span, message, f"choose another name: my_{name}")
+        elif name in own_recipes:
+            self._report_second_definition("recipe", name, definition.span, own_recipes[name])
         else:
-            mine[name] = definition.span
-            scope.recipes[name] = definition
+            own_recipes[name] = definition.span
+            target.recipes[name] = definition
 
-    def _lost(self, statement: ImportStatement, scope: Definitions, mine: dict[str, Span]) -> None:
-        """An import replaces what stands before it: a recipe that the file itself defines there is lost."""
-        for name, span in tuple(mine.items()):
-            if scope.recipes[name].span is not span:
-                del mine[name]  # reported once, however many imports follow
-                note = Note(scope.recipes[name].span, "defined again here")
+    def _report_second_definition(self, kind: str, name: str, span: Span, first: Span) -> None:
+        note = Note(first, "first defined here")
+        help = "choose another name, or remove one of the two"
+        self.report(f"duplicate-{kind}", span, f"a second {kind} '{name}'", help, notes=(note,))
+
+    def _report_replaced(
+        self, statement: ImportStatement, target: Definitions, own_recipes: dict[str, Span]
+    ) -> None:
+        """Reports the recipes that this file defined before the import, and that the import has replaced."""
+        for name, span in tuple(own_recipes.items()):
+            if target.recipes[name].span is not span:
+                del own_recipes[name]  # to report it once, however many imports follow
+                note = Note(target.recipes[name].span, "defined again here")
                 message = f"the import replaces the recipe '{name}' that this file defines before it"
-                self.fault(
-                    "duplicate-recipe", statement.span, message, "import first, then redefine", notes=(note,)
-                )
+                help = "import first, then redefine"
+                self.report("duplicate-recipe", statement.span, message, help, notes=(note,))
 
-    def _schedule(self, block: BlockStatement, when: tuple[StepCondition, ...], scope: Definitions) -> None:
+    def _add_schedule(
+        self, block: BlockStatement, conditions: tuple[StepCondition, ...], target: Definitions
+    ) -> None:
+        """Adds the rules of an `after` or `until` block. `conditions` are those around them, outermost first."""
         for statement in block.body:
             match statement:
                 case Rule():
-                    scope.rules.append(replace(statement, when=when))
+                    target.rules.append(replace(statement, when=conditions))
                 case BlockStatement(header=StepCondition() as inner):
-                    self._schedule(statement, (*when, inner), scope)
+                    self._add_schedule(statement, (*conditions, inner), target)
                 case ImportStatement():
-                    self._misplaced(statement.span, "an import", "a schedule")
+                    self._report_misplaced(statement.span, "an import", "a schedule")
                 case RecipeDef():
-                    self._misplaced(statement.span, "a recipe", "a schedule")
+                    self._report_misplaced(statement.span, "a recipe", "a schedule")
                 case BlockStatement():
-                    self._misplaced(statement.span, "a variant", "a schedule")
+                    self._report_misplaced(statement.span, "a variant", "a schedule")
 
-    def _misplaced(self, span: Span, what: str, where: str) -> None:
-        self.fault(
-            "misplaced-statement", span, f"{what} cannot stand inside {where}", "move it out of the braces"
-        )
+    def _report_misplaced(self, span: Span, statement: str, container: str) -> None:
+        message = f"{statement} cannot stand inside {container}"
+        self.report("misplaced-statement", span, message, "move it out of the braces")
 
     # ---- imports
 
-    def _import(
-        self, statement: ImportStatement, scope: Definitions, folder: Path | None, trail: tuple[Path, ...]
-    ) -> None:
-        path = self._find(statement, folder)
+    def _add_import(self, statement: ImportStatement, target: Definitions, context: _FileContext) -> None:
+        path = self._find_import(statement, context.folder)
         if path is None:
             return
-        real = _real(path)
-        self._imports += 1
-        if real in trail:
-            chain = " -> ".join(p.name for p in (*trail[trail.index(real) :], real))
-            self.fault(
-                "import-cycle", statement.span, f"this file imports itself: {chain}", "break the circle"
-            )
-        elif self._imports > _MOST_IMPORTS:
-            if self._imports == _MOST_IMPORTS + 1:
-                help = "import each file once"
-                self.fault(
-                    "too-many-imports", statement.span, f"more than {_MOST_IMPORTS} imports in all", help
-                )
+        resolved, chain = _resolve_links(path), context.import_chain
+        self._import_count += 1
+        if resolved in chain:
+            cycle = " -> ".join(p.name for p in (*chain[chain.index(resolved) :], resolved))
+            message = f"this file imports itself: {cycle}"
+            self.report("import-cycle", statement.span, message, "remove one of these imports")
+        elif self._import_count > _MAX_IMPORTS:
+            if self._import_count == _MAX_IMPORTS + 1:
+                message = f"more than {_MAX_IMPORTS} imports in all"
+                self.report("too-many-imports", statement.span, message, "import each file once")
         else:
-            file = self._open(path, statement)
+            file = self._read_import(path, statement)
             if file is not None:
-                self._file(file.statements, scope, path.parent, (*trail, real), imported=True)
+                inner = _FileContext(folder=path.parent, import_chain=(*chain, resolved), is_imported=True)
+                self._add_statements(file.statements, target, inner)
 
-    def _open(self, path: Path, statement: ImportStatement) -> PolicyFile | None:
-        real = _real(path)
-        if real not in self._files:
-            self._files[real] = None
+    def _read_import(self, path: Path, statement: ImportStatement) -> PolicyFile | None:
+        """Reads an imported file once. Its diagnostics get a note that points at the import."""
+        resolved = _resolve_links(path)
+        if resolved not in self._files:
+            self._files[resolved] = None
             note = Note(statement.span, "imported from here")
-            before = len(self.found)
+            before = len(self.diagnostics)
             try:
-                self._files[real] = self.read(
-                    SourceText(read_policy_text(path).removeprefix("\ufeff"), str(path))
-                )
+                text = read_policy_text(path).removeprefix("\ufeff")
+                self._files[resolved] = self.read(SourceText(text, str(path)))
             except PolicyError as error:
-                self.found += error.diagnostics
-            self.found[before:] = [replace(d, notes=(*d.notes, note)) for d in self.found[before:]]
-        return self._files[real]
+                self.diagnostics += error.diagnostics
+            self.diagnostics[before:] = [
+                replace(d, notes=(*d.notes, note)) for d in self.diagnostics[before:]
+            ]
+        return self._files[resolved]
 
-    def _find(self, statement: ImportStatement, folder: Path | None) -> Path | None:
+    def _find_import(self, statement: ImportStatement, folder: Path | None) -> Path | None:
+        """Returns the path of an imported file. Reports an invalid path, or a file that does not exist."""
         written = statement.path
         pure = PurePosixPath(written)
         if not written.strip() or pure.is_absolute() or any(c in written for c in "\\:\0~"):
             help = "write a path relative to this file, with '/' between folders"
-            self.fault("bad-import-path", statement.span, f"'{written}' is not a relative path", help)
+            self.report("bad-import-path", statement.span, f"'{written}' is not a relative path", help)
             return None
         if pure.suffix not in ("", bundled.POLICY_SUFFIX):
             help = f"policies end in '{bundled.POLICY_SUFFIX}'"
-            self.fault("bad-import-path", statement.span, f"'{pure.name}' is not the name of a policy", help)
+            message = f"'{pure.name}' is not the name of a policy"
+            self.report("bad-import-path", statement.span, message, help)
             return None
         relative = written if pure.suffix else written + bundled.POLICY_SUFFIX
-        places = [*([folder] if folder is not None else []), bundled.data_folder("policies")]
-        for place in places:
+        folders = [*([folder] if folder is not None else []), bundled.data_folder("policies")]
+        for candidate in folders:
             try:
-                if (place / relative).is_file():
-                    return place / relative
-            except OSError:  # a name that the file system cannot hold is a name that is not there
+                if (candidate / relative).is_file():
+                    return candidate / relative
+            except OSError:  # a name that the file system cannot hold does not exist
                 continue
         name = pure.name.removesuffix(bundled.POLICY_SUFFIX)
-        looked = "beside this file or among the bundled policies" if folder else "among the bundled policies"
-        help = self.suggest(name, bundled.bundled_policies()) or "check the path"
-        self.fault("import-not-found", statement.span, f"no '{relative}' {looked}", help)
+        places = "beside this file or among the bundled policies" if folder else "among the bundled policies"
+        help = self.did_you_mean(name, bundled.bundled_policies()) or "check the path"
+        self.report("import-not-found", statement.span, f"no '{relative}' {places}", help)
         return None
 
 
-def _real(path: Path) -> Path:
-    """What a file is called without its links, to tell whether two are one."""
+def _resolve_links(path: Path) -> Path:
+    """Returns the path without symbolic links, to tell whether two paths are the same file."""
     try:
         return path.resolve()
-    except (OSError, RuntimeError, ValueError):  # links in a circle, or not a path at all
+    except (OSError, RuntimeError, ValueError):  # a cycle of links, or not a valid path
         return path

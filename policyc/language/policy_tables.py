@@ -1,7 +1,6 @@
-"""A policy as people look at it: tables of what its rules do to the operands of each product.
+"""Prints a policy as a table or as JSON: what each rule does to the operands of each product.
 
-In: a `Policy`. Out: text, a table on the terminal, or JSON. The one trap: a schedule shows beside each rule,
-since a rule in a phase and the same rule outside one are different things.
+Conditions of the schedule are printed with each rule, because a rule may appear both inside and outside a phase.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Treatment
 from policyc.language.treatments import normalize_if_valid
 
-_COLOURS = {4: "green", 8: "cyan", 16: "white", 32: "white", 0: "dim"}
+_COLORS_BY_BITS = {4: "green", 8: "cyan", 16: "white", 32: "white", 0: "dim"}
 
 
 def list_bundled_policies(paint: Paint) -> str:
-    """The bundled policies, a line each: name, intent, variants."""
+    """Returns the names of the bundled policies, with their titles and variants."""
     lines = []
-    known = bundled_policies()
-    width = max(map(len, known))
-    for name, path in known.items():
+    paths = bundled_policies()
+    width = max(map(len, paths))
+    for name, path in paths.items():
         title = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
         variants = ", ".join(v.name for v in load(path).variants)
         lines.append(f"{paint('path', name.ljust(width))}  {title}")
@@ -38,7 +37,7 @@ def list_bundled_policies(paint: Paint) -> str:
 
 
 def describe_treatment(treatment: Treatment) -> str:
-    """A treatment in a few words: `nvfp4 16x16`, `nvfp4 1x16 rht16 sr`."""
+    """Describes a treatment in a few words: `nvfp4 16x16`, `nvfp4 1x16 rht16 sr`."""
     if treatment.bits in (0, 16, 32):
         return treatment.format
     words = [treatment.format]
@@ -58,49 +57,48 @@ def describe_treatment(treatment: Treatment) -> str:
         "outer=row": treatment.outer == "row",
         treatment.scale_rounding: treatment.format == "mxfp4" and treatment.scale_rounding != "floor",
     }
-    return " ".join([*words, *(word for word, given in extras.items() if given)])
+    return " ".join([*words, *(word for word, applies in extras.items() if applies)])
 
 
-def print_table(policy: Policy, title: str, colour: bool | None = None) -> None:
-    """Print the rules, and for each what happens to both operands of each product."""
-    console = Console(force_terminal=colour)
+def print_table(policy: Policy, title: str, color: bool | None = None) -> None:
+    """Prints the rules, and for each the treatment of both operands of each product."""
+    console = Console(force_terminal=color)
     resolve = policy.resolver()
-    grid = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
-    grid.add_column("rule", overflow="fold")
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
+    table.add_column("rule", overflow="fold")
     for gemm in Gemm:
         roles = " x ".join(role for g, role in OPERANDS if g is gemm)
-        grid.add_column(Text(f"{gemm}\n{roles}"), overflow="fold")
+        table.add_column(Text(f"{gemm}\n{roles}"), overflow="fold")
     for rule in policy.rules:
         recipe = normalize_if_valid(resolve(rule.recipe))
-        grid.add_row(_heading(rule), *(_cell(rule, recipe, gemm) for gemm in Gemm))
-    console.print(grid)
+        table.add_row(_rule_cell(rule), *(_product_cell(rule, recipe, gemm) for gemm in Gemm))
+    console.print(table)
     console.print(
         "Later rules override earlier ones; a site that no rule matches is kept as it is.", style="dim"
     )
 
 
-def _heading(rule: Rule) -> Text:
+def _rule_cell(rule: Rule) -> Text:
     text = Text(rule.head)
-    for when in rule.when:
-        text.append(f"\n{when}", style="magenta")
+    for condition in rule.when:
+        text.append(f"\n{condition}", style="magenta")
     if rule.expect is not None:
         text.append(f"\nexpect {rule.expect}", style="magenta")
     return text
 
 
-def _cell(rule: Rule, recipe: Recipe, gemm: Gemm) -> Text:
+def _product_cell(rule: Rule, recipe: Recipe, gemm: Gemm) -> Text:
     if gemm not in rule.products:
         return Text("-", style="dim")
-    first, second = recipe.gemm_treatments(gemm)
-    words = dict.fromkeys(describe_treatment(t) for t in (first, second))
-    cell = Text("\n".join(words), style=_COLOURS[recipe.bits(gemm)])
+    treatments = dict.fromkeys(describe_treatment(t) for t in recipe.gemm_treatments(gemm))
+    cell = Text("\n".join(treatments), style=_COLORS_BY_BITS[recipe.bits(gemm)])
     if not all(gemm in s.products for s in rule.selectors):
         cell.append(f"\nof {', '.join(str(s) for s in rule.selectors if gemm in s.products)}", style="dim")
     return cell
 
 
 def to_json(policy: Policy) -> str:
-    """The rules with the treatment of every operand."""
+    """Returns the rules with the treatment of every operand, as JSON."""
     resolve = policy.resolver()
     rules: list[dict[str, Any]] = []
     for rule in policy.rules:
@@ -109,7 +107,7 @@ def to_json(policy: Policy) -> str:
             {
                 "selectors": [str(s) for s in rule.selectors],
                 "where": None if rule.where is None else str(rule.where),
-                "when": [str(w) for w in rule.when],
+                "when": [str(c) for c in rule.when],
                 "expect": rule.expect,
                 "recipe": str(rule.recipe),
                 "operands": {

@@ -33,16 +33,16 @@ __all__ = [
 
 
 def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, ...]]:
-    """The statements of a text that could be read, and what is wrong with the others."""
+    """Returns the statements of a text that could be read, and the diagnostics of the others."""
     builder = StatementBuilder(source)
     try:
         tree = parse_tree(source.text)
     except UnexpectedInput as error:
         first = explain_syntax_error(source, error, 0)
-        statements = recover(builder)
-        found = tuple(builder.found)
-        return PolicyFile(source, statements), found if has_syntax_error(found) else (first, *found)
-    deep = check_depth(source, 0, len(source.text))
-    if deep is not None:
-        return PolicyFile(source, ()), (deep,)
-    return PolicyFile(source, builder.statements(tree.children)), tuple(builder.found)
+        file = PolicyFile(source, recover(builder))
+        diagnostics = tuple(builder.diagnostics)
+        return file, diagnostics if has_syntax_error(diagnostics) else (first, *diagnostics)
+    too_deep = check_depth(source, 0, len(source.text))
+    if too_deep is not None:
+        return PolicyFile(source, ()), (too_deep,)
+    return PolicyFile(source, builder.statements(tree.children)), tuple(builder.diagnostics)

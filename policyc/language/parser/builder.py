@@ -1,7 +1,6 @@
-"""Trees to statements.
+"""Builds statements from lark's trees, and reports what is wrong with those it leaves out.
 
-In: lark's trees of a text, or of a piece of it. Out: statements, and what is wrong with those that are left out. The
-one trap: a piece is told where it starts in the file by `offset`.
+When a piece of a file is parsed alone, `offset` is the start of the piece in the file.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 from lark import Token, Tree
 
-from policyc.language.bounds import Bound
+from policyc.language.bounds import MAX_DIGITS, Bound
 from policyc.language.diagnostics import Diagnostic, SourceText, Span, did_you_mean
 from policyc.language.parser.grammar import MAX_DEPTH
 from policyc.language.parser.statements import BlockStatement, ImportStatement, Statement
@@ -31,22 +30,22 @@ from policyc.language.recipes import GEMM_GROUPS, Gemm, canonical_operand_word
 from policyc.language.schedule import StepCondition
 from policyc.language.selectors import Indices, Selector, SelectorSegment
 
-_DEEPEST_SPLIT = 4  # splits in splits: `bwd=` stands for two, so that each level may double the recipe
-_DIGITS = 18
+_MAX_SPLIT_DEPTH = 4  # splits in splits: `bwd=` stands for two products, so each level may double the recipe
 _VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|\d[\w./]*")
-"""A value outside of braces: what stands in them alone must be able to stand without them."""
+"""A value that the grammar accepts without braces. One value in braces prints without them, so it must match."""
 
 
 class StatementBuilder:
-    """Turns trees into nodes. Collects faults instead of raising them; a faulty statement is left out."""
+    """Builds nodes from trees. Collects diagnostics instead of raising them. A statement with an error is left out."""
 
     def __init__(self, source: SourceText) -> None:
         self.source = source
         self.offset = 0
-        self.splits = 0  # around what is being built
-        self.found: list[Diagnostic] = []
+        self._split_depth = 0
+        self.diagnostics: list[Diagnostic] = []
 
     def span(self, node: Any) -> Span:
+        """Returns the span of a tree or a token."""
         first = last = node
         while isinstance(first, Tree):
             first = first.children[0]
@@ -54,33 +53,35 @@ class StatementBuilder:
             last = last.children[-1] or last.children[-2]  # an optional part that is absent is None
         return Span(self.source, self.offset + first.start_pos, self.offset + last.end_pos)
 
-    def fault(self, code: str, where: Any, message: str, help: str = "") -> None:
-        span = where if isinstance(where, Span) else self.span(where)
-        self.found.append(Diagnostic(code=code, message=message, span=span, help=help))
+    def _report(self, code: str, place: Any, message: str, help: str = "") -> None:
+        """`place` is a span, a tree or a token."""
+        span = place if isinstance(place, Span) else self.span(place)
+        self.diagnostics.append(Diagnostic(code=code, message=message, span=span, help=help))
 
     def statements(self, trees: list[Any]) -> tuple[Statement, ...]:
-        built = (self.statement(t) for t in trees if isinstance(t, Tree))
+        """Builds the statements of a file or a block."""
+        built = (self._statement(t) for t in trees if isinstance(t, Tree))
         return tuple(s for s in built if s is not None)
 
-    def statement(self, tree: Any) -> Statement | None:
-        before = len(self.found)
+    def _statement(self, tree: Any) -> Statement | None:
+        before = len(self.diagnostics)
         statement: Statement = getattr(self, f"_{tree.data}")(tree)
-        return statement if len(self.found) == before or isinstance(statement, BlockStatement) else None
+        return statement if len(self.diagnostics) == before or isinstance(statement, BlockStatement) else None
 
-    # statements
+    # ---- statements: one method for each rule of the grammar, called by name
 
     def _import(self, tree: Any) -> ImportStatement:
         return ImportStatement(str(tree.children[1][1:-1]), self.span(tree))
 
     def _definition(self, tree: Any) -> RecipeDef:
         _, name, value = tree.children
-        return RecipeDef(name=str(name), recipe=self.recipe(value), span=self.span(tree))
+        return RecipeDef(name=str(name), recipe=self._recipe(value), span=self.span(tree))
 
     def _schedule(self, tree: Any) -> BlockStatement:
         kind, point, block = tree.children
-        bound = self.bound(point)
-        when = StepCondition(kind=str(kind), bound=bound, span=self.span(kind).to(bound.span))  # type: ignore[arg-type]  # the grammar admits these two
-        return BlockStatement(when, self.statements(block.children), self.span(tree))
+        bound = self._bound(point)
+        condition = StepCondition(kind=str(kind), bound=bound, span=self.span(kind).to(bound.span))  # type: ignore[arg-type]  # the grammar accepts only these two
+        return BlockStatement(condition, self.statements(block.children), self.span(tree))
 
     def _variant(self, tree: Any) -> BlockStatement:
         _, name, block = tree.children
@@ -92,171 +93,173 @@ class StatementBuilder:
             if not isinstance(child, Tree):
                 continue
             if child.data == "selector":
-                selectors.append(self.selector(child))
+                selectors.append(self._selector(child))
             elif child.data == "where":
-                where = self.any_of(child.children[1])
+                where = self._any_of(child.children[1])
             elif child.data == "recipe":
-                recipe = self.recipe(child)
+                recipe = self._recipe(child)
             else:
-                expect = self.integer(child.children[1])
+                expect = self._integer(child.children[1])
         assert recipe is not None
         return Rule(
             selectors=tuple(selectors), where=where, recipe=recipe, expect=expect, span=self.span(tree)
         )
 
-    # selectors
+    # ---- selectors
 
-    def selector(self, tree: Any) -> Selector:
+    def _selector(self, tree: Any) -> Selector:
         anchored, segments, products = False, [], frozenset(Gemm)
         for child in tree.children:
             if not isinstance(child, Tree):
                 anchored = True
             elif child.data == "segment":
-                segments.append(self.segment(child))
+                segments.append(self._segment(child))
             else:
-                products = self.products(child)
+                products = self._products(child)
         return Selector(segments=tuple(segments), anchored=anchored, products=products, span=self.span(tree))
 
-    def segment(self, tree: Any) -> SelectorSegment:
+    def _segment(self, tree: Any) -> SelectorSegment:
         token = tree.children[0]
         glob = re.sub(r"\*+", "*", token)
         if "{" in glob:
             glob = re.sub(
                 r"\{[^}]*\}", lambda m: "{" + ",".join(w.strip() for w in m[0][1:-1].split(",")) + "}", glob
             )
-            odd = next((c for c in glob if not (c.isalnum() or c in "_?*~-{},")), None)
-            if odd is not None:
-                self.fault(
-                    "syntax-error", token, f"'{odd}' cannot stand between braces",
+            invalid = next((c for c in glob if not (c.isalnum() or c in "_?*~-{},")), None)
+            if invalid is not None:
+                self._report(
+                    "syntax-error", token, f"'{invalid}' cannot stand between braces",
                     "braces hold names: write several selectors, separated by commas",
                 )  # fmt: skip
-        indices = self.indices(tree.children[1]) if len(tree.children) > 1 else None
+        indices = self._indices(tree.children[1]) if len(tree.children) > 1 else None
         return SelectorSegment(glob=glob, indices=indices, span=self.span(tree))
 
-    def indices(self, tree: Any) -> Indices:
+    def _indices(self, tree: Any) -> Indices:
         tokens, span = tree.children[1:-1], self.span(tree)
         if all(t.type == "BOUND" for t in tokens):
-            bound = self.bound(tokens[0])
+            bound = self._bound(tokens[0])
             if bound.percent:
-                self.fault("bad-slice", tokens[0], "a percentage is no index", f"write a slice: [{bound}:]")
+                self._report(
+                    "bad-slice", tokens[0], "a percentage is not an index", f"write a slice: [{bound}:]"
+                )
             return Indices(index=int(bound.value), span=span)
         parts: list[Bound | None] = [None]
         for token in tokens:
             if token.type == "COLON":
                 parts.append(None)
             else:
-                parts[-1] = self.bound(token)
+                parts[-1] = self._bound(token)
         start, stop, step = (*parts, None)[:3]
         if step is not None and (step.percent or step.value < 1):
-            self.fault(
+            self._report(
                 "bad-slice", step.span, "the step of a slice is 1 or more", "write [::2] for every other one"
             )
             step = None
         return Indices(start=start, stop=stop, step=None if step is None else int(step.value), span=span)
 
-    def products(self, tree: Any) -> frozenset[Gemm]:
-        taken: set[Gemm] = set()
+    def _products(self, tree: Any) -> frozenset[Gemm]:
+        gemms: set[Gemm] = set()
         for token in tree.children:
             for word in re.findall(r"[^\s,{}]+", re.sub("#[^\n]*", "", token)):
                 if word not in GEMM_GROUPS:
                     help = did_you_mean(word, GEMM_GROUPS)
-                    self.fault("unknown-product", token, f"no product named '{word}'", help)
-                taken |= GEMM_GROUPS.get(word, frozenset(Gemm))
-        if not taken:
-            self.fault(
+                    self._report("unknown-product", token, f"no product named '{word}'", help)
+                gemms |= GEMM_GROUPS.get(word, frozenset(Gemm))
+        if not gemms:
+            self._report(
                 "unknown-product", tree, "no product between the braces", f"known: {', '.join(GEMM_GROUPS)}"
             )
-        return frozenset(taken)
+        return frozenset(gemms)
 
-    # predicates
+    # ---- predicates
 
-    def any_of(self, tree: Any) -> Predicate:
-        operands = tuple(self.all_of(c) for c in tree.children if isinstance(c, Tree))
+    def _any_of(self, tree: Any) -> Predicate:
+        operands = tuple(self._all_of(c) for c in tree.children if isinstance(c, Tree))
         return operands[0] if len(operands) == 1 else AnyOf(operands=operands, span=self.span(tree))
 
-    def all_of(self, tree: Any) -> Predicate:
-        operands = tuple(self.negation(c) for c in tree.children if isinstance(c, Tree))
+    def _all_of(self, tree: Any) -> Predicate:
+        operands = tuple(self._negation(c) for c in tree.children if isinstance(c, Tree))
         return operands[0] if len(operands) == 1 else AllOf(operands=operands, span=self.span(tree))
 
-    def negation(self, tree: Any) -> Predicate:
+    def _negation(self, tree: Any) -> Predicate:
         *nots, operand = tree.children
-        found = self.any_of(operand.children[1]) if operand.data == "group" else self.compare(operand)
+        predicate = self._any_of(operand.children[1]) if operand.data == "group" else self._compare(operand)
         if len(nots) > MAX_DEPTH:
-            self.fault(
+            self._report(
                 "nested-too-deep", nots[0], f"more than {MAX_DEPTH} times 'not'", "two of them cancel out"
             )
-            return found
+            return predicate
         for token in reversed(nots):
-            found = Not(operand=found, span=self.span(token).to(self.span(operand)))
-        return found
+            predicate = Not(operand=predicate, span=self.span(token).to(self.span(operand)))
+        return predicate
 
-    def compare(self, tree: Any) -> Predicate:
-        terms = tuple(self.term(c) for c in tree.children if isinstance(c, Tree))
+    def _compare(self, tree: Any) -> Predicate:
+        terms = tuple(self._term(c) for c in tree.children if isinstance(c, Tree))
         operators = tuple(str(c) for c in tree.children if isinstance(c, Token))
-        truth = [t for t in terms if "weight" in t.variables]
+        boolean_terms = [t for t in terms if "weight" in t.variables]
         if len(terms) == 1:
-            known = terms[0].variables <= {*NUMERIC_ATTRIBUTES, "weight"}  # else it has been reported
-            if known and (terms[0].value != "weight" or terms[0].modulus is not None):
-                self.fault(
+            is_known = terms[0].variables <= {*NUMERIC_ATTRIBUTES, "weight"}  # otherwise it has been reported
+            if is_known and (terms[0].value != "weight" or terms[0].modulus is not None):
+                self._report(
                     "bad-predicate", tree, f"'{terms[0]}' is not true or false", "compare it: k >= 1024"
                 )
             return HasWeight(span=self.span(tree))
-        if truth:
+        if boolean_terms:
             help = "write 'weight' or 'not weight'"
-            self.fault("bad-predicate", truth[0].span, "'weight' is true or false, not a number", help)
-        return Comparison(terms=terms, operators=operators, span=self.span(tree))  # type: ignore[arg-type]  # the grammar admits these six
+            self._report(
+                "bad-predicate", boolean_terms[0].span, "'weight' is true or false, not a number", help
+            )
+        return Comparison(terms=terms, operators=operators, span=self.span(tree))  # type: ignore[arg-type]  # the grammar accepts only these six
 
-    def term(self, tree: Any) -> Term:
+    def _term(self, tree: Any) -> Term:
         value, modulus = tree.children
         term = Term(
-            value=self.operand(value),
-            modulus=None if modulus is None else self.operand(modulus),
+            value=self._operand(value),
+            modulus=None if modulus is None else self._operand(modulus),
             span=self.span(tree),
         )
         if term.modulus == 0:
-            self.fault(
-                "bad-predicate", modulus, "a remainder of division by zero", "every GEMM would fail this"
-            )
+            self._report("bad-predicate", modulus, "a remainder of division by zero", "no GEMM would match")
         return term
 
-    def operand(self, token: Any) -> str | int:
+    def _operand(self, token: Any) -> str | int:
         if token.type == "NUMBER":
-            return self.integer(token)
+            return self._integer(token)
         if token not in (*NUMERIC_ATTRIBUTES, "weight"):
             help = did_you_mean(token, (*NUMERIC_ATTRIBUTES, "weight"))
-            self.fault("unknown-variable", token, f"a site has no '{token}'", help)
+            self._report("unknown-variable", token, f"a site has no '{token}'", help)
         return str(token)
 
-    # recipes
+    # ---- recipes
 
-    def recipe(self, tree: Any) -> RecipeExpr:
+    def _recipe(self, tree: Any) -> RecipeExpr:
         name, *rest = tree.children
         arguments = rest[0].children[1:-1] if rest else []
         if name == "split":
-            return self.split(tree, arguments)
-        settings = tuple(self.setting(a) for a in arguments)
+            return self._split(tree, arguments)
+        settings = tuple(self._setting(a) for a in arguments)
         return RecipeCall(name=str(name), settings=settings, span=self.span(tree))
 
-    def split(self, tree: Any, arguments: list[Any]) -> SplitRecipe:
+    def _split(self, tree: Any, arguments: list[Any]) -> SplitRecipe:
         parts: dict[Gemm, RecipeExpr] = {}
-        if self.splits == _DEEPEST_SPLIT:
-            message = f"splits are nested more than {_DEEPEST_SPLIT} deep"
-            self.fault("nested-too-deep", tree, message, "name the recipe of each product directly")
+        if self._split_depth == _MAX_SPLIT_DEPTH:
+            message = f"splits are nested more than {_MAX_SPLIT_DEPTH} deep"
+            self._report("nested-too-deep", tree, message, "name the recipe of each product directly")
             return SplitRecipe(parts=(), span=self.span(tree))
-        self.splits += 1
+        self._split_depth += 1
         for argument in arguments:
             name, value = argument.children
             if name not in GEMM_GROUPS:
-                self.fault(
+                self._report(
                     "unknown-product", name, f"no product named '{name}'", did_you_mean(name, GEMM_GROUPS)
                 )
             elif not isinstance(value, Tree):
-                self.fault("unknown-recipe", argument, f"'{name}' is given no recipe", f"write {name}=bf16")
+                self._report("unknown-recipe", argument, f"'{name}' has no recipe", f"write {name}=bf16")
             else:
-                node = self.recipe(value)
+                node = self._recipe(value)
                 for gemm in (g for g in Gemm if g in GEMM_GROUPS[name]):
                     if gemm in parts:
-                        self.fault(
+                        self._report(
                             "duplicate-option",
                             argument,
                             f"'{gemm}' has a recipe already",
@@ -264,49 +267,54 @@ class StatementBuilder:
                         )
                     parts[gemm] = node
         if not arguments:
-            self.fault(
+            self._report(
                 "syntax-error",
                 tree,
                 "split() names no product",
                 "write split(fprop=..., dgrad=..., wgrad=...)",
             )
-        self.splits -= 1
+        self._split_depth -= 1
         return SplitRecipe(parts=tuple((g, parts[g]) for g in Gemm if g in parts), span=self.span(tree))
 
-    def setting(self, tree: Any) -> Setting:
+    def _setting(self, tree: Any) -> Setting:
         name, value = tree.children
         words: tuple[str, ...] = ()
         if isinstance(value, Tree):
             if len(value.children) > 1:
-                self.fault(
+                self._report(
                     "unknown-value", value, f"'{name}' takes no recipe", "recipes nest only in split()"
                 )
             words = (canonical_operand_word(str(value.children[0])),)
         elif value is not None:
             words = tuple(canonical_operand_word(w) for w in re.findall(r"[^\s,{}]+", value))
-            odd = next((w for w in words if not _VALUE.fullmatch(w)), None)
+            invalid = next((w for w in words if not _VALUE.fullmatch(w)), None)
             if not words:
-                self.fault("unknown-value", value, f"no value for '{name}' between the braces")
-            elif odd is not None:
-                self.fault(
-                    "unknown-value", value, f"'{odd}' is not a value", "values are words, separated by commas"
+                self._report("unknown-value", value, f"no value for '{name}' between the braces")
+            elif invalid is not None:
+                self._report(
+                    "unknown-value",
+                    value,
+                    f"'{invalid}' is not a value",
+                    "values are words, separated by commas",
                 )
         end = self.span(value if value is not None else name)
         return Setting(name=str(name), words=words, span=self.span(name).to(end))
 
-    # numbers
+    # ---- numbers
 
-    def bound(self, token: Any) -> Bound:
+    def _bound(self, token: Any) -> Bound:
         text = token.replace("_", "").rstrip("%")
         percent = token.endswith("%")
-        if len(text) > _DIGITS:
-            self.fault("number-out-of-range", token, "this number is too long", f"{_DIGITS} digits at most")
+        if len(text) > MAX_DIGITS:
+            self._report(
+                "number-out-of-range", token, "this number is too long", f"{MAX_DIGITS} digits at most"
+            )
             text = "0"
         value = Fraction(text)
         if percent and abs(value) > 100:
-            self.fault("number-out-of-range", token, "more than all of it", "percentages go up to 100%")
+            self._report("number-out-of-range", token, "more than 100%", "percentages go up to 100%")
         if not percent and value.denominator != 1:
-            self.fault(
+            self._report(
                 "number-out-of-range",
                 token,
                 "not a whole number",
@@ -314,16 +322,17 @@ class StatementBuilder:
             )
         return Bound(value, percent, self.span(token))
 
-    def integer(self, token: Any) -> int:
+    def _integer(self, token: Any) -> int:
         text = token.replace("_", "").lower()
         mantissa, _, exponent = text.partition("e")
-        if len(mantissa) > _DIGITS or len(exponent) > 2 or int(exponent or 0) > _DIGITS:
-            self.fault("number-out-of-range", token, "this number is too large", f"{_DIGITS} digits at most")
-            return 0
-        value = Fraction(mantissa) * 10 ** int(exponent or 0)
-        if value >= 10**_DIGITS:  # it would print as a number that cannot be read
-            self.fault("number-out-of-range", token, "this number is too large", f"{_DIGITS} digits at most")
+        is_too_large = len(mantissa) > MAX_DIGITS or len(exponent) > 2 or int(exponent or 0) > MAX_DIGITS
+        value = Fraction(0) if is_too_large else Fraction(mantissa) * 10 ** int(exponent or 0)
+        if is_too_large or value >= 10**MAX_DIGITS:  # it would print as a number that the parser rejects
+            help = f"{MAX_DIGITS} digits at most"
+            self._report("number-out-of-range", token, "this number is too large", help)
             return 0
         if value.denominator != 1:
-            self.fault("number-out-of-range", token, "not a whole number", "dimensions and counts are whole")
+            self._report(
+                "number-out-of-range", token, "not a whole number", "dimensions and counts are whole"
+            )
         return int(value)

@@ -1,7 +1,6 @@
-"""The grammar at work: trees out of text, and faults out of what it does not take.
+"""Runs the grammar: parses text into lark trees, and explains what the grammar does not accept.
 
-In: text. Out: lark's trees, or a diagnostic in plain words. The one trap: offsets in a piece are offsets in the file
-less its start.
+When a piece of a file is parsed alone, lark counts offsets from the start of the piece.
 """
 
 from __future__ import annotations
@@ -18,11 +17,14 @@ from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.parser.statements import BRACKET_PATTERN
 
-MAX_DEPTH = 32  # brackets in brackets
+MAX_DEPTH = 32
+"""The most brackets inside brackets. The builder recurses, so deeper nesting could overflow the stack."""
+
+_MAX_QUOTED = 40  # characters of a token or a line in a message
 
 
-class _Newlines:
-    """Drops the newlines that cannot end a statement."""
+class _NewlineFilter:
+    """Drops the newlines that cannot end a statement, between the lexer and the parser."""
 
     always_accept = ("_SEP",)
     _CONTINUES = frozenset(
@@ -32,8 +34,8 @@ class _Newlines:
     def process(self, stream: Iterator[Token]) -> Iterator[Token]:
         depth, before = 0, ""
         for token in stream:
-            open_ended = depth > 0 or before in self._CONTINUES
-            if token.type == "_SEP" and open_ended and ";" not in re.sub("#[^\n]*", "", token):
+            continues = depth > 0 or before in self._CONTINUES
+            if token.type == "_SEP" and continues and ";" not in re.sub("#[^\n]*", "", token):
                 continue
             depth += {"LPAR": 1, "LSQB": 1, "RPAR": -1, "RSQB": -1}.get(token.type, 0)
             before = token.type
@@ -41,17 +43,17 @@ class _Newlines:
 
 
 def parse_tree(text: str) -> Any:
-    """The tree of a text, or lark's `UnexpectedInput`."""
+    """Returns the tree of a text. Raises lark's `UnexpectedInput`."""
     return _lark().parse(text)
 
 
 @cache
 def _lark() -> Lark:
     grammar = (bundled.data_folder("grammars") / "policy.lark").read_text(encoding="utf-8")
-    return Lark(grammar, parser="lalr", start="policy", postlex=_Newlines())
+    return Lark(grammar, parser="lalr", start="policy", postlex=_NewlineFilter())
 
 
-_WORDS = {
+_TERMINAL_NAMES = {
     "ARROW": "'->'", "_SEP": "end of line", "SEGMENT": "a selector", "WORD": "a name", "COMMA": "','", "DOT": "'.'",
     "LPAR": "'('", "RPAR": "')'", "LSQB": "'['", "RSQB": "']'", "LBRACE": "'{'", "RBRACE": "'}'", "EQUAL": "'='",
     "AT": "'@'", "WHERE": "'where'", "EXPECT": "'expect'", "INT": "a number", "NUMBER": "a number", "SET": "'{...}'",
@@ -62,7 +64,8 @@ _WORDS = {
     "VARIANT": "a statement",
 }  # fmt: skip
 
-_MENDS = (
+# Help for what people write out of habit from other languages.
+_HABITS = (
     (re.compile(r"=>|→|:="), "an arrow is written '->'"),
     (re.compile(r"&&?"), "write 'and'"),
     (re.compile(r"\|\|?"), "write 'or' in a predicate, {a,b} in a selector"),
@@ -73,56 +76,62 @@ _MENDS = (
 
 
 def explain_syntax_error(source: SourceText, error: UnexpectedInput, offset: int) -> Diagnostic:
+    """Returns the diagnostic for an error of lark. `offset` is the start of the parsed piece in the source."""
     position: Any = error.pos_in_stream
-    at = offset + max(position or 0, 0)
-    expected: set[str] = set()
+    start = offset + max(position or 0, 0)
     if isinstance(error, UnexpectedToken):
-        accepts: Any = error.accepts  # what the parser really takes; lark leaves it out at times
+        accepts: Any = error.accepts  # what the parser really accepts; lark sometimes leaves it out
         expected, token = set(accepts or error.expected), error.token
         if token.type == "$END":
-            at = offset + (token.end_pos or 0) if token.end_pos else len(source.text.rstrip())
-            return syntax_diagnostic(source, at, at, "the text ends too early", _expectation(expected))
-        end = at + max(1, len(token.rstrip()))
-        seen = (
-            "end of line" if token.type == "_SEP" and "#" not in token and ";" not in token else token.strip()
-        )
+            end = offset + (token.end_pos or 0) if token.end_pos else len(source.text.rstrip())
+            return syntax_diagnostic(source, end, end, "the text ends too early", _list_expected(expected))
+        is_newline = token.type == "_SEP" and "#" not in token and ";" not in token
+        end, unexpected = start + max(1, len(token.rstrip())), "end of line" if is_newline else token.strip()
     else:
         assert isinstance(error, UnexpectedCharacters)
-        expected, seen, end = set(error.allowed or ()), source.text[at : at + 1], at + 1
-    mend = next((text for pattern, text in _MENDS if pattern.match(source.text, at)), "")
-    if seen == "=" and "COMPARE" in expected:
-        mend = mend or "a comparison is written '=='"
-    if seen.startswith(";") and "RPAR" in expected:
-        mend = "options are separated by commas"
-    shown = seen if seen == "end of line" else f"'{shorten(seen)}'"
-    return syntax_diagnostic(source, at, end, f"unexpected {shown}", mend or _expectation(expected))
+        expected, unexpected, end = set(error.allowed or ()), source.text[start : start + 1], start + 1
+    quoted = unexpected if unexpected == "end of line" else f"'{shorten(unexpected)}'"
+    help = _habit_help(source, start, unexpected, expected) or _list_expected(expected)
+    return syntax_diagnostic(source, start, end, f"unexpected {quoted}", help)
+
+
+def _habit_help(source: SourceText, start: int, unexpected: str, expected: set[str]) -> str:
+    """Returns the help for a spelling that other languages use; empty for any other text."""
+    if unexpected.startswith(";") and "RPAR" in expected:
+        return "options are separated by commas"
+    help = next((help for pattern, help in _HABITS if pattern.match(source.text, start)), "")
+    if not help and unexpected == "=" and "COMPARE" in expected:
+        return "a comparison is written '=='"
+    return help
+
+
+def _list_expected(expected: set[str]) -> str:
+    """Lists the expected terminals, if they are few enough to help."""
+    names = sorted({_TERMINAL_NAMES.get(name, name) for name in expected - {"MORE_PRODUCTS"}})
+    if "'->'" in names:
+        names = ["'->'"]
+    if "a statement" in names:
+        names = ["a statement", *(n for n in names if n == "'}'")]
+    return f"expected {' or '.join(names)}" if 0 < len(names) <= 5 else ""
 
 
 def shorten(text: str) -> str:
+    """Returns the first line of a text, cut to the longest length quoted in a message."""
     first = text.splitlines()[0] if text.splitlines() else text
-    return first if len(first) <= 40 else first[:39] + "…"
-
-
-def _expectation(expected: set[str]) -> str:
-    words = sorted({_WORDS.get(name, name) for name in expected - {"MORE_PRODUCTS"}})
-    if "'->'" in words:
-        words = ["'->'"]
-    if "a statement" in words:
-        words = ["a statement", *(w for w in words if w == "'}'")]
-    return f"expected {' or '.join(words)}" if 0 < len(words) <= 5 else ""
+    return first if len(first) <= _MAX_QUOTED else first[: _MAX_QUOTED - 1] + "…"
 
 
 def syntax_diagnostic(source: SourceText, start: int, end: int, message: str, help: str = "") -> Diagnostic:
     return Diagnostic(code="syntax-error", message=message, span=Span(source, start, end), help=help)
 
 
-def has_syntax_error(found: tuple[Diagnostic, ...]) -> bool:
-    """Is there a fault among them for which the grammar would not take the file?"""
-    return any(d.code in ("syntax-error", "nested-too-deep") for d in found)
+def has_syntax_error(diagnostics: tuple[Diagnostic, ...]) -> bool:
+    """Does one of the diagnostics explain why the grammar did not accept the file?"""
+    return any(d.code in ("syntax-error", "nested-too-deep") for d in diagnostics)
 
 
 def check_depth(source: SourceText, start: int, end: int, depth: int = 0) -> Diagnostic | None:
-    """A fault where brackets nest deeper than anyone writes by hand; what is not this deep cannot overflow."""
+    """Returns a diagnostic if brackets nest too deep between two offsets. `depth` is the nesting at the start."""
     for match in BRACKET_PATTERN.finditer(source.text, start, end):
         if match.group() in ("(", "[", "{"):
             depth += 1

@@ -1,13 +1,12 @@
-"""A file that the grammar does not take, read statement by statement: one mistake does not hide the next.
+"""Reads a file that the grammar does not accept, statement by statement, so that one error does not hide the next.
 
-In: a builder and its source. Out: the statements that could be read; the faults of the others are the builder's. The
-one trap: where a statement ends is a guess, since the mistake may be in what would have ended it.
+Where a statement ends is a guess, because the error may be in what would have ended it.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lark.exceptions import UnexpectedInput
 
@@ -23,112 +22,134 @@ from policyc.language.parser.grammar import (
 from policyc.language.parser.statements import STRING_PATTERN, BlockStatement, Statement
 from policyc.language.schedule import StepCondition
 
-_HEADER = re.compile(r"(after|until|variant)(?![\w?*~.\[{]|-(?!>))[^\n;#{}]*\{")
-_KEYWORD = re.compile(r"[ \t\r\f]*((import|recipe|after|until|variant)(?![\w?*~.\[{]|-(?!>))|\})")
-_ARROW_AHEAD = re.compile(r"[^\n#;]*->")
-_CLOSES = re.compile(r"(?:(?!->)[^\n#(){}\[\]])*[)\]]")
+_WORD_END = r"(?![\w?*~.\[{]|-(?!>))"  # as in the grammar: the word is not the start of a selector
+_HEADER = re.compile(rf"(after|until|variant){_WORD_END}[^\n;#{{}}]*\{{")
+_KEYWORD = re.compile(rf"[ \t\r\f]*((import|recipe|after|until|variant){_WORD_END}|\}})")
+_ARROW_IN_LINE = re.compile(r"[^\n#;]*->")
+_CLOSING_BRACKET_IN_LINE = re.compile(r"(?:(?!->)[^\n#(){}\[\]])*[)\]]")
 _ARROW_FIRST = re.compile(r"[ \t\r\f]*->")
-_BLANK = " \t\r\f\n"  # not what else Python strips: the grammar does not
-_SKIP = re.compile(rf"(?:[{_BLANK};]|#[^\n]*)+")
-_STEP = re.compile(rf"""{STRING_PATTERN}|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;-]+|.""", re.DOTALL)
+_BLANK = " \t\r\f\n"  # the grammar's whitespace; Python's `strip` knows more characters
+_BETWEEN_STATEMENTS = re.compile(rf"(?:[{_BLANK};]|#[^\n]*)+")
+_TOKEN = re.compile(rf"""{STRING_PATTERN}|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;-]+|.""", re.DOTALL)
 _OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
+_OPEN_END_WINDOW = 16  # characters: longer than any match of _OPEN_ENDED; a constant, so that lines are cheap
+
+
+@dataclass(slots=True)
+class _OpenBlock:
+    """A block whose closing brace has not been seen. Its header is None if it has an error, or for the whole file."""
+
+    header: StepCondition | str | None
+    start: int
+    body: list[Statement]
 
 
 def recover(builder: StatementBuilder) -> tuple[Statement, ...]:
-    """Read statement by statement. Blocks are opened and closed here, so that their statements are tried alone too."""
-    text = builder.source.text
-    stack: list[tuple[StepCondition | str | None, list[Statement], int]] = [(None, [], 0)]
-    at = 0
+    """Returns the statements that could be read. The builder collects the diagnostics of the others.
+
+    Blocks are opened and closed here, so that their statements are parsed alone too.
+    """
+    source, text = builder.source, builder.source.text
+    open_blocks = [_OpenBlock(None, 0, [])]
+    position = 0
     while True:
-        skipped = _SKIP.match(text, at)
-        at = skipped.end() if skipped else at
-        if at >= len(text):
+        blank = _BETWEEN_STATEMENTS.match(text, position)
+        position = blank.end() if blank else position
+        if position >= len(text):
             break
-        header = _HEADER.match(text, at)
-        if text[at] == "}":
-            if len(stack) > 1:
-                opened, body, start = stack.pop()
-                if opened is not None:
-                    stack[-1][1].append(
-                        BlockStatement(opened, tuple(body), Span(builder.source, start, at + 1))
-                    )
-            else:
-                builder.found.append(
-                    syntax_diagnostic(builder.source, at, at + 1, "unexpected '}'", "nothing is open here")
-                )
-            at += 1
+        header = _HEADER.match(text, position)
+        depth = len(open_blocks) - 1
+        if text[position] == "}":
+            _close_block(builder, open_blocks, position)
+            position += 1
         elif header:
-            deep = check_depth(builder.source, at, header.end(), len(stack) - 1)
-            if deep is not None:
-                builder.found.append(deep)
+            too_deep = check_depth(source, position, header.end(), depth)
+            if too_deep is not None:
+                builder.diagnostics.append(too_deep)
                 return ()
-            (block,) = _piece(builder, at, header.end(), closing="\n}") or (None,)
-            stack.append((block.header if isinstance(block, BlockStatement) else None, [], at))
-            at = header.end()
+            (block,) = _parse_piece(builder, position, header.end(), closing="\n}") or (None,)
+            open_header = block.header if isinstance(block, BlockStatement) else None
+            open_blocks.append(_OpenBlock(open_header, position, []))
+            position = header.end()
         else:
-            end = _statement_end(text, at)
-            deep = check_depth(builder.source, at, end, len(stack) - 1)
-            if deep is not None:
-                builder.found.append(deep)
+            end = _find_statement_end(text, position)
+            too_deep = check_depth(source, position, end, depth)
+            if too_deep is not None:
+                builder.diagnostics.append(too_deep)
             else:
-                stack[-1][1].extend(_piece(builder, at, end))
-            at = end
-    for _, _, start in stack[1:]:
-        line = shorten(text[start:])
-        builder.found.append(
+                open_blocks[-1].body.extend(_parse_piece(builder, position, end))
+            position = end
+    for unclosed in open_blocks[1:]:
+        end = unclosed.start + len(shorten(text[unclosed.start :]))
+        builder.diagnostics.append(
+            syntax_diagnostic(source, unclosed.start, end, "this block is never closed", "add '}'")
+        )
+    return tuple(open_blocks[0].body)
+
+
+def _close_block(builder: StatementBuilder, open_blocks: list[_OpenBlock], position: int) -> None:
+    """Ends the innermost block at a closing brace."""
+    if len(open_blocks) == 1:
+        builder.diagnostics.append(
             syntax_diagnostic(
-                builder.source, start, start + len(line), "this block is never closed", "add '}'"
+                builder.source, position, position + 1, "unexpected '}'", "no block is open here"
             )
         )
-    return tuple(stack[0][1])
+        return
+    block = open_blocks.pop()
+    if block.header is not None:
+        span = Span(builder.source, block.start, position + 1)
+        open_blocks[-1].body.append(BlockStatement(block.header, tuple(block.body), span))
 
 
-def _statement_end(text: str, at: int) -> int:
-    """Where the statement that starts at `at` ends, if brackets and line ends can be trusted.
+def _find_statement_end(text: str, start: int) -> int:
+    """Guesses where the statement at `start` ends, from brackets and line ends.
 
-    They cannot where a line that looks like the start of another statement follows: a word that opens one, or a second
-    arrow. Nor where the next line starts with the arrow that this one lacks: that is one fault, not two.
+    A statement also ends before a line that looks like another statement: one that starts with a keyword, or that has
+    an arrow when this one has an arrow already. It goes on if the next line starts with the arrow that this one lacks,
+    because that is one error and not two.
     """
-    depth, start, solid = 0, at, at  # `solid` is the end of what is neither space nor comment
-    arrow = _KEYWORD.match(text, at) is not None
-    while at < len(text):
-        match = _STEP.match(text, at)
+    depth, position, end = 0, start, start  # `end` follows the last text that is neither blank nor comment
+    has_arrow = _KEYWORD.match(text, start) is not None  # a statement with a keyword needs no arrow
+    while position < len(text):
+        match = _TOKEN.match(text, position)
         assert match is not None
-        piece = match.group()
-        if piece in ("(", "[", "{"):
+        token = match.group()
+        if token in ("(", "[", "{"):
             depth += 1
-        elif piece in (")", "]", "}"):
-            if piece == "}" and depth == 0:
-                return at
+        elif token in (")", "]", "}"):
+            if token == "}" and depth == 0:
+                return position
             depth = max(0, depth - 1)
-        elif piece == ";":
-            if depth == 0 or not _CLOSES.match(text, at):
-                return solid
-        elif piece == "->":
-            arrow = True
-        elif piece == "\n":
-            goes_on = depth > 0 or _OPEN_ENDED.search(text, max(start, solid - 16), solid)
-            if not goes_on and (arrow or not _ARROW_FIRST.match(text, at + 1)):
-                return solid
-            if _KEYWORD.match(text, at + 1) or (arrow and _ARROW_AHEAD.match(text, at + 1)):
-                return solid
-        if piece.strip(_BLANK) and not piece.startswith("#"):
-            solid = at + len(piece.rstrip(_BLANK))
-        at = match.end()
-    return solid
+        elif token == ";":
+            if depth == 0 or not _CLOSING_BRACKET_IN_LINE.match(text, position):
+                return end
+        elif token == "->":
+            has_arrow = True
+        elif token == "\n":
+            tail_start = max(start, end - _OPEN_END_WINDOW)
+            continues = depth > 0 or _OPEN_ENDED.search(text, tail_start, end)
+            if not continues and (has_arrow or not _ARROW_FIRST.match(text, position + 1)):
+                return end
+            next_line = position + 1
+            if _KEYWORD.match(text, next_line) or (has_arrow and _ARROW_IN_LINE.match(text, next_line)):
+                return end
+        if token.strip(_BLANK) and not token.startswith("#"):
+            end = position + len(token.rstrip(_BLANK))
+        position = match.end()
+    return end
 
 
-def _piece(builder: StatementBuilder, start: int, end: int, closing: str = "") -> tuple[Statement, ...]:
+def _parse_piece(builder: StatementBuilder, start: int, end: int, closing: str = "") -> tuple[Statement, ...]:
+    """Parses the text between two offsets alone. `closing` is appended to complete it."""
     try:
         tree = parse_tree(builder.source.text[start:end] + closing)
     except UnexpectedInput as error:
-        syntax_diagnostic = explain_syntax_error(builder.source, error, start)
-        if syntax_diagnostic.span.start >= end:
-            place = Span(builder.source, end, end)
-            syntax_diagnostic = replace(
-                syntax_diagnostic, span=place, message="this statement ends too early"
-            )
-        builder.found.append(syntax_diagnostic)
+        diagnostic = explain_syntax_error(builder.source, error, start)
+        if diagnostic.span.start >= end:
+            span = Span(builder.source, end, end)
+            diagnostic = replace(diagnostic, span=span, message="this statement ends too early")
+        builder.diagnostics.append(diagnostic)
         return ()
     builder.offset = start
     statements = builder.statements(tree.children)

@@ -1,7 +1,6 @@
-"""What a policy file consists of, as written, and where its comments are.
+"""The statements of a policy file, as written, and where its comments are.
 
-In: nothing but text. Out: the types that the rest of this package makes. The one trap: two statements are equal
-wherever they stand; their spans do not count.
+Spans are not compared: equal statements may come from different places.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ from policyc.language.diagnostics import SourceText, Span
 from policyc.language.policy import RecipeDef, Rule
 from policyc.language.schedule import StepCondition
 
-MAX_FILE_BYTES = 16 * 2**20  # bytes of a policy file
+MAX_FILE_BYTES = 16 * 2**20
 STRING_PATTERN = r"""\"[^"\n]*\"|'[^'\n]*'"""
 BRACKET_PATTERN = re.compile(rf"{STRING_PATTERN}|#[^\n]*|[(\[{{)\]}}]")
+"""A string, a comment or a bracket, so that brackets inside strings and comments are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ImportStatement:
 
 @dataclass(frozen=True, slots=True)
 class BlockStatement:
-    """`after`, `until` or `variant`, and the statements between its braces."""
+    """An `after`, `until` or `variant` block. The header is a condition, or the name of the variant."""
 
     header: StepCondition | str
     body: tuple[Statement, ...]
@@ -41,6 +41,7 @@ class BlockStatement:
 
     @property
     def head(self) -> str:
+        """The text before the opening brace."""
         return f"variant {self.header}" if isinstance(self.header, str) else str(self.header)
 
 
@@ -56,7 +57,7 @@ class PolicyFile:
 
 
 def comment_ranges(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of every comment."""
+    """Yields the start and the end of every comment."""
     for match in BRACKET_PATTERN.finditer(text):
         if match.group().startswith("#"):
             yield match.span()
