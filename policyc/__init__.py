@@ -10,8 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from policyc.compiler.pipeline import active, apply, plan, set_step
+    from policyc.compiler.pipeline import apply, plan
     from policyc.compiler.plan import Plan
+    from policyc.compiler.schedule import set_step
+    from policyc.compiler.session import active
     from policyc.experiments.telemetry import observe, set_output_dir, should_observe, stats
     from policyc.language.diagnostics import Diagnostic, PolicyError, Span
     from policyc.language.loader import load, parse
@@ -26,14 +28,14 @@ _MODULES = {
     "PolicyError": "language.diagnostics",
     "Rule": "language.policy",
     "Span": "language.diagnostics",
-    "active": "compiler.pipeline",
+    "active": "compiler.session",
     "apply": "compiler.pipeline",
     "load": "language.loader",
     "observe": "experiments.telemetry",
     "parse": "language.loader",
     "plan": "compiler.pipeline",
     "set_output_dir": "experiments.telemetry",
-    "set_step": "compiler.pipeline",
+    "set_step": "compiler.schedule",
     "should_observe": "experiments.telemetry",
     "stats": "experiments.telemetry",
 }

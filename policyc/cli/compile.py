@@ -83,7 +83,7 @@ def _compile_config(
     policy: Policy, config: str, execution: ExecutionOptions, options: StepOptions
 ) -> CompileReport:
     """Compiles the step of a configuration of the bundled Llama."""
-    from policyc.compiler import pipeline
+    from policyc.compiler.schedule import set_step
     from policyc.hardware import deviceless, llama_step, step_cost
 
     assert execution.target is not None
@@ -95,7 +95,7 @@ def _compile_config(
     llama_step.check(config, mesh, sizes)
     devices = deviceless.make_devices(execution.target, count)
     step, arguments, run = llama_step.step(config, mesh, sizes, devices)
-    pipeline.set_step(0, total=run.steps)
+    set_step(0, total=run.steps)
     return deviceless.compile_step(
         step, arguments, policy, execution, devices=count, microbatches=run.accumulate
     )
@@ -105,6 +105,7 @@ def _compile_program(
     policy: Policy, program: tuple[str, ...], execution: ExecutionOptions, options: StepOptions
 ) -> CompileReport:
     """Compiles the step of a program, or its loss if it differentiates that outside jax.jit."""
+    from policyc.compiler.plan_checks import check_plan
     from policyc.experiments import runner
     from policyc.hardware import deviceless
     from policyc.jaxcore import define_primitive
@@ -129,7 +130,7 @@ def _compile_program(
             "the program differentiates its loss outside jax.jit, which is compiled for one device only: put the step "
             "into jax.jit, or use --devices 1"
         )
-    plans[0].check()
+    check_plan(plans[0])
     return deviceless.compile_loss(plans[0], *deviceless.make_devices(execution.target, 1))
 
 
@@ -179,7 +180,7 @@ def _as_json(report: CompileReport, title: str) -> str:
 
 
 def _as_table(report: CompileReport, title: str) -> str:
-    from policyc.compiler.plan_tables import columns
+    from policyc.compiler.plan_tables import align_columns
 
     rows = [["site", "layers", "product", "format", "runs", "found"]]
     for product in report.products:
@@ -191,7 +192,7 @@ def _as_table(report: CompileReport, title: str) -> str:
     sizes = ", ".join(f"{name} {gb[name]:.2f}" for name in ("arguments", "outputs", "temporaries", "code"))
     lines = [
         f"{title}, for {report.devices} x {report.target}",
-        *columns(rows),
+        *align_columns(rows),
         *(f"not native: {reason}" for reason in reasons),
         f"memory per device (GB): {sizes}; {gb['shared']:.2f} of the outputs reuse the memory of arguments",
         f"  {report.needed_memory / 1e9:.2f} of {report.device_memory / 1e9:.2f}: {_memory_verdict(report)}",

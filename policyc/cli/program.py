@@ -82,8 +82,8 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     if session.unmet:
         print_error(PolicyError(session.unmet))
         sys.exit(EXIT_FAILURE)
-    if session.folder is not None and runner.is_first_process():
-        _write_report(session.folder)
+    if session.output_dir is not None and runner.is_first_process():
+        _write_report(session.output_dir)
 
 
 class _PlanPrinter:
@@ -120,7 +120,7 @@ def _write_report(folder: Path) -> None:
 
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
     """Why a policy matched nothing in a whole run."""
-    from policyc.compiler.plan import suggestion
+    from policyc.compiler.plan_checks import suggestion
 
     if not plans:
         return f"'{policy_name}' was not applied: the program differentiated nothing (jax.grad, vjp, ...)"

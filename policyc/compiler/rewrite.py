@@ -1,62 +1,51 @@
-"""jaxpr + Plan -> jaxpr: sites become quantized GEMMs, and nothing else is touched.
+"""jaxpr + Plan -> jaxpr: replaces sites by quantized GEMMs, and touches no other equation.
 
-In: the sites of a loss and what was decided about each. Out: a closed jaxpr with the same results. It has the same
-inputs, and behind them quantized weights, where that spares quantizing them more than once; and what several sites read
-is quantized once for all that treat it alike.
-This is surgery on equations and not a new trace: an equation that is neither a site nor around one is the same
-object afterwards, with its names, source, context and effects. The one trap: a jaxpr that is called from
-several places may become a different one at each; where the decisions agree it must stay one, or XLA compiles
-it as often as it is called.
+The result has the inputs of the original, and behind them the extra inputs of `hoist`. An activation that several sites
+of one jaxpr quantize alike is quantized once.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jax import lax
+from jax.core import AbstractValue
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.extend.core.primitives import dot_general_p
 
-from policyc.compiler.hoist import HoistedInput, LayerRange, Quantizer, Rewritten, SiteRecipe, quantizer
+from policyc.compiler.hoist import ROUNDING_KEY, Quantizer, RewrittenLoss, SiteRecipe, make_quantizer
 from policyc.compiler.plan import Decisions
-from policyc.compiler.sites import Address, Layer, Site, Sites, Stack
+from policyc.compiler.sites import Layer, Site, Sites
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.jaxprs import Atom, Aval, AxisEnv, Eqn
+from policyc.jaxcore.containers import container_of
+from policyc.jaxcore.jaxprs import AnyJaxpr
+from policyc.jaxcore.transform import Address, BoundInput, ExtraInput, Position, Replacement, Transform
 from policyc.numerics.gemm import GemmOptions, Precomputed, Prequantized, quantized_dot_general
 from policyc.numerics.quantize import Key
-
-Fixed = Mapping[Address, int]
-"""The index in each stack that has been entered."""
-
-Signature = tuple[Any, ...]
-
-Wanted = list[tuple[HoistedInput, list[Any]]]
-"""What equations take from outside of their jaxpr, and the variables that stand for it."""
-
-_known: WeakKeyDictionary[Any, dict[Signature, Any]] = WeakKeyDictionary()
+from policyc.numerics.ragged import quantized_ragged_dot
 
 
-def rewrite(sites: Sites, decisions: Decisions, outside: Collection[int] = ()) -> Rewritten:
+def rewrite(sites: Sites, decisions: Decisions, constant_inputs: Collection[int] = ()) -> RewrittenLoss:
     """The loss with every site run as decided.
 
-    `outside` are the inputs that do not change from one call of the loss to the next.
+    `constant_inputs` are the inputs that do not change from one call of the loss to the next.
     """
-    found = {s.address for s in sites if s.origin and (s.again or s.origin.input in outside)}
-    work = Rewriter(sites, decisions, found)
-    closed, wants = work.body(sites.jaxpr, (), {}, AxisEnv())
-    return Rewritten(closed, wants, {w.site: work.site(w.site) for w in wants})
+    hoisted = {s.address for s in sites if s.origin and (s.is_reused or s.origin.input in constant_inputs)}
+    rewriter = SiteRewriter(sites, decisions, hoisted)
+    result = rewriter.transform(sites.jaxpr)
+    return RewrittenLoss(
+        result.jaxpr, result.inputs, {i.address: rewriter.sites[i.address] for i in result.inputs}
+    )
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class _DotsAreDots:
-    """A policy of `jax.checkpoint` that takes a quantized GEMM for the product whose place it has.
+class _QuantizedDotsAreDots:
+    """A policy of `jax.checkpoint` that treats a quantized GEMM as the `dot_general` that it replaces.
 
-    Otherwise `dots_saveable` and its like would not know it, and it would be computed twice. JAX refers to it weakly.
+    Policies such as `dots_saveable` would otherwise recompute it. JAX holds a weak reference to the policy.
     """
 
     policy: Callable[..., Any]
@@ -70,393 +59,274 @@ class _DotsAreDots:
         )
 
 
-class Rewriter:
-    """Puts the decisions about sites into equations. Those `beforehand` have their weights quantized outside.
-
-    Where that is None, nothing is handed in from outside.
-    """
-
-    def __init__(
-        self, sites: Sites, decisions: Decisions, beforehand: Collection[Address] | None = None
-    ) -> None:
-        self._decisions = decisions
-        self._handing, self._beforehand = beforehand is not None, beforehand or ()
-        self._sites = {s.address: s for s in sites if self._changes(s)}
-        self._under: dict[Address, list[Site]] = {}
-        for address, site in self._sites.items():
-            for end in range(len(address) + 1):
-                self._under.setdefault(address[:end], []).append(site)
-        self._templates: dict[Any, _Template] = {}
-        self._activations: dict[Any, Quantizer] = {}
-
-    def _changes(self, site: Site) -> bool:
-        if site.opaque:
-            return False
-        return any(self._decisions[site.address, la].recipe is not None for la in site.layers())
-
-    def site(self, address: Address) -> Site:
-        return self._sites[address]
-
-    def body(
-        self, held: Any, address: Address, fixed: Fixed, around: AxisEnv
-    ) -> tuple[Any, tuple[HoistedInput, ...]]:
-        """A jaxpr, open or closed, with the sites under an address rewritten, and what it takes behind its inputs."""
-        if address not in self._under:
-            return held, ()
-        key = self._signature(address, fixed)
-        if key is None:
-            return held, ()
-        known = _known.setdefault(held, {})
-        if key not in known:
-            eqns: list[Eqn] = []
-            wanted: Wanted = []
-            shared = self._read_alike(held, address, fixed)
-            for at, eqn in enumerate(jaxprs.body_eqns(held)):
-                here = (*address, at)
-                made, more = self.equation(eqn, here, fixed, around, shared.get(here))
-                eqns += made
-                wanted += more
-            inputs = [v for _, variables in wanted for v in variables]
-            known[key] = jaxprs.with_eqns(held, eqns, inputs), tuple(w.above(address) for w, _ in wanted)
-        new, wants = known[key]
-        return new, tuple(w.below(address) for w in wants)
-
-    def _signature(self, address: Address, fixed: Fixed) -> Signature | None:
-        """All that decides what becomes of the sites under an address; None where nothing changes."""
-        found = tuple(
-            (
-                s.address[len(address) :],
-                s.weight,
-                s.around,
-                s.number,
-                self._handed(s, address),
-                self._left(s, fixed),
-            )
-            for s in self._under.get(address, ())
-        )
-        return found if any(r is not None for *_, recipes in found for r in recipes) else None
-
-    def _handed(self, site: Site, address: Address) -> Any:
-        """All that decides what a site is handed: which scans on the way slice its weight, where that is handed in."""
-        if site.address not in self._beforehand or site.origin is None:
-            return self._numbered(site)
-        slicing = tuple(a[len(address) :] for a in site.origin.scans if len(a) > len(address))
-        return self._numbered(site), slicing, site.products
-
-    def _numbered(self, site: Site) -> bool:
-        """Is it told which layer it is?"""
-        return self._handing and site.reached and site.indexed
-
-    def _left(self, site: Site, fixed: Fixed) -> tuple[SiteRecipe | None, ...]:
-        """What is done to the layers of a site that are still open."""
-        ranges = [(fixed[s.address],) if s.address in fixed else range(s.size) for s in site.stacks]
-        return tuple(self.done(site.address, la) for la in itertools.product(*ranges))
-
-    def done(self, address: Address, layer: Layer) -> SiteRecipe | None:
-        """What is done to a layer of a site; None where it is left as it is."""
-        decision = self._decisions[address, layer]
-        if decision.recipe is None:
-            return None
-        fprop, dgrad, wgrad = (runs.backend or "emulate" for runs in decision.lowerings)
-        return decision.recipe, (fprop, dgrad, wgrad)
-
-    def _fixed(self, site: Site, fixed: Fixed) -> SiteRecipe | None:
-        """What is done to a site where all its stacks have been entered."""
-        return self.done(site.address, tuple(fixed[s.address] for s in site.stacks))
-
-    def equation(
-        self, eqn: Eqn, address: Address, fixed: Fixed, around: AxisEnv, shared: Shared | None = None
-    ) -> tuple[list[Eqn], Wanted]:
-        """What stands in the place of an equation, and what it takes from outside.
-
-        `shared` is what it takes beside others of its jaxpr: the first of them makes it.
-        """
-        if address not in self._under:
-            return [eqn], []
-        if address in self._sites:
-            site = self._sites[address]
-            done = self._fixed(site, fixed)
-            return ([eqn], []) if done is None else self._quantized(site, done, shared)
-        if self._signature(address, fixed) is None:
-            return [eqn], []
-        stack = self.stack(address)
-        if stack is not None and not stack.devices:
-            return self._scan(eqn, stack, fixed, around)
-        if stack is not None:  # one program for all devices: the plan says that it is the same for each
-            fixed = {**fixed, address: 0}
-        inside = around.inside(eqn) if jaxprs.primitive_name(eqn) == "shard_map" else around
-        bodies = jaxprs.bodies(eqn)
-        found = [self.body(b.held, (*address, i), fixed, inside) for i, b in enumerate(bodies)]
-        wanted = [[(w, [jaxprs.fresh(a) for a in w.avals]) for w in wants] for _, wants in found]
-        more = [[v for _, variables in group for v in variables] for group in wanted]
-        pairs = [(b, new) for b, (new, _) in zip(bodies, found, strict=True)]
-        made = jaxprs.with_operands(eqn, pairs, more, [False] * sum(map(len, more)))
-        if jaxprs.primitive_name(eqn) in jaxprs.REMAT and eqn.params.get("policy") is not None:
-            made = made.replace(params={**made.params, "policy": _DotsAreDots(eqn.params["policy"])})
-        return [made], [w for group in wanted for w in group]
-
-    # ---- scans
-
-    def stack(self, address: Address) -> Stack | None:
-        """The stack that a scan runs over, if it is one."""
-        stacks = (s for site in self._under.get(address, ()) for s in site.stacks)
-        return next((s for s in stacks if s.address == address), None)
-
-    def _scan(self, eqn: Eqn, stack: Stack, fixed: Fixed, around: AxisEnv) -> tuple[list[Eqn], Wanted]:
-        """A scan over a stack, as one scan for each run of layers that are treated alike."""
-        inside = (*stack.address, 0)
-        (body,) = jaxprs.bodies(eqn)
-        parts: list[_Part] = []
-        wanted: Wanted = []
-        for run in self.runs(stack, inside, fixed):
-            made, wants = self.body(body.held, inside, {**fixed, stack.address: run.start}, around)
-            slices = [self._slices(stack.address, w) for w in wants]
-            outer = [w.sliced(run) if s else w for w, s in zip(wants, slices, strict=True)]
-            variables = [[jaxprs.fresh(a) for a in w.avals] for w in outer]
-            wanted += zip(outer, variables, strict=True)
-            stacked = [s for s, group in zip(slices, variables, strict=True) for _ in group]
-            parts.append(_Part(run, made, [v for group in variables for v in group], stacked))
-        if len(parts) == 1:
-            (part,) = parts
-            return [jaxprs.with_operands(eqn, [(body, part.made)], [part.more], part.stacked)], wanted
-        operands = [*eqn.invars, *(v for part in parts for v in part.more)]
-        split = _split(eqn, body.key, parts)
-        traced = jaxprs.traced(split, [a.aval for a in operands], eqn, around)
-        return jaxprs.inlined(traced, operands, eqn), wanted
-
-    def _slices(self, scan: Address, want: HoistedInput) -> bool:
-        origin = self._sites[want.site].origin
-        return want.quantizer is None or (origin is not None and scan in origin.scans)
-
-    def runs(self, stack: Stack, inside: Address, fixed: Fixed) -> list[LayerRange]:
-        """The layers of a stack, those together that are treated alike."""
-
-        def alike(index: int) -> Signature | None:
-            return self._signature(inside, {**fixed, stack.address: index})
-
-        groups = (list(g) for _, g in itertools.groupby(range(stack.size), key=alike))
-        return [LayerRange(g[0], g[-1] + 1) for g in groups]
-
-    # ---- sites
-
-    def _quantized(self, site: Site, done: SiteRecipe, shared: Shared | None) -> tuple[list[Eqn], Wanted]:
-        eqn = site.eqn
-        beforehand = site.address in self._beforehand
-        numbered = any(t.rounding != "rne" for t in done[0].treatments) and self._numbered(site)
-        key = (*_kind(site, done), beforehand, shared is not None, numbered)
-        template = self._templates.get(key)
-        if template is None:
-            activation = None if shared is None else shared.quantizer
-            template = self._templates[key] = _template(site, done, beforehand, activation, numbered)
-        wanted = [
-            (HoistedInput(site.address, quantizer, types), [jaxprs.fresh(a) for a in types])
-            for quantizer, types in template.handed
-        ]
-        made: list[Eqn] = []
-        operands = [*eqn.invars, *(v for _, variables in wanted for v in variables)]
-        if shared is not None:
-            if not shared.variables:
-                shared.variables = [jaxprs.fresh(a) for a in shared.quantizer.avals]
-                made = jaxprs.inlined(shared.quantizer.closed, [shared.activation], eqn, shared.variables)
-            operands += shared.variables
-        return [*made, *jaxprs.inlined(template.closed, operands, eqn)], wanted
-
-    def _read_alike(self, held: Any, address: Address, fixed: Fixed) -> dict[Address, Shared]:
-        """The sites of a jaxpr that quantize an activation as another one does, and what they share."""
-        readers: dict[Atom, list[tuple[Site, SiteRecipe]]] = {}
-        for at in range(len(jaxprs.body_eqns(held))):
-            site = self._sites.get((*address, at))
-            done = None if site is None else self._fixed(site, fixed)
-            read = None if site is None else _activation(site)
-            if site is not None and done is not None and read is not None:
-                readers.setdefault(read, []).append((site, done))
-        found: dict[Address, Shared] = {}
-        for read, sites in readers.items():
-            alike: dict[Any, Shared] = {}
-            for site, done in sites if len(sites) > 1 else ():
-                quantizer = self._quantizer(site, done)
-                if quantizer.avals:
-                    alike.setdefault(quantizer.does, Shared(read, quantizer)).readers.append(site.address)
-            found |= {
-                a: shared for shared in alike.values() if len(shared.readers) > 1 for a in shared.readers
-            }
-        return found
-
-    def _quantizer(self, site: Site, done: SiteRecipe) -> Quantizer:
-        """Of its activation."""
-        key = _kind(site, done)
-        if key not in self._activations:
-            self._activations[key] = quantizer(site, done, "rhs" if site.weight == "lhs" else "lhs")
-        return self._activations[key]
-
-
 @dataclass(slots=True)
-class Shared:
-    """An activation, how some sites of a jaxpr quantize it, and, once the first of them did, the variables of that."""
+class SharedActivation:
+    """An activation that several sites of a jaxpr quantize alike. The first of them defines `variables`."""
 
-    activation: Atom
+    activation: Var
     quantizer: Quantizer
     readers: list[Address] = field(default_factory=list)
-    variables: list[Any] = field(default_factory=list)
+    variables: tuple[Var, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Template:
-    """The equations of a site, and what they are handed: see `HoistedInput`."""
+class SiteInputs:
+    """What a quantized GEMM takes behind the operands of its equation, in this order."""
 
-    closed: Any
-    handed: list[tuple[Quantizer | None, tuple[Aval, ...]]]
-
-
-def _template(
-    site: Site, done: SiteRecipe, beforehand: bool, activation: Quantizer | None, numbered: bool
-) -> _Template:
-    eqn = site.eqn
-    weight = quantizer(site, done, site.weight) if beforehand and site.weight else None
-    if weight is not None and not weight.avals:
-        weight = None
-    handed: list[tuple[Quantizer | None, tuple[Aval, ...]]] = []
-    if weight is not None:
-        handed.append((weight, tuple(weight.avals)))
-    if numbered:
-        handed.append((None, (jaxprs.word_aval(eqn, site.around),) * 2))
-    own = () if activation is None else activation.avals
-    types = [*(a.aval for a in eqn.invars), *(a for _, group in handed for a in group), *own]
-    if site.kind == "ragged":
-        assert weight is None
-        make = _ragged(eqn, site, done, numbered)
-    else:
-        make = dot(eqn, site, done, activation, weight)
-    return _Template(jaxprs.traced(make, types, eqn, site.around), handed)
+    weight: Quantizer | None = None
+    has_rounding_key: bool = False
+    activation: Quantizer | None = None
 
 
-def _activation(site: Site) -> Atom | None:
+@dataclass(frozen=True, slots=True)
+class SiteTemplate:
+    """The equations of a site, and the content and types of its extra inputs."""
+
+    jaxpr: ClosedJaxpr
+    extra: tuple[tuple[Any, tuple[AbstractValue, ...]], ...]
+
+
+class SiteRewriter(Transform):
+    """Replaces the sites of a loss as decided. The weights of the `hoisted` sites are quantized outside."""
+
+    def __init__(self, sites: Sites, decisions: Decisions, hoisted: Collection[Address] = ()) -> None:
+        self._decisions = decisions
+        self._hoisted = hoisted
+        self.sites = {s.address: s for s in sites if self._is_changed(s)}
+        self._sites_under: dict[Address, list[Site]] = {}
+        for address, site in self.sites.items():
+            for end in range(len(address) + 1):
+                self._sites_under.setdefault(address[:end], []).append(site)
+        self._templates: dict[Hashable, SiteTemplate] = {}
+        self._activation_quantizers: dict[Hashable, Quantizer] = {}
+
+    def _is_changed(self, site: Site) -> bool:
+        if site.opaque:
+            return False
+        return any(self._decisions[site.address, layer].recipe is not None for layer in site.layers())
+
+    def site_recipe(self, address: Address, layer: Layer) -> SiteRecipe | None:
+        """What happens to a layer of a site; None if it is kept."""
+        decision = self._decisions[address, layer]
+        if decision.recipe is None:
+            return None
+        fprop, dgrad, wgrad = (lowering.backend or "emulate" for lowering in decision.lowerings)
+        return SiteRecipe(decision.recipe, (fprop, dgrad, wgrad))
+
+    def _recipe_at(self, site: Site, position: Position) -> SiteRecipe | None:
+        """What happens to a site where the iterations of all its stacks are fixed."""
+        return self.site_recipe(site.address, tuple(position.iterations[s.address] for s in site.stacks))
+
+    # ---- for Transform
+
+    def key(self, position: Position) -> Hashable | None:
+        address = position.address
+        parts = tuple(
+            (
+                site.address[len(address) :],
+                site.weight,
+                site.axis_env,
+                site.number,
+                self._extra_input_key(site, address),
+                self._open_recipes(site, position),
+            )
+            for site in self._sites_under.get(address, ())
+        )
+        return parts if any(r is not None for *_, recipes in parts for r in recipes) else None
+
+    def _open_recipes(self, site: Site, position: Position) -> tuple[SiteRecipe | None, ...]:
+        """What happens to the layers of a site that are not fixed yet."""
+        ranges = [
+            (position.iterations[s.address],) if s.address in position.iterations else range(s.size)
+            for s in site.stacks
+        ]
+        return tuple(self.site_recipe(site.address, layer) for layer in itertools.product(*ranges))
+
+    def _extra_input_key(self, site: Site, address: Address) -> Hashable:
+        """Everything that decides the extra inputs of a site, seen from the jaxpr at `address`."""
+        if site.address not in self._hoisted or site.origin is None:
+            return self._takes_rounding_key(site)
+        slicing = tuple(a[len(address) :] for a in site.origin.scans if len(a) > len(address))
+        return self._takes_rounding_key(site), slicing, site.products
+
+    def _takes_rounding_key(self, site: Site) -> bool:
+        """Does it need an extra input that tells its layer from the others?"""
+        return site.takes_extra_inputs and site.is_layered
+
+    def is_stack(self, address: Address) -> bool:
+        return any(s.address == address for site in self._sites_under[address] for s in site.stacks)
+
+    def slices(self, scan: Address, extra: ExtraInput) -> bool:
+        origin = self.sites[extra.address].origin
+        return extra.content is ROUNDING_KEY or (origin is not None and scan in origin.scans)
+
+    def change_container(self, eqn: JaxprEqn) -> JaxprEqn:
+        container = container_of(eqn)
+        if container is None or not container.is_remat or eqn.params.get("policy") is None:
+            return eqn
+        return jaxprs.replace_eqn(
+            eqn, params={**eqn.params, "policy": _QuantizedDotsAreDots(eqn.params["policy"])}
+        )
+
+    def replace_equation(
+        self, eqn: JaxprEqn, position: Position, shared: SharedActivation | None
+    ) -> Replacement | None:
+        site = self.sites.get(position.address)
+        if site is None:
+            return None
+        site_recipe = self._recipe_at(site, position)
+        assert site_recipe is not None, "a site that is kept has no key"
+        template = self._template(site, site_recipe, shared)
+        inputs = tuple(
+            BoundInput.new(ExtraInput(site.address, content, avals)) for content, avals in template.extra
+        )
+        eqns: list[JaxprEqn] = []
+        operands = [*eqn.invars, *(v for i in inputs for v in i.variables)]
+        if shared is not None:
+            quantizer = shared.quantizer
+            if not shared.variables:
+                shared.variables = tuple(jaxprs.new_var(a) for a in quantizer.avals)
+                eqns = jaxprs.inline(quantizer.jaxpr, [shared.activation], eqn, shared.variables)
+            operands += shared.variables
+        return Replacement((*eqns, *jaxprs.inline(template.jaxpr, operands, eqn)), inputs)
+
+    # ---- sites
+
+    def _template(self, site: Site, site_recipe: SiteRecipe, shared: SharedActivation | None) -> SiteTemplate:
+        hoisted = site.address in self._hoisted
+        is_random = any(t.rounding != "rne" for t in site_recipe.recipe.treatments)
+        has_rounding_key = is_random and self._takes_rounding_key(site)
+        key = (
+            *_site_key(site, site_recipe),
+            hoisted,
+            shared is not None,
+            has_rounding_key,
+            site.takes_extra_inputs,
+        )
+        if key not in self._templates:
+            weight = make_quantizer(site, site_recipe, site.weight) if hoisted and site.weight else None
+            inputs = SiteInputs(
+                weight=weight if weight is not None and weight.avals else None,
+                has_rounding_key=has_rounding_key,
+                activation=None if shared is None else shared.quantizer,
+            )
+            self._templates[key] = self.make_template(site, site_recipe, inputs)
+        return self._templates[key]
+
+    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
+        extra: list[tuple[Any, tuple[AbstractValue, ...]]] = []
+        if inputs.weight is not None:
+            extra.append((inputs.weight, inputs.weight.avals))
+        if inputs.has_rounding_key:
+            extra.append((ROUNDING_KEY, (jaxprs.uint32_aval(site.eqn, site.axis_env),) * 2))
+        shared_avals = () if inputs.activation is None else inputs.activation.avals
+        avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group), *shared_avals]
+        gemm = quantized_gemm(site, site_recipe, inputs)
+        return SiteTemplate(jaxprs.trace_at(gemm, avals, site.eqn, site.axis_env), tuple(extra))
+
+    def share(self, jaxpr: AnyJaxpr, position: Position) -> Mapping[Address, SharedActivation]:
+        """The activations that several sites of a jaxpr quantize alike, by the addresses of these sites."""
+        readers: dict[Var, list[tuple[Site, SiteRecipe]]] = {}
+        for number in range(len(jaxprs.equations(jaxpr))):
+            site = self.sites.get((*position.address, number))
+            site_recipe = None if site is None else self._recipe_at(site, position)
+            activation = None if site is None else _activation(site)
+            if site is not None and site_recipe is not None and activation is not None:
+                readers.setdefault(activation, []).append((site, site_recipe))
+        shared: dict[Address, SharedActivation] = {}
+        for activation, sites in readers.items():
+            alike: dict[Hashable, SharedActivation] = {}
+            for site, site_recipe in sites if len(sites) > 1 else ():
+                quantizer = self._activation_quantizer(site, site_recipe)
+                if quantizer.avals:
+                    group = alike.setdefault(
+                        quantizer.structural_key, SharedActivation(activation, quantizer)
+                    )
+                    group.readers.append(site.address)
+            shared |= {a: group for group in alike.values() if len(group.readers) > 1 for a in group.readers}
+        return shared
+
+    def _activation_quantizer(self, site: Site, site_recipe: SiteRecipe) -> Quantizer:
+        key = _site_key(site, site_recipe)
+        if key not in self._activation_quantizers:
+            operand: Literal["lhs", "rhs"] = "rhs" if site.weight == "lhs" else "lhs"
+            self._activation_quantizers[key] = make_quantizer(site, site_recipe, operand)
+        return self._activation_quantizers[key]
+
+
+def _activation(site: Site) -> Var | None:
     """The variable that a site reads beside its weight."""
     if site.kind != "dot" or site.weight is None:
         return None
-    read = site.eqn.invars[1 if site.weight == "lhs" else 0]
-    return None if jaxprs.is_literal(read) else read
+    operand = site.eqn.invars[1 if site.weight == "lhs" else 0]
+    return operand if isinstance(operand, Var) else None
 
 
-def _kind(site: Site, done: SiteRecipe) -> tuple[Any, ...]:
-    """All that decides what the equations of a site look like, but for what they are handed."""
+def _site_key(site: Site, site_recipe: SiteRecipe) -> tuple[Hashable, ...]:
+    """Everything that decides the equations of a site, except its extra inputs."""
     eqn = site.eqn
     avals = tuple(a.aval for a in eqn.invars)
+    params = tuple(
+        sorted((k, v if isinstance(v, tuple | int | type(None)) else repr(v)) for k, v in eqn.params.items())
+    )
     return (
-        site.number,
-        avals,
-        _hashable(eqn.params),
-        site.weight,
-        site.products,
-        *done,
-        site.around,
-        eqn.ctx,
-    )
+        site.number, avals, params, site.weight, site.products, site_recipe, site.axis_env, eqn.ctx,
+    )  # fmt: skip
 
 
-def _hashable(params: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(
-        sorted((k, v if isinstance(v, tuple | int | type(None)) else repr(v)) for k, v in params.items())
-    )
+def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
+    """The function that replaces a site: of the operands of its equation, and then of `inputs`."""
+    if site.kind == "ragged":
+        assert inputs.weight is None
+        return _quantized_ragged_gemm(site, site_recipe, inputs.has_rounding_key)
+    params = site.eqn.params
 
-
-def dot(
-    eqn: Eqn,
-    site: Site,
-    done: SiteRecipe,
-    activation: Quantizer | None = None,
-    weight: Quantizer | None = None,
-) -> Callable[..., Any]:
-    """The product, of its operands and of what it is handed: its weight, quantized, the key of its layer, and its
-    activation, quantized.
-    """
-    params = eqn.params
-    recipe, backends = done
-
-    def gemm(lhs: Any, rhs: Any, *more: Any) -> Any:
-        own, given = (0 if q is None else len(q.avals) for q in (weight, activation))
-        words = more[own : len(more) - given]
-        left, right = (
-            Prequantized() if activation is None else activation.ready(more[len(more) - given :]),
-            Prequantized() if weight is None else weight.ready(more[:own]),
-        )
-        if site.weight == "lhs":
-            left, right = right, left
+    def gemm(lhs: Any, rhs: Any, *extra: Any) -> Any:
+        weights, activations = (0 if q is None else len(q.avals) for q in (inputs.weight, inputs.activation))
+        key_words = extra[weights : len(extra) - activations]
+        weight, activation = Prequantized(), Prequantized()
+        if inputs.weight is not None:
+            weight = inputs.weight.rebuild(extra[:weights])
+        if inputs.activation is not None:
+            activation = inputs.activation.rebuild(extra[len(extra) - activations :])
         return quantized_dot_general(
             lhs,
             rhs,
             params["dimension_numbers"],
-            recipe,
+            site_recipe.recipe,
             GemmOptions(
                 weight=site.weight,
-                backends=backends,
+                backends=site_recipe.backends,
                 site=site.number,
                 precision=params["precision"],
                 preferred_element_type=params["preferred_element_type"],
             ),
-            Precomputed(lhs=left, rhs=right, rounding_key=Key(*words) if words else None),
+            Precomputed(
+                lhs=weight if site.weight == "lhs" else activation,
+                rhs=activation if site.weight == "lhs" else weight,
+                rounding_key=Key(*key_words) if key_words else None,
+            ),
         )
 
-    explicit = jaxprs.explicit_sharding(eqn)
-    return gemm if explicit is None else jax.sharding.auto_axes(gemm, out_sharding=explicit)
+    sharding = jaxprs.explicit_sharding(site.eqn)
+    return gemm if sharding is None else jax.sharding.auto_axes(gemm, out_sharding=sharding)
 
 
-def _ragged(eqn: Eqn, site: Site, done: SiteRecipe, numbered: bool) -> Callable[..., Any]:
-    from policyc.numerics.ragged import quantized_ragged_dot
+def _quantized_ragged_gemm(site: Site, site_recipe: SiteRecipe, has_rounding_key: bool) -> Callable[..., Any]:
+    params = site.eqn.params
 
-    params = eqn.params
-
-    def gemm(lhs: Any, rhs: Any, sizes: Any, *words: Any) -> Any:
+    def gemm(lhs: Any, rhs: Any, group_sizes: Any, *key_words: Any) -> Any:
         return quantized_ragged_dot(
             lhs,
             rhs,
-            sizes,
-            done[0],
+            group_sizes,
+            site_recipe.recipe,
             GemmOptions(
                 site=site.number,
                 precision=params["precision"],
                 preferred_element_type=params["preferred_element_type"],
             ),
-            Key(*words) if numbered else None,
+            Key(*key_words) if has_rounding_key else None,
         )
 
     return gemm
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Some layers of a scan: the body they have, and what it takes from outside."""
-
-    run: LayerRange
-    made: Any
-    more: list[Atom]
-    stacked: list[bool]
-
-
-def _split(eqn: Eqn, key: str, parts: Sequence[_Part]) -> Callable[..., list[Any]]:
-    """A function of a scan's operands that runs consecutive scans, the carry of one being the start of the next.
-
-    Behind the operands of the scan are those that each part has of its own.
-    """
-    count, params = jaxprs.scan_parts(eqn), eqn.params
-
-    def scans(*operands: Any) -> list[Any]:
-        given, rest = operands[: len(eqn.invars)], iter(operands[len(eqn.invars) :])
-        more = [list(zip(itertools.islice(rest, len(p.more)), p.stacked, strict=True)) for p in parts]
-        consts = given[: count.consts]
-        carry = list(given[count.consts : count.consts + count.carry])
-        xs = given[count.consts + count.carry :]
-        stacked: list[list[Any]] = [[] for _ in parts]
-        order = list(enumerate(zip(parts, more, strict=True)))
-        for at, (part, extra) in reversed(order) if params["reverse"] else order:
-            run = part.run
-            size = run.stop - run.start
-            sliced = [lax.slice_in_dim(x, run.start, run.stop) for x in xs]
-            changed = {**jaxprs.scan_params(eqn, key, part.made, part.stacked), "length": size}
-            changed["unroll"] = min(params["unroll"], size)
-            first, last = [a for a, s in extra if not s], [a for a, s in extra if s]
-            out = jaxprs.bind(eqn, *consts, *first, *carry, *sliced, *last, **changed)
-            carry, stacked[at] = out[: count.carry], out[count.carry :]
-        return [*carry, *(jnp.concatenate(ys) for ys in zip(*stacked, strict=True))]
-
-    return scans

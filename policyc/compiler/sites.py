@@ -1,7 +1,6 @@
 """Sites: the forward GEMMs of a loss, each with its names, shapes, roles and products.
 
-In: what the analysis of a jaxpr finds. Out: `Site`s and the paths that selectors see. The one trap: a GEMM in a
-scan over stacked parameters is one site and many layers; its paths have an index only once a layer is chosen.
+A GEMM in a scan over stacked parameters is one site with many layers. Its paths have an index once a layer is chosen.
 """
 
 from __future__ import annotations
@@ -12,90 +11,93 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import AxisEnv
+from policyc.jaxcore.transform import Address
 from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment
-
-Address = tuple[int, ...]
-"""Where an equation is: its number in the jaxpr, then the number of a body in it, then one in that body, ..."""
 
 Layer = tuple[int, ...]
 """An index in each of the stacks around a site, the outermost first."""
 
 Weight = Literal["lhs", "rhs"] | None
+"""Which operand of a GEMM is a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A scan over stacked parameters: the layers are one body. Or a shard_map over them: one program on `devices`."""
+    """Layers that share one jaxpr: a scan over stacked parameters, or a shard_map that divides them over devices."""
 
     address: Address
     size: int
     reverse: bool = False
-    devices: bool = False
+    is_shard_map: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSlot:
-    """An index that belongs at one of some places in a path: that of a stack, or a known one.
+    """An index in a path: that of a stack, or a constant. `places` are the names that may carry it.
 
-    With `shards`, every device has `each` members of the stack: the index counts those of the devices before.
+    With `shards`, the address of a shard_map, each device holds `layers_per_device` members of the stack.
     """
 
     places: tuple[int, ...]
     size: int
     stack: Address | None = None
-    index: int = 0
+    constant: int = 0
     shards: Address | None = None
-    each: int = 0
+    layers_per_device: int = 0
 
-    def at(self, indices: Mapping[Address, int]) -> int:
-        index = self.index if self.stack is None else indices[self.stack]
-        return index if self.shards is None else indices[self.shards] * self.each + index
+    def index(self, indices: Mapping[Address, int]) -> int:
+        """The index, given the index in each stack."""
+        index = self.constant if self.stack is None else indices[self.stack]
+        return index if self.shards is None else indices[self.shards] * self.layers_per_device + index
 
 
 @dataclass(frozen=True, slots=True)
 class PathTemplate:
-    """A path whose stack indices are still open. `shards` says that a shard_map divides its first dimension."""
+    """A path with open stack indices. `shards`: the shard_map that divides its first dimension."""
 
     path: DottedPath
-    marks: tuple[IndexSlot, ...] = ()
+    slots: tuple[IndexSlot, ...] = ()
     shards: Stack | None = None
 
-    def marked(self, mark: IndexSlot) -> PathTemplate:
-        return PathTemplate(self.path, (*self.marks, mark))
+    def with_slot(self, slot: IndexSlot) -> PathTemplate:
+        return PathTemplate(self.path, (*self.slots, slot))
 
-    def at(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
-        """The path of a layer, in each way that its indices can be written.
+    def paths(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
+        """The paths of a layer: one for each way to place its indices.
 
-        Two stacks under one name count as one: index 1 of 4 times index 2 of 8 is index 10 of 32.
+        Two stacks at one name count as one: index 1 of 4 and index 2 of 8 make index 10 of 32.
         """
-        for places in itertools.product(*(m.places or (None,) for m in self.marks)):
+        for places in itertools.product(*(slot.places or (None,) for slot in self.slots)):
             if any(b is not None and a is not None and b < a for a, b in itertools.pairwise(places)):
                 continue
             names = list(self.path)
-            for place, mark in zip(places, self.marks, strict=True):
+            for place, slot in zip(places, self.slots, strict=True):
                 if place is None:
                     continue
-                before = names[place]
-                outer, size = (before.index or 0, before.size or 1) if before.index is not None else (0, 1)
+                name = names[place]
+                outer, size = (name.index, name.size or 1) if name.index is not None else (0, 1)
                 names[place] = PathSegment(
-                    before.text, outer * mark.size + mark.at(indices), size * mark.size
+                    name.text, outer * slot.size + slot.index(indices), size * slot.size
                 )
             yield tuple(names)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How an operand is made of one input of the loss: by equations, and by scans (their addresses) that slice it."""
+    """How an operand derives from one input of the loss: by equations, and by scans (their addresses) that slice it."""
 
     input: int
-    steps: tuple[Any, ...] = ()
+    steps: tuple[JaxprEqn | Address, ...] = ()
 
-    def then(self, step: Any) -> Origin:
+    def then(self, step: JaxprEqn | Address) -> Origin:
         return Origin(self.input, (*self.steps, step))
 
     @property
@@ -120,56 +122,58 @@ class Site:
     repeats: int
     products: frozenset[Gemm]
     opaque: str = ""
+    """Why the compiler cannot change it; empty if it can."""
     one_hot: bool = False
-    around: jaxprs.AxisEnv = jaxprs.AxisEnv()
+    axis_env: AxisEnv = AxisEnv()
     origin: Origin | None = field(default=None, compare=False, repr=False)
-    """Of its weight, where that can be followed."""
-    again: bool = False
-    """Is the same weight seen more than once: in a remat, or by the turns of a loop?"""
-    reached: bool = True
-    """Can something from outside be handed to it?"""
-    eqn: Any = field(compare=False, repr=False)
+    """How the weight derives from an input of the loss; None if unknown."""
+    is_reused: bool = False
+    """Is the same weight read more than once: in a remat, or in several iterations of a loop?"""
+    takes_extra_inputs: bool = True
+    """Can the rewrite pass additional inputs to it?"""
+    eqn: JaxprEqn = field(compare=False, repr=False)
+
+    @property
+    def template(self) -> PathTemplate:
+        """The path of its parameter, else its scope."""
+        return self.parameters[0] if self.parameters else self.scope
 
     @property
     def name(self) -> str:
-        """The parameter's path, else the scope."""
-        path = self.parameters[0].path if self.parameters else self.scope.path
-        return dotted(path) or f"({self.place or 'unnamed'})"
+        return dotted(self.template.path) or f"({self.place or 'unnamed'})"
 
     @property
     def number(self) -> int:
-        """For its random bits, and its name in a compiled program. Layers share it: what they share stays shared."""
-        path = self.parameters[0].path if self.parameters else self.scope.path
-        return zlib.crc32(".".join(n.text for n in path).encode())
+        """Identifies the site in random keys and in compiled programs. Layers of a stack have the same number."""
+        return zlib.crc32(".".join(n.text for n in self.template.path).encode())
 
     @property
-    def indexed(self) -> bool:
+    def is_layered(self) -> bool:
         """Is it one of several layers, scanned or unrolled?"""
-        label = self.parameters[0] if self.parameters else self.scope
-        return bool(self.stacks) or any(n.index is not None for n in label.path)
+        return bool(self.stacks) or any(n.index is not None for n in self.template.path)
 
-    def ordinals(self) -> list[int]:
-        """For random bits too: what tells each layer from all others that have its number.
+    def layer_ordinals(self) -> list[int]:
+        """One number per layer, for random keys: tells layers with the same site number apart.
 
-        It comes from the indices in the path, so that a stack has the same ones scanned and unrolled.
+        It comes from the indices in the path, so that a scanned and an unrolled stack have the same ones.
         """
-        label = self.parameters[0] if self.parameters else self.scope
-        found = []
+        ordinals = []
         for layer in self.layers():
-            path = next(label.at({s.address: i for s, i in zip(self.stacks, layer, strict=True)}))
+            path = next(self.template.paths(self.stack_indices(layer)))
             ordinal = 0
             for name in (n for n in path if n.index is not None):
                 ordinal = ordinal * (name.size or 1) + (name.index or 0)
-            found.append(ordinal)
-        return found if len(set(found)) == len(found) else list(range(len(found)))
+            ordinals.append(ordinal)
+        return ordinals if len(set(ordinals)) == len(ordinals) else list(range(len(ordinals)))
 
     @property
     def place(self) -> str:
-        return jaxprs.place(self.eqn)
+        """The file and line of the program that made it."""
+        return jaxprs.source_place(self.eqn)
 
     @property
     def count(self) -> int:
-        """How many GEMMs of the model this is: one for each layer."""
+        """How many GEMMs of the model this is: one per layer."""
         return math.prod(s.size for s in self.stacks)
 
     @property
@@ -184,7 +188,7 @@ class Site:
 
     @property
     def attributes(self) -> SiteAttributes:
-        """What a `where` can ask."""
+        """The variables of `where`."""
         return {
             "m": self.m,
             "n": self.n,
@@ -197,11 +201,15 @@ class Site:
     def layers(self) -> Iterator[Layer]:
         return itertools.product(*(range(s.size) for s in self.stacks))
 
+    def stack_indices(self, layer: Layer) -> dict[Address, int]:
+        """The index in each stack, by the stack's address."""
+        return {s.address: index for s, index in zip(self.stacks, layer, strict=True)}
+
     def paths(self, layer: Layer) -> tuple[DottedPath, ...]:
         """Every path by which a selector may name a layer of this site."""
-        indices = {s.address: i for s, i in zip(self.stacks, layer, strict=True)}
-        labels = (self.scope, *self.parameters)
-        return tuple(dict.fromkeys(path for label in labels for path in label.at(indices)))
+        indices = self.stack_indices(layer)
+        templates = (self.scope, *self.parameters)
+        return tuple(dict.fromkeys(path for template in templates for path in template.paths(indices)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +218,7 @@ class Sites:
 
     sites: tuple[Site, ...]
     parameters: tuple[DottedPath, ...]
-    jaxpr: Any = field(compare=False, repr=False)
+    jaxpr: ClosedJaxpr = field(compare=False, repr=False)
     looked_up: frozenset[DottedPath] = frozenset()
     """The parameters from which rows are gathered: embeddings."""
 

@@ -1,9 +1,8 @@
-"""A function of any arguments -> a closed jaxpr, and back.
+"""Traces a function of any arguments to a closed jaxpr, calling it exactly once.
 
-In: a function, its arguments, and which of them are parameters. Out: a `TracedFunction`: the jaxpr, the path of each of
-its inputs, and how to run another jaxpr in its place. The function is called exactly once. The one trap: only
-parameters are inputs. Everything else is closed over as it is, so that configurations, strings, modules and
-numbers that steer Python stay what they are, and so do results that are no traced arrays.
+Only parameters (and `jax.ShapeDtypeStruct`s) become inputs of the jaxpr. Everything else is closed over as it is:
+configurations, strings, modules and numbers that steer Python stay what they are, and so do results that are not traced
+arrays.
 """
 
 from __future__ import annotations
@@ -14,86 +13,89 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from policyc.compiler.paths import leaf_paths
 from policyc.jaxcore import autodiff, jaxprs
 from policyc.language.selectors import DottedPath
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, float, complex, jax.ShapeDtypeStruct)
+_ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, float, complex, jax.ShapeDtypeStruct)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedFunction:
     """A function as a jaxpr. `paths` has the path of every input, None for what is not a parameter."""
 
-    closed: Any
+    jaxpr: ClosedJaxpr
     paths: tuple[DottedPath | None, ...]
-    tree: Any
-    results: tuple[Any, ...]
-    where: tuple[int, ...]
+    result_tree: Any
+    constant_results: tuple[Any, ...]
+    traced_results: tuple[int, ...]
+    """Which leaves of the result the jaxpr computes. The others are in `constant_results`."""
 
-    def run(self, closed: Any, inputs: Sequence[Any]) -> Any:
-        """What the function returns, with a jaxpr of the same inputs and results in the place of its own."""
-        return self.result(jaxprs.evaluate(closed, *inputs))
+    def run(self, jaxpr: ClosedJaxpr, inputs: Sequence[Any]) -> Any:
+        """The result of the function, computed by a jaxpr with the same results as its own."""
+        return self.assemble_result(jaxprs.evaluate(jaxpr, *inputs))
 
-    def result(self, values: Sequence[Any]) -> Any:
-        """What the function returns where its jaxpr returns these values."""
-        leaves = list(self.results)
-        for at, value in zip(self.where, values, strict=True):
-            leaves[at] = value
-        return jax.tree.unflatten(self.tree, leaves)
-
-
-def inputs_of(args: Sequence[Any], chosen: Sequence[int]) -> list[Any]:
-    """The inputs that these arguments are to the jaxpr of `trace`."""
-    leaves = [(i in chosen, leaf) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
-    return [leaf for parameter, leaf in leaves if _is_input(leaf, parameter)]
+    def assemble_result(self, values: Sequence[Any]) -> Any:
+        """The result of the function, from the results of its jaxpr."""
+        leaves = list(self.constant_results)
+        for index, value in zip(self.traced_results, values, strict=True):
+            leaves[index] = value
+        return jax.tree.unflatten(self.result_tree, leaves)
 
 
-def _is_input(leaf: Any, parameter: bool) -> bool:
-    return isinstance(leaf, _ARRAYS) if parameter else isinstance(leaf, jax.ShapeDtypeStruct)
+def jaxpr_inputs(args: Sequence[Any], param_argnums: Sequence[int]) -> list[Any]:
+    """The leaves of the arguments that are inputs of the jaxpr of `trace`."""
+    leaves = [(i in param_argnums, leaf) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
+    return [leaf for is_parameter, leaf in leaves if _is_input(leaf, is_parameter)]
+
+
+def _is_input(leaf: Any, is_parameter: bool) -> bool:
+    return isinstance(leaf, _ARRAY_TYPES) if is_parameter else isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def trace(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    chosen: Sequence[int],
+    param_argnums: Sequence[int],
     names: Sequence[str],
 ) -> TracedFunction:
-    """Traces a call. `chosen` are the numbers of the arguments that are parameters, `names` what each is called."""
-    named_leaves = dict(zip(chosen, leaf_groups(args, chosen, names), strict=True))
+    """Traces a call. `param_argnums` are the arguments that hold parameters, `names` their names."""
+    paths_of = dict(zip(param_argnums, paths_by_argument(args, param_argnums, names), strict=True))
     flat = [jax.tree.flatten(arg) for arg in (*args, dict(kwargs))]
     inputs: list[Any] = []
     paths: list[DottedPath | None] = []
-    slots: list[tuple[int, int]] = []
-    for i, (leaves, _) in enumerate(flat):
-        for j, leaf in enumerate(leaves):
-            if _is_input(leaf, i in named_leaves):
+    slots: list[tuple[int, int]] = []  # of each input: its argument, and its leaf there
+    for argnum, (leaves, _) in enumerate(flat):
+        for number, leaf in enumerate(leaves):
+            if _is_input(leaf, argnum in paths_of):
                 inputs.append(leaf)
-                paths.append(named_leaves[i][j] if i in named_leaves else None)
-                slots.append((i, j))
-    box: list[tuple[Any, tuple[Any, ...], tuple[int, ...]]] = []
+                paths.append(paths_of[argnum][number] if argnum in paths_of else None)
+                slots.append((argnum, number))
+    results: list[tuple[Any, tuple[Any, ...], tuple[int, ...]]] = []
 
-    def traceable(*parameters: Any) -> list[Any]:
+    def traceable(*values: Any) -> list[Any]:
         filled = [list(leaves) for leaves, _ in flat]
-        for (i, j), value in zip(slots, parameters, strict=True):
-            filled[i][j] = value
-        *given, named = (
+        for (argnum, number), value in zip(slots, values, strict=True):
+            filled[argnum][number] = value
+        *positional, named = (
             jax.tree.unflatten(tree, leaves) for leaves, (_, tree) in zip(filled, flat, strict=True)
         )
-        leaves, tree = jax.tree.flatten(fn(*given, **named))
-        where = tuple(at for at, leaf in enumerate(leaves) if autodiff.is_tracer(leaf))
-        box.append((tree, tuple(None if at in where else leaf for at, leaf in enumerate(leaves)), where))
-        return [leaves[at] for at in where]
+        leaves, tree = jax.tree.flatten(fn(*positional, **named))
+        traced = tuple(i for i, leaf in enumerate(leaves) if autodiff.is_tracer(leaf))
+        results.append((tree, tuple(None if i in traced else leaf for i, leaf in enumerate(leaves)), traced))
+        return [leaves[i] for i in traced]
 
-    closed = autodiff.traced_for(fn, traceable, inputs)
-    tree, results, where = box[-1]
-    return TracedFunction(closed, tuple(paths), tree, results, where)
+    jaxpr = autodiff.trace_as(fn, traceable, inputs)
+    return TracedFunction(jaxpr, tuple(paths), *results[-1])
 
 
-def leaf_groups(args: Sequence[Any], chosen: Sequence[int], names: Sequence[str]) -> list[list[DottedPath]]:
-    """The paths of the leaves of each chosen argument."""
-    picked = [(name, args[i]) for i, name in zip(chosen, names, strict=True)]
-    paths = iter(leaf_paths(picked))
-    return [[next(paths) for _ in jax.tree.leaves(tree)] for _, tree in picked]
+def paths_by_argument(
+    args: Sequence[Any], param_argnums: Sequence[int], names: Sequence[str]
+) -> list[list[DottedPath]]:
+    """The paths of the leaves of each argument that holds parameters."""
+    arguments = [(name, args[i]) for i, name in zip(param_argnums, names, strict=True)]
+    paths = iter(leaf_paths(arguments))
+    return [[next(paths) for _ in jax.tree.leaves(tree)] for _, tree in arguments]

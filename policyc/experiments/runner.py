@@ -20,10 +20,11 @@ from typing import NoReturn
 
 import jax
 
-from policyc.compiler.pipeline import Session, present, session_of
 from policyc.compiler.plan import ExecutionOptions, Plan
+from policyc.compiler.schedule import current_phase
+from policyc.compiler.session import Session, activate
 from policyc.jaxcore import autodiff, jaxprs
-from policyc.jaxcore.relocate import Jitted, lowering
+from policyc.jaxcore.relocate import JittedFunction, intercept_lowering
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
@@ -129,11 +130,15 @@ def run(
     policy cannot be applied. Any other exception of the program is printed and becomes SystemExit.
     """
     program.check()
-    with (
-        _export_policy_hash(policy),
-        session_of(policy, execution, on_plan, multiple_losses=multiple_losses) as session,
-    ):
-        session.refuse, session.stats_every = PolicyRejected, stats_every
+    session = Session(
+        policy=policy,
+        execution=execution,
+        multiple_losses=multiple_losses,
+        on_plan=on_plan,
+        as_error=PolicyRejected,
+        stats_every=stats_every,
+    )
+    with _export_policy_hash(policy), activate(session):
         try:
             program.run()
         except SystemExit as end:
@@ -197,14 +202,14 @@ def trace_first_plan(
 
 def trace_first_step(
     program: Program, policy: Policy, execution: ExecutionOptions
-) -> tuple[Jitted | None, list[Plan]]:
+) -> tuple[JittedFunction | None, list[Plan]]:
     """Runs a program until it lowers its first jitted function that differentiates a loss with a GEMM.
 
     Returns that function and the plans of its losses. The function is None if the loss is differentiated outside
     `jax.jit`. There are no plans if no loss has a GEMM.
     """
     plans: list[Plan] = []
-    steps: list[Jitted] = []
+    steps: list[JittedFunction] = []
 
     def record(plan: Plan) -> None:
         if len(plan.sites):
@@ -212,21 +217,21 @@ def trace_first_step(
             if not autodiff.is_tracing():
                 raise StopAfterTrace
 
-    def stop_at_step(jitted: Jitted) -> None:
+    def stop_at_step(jitted: JittedFunction) -> None:
         if plans and not autodiff.is_tracing() and _runs_plans(jitted, plans):
             steps.append(jitted)
             raise StopAfterTrace
 
-    with contextlib.suppress(StopAfterTrace), lowering(stop_at_step):
+    with contextlib.suppress(StopAfterTrace), intercept_lowering(stop_at_step):
         run(program, policy, execution, record)
     return (steps[0] if steps else None), plans
 
 
-def _runs_plans(jitted: Jitted, plans: Sequence[Plan]) -> bool:
+def _runs_plans(jitted: JittedFunction, plans: Sequence[Plan]) -> bool:
     """Whether a jitted function holds the GEMMs of the plans. A program also jits other functions, such as init."""
-    decisions = [decision for plan in plans for decision in plan.decisions(present(plan)).values()]
+    decisions = [decision for plan in plans for decision in plan.decisions(current_phase(plan)).values()]
     is_quantized = any(one.backend for decision in decisions for one in decision.lowerings)
-    primitives = {jaxprs.primitive_name(eqn) for eqn in jaxprs.every_eqn(jitted.jaxpr)}
+    primitives = {jaxprs.primitive_name(eqn) for eqn in jaxprs.all_equations(jitted.jaxpr)}
     if is_quantized:
         return any(name.endswith("_quantize") for name in primitives)
     return bool(primitives & {"dot_general", "ragged_dot_general"})

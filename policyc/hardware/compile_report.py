@@ -6,15 +6,14 @@ the compiled program.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from policyc.compiler.pipeline import present
 from policyc.compiler.plan import Plan
+from policyc.compiler.schedule import current_phase
 from policyc.compiler.sites import Layer, Site
 from policyc.hardware import hlo
 from policyc.language.recipes import Gemm
@@ -126,15 +125,13 @@ def check_products(plan: Plan, module: hlo.Module, microbatches: int = 1) -> Ite
 
 
 def _planned_products(plan: Plan, site: Site, microbatches: int) -> Iterator[ProductCheck]:
-    decisions = plan.decisions(present(plan))
-    for decision, group in itertools.groupby(site.layers(), key=lambda la: decisions[site.address, la]):
-        layers = list(group)
-        if decision.recipe is None:
-            continue
-        for gemm in (g for g in Gemm if g in site.products):
-            lowering, format = decision.runs(gemm), decision.recipe.gemm_treatments(gemm)[0].format
-            if not lowering.backend:
+    for run in plan.site_runs(site, current_phase(plan)):
+        layers, recipe = run.layers, run.decision.recipe
+        for product in run.products():
+            gemm, lowering = product.gemm, product.lowering
+            if recipe is None or not lowering.backend:
                 continue
+            format = recipe.gemm_treatments(gemm)[0].format
             yield ProductCheck(
                 site=site.name,
                 layers=(layers[0], layers[-1]) if site.stacks else None,

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from policyc.compiler.pipeline import compiled, session_of
+from policyc.compiler.pipeline import compile_plan
 from policyc.compiler.plan import ExecutionOptions, Plan
+from policyc.compiler.session import Session, activate
 from policyc.hardware import gpus, hlo
 from policyc.hardware.compile_report import CompileReport, check_products, total_collectives
 from policyc.jaxcore import jaxprs, relocate
 from policyc.jaxcore.define_primitive import gpu_description
-from policyc.jaxcore.relocate import Jitted
+from policyc.jaxcore.relocate import JittedFunction
 from policyc.language.policy import Policy
 from policyc.numerics.targets import Target
 
@@ -96,7 +97,8 @@ def compile_step(
         microbatches: how often the step runs a loss.
     """
     start = time.perf_counter()
-    with session_of(policy, execution) as session:
+    session = Session(policy=policy, execution=execution)
+    with activate(session):
         lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
     if not any(len(plan.sites) for plan in session.plans):
         raise CannotCompile("the step differentiates no loss with a GEMM")
@@ -107,17 +109,17 @@ def compile_loss(plan: Plan, device: Any) -> CompileReport:
     """Compiles the loss of a plan and its gradient for one device of the plan's target."""
     import jax
 
-    rewritten = compiled(plan)
-    closed = rewritten.closed
+    rewritten = compile_plan(plan)
+    closed = rewritten.jaxpr
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def shapes(variables: Sequence[Any]) -> list[Any]:
         return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding) for v in variables]  # type: ignore[no-untyped-call]
 
     def step(consts: list[Any], inputs: list[Any]) -> Any:
-        extra_inputs = rewritten.beforehand(inputs)
+        extra_inputs = rewritten.extra_inputs(inputs)
         outputs, vjp = jax.vjp(
-            lambda *primals: jaxprs.evaluate_with(closed, consts, *primals, *extra_inputs), *inputs
+            lambda *primals: jaxprs.evaluate_with_consts(closed, consts, *primals, *extra_inputs), *inputs
         )
         loss = next(i for i, o in enumerate(outputs) if jax.numpy.issubdtype(o.dtype, jax.numpy.floating))
         cotangents = [jax.numpy.full_like(o, float(i == loss)) for i, o in enumerate(outputs)]
@@ -136,13 +138,13 @@ def compile_loss(plan: Plan, device: Any) -> CompileReport:
 
 
 def compile_jitted(
-    jitted: Jitted, plans: Sequence[Plan], execution: ExecutionOptions, devices: int
+    jitted: JittedFunction, plans: Sequence[Plan], execution: ExecutionOptions, devices: int
 ) -> CompileReport:
     """Compiles a jitted function of a program for devices of the target of `execution`."""
     assert execution.target is not None
     try:
-        used = max(1, len(relocate.used(jitted)))
-    except relocate.CallsBack as callback:
+        used = max(1, len(relocate.devices_used(jitted)))
+    except relocate.HasCallback as callback:
         raise CannotCompile(
             "the program's step calls back into Python, which cannot be compiled for a GPU that is not present: "
             f"{callback}"
@@ -153,7 +155,7 @@ def compile_jitted(
             f"--devices {used}, or make the program's mesh from all jax.devices()"
         )
     start = time.perf_counter()
-    lowered = relocate.lowered(jitted, make_devices(execution.target, devices), "cuda")
+    lowered = relocate.lower_for(jitted, make_devices(execution.target, devices), "cuda")
     return _report(_compile(lowered, start), plans, execution, devices)
 
 

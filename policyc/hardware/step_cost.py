@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from policyc.compiler.plan import Phase, Plan
 from policyc.compiler.sites import Site
@@ -206,7 +207,8 @@ def is_quantized(recipe: Recipe | None) -> bool:
 
 def unquantized_format(site: Site) -> str:
     """The format that the products of a site have without a policy."""
-    return "f32" if str(site.eqn.invars[0].aval.dtype) == "float32" else "bf16"
+    operand: Any = site.eqn.invars[0]
+    return "f32" if str(operand.aval.dtype) == "float32" else "bf16"
 
 
 def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float]:

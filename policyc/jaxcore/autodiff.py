@@ -1,8 +1,6 @@
-"""The doors of autodiff and of tracing: what JAX is about to differentiate, and what it is tracing.
+"""Hooks into JAX's reverse-mode entry points, and questions about the current trace.
 
-In: a function on its way into `jax.grad`; values, traced or not. Out: another function in its place; its jaxpr and its
-arguments' names; where a value was made. The one trap: a door is one function inside JAX, replaced for all threads
-while it is open. What a hook does not mean to change it hands on as it came.
+`intercept_reverse_mode` patches `ad.linearize` and `ad.backward_pass3` while active, for all threads.
 """
 
 from __future__ import annotations
@@ -14,77 +12,80 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from policyc.jaxcore.internals import ad, core, partial_eval
 
 Hook = Callable[[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]]
-"""Given a function and the values it is to be differentiated at: the function to differentiate instead."""
+"""(function, the values it is differentiated at) -> the function to differentiate instead."""
 
-_walking_back: ContextVar[bool] = ContextVar("policyc_walking_back", default=False)
+_in_backward_pass: ContextVar[bool] = ContextVar("policyc_in_backward_pass", default=False)
 
 
 @contextlib.contextmanager
-def differentiating(hook: Hook) -> Iterator[None]:
-    """Has every reverse-mode derivative taken of what the hook makes of a function.
+def intercept_reverse_mode(hook: Hook) -> Iterator[None]:
+    """Differentiates what `hook` returns instead of the function that a program differentiates.
 
-    `jax.grad`, `value_and_grad`, `vjp`, `linearize` and `jacrev`, however they were imported and whenever they
-    were called, all meet in one function inside JAX. That one is replaced while this lasts. So is the one that
-    walks backwards: a derivative taken on that walk is part of somebody's backward rule and no loss.
+    `jax.grad`, `value_and_grad`, `vjp`, `linearize` and `jacrev` all call `ad.linearize`, however a program imported
+    them. A derivative taken during a backward pass belongs to somebody's backward rule and is not that of a loss:
+    `ad.backward_pass3` is patched to recognize it.
     """
-    home: Any = ad
-    linearize, walk_back = home.linearize, home.backward_pass3
+    module: Any = ad
+    linearize, backward_pass = module.linearize, module.backward_pass3
 
-    def hooked(fun: Callable[..., Any], primals: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = fun if _walking_back.get() else hook(fun, primals.unflatten())
-        return linearize(chosen, primals, *args, **kwargs)
+    def hooked_linearize(fun: Callable[..., Any], primals: Any, *args: Any, **kwargs: Any) -> Any:
+        function = fun if _in_backward_pass.get() else hook(fun, primals.unflatten())
+        return linearize(function, primals, *args, **kwargs)
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        token = _walking_back.set(True)
+    def marked_backward_pass(*args: Any, **kwargs: Any) -> Any:
+        token = _in_backward_pass.set(True)
         try:
-            return walk_back(*args, **kwargs)
+            return backward_pass(*args, **kwargs)
         finally:
-            _walking_back.reset(token)
+            _in_backward_pass.reset(token)
 
-    home.linearize, home.backward_pass3 = hooked, noted
+    module.linearize, module.backward_pass3 = hooked_linearize, marked_backward_pass
     try:
         yield
     finally:
-        home.linearize, home.backward_pass3 = linearize, walk_back
+        module.linearize, module.backward_pass3 = linearize, backward_pass
 
 
 # ---- the function that is differentiated
 
 
 def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:
-    """What a function calls its first arguments; those it does not name are `arg0`, `arg1`, ..."""
+    """The names of the first `count` arguments of a function; `arg0`, `arg1`, ... where it gives none."""
     names = [f"arg{i}" for i in range(count)]
-    fun, differentiated = _given(fun)
-    chosen = tuple(range(count)) if differentiated is None else differentiated
+    fun, argnums = _user_function(fun)
+    argnums = tuple(range(count)) if argnums is None else argnums
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         return tuple(names)
-    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return tuple(plain[at] if at < len(plain) else name for at, name in zip(chosen, names, strict=False))
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(
+        named[argnum] if argnum < len(named) else name for argnum, name in zip(argnums, names, strict=False)
+    )
 
 
-def _given(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[int, ...] | None]:
-    """The function that a program gave to `jax.grad`, and which arguments of it are differentiated, if that is known.
+def _user_function(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[int, ...] | None]:
+    """The function that a program gave to `jax.grad`, and the arguments it differentiates, if known.
 
-    What `jax.grad` differentiates holds the arguments that are left alone.
+    `jax.grad` differentiates a wrapper that closes over both, as `f` and `dyn_argnums`.
     """
     code, cells = getattr(fun, "__code__", None), getattr(fun, "__closure__", None) or ()
-    held = dict(zip(code.co_freevars, cells, strict=False)) if code is not None else {}
-    if {"f", "dyn_argnums"} <= held.keys():
-        return held["f"].cell_contents, held["dyn_argnums"].cell_contents
+    closure = dict(zip(code.co_freevars, cells, strict=False)) if code is not None else {}
+    if {"f", "dyn_argnums"} <= closure.keys():
+        return closure["f"].cell_contents, closure["dyn_argnums"].cell_contents
     return fun, None
 
 
-def traced_for(fn: Callable[..., Any], traceable: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    """The closed jaxpr of a function that stands for another one; messages speak of that one."""
-    held: Any = traceable
-    held.__signature__ = inspect.signature(traceable)
-    held.__wrapped__ = _given(fn)[0]  # where JAX looks for a name and a place
+def trace_as(fn: Callable[..., Any], traceable: Callable[..., Any], inputs: Sequence[Any]) -> ClosedJaxpr:
+    """Traces `traceable`, which stands for `fn`. Messages of JAX name `fn`."""
+    standin: Any = traceable
+    standin.__signature__ = inspect.signature(traceable)
+    standin.__wrapped__ = _user_function(fn)[0]  # JAX takes the name and the place from here
     try:
         return jax.make_jaxpr(traceable)(*inputs)
     except jax.errors.ConcretizationTypeError as error:
@@ -94,37 +95,37 @@ def traced_for(fn: Callable[..., Any], traceable: Callable[..., Any], inputs: Se
 
 
 _NO_VALUES = (
-    "policyc traces the loss before it is differentiated, as jax.jit does: Python cannot look at the values of "
-    "parameters in it. Use jax.lax.cond or jnp.where there."
+    "policyc traces the loss before it is differentiated, as jax.jit does, so Python code in it cannot read the values "
+    "of parameters. Use jax.lax.cond or jnp.where instead."
 )
 
 
 # ---- traces around a trace
 
 
-def without_derivative(value: Any) -> Any:
-    """The value itself of what is being differentiated."""
+def primal_value(value: Any) -> Any:
+    """The primal of a value that is being differentiated."""
     while isinstance(value, ad.JVPTracer | ad.LinearizeTracer):
         value = value.primal
     return value
 
 
-def comes_from_outside(value: Any) -> bool:
-    """Was it there before the function that is now being traced: is it the same in each call of that function?
+def is_from_outer_trace(value: Any) -> bool:
+    """Does a value belong to a trace around the current one, so that it is the same in every call of this function?
 
-    So are parameters in the body of a loop that accumulates gradients.
+    Parameters in the body of a loop that accumulates gradients are such values.
     """
-    now = core.trace_ctx.trace
-    while isinstance(now, ad.JVPTrace | ad.LinearizeTrace):
-        now = now.parent_trace
+    current = core.trace_ctx.trace
+    while isinstance(current, ad.JVPTrace | ad.LinearizeTrace):
+        current = current.parent_trace
     trace = getattr(value, "_trace", None)
-    return isinstance(trace, partial_eval.DynamicJaxprTrace) and trace is not now
+    return isinstance(trace, partial_eval.DynamicJaxprTrace) and trace is not current
 
 
 @contextlib.contextmanager
-def where_it_was_made(value: Any) -> Iterator[None]:
-    """What is computed in here becomes part of the function that a value from outside belongs to."""
-    if not comes_from_outside(value):
+def trace_of(value: Any) -> Iterator[None]:
+    """Makes what is computed inside part of the trace that a value belongs to."""
+    if not is_from_outer_trace(value):
         yield
         return
     with core.set_current_trace(value._trace):  # type: ignore[no-untyped-call]
@@ -136,11 +137,11 @@ def is_tracer(value: Any) -> bool:
 
 
 def is_tracing() -> bool:
-    """Is a function being traced, so that what is computed is not computed yet?"""
+    """Is JAX tracing a function now?"""
     return not core.trace_state_clean()
 
 
 def jit_cache_context(default: Any = None) -> Any:
-    """A context whose value is part of the key under which JAX keeps what it traced and compiled."""
+    """A context manager whose value is part of the key of JAX's caches of traced and compiled functions."""
     make: Any = jax.make_user_context
     return make(default)

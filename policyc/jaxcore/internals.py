@@ -1,7 +1,6 @@
-"""What is used of JAX's private modules: all of it, and nowhere else.
+"""All private modules of JAX that policyc uses. No other module imports from `jax._src`.
 
-In: JAX 0.10 to 0.12. Out: its private modules under one name each. The one trap: they may move with any release, so
-that a new JAX is tried here first.
+They may change with any release of JAX. docs/internals.md says what each is used for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A jitted function of somebody's program, moved to other devices before it is compiled.
+"""Moves a jitted function to other devices before it is compiled.
 
-In: a `Jitted`, as it was about to be lowered for the devices that are here, and the devices that it is meant for. Out:
-the same, lowered for those: the first device that it uses here becomes the first there, and so on. The one trap:
-devices hide in arguments, in what a function was jitted with, and in equations. One that is left behind anywhere is
-an error inside JAX.
+The first device that the function uses here becomes the first one there, and so on. Devices occur in the arguments, in
+the options of `jit` and in the parameters of equations: each is replaced.
 """
 
 from __future__ import annotations
@@ -15,36 +13,38 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.internals import pjit, sharding_impls
 
-Move = Callable[[Any], Any]
-"""A device to the one in its place."""
+DeviceMap = Callable[[jax.Device], jax.Device]
+"""A device to the one that replaces it."""
 
 PRINTS = frozenset({"debug_callback", "debug_print"})
 CALLBACKS = frozenset({"pure_callback", "io_callback"})
 
 
-class CallsBack(Exception):
-    """The function needs Python while it runs, and elsewhere there is none. The message says where."""
+class HasCallback(Exception):
+    """The function calls back into Python while it runs, which a program for other devices cannot. Says where."""
 
 
 @dataclass(frozen=True, slots=True)
-class Jitted:
-    """A jitted function that is about to be lowered: what JAX knows of its arguments, and how it was jitted."""
+class JittedFunction:
+    """A jitted function that is about to be lowered: what JAX knows of its arguments, and the options of `jit`."""
 
     args: Sequence[Any]
     options: Mapping[str, Any]
     _lower: Callable[..., Any]
 
     @property
-    def jaxpr(self) -> Any:
-        return self.options["jaxpr"]
+    def jaxpr(self) -> ClosedJaxpr:
+        jaxpr: ClosedJaxpr = self.options["jaxpr"]
+        return jaxpr
 
-    def lowered(self, shardings: Sequence[Any], options: Mapping[str, Any], platform: str) -> Any:
-        """The function, lowered with its arguments elsewhere. A sharding of None leaves an argument's place open."""
+    def lower(self, shardings: Sequence[Sharding | None], options: Mapping[str, Any], platform: str) -> Any:
+        """Lowers the function with these shardings of its arguments. None leaves the choice to JAX."""
         args = [
             a.replace(sharding=s, format=None, committed=s is not None)
             for a, s in zip(self.args, shardings, strict=True)
@@ -53,112 +53,116 @@ class Jitted:
 
 
 @contextlib.contextmanager
-def lowering(hook: Callable[[Jitted], None]) -> Iterator[None]:
-    """Shows a hook every jitted function before it is lowered, to be called or to be compiled ahead of time."""
-    home: Any = pjit
-    lower = home._resolve_and_lower
+def intercept_lowering(hook: Callable[[JittedFunction], None]) -> Iterator[None]:
+    """Calls `hook` with every jitted function before JAX lowers it, for a call or for ahead-of-time compilation.
+
+    Patches `pjit._resolve_and_lower` while active.
+    """
+    module: Any = pjit
+    lower = module._resolve_and_lower
 
     def hooked(args: Sequence[Any], **options: Any) -> Any:
-        hook(Jitted(args, options, lower))
+        hook(JittedFunction(args, options, lower))
         return lower(args, **options)
 
-    home._resolve_and_lower = hooked
+    module._resolve_and_lower = hooked
     try:
         yield
     finally:
-        home._resolve_and_lower = lower
+        module._resolve_and_lower = lower
 
 
-# ---- moving
+# ---- relocation
 
 
-def used(jitted: Jitted) -> list[Any]:
-    """The devices that a function names, in JAX's order. None: it runs on whichever comes first."""
-    found: set[Any] = set()
+def devices_used(function: JittedFunction) -> list[jax.Device]:
+    """The devices that a function names, by id. None: it runs on the default device."""
+    devices: set[jax.Device] = set()
 
-    def note(device: Any) -> Any:
-        found.add(device)
+    def record(device: jax.Device) -> jax.Device:
+        devices.add(device)
         return device
 
-    _moved(jitted, note)
-    return sorted(found, key=lambda device: device.id)
+    _relocate(function, record)
+    return sorted(devices, key=lambda device: device.id)
 
 
-def lowered(jitted: Jitted, devices: Sequence[Any], platform: str) -> Any:
-    """A jitted function, lowered for as many other devices as it uses."""
-    there = dict(zip(used(jitted), devices, strict=False))
-    places, options = _moved(jitted, there.__getitem__)
-    if not there:
-        # Nothing says where: JAX would take what is here.
-        places = [SingleDeviceSharding(devices[0])] * len(places)
-    return jitted.lowered(places, options, platform)
+def lower_for(function: JittedFunction, devices: Sequence[jax.Device], platform: str) -> Any:
+    """Lowers a jitted function for as many other devices as it uses."""
+    replacements = dict(zip(devices_used(function), devices, strict=False))
+    shardings, options = _relocate(function, replacements.__getitem__)
+    if not replacements:
+        # No argument names a device: JAX would choose one that is here.
+        shardings = [SingleDeviceSharding(devices[0])] * len(shardings)
+    return function.lower(shardings, options, platform)
 
 
-def _moved(jitted: Jitted, move: Move) -> tuple[list[Any], dict[str, Any]]:
-    """Where the arguments lie and how the function was jitted, on other devices."""
-    places = [
-        None if a.sharding is None or not a.committed else _sharding(a.sharding, move) for a in jitted.args
+def _relocate(function: JittedFunction, move: DeviceMap) -> tuple[list[Sharding | None], dict[str, Any]]:
+    """The shardings of the arguments and the options of `jit`, on other devices."""
+    shardings = [
+        None if a.sharding is None or not a.committed else _move_sharding(a.sharding, move)
+        for a in function.args
     ]
-    options = {k: v if k == "jaxpr" else _value(v, move) for k, v in jitted.options.items()}
-    return places, {**options, "jaxpr": _jaxpr(jitted.jaxpr, move)}
+    options = {k: v if k == "jaxpr" else _move_value(v, move) for k, v in function.options.items()}
+    jaxpr = jaxprs.map_equations(function.jaxpr, lambda eqn: _move_equation(eqn, move))
+    return shardings, {**options, "jaxpr": jaxpr}
 
 
-def _jaxpr(held: Any, move: Move) -> Any:
-    """What a program prints stays here: it changes no result."""
-    eqns = [eqn for eqn in jaxprs.body_eqns(held) if jaxprs.primitive_name(eqn) not in PRINTS]
-    return jaxprs.with_eqns(held, [_eqn(eqn, move) for eqn in eqns])
+def _move_equation(eqn: JaxprEqn, move: DeviceMap) -> JaxprEqn | None:
+    name = jaxprs.primitive_name(eqn)
+    if name in PRINTS:
+        return None  # it changes no result
+    if name in CALLBACKS:
+        raise HasCallback(f"{name} ({jaxprs.source_place(eqn)})")
+    with_jaxpr = {sub.param for sub in jaxprs.sub_jaxprs(eqn)}
+    params = {k: v if k in with_jaxpr else _move_value(v, move) for k, v in eqn.params.items()}
+    return jaxprs.replace_eqn(eqn, params=params)
 
 
-def _eqn(eqn: Any, move: Move) -> Any:
-    if jaxprs.primitive_name(eqn) in CALLBACKS:
-        raise CallsBack(f"{jaxprs.primitive_name(eqn)} ({jaxprs.place(eqn)})")
-    bodies = jaxprs.bodies(eqn)
-    apart = {body.key for body in bodies}
-    params = {k: v if k in apart else _value(v, move) for k, v in eqn.params.items()}
-    return jaxprs.with_bodies(eqn.replace(params=params), [(b, _jaxpr(b.held, move)) for b in bodies])
-
-
-def _value(value: Any, move: Move) -> Any:
-    """A parameter, whatever it is."""
+def _move_value(value: Any, move: DeviceMap) -> Any:
+    """A parameter of any type, with the devices in it replaced."""
     if isinstance(value, Mesh):
-        return _mesh(value, move)
-    if isinstance(value, jax.sharding.Sharding):
-        return _sharding(value, move)
+        return _move_mesh(value, move)
+    if isinstance(value, Sharding):
+        return _move_sharding(value, move)
     if isinstance(value, jax.Device):
         return move(value)
     if type(value) in (tuple, list):
-        return type(value)(_value(v, move) for v in value)
+        return type(value)(_move_value(v, move) for v in value)
     return value
 
 
-def _mesh(mesh: Mesh, move: Move) -> Mesh:
+def _move_mesh(mesh: Mesh, move: DeviceMap) -> Mesh:
     if mesh.empty:
         return mesh
     devices = np.array([move(d) for d in mesh.devices.flat]).reshape(mesh.devices.shape)
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _sharding(sharding: Any, move: Move) -> Any:
+def _move_sharding(sharding: Sharding, move: DeviceMap) -> Sharding:
     if isinstance(sharding, NamedSharding):
         if not isinstance(sharding.mesh, Mesh):
-            return sharding  # of a mesh in the abstract, without devices
-        return NamedSharding(_mesh(sharding.mesh, move), sharding.spec, memory_kind=_memory(sharding))
+            return sharding  # an abstract mesh has no devices
+        mesh = _move_mesh(sharding.mesh, move)
+        return NamedSharding(mesh, sharding.spec, memory_kind=_memory_kind(sharding))
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
-        return SingleDeviceSharding(move(device), memory_kind=_memory(sharding))
-    return _made_by_xla(sharding, move)
+        return SingleDeviceSharding(move(device), memory_kind=_memory_kind(sharding))
+    return _move_xla_sharding(sharding, move)
 
 
-def _memory(sharding: Any) -> str | None:
-    """The memory that was asked for, if it is not the usual one, which has other names elsewhere."""
+def _memory_kind(sharding: Sharding) -> str | None:
+    """The memory kind, unless it is the default one, whose name differs between platforms."""
     kind: str | None = sharding.memory_kind
-    usual = next(iter(sharding.device_set)).default_memory().kind
-    return None if kind == usual else kind
+    device: Any = next(iter(sharding.device_set))
+    default = device.default_memory().kind
+    return None if kind == default else kind
 
 
-def _made_by_xla(sharding: Any, move: Move) -> Any:
-    """A sharding that XLA has made, on other devices."""
+def _move_xla_sharding(sharding: Any, move: DeviceMap) -> Sharding:
+    """Moves a sharding that XLA has chosen."""
     if not isinstance(sharding, sharding_impls.GSPMDSharding):
         raise NotImplementedError(f"{sharding} cannot be moved to other devices: use NamedSharding")
-    made: Any = sharding_impls.GSPMDSharding
-    return made(tuple(map(move, sharding._device_assignment)), sharding._hlo_sharding)
+    make: Any = sharding_impls.GSPMDSharding
+    moved: Sharding = make(tuple(map(move, sharding._device_assignment)), sharding._hlo_sharding)
+    return moved

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from policyc.compiler.plan import Phase, Plan
-from policyc.compiler.sites import Address, Site
+from policyc.compiler.sites import Site
+from policyc.jaxcore.transform import Address
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context
@@ -26,16 +27,15 @@ def quantized(context: Context) -> Iterator[tuple[int, Site, Gemm, Recipe]]:
     for site in (s for s in plan.sites if not s.opaque):
         seen: set[tuple[int, Gemm]] = set()
         for phase in plan.phases:
-            decisions = plan.decisions(phase)
-            for layer in site.layers():
-                decision = decisions[site.address, layer]
-                for gemm in site.products:
-                    rule = decision.of(gemm).rule
-                    if rule is None or decision.recipe is None or (rule, gemm) in seen:
+            for run in plan.site_runs(site, phase):
+                recipe = run.decision.recipe
+                for product in run.products():
+                    rule, gemm = product.choice.rule, product.gemm
+                    if rule is None or recipe is None or (rule, gemm) in seen:
                         continue
                     seen.add((rule, gemm))
-                    if 0 < decision.recipe.bits(gemm) <= 8:
-                        yield rule, site, gemm, decision.recipe
+                    if 0 < recipe.bits(gemm) <= 8:
+                        yield rule, site, gemm, recipe
 
 
 def caught(context: Context, wanted: Callable[[Site], bool]) -> Iterator[tuple[Rule, Site]]:
@@ -101,7 +101,7 @@ def _cuts(plan: Plan, phase: Phase) -> dict[Address, tuple[Site, set[int], int]]
     found: dict[Address, tuple[Site, set[int], int]] = {}
     for site in (s for s in plan.sites if not s.opaque):
         for depth, stack in enumerate(site.stacks):
-            for layer in (la for la in site.layers() if la[depth] and not stack.devices):
+            for layer in (la for la in site.layers() if la[depth] and not stack.is_shard_map):
                 before = (*layer[:depth], layer[depth] - 1, *layer[depth + 1 :])
                 a, b = decisions[site.address, before], decisions[site.address, layer]
                 if a.recipe != b.recipe:

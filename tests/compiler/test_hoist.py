@@ -110,14 +110,14 @@ def weights_quantized(f: Callable[..., Any], *args: Any, operand: str = "rhs") -
 
 def counted(closed: Any, loops: tuple[int, ...], operands: str) -> Counter:
     found: Counter = Counter()
-    for eqn in jaxprs.body_eqns(closed):
+    for eqn in jaxprs.equations(closed):
         name = jaxprs.primitive_name(eqn)
         gemm, _, operand = str(eqn.params.get("operand", "")).partition(".")
         if name.endswith("_quantize") and operand == operands and gemm != "wgrad":
             found[loops] += 1
         inside = (*loops, eqn.params["length"]) if name == "scan" else loops
-        for body in jaxprs.bodies(eqn):
-            found += counted(body.held, inside, operands)
+        for body in jaxprs.sub_jaxprs(eqn):
+            found += counted(body.jaxpr, inside, operands)
     return found
 
 
@@ -150,9 +150,9 @@ def test_a_stack_that_is_split():
 @pytest.mark.parametrize(
     ("params", "policy", "remat"),
     [
-        pytest.param(STACKED, TWO_WAYS, "full", marks=pytest.mark.slow),
+        pytest.param(STACKED, TWO_WAYS, "full", slots=pytest.mark.slow),
         (STACKED, SPLIT, "named"),
-        pytest.param(UNROLLED, SQUARE, "full", marks=pytest.mark.slow),
+        pytest.param(UNROLLED, SQUARE, "full", slots=pytest.mark.slow),
         (UNROLLED, "* -> fp8", "dots"),
     ],
 )
@@ -369,7 +369,7 @@ def gated(remat: str, unrolled: bool = False) -> Loss:
 
 def activations_quantized(f: Callable[..., Any], *args: Any) -> int:
     closed = without_dead_code(jax.make_jaxpr(f)(*args))
-    found = [e for e in jaxprs.every_eqn(closed) if jaxprs.primitive_name(e).endswith("_quantize")]
+    found = [e for e in jaxprs.all_equations(closed) if jaxprs.primitive_name(e).endswith("_quantize")]
     return sum(e.params["operand"].endswith(".lhs") for e in found)
 
 
@@ -390,7 +390,7 @@ LATER = [(TWO, "full", True), (RANDOM, "none", False), (RANDOM, "named", True), 
 
 
 @pytest.mark.parametrize(
-    ("policy", "remat", "unrolled"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in LATER)]
+    ("policy", "remat", "unrolled"), [*QUICK, *(pytest.param(*c, slots=pytest.mark.slow) for c in LATER)]
 )
 def test_what_two_products_read_is_quantized_once(
     policy: str, remat: str, unrolled: bool, apart: Callable[[], None]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import policyc
+from policyc.compiler.plan_checks import check_plan
 from policyc.jaxcore import jaxprs
 from policyc.language.recipes import Gemm
 
@@ -24,7 +25,7 @@ X = jnp.asarray(np.random.default_rng(1).standard_normal((8, 16)), jnp.float32)
 
 
 def count(f, *args) -> Counter:
-    return Counter(jaxprs.primitive_name(e) for e in jaxprs.every_eqn(jax.make_jaxpr(f)(*args)))
+    return Counter(jaxprs.primitive_name(e) for e in jaxprs.all_equations(jax.make_jaxpr(f)(*args)))
 
 
 def gemms(f, *args) -> int:
@@ -321,11 +322,11 @@ def test_layer_slices_in_a_scan_count_layers_and_split_it():
     plan = policyc.plan(
         "mlp -> nvfp4 expect 12; layers[-4:].mlp.up -> bf16 expect 4; layers[:15%] -> keep", f, p, X
     )
-    plan.check()
+    check_plan(plan)
     up, down = plan.sites
-    kinds = [plan.decisions()[up.address, la].of(Gemm.FPROP).rule for la in up.layers()]
+    kinds = [plan.decisions()[up.address, la].choice(Gemm.FPROP).rule for la in up.layers()]
     assert kinds == [0, 0, 1, 1, 1, 1]
-    assert [plan.decisions()[down.address, la].of(Gemm.FPROP).rule for la in down.layers()] == [0] * 6
+    assert [plan.decisions()[down.address, la].choice(Gemm.FPROP).rule for la in down.layers()] == [0] * 6
     made = policyc.apply(plan.policy, f)
     assert count(made, p, X)["scan"] == 2
 
@@ -339,7 +340,7 @@ def test_nested_stacks_under_one_name_count_as_one():
 
     p = {"layers": jnp.stack([jnp.stack([W] * 3)] * 2)}
     plan = policyc.plan("layers -> mxfp8; layers[-2:] -> keep expect 2", f, p, X)
-    plan.check()
+    check_plan(plan)
     (site,) = plan.sites
     kept = [la for la in site.layers() if plan.decisions()[site.address, la].recipe is None]
     assert kept == [(1, 1), (1, 2)]
@@ -356,10 +357,10 @@ def test_unrolled_stacks_and_shared_functions():
 
     p = {"layers": [W] * 4}
     plan = policyc.plan("layers[-1:] -> nvfp4 expect 1; layers[0] @ wgrad -> fp8", f, p, X)
-    plan.check()
+    check_plan(plan)
     assert [bool(plan.decisions()[s.address, ()].recipe) for s in plan.sites] == [True, False, False, True]
     made = jax.make_jaxpr(policyc.apply("* -> fp8; layers[0] -> nvfp4", f))(p, X)
-    calls = [b.held for e in jaxprs.body_eqns(made) for b in jaxprs.bodies(e)]
+    calls = [b.jaxpr for e in jaxprs.equations(made) for b in jaxprs.sub_jaxprs(e)]
     assert len(calls) == 4
     assert len({id(c) for c in calls}) == 2, "what was shared stays shared where it is treated alike"
 
@@ -407,7 +408,7 @@ def test_ragged_products():
 
     w, sizes = jnp.stack([W, W * 2]), jnp.array([3, 5], jnp.int32)
     plan = policyc.plan("* -> fp8 expect 1", f, w, X, sizes)
-    plan.check()
+    check_plan(plan)
     (site,) = plan.sites
     assert (site.kind, site.weight, site.m, site.n, site.k) == ("ragged", "rhs", 8, 16, 16)
     found = count(jax.grad(policyc.apply("* -> fp8", f)), w, X, sizes)
@@ -431,8 +432,8 @@ def test_names_stay_with_their_equations():
             return jax.jit(loss)(w, x)
 
     made = jax.make_jaxpr(policyc.apply("* -> nvfp4", f))(W, X)
-    (call,) = [e for e in jaxprs.body_eqns(made) if jaxprs.has_bodies(e)]
-    assert jaxprs.scopes(call) == ("outer",)
+    (call,) = [e for e in jaxprs.equations(made) if jaxprs.sub_jaxprs(e)]
+    assert jaxprs.name_scopes(call) == ("outer",)
 
 
 def test_the_weight_may_come_through_layout_only():
@@ -480,7 +481,7 @@ def test_tied_embeddings_are_one_parameter_in_two_sites():
         return jax.nn.logsumexp(jnp.tanh(h) @ p["embed"].T)
 
     plan = policyc.plan("embed -> fp8 expect 2", f, {"embed": W}, jnp.arange(8))
-    plan.check()
+    check_plan(plan)
     assert [s.one_hot for s in plan.sites] == [True, False]
     assert [s.name for s in plan.sites] == ["embed", "embed"]
 

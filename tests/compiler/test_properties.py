@@ -125,11 +125,11 @@ def products_found(closed: Any) -> Counter:
 
 
 def scoped(held: Any, outer: tuple[str, ...]) -> Any:
-    for eqn in jaxprs.body_eqns(held):
-        stack = (*outer, *jaxprs.scopes(eqn))
+    for eqn in jaxprs.equations(held):
+        stack = (*outer, *jaxprs.name_scopes(eqn))
         yield stack, eqn
-        for body in jaxprs.bodies(eqn):
-            yield from scoped(body.held, stack)
+        for body in jaxprs.sub_jaxprs(eqn):
+            yield from scoped(body.jaxpr, stack)
 
 
 def scope_of(site: Site) -> str:

@@ -108,7 +108,7 @@ def test_the_step_of_a_program_is_the_jitted_function_that_differentiates_the_lo
     assert jitted is not None
     assert jitted.options["name"] == "step"
     assert [site.name for plan in plans for site in plan.sites] == ["mlp"]
-    assert relocate.used(jitted) == jax.devices()
+    assert relocate.devices_used(jitted) == jax.devices()
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,15 @@ class Caught(BaseException):
     pass
 
 
-def caught(call: Callable[[], Any]) -> relocate.Jitted:
+def caught(call: Callable[[], Any]) -> relocate.JittedFunction:
     """What is about to be lowered."""
-    found: list[relocate.Jitted] = []
+    found: list[relocate.JittedFunction] = []
 
-    def stop(jitted: relocate.Jitted) -> None:
+    def stop(jitted: relocate.JittedFunction) -> None:
         found.append(jitted)
         raise Caught
 
-    with relocate.lowering(stop), pytest.raises(Caught):
+    with relocate.intercept_lowering(stop), pytest.raises(Caught):
         call()
     return found[0]
 
@@ -89,9 +89,9 @@ def test_moved(program: Callable[[], tuple[Any, tuple[Any, ...]]]) -> None:
     with jax.set_mesh(mesh(AxisType.Explicit)) if program is explicit else contextlib.nullcontext():
         stayed = step.lower(*args).compile()
         jitted = caught(lambda: step.lower(*args))
-    here = relocate.used(jitted)
+    here = relocate.devices_used(jitted)
     there = jax.devices()[::-1][: len(here)]
-    moved = relocate.lowered(jitted, there, "cpu").compile()
+    moved = relocate.lower_for(jitted, there, "cpu").compile()
     assert computations(moved) == computations(stayed)
     for before, after in (
         (jax.tree.leaves(stayed.input_shardings), jax.tree.leaves(moved._in_shardings)),
@@ -110,8 +110,8 @@ def test_moved(program: Callable[[], tuple[Any, tuple[Any, ...]]]) -> None:
 def test_a_function_that_names_no_device() -> None:
     """It is compiled for the first that is given, not for the first that is here."""
     jitted = caught(lambda: jax.jit(lambda x: x @ x)(np.ones((8, 8), np.float32)))
-    assert relocate.used(jitted) == []
-    moved = relocate.lowered(jitted, [jax.devices()[5]], "cpu").compile()
+    assert relocate.devices_used(jitted) == []
+    moved = relocate.lower_for(jitted, [jax.devices()[5]], "cpu").compile()
     assert jax.tree.leaves(moved._in_shardings) == [SingleDeviceSharding(jax.devices()[5])]
 
 
@@ -121,11 +121,11 @@ def test_what_it_prints_stays_here() -> None:
         return x * 2
 
     jitted = caught(lambda: jax.jit(step)(np.float32(1)))
-    moved = relocate.lowered(jitted, [jax.devices()[5]], "cpu")
+    moved = relocate.lower_for(jitted, [jax.devices()[5]], "cpu")
     assert "callback" not in str(moved.stablehlo())
 
 
 def test_a_call_back_is_named() -> None:
     jitted = caught(lambda: jax.jit(lambda x: jax.pure_callback(lambda v: v, x, x))(np.float32(1)))
-    with pytest.raises(relocate.CallsBack, match=r"pure_callback \(.*test_elsewhere\.py:\d+\)"):
-        relocate.used(jitted)
+    with pytest.raises(relocate.HasCallback, match=r"pure_callback \(.*test_relocate\.py:\d+\)"):
+        relocate.devices_used(jitted)

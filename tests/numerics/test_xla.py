@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import policyc
-from policyc.compiler.plan import asked
+from policyc.compiler.plan import gemm_queries
 from policyc.language.recipes import Gemm, Treatment, make_recipe
 from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.backends.emulate import with_outer
@@ -159,7 +159,7 @@ def test_products_are_chosen_apart() -> None:
 
 
 def test_what_is_emulated_says_why() -> None:
-    ask = asked(plan("* -> nvfp4").sites.sites[0], make_recipe("mxfp4"))[0]
+    ask = gemm_queries(plan("* -> nvfp4").sites.sites[0], make_recipe("mxfp4"))[0]
     assert (ask.gemm, ask.m, ask.n, ask.k) == (Gemm.FPROP, 48, 32, 64)
     obstacle = choose("auto", ask, Machine("gb200", frozenset({"mxfp4"}))).obstacle
     assert obstacle is not None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.compiler.plan import expectations
+from policyc.compiler.plan_checks import unmet_expectations
 from policyc.language.diagnostics import Diagnostic, Severity
 from policyc.lint.context import Context
 
@@ -29,4 +29,4 @@ SEVERITY = Severity.ERROR
 
 def check(context: Context) -> Iterator[Diagnostic]:
     if context.plan is not None:
-        yield from (d for d in expectations(context.plan) if context.mine(d.span))
+        yield from (d for d in unmet_expectations(context.plan) if context.mine(d.span))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.compiler.plan import divided_stacks, opaque_sites
+from policyc.compiler.plan_checks import inseparable_layers, opaque_sites
 from policyc.language.diagnostics import Diagnostic, Severity
 from policyc.lint.context import Context
 
@@ -31,5 +31,5 @@ SEVERITY = Severity.ERROR
 
 def check(context: Context) -> Iterator[Diagnostic]:
     if context.plan is not None:
-        found = (*opaque_sites(context.plan), *divided_stacks(context.plan))
+        found = (*opaque_sites(context.plan), *inseparable_layers(context.plan))
         yield from (d for d in found if context.mine(d.span))

@@ -36,7 +36,7 @@ def check(context: Context) -> Iterator[Diagnostic]:
             for choice in decision.choices:
                 if choice.rule is not None:
                     decided.add(choice.rule)
-                    for beaten in choice.beaten:
+                    for beaten in choice.overridden:
                         takers.setdefault(beaten, set()).add(choice.rule)
     for at, rule in enumerate(plan.policy.rules):
         if plan.counts[at] and at not in decided:

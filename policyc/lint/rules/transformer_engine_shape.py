@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from policyc.compiler.plan import asked
+from policyc.compiler.plan import gemm_queries
 from policyc.language.diagnostics import Diagnostic, Severity
 from policyc.lint import program
 from policyc.lint.context import Context
@@ -38,7 +38,7 @@ SEVERITY = Severity.NOTE
 def check(context: Context) -> Iterator[Diagnostic]:
     seen: set[tuple[int, str]] = set()
     for at, site, gemm, recipe in program.quantized(context):
-        ask = next(one for one in asked(site, recipe) if one.gemm is gemm)
+        ask = next(one for one in gemm_queries(site, recipe) if one.gemm is gemm)
         found = _misfit(ask)
         if found and (at, site.name) not in seen:
             seen.add((at, site.name))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.compiler.plan import unmatched_rules
+from policyc.compiler.plan_checks import unmatched_rules
 from policyc.language.diagnostics import Diagnostic
 from policyc.lint.context import Context
 

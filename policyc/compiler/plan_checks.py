@@ -1,0 +1,198 @@
+"""Everything that is wrong with a plan, as diagnostics: unmet expectations, opaque sites, missing libraries, ..."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+from policyc.compiler.plan import Decisions, Plan
+from policyc.compiler.sites import Site
+from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, closest_name
+from policyc.language.policy import Rule
+from policyc.language.recipes import Gemm
+from policyc.language.selectors import DottedPath
+from policyc.language.treatments import find_recipe_problems
+from policyc.numerics import backends
+from policyc.numerics.backends.choice import Obstacle
+
+_MOST_PATHS = 3  # examples of paths in one message
+
+
+def check_plan(plan: Plan, *, may_miss: bool = False) -> None:
+    """Raises everything that keeps the policy from being applied to this loss.
+
+    With `may_miss` a rule may match nothing, whatever it expects: it is about another loss of the program.
+    """
+    diagnostics = [
+        *unmet_expectations(plan, may_miss=may_miss),
+        *opaque_sites(plan),
+        *inseparable_layers(plan),
+        *contradictory_recipes(plan),
+        *missing_libraries(plan),
+    ]
+    if plan.execution.require_native:
+        diagnostics += not_native(plan)
+    if diagnostics:
+        raise PolicyError(diagnostics)
+
+
+def unmet_expectations(plan: Plan, *, may_miss: bool = False) -> Iterator[Diagnostic]:
+    """Rules that match another number of sites than they expect."""
+    for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
+        if rule.expect is not None and rule.expect != count and (count or not may_miss):
+            yield Diagnostic(
+                code="expect-violated",
+                message=f"this rule expects {rule.expect} site{'s'[: rule.expect != 1]} and matches {count}",
+                span=rule.span,
+                help=f"expect {count}, if that is right"
+                if count
+                else _or_another_loss(suggestion(plan, rule)),
+            )
+
+
+def _or_another_loss(help: str) -> str:
+    return f"{help}; or, if another loss of the program has these sites: --multiple-losses"
+
+
+def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that change a GEMM which the compiler cannot reach."""
+    sites_of: dict[int, dict[Site, None]] = {}
+    for phase in plan.phases:
+        for run in plan.runs(phase):
+            recipe = run.decision.recipe
+            if not run.site.opaque or recipe is None:
+                continue
+            for gemm in Gemm:
+                rule = run.decision.choice(gemm).rule
+                if rule is not None and recipe.bits(gemm) != 0:
+                    sites_of.setdefault(rule, {})[run.site] = None
+    for index, sites in sites_of.items():
+        first = next(iter(sites))
+        place = f" ({first.place})" if first.place else ""
+        more = f", and {len(sites) - 1} more" if len(sites) > 1 else ""
+        yield Diagnostic(
+            code="opaque-site",
+            message=f"the GEMM '{first.name}'{place} cannot be changed: it is inside {first.opaque}{more}",
+            span=plan.policy.rules[index].span,
+            help=f"keep it with a rule after this one: {_selector_of(first)} -> keep",
+        )
+
+
+def inseparable_layers(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that treat the layers of one device differently from those of another, which runs the same program."""
+    site_of: dict[int, Site] = {}
+    for site in (s for s in plan.sites if any(stack.is_shard_map for stack in s.stacks)):
+        for phase in plan.phases:
+            for rule in _rules_that_differ(plan.decisions(phase), site):
+                site_of.setdefault(rule, site)
+    for rule, site in sorted(site_of.items()):
+        devices = max(s.size for s in site.stacks if s.is_shard_map)
+        yield Diagnostic(
+            code="opaque-site",
+            message=f"the layers of '{site.name}' are divided over {devices} devices, which run one program "
+            "(shard_map): they cannot be told apart by index",
+            span=plan.policy.rules[rule].span,
+            help="choose layers at the same place on every device, or all of them",
+        )
+
+
+def _rules_that_differ(decisions: Decisions, site: Site) -> Iterator[int]:
+    """The last of the rules that decide differently about a layer than about its counterpart on the first device."""
+    for layer in site.layers():
+        first = tuple(0 if s.is_shard_map else i for s, i in zip(site.stacks, layer, strict=True))
+        one, other = decisions[site.address, first], decisions[site.address, layer]
+        if one.recipe != other.recipe:
+            yield max(c.rule for d in (one, other) for c in d.choices if c.rule is not None)
+
+
+def _selector_of(site: Site) -> str:
+    return ".".join(n.text for n in site.template.path) or f"* where k == {site.k} and n == {site.n}"
+
+
+def contradictory_recipes(plan: Plan) -> Iterator[Diagnostic]:
+    """Recipes whose options contradict each other on some product."""
+    for rule, recipe in zip(plan.policy.rules, plan.resolved, strict=True):
+        for problem in find_recipe_problems(recipe):
+            yield Diagnostic(code="contradictory-options", message=problem, span=rule.recipe.span)
+
+
+def not_native(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules by which a product would be emulated."""
+    products_of: dict[tuple[int, Obstacle], dict[tuple[str, Gemm], None]] = {}
+    for product in itertools.chain.from_iterable(map(plan.products, plan.phases)):
+        rule, lowering = product.choice.rule, product.lowering
+        if rule is not None and not lowering.native and lowering.obstacle is not None:
+            named = (product.run.site.name, product.gemm)
+            products_of.setdefault((rule, lowering.obstacle), {})[named] = None
+    for (rule, obstacle), products in products_of.items():
+        name, gemm = next(iter(products))
+        more = f", and {len(products) - 1} more" if len(products) > 1 else ""
+        yield Diagnostic(
+            code="not-native",
+            message=f"{gemm} of '{name}' would be emulated{more}: {obstacle.reason}",
+            span=plan.policy.rules[rule].span,
+            help=obstacle.remedy,
+        )
+
+
+def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
+    """Backends that would run products here, and whose library is not installed."""
+    if plan.execution.target is not None:
+        return
+    rule_of: dict[str, int] = {}
+    for run in itertools.chain.from_iterable(map(plan.runs, plan.phases)):
+        for choice, lowering in zip(run.decision.choices, run.decision.lowerings, strict=True):
+            if choice.rule is not None and lowering.backend:
+                rule_of.setdefault(lowering.backend, choice.rule)
+    for backend, rule in rule_of.items():
+        missing = backends.load(backend).missing()
+        if missing:
+            yield Diagnostic(
+                code="missing-library",
+                message=missing,
+                span=plan.policy.rules[rule].span,
+                help="--backend auto runs it by XLA",
+            )
+
+
+def unmatched_rules(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that match no site of the loss."""
+    for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
+        if not count and rule.expect is None:
+            yield Diagnostic(
+                code="unmatched-rule",
+                message="no site of this model matches this rule",
+                span=rule.span,
+                severity=Severity.WARNING,
+                help=suggestion(plan, rule),
+            )
+
+
+def suggestion(plan: Plan, rule: Rule) -> str:
+    """What the author of a rule that matches nothing may have meant, from the paths of the model."""
+    if not len(plan.sites):
+        return "the loss has no GEMM at all"
+    names = list(dict.fromkeys(n.text for s in plan.sites for p in _template_paths(s) for n in p))
+    for selector in rule.selectors:
+        for segment in selector.segments:
+            if segment.glob == "*" or segment.glob in names:
+                continue
+            near = closest_name(segment.glob, names)
+            if near is not None:
+                return f"did you mean '{near}' for '{segment.glob}'?"
+    has_index = any(segment.indices for s in rule.selectors for segment in s.segments)
+    if has_index and not any(
+        n.index is not None for s in plan.sites for p in _first_layer_paths(s) for n in p
+    ):
+        return "nothing in this model is a stack: no path has an index"
+    paths = list(dict.fromkeys(s.name for s in plan.sites))
+    more = f", ... ({len(paths)} in all)" if len(paths) > _MOST_PATHS else ""
+    return f"paths here are like {', '.join(paths[:_MOST_PATHS])}{more}"
+
+
+def _template_paths(site: Site) -> Iterable[DottedPath]:
+    return (site.scope.path, *(p.path for p in site.parameters))
+
+
+def _first_layer_paths(site: Site) -> Iterable[DottedPath]:
+    return site.paths(next(iter(site.layers()), ()))

@@ -1,0 +1,88 @@
+"""The current step of the training, and the phase of each schedule that follows from it.
+
+JAX traces a jitted step once. The phase is part of the key of JAX's caches, so that a new phase traces it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from policyc.compiler.plan import Phase, Plan
+from policyc.jaxcore import autodiff
+from policyc.language.diagnostics import Diagnostic, PolicyError
+from policyc.language.policy import Policy
+
+_PHASES = autodiff.jit_cache_context()
+
+
+class Schedule:
+    """The current step, and the policies whose phase depends on it."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.total: int | None = None
+        self._policies: list[Policy] = []
+        self._cache_context = contextlib.ExitStack()
+        self._phases: tuple[Any, ...] | None = None
+
+    def watch(self, policy: Policy) -> None:
+        """Makes the phase of a policy part of the key of JAX's caches."""
+        if policy.step_conditions and not any(p is policy for p in self._policies):
+            self._policies.append(policy)
+
+    def set_step(self, step: int, total: int | None) -> None:
+        self.step = step
+        self.total = self.total if total is None else total
+        length = self.total
+        phases = tuple(
+            tuple(
+                c.holds(step, length or 1)
+                for c in p.step_conditions
+                if length is not None or not c.bound.percent
+            )
+            for p in self._policies
+        )
+        if phases != self._phases:
+            self._cache_context.close()
+            self._cache_context.enter_context(_PHASES(phases))
+            self._phases = phases
+
+    def phase(self, plan: Plan) -> Phase:
+        """The phase of a plan at the current step. Raises if the policy has a schedule and no step was set."""
+        conditions = plan.policy.step_conditions
+        if not conditions:
+            return ()
+        if self.step is None:
+            diagnostic = Diagnostic(
+                code="schedule-without-step",
+                message="this policy has a schedule, and the program does not say which step it is at",
+                span=conditions[0].span,
+                help="call policyc.set_step(n, total=N) before each step",
+            )
+            raise PolicyError([diagnostic])
+        return plan.phase(self.step, self.total)
+
+    def reset(self) -> None:
+        """Forgets the step."""
+        self._cache_context.close()
+        self.__init__()  # type: ignore[misc]  # the state of a new schedule
+
+
+SCHEDULE = Schedule()
+"""The schedule of this process."""
+
+
+def set_step(number: int, *, total: int | None = None) -> None:
+    """Tells policyc the current step of the training. Where a phase of a schedule begins, JAX compiles the step again.
+
+    `total` is the number of all steps, which percentages in a schedule refer to. It need be given only once.
+    """
+    if number < 0 or (total is not None and total <= 0):
+        raise ValueError(f"step {number} of {total}: a step is 0 or more, and the total is more than 0")
+    SCHEDULE.set_step(int(number), None if total is None else int(total))
+
+
+def current_phase(plan: Plan) -> Phase:
+    """The phase of a plan at the current step."""
+    return SCHEDULE.phase(plan)

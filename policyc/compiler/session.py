@@ -1,0 +1,157 @@
+"""Applies a policy to every loss that a program differentiates, while a `with active(...)` lasts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from policyc.compiler.pipeline import (
+    LossCall,
+    accept_old_keyword,
+    as_policy,
+    execution_options,
+    is_compiling,
+    plan_loss,
+)
+from policyc.compiler.plan import ExecutionOptions, Plan
+from policyc.compiler.plan_checks import check_plan, unmet_expectations
+from policyc.compiler.schedule import SCHEDULE
+from policyc.jaxcore import autodiff
+from policyc.language.diagnostics import Diagnostic, PolicyError
+from policyc.language.policy import Policy
+
+_POLICY = autodiff.jit_cache_context()
+_session: ContextVar[Session | None] = ContextVar("policyc_session", default=None)
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A policy that is active, and what happened under it. `plans` has one plan for each loss that was traced.
+
+    The first loss with a GEMM must meet every `expect`. In later losses a rule may match nothing. With
+    `multiple_losses` a rule may match nothing in any one loss, and `unmet` has the rules that never matched.
+    """
+
+    policy: Policy
+    execution: ExecutionOptions = ExecutionOptions()
+    multiple_losses: bool = False
+    on_plan: Callable[[Plan], None] | None = None
+    """Called with the plan of each loss before it is compiled."""
+    as_error: Callable[[PolicyError], BaseException] = lambda error: error
+    """Makes the exception to raise when the policy cannot be applied."""
+    stats_every: int = 0
+    """Programs that call `policyc.observe` measure their numerics every so many steps; 0: never."""
+    output_dir: Path | None = None
+    """Where the program puts its results."""
+    plans: list[Plan] = field(default_factory=list)
+    recorders: dict[Any, Any] = field(default_factory=dict)
+    """Of telemetry: one for each loss that was measured."""
+    _seen: set[Any] = field(default_factory=set)
+    _checked: bool = False
+
+    def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[..., Any]:
+        """The function to differentiate instead of `fun`."""
+        if is_compiling() or getattr(fun, "_policyc", False) or _is_internal(fun):
+            return fun
+        call = LossCall(fun, primals, {}, tuple(range(len(primals))))
+        planned = plan_loss(self.policy, call, self.execution)
+        self._record(planned.plan)
+        try:
+            if len(planned.plan.sites):
+                check_plan(planned.plan, may_miss=self.multiple_losses or self._checked)
+                self._checked = True
+            quantized = planned.compile()
+        except PolicyError as error:
+            raise self.as_error(error) from None
+        quantized._policyc = True  # type: ignore[attr-defined]  # so that an outer policy leaves it alone
+        return quantized
+
+    def _record(self, plan: Plan) -> None:
+        """Records a plan once. Outside `jit` a loss is traced at every step."""
+        identity = tuple((s.address, s.name, s.batch, s.m, s.n, s.k) for s in plan.sites)
+        if identity in self._seen:
+            return
+        self._seen.add(identity)
+        self.plans.append(plan)
+        if self.on_plan is not None:
+            self.on_plan(plan)
+
+    @property
+    def matched(self) -> bool:
+        """Did any rule match anything?"""
+        return any(any(plan.counts) for plan in self.plans)
+
+    @property
+    def unmet(self) -> list[Diagnostic]:
+        """The rules that expect sites and matched none in any loss."""
+        diagnostics = {d.span: d for plan in self.plans if len(plan.sites) for d in unmet_expectations(plan)}
+        met = {
+            rule.span
+            for plan in self.plans
+            for rule, count in zip(self.policy.rules, plan.counts, strict=True)
+            if count
+        }
+        return [diagnostic for span, diagnostic in diagnostics.items() if span not in met]
+
+
+def _is_internal(fun: Callable[..., Any]) -> bool:
+    """Does JAX differentiate this function for its own purposes?"""
+    module = getattr(fun, "__module__", None) or ""
+    return module.startswith("jax._src.") and module != "jax._src.api_util"
+
+
+@accept_old_keyword("several", "multiple_losses")
+@contextlib.contextmanager
+def active(
+    policy: Policy | str | Path,
+    *,
+    backend: str = "auto",
+    target: str | None = None,
+    require_native: bool = False,
+    multiple_losses: bool = False,
+    on_plan: Callable[[Plan], None] | None = None,
+    stats_every: int = 0,
+) -> Iterator[Session]:
+    """Runs every loss that is differentiated in reverse inside this `with` as the policy says.
+
+    That is every `jax.grad`, `value_and_grad`, `vjp`, `linearize`, and whatever a framework builds on them.
+
+    Args:
+      policy, backend, target, require_native: as in `apply`.
+      multiple_losses: the program differentiates several losses (a GAN); any of them may meet an `expect`.
+      on_plan: called with the plan of each loss before it is compiled.
+      stats_every: measure numerics every so many steps, in programs that call `policyc.observe`.
+    """
+    session = Session(
+        policy=as_policy(policy),
+        execution=execution_options(backend, target, require_native),
+        multiple_losses=multiple_losses,
+        on_plan=on_plan,
+        stats_every=stats_every,
+    )
+    with activate(session):
+        yield session
+
+
+@contextlib.contextmanager
+def activate(session: Session) -> Iterator[None]:
+    """Makes a session the current one."""
+    SCHEDULE.watch(session.policy)
+    token = _session.set(session)
+    try:
+        with (
+            _POLICY((id(session), str(session.policy))),
+            autodiff.intercept_reverse_mode(session.hook),
+        ):
+            yield
+    finally:
+        _session.reset(token)
+
+
+def current_session() -> Session | None:
+    """The session of the innermost `active`."""
+    return _session.get()

@@ -1,0 +1,214 @@
+"""Measures the operands of quantized GEMMs inside a training step.
+
+Each measured site gets an extra input, its tap, that it does not read. The backward rule of the site returns what it
+measured as the gradient of the tap. So measurements leave the step through scans, remat and branches like any gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import AbstractValue
+from jax.extend.core import ClosedJaxpr
+
+from policyc.compiler.hoist import ROUNDING_KEY, SiteRecipe, rounding_keys
+from policyc.compiler.plan import Decisions, Plan
+from policyc.compiler.rewrite import SharedActivation, SiteInputs, SiteRewriter, SiteTemplate, quantized_gemm
+from policyc.compiler.sites import Layer, Site
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.containers import SCAN, container_of
+from policyc.jaxcore.jaxprs import AnyJaxpr
+from policyc.jaxcore.transform import Address, ExtraInput, Position
+from policyc.language.formats import FORMATS
+from policyc.numerics.gemm import GemmOptions, QuantizedOperand, operands
+from policyc.numerics.measure import FIGURES, figures
+
+_OPERANDS_PER_SITE = 6
+_SHAPE = (_OPERANDS_PER_SITE, len(FIGURES))
+
+
+class _Tap:
+    """The content of the extra input of a measured site."""
+
+
+TAP = _Tap()
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredGemm:
+    """A site as it runs, and as it is measured."""
+
+    site: Site
+    site_recipe: SiteRecipe
+    gemm: Callable[..., Any]
+
+    def _operands(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> list[QuantizedOperand]:
+        dims = self.site.eqn.params["dimension_numbers"]
+        options = GemmOptions(weight=self.site.weight, site=self.site.number)
+        return operands(lhs, rhs, dy, dims, self.site_recipe.recipe, options)
+
+    def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:
+        """The figures of the six operands. Those of an operand that is not quantized are zeros."""
+        measured = self._operands(lhs, rhs, dy)
+        zeros = jnp.zeros(len(FIGURES))
+        return jnp.stack(
+            [figures(o) if FORMATS[o.side.treatment.format].is_quantized else zeros for o in measured]
+        )
+
+    def operand_names(self) -> list[tuple[str, str]]:
+        """The name and the format of each operand, in the order of `measure`."""
+        names: list[tuple[str, str]] = []
+
+        def record(lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> None:
+            names.extend(
+                (f"{o.gemm}.{o.role}" if self.site.weight else o.side.name, o.side.treatment.format)
+                for o in self._operands(lhs, rhs, dy)
+            )
+
+        avals: list[Any] = [v.aval for v in (*self.site.eqn.invars[:2], self.site.eqn.outvars[0])]
+        jax.eval_shape(record, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))  # type: ignore[no-untyped-call]
+        return names
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_tapped(measured: MeasuredGemm, lhs: Any, rhs: Any, key_words: Any, tap: Any) -> Any:
+    del tap
+    return measured.gemm(lhs, rhs, *key_words)
+
+
+def _run_tapped_fwd(measured: MeasuredGemm, lhs: Any, rhs: Any, key_words: Any, tap: Any) -> tuple[Any, Any]:
+    del tap
+    y, vjp = jax.vjp(lambda a, b: measured.gemm(a, b, *key_words), lhs, rhs)
+    return y, (vjp, lhs, rhs)
+
+
+def _run_tapped_bwd(measured: MeasuredGemm, residuals: Any, dy: Any) -> tuple[Any, ...]:
+    vjp, lhs, rhs = residuals
+    return (*vjp(dy), None, measured.measure(lhs, rhs, dy))
+
+
+_run_tapped.defvjp(_run_tapped_fwd, _run_tapped_bwd)
+
+
+class TapRewriter(SiteRewriter):
+    """Replaces sites as `SiteRewriter` does, and adds a tap to each that can be measured."""
+
+    def _is_measured(self, site: Site) -> bool:
+        """Ragged products are not measured, nor sites that no extra input can reach (those in a shard_map)."""
+        return site.kind == "dot" and site.takes_extra_inputs
+
+    def key(self, position: Position) -> Hashable | None:
+        key = super().key(position)
+        return None if key is None else ("tapped", key)
+
+    def slices(self, scan: Address, extra: ExtraInput) -> bool:
+        return extra.content is TAP or super().slices(scan, extra)
+
+    def share(self, jaxpr: AnyJaxpr, position: Position) -> Mapping[Address, SharedActivation]:
+        del jaxpr, position
+        return {}
+
+    def make_template(self, site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> SiteTemplate:
+        if not self._is_measured(site) or not _quantizes(site_recipe):
+            return super().make_template(site, site_recipe, inputs)
+        measured = MeasuredGemm(site, site_recipe, quantized_gemm(site, site_recipe, inputs))
+        extra: list[tuple[Any, tuple[AbstractValue, ...]]] = []
+        if inputs.has_rounding_key:
+            extra.append((ROUNDING_KEY, (jaxprs.uint32_aval(site.eqn, site.axis_env),) * 2))
+        extra.append((TAP, (jaxprs.float32_aval(_SHAPE, site.eqn, site.axis_env),)))
+
+        def tapped(lhs: Any, rhs: Any, *rest: Any) -> Any:
+            *key_words, tap = rest
+            return _run_tapped(measured, lhs, rhs, tuple(key_words), tap)
+
+        avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group)]
+        return SiteTemplate(jaxprs.trace_at(tapped, avals, site.eqn, site.axis_env), tuple(extra))
+
+
+def _quantizes(site_recipe: SiteRecipe) -> bool:
+    return any(FORMATS[t.format].is_quantized for t in site_recipe.recipe.treatments)
+
+
+class TappedLoss:
+    """The loss of a plan with a tap at every site that is measured."""
+
+    def __init__(self, plan: Plan, decisions: Decisions) -> None:
+        self.plan = plan
+        self._decisions = decisions
+        self._rewriter = TapRewriter(plan.sites, decisions)
+        result = self._rewriter.transform(plan.sites.jaxpr)
+        self.jaxpr: ClosedJaxpr = result.jaxpr
+        self._extra = result.inputs
+
+        self._taps = [e for e in self._extra if e.content is TAP]
+
+    def taps(self) -> list[jax.Array]:
+        """The taps to differentiate at: zeros."""
+        avals: list[Any] = [e.avals[0] for e in self._taps]
+        return [jnp.zeros(aval.shape) for aval in avals]
+
+    def evaluate(self, inputs: Sequence[Any], taps: Sequence[jax.Array]) -> list[Any]:
+        """The results of the loss, for its inputs and these taps."""
+        remaining = iter(taps)
+        extra: list[Any] = []
+        for e in self._extra:
+            if e.content is TAP:
+                extra.append(next(remaining))
+            else:
+                extra += rounding_keys(self._rewriter.sites[e.address], e.ranges)
+        return jaxprs.evaluate(self.jaxpr, *inputs, *extra)
+
+    def measurements(
+        self, taps: Sequence[np.ndarray]
+    ) -> Iterator[tuple[Site, Layer, list[tuple[str, str]], np.ndarray]]:
+        """For each measured layer: its site, its index, its operands, and their figures.
+
+        The figures have leading axes for the scans around the site that are not stacks: uses of the same layer.
+        """
+        names: dict[Hashable, list[tuple[str, str]]] = {}
+        pieces: dict[Address, list[tuple[ExtraInput, np.ndarray]]] = {}
+        for extra, values in zip(self._taps, taps, strict=True):
+            pieces.setdefault(extra.address, []).append((extra, values))
+        for address, tapped in pieces.items():
+            site = self._rewriter.sites[address]
+            figures_of = self._figures_by_layer(site, tapped)
+            for layer in site.layers():
+                site_recipe = self._rewriter.site_recipe(address, layer)
+                if site_recipe is None or not _quantizes(site_recipe) or not figures_of[layer].any():
+                    continue  # kept, or in a branch that was not taken
+                key = (address, site_recipe)
+                if key not in names:
+                    names[key] = MeasuredGemm(site, site_recipe, _not_run).operand_names()
+                yield site, layer, names[key], figures_of[layer]
+
+    def _figures_by_layer(self, site: Site, tapped: Sequence[tuple[ExtraInput, np.ndarray]]) -> np.ndarray:
+        """The figures of a site, with the axes of its stacks first."""
+        scans = enclosing_scans(self.plan.sites.jaxpr, site.address)
+        whole = np.zeros((*scans.values(), *_SHAPE), np.float32)
+        for extra, values in tapped:  # one piece for each part of a split scan
+            whole[tuple(slice(r.start, r.stop) for r in extra.ranges)] = values
+        stacks = [s.address for s in site.stacks]
+        addresses = list(scans)
+        order = sorted(range(len(scans)), key=lambda i: (addresses[i] not in stacks, i))
+        return np.transpose(whole, [*order, len(scans), len(scans) + 1])
+
+
+def _not_run(*_: Any) -> Any:
+    raise AssertionError("only the operands' names are asked for")
+
+
+def enclosing_scans(jaxpr: AnyJaxpr, address: Address) -> dict[Address, int]:
+    """The addresses and lengths of the scans around an equation, the outermost first."""
+    scans: dict[Address, int] = {}
+    for depth in range(0, len(address) - 1, 2):
+        eqn = jaxprs.equations(jaxpr)[address[depth]]
+        if container_of(eqn) is SCAN:
+            scans[address[: depth + 1]] = eqn.params["length"]
+        jaxpr = jaxprs.sub_jaxprs(eqn)[address[depth + 1]].jaxpr
+    return scans

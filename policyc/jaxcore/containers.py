@@ -1,0 +1,375 @@
+"""The primitives whose parameters hold jaxprs, and how to enter each: one entry of `CONTAINERS` per primitive.
+
+An entry says how values flow through the container (for an analysis), and how the container passes additional inputs to
+its jaxprs (for a rewrite). Analysis, rewrite and telemetry all use this table, so a new container is one new entry.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.internals import UNSPECIFIED, flattree
+from policyc.jaxcore.jaxprs import AnyJaxpr, Atom, SubJaxpr
+
+V = TypeVar("V")
+
+Enter = Callable[[int, Sequence[V]], list[V]]
+"""Propagates values through a jaxpr of an equation: (its number, the values of its inputs) -> those of its results."""
+
+
+class Domain(Protocol[V]):
+    """What an analysis knows of a value, and how that passes through branches and loops."""
+
+    def join(self, values: Sequence[V]) -> V:
+        """The value after a `cond` whose branches give these."""
+
+    def enter_loop(self, value: V, invariant: bool) -> V:
+        """The value of a carry inside a loop. `invariant`: the loop hands it on as it is."""
+
+    def may_change(self, carry: Sequence[V], others: Sequence[V]) -> bool:
+        """Can another iteration change the carry? `others` are the values of the loop's other inputs."""
+
+    def widen(self, carry: V, result: V) -> V:
+        """The value of a carry after one more iteration."""
+
+    def leave_loop(self, result: V, carry: V | None) -> V:
+        """The value behind a loop: of a carry, or (without `carry`) of the stacked results of a scan."""
+
+    def slice_inputs(self, eqn: JaxprEqn, values: Sequence[V]) -> list[V]:
+        """The values of the stacked inputs of a scan in one of its iterations."""
+
+    def split_over_devices(self, eqn: JaxprEqn, values: Sequence[V]) -> list[V]:
+        """The values of the operands of a shard_map on one device."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraInputs:
+    """Operands for inputs that a new body has behind its own. `sliced`: those that a scan slices."""
+
+    operands: tuple[Var, ...] = ()
+    sliced: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NewBody:
+    """A jaxpr to put in the place of another, and the operands for the inputs that it has behind those of the other."""
+
+    sub: SubJaxpr
+    jaxpr: Any
+    extra: ExtraInputs = ExtraInputs()
+
+
+class Container:
+    """A primitive with one jaxpr, whose inputs are the operands of the equation one for one."""
+
+    is_remat = False
+    is_loop = False
+    takes_extra_inputs = True
+    """Can inputs be added from outside?"""
+
+    def propagate(self, eqn: JaxprEqn, values: Sequence[V], enter: Enter[V], domain: Domain[V]) -> list[V]:
+        """The values of the results of an equation, from those of its operands."""
+        del eqn, domain
+        return enter(0, values)
+
+    def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
+        """The equation with other jaxprs, and with operands for their additional inputs."""
+        operands = [v for body in bodies for v in body.extra.operands]
+        eqn = jaxprs.replace_sub_jaxprs(eqn, [(body.sub, body.jaxpr) for body in bodies])
+        if not operands:
+            return eqn
+        params = {**eqn.params, **self._params_of_extra(eqn, len(operands))}
+        return jaxprs.replace_eqn(eqn, invars=[*eqn.invars, *operands], params=params)
+
+    def _params_of_extra(self, eqn: JaxprEqn, count: int) -> dict[str, Any]:
+        """The parameters that have an item for each operand, with items for `count` more."""
+        del eqn, count
+        return {}
+
+
+class _Jit(Container):
+    _ITEMS: ClassVar[dict[str, Any]] = {
+        "in_shardings": UNSPECIFIED,
+        "in_layouts": None,
+        "donated_invars": False,
+    }
+
+    def _params_of_extra(self, eqn: JaxprEqn, count: int) -> dict[str, Any]:
+        return {k: (*eqn.params[k], *[v] * count) for k, v in self._ITEMS.items() if k in eqn.params}
+
+
+class _Remat(Container):
+    is_remat = True
+
+    def _params_of_extra(self, eqn: JaxprEqn, count: int) -> dict[str, Any]:
+        prevent_cse = eqn.params.get("prevent_cse")
+        if not isinstance(prevent_cse, tuple):
+            return {}
+        return {"prevent_cse": (*prevent_cse, *[False] * count)}
+
+
+class _ShardMap(Container):
+    takes_extra_inputs = False  # each would need a sharding of its own
+
+    def propagate(self, eqn: JaxprEqn, values: Sequence[V], enter: Enter[V], domain: Domain[V]) -> list[V]:
+        return enter(0, domain.split_over_devices(eqn, values))
+
+
+class _Cond(Container):
+    def propagate(self, eqn: JaxprEqn, values: Sequence[V], enter: Enter[V], domain: Domain[V]) -> list[V]:
+        branches = [enter(number, values[1:]) for number in range(len(eqn.params["branches"]))]
+        return [domain.join(results) for results in zip(*branches, strict=True)]
+
+    def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
+        """Every branch takes the additional inputs of all branches, and ignores those of the others."""
+        operands = [v for body in bodies for v in body.extra.operands]
+        branches, before = [], 0
+        for body in bodies:
+            own = len(body.extra.operands)
+            branches.append(_ignore_inputs(body.jaxpr, own, operands[:before], operands[before + own :]))
+            before += own
+        params = {**eqn.params, "branches": tuple(branches)}
+        return jaxprs.replace_eqn(eqn, invars=[*eqn.invars, *operands], params=params)
+
+
+def _ignore_inputs(branch: AnyJaxpr, own: int, before: Sequence[Var], after: Sequence[Var]) -> AnyJaxpr:
+    """The branch with unused inputs before and after the `own` inputs at its end."""
+
+    def order(invars: list[Var]) -> list[Var]:
+        end = len(invars) - own
+        unused = [[jaxprs.new_var(v.aval) for v in group] for group in (before, after)]
+        return [*invars[:end], *unused[0], *invars[end:], *unused[1]]
+
+    return jaxprs.reorder_inputs(branch, order)
+
+
+class _While(Container):
+    is_loop = True
+
+    def propagate(self, eqn: JaxprEqn, values: Sequence[V], enter: Enter[V], domain: Domain[V]) -> list[V]:
+        params = [sub.param for sub in jaxprs.sub_jaxprs(eqn)]
+        test, body = params.index("cond_jaxpr"), params.index("body_jaxpr")
+        ntest, nbody = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        consts, init = values[ntest : ntest + nbody], values[ntest + nbody :]
+        carry = _settle_carry(eqn.params["body_jaxpr"], init, consts, [], _bound(enter, body), domain)
+        enter(test, [*values[:ntest], *carry])
+        results = enter(body, [*consts, *carry])
+        return [domain.leave_loop(r, c) for r, c in zip(results, carry, strict=True)]
+
+    def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
+        """The condition and the body each have constants of their own."""
+        params = dict(eqn.params)
+        invars: list[Atom] = list(eqn.invars)
+        by_param = {body.sub.param: body for body in bodies}
+        start = 0
+        for param, count in (("cond_jaxpr", "cond_nconsts"), ("body_jaxpr", "body_nconsts")):
+            consts = params[count]
+            body = by_param[param]
+            operands = body.extra.operands
+            params[param] = _move_inputs(body.jaxpr, len(operands), consts)
+            params[count] = consts + len(operands)
+            invars[start + consts : start + consts] = operands
+            start += consts + len(operands)
+        return jaxprs.replace_eqn(eqn, invars=invars, params=params)
+
+
+def _move_inputs(jaxpr: AnyJaxpr, count: int, position: int) -> AnyJaxpr:
+    """The jaxpr with its last `count` inputs moved to a position."""
+
+    def order(invars: list[Var]) -> list[Var]:
+        end = len(invars) - count
+        return [*invars[:position], *invars[end:], *invars[position:end]]
+
+    return jaxprs.reorder_inputs(jaxpr, order)
+
+
+@dataclass(frozen=True, slots=True)
+class ScanParts(Generic[V]):
+    """Operands of a scan, or what stands for them, by kind."""
+
+    consts: Sequence[V]
+    carry: Sequence[V]
+    xs: Sequence[V]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationRange:
+    """Consecutive iterations of a scan, or layers of a stack."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class _Scan(Container):
+    is_loop = True
+
+    def parts(self, eqn: JaxprEqn, operands: Sequence[V]) -> ScanParts[V]:
+        params = eqn.params
+        if "ft_in" in params:
+            consts, carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
+        else:
+            consts, carry = params["num_consts"], params["num_carry"]
+        return ScanParts(operands[:consts], operands[consts : consts + carry], operands[consts + carry :])
+
+    def propagate(self, eqn: JaxprEqn, values: Sequence[V], enter: Enter[V], domain: Domain[V]) -> list[V]:
+        parts = self.parts(eqn, values)
+        xs = domain.slice_inputs(eqn, parts.xs)
+        body = _bound(enter, 0)
+        (sub,) = jaxprs.sub_jaxprs(eqn)
+        carry = _settle_carry(sub.jaxpr, parts.carry, parts.consts, xs, body, domain)
+        results = body([*parts.consts, *carry, *xs])
+        count = len(carry)
+        carried = [domain.leave_loop(r, c) for r, c in zip(results[:count], carry, strict=True)]
+        return [*carried, *(domain.leave_loop(r, None) for r in results[count:])]
+
+    def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
+        """Additional inputs become constants of the scan, or, where sliced, stacked inputs."""
+        (body,) = bodies
+        if not body.extra.operands:
+            return jaxprs.replace_sub_jaxprs(eqn, [(body.sub, body.jaxpr)])
+        parts = self.parts(eqn, eqn.invars)
+        consts, xs = _separate(body.extra.operands, body.extra.sliced)
+        invars = [*parts.consts, *consts, *parts.carry, *parts.xs, *xs]
+        params = {**eqn.params, **self._new_params(eqn, body)}
+        return jaxprs.replace_eqn(eqn, invars=invars, params=params)
+
+    def _new_params(self, eqn: JaxprEqn, body: NewBody) -> dict[str, Any]:
+        """The parameters of a scan whose body has additional inputs."""
+        sliced = body.extra.sliced
+        if not sliced:
+            return {body.sub.param: body.jaxpr}
+        parts = self.parts(eqn, eqn.invars)
+
+        def order(invars: list[Var]) -> list[Var]:
+            end = len(invars) - len(sliced)
+            consts, xs = _separate(invars[end:], sliced)
+            first = len(parts.consts)
+            return [*invars[:first], *consts, *invars[first:end], *xs]
+
+        params: dict[str, Any] = {body.sub.param: jaxprs.reorder_inputs(body.jaxpr, order)}
+        consts = len(parts.consts) + sliced.count(False)
+        if "ft_in" in eqn.params:
+            xs = len(parts.xs) + sliced.count(True)
+            carry = eqn.params["ft_in"].unpack()[1]
+            params["ft_in"] = flattree.pack((flattree.nones(consts), carry, flattree.nones(xs)))
+        else:
+            params["num_consts"] = consts
+        return params
+
+    def split(
+        self, eqn: JaxprEqn, pieces: Sequence[tuple[IterationRange, NewBody]]
+    ) -> Callable[..., list[Any]]:
+        """A function that runs a scan as consecutive scans; each starts from the carry of the one before.
+
+        Its arguments are the operands of the scan, then the operands of the additional inputs of each piece. The ranges
+        of the pieces cover all iterations in ascending order.
+        """
+        reverse, unroll = eqn.params["reverse"], eqn.params["unroll"]
+
+        def run_pieces(*operands: Any) -> list[Any]:
+            extra = iter(operands[len(eqn.invars) :])
+            extras = [list(itertools.islice(extra, len(body.extra.operands))) for _, body in pieces]
+            parts = self.parts(eqn, operands[: len(eqn.invars)])
+            carry = list(parts.carry)
+            outputs: list[list[Any]] = [[] for _ in pieces]
+            order = range(len(pieces))
+            for number in reversed(order) if reverse else order:
+                piece, body = pieces[number]
+                consts, xs = _separate(extras[number], body.extra.sliced)
+                sliced = [lax.slice_in_dim(x, piece.start, piece.stop) for x in parts.xs]
+                params = {**self._new_params(eqn, body), "length": piece.size}
+                params["unroll"] = min(unroll, piece.size)
+                out = jaxprs.bind(eqn, *parts.consts, *consts, *carry, *sliced, *xs, **params)
+                carry, outputs[number] = out[: len(carry)], out[len(carry) :]
+            return [*carry, *(jnp.concatenate(ys) for ys in zip(*outputs, strict=True))]
+
+        return run_pieces
+
+
+def _separate(items: Sequence[V], sliced: Sequence[bool]) -> tuple[list[V], list[V]]:
+    """The items that are not sliced, and those that are."""
+    pairs = list(zip(items, sliced, strict=True))
+    return [i for i, is_sliced in pairs if not is_sliced], [i for i, is_sliced in pairs if is_sliced]
+
+
+def _bound(enter: Enter[V], number: int) -> Callable[[Sequence[V]], list[V]]:
+    return lambda values: enter(number, values)
+
+
+def _settle_carry(
+    body: AnyJaxpr,
+    init: Sequence[V],
+    consts: Sequence[V],
+    xs: Sequence[V],
+    enter_body: Callable[[Sequence[V]], list[V]],
+    domain: Domain[V],
+) -> list[V]:
+    """The values of the carry in any iteration: the fixed point of the loop's body."""
+    opened = jaxprs.open_jaxpr(body)
+    invars = opened.invars[len(consts) : len(consts) + len(init)]
+    pairs = zip(init, invars, opened.outvars, strict=False)
+    carry = [domain.enter_loop(value, var is out) for value, var, out in pairs]
+    while domain.may_change(carry, [*consts, *xs]):
+        results = enter_body([*consts, *carry, *xs])
+        widened = [domain.widen(c, r) for c, r in zip(carry, results, strict=False)]
+        if widened == carry:
+            break
+        carry = widened
+    return carry
+
+
+SCAN = _Scan()
+
+CONTAINERS: dict[str, Container] = {
+    "jit": _Jit(),
+    "pjit": _Jit(),
+    "closed_call": Container(),
+    "core_call": Container(),
+    "core_closed_call": Container(),
+    "custom_lin": Container(),
+    "checkpoint": _Remat(),
+    "remat": _Remat(),
+    "remat2": _Remat(),
+    "remat_call": _Remat(),
+    "shard_map": _ShardMap(),
+    "cond": _Cond(),
+    "while": _While(),
+    "scan": SCAN,
+}
+"""The containers that the compiler enters, by the name of the primitive."""
+
+OPAQUE = {
+    "custom_vjp_call": "a function with its own backward rule (jax.custom_vjp)",
+    "custom_vjp_call_jaxpr": "a function with its own backward rule (jax.custom_vjp)",
+    "custom_jvp_call": "a function with its own derivative rule (jax.custom_jvp)",
+    "pallas_call": "a Pallas kernel",
+}
+"""Containers that the compiler does not enter, in words. The gradient may not run the products inside."""
+
+
+def container_of(eqn: JaxprEqn) -> Container | None:
+    """The entry of an equation's primitive; None if the compiler does not enter it."""
+    return CONTAINERS.get(jaxprs.primitive_name(eqn))
+
+
+def leading_dim_parts(shard_map: JaxprEqn) -> list[int]:
+    """Into how many parts a shard_map divides the first dimension of each operand."""
+    sizes = shard_map.params["mesh"].shape
+    parts = []
+    for spec in shard_map.params["in_specs"]:
+        axes = spec[0] if len(spec) and spec[0] is not None else ()
+        parts.append(math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes)))
+    return parts

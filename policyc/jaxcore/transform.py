@@ -1,0 +1,224 @@
+"""The one transformation of jaxprs: replaces equations, wherever they are, and passes additional inputs down to them.
+
+A subclass of `Transform` says what becomes of an equation. Containers are entered by their entries in `containers`.
+Equations that do not change, and that contain none that does, stay the same objects.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from jax.core import AbstractValue
+from jax.extend.core import JaxprEqn, Var
+
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.containers import SCAN, Container, ExtraInputs, IterationRange, NewBody, container_of
+from policyc.jaxcore.jaxprs import AnyJaxpr, AxisEnv
+
+Address = tuple[int, ...]
+"""The path to an equation: its number in the jaxpr, then the number of a jaxpr inside it, of an equation there, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The position of an equation or of a jaxpr: its address, and what is fixed around it.
+
+    `iterations` has an iteration that stands for the whole range, for each split scan around it.
+    """
+
+    address: Address = ()
+    iterations: Mapping[Address, int] = field(default_factory=dict)
+    axis_env: AxisEnv = AxisEnv()
+
+    def enter(self, number: int) -> Position:
+        return replace(self, address=(*self.address, number))
+
+    def fix(self, iteration: int) -> Position:
+        """The same position with the scan at its address in this iteration."""
+        return replace(self, iterations={**self.iterations, self.address: iteration})
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraInput:
+    """Arrays that a replacement needs from outside the jaxpr. `address`: its equation, seen from that jaxpr.
+
+    `ranges` has the iterations of each scan on the way that slices the arrays, the outermost first.
+    """
+
+    address: Address
+    content: Any
+    avals: tuple[AbstractValue, ...]
+    ranges: tuple[IterationRange, ...] = ()
+
+    def seen_from(self, address: Address) -> ExtraInput:
+        """The same input, seen from the jaxpr at `address` instead of from the outermost one."""
+        return replace(self, address=self.address[len(address) :])
+
+    def seen_from_outside(self, address: Address) -> ExtraInput:
+        return replace(self, address=(*address, *self.address))
+
+    def stack(self, iterations: IterationRange) -> ExtraInput:
+        """The same input outside a scan that slices it."""
+        avals = tuple(jaxprs.stacked_aval(iterations.size, a) for a in self.avals)
+        return replace(self, avals=avals, ranges=(iterations, *self.ranges))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundInput:
+    """An additional input, and the variables that stand for its arrays where it is used."""
+
+    input: ExtraInput
+    variables: tuple[Var, ...]
+
+    @classmethod
+    def new(cls, extra: ExtraInput) -> BoundInput:
+        return cls(extra, tuple(jaxprs.new_var(a) for a in extra.avals))
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """The equations in the place of one, and the additional inputs that they use."""
+
+    eqns: tuple[JaxprEqn, ...]
+    inputs: tuple[BoundInput, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TransformedJaxpr:
+    """A jaxpr, and the inputs that it has behind those of the original."""
+
+    jaxpr: Any
+    inputs: tuple[ExtraInput, ...] = ()
+
+
+_transformed: WeakKeyDictionary[Any, dict[Hashable, TransformedJaxpr]] = WeakKeyDictionary()
+"""Transformed jaxprs by original and key. A jaxpr that is called from several places stays one jaxpr where the results
+are equal: otherwise XLA would compile it once per call."""
+
+
+class Transform:
+    """Replaces equations of a jaxpr and of the jaxprs inside it."""
+
+    # ---- what a subclass decides
+
+    def key(self, position: Position) -> Hashable | None:
+        """Everything that decides what becomes of the equations below a position; None if nothing changes there."""
+        raise NotImplementedError
+
+    def replace_equation(self, eqn: JaxprEqn, position: Position, shared: Any) -> Replacement | None:
+        """The replacement of an equation; None if it is not one to replace. `shared`: see `share`."""
+        raise NotImplementedError
+
+    def share(self, jaxpr: AnyJaxpr, position: Position) -> Mapping[Address, Any]:
+        """What equations of one jaxpr share, by the address of each of them."""
+        del jaxpr, position
+        return {}
+
+    def is_stack(self, address: Address) -> bool:
+        """May the iterations of the scan at this address differ?"""
+        raise NotImplementedError
+
+    def slices(self, scan: Address, extra: ExtraInput) -> bool:
+        """Does a scan slice this input, or is it the same in every iteration?"""
+        raise NotImplementedError
+
+    def change_container(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Adapts the parameters of a container whose jaxprs were transformed."""
+        return eqn
+
+    # ---- the transformation
+
+    def transform(self, jaxpr: AnyJaxpr, position: Position = Position()) -> TransformedJaxpr:  # noqa: B008
+        key = self.key(position)
+        if key is None:
+            return TransformedJaxpr(jaxpr)
+        by_key = _transformed.setdefault(jaxpr, {})
+        if key not in by_key:
+            by_key[key] = self._transform_equations(jaxpr, position)
+        result = by_key[key]
+        inputs = tuple(i.seen_from_outside(position.address) for i in result.inputs)
+        return replace(result, inputs=inputs)
+
+    def _transform_equations(self, jaxpr: AnyJaxpr, position: Position) -> TransformedJaxpr:
+        shared = self.share(jaxpr, position)
+        eqns: list[JaxprEqn] = []
+        inputs: list[BoundInput] = []
+        for number, eqn in enumerate(jaxprs.equations(jaxpr)):
+            here = position.enter(number)
+            replacement = self.transform_equation(eqn, here, shared.get(here.address))
+            eqns += replacement.eqns
+            inputs += replacement.inputs
+        variables = [v for i in inputs for v in i.variables]
+        return TransformedJaxpr(
+            jaxprs.replace_equations(jaxpr, eqns, variables),
+            tuple(i.input.seen_from(position.address) for i in inputs),
+        )
+
+    def transform_equation(self, eqn: JaxprEqn, position: Position, shared: Any = None) -> Replacement:
+        """What stands in the place of an equation."""
+        if self.key(position) is None:
+            return Replacement((eqn,))
+        replacement = self.replace_equation(eqn, position, shared)
+        if replacement is not None:
+            return replacement
+        container = container_of(eqn)
+        assert container is not None, f"{eqn.primitive} holds equations to replace and is not entered"
+        if container is SCAN:
+            return self._transform_scan(eqn, position)
+        return self._transform_container(eqn, container, position)
+
+    def _transform_container(self, eqn: JaxprEqn, container: Container, position: Position) -> Replacement:
+        if self.is_stack(position.address):  # a shard_map over layers: one program for all devices
+            position = position.fix(0)
+        if jaxprs.primitive_name(eqn) == "shard_map":
+            position = replace(position, axis_env=position.axis_env.enter_shard_map(eqn))
+        inputs: list[BoundInput] = []
+        bodies: list[NewBody] = []
+        for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
+            transformed = self.transform(sub.jaxpr, position.enter(number))
+            bound = [BoundInput.new(i) for i in transformed.inputs]
+            operands = tuple(v for i in bound for v in i.variables)
+            bodies.append(NewBody(sub, transformed.jaxpr, ExtraInputs(operands, (False,) * len(operands))))
+            inputs += bound
+        return Replacement((self.change_container(container.rebuild(eqn, bodies)),), tuple(inputs))
+
+    def _transform_scan(self, eqn: JaxprEqn, position: Position) -> Replacement:
+        """A scan, as one scan for each range of iterations in which the same happens."""
+        (sub,) = jaxprs.sub_jaxprs(eqn)
+        pieces: list[tuple[IterationRange, NewBody]] = []
+        inputs: list[BoundInput] = []
+        is_stack = self.is_stack(position.address)
+        for piece in self.iteration_ranges(eqn, position):
+            inside = (position.fix(piece.start) if is_stack else position).enter(0)
+            transformed = self.transform(sub.jaxpr, inside)
+            sliced = [self.slices(position.address, i) for i in transformed.inputs]
+            bound = [
+                BoundInput.new(i.stack(piece) if is_sliced else i)
+                for i, is_sliced in zip(transformed.inputs, sliced, strict=True)
+            ]
+            flags = tuple(s for s, i in zip(sliced, bound, strict=True) for _ in i.variables)
+            operands = tuple(v for i in bound for v in i.variables)
+            pieces.append((piece, NewBody(sub, transformed.jaxpr, ExtraInputs(operands, flags))))
+            inputs += bound
+        if len(pieces) == 1:
+            ((_, body),) = pieces
+            return Replacement((SCAN.rebuild(eqn, [body]),), tuple(inputs))
+        atoms = [*eqn.invars, *(v for _, body in pieces for v in body.extra.operands)]
+        split = jaxprs.trace_at(SCAN.split(eqn, pieces), [a.aval for a in atoms], eqn, position.axis_env)
+        return Replacement(tuple(jaxprs.inline(split, atoms, eqn)), tuple(inputs))
+
+    def iteration_ranges(self, scan: JaxprEqn, position: Position) -> list[IterationRange]:
+        """The iterations of a scan, those together in which the same happens."""
+        length = scan.params["length"]
+        if not self.is_stack(position.address):
+            return [IterationRange(0, length)]
+
+        def key(iteration: int) -> Hashable | None:
+            return self.key(position.fix(iteration).enter(0))
+
+        groups = (list(group) for _, group in itertools.groupby(range(length), key=key))
+        return [IterationRange(group[0], group[-1] + 1) for group in groups]
