@@ -73,10 +73,9 @@ def quick_compile() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def forget_step() -> Iterator[None]:
-    """`policyc.set_step` is state of the process. Each test starts without a step."""
+def no_step() -> Iterator[None]:
+    """`policyc.set_step` sets the step of the whole process. Each test starts without one."""
     yield
-    pipeline = sys.modules.get("policyc.compiler.pipeline")
-    if pipeline is not None and pipeline._schedule.now is not None:
-        pipeline._schedule._held.close()
-        pipeline._schedule.__init__()
+    schedule = sys.modules.get("policyc.compiler.schedule")
+    if schedule is not None and schedule.SCHEDULE.step is not None:
+        schedule.SCHEDULE.reset()

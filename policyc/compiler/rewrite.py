@@ -157,8 +157,10 @@ class SiteRewriter(Transform):
         return any(s.address == address for site in self._sites_under[address] for s in site.stacks)
 
     def slices(self, scan: Address, extra: ExtraInput) -> bool:
-        origin = self.sites[extra.address].origin
-        return extra.content is ROUNDING_KEY or (origin is not None and scan in origin.scans)
+        site = self.sites[extra.address]
+        if extra.content is ROUNDING_KEY:
+            return any(s.address == scan for s in site.stacks)
+        return site.origin is not None and scan in site.origin.scans
 
     def change_container(self, eqn: JaxprEqn) -> JaxprEqn:
         container = container_of(eqn)

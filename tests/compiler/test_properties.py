@@ -12,9 +12,10 @@ from hypothesis import Phase, given, settings
 from hypothesis.strategies import integers
 
 import policyc
-from policyc.compiler import rewrite as rewriting
 from policyc.compiler.sites import Site
-from policyc.jaxcore import jaxprs
+from policyc.jaxcore import jaxprs, transform
+from policyc.jaxcore.containers import IterationRange
+from policyc.jaxcore.transform import Transform
 from policyc.language.recipes import Gemm
 from tests.support.programs import Program, program
 
@@ -86,23 +87,22 @@ def splitting(seed: int) -> None:
         return jax.jit(jax.value_and_grad(policyc.apply(policy, made.loss)))(*args)
 
     whole = run()
-    runs = rewriting.Rewriter.runs
+    ranges = Transform.iteration_ranges
     split = Counter()
 
-    def one_by_one(self, stack, inside, fixed):
-        found = [
-            rewriting.LayerRange(i, i + 1)
-            for r in runs(self, stack, inside, fixed)
-            for i in range(r.start, r.stop)
+    def one_by_one(self, scan, position):
+        iterations = [
+            IterationRange(i, i + 1) for r in ranges(self, scan, position) for i in range(r.start, r.stop)
         ]
-        split[len(found)] += 1
-        return found[:1] and [rewriting.LayerRange(0, found[0].stop), *_rest(found)]
+        if self.is_stack(position.address):
+            split[len(iterations)] += 1
+        return iterations[:1] and [IterationRange(0, iterations[0].stop), *_rest(iterations)]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewriting.Rewriter, "runs", one_by_one)
-        rewriting._known.clear()
+        patch.setattr(Transform, "iteration_ranges", one_by_one)
+        transform._transformed.clear()
         apart = run()
-        rewriting._known.clear()
+        transform._transformed.clear()
     if not any(s.stacks for s in policyc.plan(policy, made.loss, *args).sites):
         assert not split
     assert same(whole, apart)
@@ -110,7 +110,7 @@ def splitting(seed: int) -> None:
 
 def _rest(found):
     """Two layers and then the others, where there are so many."""
-    return found[1:] if len(found) < 4 else [found[1], rewriting.LayerRange(found[2].start, found[-1].stop)]
+    return found[1:] if len(found) < 4 else [found[1], IterationRange(found[2].start, found[-1].stop)]
 
 
 def products_found(closed: Any) -> Counter:
