@@ -58,7 +58,7 @@ def test_apply_keeps_the_signature_and_composes():
 
 
 def test_the_policy_comes_first():
-    with pytest.raises(TypeError, match="first argument is the policy .*, not a function"):
+    with pytest.raises(TypeError, match=r"first argument is the policy .*, not a function"):
         policyc.apply(loss, "* -> bf16")
 
 
