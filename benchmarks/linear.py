@@ -1,28 +1,24 @@
-"""One linear layer, forward and backward, in bf16, NVFP4 and FP8; its quantizers beside a plain copy; and
-the designs that were tried for the random bits and the transform.
+"""Times of one linear layer in bf16, NVFP4 and FP8, of its quantizers beside a copy, and of alternative designs.
 
-    python benchmarks/linear.py --json linear.json
+    python -m benchmarks.linear --json linear.json
 
-On a GPU it is 16384 x 4096 x 14336, elsewhere small.
+The designs are those of the random bits and of the Hadamard transform. On a GPU the layer is 16384 x 4096 x 14336;
+elsewhere it is small.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.timing import report, save, seconds
+from benchmarks.timing import print_times, save, time_median
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, Key, block_values, key, quantize, random
@@ -47,8 +43,8 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def product_of(name: str) -> Callable[..., jax.Array]:
-    """The product under a recipe: FP8 on the GPU's own units, the others emulated."""
+def make_product(name: str) -> Callable[..., jax.Array]:
+    """The product under a recipe. fp8 runs natively where the GPU can; the others are emulated."""
     backend = "xla" if name == "fp8" else "emulate"
     return partial(
         quantized_dot_general,
@@ -59,28 +55,28 @@ def product_of(name: str) -> Callable[..., jax.Array]:
 
 
 def step(product: Callable[..., jax.Array], x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-    y, back = jax.vjp(product, x, w)
-    return y, *back(dy)
+    y, vjp = jax.vjp(product, x, w)
+    return y, *vjp(dy)
 
 
-def layers(x: jax.Array, w: jax.Array, dy: jax.Array, repeat: int) -> Any:
+def time_layers(x: jax.Array, w: jax.Array, dy: jax.Array, repeat: int) -> Any:
     plain = partial(lax.dot_general, dimension_numbers=DIMS)
-    rows = {"bf16": seconds(partial(step, plain), x, w, dy, repeat=repeat)}
+    rows = {"bf16": time_median(partial(step, plain), x, w, dy, repeat=repeat)}
     for name in RECIPES:
-        rows[name] = seconds(partial(step, product_of(name)), x, w, dy, repeat=repeat)
-    return report("forward and backward of a linear", rows, "bf16")
+        rows[name] = time_median(partial(step, make_product(name)), x, w, dy, repeat=repeat)
+    return print_times("forward and backward of a linear", rows, "bf16")
 
 
-def forwards(x: jax.Array, w: jax.Array, repeat: int) -> Any:
-    rows = {"bf16": seconds(partial(lax.dot_general, dimension_numbers=DIMS), x, w, repeat=repeat)}
+def time_forward(x: jax.Array, w: jax.Array, repeat: int) -> Any:
+    rows = {"bf16": time_median(partial(lax.dot_general, dimension_numbers=DIMS), x, w, repeat=repeat)}
     for name in ("nvfp4 full (rht, sr, 2d)", "fp8"):
-        rows[name] = seconds(product_of(name), x, w, repeat=repeat)
-    return report("forward only", rows, "bf16")
+        rows[name] = time_median(make_product(name), x, w, repeat=repeat)
+    return print_times("forward only", rows, "bf16")
 
 
-def copies(x: jax.Array, repeat: int) -> Any:
-    """A copy reads and writes each byte once."""
-    rows = {"copy": seconds(lambda x: -x, x, repeat=repeat)}
+def time_quantizers(x: jax.Array, repeat: int) -> Any:
+    """Times each quantizer and a copy, which reads and writes each byte once."""
+    rows = {"copy": time_median(lambda x: -x, x, repeat=repeat)}
     cases = {
         "1x16": (nvfp4(), Axes()),
         "1x16 along tokens": (nvfp4(), Axes(axis=-2)),
@@ -93,15 +89,15 @@ def copies(x: jax.Array, repeat: int) -> Any:
     }
     method: Any = "kernels" if jax.default_backend() == "gpu" else "matmul"
     for name, (t, axes) in cases.items():
-        rows[name] = seconds(partial(quantize, treatment=t, axes=axes, method=method), x, repeat=repeat)
+        rows[name] = time_median(partial(quantize, treatment=t, axes=axes, method=method), x, repeat=repeat)
     q = jax.jit(partial(quantize, treatment=nvfp4()))(x)
-    rows["back to bf16 values"] = seconds(block_values, q, repeat=repeat)
-    return report("quantizers", rows, "copy")
+    rows["back to bf16 values"] = time_median(block_values, q, repeat=repeat)
+    return print_times("quantizers", rows, "copy")
 
 
 @contextmanager
 def threefry() -> Any:
-    """JAX's own generator in the place of the hash."""
+    """Replaces the hash by JAX's own random number generator."""
     words = random.words
 
     def draw(k: Key, shape: tuple[int, ...], offset: int = 0) -> jax.Array:
@@ -116,56 +112,57 @@ def threefry() -> Any:
         random.words = words
 
 
-def designs(x: jax.Array, repeat: int) -> dict[str, Any]:
-    sr, turned = nvfp4(rounding="sr"), nvfp4(rht=16)
-    rows = {"hash": seconds(partial(quantize, treatment=sr, key=key(1)), x, repeat=repeat)}
+def time_designs(x: jax.Array, repeat: int) -> dict[str, Any]:
+    """Times alternatives for the random bits, for the transform, and for the two operands that come from dy."""
+    sr, rotated = nvfp4(rounding="sr"), nvfp4(rht=16)
+    rows = {"hash": time_median(partial(quantize, treatment=sr, key=key(1)), x, repeat=repeat)}
     with threefry():
-        rows["threefry"] = seconds(lambda x: quantize(x, sr, key=key(1)), x, repeat=repeat)
-    out = {"random bits": report("random bits", rows, "hash")}
+        rows["threefry"] = time_median(lambda x: quantize(x, sr, key=key(1)), x, repeat=repeat)
+    results = {"random bits": print_times("random bits", rows, "hash")}
     rows = {}
     methods = ["matmul", "matmul_bf16", "butterfly"]
     for method in [*methods, "kernels"] if jax.default_backend() == "gpu" else methods:
-        f = partial(quantize, treatment=turned, axes=Axes(axis=-2), method=method)
-        rows[method] = seconds(f, x, repeat=repeat)
-    out["transform"] = report("transform", rows, "matmul")
-    one, other = nvfp4(rounding="sr"), nvfp4(rounding="sr", rht=16)
+        f = partial(quantize, treatment=rotated, axes=Axes(axis=-2), method=method)
+        rows[method] = time_median(f, x, repeat=repeat)
+    results["transform"] = print_times("transform", rows, "matmul")
+    by_row, by_column = nvfp4(rounding="sr"), nvfp4(rounding="sr", rht=16)
 
     def both(x: jax.Array) -> Any:
-        return quantize(x, one, Axes()), quantize(x, other, Axes(axis=-2))
+        return quantize(x, by_row, Axes()), quantize(x, by_column, Axes(axis=-2))
 
     rows = {
-        "one program for both operands": seconds(both, x, repeat=repeat),
-        "two programs": seconds(partial(quantize, treatment=one), x, repeat=repeat)
-        + seconds(partial(quantize, treatment=other, axes=Axes(axis=-2)), x, repeat=repeat),
+        "one program for both operands": time_median(both, x, repeat=repeat),
+        "two programs": time_median(partial(quantize, treatment=by_row), x, repeat=repeat)
+        + time_median(partial(quantize, treatment=by_column, axes=Axes(axis=-2)), x, repeat=repeat),
     }
-    out["rows and columns of dy"] = report("rows and columns of dy", rows, "two programs")
-    return out
+    results["rows and columns of dy"] = print_times("rows and columns of dy", rows, "two programs")
+    return results
 
 
-def memory(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, int]:
-    """Bytes kept from the forward to the backward pass."""
+def measure_residuals(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, int]:
+    """Bytes saved from the forward for the backward pass."""
     del dy
-    out = {}
+    sizes = {}
     products = {"bf16": partial(lax.dot_general, dimension_numbers=DIMS)}
     products["nvfp4 full"] = partial(quantized_dot_general, dimension_numbers=DIMS, recipe=FULL)
-    products["fp8"] = product_of("fp8")
-    print("\nkept for the backward pass\n--------------------------")
+    products["fp8"] = make_product("fp8")
+    print("\nsaved for the backward pass\n---------------------------")
     for name, product in products.items():
-        kept = jax.eval_shape(lambda x, w, p=product: jax.vjp(p, x, w)[1], x, w)
-        out[name] = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(kept))
-        print(f"{name:42s} {out[name] / 2**20:10.2f} MiB   {out[name] / out['bf16']:6.2f} x bf16")
-    return out
+        residuals = jax.eval_shape(lambda x, w, p=product: jax.vjp(p, x, w)[1], x, w)
+        sizes[name] = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(residuals))
+        print(f"{name:42s} {sizes[name] / 2**20:10.2f} MiB   {sizes[name] / sizes['bf16']:6.2f} x bf16")
+    return sizes
 
 
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     m, k, n = (16384, 4096, 14336) if jax.default_backend() == "gpu" else (1024, 512, 1024)
-    parser.add_argument("--m", type=int, default=m, help="tokens")
-    parser.add_argument("--k", type=int, default=k)
-    parser.add_argument("--n", type=int, default=n)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", help="write the results here too")
+    parser.add_argument("--m", type=int, default=m, help="tokens (default: 16384 on a GPU, else 1024)")
+    parser.add_argument("--k", type=int, default=k, help="inputs (default: 4096 on a GPU, else 512)")
+    parser.add_argument("--n", type=int, default=n, help="outputs (default: 14336 on a GPU, else 1024)")
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each function (default: 5)")
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     args = parser.parse_args()
     a, b, c = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(a, (args.m, args.k), jnp.bfloat16)
@@ -173,11 +170,11 @@ def main() -> None:
     dy = jax.random.normal(c, (args.m, args.n), jnp.bfloat16)
     results = {
         "shape": {"m": args.m, "k": args.k, "n": args.n},
-        "linear": layers(x, w, dy, args.repeat),
-        "forward": forwards(x, w, args.repeat),
-        "quantizers": copies(x, args.repeat),
-        "designs": designs(x, args.repeat),
-        "memory": memory(x, w, dy),
+        "linear": time_layers(x, w, dy, args.repeat),
+        "forward": time_forward(x, w, args.repeat),
+        "quantizers": time_quantizers(x, args.repeat),
+        "designs": time_designs(x, args.repeat),
+        "memory": measure_residuals(x, w, dy),
     }
     save(args.json, results)
 

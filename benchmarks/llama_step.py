@@ -1,10 +1,10 @@
-"""A training step of the Llama driver on one device: bf16, FP8 and emulated NVFP4 side by side, and the input's stall.
+"""Time of a training step of the bundled Llama on one device, in bf16, FP8 and emulated NVFP4, and its input stall.
 
-    python benchmarks/llama_step.py --json llama_step.json
+    python -m benchmarks.llama_step --json llama_step.json
 
-On a GPU it is the 1b configuration at sequence 4096; the form of the step (batch, remat, scan) is the fastest of some
-that are tried in bf16, unless one is given. Elsewhere it is a tiny model, to try the script. One state goes through
-all steps in turn, so that they take no more memory than one. Of the driver's packages it needs optax and grain.
+On a GPU it is the 1b configuration at sequence 4096. Unless a layout of the step (batch, remat, scan) is given, several
+are tried in bf16 and the fastest is taken. Elsewhere it is a tiny model, to try the script. The policies run one after
+the other on one training state, so that they need no more memory than one. Of the extra train it needs optax and grain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
 
 import jax
@@ -31,10 +30,10 @@ from benchmarks.timing import save
 POLICIES = {"bf16": None, "fp8, all block linears": "fp8", "nvfp4 emulated, llama_nvfp4": "llama_nvfp4"}
 
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")  # read when the first array is made
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")  # JAX reads it when it makes the first array
 
 
-class Form(NamedTuple):
+class Layout(NamedTuple):
     """How a step is computed."""
 
     batch: int
@@ -43,158 +42,186 @@ class Form(NamedTuple):
     loss_chunks: int
 
 
-FORMS = (
-    Form(8, "none", False, 1),
-    Form(16, "dots", False, 1),
-    Form(8, "dots", True, 1),
-    Form(4, "none", False, 1),
+LAYOUTS = (
+    Layout(8, "none", False, 1),
+    Layout(16, "dots", False, 1),
+    Layout(8, "dots", True, 1),
+    Layout(4, "none", False, 1),
 )
 
 
-class Bench:
-    """The model in one form: its state, its batches, its compiled steps."""
+class Benchmark:
+    """The model in one layout: its state, its batches and its compiled steps."""
 
-    def __init__(self, c: Model, run: Run, form: Form) -> None:
-        more = {"remat": form.remat, "scan": form.scan, "loss_chunks": form.loss_chunks}
-        self.c, self.run = dataclasses.replace(c, **more), dataclasses.replace(run, batch=form.batch)
-        self.mesh = model.make_mesh(self.c, self.run)
-        self.described, make = optimizer.first_state(self.c, self.run, self.mesh)
-        self.state = make()
-        self.source = data.Source(self.run, c.vocab)
+    def __init__(self, config: Model, run: Run, layout: Layout) -> None:
+        self.config = dataclasses.replace(
+            config, remat=layout.remat, scan=layout.scan, loss_chunks=layout.loss_chunks
+        )
+        self.run = dataclasses.replace(run, batch=layout.batch)
+        self.mesh = model.make_mesh(self.config, self.run)
+        self.state_shapes, make_state = optimizer.first_state(self.config, self.run, self.mesh)
+        self.state = make_state()
+        self.source = data.Source(self.run, config.vocab)
 
-    def batch(self) -> Any:
+    def next_batch(self) -> Any:
         return jax.device_put(next(self.source), model.sharding(self.mesh, ("batch", "sequence")))
 
-    def compiled(self, policy: str | None) -> Any:
-        """The step under a policy. Plainly where there is none."""
-        step, begin = optimizer.train_step(self.c, self.run, self.mesh), time.perf_counter()
+    def compile_step(self, policy: str | None) -> Any:
+        """Compiles the step under a policy, or without policyc if there is none."""
+        step, start = optimizer.train_step(self.config, self.run, self.mesh), time.perf_counter()
         if policy is None:
-            found = step.lower(self.described, self.batch()).compile()
+            compiled = step.lower(self.state_shapes, self.next_batch()).compile()
         else:
             with policyc.active(policy):
-                found = step.lower(self.described, self.batch()).compile()
-        print(f"  compiled {policy or 'bf16'} in {time.perf_counter() - begin:.0f} s", flush=True)
-        return found
+                compiled = step.lower(self.state_shapes, self.next_batch()).compile()
+        print(f"  compiled {policy or 'bf16'} in {time.perf_counter() - start:.0f} s", flush=True)
+        return compiled
 
-    def seconds(self, step: Any, count: int) -> float:
-        """Of one step, with its batch at hand."""
-        batch = self.batch()
-        self.state, measured = step(self.state, batch)
+    def time_step(self, step: Any, count: int) -> float:
+        """Mean seconds of `count` steps on a batch that is loaded already."""
+        batch = self.next_batch()
+        self.state, step_metrics = step(self.state, batch)
         jax.block_until_ready(self.state)
-        begin = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(count):
-            self.state, measured = step(self.state, batch)
+            self.state, step_metrics = step(self.state, batch)
         jax.block_until_ready(self.state)
-        self.loss = float(measured["loss"])
-        return (time.perf_counter() - begin) / count
+        self.loss = float(step_metrics["loss"])
+        return (time.perf_counter() - start) / count
 
-    def stall(self, step: Any, count: int) -> float:
-        """The part of the time that was waited for data, in a loop that reads results one step late."""
-        waited, before, begin = 0.0, None, time.perf_counter()
+    def measure_stall(self, step: Any, count: int) -> float:
+        """Fraction of the time spent waiting for data, in a loop that reads the metrics one step late."""
+        waited, previous, start = 0.0, None, time.perf_counter()
         for _ in range(count):
-            asked = time.perf_counter()
-            batch = self.batch()
-            waited += time.perf_counter() - asked
-            self.state, measured = step(self.state, batch)
-            if before is not None:
-                float(before["loss"])
-            before = measured
+            requested = time.perf_counter()
+            batch = self.next_batch()
+            waited += time.perf_counter() - requested
+            self.state, step_metrics = step(self.state, batch)
+            if previous is not None:
+                float(previous["loss"])
+            previous = step_metrics
         jax.block_until_ready(self.state)
-        return waited / (time.perf_counter() - begin)
+        return waited / (time.perf_counter() - start)
 
     def mfu(self, seconds: float) -> float | None:
+        """Model FLOPs utilization of a step, if the peak of the device is known."""
         peak = metrics.peak_tflops(self.run)
-        flops = metrics.flops_per_token(self.c, self.run.sequence) * self.run.batch * self.run.sequence
+        flops = metrics.flops_per_token(self.config, self.run.sequence) * self.run.batch * self.run.sequence
         return flops / seconds / (peak * 1e12) if peak else None
 
 
-def fastest(c: Model, run: Run, forms: tuple[Form, ...], until: float) -> tuple[Bench, Any, dict[str, float]]:
-    """The form with the most tokens a second in bf16, of those that fit and that there is time for."""
-    rates: dict[Form, float] = {}
+def find_fastest(
+    config: Model, run: Run, layouts: tuple[Layout, ...], deadline: float
+) -> tuple[Benchmark, Any, dict[str, float]]:
+    """Finds the layout with the most tokens per second in bf16, of those that fit and are tried before the deadline.
+
+    Returns its benchmark, its compiled step, and the tokens per second of each layout tried.
+    """
+    rates: dict[Layout, float] = {}
     best = None
-    for form in forms:
-        if best is not None and time.perf_counter() > until:
-            print(f"no time to try {form}")
+    for layout in layouts:
+        if best is not None and time.perf_counter() > deadline:
+            print(f"no time to try {layout}")
             continue
         bench = None
         try:
-            bench = Bench(c, run, form)
-            step = bench.compiled(None)
-            seconds = bench.seconds(step, 4)
+            bench = Benchmark(config, run, layout)
+            step = bench.compile_step(None)
+            seconds = bench.time_step(step, 4)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            print(f"{form} does not fit into memory")
-            del bench
+            print(f"{layout} does not fit into memory")
+            del bench  # frees its state before the next layout is tried
             continue
-        rates[form] = form.batch * run.sequence / seconds
+        rates[layout] = layout.batch * run.sequence / seconds
         mfu = bench.mfu(seconds)
-        print(f"{form}: {rates[form]:.0f} tokens/s" + (f", MFU {mfu:.1%}" if mfu else ""), flush=True)
-        if rates[form] == max(rates.values()):
+        print(f"{layout}: {rates[layout]:.0f} tokens/s" + (f", MFU {mfu:.1%}" if mfu else ""), flush=True)
+        if rates[layout] == max(rates.values()):
             best = bench, step
         del bench, step
     if best is None:
-        sys.exit("no form fits into memory: give --batch 1 --remat full")
-    return *best, {str(k): v for k, v in rates.items()}
+        sys.exit("no layout fits into memory: try --batch 1 --remat full")
+    return *best, {str(layout): rate for layout, rate in rates.items()}
 
 
-def main() -> None:
+def time_policies(bench: Benchmark, bf16_step: Any, rounds: int, steps: int) -> dict[str, dict[str, Any]]:
+    """Times the step under each policy, in turn in every round, and prints and returns the medians."""
+    compiled = {
+        name: bf16_step if policy is None else bench.compile_step(policy) for name, policy in POLICIES.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in compiled}
+    losses = {}
+    for _ in range(rounds):
+        for name, step in compiled.items():
+            times[name].append(bench.time_step(step, steps))
+            losses[name] = bench.loss
+    rows = {}
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        ratio = median / statistics.median(times["bf16"])
+        rows[name] = row = {
+            "ms": median * 1e3,
+            "spread": (max(seconds) - min(seconds)) / median,
+            "step_time_to_bf16": ratio,
+            "tokens_per_second": bench.run.batch * bench.run.sequence / median,
+            "tokens_to_bf16": 1 / ratio,
+            "mfu": bench.mfu(median),
+            "loss": losses[name],
+        }
+        mfu = f"  MFU {row['mfu']:.1%}" if row["mfu"] else ""
+        print(
+            f"{name:32s} {median * 1e3:9.1f} ms  {ratio:5.3f} x step time  {1 / ratio:5.3f} x tokens/s{mfu}"
+            f"  spread {row['spread']:.1%}"
+        )
+    return rows
+
+
+def parse_options(on_gpu: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    on_gpu = jax.default_backend() == "gpu"
-    parser.add_argument("--config", default="1b" if on_gpu else "tiny")
-    parser.add_argument("--sequence", type=int, default=4096 if on_gpu else 64)
-    parser.add_argument("--batch", type=int, help="only this form: with --remat, --scan, --loss-chunks")
+    parser.add_argument(
+        "--config", default="1b" if on_gpu else "tiny", help="default: 1b on a GPU, else tiny"
+    )
+    parser.add_argument(
+        "--sequence", type=int, default=4096 if on_gpu else 64, help="default: 4096 on a GPU, else 64"
+    )
+    parser.add_argument(
+        "--batch", type=int, help="try only this layout, with --remat, --scan and --loss-chunks"
+    )
     parser.add_argument("--remat", default="none", choices=("none", "full", "dots", "quantized"))
     parser.add_argument("--scan", action="store_true")
     parser.add_argument("--loss-chunks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5 if on_gpu else 2)
-    parser.add_argument("--steps", type=int, default=4 if on_gpu else 1, help="of each kind in a round")
-    parser.add_argument("--search-seconds", type=float, default=150, help="no new form is tried after this")
-    parser.add_argument("--json", help="write the results here too")
-    args = parser.parse_args()
-    c, run = CONFIGS[args.config]
-    run = dataclasses.replace(run, sequence=args.sequence, steps=10**6, accumulate=1)
-    forms = FORMS if on_gpu else (Form(2, "none", True, 1),)
-    if args.batch:
-        forms = (Form(args.batch, args.remat, args.scan, args.loss_chunks),)
+    parser.add_argument("--steps", type=int, default=4 if on_gpu else 1, help="steps per policy and round")
+    parser.add_argument(
+        "--search-seconds", type=float, default=150, help="try no new layout after this time (default: 150)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    return parser.parse_args()
 
-    bench, plain, tried = fastest(c, run, forms, time.perf_counter() + args.search_seconds)
-    print(f"\n{args.config}, sequence {args.sequence}, batch {bench.run.batch}, remat {bench.c.remat}")
-    steps = {name: plain if policy is None else bench.compiled(policy) for name, policy in POLICIES.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    losses = {}
-    for _ in range(args.rounds):
-        for name, step in steps.items():
-            times[name].append(bench.seconds(step, args.steps))
-            losses[name] = bench.loss
-    rows = {}
-    for name, found in times.items():
-        middle = statistics.median(found)
-        ratio = middle / statistics.median(times["bf16"])
-        rows[name] = {
-            "ms": middle * 1e3, "spread": (max(found) - min(found)) / middle, "step_time_to_bf16": ratio,
-            "tokens_per_second": bench.run.batch * args.sequence / middle, "tokens_to_bf16": 1 / ratio,
-            "mfu": bench.mfu(middle), "loss": losses[name],
-        }  # fmt: skip
-        mfu = f"  MFU {rows[name]['mfu']:.1%}" if rows[name]["mfu"] else ""
-        print(
-            f"{name:32s} {middle * 1e3:9.1f} ms  {ratio:5.3f} x step time  {1 / ratio:5.3f} x tokens/s{mfu}"
-            f"  spread {rows[name]['spread']:.1%}"
-        )
-    stall = bench.stall(plain, 2 * args.rounds)
+
+def main() -> None:
+    on_gpu = jax.default_backend() == "gpu"
+    options = parse_options(on_gpu)
+    config, run = CONFIGS[options.config]
+    run = dataclasses.replace(run, sequence=options.sequence, steps=10**6, accumulate=1)
+    layouts = LAYOUTS if on_gpu else (Layout(2, "none", True, 1),)
+    if options.batch:
+        layouts = (Layout(options.batch, options.remat, options.scan, options.loss_chunks),)
+    deadline = time.perf_counter() + options.search_seconds
+    bench, bf16_step, rates = find_fastest(config, run, layouts, deadline)
+    layout = {
+        "config": options.config, "sequence": options.sequence, "batch": bench.run.batch,
+        "remat": bench.config.remat, "scan": bench.config.scan, "loss_chunks": bench.config.loss_chunks,
+    }  # fmt: skip
+    print("\n{config}, sequence {sequence}, batch {batch}, remat {remat}".format(**layout))
+    rows = time_policies(bench, bf16_step, options.rounds, options.steps)
+    stall = bench.measure_stall(bf16_step, 2 * options.rounds)
     print(f"input stall {stall:.3%}; memory {metrics.memory_bytes() / 2**30:.1f} GiB")
-    form = {"config": args.config, "sequence": args.sequence, "batch": bench.run.batch, "remat": bench.c.remat,
-            "scan": bench.c.scan, "loss_chunks": bench.c.loss_chunks}  # fmt: skip
-    results = {
-        "form": form,
-        "tried": tried,
-        "steps": rows,
-        "input_stall": stall,
-        "memory": metrics.memory_bytes(),
-    }
-    save(args.json, results)
+    results = {"form": layout, "tried": rates, "steps": rows, "input_stall": stall}
+    save(options.json, {**results, "memory": metrics.memory_bytes()})
 
 
 if __name__ == "__main__":

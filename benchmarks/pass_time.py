@@ -1,19 +1,17 @@
-"""How long the compiler takes beside JAX's own trace of the same loss: Llama 3.1 405B, unrolled, abstract shapes.
+"""Time of the compiler beside JAX's own trace of the same loss: Llama 3.1 405B, unrolled, from shapes alone.
 
-    python benchmarks/pass_time.py [LAYERS...]        default: 16 32 64 126
+    python -m benchmarks.pass_time [LAYERS...]        default: 16 32 64 126
 
-Prints, for each depth: JAX's trace of the loss; analysis and plan, and the whole apply (trace, analyze, plan, rewrite,
-retrace), both also as multiples of that trace.
+For each depth it prints the seconds of JAX's trace of the loss, of analysis and plan, and of the whole `apply` (trace,
+analyze, plan, rewrite, retrace). The last two are also printed as multiples of the trace.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
@@ -34,23 +32,23 @@ lm_head -> keep
 """
 
 
-def abstract(*shape: int) -> jax.ShapeDtypeStruct:
+def bf16_shape(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 def parameters(layers: int) -> Any:
     layer = {
         "attention": {
-            "q": abstract(D, HEADS * HEAD), "k": abstract(D, KV * HEAD), "v": abstract(D, KV * HEAD),
-            "o": abstract(HEADS * HEAD, D), "norm": abstract(D),
+            "q": bf16_shape(D, HEADS * HEAD), "k": bf16_shape(D, KV * HEAD), "v": bf16_shape(D, KV * HEAD),
+            "o": bf16_shape(HEADS * HEAD, D), "norm": bf16_shape(D),
         },
-        "mlp": {"gate": abstract(D, FF), "up": abstract(D, FF), "down": abstract(FF, D), "norm": abstract(D)},
+        "mlp": {"gate": bf16_shape(D, FF), "up": bf16_shape(D, FF), "down": bf16_shape(FF, D), "norm": bf16_shape(D)},
     }  # fmt: skip
     return {
-        "embed": abstract(VOCAB, D),
+        "embed": bf16_shape(VOCAB, D),
         "layers": [layer] * layers,
-        "norm": abstract(D),
-        "lm_head": abstract(D, VOCAB),
+        "norm": bf16_shape(D),
+        "lm_head": bf16_shape(D, VOCAB),
     }
 
 
@@ -96,37 +94,43 @@ def loss(params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def measure(layers: int) -> tuple[float, float, float, int]:
-    """Seconds of JAX's trace, of analysis and plan, and of everything; and the number of sites."""
+    """Seconds of JAX's trace, of analysis and plan, and of the whole apply; and the number of sites."""
     params, tokens = parameters(layers), jax.ShapeDtypeStruct((1, SEQ), jnp.int32)
     policy = policyc.parse(POLICY)
     start = time.perf_counter()
     closed = jax.make_jaxpr(loss)(params, tokens)
-    traced = time.perf_counter() - start
+    trace_seconds = time.perf_counter() - start
     start = time.perf_counter()
     plan = make_plan(policy, analyze(closed, [*leaf_paths([("params", params)]), None]))
     decisions = plan.decisions()
-    planned = time.perf_counter() - start
+    plan_seconds = time.perf_counter() - start
     start = time.perf_counter()
     rewrite(plan.sites, decisions)
-    rewritten = time.perf_counter() - start
+    rewrite_seconds = time.perf_counter() - start
     jax.clear_caches()
     start = time.perf_counter()
     jax.make_jaxpr(policyc.apply(policy, loss))(params, tokens)
-    whole = time.perf_counter() - start
-    print(f"    rewrite alone {rewritten:.2f} s", file=sys.stderr)
-    return traced, planned, whole, len(plan.sites)
+    apply_seconds = time.perf_counter() - start
+    print(f"    rewrite alone {rewrite_seconds:.2f} s", file=sys.stderr)
+    return trace_seconds, plan_seconds, apply_seconds, len(plan.sites)
 
 
 def main() -> None:
-    depths = [int(a) for a in sys.argv[1:]] or [16, 32, 64, 126]
-    measure(2)  # imports and first-time costs
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "layers", nargs="*", type=int, default=[16, 32, 64, 126], help="depths (default: 16 32 64 126)"
+    )
+    depths = parser.parse_args().layers
+    measure(2)  # pays for imports and other first-time costs
     print(f"JAX {jax.__version__}\nlayers  sites  trace s  plan s  x trace  apply s  x trace")
     for layers in depths:
         jax.clear_caches()
-        traced, planned, whole, sites = measure(layers)
+        trace, plan, apply, sites = measure(layers)
         print(
-            f"{layers:6}  {sites:5}  {traced:7.2f}  {planned:6.2f}  {planned / traced:7.2f}  {whole:7.2f}  "
-            f"{whole / traced:7.2f}",
+            f"{layers:6}  {sites:5}  {trace:7.2f}  {plan:6.2f}  {plan / trace:7.2f}  {apply:7.2f}  "
+            f"{apply / trace:7.2f}",
             flush=True,
         )
 

@@ -1,14 +1,15 @@
-"""How long `policyc lint` takes to start, against the libraries it stands on.
+"""Start-up time of `policyc lint`, beside the time to import the libraries that it needs.
 
-    python benchmarks/startup.py [ROUNDS]
+    python -m benchmarks.startup [ROUNDS]
 
-Runs each command in a process of its own, in turns so that a busy machine slows all of them alike, and prints the best
-time of each and its ratio to importing lark, rich and click. `lint` does more than import: it reads a policy and checks
-it. A ratio below 2 is what we hold it to; JAX is there to show what is avoided.
+Runs each command in its own process, in turn, so that other load on the machine slows all of them alike. Prints the
+best time of each and its ratio to importing lark, rich and click. `lint` also reads and checks a policy; its ratio
+should stay below 2. The time to import JAX is printed for comparison: `lint` avoids it.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -30,8 +31,8 @@ COMMANDS = {
 }
 
 
-def seconds(arguments: list[str]) -> float:
-    """One start, from nothing to the end of the process."""
+def time_process(arguments: list[str]) -> float:
+    """Seconds from the start to the end of one Python process."""
     start = time.perf_counter()
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, *arguments], check=True, capture_output=True, env=env)
@@ -39,14 +40,18 @@ def seconds(arguments: list[str]) -> float:
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    chosen = {name: args for name, args in COMMANDS.items() if "jax" not in name or find_spec("jax")}
-    best = dict.fromkeys(chosen, float("inf"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rounds", nargs="?", type=int, default=10, help="runs of each command (default: 10)")
+    rounds = parser.parse_args().rounds
+    commands = {name: args for name, args in COMMANDS.items() if "jax" not in name or find_spec("jax")}
+    best = dict.fromkeys(commands, float("inf"))
     for _ in range(rounds):
-        for name, arguments in chosen.items():
-            best[name] = min(best[name], seconds(arguments))
-    for name, taken in best.items():
-        print(f"{name:<26} {1000 * taken:7.0f} ms   {taken / best[BASE]:5.2f}")
+        for name, arguments in commands.items():
+            best[name] = min(best[name], time_process(arguments))
+    for name, seconds in best.items():
+        print(f"{name:<26} {1000 * seconds:7.0f} ms   {seconds / best[BASE]:5.2f}")
 
 
 if __name__ == "__main__":

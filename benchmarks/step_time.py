@@ -1,10 +1,10 @@
-"""A training step with everything kept, beside the same step without policyc: the ratio must be 1, within noise.
+"""Time of a training step under a policy that keeps everything, beside the same step without policyc.
 
-    python benchmarks/step_time.py [--json step_time.json] [--pairs 30]
+    python -m benchmarks.step_time [--json step_time.json] [--pairs 30]
 
-The two compiled steps take turns in one process, each pair in the other order than the one before, and the figure is
-the median of the ratios of pairs, with the quartiles beside it. The sizes are chosen by platform. First the optimized
-HLO of both is compared: equal programs cannot differ in time but by noise.
+The ratio must be 1, within noise. First the optimized HLO of both steps is compared: equal programs differ in time by
+noise only. Then the compiled steps run in pairs in one process, and each pair reverses the order of the one before. The
+result is the median of the ratios of the pairs, with its quartiles. The sizes depend on the platform.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
 
 import policyc
-from benchmarks.timing import machine, save
+from benchmarks.timing import describe_machine, save
 
 SIZES = {"cpu": (4, 256, 512, 256, jnp.float32), "gpu": (16, 4096, 14336, 8192, jnp.bfloat16)}
-"""Layers, width, hidden width, tokens and type."""
+"""Layers, width, hidden width, tokens and dtype, by platform."""
 POLICY = "* -> keep; layers[-2:] -> keep"
 
 
@@ -39,7 +35,7 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(h @ params["head"]).astype(jnp.float32))
 
 
-def step_of(loss: Any) -> Any:
+def make_step(loss: Any) -> Any:
     def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, x)
         return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), value
@@ -47,14 +43,14 @@ def step_of(loss: Any) -> Any:
     return step
 
 
-def seconds(step: Any, params: Any, x: jax.Array) -> float:
+def time_step(step: Any, params: Any, x: jax.Array) -> float:
     start = time.perf_counter()
     jax.block_until_ready(step(params, x))
     return time.perf_counter() - start
 
 
-def hlo(compiled: Any) -> str:
-    """The optimized program, without its name and the places it came from, which stand before its functions."""
+def strip_hlo(compiled: Any) -> str:
+    """The optimized HLO, without the module's header and the metadata of its instructions."""
     lines = itertools.dropwhile(
         lambda line: not line.startswith(("%", "ENTRY")), compiled.as_text().splitlines()
     )
@@ -62,10 +58,12 @@ def hlo(compiled: Any) -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--json")
-    options.add_argument("--pairs", type=int, default=30)
-    chosen = options.parse_args()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--pairs", type=int, default=30, help="number of pairs (default: 30)")
+    options = parser.parse_args()
     layers, width, hidden, tokens, dtype = SIZES[jax.devices()[0].platform]
     keys = jax.random.split(jax.random.key(0), 4)
     params = {
@@ -77,24 +75,23 @@ def main() -> None:
     }
     x = jax.random.normal(keys[3], (tokens, width), dtype)
     plain, kept = (
-        jax.jit(step_of(f)).lower(params, x).compile() for f in (loss, policyc.apply(POLICY, loss))
+        jax.jit(make_step(f)).lower(params, x).compile() for f in (loss, policyc.apply(POLICY, loss))
     )
-    equal = hlo(plain) == hlo(kept)
+    equal_hlo = strip_hlo(plain) == strip_hlo(kept)
     for step in (plain, kept, plain, kept):
-        seconds(step, params, x)
-    ratios, base = [], []
-    for pair in range(chosen.pairs):
+        time_step(step, params, x)
+    ratios, plain_times = [], []
+    for pair in range(options.pairs):
         order = (plain, kept) if pair % 2 else (kept, plain)
-        taken = {id(step): seconds(step, params, x) for step in order}
-        ratios.append(taken[id(kept)] / taken[id(plain)])
-        base.append(taken[id(plain)])
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"{machine()}\nequal HLO: {equal}\nstep: {statistics.median(base) * 1e3:.2f} ms")
-    print(f"kept / original: {middle:.3f} (quartiles {low:.3f} to {high:.3f}, {chosen.pairs} pairs)")
-    save(chosen.json, {
-        "equal_hlo": equal, "step_ms": statistics.median(base) * 1e3, "ratio": middle, "quartiles": [low, high],
-        "pairs": chosen.pairs,
-    })  # fmt: skip
+        times = {id(step): time_step(step, params, x) for step in order}
+        ratios.append(times[id(kept)] / times[id(plain)])
+        plain_times.append(times[id(plain)])
+    low, median, high = statistics.quantiles(ratios, n=4)
+    step_ms = statistics.median(plain_times) * 1e3
+    print(f"{describe_machine()}\nequal HLO: {equal_hlo}\nstep: {step_ms:.2f} ms")
+    print(f"kept / original: {median:.3f} (quartiles {low:.3f} to {high:.3f}, {options.pairs} pairs)")
+    results = {"equal_hlo": equal_hlo, "step_ms": step_ms, "ratio": median, "quartiles": [low, high]}
+    save(options.json, {**results, "pairs": options.pairs})
 
 
 if __name__ == "__main__":

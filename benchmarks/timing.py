@@ -1,4 +1,4 @@
-"""Timing for the benchmarks: functions side by side in one run, so that ratios mean something."""
+"""Timing for the benchmarks. Functions that are compared run in one process, so that their ratios are meaningful."""
 
 from __future__ import annotations
 
@@ -13,63 +13,68 @@ from typing import Any
 import jax
 
 
-def seconds(f: Callable[..., Any], *args: Any, repeat: int) -> float:
-    """The median of `repeat` runs of a compiled function, each long enough to hide the cost of a dispatch."""
-    run = jax.jit(f)
-    jax.block_until_ready(run(*args))
-    jax.block_until_ready(run(*args))
-    once = time.perf_counter()
-    jax.block_until_ready(run(*args))
-    once = max(time.perf_counter() - once, 1e-6)
-    inner = max(1, min(20, int(0.05 / once)))
+def time_median(f: Callable[..., Any], *args: Any, repeat: int) -> float:
+    """Median seconds of `repeat` runs of a jitted function. A run calls it often enough to hide the dispatch."""
+    jitted = jax.jit(f)
+    jax.block_until_ready(jitted(*args))
+    jax.block_until_ready(jitted(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(jitted(*args))
+    once = max(time.perf_counter() - start, 1e-6)
+    calls = max(1, min(20, int(0.05 / once)))
     times = []
     for _ in range(repeat):
-        begin = time.perf_counter()
-        for _ in range(inner):
-            out = run(*args)
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = jitted(*args)
         jax.block_until_ready(out)
-        times.append((time.perf_counter() - begin) / inner)
+        times.append((time.perf_counter() - start) / calls)
     return statistics.median(times)
 
 
-def interleaved(
-    products: dict[str, Callable[..., Any]], *args: Any, rounds: int
+def time_interleaved(
+    functions: dict[str, Callable[..., Any]], *args: Any, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Each compiled function once a round, in turn, so that what else the machine does meets all of them.
+    """Times compiled functions in turn, once each per round, so that other load on the machine affects all of them.
 
-    For each: the least and the median of its wall times, and the least processor time of all threads, which a busy
-    machine hardly moves.
+    Returns, for each function, the least and the median wall time, and the least CPU time of all threads. Other load
+    hardly changes the CPU time.
     """
-    compiled = {name: jax.jit(f).lower(*args).compile() for name, f in products.items()}
+    compiled = {name: jax.jit(f).lower(*args).compile() for name, f in functions.items()}
     wall: dict[str, list[float]] = {name: [] for name in compiled}
-    processor: dict[str, list[float]] = {name: [] for name in compiled}
+    cpu: dict[str, list[float]] = {name: [] for name in compiled}
     for i in range(rounds + 1):
         for name, run in compiled.items():
-            begin, work = time.perf_counter(), time.process_time()
+            wall_start, cpu_start = time.perf_counter(), time.process_time()
             jax.block_until_ready(run(*args))
-            if i:
-                processor[name].append(time.process_time() - work)
-                wall[name].append(time.perf_counter() - begin)
+            if i:  # the first round warms up
+                cpu[name].append(time.process_time() - cpu_start)
+                wall[name].append(time.perf_counter() - wall_start)
     return {
-        name: {"wall": min(w), "median": statistics.median(w), "cpu": min(processor[name])}
-        for name, w in wall.items()
+        name: {"wall": min(times), "median": statistics.median(times), "cpu": min(cpu[name])}
+        for name, times in wall.items()
     }
 
 
-def report(title: str, rows: dict[str, float], base: str) -> dict[str, dict[str, float]]:
-    """Prints times and their ratios to one of them."""
+def print_times(title: str, times: dict[str, float], base: str) -> dict[str, dict[str, float]]:
+    """Prints times and their ratios to the time of `base`, and returns them as data."""
     print(f"\n{title}\n{'-' * len(title)}")
-    for name, value in rows.items():
-        print(f"{name:42s} {value * 1e3:10.3f} ms   {value / rows[base]:6.2f} x {base}")
-    return {name: {"ms": value * 1e3, "ratio": value / rows[base]} for name, value in rows.items()}
+    for name, seconds in times.items():
+        print(f"{name:42s} {seconds * 1e3:10.3f} ms   {seconds / times[base]:6.2f} x {base}")
+    return {name: {"ms": seconds * 1e3, "ratio": seconds / times[base]} for name, seconds in times.items()}
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     device = jax.devices()[0]
-    where = {"device": device.device_kind, "platform": device.platform, "host": platform.machine()}
-    return {"jax": jax.__version__, **where}
+    return {
+        "jax": jax.__version__,
+        "device": device.device_kind,
+        "platform": device.platform,
+        "host": platform.machine(),
+    }
 
 
 def save(path: str | None, results: dict[str, Any]) -> None:
+    """Writes the results as JSON, with a description of the machine. Does nothing without a path."""
     if path:
-        Path(path).write_text(json.dumps({"machine": machine(), **results}, indent=1) + "\n")
+        Path(path).write_text(json.dumps({"machine": describe_machine(), **results}, indent=1) + "\n")
