@@ -132,9 +132,13 @@ _GRAPH_MODULES = (
 )  # fmt: skip
 
 
+_PAGES_ONLY = ("schedule_without_step", "not_native", "missing_library")
+
+
 def graph_rules() -> dict[str, LintRule]:
     """The rules that need a program, by code."""
-    return {r.code: r for r in map(_row, (import_module(f"policyc.lint.rules.{m}") for m in _GRAPH_MODULES))}
+    names = (f"rules.{m}" if m in _PAGES_ONLY else f"rules.program.{m}" for m in _GRAPH_MODULES)
+    return {r.code: r for r in map(_row, (import_module(f"policyc.lint.{name}") for name in names))}
 
 
 GRAPH: frozenset[str] = frozenset(name.replace("_", "-") for name in _GRAPH_MODULES)
