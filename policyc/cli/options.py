@@ -60,7 +60,7 @@ class ProgramCommand(ExampleCommand):
         return options, [*arguments, *rest]
 
 
-def _group(*options: _Decorator[Any]) -> _Decorator[Any]:
+def group_options(*options: _Decorator[Any]) -> _Decorator[Any]:
     """One decorator that adds several options, in this order."""
 
     def add(function: Any) -> Any:
@@ -71,7 +71,7 @@ def _group(*options: _Decorator[Any]) -> _Decorator[Any]:
     return add
 
 
-def _collect(kind: type, name: str, options: _Decorator[Any]) -> _Decorator[Any]:
+def collect_options(kind: type, name: str, options: _Decorator[Any]) -> _Decorator[Any]:
     """Adds options, and passes their values to the command as one dataclass, in the argument `name`."""
 
     def decorate(function: Any) -> Any:
@@ -137,10 +137,10 @@ class RunOptions:
     multiple_losses: bool = False
 
 
-run_options = _collect(
+run_options = collect_options(
     RunOptions,
     "run",
-    _group(
+    group_options(
         variant_option,
         backend_option,
         require_native_option,
@@ -209,10 +209,10 @@ def _count_option(flag: str, help: str, default: str) -> _Decorator[Any]:
     return click.option(flag, metavar="N", type=click.IntRange(1), show_default=default, help=help)
 
 
-step_options = _collect(
+step_options = collect_options(
     StepOptions,
     "step",
-    _group(
+    group_options(
         click.option("--config", metavar="NAME", help="Configuration of the bundled Llama, instead of a program."),
         click.option(
             "--target", metavar="GPU", callback=_require_target,

@@ -1,13 +1,3 @@
-"""The linter: an engine, one file per rule, and the formats of its output."""
+"""The linter: an engine, one module per rule, and the formats of its output."""
 
-__all__ = [
-    "context",
-    "coverage",
-    "engine",
-    "fixes",
-    "output",
-    "program",
-    "rules",
-    "sensitive",
-    "suppressions",
-]
+__all__ = ["context", "engine", "fixes", "output", "rules"]

@@ -1,9 +1,10 @@
-"""Patterns as automata over the characters of a path: is one inside others?
+"""Decides whether a selector pattern is contained in the union of other patterns.
 
-In: `Pattern`s. Out: a path that is in one and in none of the others, or None. A path is read as its segments,
-each closed by a dot; an index is an underscore and one symbol, which stands for all indices that the slices
-at hand cannot tell apart. The one trap: subset automata can be exponential, so every search is charged to a
-`Budget`.
+Patterns become automata over the characters of a path. A path is written as its segments, each ended by a dot. An index
+is written as an underscore and one symbol. The symbol stands for a class of indices that the slices of the patterns
+cannot tell apart.
+
+A subset construction can take exponential time, so every search is charged to a `Budget`.
 """
 
 from __future__ import annotations
@@ -29,118 +30,129 @@ Symbol = str | int
 """A character, or the number of an index class."""
 
 State = tuple[str, int, int]
-"""Where in a pattern: (kind, piece, place in the glob).
+"""A state of a pattern automaton: (kind, index of the segment, offset in the glob of the segment).
 
-B before a piece; G inside its glob; I after the underscore that leads an index; E after the index; S inside a segment
-that is skipped.
+The kinds: B before a segment, G inside its glob, I after the underscore of an index, E after the index, S inside a
+segment that a `*` skips.
 """
 
 
-class TooHard(Exception):
-    """The search would take too long."""
+class SearchTooLarge(Exception):
+    """A search would exceed its limits."""
 
 
 class Budget:
-    """Steps that searches may still take. A step is about the time it takes to match one pattern and one path."""
+    """The steps that searches may still take. One step takes about as long as matching one pattern with one path."""
 
     def __init__(self, steps: int) -> None:
-        self.left = steps
+        self.remaining = steps
 
     def spend(self, steps: int) -> None:
-        self.left -= steps
-        if self.left < 0:
-            raise TooHard
+        self.remaining -= steps
+        if self.remaining < 0:
+            raise SearchTooLarge
 
 
-_STATE = 10  # steps that one state of a search costs
+_STEPS_PER_NODE = 10  # one node of the search costs about this many steps
 
 
-def outside(pattern: Pattern, others: Iterable[Pattern], budget: Budget) -> DottedPath | None:
-    """A path that the pattern matches and none of the others does."""
-    machines = [_Machine(pattern), *(_Machine(p) for p in others)]
-    world = _World(machines)
-    first, rest = machines[0], machines[1:]
-    start = (frozenset((n, s) for n, m in enumerate(rest) for s in m.close({m.start})), "start")
+def find_uncovered_path(pattern: Pattern, others: Iterable[Pattern], budget: Budget) -> DottedPath | None:
+    """Return a path that the pattern matches and none of the others does, or None if there is none.
+
+    Searches the product of the pattern's automaton and the subset construction of the others, breadth first.
+    """
+    automaton, other_automata = _Automaton(pattern), [_Automaton(p) for p in others]
+    alphabet = _Alphabet([automaton, *other_automata])
+    start = frozenset((n, state) for n, a in enumerate(other_automata) for state in a.close({a.start}))
     queue: deque[_Node] = deque()
-    came: dict[_Node, tuple[_Node | None, Symbol]] = {}
-    for state in first.close({first.start}):
-        node = (state, *start)
-        came[node] = (None, "")
+    predecessors: dict[_Node, tuple[_Node | None, Symbol]] = {}
+    for state in automaton.close({automaton.start}):
+        node = (state, start, "start")
+        predecessors[node] = (None, "")
         queue.append(node)
     while queue:
-        budget.spend(_STATE)
+        budget.spend(_STEPS_PER_NODE)
         node = queue.popleft()
-        state, subset, shape = node
-        for symbol in world.alphabet:
-            shaped = _shape(shape, symbol)
-            moved = first.step(state, symbol, world) if shaped else ()
-            if not moved:
+        state, other_states, shape = node
+        for symbol in alphabet.symbols:
+            next_shape = _next_shape(shape, symbol)
+            next_states = automaton.step(state, symbol, alphabet) if next_shape else ()
+            if not next_states:
                 continue
-            reached = frozenset((n, t) for n, s in subset for t in rest[n].step(s, symbol, world))
-            for target in moved:
-                ends = symbol == "." and first.accepts(target)
-                if ends and not any(rest[n].accepts(s) for n, s in reached):
-                    return world.path([*_trace(came, node), symbol])
-                if (successor := (target, reached, shaped)) not in came:
-                    came[successor] = (node, symbol)
+            next_others = frozenset(
+                (n, target)
+                for n, source in other_states
+                for target in other_automata[n].step(source, symbol, alphabet)
+            )
+            for next_state in next_states:
+                ends_path = symbol == "." and automaton.accepts(next_state)
+                if ends_path and not any(other_automata[n].accepts(s) for n, s in next_others):
+                    return alphabet.decode([*_symbols_to(node, predecessors), symbol])
+                successor = (next_state, next_others, next_shape)
+                if successor not in predecessors:
+                    predecessors[successor] = (node, symbol)
                     queue.append(successor)
     return None
 
 
-def plainly_inside(pattern: Pattern, other: Pattern) -> bool:
-    """Can it be seen at a glance that all the pattern matches, the other does? True is certain; False may be wrong."""
+def is_obviously_contained(pattern: Pattern, other: Pattern) -> bool:
+    """Return True if a quick test shows that `other` matches every path of `pattern`. False means unknown."""
     last = len(other.segments)
     active = skip_wildcards(other.segments, {0})
-    for piece in pattern.segments:
-        moved = set() if other.anchored else {0}
-        for at in active - {last}:
-            if other.segments[at].is_wildcard:
-                moved.add(at)
-            elif not piece.is_wildcard and _piece_inside(piece, other.segments[at]):
-                moved.add(at + 1)
-        active = skip_wildcards(other.segments, moved) | (active & {last})
+    for segment in pattern.segments:
+        reached = set() if other.anchored else {0}
+        for index in active - {last}:
+            if other.segments[index].is_wildcard:
+                reached.add(index)
+            elif not segment.is_wildcard and _is_segment_contained(segment, other.segments[index]):
+                reached.add(index + 1)
+        active = skip_wildcards(other.segments, reached) | (active & {last})
     return last in active and (pattern.anchored or not other.anchored)
 
 
-def _piece_inside(piece: PatternSegment, other: PatternSegment) -> bool:
-    named = piece.glob == other.glob or (piece.is_literal and glob_matches(other.glob, piece.glob))
-    return named and (other.indices is None or other.indices == piece.indices)
+def _is_segment_contained(segment: PatternSegment, other: PatternSegment) -> bool:
+    same_name = segment.glob == other.glob or (segment.is_literal and glob_matches(other.glob, segment.glob))
+    return same_name and (other.indices is None or other.indices == segment.indices)
 
 
-def witness(pattern: Pattern) -> DottedPath:
-    """A path that the pattern matches, as plain as can be."""
-    names = [_plain(piece) for piece in pattern.segments if not piece.is_wildcard]
-    return tuple(names) or (PathSegment("x"),)
+def example_path(pattern: Pattern) -> DottedPath:
+    """Return a simple path that the pattern matches."""
+    path = tuple(_example_name(segment) for segment in pattern.segments if not segment.is_wildcard)
+    return path or (PathSegment("x"),)
 
 
-def _plain(piece: PatternSegment) -> PathSegment:
-    text = piece.glob.replace("*", "").replace("?", "x") or "x"
-    return PathSegment(text) if piece.indices is None else PathSegment(text, *example(piece.indices))
+def _example_name(segment: PatternSegment) -> PathSegment:
+    text = segment.glob.replace("*", "").replace("?", "x") or "x"
+    if segment.indices is None:
+        return PathSegment(text)
+    return PathSegment(text, *(example_index(segment.indices) or (-1, 1)))  # -1: an index that no stack has
 
 
-def example(indices: Indices) -> tuple[int, int]:
-    """An index that a slice takes, and the depth of a stack of which it does; index -1 if there is none."""
+def example_index(indices: Indices) -> tuple[int, int] | None:
+    """Return an index that a slice selects and the depth of the stack, or None if it selects nothing in any stack."""
     numbers = sorted({abs(n) for n in _numbers(indices)})
-    depths = itertools.chain((n + 1 for n in numbers), range(1, 102), sorted(_depths(frozenset({indices}))))
-    return next(((taken[0], depth) for depth in depths if (taken := indices.select(depth))), (-1, 1))
+    depths = itertools.chain(
+        (n + 1 for n in numbers), range(1, 102), sorted(_critical_depths(frozenset({indices})))
+    )
+    return next(((selected[0], depth) for depth in depths if (selected := indices.select(depth))), None)
 
 
 _Node = tuple[State, frozenset[tuple[int, State]], str]
-"""A state of the pattern, those of the others, and the shape of the segment so far."""
+"""A state of the pattern, the states of the others by their number, and the shape of the current segment."""
 
 
-def _trace(came: dict[_Node, tuple[_Node | None, Symbol]], node: _Node) -> list[Symbol]:
-    """The symbols that led to a node."""
+def _symbols_to(node: _Node, predecessors: dict[_Node, tuple[_Node | None, Symbol]]) -> list[Symbol]:
+    """Return the symbols on the way from the start to a node."""
     symbols: list[Symbol] = []
-    before, symbol = came[node]
+    before, symbol = predecessors[node]
     while before is not None:
         symbols.append(symbol)
-        before, symbol = came[before]
+        before, symbol = predecessors[before]
     return symbols[::-1]
 
 
-def _shape(shape: str, symbol: Symbol) -> str:
-    """What a segment looks like after one more symbol; empty where no path looks like that."""
+def _next_shape(shape: str, symbol: Symbol) -> str:
+    """Return the shape of the current segment after one more symbol, or "" if no path has such a segment."""
     if isinstance(symbol, int):
         return "indexed" if shape == "underscore" else ""
     if symbol == ".":
@@ -150,24 +162,25 @@ def _shape(shape: str, symbol: Symbol) -> str:
     return "underscore" if symbol == "_" and shape != "start" else "name"
 
 
-class _World:
-    """The symbols that matter to some machines, and what an index symbol stands for."""
+class _Alphabet:
+    """The symbols that some automata distinguish."""
 
-    def __init__(self, machines: list[_Machine]) -> None:
-        pieces = [p for m in machines for p in m.pieces]
-        letters = {c for p in pieces for c in p.glob} - {"*", "?"}
+    def __init__(self, automata: list[_Automaton]) -> None:
+        segments = [p for automaton in automata for p in automaton.segments]
+        letters = {c for p in segments for c in p.glob} - {"*", "?"}
         other = next(c for c in map(chr, itertools.count(ord("x"))) if c not in letters and c.isalpha())
-        slices = frozenset(p.indices for p in pieces if p.indices is not None)
-        self.classes = classes(slices) if slices else ((frozenset[Indices](), (0, 1)),)
-        self.alphabet: tuple[Symbol, ...] = (
-            other, ".", "_", *sorted(letters - {"_"}), *range(len(self.classes)),
+        slices = frozenset(p.indices for p in segments if p.indices is not None)
+        self.index_classes = index_classes(slices) if slices else ((frozenset[Indices](), (0, 1)),)
+        self.symbols: tuple[Symbol, ...] = (
+            other, ".", "_", *sorted(letters - {"_"}), *range(len(self.index_classes)),
         )  # fmt: skip
 
-    def path(self, symbols: list[Symbol]) -> DottedPath:
+    def decode(self, symbols: list[Symbol]) -> DottedPath:
+        """Return the path that the symbols spell, with an example for each index class."""
         names, text, index = [], "", None
         for symbol in symbols:
             if isinstance(symbol, int):
-                index, text = self.classes[symbol][1], text[:-1]
+                index, text = self.index_classes[symbol][1], text[:-1]
             elif symbol == ".":
                 names.append(PathSegment(text) if index is None else PathSegment(text, *index))
                 text, index = "", None
@@ -176,119 +189,134 @@ class _World:
         return tuple(names)
 
 
-class _Machine:
-    """A pattern as a nondeterministic automaton."""
+class _Automaton:
+    """A pattern as a nondeterministic finite automaton."""
 
     def __init__(self, pattern: Pattern) -> None:
         anywhere = PatternSegment("*")
         lead = () if pattern.anchored else (anywhere,)
-        self.pieces = (*lead, *pattern.segments, anywhere)
+        self.segments = (*lead, *pattern.segments, anywhere)
         self.start: State = ("B", 0, 0)
-        self._last = len(self.pieces) - 1
-        self._known: dict[tuple[State, Symbol], tuple[State, ...]] = {}
+        self._last = len(self.segments) - 1
+        self._steps: dict[tuple[State, Symbol], tuple[State, ...]] = {}
 
     def accepts(self, state: State) -> bool:
         return state == ("B", self._last, 0)
 
-    def step(self, state: State, symbol: Symbol, world: _World) -> tuple[State, ...]:
+    def step(self, state: State, symbol: Symbol, alphabet: _Alphabet) -> tuple[State, ...]:
+        """Return the states after reading a symbol."""
         key = (state, symbol)
-        if key not in self._known:
-            self._known[key] = tuple(self.close(self._moves(state, symbol, world)))
-        return self._known[key]
+        if key not in self._steps:
+            self._steps[key] = tuple(self.close(self._transitions(state, symbol, alphabet)))
+        return self._steps[key]
 
     def close(self, states: Iterable[State]) -> set[State]:
-        """With all states that are reached without reading."""
+        """Add all states that are reached without reading a symbol."""
         reached = set(states)
-        waiting = list(reached)
-        while waiting:
-            kind, at, place = waiting.pop()
-            piece = self.pieces[at]
-            free: State | None = None
-            if kind == "B" and piece.is_wildcard and at < self._last:
-                free = ("B", at + 1, 0)
-            elif kind == "B" and not piece.is_wildcard:
-                free = ("G", at, 0)
-            elif kind == "G" and place < len(piece.glob) and piece.glob[place] == "*":
-                free = ("G", at, place + 1)
-            if free is not None and free not in reached:
-                reached.add(free)
-                waiting.append(free)
+        pending = list(reached)
+        while pending:
+            kind, index, offset = pending.pop()
+            segment = self.segments[index]
+            following: State | None = None
+            if kind == "B" and segment.is_wildcard and index < self._last:
+                following = ("B", index + 1, 0)
+            elif kind == "B" and not segment.is_wildcard:
+                following = ("G", index, 0)
+            elif kind == "G" and offset < len(segment.glob) and segment.glob[offset] == "*":
+                following = ("G", index, offset + 1)
+            if following is not None and following not in reached:
+                reached.add(following)
+                pending.append(following)
         return reached
 
-    def _moves(self, state: State, symbol: Symbol, world: _World) -> Iterator[State]:
-        kind, at, place = state
-        piece = self.pieces[at]
-        if kind == "S" or (kind == "B" and piece.is_wildcard):
-            yield ("B", at, 0) if symbol == "." else ("S", at, 0)
+    def _transitions(self, state: State, symbol: Symbol, alphabet: _Alphabet) -> Iterator[State]:
+        kind, index, offset = state
+        segment = self.segments[index]
+        if kind == "S" or (kind == "B" and segment.is_wildcard):
+            yield ("B", index, 0) if symbol == "." else ("S", index, 0)
         elif kind == "E" and symbol == ".":
-            yield ("B", at + 1, 0)
+            yield ("B", index + 1, 0)
         elif kind == "I" and isinstance(symbol, int):
-            if piece.indices is None or piece.indices in world.classes[symbol][0]:
-                yield ("E", at, 0)
+            if segment.indices is None or segment.indices in alphabet.index_classes[symbol][0]:
+                yield ("E", index, 0)
         elif kind == "G":
-            yield from self._glob_moves(piece, at, place, symbol)
+            yield from self._glob_transitions(segment, index, offset, symbol)
 
-    def _glob_moves(self, piece: PatternSegment, at: int, place: int, symbol: Symbol) -> Iterator[State]:
-        if place == len(piece.glob):
-            if symbol == "." and piece.indices is None:
-                yield ("B", at + 1, 0)
+    def _glob_transitions(
+        self, segment: PatternSegment, index: int, offset: int, symbol: Symbol
+    ) -> Iterator[State]:
+        if offset == len(segment.glob):
+            if symbol == "." and segment.indices is None:
+                yield ("B", index + 1, 0)
             elif symbol == "_":
-                yield ("I", at, 0)
+                yield ("I", index, 0)
         elif symbol == ".":
             return
-        elif piece.glob[place] == "*":
-            yield ("G", at, place)
-        elif piece.glob[place] in ("?", symbol):
-            yield ("G", at, place + 1)
+        elif segment.glob[offset] == "*":
+            yield ("G", index, offset)
+        elif segment.glob[offset] in ("?", symbol):
+            yield ("G", index, offset + 1)
 
 
-Class = tuple[frozenset[Indices], tuple[int, int]]
-"""The slices that take an index, and an index and a depth of which that is so."""
+IndexClass = tuple[frozenset[Indices], tuple[int, int]]
+"""The slices that select an index, and an example: an index and the depth of its stack."""
+
+_SMALL_NUMBER = 40  # bounds up to here are covered by trying every depth up to twice their size
+_MAX_STEP_REACH = 40  # indices tried beside each edge of a slice with a step
 
 
 @lru_cache(maxsize=4096)
-def classes(slices: frozenset[Indices]) -> tuple[Class, ...]:
-    """Every combination of slices that some index of some stack is in, with an example of each."""
-    found: dict[frozenset[Indices], tuple[int, int]] = {}
+def index_classes(slices: frozenset[Indices]) -> tuple[IndexClass, ...]:
+    """Return every combination of slices that some index of some stack is in, each with an example."""
+    examples: dict[frozenset[Indices], tuple[int, int]] = {}
     ordered = sorted(slices, key=str)
-    small = 2 * max((abs(n) for s in ordered for n in _numbers(s) if abs(n) <= 40), default=0) + 50
-    steps = math.lcm(*(s.step for s in ordered if s.step is not None))
-    reach = 1 if steps == 1 else min(steps, 40) + 3
-    for depth in sorted({*range(1, small), *_depths(slices)}):
-        taken = [s.select(depth) for s in ordered]
-        places: Iterable[int] = range(depth)
-        if depth > small:
-            edges = {e for t in taken if t for e in (t[0], t[-1])} | {0, depth - 1}
+    small_numbers = (abs(n) for s in ordered for n in _numbers(s) if abs(n) <= _SMALL_NUMBER)
+    small_depth = 2 * max(small_numbers, default=0) + 50
+    period = math.lcm(*(s.step for s in ordered if s.step is not None))
+    reach = 1 if period == 1 else min(period, _MAX_STEP_REACH) + 3
+    for depth in sorted({*range(1, small_depth), *_critical_depths(slices)}):
+        selections = [s.select(depth) for s in ordered]
+        candidates: Iterable[int] = range(depth)
+        if depth > small_depth:
+            edges = {e for selected in selections if selected for e in (selected[0], selected[-1])} | {
+                0,
+                depth - 1,
+            }
             near = {e + d for e in edges for d in range(-reach, reach + 1)}
-            places = sorted(p for p in near if 0 <= p < depth)
-        for place in places:
-            inside = frozenset(s for s, t in zip(ordered, taken, strict=True) if place in t)
-            found.setdefault(inside, (place, depth))
-    return tuple((inside, place) for inside, place in found.items())
+            candidates = sorted(i for i in near if 0 <= i < depth)
+        for index in candidates:
+            members = frozenset(
+                s for s, selected in zip(ordered, selections, strict=True) if index in selected
+            )
+            examples.setdefault(members, (index, depth))
+    return tuple(examples.items())
 
 
-_DEEPEST = 160  # with percentages, every depth up to here is tried: no model has more layers
-_MOST_NUMBERS = 16
+_MAX_DEPTH = 160  # with percentages, every depth up to here is tried: no model has more layers
+_MAX_NUMBERS = 16  # with more numbers, pairs of them are not combined: there would be too many
 
 
-def _depths(slices: frozenset[Indices]) -> set[int]:
-    """Depths around which the slices change places: where two bounds meet, or a share first holds a layer."""
+def _critical_depths(slices: frozenset[Indices]) -> set[int]:
+    """Return the depths around which the slices change their order.
+
+    At these depths two bounds meet, or a percentage selects its first layer.
+    """
     numbers = {abs(n) for s in slices for n in _numbers(s)}
     bounds = {b for s in slices for b in (s.start, s.stop) if b is not None and b.percent}
     shares = {b.value if b.value >= 0 else 100 + b.value for b in bounds}
-    meet = {m for n in numbers for m in (n, 2 * n)}
-    if len(numbers) <= _MOST_NUMBERS:
-        meet |= {a + b for a, b in itertools.combinations(numbers, 2)}
+    crossings = {m for n in numbers for m in (n, 2 * n)}
+    if len(numbers) <= _MAX_NUMBERS:
+        crossings |= {a + b for a, b in itertools.combinations(numbers, 2)}
     gaps = {abs(a - b) for a, b in itertools.combinations({*shares, Fraction(0), Fraction(100)}, 2)}
-    if shares and len(gaps) <= _MOST_NUMBERS**2:
-        meet |= {
-            math.ceil(n * 100 / g) for g in gaps for n in {1, 2, *(n + d for n in numbers for d in (0, 1))}
-        }
-    found = {m + d for m in meet for d in (-1, 0, 1, 2)}
-    return {d for d in found if d > 0} | set(range(1, _DEEPEST) if shares else ())
+    if shares and len(gaps) <= _MAX_NUMBERS**2:
+        layers = {1, 2, *(n + d for n in numbers for d in (0, 1))}
+        crossings |= {math.ceil(n * 100 / gap) for gap in gaps for n in layers}
+    depths = {c + d for c in crossings for d in (-1, 0, 1, 2)}
+    return {d for d in depths if d > 0} | set(range(1, _MAX_DEPTH) if shares else ())
 
 
 def _numbers(indices: Indices) -> Iterator[int]:
+    """Yield the integers of a slice."""
     if indices.index is not None:
         yield indices.index
     for bound in (indices.start, indices.stop):

@@ -1,9 +1,4 @@
-"""What lint rules look at: a policy that reads without faults, and answers about it that several rules need.
-
-In: a `LoadedPolicy` policy. Out: a `Context`. The one trap: rules and recipes may come from imported files; a rule
-reports only what stands in the file at hand (`mine`), or a shared library would be blamed in every file that
-imports it.
-"""
+"""What lint rules see: the policy, the plan of a program if there is one, and answers that several rules need."""
 
 from __future__ import annotations
 
@@ -14,215 +9,194 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span
+from policyc.language.diagnostics import Fix, Span
 from policyc.language.loader import LoadedPolicy
 from policyc.language.policy import RecipeCall, RecipeExpr, Resolver, Rule, SplitRecipe, Variant, recipe_calls
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
-from policyc.lint.automata import Budget
-from policyc.lint.coverage import Claim, Cover
+from policyc.language.selectors import DottedPath
+from policyc.lint.automata import Budget, SearchTooLarge
+from policyc.lint.coverage import Coverage, Point, ResolvedRule
+from policyc.lint.edits import set_option
+from policyc.lint.rule import Finding
 from policyc.numerics.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
 
-_LOOKS = 200_000  # steps
+_MAX_STEPS = 200_000  # for all lookups of single sites in one policy
 
 DEFAULT_TARGET = TARGETS["b200"]
-"""Where speed is judged unless something else is asked for: the plainest GPU that multiplies 4-bit numbers."""
+"""The GPU on which speed is judged by default: the basic one with native 4-bit GEMMs."""
+
+# A site of a common size at the start of training, for lookups by name.
+_COMMON_SIZE = {"m": 8192, "n": 4096, "k": 4096, "batch": 1, "flops": 2 * 8192 * 4096 * 4096}
+_START_OF_TRAINING = (0, 1_000_000)
 
 
-class Names:
-    """Recipes by name, those that a variant redefines before those of the policy."""
+class RecipeScope:
+    """Recipes by name. The recipes that a variant redefines hide those of the policy."""
 
     def __init__(self, base: dict[str, RecipeExpr], redefined: dict[str, RecipeExpr]) -> None:
-        self._known = ChainMap(redefined, base)
-        self._ends: dict[str, RecipeExpr] = {}
-        self.resolve = Resolver(self._known)
+        self._definitions = ChainMap(redefined, base)
+        self._followed: dict[str, RecipeExpr] = {}
+        self.resolve = Resolver(self._definitions)
 
-    def end(self, node: RecipeExpr) -> RecipeExpr:
-        """The format or the split at the end of a chain of names."""
+    def follow(self, node: RecipeExpr) -> RecipeExpr:
+        """Follow recipe names to the format or the split that they stand for."""
         if isinstance(node, SplitRecipe):
             return node
-        if node.name not in self._ends:
-            if node.name not in self._known:
+        if node.name not in self._followed:
+            if node.name not in self._definitions:
                 return node
-            self._ends[node.name] = self.end(self._known[node.name])
-        return self._ends[node.name]
+            self._followed[node.name] = self.follow(self._definitions[node.name])
+        return self._followed[node.name]
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """A recipe that some rule gives to some products, under a variant or none."""
+class AppliedRecipe:
+    """A recipe that a rule applies to some products, under a variant or none."""
 
     node: RecipeExpr
     products: frozenset[Gemm]
     recipe: Recipe
     rule: Rule
-    names: Names
+    scope: RecipeScope
 
-    def use(self, gemm: Gemm) -> RecipeCall:
-        """Where the treatment of a product is written: names and splits followed to a format."""
-        node = self.names.end(self.node)
+    def find_recipe_call(self, gemm: Gemm) -> RecipeCall:
+        """Return the format in the text that treats a product, following names and splits."""
+        node = self.scope.follow(self.node)
         while isinstance(node, SplitRecipe):
-            node = self.names.end(dict(node.parts).get(gemm) or RecipeCall(name="keep", span=node.span))
+            node = self.scope.follow(dict(node.parts).get(gemm) or RecipeCall(name="keep", span=node.span))
         return node
 
 
 class Context:
-    """One policy under lint. `plan` is what it does to a program, where one was given; `target` is where that runs."""
+    """One policy under lint.
+
+    `plan` is what the policy does to a program, or None. `target` is the GPU on which the plan's speed is judged.
+    `undecided` counts the questions that rules gave up because of their limits.
+    """
 
     def __init__(
         self, loaded: LoadedPolicy, plan: Plan | None = None, target: Target = DEFAULT_TARGET
     ) -> None:
         self.plan = plan
         self.target = target
-        self.loaded = loaded
         self.policy = loaded.policy
         self.undecided = 0
 
-    def mine(self, span: Span) -> bool:
+    def in_this_file(self, span: Span) -> bool:
+        """Return whether a span is in the linted file. Rules and recipes may also come from imported files."""
         return span.source is self.policy.source
 
     @cached_property
-    def cover(self) -> Cover:
+    def coverage(self) -> Coverage:
         rules, resolve = self.policy.rules, self.policy.resolver()
-        varied: dict[int, dict[str, Recipe]] = {}
-        for variant, names, affected in self._variants(self.policy.variants):
-            for at in affected:
-                varied.setdefault(at, {})[variant.name] = names.resolve(rules[at].recipe)
-        return Cover(rules, lambda rule: resolve(rule.recipe), varied)
+        variant_recipes: dict[int, dict[str, Recipe]] = {}
+        for variant, scope, affected in self._variants(self.policy.variants):
+            for index in affected:
+                variant_recipes.setdefault(index, {})[variant.name] = scope.resolve(rules[index].recipe)
+        return Coverage(rules, lambda rule: resolve(rule.recipe), variant_recipes)
 
     @cached_property
-    def budget(self) -> Budget:
-        """For all looks at single sites together."""
-        return Budget(_LOOKS)
+    def _budget(self) -> Budget:
+        return Budget(_MAX_STEPS)
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The rules written in this file, those of its variants included."""
-        every = (*self.policy.rules, *(r for v in self.policy.variants for r in v.rules))
-        return tuple(r for r in every if self.mine(r.span))
+        """The rules of the linted file, including those of its variants."""
+        all_rules = (*self.policy.rules, *(r for v in self.policy.variants for r in v.rules))
+        return tuple(r for r in all_rules if self.in_this_file(r.span))
 
     @cached_property
-    def applied(self) -> tuple[Applied, ...]:
-        """Every recipe as the rules apply it; under a variant, those that the variant changes."""
-        found = list(_applied(self.policy.rules, Names(self.policy.named_recipes, {})))
-        mine = [v for v in self.policy.variants if self.mine(v.span)]
-        for variant, names, affected in self._variants(mine):
-            found += _applied((self.policy.rules[at] for at in affected), names)
-            found += _applied(variant.rules, names)
-        return tuple(found)
+    def applied_recipes(self) -> tuple[AppliedRecipe, ...]:
+        """The recipe of every rule, and again under each variant of this file that changes it."""
+        applied = list(_apply(self.policy.rules, RecipeScope(self.policy.named_recipes, {})))
+        variants = [v for v in self.policy.variants if self.in_this_file(v.span)]
+        for variant, scope, affected in self._variants(variants):
+            applied += _apply((self.policy.rules[index] for index in affected), scope)
+            applied += _apply(variant.rules, scope)
+        return tuple(applied)
 
-    def _variants(self, variants: Iterable[Variant]) -> Iterator[tuple[Variant, Names, list[int]]]:
-        """Each variant with its recipes and the places of the rules that these change."""
-        named = self.policy.named_recipes
-        for variant in variants:
-            redefined = {d.name: d.recipe for d in variant.recipes}
-            yield variant, Names(named, redefined), self._affected(redefined)
-
-    @cached_property
-    def _users(self) -> dict[str, list[str | int]]:
-        """By the name of a recipe: the recipes that name it, and the places of the rules that do."""
-        found: dict[str, list[str | int]] = {}
-        owners = ((d.name, d.recipe) for d in self.policy.recipes)
-        places = ((at, rule.recipe) for at, rule in enumerate(self.policy.rules))
-        for owner, node in itertools.chain[tuple[str | int, RecipeExpr]](owners, places):
-            for use in recipe_calls(node):
-                found.setdefault(use.name, []).append(owner)
-        return found
-
-    def _affected(self, redefined: Iterable[str]) -> list[int]:
-        """The places of the rules that mean something else when some recipes do."""
-        reached, waiting = set[str | int](), list[str | int](redefined)
-        while waiting:
-            current = waiting.pop()
-            if current not in reached:
-                reached.add(current)
-                waiting += self._users.get(current, ()) if isinstance(current, str) else ()
-        return sorted(at for at in reached if isinstance(at, int))
-
-    def redundant(self, claim: Claim) -> Claim | None:
-        """An earlier rule that makes a rule needless, whatever variant the policy is under.
-
-        Not one that is shadowed itself: of two rules that make each other needless, one must stay.
-        """
-        earlier = self.cover.repeats(claim)
-        if earlier is None or (self.mine(earlier.rule.span) and self.cover.taken_by(earlier)):
-            return None
-        return earlier
-
-    def operands(self) -> Iterator[tuple[Applied, Gemm, Role, Treatment]]:
-        """Every operand that some rule takes, with what the rule's recipe does to it."""
-        for applied in self.applied:
+    def operand_treatments(self) -> Iterator[tuple[AppliedRecipe, Gemm, Role, Treatment]]:
+        """Yield every operand of every applied recipe with its treatment."""
+        for applied in self.applied_recipes:
             for gemm, role in OPERANDS:
                 if gemm in applied.products:
                     yield applied, gemm, role, applied.recipe.treatment(gemm, role)
 
-    def report(
+    def find_deciding_rule(
+        self, path: DottedPath, gemm: Gemm, *, has_weight: bool = True
+    ) -> ResolvedRule | None:
+        """Return the rule that decides a product of a site of common size at the start of training."""
+        point = Point(path, gemm, _START_OF_TRAINING, {**_COMMON_SIZE, "weight": has_weight})
+        try:
+            return self.coverage.find_deciding_rule(point, self._budget)
+        except SearchTooLarge:
+            self.undecided += 1
+            return None
+
+    def count_undecided(self) -> int:
+        """Return the number of questions that rules gave up, including those about coverage."""
+        return self.undecided + (self.coverage.undecided if "coverage" in vars(self) else 0)
+
+    def report_option(
         self,
-        code: str,
-        span: Span,
-        message: str,
-        help: str = "",
+        applied: AppliedRecipe,
+        gemm: Gemm,
+        option: str,
         *,
-        notes: tuple[Note, ...] = (),
-        fix: Fix | None = None,
-    ) -> Iterator[Diagnostic]:
-        """The diagnostic, if its place is in this file. How severe it is, the table of rules says."""
-        if self.mine(span):
-            yield Diagnostic(code=code, message=message, span=span, help=help, notes=notes, fix=fix)
+        message: str,
+        help: str,
+        replacement: str = "",
+    ) -> Finding:
+        """Return a finding about an option of a recipe.
 
-    def blame(
-        self, code: str, applied: Applied, gemm: Gemm, option: str, message: str, help: str, better: str = ""
-    ) -> Iterator[Diagnostic]:
-        """A fault of a recipe, reported at the option, else at the format, else at the rule that applies it.
-
-        `better` is what the option should be; the fix is unsafe, since it changes the numbers of a run.
+        It is located at the option, or else at the format, or at the rule if those are in another file. If
+        `replacement` is given, an unsafe fix sets the option to it: this changes the numbers of a run.
         """
-        use = applied.use(gemm)
-        setting = next((s for s in use.settings if s.name == option), None)
-        span = setting.span if setting is not None else use.span
+        call = applied.find_recipe_call(gemm)
+        setting = next((s for s in call.settings if s.name == option), None)
+        span = call.span if setting is None else setting.span
+        if not self.in_this_file(span):
+            return Finding(span=applied.rule.span, message=message, help=help)
         fix = None
-        if better and self.mine(span):
-            fix = Fix(message=f"write {better}", edits=(_put(use, option, better),), safe=False)
-        if not self.mine(span):
-            span = applied.rule.span
-        yield from self.report(code, span, message, help, fix=fix)
+        if replacement:
+            edit = set_option(call, option, replacement)
+            fix = Fix(message=f"write {replacement}", edits=(edit,), safe=False)
+        return Finding(span=span, message=message, help=help, fix=fix)
+
+    def _variants(
+        self, variants: Iterable[Variant]
+    ) -> Iterator[tuple[Variant, RecipeScope, tuple[int, ...]]]:
+        """Yield each variant with its recipes and the indices of the rules that these change."""
+        named = self.policy.named_recipes
+        for variant in variants:
+            redefined = {d.name: d.recipe for d in variant.recipes}
+            yield variant, RecipeScope(named, redefined), self._affected_rules(redefined)
+
+    @cached_property
+    def _users(self) -> dict[str, list[str | int]]:
+        """For each recipe name: the names of the recipes and the indices of the rules that use it."""
+        users: dict[str, list[str | int]] = {}
+        recipes = ((d.name, d.recipe) for d in self.policy.recipes)
+        rules = ((index, rule.recipe) for index, rule in enumerate(self.policy.rules))
+        for user, node in itertools.chain[tuple[str | int, RecipeExpr]](recipes, rules):
+            for call in recipe_calls(node):
+                users.setdefault(call.name, []).append(user)
+        return users
+
+    def _affected_rules(self, redefined: Iterable[str]) -> tuple[int, ...]:
+        """Return the indices of the rules whose recipes use one of the redefined recipes."""
+        reached, pending = set[str | int](), list[str | int](redefined)
+        while pending:
+            user = pending.pop()
+            if user not in reached:
+                reached.add(user)
+                pending += self._users.get(user, ()) if isinstance(user, str) else ()
+        return tuple(sorted(index for index in reached if isinstance(index, int)))
 
 
-def _applied(rules: Iterable[Rule], names: Names) -> Iterator[Applied]:
+def _apply(rules: Iterable[Rule], scope: RecipeScope) -> Iterator[AppliedRecipe]:
     for rule in rules:
-        yield Applied(rule.recipe, rule.products, names.resolve(rule.recipe), rule, names)
-
-
-def _put(use: RecipeCall, option: str, better: str) -> Edit:
-    """Sets an option of a format, in the text."""
-    setting = next((s for s in use.settings if s.name == option), None)
-    if setting is not None:
-        return Edit(setting.span, better)
-    source, end = use.span.source, use.span.end
-    if use.settings:
-        last = use.settings[-1].span
-        return Edit(Span(source, last.end, last.end), f", {better}")
-    return Edit(Span(source, use.span.start + len(use.name), end), f"({better})")
-
-
-def removal(span: Span) -> Edit:
-    """Takes a statement out of the text, with its line where it stands alone on it."""
-    text, source = span.source.text, span.source
-    start, end = span.start, span.end
-    left = start
-    while left > 0 and text[left - 1] in " \t":
-        left -= 1
-    right = end
-    while right < len(text) and text[right] in " \t\r":
-        right += 1
-    alone = left == 0 or text[left - 1] == "\n"
-    if right < len(text) and text[right] == ";":
-        return Edit(Span(source, start, right + 1), "")
-    if alone and (right >= len(text) or text[right] in "#\n"):
-        newline = text.find("\n", right)
-        return Edit(Span(source, left, len(text) if newline < 0 else newline + 1), "")
-    if left > 0 and text[left - 1] == ";":
-        return Edit(Span(source, left - 1, end), "")
-    return Edit(span, "")
+        yield AppliedRecipe(rule.recipe, rule.products, scope.resolve(rule.recipe), rule, scope)

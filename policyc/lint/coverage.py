@@ -1,14 +1,13 @@
-"""Which sites a rule can still reach, by reasoning on sets and not on text.
+"""Decides which sites a rule can still reach after the rules that follow it.
 
-In: rules. Out: the later rules that together take every site of an earlier one (`Cover.taken_by`), and
-whether a rule repeats what holds already (`Cover.repeats`). A rule is a set of points: a path, one of the
-three products, a moment of training, the sizes of a GEMM. Containment is decided by looking for a point that
-is in the one and not in the others: over paths with automata, over sizes and moments by trying a point for
-each combination of conditions. A found point is looked up among all rules, which either settles the matter or
-adds the rule that takes it to the argument.
+A rule is treated as a set of points. A point is a path, one of the three products, a moment of training and the sizes
+of a GEMM. To decide whether other rules cover a rule, `Coverage` searches for a point that the rule matches and the
+others do not: over paths with automata, over sizes and moments by trying one point for each combination of conditions.
+If it finds a point, it looks up the rule that decides it among all rules. Either no later rule matches the point, which
+settles the question, or that later rule joins the others and the search continues.
 
-The one trap: every answer must hold for stacks of any depth. `classes` tries depths and indices around every
-number in the slices, which is where answers change.
+The answers hold for stacks of any depth: `index_classes` tries the depths and indices around every number in the
+slices, where the answers can change.
 """
 
 from __future__ import annotations
@@ -28,197 +27,228 @@ from policyc.language.predicates import Comparison, Predicate, SiteAttributes, c
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.schedule import representative_steps
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector, matches
-from policyc.lint.automata import Budget, TooHard, outside, plainly_inside, witness
+from policyc.lint.automata import (
+    Budget,
+    SearchTooLarge,
+    example_path,
+    find_uncovered_path,
+    is_obviously_contained,
+)
 
 Answer = TypeVar("Answer")
 
-_MOST_COVERING = 24
-_MOST_SITES = 256  # combinations of sizes tried for one argument
-_STEPS_EACH = 20_000
-_LONGEST_PERIOD = 128
-_MOST_TRIALS = 20_000
-_TRIALS = 2  # of one condition, for the price of one step
+# Limits that keep the time for a policy of any size in proportion to its size.
+_MAX_COVERING_RULES = 24  # later rules that together cover one
+_MAX_COMBINATIONS = 256  # combinations of conditions for one question
+_MAX_STEPS_PER_QUESTION = 20_000
+_MAX_STEPS = 200_000  # for all questions about one list of rules
+_MAX_PERIOD = 128  # least common multiple of the moduli in conditions
+_MAX_SAMPLES = 20_000  # sizes tried for one question
+_SAMPLES_PER_STEP = 2  # sizes for which one condition is evaluated in the time of one step
 
-_ANY: SiteAttributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1, "weight": True}
+_ANY_SIZE: SiteAttributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1, "weight": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One product of one GEMM at one moment."""
+    """One product of one GEMM at one moment: a step and the number of steps in total."""
 
     path: DottedPath
     gemm: Gemm
     moment: tuple[int, int]
-    site: SiteAttributes
+    attributes: SiteAttributes
 
 
-class Claim:
-    """A rule as a set of points. `varied` is its recipe under the variants that change it. Compares by identity."""
+class ResolvedRule:
+    """A rule with its resolved recipe, the recipes that variants give it instead, and its index in the policy.
 
-    __slots__ = ("order", "parts", "recipe", "rule", "varied")
+    Compares by identity.
+    """
 
-    def __init__(self, rule: Rule, recipe: Recipe, varied: Mapping[str, Recipe], order: int) -> None:
+    __slots__ = ("index", "patterns", "recipe", "rule", "variant_recipes")
+
+    def __init__(self, rule: Rule, recipe: Recipe, variant_recipes: Mapping[str, Recipe], index: int) -> None:
         self.rule = rule
         self.recipe = recipe
-        self.varied = varied
-        self.order = order
-        self.parts = tuple((p, s.products) for s in rule.selectors for p in expand_selector(s))
+        self.variant_recipes = variant_recipes
+        self.index = index
+        self.patterns = tuple((p, s.products) for s in rule.selectors for p in expand_selector(s))
 
-    def holds(self, moment: tuple[int, int], site: SiteAttributes) -> bool:
-        """Is the rule in force then, for a GEMM of those sizes?"""
-        rule = self.rule
-        return all(w.holds(*moment) for w in rule.when) and (
-            rule.where is None or rule.where.holds(site) is True
-        )
+    def is_active(self, moment: tuple[int, int], attributes: SiteAttributes) -> bool:
+        """Return whether the schedule and the condition of the rule hold."""
+        where = self.rule.where
+        scheduled = all(w.holds(*moment) for w in self.rule.when)
+        return scheduled and (where is None or where.holds(attributes) is True)
 
-    def takes(self, point: Point) -> bool:
-        if not self.holds(point.moment, point.site):
+    def matches(self, point: Point) -> bool:
+        if not self.is_active(point.moment, point.attributes):
             return False
-        return any(point.gemm in products and matches(p, point.path) for p, products in self.parts)
+        return any(point.gemm in products and matches(p, point.path) for p, products in self.patterns)
 
 
-class Cover:
-    """Answers for one list of rules. `undecided` counts the questions given up as too hard."""
+class Coverage:
+    """Answers questions about one list of rules. `undecided` counts the questions that exceeded their limits."""
 
     def __init__(
         self,
         rules: Sequence[Rule],
         resolve: Callable[[Rule], Recipe],
-        varied: Mapping[int, Mapping[str, Recipe]] = MappingProxyType({}),
-        steps: int = 200_000,
+        variant_recipes: Mapping[int, Mapping[str, Recipe]] = MappingProxyType({}),
+        steps: int = _MAX_STEPS,
     ) -> None:
-        self.claims = tuple(Claim(r, resolve(r), varied.get(at, {}), at) for at, r in enumerate(rules))
+        self.rules = tuple(
+            ResolvedRule(rule, resolve(rule), variant_recipes.get(index, {}), index)
+            for index, rule in enumerate(rules)
+        )
         self.undecided = 0
-        self._left = steps
-        self._taken: dict[int, tuple[Claim, ...]] = {}
-        self._index = _Index(self.claims)
-        self._alike: dict[object, list[Claim]] = {}  # the claims of one recipe, in their order
-        for claim in self.claims:
-            self._alike.setdefault((claim.recipe, *claim.varied.items()), []).append(claim)
+        self._remaining_steps = steps
+        self._overriding: dict[int, tuple[ResolvedRule, ...]] = {}
+        self._index = _RuleIndex(self.rules)
+        self._by_recipe: dict[object, list[ResolvedRule]] = {}  # in the order of the policy
+        for rule in self.rules:
+            self._by_recipe.setdefault((rule.recipe, *rule.variant_recipes.items()), []).append(rule)
 
-    def taken_by(self, claim: Claim) -> tuple[Claim, ...]:
-        """Later rules that together take all that the claim takes; empty where something is left to it."""
-        if claim.order not in self._taken:
-            self._taken[claim.order] = self._ask(lambda budget: self._covering(claim, budget)[0], ())
-        return self._taken[claim.order]
+    def find_overriding_rules(self, rule: ResolvedRule) -> tuple[ResolvedRule, ...]:
+        """Return later rules that together match every point of a rule, or () if a point is left to the rule."""
+        if rule.index not in self._overriding:
+            self._overriding[rule.index] = self._ask(
+                lambda budget: self._find_overriding(rule, budget)[0], ()
+            )
+        return self._overriding[rule.index]
 
-    def left_to(self, claim: Claim) -> Point | None:
-        """A point that the claim decides about: the proof that no later rules take it all."""
-        return self._ask(lambda budget: self._covering(claim, budget)[1], None)
+    def find_decided_point(self, rule: ResolvedRule) -> Point | None:
+        """Return a point that the rule decides. It proves that no later rules cover the rule."""
+        return self._ask(lambda budget: self._find_overriding(rule, budget)[1], None)
 
-    def repeats(self, claim: Claim) -> Claim | None:
-        """An earlier rule that gives every site of the claim what the claim gives it, under every variant."""
-        return self._ask(lambda budget: self._repeated(claim, budget), None)
+    def find_equivalent_earlier_rule(self, rule: ResolvedRule) -> ResolvedRule | None:
+        """Return an earlier rule that gives every point of a rule the same recipe, under every variant."""
+        return self._ask(lambda budget: self._find_equivalent(rule, budget), None)
 
-    def decides(self, point: Point, budget: Budget) -> Claim | None:
-        """The rule that decides about a point: the last that takes it."""
-        return self._index.last(point, 0, len(self.claims), budget)
+    def find_deciding_rule(self, point: Point, budget: Budget) -> ResolvedRule | None:
+        """Return the rule that decides a point: the last one that matches it."""
+        return self._index.find_last_match(point, 0, len(self.rules), budget)
 
-    def _ask(self, question: Callable[[Budget], Answer], otherwise: Answer) -> Answer:
-        granted = min(_STEPS_EACH, self._left)
-        budget = Budget(granted)
+    def _ask(self, question: Callable[[Budget], Answer], default: Answer) -> Answer:
+        steps = min(_MAX_STEPS_PER_QUESTION, self._remaining_steps)
+        budget = Budget(steps)
         try:
             return question(budget)
-        except TooHard:
+        except SearchTooLarge:
             self.undecided += 1
-            return otherwise
+            return default
         finally:
-            self._left -= granted - max(budget.left, 0)
+            self._remaining_steps -= steps - max(budget.remaining, 0)
 
-    def _covering(self, claim: Claim, budget: Budget) -> tuple[tuple[Claim, ...], Point | None]:
-        covering: list[Claim] = []
-        while len(covering) <= _MOST_COVERING:
-            point = _left_over(claim, covering, budget)
+    def _find_overriding(
+        self, rule: ResolvedRule, budget: Budget
+    ) -> tuple[tuple[ResolvedRule, ...], Point | None]:
+        overriding: list[ResolvedRule] = []
+        while len(overriding) <= _MAX_COVERING_RULES:
+            point = _find_uncovered_point(rule, overriding, budget)
             if point is None:
-                return tuple(covering), None
-            later = self._index.last(point, claim.order + 1, len(self.claims), budget)
+                return tuple(overriding), None
+            later = self._index.find_last_match(point, rule.index + 1, len(self.rules), budget)
             if later is None:
                 return (), point
-            covering.append(later)
-        raise TooHard
+            overriding.append(later)
+        raise SearchTooLarge
 
-    def _repeated(self, claim: Claim, budget: Budget) -> Claim | None:
-        point = _left_over(claim, [], budget)
-        last = None if point is None else self._index.last(point, 0, claim.order, budget)
-        if last is None or not _same(last, claim) or _left_over(claim, [last], budget) is not None:
+    def _find_equivalent(self, rule: ResolvedRule, budget: Budget) -> ResolvedRule | None:
+        point = _find_uncovered_point(rule, [], budget)
+        earlier = None if point is None else self._index.find_last_match(point, 0, rule.index, budget)
+        if earlier is None or not _treats_alike(earlier, rule):
             return None
-        return None if self._disagrees(claim, last.order + 1, claim.order) else last
+        if _find_uncovered_point(rule, [earlier], budget) is not None:
+            return None
+        return None if self._any_differs(rule, earlier.index + 1, rule.index) else earlier
 
-    def _disagrees(self, claim: Claim, start: int, stop: int) -> bool:
-        """Does a rule in a range of orders do something else? Selectors float, so any two can name one site."""
-        for alike in self._alike.values():
-            at = bisect_left(alike, start, key=lambda c: c.order)
-            if at < len(alike) and alike[at].order < stop and not _same(alike[at], claim):
+    def _any_differs(self, rule: ResolvedRule, start: int, stop: int) -> bool:
+        """Return whether any rule from index `start` to `stop` treats its sites differently.
+
+        Their selectors are not compared: a selector matches anywhere in a path, so any two can match the same site.
+        """
+        for group in self._by_recipe.values():
+            position = bisect_left(group, start, key=lambda r: r.index)
+            if (
+                position < len(group)
+                and group[position].index < stop
+                and not _treats_alike(group[position], rule)
+            ):
                 return True
         return False
 
 
-def _same(other: Claim, claim: Claim) -> bool:
-    """Does the other do what the claim does, in every product that the claim takes, under every variant?"""
-    pairs = [(other.recipe, claim.recipe)]
-    for name in other.varied.keys() | claim.varied.keys():
-        pairs += [(other.varied.get(name, other.recipe), claim.varied.get(name, claim.recipe))]
+def _treats_alike(other: ResolvedRule, rule: ResolvedRule) -> bool:
+    """Return whether `other` does the same as `rule` to every product of `rule`, under every variant."""
+    pairs = [(other.recipe, rule.recipe)]
+    for name in other.variant_recipes.keys() | rule.variant_recipes.keys():
+        pairs += [
+            (other.variant_recipes.get(name, other.recipe), rule.variant_recipes.get(name, rule.recipe))
+        ]
     return all(
-        a is b or a.gemm_treatments(g) == b.gemm_treatments(g) for a, b in pairs for g in claim.rule.products
+        a is b or a.gemm_treatments(g) == b.gemm_treatments(g) for a, b in pairs for g in rule.rule.products
     )
 
 
-def _left_over(claim: Claim, others: list[Claim], budget: Budget) -> Point | None:
-    """A point that the claim takes and none of the others does."""
-    rules = [claim.rule, *(c.rule for c in others)]
-    times = representative_steps(tuple(dict.fromkeys(w for r in rules for w in r.when)))
+def _find_uncovered_point(rule: ResolvedRule, others: list[ResolvedRule], budget: Budget) -> Point | None:
+    """Return a point that the rule matches and none of the others does."""
+    rules = [rule.rule, *(other.rule for other in others)]
+    schedule = tuple(dict.fromkeys(w for r in rules for w in r.when))
     conditions = tuple(dict.fromkeys(r.where for r in rules if r.where is not None))
-    budget.spend(trials(conditions) * len(conditions) // _TRIALS)
-    sizes = sites(conditions)
-    for moment, site in itertools.product(times, sizes):
-        if not claim.holds(moment, site):
+    budget.spend(count_samples(conditions) * len(conditions) // _SAMPLES_PER_STEP)
+    for moment, attributes in itertools.product(
+        representative_steps(schedule), sample_attributes(conditions)
+    ):
+        if not rule.is_active(moment, attributes):
             continue
-        active = [c for c in others if c.holds(moment, site)]
-        for pattern, products in claim.parts:
+        active = [other for other in others if other.is_active(moment, attributes)]
+        for pattern, products in rule.patterns:
             for gemm in (g for g in Gemm if g in products):
-                rest = [p for c in active for p, taken in c.parts if gemm in taken]
-                if any(plainly_inside(pattern, other) for other in rest):
+                covering = [p for other in active for p, gemms in other.patterns if gemm in gemms]
+                if any(is_obviously_contained(pattern, p) for p in covering):
                     continue
-                path = outside(pattern, rest, budget) if rest else witness(pattern)
+                path = find_uncovered_path(pattern, covering, budget) if covering else example_path(pattern)
                 if path is not None:
-                    return Point(path, gemm, moment, site)
+                    return Point(path, gemm, moment, attributes)
     return None
 
 
-class _Index:
-    """Finds the rules that take a point, by the rarest literal name in each of their patterns."""
-
-    def __init__(self, claims: Sequence[Claim]) -> None:
-        self._claims = claims
-        self._orders: dict[_Key | None, list[int]] = {}
-        keyed = [(claim, [_keys(p) for p, _ in claim.parts]) for claim in claims]
-        common = Counter(key for _, parts in keyed for keys in parts for key in keys)
-        for claim, parts in keyed:
-            rarest = {min(keys, key=lambda k: common[k], default=None) for keys in parts}
-            for key in rarest:
-                self._orders.setdefault(key, []).append(claim.order)
-
-    def last(self, point: Point, start: int, stop: int, budget: Budget) -> Claim | None:
-        """The last claim in a range of orders that takes the point."""
-        found = -1
-        for key in {None, *(k for name in point.path for k in _spellings(name))}:
-            orders = self._orders.get(key, [])
-            for at in reversed(range(bisect_left(orders, start), bisect_left(orders, stop))):
-                budget.spend(1)
-                if orders[at] > found and self._claims[orders[at]].takes(point):
-                    found = orders[at]
-                    break
-        return self._claims[found] if found >= 0 else None
-
-
 _Key = tuple[str, int | None]
+"""A literal name, and its index if the pattern has one."""
 
 
-def _keys(pattern: Pattern) -> list[_Key]:
+class _RuleIndex:
+    """Finds the rules that match a point, by the rarest literal name in each of their patterns."""
+
+    def __init__(self, rules: Sequence[ResolvedRule]) -> None:
+        self._rules = rules
+        self._by_key: dict[_Key | None, list[int]] = {}
+        keyed = [(rule, [_literal_keys(p) for p, _ in rule.patterns]) for rule in rules]
+        frequency = Counter(key for _, patterns_keys in keyed for keys in patterns_keys for key in keys)
+        for rule, patterns_keys in keyed:
+            rarest = {min(keys, key=lambda k: frequency[k], default=None) for keys in patterns_keys}
+            for key in rarest:
+                self._by_key.setdefault(key, []).append(rule.index)
+
+    def find_last_match(self, point: Point, start: int, stop: int, budget: Budget) -> ResolvedRule | None:
+        """Return the last rule from index `start` to `stop` that matches the point."""
+        last = -1
+        for key in {None, *(k for name in point.path for k in _name_keys(name))}:
+            indices = self._by_key.get(key, [])
+            for position in reversed(range(bisect_left(indices, start), bisect_left(indices, stop))):
+                budget.spend(1)
+                if indices[position] > last and self._rules[indices[position]].matches(point):
+                    last = indices[position]
+                    break
+        return self._rules[last] if last >= 0 else None
+
+
+def _literal_keys(pattern: Pattern) -> list[_Key]:
     return [(p.glob, p.indices.index if p.indices else None) for p in pattern.segments if p.is_literal]
 
 
-def _spellings(name: PathSegment) -> Iterator[_Key]:
+def _name_keys(name: PathSegment) -> Iterator[_Key]:
+    """Yield the keys of the patterns that can match a name: without an index, and counted from either end."""
     yield (name.text, None)
     if name.index is not None and name.size is not None:
         yield (name.text, name.index)
@@ -226,53 +256,61 @@ def _spellings(name: PathSegment) -> Iterator[_Key]:
 
 
 @lru_cache(maxsize=1024)
-def sites(conditions: tuple[Predicate, ...]) -> tuple[SiteAttributes, ...]:
-    """Sizes of a GEMM for each combination of conditions that can hold together. Every site has all attributes."""
+def sample_attributes(conditions: tuple[Predicate, ...]) -> tuple[SiteAttributes, ...]:
+    """Return the attributes of a GEMM for each combination of conditions that can hold together.
+
+    Each result has all attributes.
+    """
     if not conditions:
-        return (_ANY,)
-    pools = _pools(conditions)
-    if trials(conditions) > _MOST_TRIALS:
-        raise TooHard
-    found: dict[tuple[bool | None, ...], SiteAttributes] = {}
+        return (_ANY_SIZE,)
+    values = _sample_values(conditions)
+    if count_samples(conditions) > _MAX_SAMPLES:
+        raise SearchTooLarge
+    samples: dict[tuple[bool | None, ...], SiteAttributes] = {}
     for weight in (True, False):
-        for numbers in itertools.product(*pools.values()):
-            site = {**_ANY, **dict(zip(pools, numbers, strict=True)), "weight": weight}
-            found.setdefault(tuple(c.holds(site) for c in conditions), site)
-    if len(found) > _MOST_SITES:
-        raise TooHard
-    return tuple(found.values())
+        for numbers in itertools.product(*values.values()):
+            attributes = {**_ANY_SIZE, **dict(zip(values, numbers, strict=True)), "weight": weight}
+            samples.setdefault(tuple(c.holds(attributes) for c in conditions), attributes)
+    if len(samples) > _MAX_COMBINATIONS:
+        raise SearchTooLarge
+    return tuple(samples.values())
 
 
-def trials(conditions: tuple[Predicate, ...]) -> int:
-    """How many sizes `sites` tries."""
-    return math.prod(map(len, _pools(conditions).values()))
+def count_samples(conditions: tuple[Predicate, ...]) -> int:
+    """Return how many combinations of sizes `sample_attributes` tries."""
+    return math.prod(map(len, _sample_values(conditions).values()))
 
 
 @lru_cache(maxsize=1024)
-def _pools(conditions: tuple[Predicate, ...]) -> dict[str, list[int]]:
-    """For each size that the conditions speak of, the numbers to try. Sizes that are compared share their numbers."""
+def _sample_values(conditions: tuple[Predicate, ...]) -> dict[str, list[int]]:
+    """Return the numbers to try for each variable. Variables that are compared with each other share their numbers."""
     groups: list[tuple[set[str], list[Comparison]]] = []
     for compare in (compare for c in conditions for compare in comparisons(c)):
         names = set[str]().union(*(t.variables for t in compare.terms))
-        joined = [g for g in groups if g[0] & names]
+        connected = [g for g in groups if g[0] & names]
         groups = [g for g in groups if not g[0] & names]
-        groups.append((names.union(*(g[0] for g in joined)), [compare, *(c for g in joined for c in g[1])]))
-    return {name: _numbers_near(compares, len(names)) for names, compares in groups for name in sorted(names)}
+        compares = [compare, *(c for g in connected for c in g[1])]
+        groups.append((names.union(*(g[0] for g in connected)), compares))
+    return {
+        name: _values_near_bounds(compares, len(names))
+        for names, compares in groups
+        for name in sorted(names)
+    }
 
 
-def _numbers_near(compares: list[Comparison], names: int) -> list[int]:
-    """Numbers on both sides of every edge that the terms draw, and with every remainder that they ask for.
+def _values_near_bounds(compares: list[Comparison], variables: int) -> list[int]:
+    """Return numbers on both sides of every bound in the comparisons, with every remainder that they ask for.
 
-    Sizes that are compared with each other need room for all of them between two edges. Whether one size divides
-    another has no edges: small numbers show what can be.
+    Variables that are compared with each other need room for all of them between two bounds. Divisibility of one
+    variable by another has no bounds: there, small numbers show every case.
     """
     terms = [t for c in compares for t in c.terms]
     numbers = {t.value for t in terms if isinstance(t.value, int)}
     moduli = {t.modulus for t in terms if isinstance(t.modulus, int)}
     period = math.lcm(*moduli)
-    if period > _LONGEST_PERIOD:
-        raise TooHard
-    found = {e + d for e in {1, *numbers} for d in range(-names, names * period + 1)}
+    if period > _MAX_PERIOD:
+        raise SearchTooLarge
+    values = {n + d for n in {1, *numbers} for d in range(-variables, variables * period + 1)}
     if any(isinstance(t.modulus, str) for t in terms):
-        found.update(range(1, 33))
-    return sorted(n for n in found if n > 0)
+        values.update(range(1, 33))
+    return sorted(v for v in values if v > 0)

@@ -1,7 +1,6 @@
-"""Applies the fixes of diagnostics to a text.
+"""Applies the fixes of diagnostics to the text of a policy.
 
-In: a text and what lint found in it. Out: the mended text. The one trap: fixes may touch the same place; the
-first one wins, and the others get their turn when the mended text is linted again.
+If two fixes touch the same place, the first one is applied. The other one follows when the fixed text is linted again.
 """
 
 from __future__ import annotations
@@ -13,76 +12,79 @@ from dataclasses import dataclass
 
 from policyc.language.diagnostics import Diagnostic, Edit
 from policyc.language.loader import LoadedPolicy
-from policyc.lint.engine import Findings
+from policyc.lint.engine import LintResult
 
-_ROUNDS = 40  # more than recipes can name each other in a chain
+_MAX_ROUNDS = 40  # more than the longest chain of recipes, of which each round removes one unused recipe
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
-    """A text after its fixes, and how many were applied."""
+class FixedText:
+    """A text after its fixes, and the number of fixes applied."""
 
     text: str
     count: int
 
 
-def mend(
+def apply_fixes(
     text: str,
     load: Callable[[str], LoadedPolicy],
-    check: Callable[[LoadedPolicy], Findings],
+    check: Callable[[LoadedPolicy], LintResult],
     *,
     unsafe: bool = False,
-) -> Mended:
-    """Fix, lint again, until there is nothing left to fix. A round that brings a new fault is undone."""
+) -> FixedText:
+    """Apply fixes and lint again until nothing is left to fix. A round that adds an error is undone."""
     count = 0
-    text = text.removeprefix("\ufeff")  # spans do not count it
+    text = text.removeprefix("\ufeff")  # the byte order mark: spans do not count it
     loaded = load(text)
-    for _ in range(_ROUNDS):
-        edits, applied = _choose(check(loaded).diagnostics, loaded, unsafe)
+    for _ in range(_MAX_ROUNDS):
+        edits, applied = _select_edits(check(loaded).diagnostics, loaded, unsafe)
         if not applied:
             break
-        changed = _apply(text, edits)
-        after = load(changed)
-        if not _codes(after) <= _codes(loaded):
+        fixed_text = _apply_edits(text, edits)
+        reloaded = load(fixed_text)
+        if not _count_codes(reloaded) <= _count_codes(loaded):
             break
-        text, loaded, count = changed, after, count + applied
-    return Mended(text, count)
+        text, loaded, count = fixed_text, reloaded, count + applied
+    return FixedText(text, count)
 
 
-def _choose(found: Iterable[Diagnostic], loaded: LoadedPolicy, unsafe: bool) -> tuple[list[Edit], int]:
-    chosen: list[Edit] = []  # in the order of the text
+def _select_edits(
+    diagnostics: Iterable[Diagnostic], loaded: LoadedPolicy, unsafe: bool
+) -> tuple[list[Edit], int]:
+    """Return edits that do not overlap, in the order of the text, and the number of fixes they belong to."""
+    selected: list[Edit] = []
     applied = 0
-    for diagnostic in found:
+    for diagnostic in diagnostics:
         fix = diagnostic.fix
         if fix is None or not (fix.safe or unsafe) or diagnostic.span.source is not loaded.file.source:
             continue
-        if not any(_overlaps(edit, chosen) for edit in fix.edits):
+        if not any(_overlaps(edit, selected) for edit in fix.edits):
             for edit in fix.edits:
-                insort(chosen, edit, key=_start)
+                insort(selected, edit, key=_start)
             applied += 1
-    return chosen, applied
+    return selected, applied
 
 
 def _start(edit: Edit) -> int:
     return edit.span.start
 
 
-def _overlaps(edit: Edit, chosen: list[Edit]) -> bool:
-    """Does an edit touch one of those chosen, which do not touch each other?"""
-    at = bisect_left(chosen, edit.span.start, key=_start)
+def _overlaps(edit: Edit, selected: list[Edit]) -> bool:
+    """Return whether an edit touches one of the selected edits. Those are sorted and do not touch each other."""
+    position = bisect_left(selected, edit.span.start, key=_start)
     return any(
         edit.span.start <= other.span.end and other.span.start <= edit.span.end
-        for other in chosen[max(at - 1, 0) : at + 1]
+        for other in selected[max(position - 1, 0) : position + 1]
     )
 
 
-def _apply(text: str, edits: list[Edit]) -> str:
-    parts, at = [], 0
+def _apply_edits(text: str, edits: list[Edit]) -> str:
+    parts, end = [], 0
     for edit in edits:
-        parts += [text[at : edit.span.start], edit.text]
-        at = edit.span.end
-    return "".join([*parts, text[at:]])
+        parts += [text[end : edit.span.start], edit.text]
+        end = edit.span.end
+    return "".join([*parts, text[end:]])
 
 
-def _codes(loaded: LoadedPolicy) -> Counter[str]:
+def _count_codes(loaded: LoadedPolicy) -> Counter[str]:
     return Counter(d.code for d in loaded.diagnostics)

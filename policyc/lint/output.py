@@ -1,62 +1,71 @@
-"""Diagnostics in the forms that people and programs read.
+"""The output formats of the linter: full, concise, json, github and sarif.
 
-In: diagnostics. Out: text: full, concise, json, github or sarif. The one trap: columns count Unicode
-characters from 1, and the end is exclusive, in every form.
+In every format, columns count Unicode characters from 1, and the end column is exclusive. The codes and the field names
+of json, github and sarif are a stable interface.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
 from policyc import __version__
-from policyc.language.diagnostics import Diagnostic, Paint, Severity, Span, render, render_headline
-from policyc.lint.engine import GRAPH, RULES, LintRule, graph_rules
+from policyc.language.diagnostics import Diagnostic, Fix, Paint, Severity, Span, render, render_headline
+from policyc.lint.rule import LintRule
+from policyc.lint.rules import load_rules
 
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
 
-def full(found: Sequence[Diagnostic], paint: Paint) -> str:
-    return "\n".join(f"{render(d, paint)}\n" for d in found)
+def format_full(diagnostics: Sequence[Diagnostic], paint: Paint) -> str:
+    """Each diagnostic with the source line it is about."""
+    return "\n".join(f"{render(d, paint)}\n" for d in diagnostics)
 
 
-def concise(found: Sequence[Diagnostic], paint: Paint) -> str:
-    return "".join(f"{render_headline(d, paint)}\n" for d in found)
+def format_concise(diagnostics: Sequence[Diagnostic], paint: Paint) -> str:
+    """One line per diagnostic."""
+    return "".join(f"{render_headline(d, paint)}\n" for d in diagnostics)
 
 
-def as_json(found: Sequence[Diagnostic], _: Paint) -> str:
-    return json.dumps([_object(d) for d in found], indent=2) + "\n"
+def format_json(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
+    """A list of objects."""
+    return json.dumps([_json_object(d) for d in diagnostics], indent=2) + "\n"
 
 
-def github(found: Sequence[Diagnostic], _: Paint) -> str:
-    """Workflow commands: annotations on the lines of a pull request."""
-    return "".join(_command(d) for d in found)
+def format_github(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
+    """Workflow commands of GitHub Actions, which become annotations on the lines of a pull request."""
+    return "".join(_github_command(d) for d in diagnostics)
 
 
-def sarif(found: Sequence[Diagnostic], _: Paint) -> str:
-    known = RULES | graph_rules() if any(d.code in GRAPH for d in found) else RULES
-    codes = list(known)
+def format_sarif(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
+    """A SARIF 2.1.0 log."""
+    rules = load_rules(d.code for d in diagnostics)
+    codes = list(rules)
     driver = {
         "name": "policyc",
         "version": __version__,
-        "rules": [_sarif_rule(rule) for rule in known.values()],
+        "rules": [_sarif_rule(rule) for rule in rules.values()],
     }
-    results = [_sarif_result(d, codes) for d in found]
+    results = [_sarif_result(d, codes) for d in diagnostics]
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
     log = {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
     return json.dumps(log, indent=2) + "\n"
 
 
-FORMS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
-    "full": full, "concise": concise, "json": as_json, "github": github, "sarif": sarif,
-}  # fmt: skip
+OUTPUT_FORMATS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
+    "full": format_full,
+    "concise": format_concise,
+    "json": format_json,
+    "github": format_github,
+    "sarif": format_sarif,
+}
 
 
-def _place(span: Span) -> dict[str, Any]:
+def _location(span: Span) -> dict[str, Any]:
     return {
         "path": span.source.path,
         "line": span.line,
@@ -66,24 +75,24 @@ def _place(span: Span) -> dict[str, Any]:
     }
 
 
-def _object(diagnostic: Diagnostic) -> dict[str, Any]:
+def _json_object(diagnostic: Diagnostic) -> dict[str, Any]:
     fix = diagnostic.fix
     return {
         "code": diagnostic.code,
         "severity": str(diagnostic.severity),
         "message": diagnostic.message,
-        **_place(diagnostic.span),
+        **_location(diagnostic.span),
         "help": diagnostic.help,
-        "notes": [{"message": n.message, **_place(n.span)} for n in diagnostic.notes],
+        "notes": [{"message": n.message, **_location(n.span)} for n in diagnostic.notes],
         "fix": fix and {
             "message": fix.message,
             "safe": fix.safe,
-            "edits": [{**_place(e.span), "text": e.text} for e in fix.edits],
+            "edits": [{**_location(e.span), "text": e.text} for e in fix.edits],
         },
     }  # fmt: skip
 
 
-def _command(diagnostic: Diagnostic) -> str:
+def _github_command(diagnostic: Diagnostic) -> str:
     span = diagnostic.span
     values = {
         "file": span.source.path,
@@ -99,8 +108,9 @@ def _command(diagnostic: Diagnostic) -> str:
     return f"::{kind} {properties}::{_escape(message)}\n"
 
 
-def _escape(text: str, more: str = "") -> str:
-    for character in ("%", "\r", "\n", *more):
+def _escape(text: str, extra: str = "") -> str:
+    """Escape the characters that end a workflow command or one of its values, as GitHub specifies."""
+    for character in ("%", "\r", "\n", *extra):
         text = text.replace(character, f"%{ord(character):02X}")
     return text
 
@@ -131,26 +141,25 @@ def _sarif_result(diagnostic: Diagnostic, codes: Sequence[str]) -> dict[str, Any
             for i, n in enumerate(diagnostic.notes)
         ]
     if diagnostic.fix is not None:
-        edits = [
-            {"deletedRegion": _region(e.span), "insertedContent": {"text": e.text}}
-            for e in diagnostic.fix.edits
-        ]
-        where = {"uri": _uri(diagnostic.span.source.path)}
-        kind = "" if diagnostic.fix.safe else " (unsafe)"
-        result["fixes"] = [
-            {
-                "description": {"text": diagnostic.fix.message + kind},
-                "artifactChanges": [{"artifactLocation": where, "replacements": edits}],
-            }
-        ]
+        result["fixes"] = [_sarif_fix(diagnostic.fix, diagnostic.span.source.path)]
     return result
 
 
+def _sarif_fix(fix: Fix, path: str) -> dict[str, Any]:
+    replacements = [
+        {"deletedRegion": _sarif_region(e.span), "insertedContent": {"text": e.text}} for e in fix.edits
+    ]
+    return {
+        "description": {"text": fix.message + ("" if fix.safe else " (unsafe)")},
+        "artifactChanges": [{"artifactLocation": {"uri": _uri(path)}, "replacements": replacements}],
+    }
+
+
 def _sarif_location(span: Span) -> dict[str, Any]:
-    return {"artifactLocation": {"uri": _uri(span.source.path)}, "region": _region(span)}
+    return {"artifactLocation": {"uri": _uri(span.source.path)}, "region": _sarif_region(span)}
 
 
-def _region(span: Span) -> dict[str, int]:
+def _sarif_region(span: Span) -> dict[str, int]:
     return {
         "startLine": span.line,
         "startColumn": span.column,
@@ -160,17 +169,16 @@ def _region(span: Span) -> dict[str, int]:
 
 
 def _uri(path: str) -> str:
-    return quote(PurePath(path).as_posix(), errors="surrogateescape")  # a name need not be UTF-8
+    return quote(PurePath(path).as_posix(), errors="surrogateescape")  # a file name need not be UTF-8
 
 
-def summary(found: Iterable[Diagnostic], files: int) -> str:
-    """One line on how it went."""
-    listed = list(found)
+def summarize(diagnostics: Sequence[Diagnostic], files: int) -> str:
+    """Return one line with the number of policies, findings and safe fixes."""
     policies = f"{files} polic{'y' if files == 1 else 'ies'}"
-    if not listed:
+    if not diagnostics:
         return f"{policies}: no findings"
-    counts = Counter(str(d.severity) for d in listed)
+    counts = Counter(d.severity for d in diagnostics)
     parts = [f"{counts[s]} {s}{'' if counts[s] == 1 else 's'}" for s in Severity if counts[s]]
     line = f"{policies}: {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
-    safe = sum(d.fix is not None and d.fix.safe for d in listed)
-    return f"{line}; --fix mends {safe}" if safe else line
+    fixable = sum(d.fix is not None and d.fix.safe for d in diagnostics)
+    return f"{line}; {fixable} fixable with --fix" if fixable else line

@@ -1,8 +1,6 @@
-"""Comments that allow a finding on purpose: `# allow: CODE, CODE -- reason`.
+"""Comments that suppress findings: `# allow: CODE, CODE -- reason`.
 
-In: the comments of a file. Out: which findings they allow, and which of them allow nothing. Behind a
-statement, a comment speaks of that statement; on a line of its own, of the next one. The one trap: a
-suppression of a rule that did not run is not unused.
+A comment behind a statement applies to that statement. A comment on a line of its own applies to the next statement.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cache
 
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity, Span, did_you_mean
@@ -19,45 +18,64 @@ from policyc.language.parser import BlockStatement, PolicyFile, Statement, comme
 _ALLOW = re.compile(r"#\s*allow:\s*(?P<codes>[\w-]+(?:\s*,\s*[\w-]+)*)")
 
 
+@dataclass(slots=True)
+class _Suppression:
+    """One code in a suppression comment."""
+
+    code: Span
+    comment: Span
+    is_used: bool = False
+
+
 class Suppressions:
     """The suppressions of one file."""
 
     def __init__(self, file: PolicyFile) -> None:
         self._file = file
-        self._comments: list[Span] = []  # whole comments, one entry for each code in them
-        self._codes: list[Span] = []
-        self._used: list[bool] = []
-        self._by_line: dict[int, list[int]] = {}
+        self._suppressions: list[_Suppression] = []
+        self._by_line: dict[int, list[_Suppression]] = {}
         source = file.source
-        found = [(e, m) for s, e in comment_ranges(source.text) if (m := _ALLOW.search(source.text, s, e))]
-        lines = _lines(file.statements) if found else []
-        starts = [first for first, _ in lines]
+        found = [
+            (end, m)
+            for start, end in comment_ranges(source.text)
+            if (m := _ALLOW.search(source.text, start, end))
+        ]
+        lines = _statement_lines(file.statements) if found else []
+        first_lines = [first for first, _ in lines]
         for end, match in found:
-            start = match.start()
-            at, column = source.position(start)
-            alone = not source.line(at)[: column - 1].strip()
+            comment = Span(source, match.start(), end)
+            line, column = source.position(comment.start)
+            is_alone = not source.line(line)[: column - 1].strip()
+            covered_lines = _covered_lines(lines, first_lines, line, is_alone)
             for code in re.finditer(r"[\w-]+", match["codes"]):
                 offset = match.start("codes")
-                self._codes.append(Span(source, offset + code.start(), offset + code.end()))
-                self._comments.append(Span(source, start, end))
-                self._used.append(False)
-                for line in _range(lines, starts, at, alone):
-                    self._by_line.setdefault(line, []).append(len(self._codes) - 1)
+                span = Span(source, offset + code.start(), offset + code.end())
+                suppression = _Suppression(span, comment)
+                self._suppressions.append(suppression)
+                for covered_line in covered_lines:
+                    self._by_line.setdefault(covered_line, []).append(suppression)
 
-    def allows(self, diagnostic: Diagnostic) -> bool:
-        found = False
-        if diagnostic.span.source is self._file.source:
-            for line in range(diagnostic.span.line, diagnostic.span.last_line + 1):
-                for number in self._by_line.get(line, ()):
-                    if self._codes[number].text == diagnostic.code:
-                        self._used[number] = found = True
-        return found
+    def suppress(self, diagnostic: Diagnostic) -> bool:
+        """Return whether a comment suppresses the diagnostic, and mark the comment as used."""
+        span = diagnostic.span
+        if span.source is not self._file.source:
+            return False
+        is_suppressed = False
+        for line in range(span.line, span.last_line + 1):
+            for suppression in self._by_line.get(line, ()):
+                if suppression.code.text == diagnostic.code:
+                    suppression.is_used = is_suppressed = True
+        return is_suppressed
 
-    def report(self, known: Collection[str], ran: Collection[str]) -> Iterator[Diagnostic]:
-        """Suppressions of codes that do not exist, and those that allow nothing of what was looked for."""
+    def check(self, known: Collection[str], checked: Collection[str]) -> Iterator[Diagnostic]:
+        """Yield the codes that do not exist, and the checked codes that suppress nothing.
+
+        A code that was not checked is not reported: its rule did not run, so its findings are unknown.
+        """
         suggest = cache(lambda name: did_you_mean(name, known))
-        together = Counter(comment.start for comment in self._comments)
-        for code, comment, used in zip(self._codes, self._comments, self._used, strict=True):
+        codes_in_comment = Counter(s.comment.start for s in self._suppressions)
+        for suppression in self._suppressions:
+            code, comment = suppression.code, suppression.comment
             if code.text not in known:
                 yield Diagnostic(
                     code="unknown-suppression",
@@ -66,53 +84,55 @@ class Suppressions:
                     severity=Severity.WARNING,
                     help=suggest(code.text) or "'policyc explain' lists the codes",
                 )
-            elif not used and code.text in ran:
+            elif not suppression.is_used and code.text in checked:
+                edit = _remove_code(code) if codes_in_comment[comment.start] > 1 else _remove_comment(comment)
                 yield Diagnostic(
                     code="unused-suppression",
-                    message=f"there is no '{code.text}' here to allow",
+                    message=f"there is no '{code.text}' here to suppress",
                     span=code,
                     severity=Severity.WARNING,
                     help="remove it",
-                    fix=Fix(
-                        message="remove the suppression",
-                        edits=(self._removal(code, comment, together[comment.start] > 1),),
-                        safe=True,
-                    ),
+                    fix=Fix(message="remove the suppression", edits=(edit,), safe=True),
                 )
 
-    def _removal(self, code: Span, comment: Span, others: bool) -> Edit:
-        text = self._file.source.text
-        if others:
-            after = re.compile(r"\s*,\s*").match(text, code.end)
-            if after:
-                return Edit(Span(code.source, code.start, after.end()), "")
-            return Edit(Span(code.source, text.rindex(",", 0, code.start), code.end), "")
-        start, end = comment.start, comment.end
-        while start > 0 and text[start - 1] in " \t":
-            start -= 1
-        if (start == 0 or text[start - 1] == "\n") and text[end : end + 1] == "\n":
-            end += 1
-        return Edit(Span(code.source, start, end), "")
+
+def _remove_code(code: Span) -> Edit:
+    """Remove one of several codes of a comment, with the comma after or before it."""
+    text = code.source.text
+    comma = re.compile(r"\s*,\s*").match(text, code.end)
+    if comma:
+        return Edit(Span(code.source, code.start, comma.end()), "")
+    return Edit(Span(code.source, text.rindex(",", 0, code.start), code.end), "")
 
 
-def _lines(statements: tuple[Statement, ...]) -> list[tuple[int, int]]:
-    """First and last line of every statement; of a block, only its head."""
-    found: list[tuple[int, int]] = []
+def _remove_comment(comment: Span) -> Edit:
+    """Remove a whole comment, with its line if nothing else is on it."""
+    text, start, end = comment.source.text, comment.start, comment.end
+    while start > 0 and text[start - 1] in " \t":
+        start -= 1
+    if (start == 0 or text[start - 1] == "\n") and text[end : end + 1] == "\n":
+        end += 1
+    return Edit(Span(comment.source, start, end), "")
+
+
+def _statement_lines(statements: tuple[Statement, ...]) -> list[tuple[int, int]]:
+    """Return the first and last line of every statement. For a block, both are the line of its header."""
+    lines: list[tuple[int, int]] = []
     for statement in statements:
         span = statement.span
         if isinstance(statement, BlockStatement):
-            found.append((span.line, span.line))
-            found += _lines(statement.body)
+            lines.append((span.line, span.line))
+            lines += _statement_lines(statement.body)
         else:
-            found.append((span.line, span.last_line))
-    return found
+            lines.append((span.line, span.last_line))
+    return lines
 
 
-def _range(lines: list[tuple[int, int]], starts: list[int], at: int, alone: bool) -> range:
-    """The lines that a comment on line `at` speaks of; `alone` if nothing stands before it there."""
-    after = bisect_left(starts, at + 1)
-    if after > 0 and lines[after - 1][1] >= at:
-        return range(lines[after - 1][0], at + 2 if alone else at + 1)
-    if alone and after < len(lines):
+def _covered_lines(lines: list[tuple[int, int]], first_lines: list[int], line: int, is_alone: bool) -> range:
+    """Return the lines that a comment on `line` applies to. `is_alone`: nothing stands before it on its line."""
+    after = bisect_left(first_lines, line + 1)
+    if after > 0 and lines[after - 1][1] >= line:
+        return range(lines[after - 1][0], line + 2 if is_alone else line + 1)
+    if is_alone and after < len(lines):
         return range(lines[after][0], lines[after][1] + 1)
-    return range(at, at + 1)
+    return range(line, line + 1)

@@ -15,7 +15,7 @@ import pytest
 from policyc import parse
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
-from policyc.lint.engine import RULES
+from policyc.lint.rules import LINT_RULES
 from tests.support.command import ROOT, load_commands, policyc
 
 DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(p for p in [ROOT / "README.md"] if p.exists())])
@@ -55,7 +55,7 @@ def test_every_policy_parses(path: Path) -> None:
 def test_every_code_that_is_allowed_exists(path: Path) -> None:
     named = re.findall(r"# allow: ((?:[a-z][\w-]*)(?:, *[a-z][\w-]*)*)", path.read_text(encoding="utf-8"))
     codes = {code.strip() for group in named for code in group.split(",")}
-    assert codes - {"shadowed-rul"} <= set(RULES)
+    assert codes - {"shadowed-rul"} <= set(LINT_RULES)
 
 
 def anchors(document: str) -> set[str]:

@@ -1,7 +1,7 @@
-"""Set reasoning against the slow way: what a `Cover` claims, every point of a small universe must bear out.
+"""Set reasoning against the slow way: what a `Coverage` claims, every point of a small universe must bear out.
 
 Soundness is the direction that matters: a rule called shadowed that wins a single point would be removed by `--fix`.
-It is tested on the universe of `oracle`. Completeness needs no universe: where a `Cover` says that something is left
+It is tested on the universe of `oracle`. Completeness needs no universe: where a `Coverage` says that something is left
 to a rule, it must show a point, and the point is looked up the slow way. `repeats` is complete for nothing: it sees one
 earlier rule that covers the whole of a later one, and gives up where a rule between them gives any site something else.
 """
@@ -19,9 +19,9 @@ from policyc.language.loader import parse_with_diagnostics
 from policyc.language.policy import Policy, Rule
 from policyc.language.schedule import representative_steps
 from policyc.language.selectors import Indices
-from policyc.lint.automata import TooHard, classes, example
+from policyc.lint.automata import SearchTooLarge, example_index, index_classes
 from policyc.lint.context import Context
-from policyc.lint.coverage import Cover, Point, sites
+from policyc.lint.coverage import Coverage, Point, sample_attributes
 from tests.support.oracle import differ, frames, random_policy, taken
 
 FEW = [range(at, at + 25) for at in range(0, 250, 25)]
@@ -29,21 +29,21 @@ MANY = [range(at, at + 250) for at in range(1_000, 3_500, 250)]
 SEEDS = [*FEW, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in MANY)]
 
 
-def cover(text: str) -> tuple[Policy, Cover]:
+def cover(text: str) -> tuple[Policy, Coverage]:
     loaded = parse_with_diagnostics(text)
     assert not loaded.diagnostics, loaded.diagnostics[0]
-    return loaded.policy, Context(loaded).cover
+    return loaded.policy, Context(loaded).coverage
 
 
 def shadowed(text: str) -> list[int]:
     """The places of the rules that later ones cover whole."""
     _, found = cover(text)
-    return [c.order for c in found.claims if found.taken_by(c)]
+    return [c.index for c in found.rules if found.find_overriding_rules(c)]
 
 
 def repeated(text: str) -> list[int]:
     _, found = cover(text)
-    return [c.order for c in found.claims if found.repeats(c)]
+    return [c.index for c in found.rules if found.find_equivalent_earlier_rule(c)]
 
 
 def decided_by(rules: tuple[Rule, ...], point: Point) -> int | None:
@@ -52,7 +52,7 @@ def decided_by(rules: tuple[Rule, ...], point: Point) -> int | None:
     for at in reversed(range(len(rules))):
         rule = rules[at]
         in_force = all(w.holds(*point.moment) for w in rule.when)
-        meets = rule.where is None or rule.where.holds(point.site)
+        meets = rule.where is None or rule.where.holds(point.attributes)
         if in_force and meets and any(point.gemm in s.products and taken(s, site) for s in rule.selectors):
             return at
     return None
@@ -67,17 +67,17 @@ def test_what_is_called_covered_wins_no_point(seeds: range) -> None:
     for seed in seeds:
         text = random_policy(random.Random(seed))
         policy, found = cover(text)
-        for claim in found.claims:
-            covering = [c.order for c in found.taken_by(claim)]
+        for claim in found.rules:
+            covering = [c.index for c in found.find_overriding_rules(claim)]
             if not covering:
                 continue
-            assert min(covering) > claim.order
+            assert min(covering) > claim.index
             for frame in frames(policy.rules):
-                left = frame.bits[claim.order]
+                left = frame.bits[claim.index]
                 for at in covering:
                     left &= ~frame.bits[at]
                 assert not left, (
-                    f"seed {seed}: {policy.rules[claim.order]} is not covered by {covering}\n{text}"
+                    f"seed {seed}: {policy.rules[claim.index]} is not covered by {covering}\n{text}"
                 )
 
 
@@ -87,17 +87,17 @@ def test_what_is_not_called_covered_has_a_point_to_show(seeds: range) -> None:
     for seed in seeds:
         text = random_policy(random.Random(seed))
         policy, found = cover(text)
-        for claim in found.claims:
-            if found.taken_by(claim):
-                assert found.left_to(claim) is None
+        for claim in found.rules:
+            if found.find_overriding_rules(claim):
+                assert found.find_decided_point(claim) is None
                 continue
-            point = found.left_to(claim)
+            point = found.find_decided_point(claim)
             if point is not None:
-                assert decided_by(policy.rules, point) == claim.order, (
+                assert decided_by(policy.rules, point) == claim.index, (
                     f"seed {seed}: {claim.rule}, {point}\n{text}"
                 )
             elif not found.undecided:
-                assert not any(frame.bits[claim.order] for frame in frames(policy.rules)), (
+                assert not any(frame.bits[claim.index] for frame in frames(policy.rules)), (
                     f"seed {seed}\n{text}"
                 )
         undecided += found.undecided
@@ -109,11 +109,11 @@ def test_without_what_is_called_redundant_the_policy_decides_alike(seeds: range)
     for seed in seeds:
         text = random_policy(random.Random(seed), recipes=("fp8", "r1", "r2"))
         policy, found = cover(text)
-        for claim in found.claims:
-            if found.repeats(claim) is None:
+        for claim in found.rules:
+            if found.find_equivalent_earlier_rule(claim) is None:
                 continue
             for whole in (policy, *(policy.variant(v.name) for v in policy.variants)):
-                rest = whole.rules[: claim.order] + whole.rules[claim.order + 1 :]
+                rest = whole.rules[: claim.index] + whole.rules[claim.index + 1 :]
                 assert not differ(whole, replace(whole, rules=rest)), f"seed {seed}: {claim.rule}\n{text}"
 
 
@@ -122,10 +122,10 @@ def test_the_random_policies_put_all_this_to_the_test() -> None:
     covered = redundant = together = 0
     for seed in range(100):
         _, found = cover(random_policy(random.Random(seed)))
-        covered += sum(bool(found.taken_by(c)) for c in found.claims)
-        together += sum(len(found.taken_by(c)) > 1 for c in found.claims)
+        covered += sum(bool(found.find_overriding_rules(c)) for c in found.rules)
+        together += sum(len(found.find_overriding_rules(c)) > 1 for c in found.rules)
         _, found = cover(random_policy(random.Random(seed), recipes=("fp8", "r1", "r2")))
-        redundant += sum(found.repeats(c) is not None for c in found.claims)
+        redundant += sum(found.find_equivalent_earlier_rule(c) is not None for c in found.rules)
     assert covered > 20
     assert together > 3
     assert redundant > 10
@@ -151,7 +151,7 @@ def indices(text: str) -> Indices:
 def test_every_combination_of_slices_up_to_any_real_depth_is_known(seed: int) -> None:
     """126 layers is the deepest model there is; 150 leaves room."""
     chosen = [indices(text) for text in random.Random(seed).sample(SLICES, 4)]
-    known = {inside for inside, _ in classes(frozenset(chosen))}
+    known = {inside for inside, _ in index_classes(frozenset(chosen))}
     for depth in range(1, 151):
         members = [(s, set(s.select(depth))) for s in chosen]
         for index in range(depth):
@@ -162,7 +162,7 @@ def test_every_combination_of_slices_up_to_any_real_depth_is_known(seed: int) ->
 @pytest.mark.parametrize("seed", range(10))
 def test_the_example_of_a_combination_of_slices_is_one(seed: int) -> None:
     chosen = frozenset(indices(text) for text in random.Random(seed).sample(SLICES, 4))
-    for inside, (index, depth) in classes(chosen):
+    for inside, (index, depth) in index_classes(chosen):
         assert inside == {s for s in chosen if index in s.select(depth)}
 
 
@@ -176,9 +176,11 @@ def test_the_example_of_a_combination_of_slices_is_one(seed: int) -> None:
     ],
 )  # fmt: skip
 def test_a_slice_has_an_example_unless_it_is_empty(text: str, empty: bool) -> None:
-    index, depth = example(indices(text))
-    assert (index < 0) is empty
-    assert empty or index in indices(text).select(depth)
+    example = example_index(indices(text))
+    assert (example is None) is empty
+    if example is not None:
+        index, depth = example
+        assert index in indices(text).select(depth)
 
 
 CONDITIONS = (
@@ -193,8 +195,8 @@ def test_every_combination_of_conditions_that_a_gemm_meets_is_known(seed: int) -
     texts = rng.sample(CONDITIONS, 3)
     chosen = tuple(parse(f"a where {text} -> bf16").rules[0].where for text in texts)
     try:
-        known = {tuple(c.holds(site) for c in chosen) for site in sites(chosen)}
-    except TooHard:
+        known = {tuple(c.holds(site) for c in chosen) for site in sample_attributes(chosen)}
+    except SearchTooLarge:
         assert len({v for c in chosen for v in ("m", "n", "k") if v in str(c)}) == 3  # only then
         return
     sizes = (1, 2, 3, 4, 8, 15, 16, 17, 32, 48, 999, 1000, 1001, 1002, 1008, 1024, 2048, 4096, 5000)
@@ -294,13 +296,13 @@ def test_which_rules_are_redundant(text: str, places: list[int]) -> None:
 
 def test_what_is_too_hard_is_counted_and_not_guessed() -> None:
     _, found = cover("a where k % 127 == 0 and k % 113 == 0 -> fp8; a -> bf16")
-    assert not found.taken_by(found.claims[0])
+    assert not found.find_overriding_rules(found.rules[0])
     assert found.undecided == 1
 
 
 def test_a_cover_has_a_budget_for_all_its_answers() -> None:
     policy = parse("".join(f"*a{i}*.*b{i}* -> fp8\n" for i in range(40)))
     resolve = policy.resolver()
-    found = Cover(policy.rules, lambda rule: resolve(rule.recipe), steps=100)
-    assert not any(found.taken_by(c) for c in found.claims)
+    found = Coverage(policy.rules, lambda rule: resolve(rule.recipe), steps=100)
+    assert not any(found.find_overriding_rules(c) for c in found.rules)
     assert found.undecided > 20

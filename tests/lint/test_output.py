@@ -14,7 +14,8 @@ from policyc import __version__
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, SourceText, Span, plain
 from policyc.language.loader import parse_with_diagnostics
 from policyc.lint import output
-from policyc.lint.engine import RULES, lint
+from policyc.lint.engine import lint
+from policyc.lint.rules import LINT_RULES
 from tests.support.command import policyc
 
 TESTS = Path(__file__).parents[1]
@@ -34,7 +35,7 @@ NOTED = {"path": "dir/a b.policy", "line": 2, "column": 1, "end_line": 4, "end_c
 
 
 def printed(form: str, *found: Diagnostic) -> str:
-    return output.FORMS[form](found, plain)
+    return output.OUTPUT_FORMATS[form](found, plain)
 
 
 def schema() -> Any:
@@ -73,7 +74,7 @@ def test_concise_has_a_line_for_each() -> None:
         (1, 0, 0, 1, "1 policy: 1 error"),
         (2, 1, 0, 3, "3 policies: 2 errors and 1 warning"),
         (0, 2, 0, 1, "1 policy: 2 warnings"),
-        (0, 2, 2, 1, "1 policy: 2 warnings; --fix mends 2"),
+        (0, 2, 2, 1, "1 policy: 2 warnings; 2 fixable with --fix"),
     ],
 )
 def test_summary(errors: int, warnings: int, fixes: int, files: int, line: str) -> None:
@@ -84,7 +85,7 @@ def test_summary(errors: int, warnings: int, fixes: int, files: int, line: str) 
         Diagnostic(code="c", message="m", span=span, severity=s, fix=safe if at < fixes else None)
         for at, s in enumerate(severities)
     ]
-    assert output.summary(found, files) == line
+    assert output.summarize(found, files) == line
 
 
 # ---- json
@@ -164,11 +165,11 @@ def test_github_escapes_what_would_end_a_value_or_the_command() -> None:
 
 def test_sarif_of_every_fixture_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FIXTURES)
-    run = valid(policyc("lint", *(f"{code}.policy" for code in RULES), "--format", "sarif").out)
-    assert {r["ruleId"] for r in run["results"]} == set(RULES)
+    run = valid(policyc("lint", *(f"{code}.policy" for code in LINT_RULES), "--format", "sarif").out)
+    assert {r["ruleId"] for r in run["results"]} == set(LINT_RULES)
     for result in run["results"]:
         assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
-        assert result["level"] == str(RULES[result["ruleId"]].severity)
+        assert result["level"] == str(LINT_RULES[result["ruleId"]].severity)
 
 
 def test_sarif_says_who_and_how_columns_count() -> None:
@@ -176,7 +177,7 @@ def test_sarif_says_who_and_how_columns_count() -> None:
     assert run["tool"]["driver"]["name"] == "policyc"
     assert run["tool"]["driver"]["version"] == __version__
     assert run["columnKind"] == "unicodeCodePoints"
-    assert [r["id"] for r in run["tool"]["driver"]["rules"]] == list(RULES)
+    assert [r["id"] for r in run["tool"]["driver"]["rules"]] == list(LINT_RULES)
     assert all(
         r["help"]["markdown"] and r["shortDescription"]["text"] for r in run["tool"]["driver"]["rules"]
     )
@@ -215,7 +216,7 @@ def test_sarif_of_odd_paths(path: str, uri: str) -> None:
     assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == uri
 
 
-@pytest.mark.parametrize("form", output.FORMS)
+@pytest.mark.parametrize("form", output.OUTPUT_FORMATS)
 def test_every_form_takes_what_lint_finds(form: str) -> None:
     text = "a.b -> bf16; a -> nvfp4 # allow: nothing\nvariant v {}\r\n" * 3
     found = lint(parse_with_diagnostics(text)).diagnostics

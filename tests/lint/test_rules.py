@@ -23,13 +23,14 @@ from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity
 from policyc.language.formatter import format_file
 from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
 from policyc.language.parser import comment_ranges
-from policyc.lint.engine import RULES, Findings, lint
-from policyc.lint.fixes import mend
+from policyc.lint.engine import LintResult, lint
+from policyc.lint.fixes import apply_fixes
+from policyc.lint.rules import LINT_RULES
 from tests.support.command import policyc
 from tests.support.oracle import differ, random_policy
 
 FIXTURES = Path(__file__).parent / "fixtures"
-READING = {code for code, rule in RULES.items() if rule.check is None} - {
+READING = {code for code, rule in LINT_RULES.items() if rule.check is None} - {
     "unused-suppression",
     "unknown-suppression",
 }
@@ -43,13 +44,15 @@ def found(text: str, **options: set[str]) -> list[str]:
 
 
 def mended(text: str, *, unsafe: bool = False, codes: set[str] | None = None) -> str:
-    return mend(
-        text, parse_with_diagnostics, lambda loaded: lint(loaded, codes or set(RULES)), unsafe=unsafe
+    return apply_fixes(
+        text, parse_with_diagnostics, lambda loaded: lint(loaded, codes or set(LINT_RULES)), unsafe=unsafe
     ).text
 
 
 def example(code: str, kind: str) -> str:
-    blocks = re.findall(rf"^## {kind}\n\n```policy\n(.*?)^```$", RULES[code].page, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        rf"^## {kind}\n\n```policy\n(.*?)^```$", LINT_RULES[code].page, re.DOTALL | re.MULTILINE
+    )
     assert len(blocks) == 1, f"{code} needs one example under '## {kind}'"
     return blocks[0]
 
@@ -57,21 +60,21 @@ def example(code: str, kind: str) -> str:
 # ---- every rule: a page, a bad and a good example, a fixture
 
 
-@pytest.mark.parametrize("code", RULES)
+@pytest.mark.parametrize("code", LINT_RULES)
 def test_a_page_starts_with_a_title_and_says_why(code: str) -> None:
-    title, empty, reason, *_ = RULES[code].page.splitlines()
+    title, empty, reason, *_ = LINT_RULES[code].page.splitlines()
     assert re.fullmatch(r"[A-Za-z].*\.", title)
     assert not empty
     assert reason
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code)
 
 
-@pytest.mark.parametrize("code", [c for c in RULES if c not in IN_FILES])
+@pytest.mark.parametrize("code", [c for c in LINT_RULES if c not in IN_FILES])
 def test_the_bad_example_has_that_fault_and_no_other(code: str) -> None:
     assert set(found(example(code, "Bad"))) == {code}
 
 
-@pytest.mark.parametrize("code", RULES)
+@pytest.mark.parametrize("code", LINT_RULES)
 def test_the_good_example_is_clean(code: str) -> None:
     assert found(example(code, "Good")) == []
 
@@ -89,7 +92,7 @@ def test_the_bad_examples_that_need_files(tmp_path: Path) -> None:
     assert (ran.code, ran.out.count("unreadable-file")) == (2, 1)
 
 
-@pytest.mark.parametrize("code", RULES)
+@pytest.mark.parametrize("code", LINT_RULES)
 def test_the_fixture_prints_as_it_did(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FIXTURES)
     ran = policyc("lint", f"{code}.policy")
@@ -103,18 +106,18 @@ def test_the_fixture_prints_as_it_did(code: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_fixture_belongs_to_a_rule() -> None:
-    assert {p.stem for p in FIXTURES.glob("*.*")} == set(RULES)
+    assert {p.stem for p in FIXTURES.glob("*.*")} == set(LINT_RULES)
 
 
-@pytest.mark.parametrize("code", RULES)
+@pytest.mark.parametrize("code", LINT_RULES)
 def test_a_diagnostic_is_as_severe_as_its_page_says(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FIXTURES)
     words = set(re.findall(r": (error|warning)\[", policyc("lint", f"{code}.policy").out))
-    assert words == {str(RULES[code].severity)}
-    assert code not in READING or RULES[code].severity is Severity.ERROR
+    assert words == {str(LINT_RULES[code].severity)}
+    assert code not in READING or LINT_RULES[code].severity is Severity.ERROR
 
 
-@pytest.mark.parametrize("code", RULES)
+@pytest.mark.parametrize("code", LINT_RULES)
 def test_every_finding_says_what_to_try(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FIXTURES)
     if code != "unreadable-file":
@@ -221,7 +224,7 @@ def test_what_is_found(text: str, codes: list[str]) -> None:
 def test_both_places_are_shown_when_two_rules_disagree() -> None:
     (diagnostic,) = lint(parse_with_diagnostics("a.b -> bf16\na -> fp8")).diagnostics
     assert diagnostic.span.text == "a.b -> bf16"
-    assert [(n.span.text, n.message) for n in diagnostic.notes] == [("a -> fp8", "this one gives fp8")]
+    assert [(n.span.text, n.message) for n in diagnostic.notes] == [("a -> fp8", "this rule sets fp8")]
 
 
 def test_a_faulty_import_is_reported_with_the_place_that_imports_it(tmp_path: Path) -> None:
@@ -380,12 +383,12 @@ def test_only_what_was_selected_is_mended() -> None:
 def test_a_fix_that_would_break_the_file_is_not_applied(replacement: str) -> None:
     """No rule has such a fix; if one ever has, the file stays whole."""
 
-    def check(loaded: LoadedPolicy) -> Findings:
+    def check(loaded: LoadedPolicy) -> LintResult:
         span = loaded.file.statements[0].span
         fix = Fix(message="break it", edits=(Edit(span, replacement),), safe=True)
-        return Findings(diagnostics=(Diagnostic(code="shadowed-rule", message="m", span=span, fix=fix),))
+        return LintResult(diagnostics=(Diagnostic(code="shadowed-rule", message="m", span=span, fix=fix),))
 
-    assert mend("mlp -> fp8\n", parse_with_diagnostics, check).text == "mlp -> fp8\n"
+    assert apply_fixes("mlp -> fp8\n", parse_with_diagnostics, check).text == "mlp -> fp8\n"
 
 
 def untidy(rng: random.Random) -> str:
@@ -420,7 +423,7 @@ def test_safe_fixes_keep_the_meaning_and_the_comments(seeds: range) -> None:
     count = 0
     for seed in seeds:
         before = untidy(random.Random(seed))
-        result = mend(before, parse_with_diagnostics, lint)
+        result = apply_fixes(before, parse_with_diagnostics, lint)
         after, count = result.text, count + result.count
         hint = f"seed {seed}\n{before}\n->\n{after}"
         loaded = parse_with_diagnostics(after)

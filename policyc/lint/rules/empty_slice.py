@@ -1,6 +1,7 @@
-"""A slice takes no layer of any stack.
+"""A slice selects no layer of any stack.
 
-Its start is not before its end, whatever the depth. The rule can match nothing.
+Its start is not before its end, whatever the depth of the stack, so the rule matches nothing. Exchange the two
+numbers, or remove the rule.
 
 ## Bad
 
@@ -19,18 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
-from policyc.lint.automata import example
+from policyc.lint.automata import example_index
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
     for rule in context.rules:
         for segment in (s for selector in rule.selectors for s in selector.segments):
-            if segment.indices is not None and example(segment.indices)[0] < 0:
-                yield from context.report(
-                    "empty-slice",
-                    segment.indices.span,
-                    f"{segment.indices} takes no layer, however many there are",
-                    "the start comes before the end: [-4:] is the last four, [:4] the first four",
+            if segment.indices is not None and example_index(segment.indices) is None:
+                yield Finding(
+                    span=segment.indices.span,
+                    message=f"{segment.indices} selects no layer of any stack",
+                    help="the start must be before the end: [-4:] is the last four, [:4] the first four",
                 )
+
+
+RULES = (LintRule(code="empty-slice", doc=__doc__, check=check),)

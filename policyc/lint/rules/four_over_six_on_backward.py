@@ -1,9 +1,9 @@
-"""four_over_six is asked of a backward product, where it does not apply.
+"""A four_over_six scale is set on a backward product, where it is not applied.
 
-Choosing the better of two scales minimizes the error of a block and thereby biases it. Forward that pays;
-backward the bias would add up, as with rounding to nearest. It is defined for forward operands alone, and left
-out of backward products: such a recipe says more than it does. Give the forward product a recipe of its own with
-`split` or `@ fprop`.
+Choosing the better of two scales minimizes the error of a block, but it biases the result. In the forward pass the
+lower error is worth it. In the backward pass the bias would add up, as with rounding to nearest. So `four_over_six`
+is defined for forward operands only, and backward products ignore it: the recipe says something that it does not do.
+Give the forward product its own recipe with `split` or `@ fprop`.
 
 ## Bad
 
@@ -24,21 +24,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Gemm
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for applied in context.applied:
+def check(context: Context) -> Iterator[Finding]:
+    for applied in context.applied_recipes:
         for gemm in (Gemm.DGRAD, Gemm.WGRAD):
-            chosen = any(t.scale == "four_over_six" for t in applied.recipe.gemm_treatments(gemm))
-            if gemm in applied.products and chosen:
-                yield from context.blame(
-                    "four-over-six-on-backward",
+            is_set = any(t.scale == "four_over_six" for t in applied.recipe.gemm_treatments(gemm))
+            if gemm in applied.products and is_set:
+                yield context.report_option(
                     applied,
                     gemm,
                     "scale",
-                    f"four_over_six does not apply to {gemm}, and is left out there",
-                    "use it for fprop: split(fprop=nvfp4(scale=four_over_six), dgrad=..., wgrad=...)",
+                    message=f"four_over_six is not applied to {gemm}",
+                    help="use it for fprop: split(fprop=nvfp4(scale=four_over_six), dgrad=..., wgrad=...)",
                 )
+
+
+RULES = (LintRule(code="four-over-six-on-backward", doc=__doc__, check=check),)

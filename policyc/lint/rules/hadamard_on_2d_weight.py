@@ -1,7 +1,7 @@
-"""A weight is both rotated and scaled in 2D.
+"""A weight has both a Hadamard transform and 2D scales.
 
-2D scales exist so that a weight and its transpose share codes. A rotation along one axis destroys that: the
-transpose would have to be rotated along the other.
+2D scales exist so that a weight and its transpose share their codes. A transform along one axis breaks this: the
+transpose would need a transform along the other axis. Transform wgrad only, which has no weight operand.
 
 ## Bad
 
@@ -22,20 +22,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Role
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for applied, gemm, role, treatment in context.operands():
+def check(context: Context) -> Iterator[Finding]:
+    for applied, gemm, role, treatment in context.operand_treatments():
         if role is Role.WEIGHT and treatment.rht and treatment.tile2d:
-            yield from context.blame(
-                "hadamard-on-2d-weight",
+            yield context.report_option(
                 applied,
                 gemm,
                 "rht",
-                f"the 2D-scaled weight of {gemm} is rotated",
-                "rotate wgrad only, which has no weight: rht=wgrad",
-                better="rht=wgrad",
+                message=f"the weight of {gemm} has 2D scales and a Hadamard transform",
+                help="transform wgrad only, which has no weight: rht=wgrad",
+                replacement="rht=wgrad",
             )
+
+
+RULES = (LintRule(code="hadamard-on-2d-weight", doc=__doc__, check=check),)

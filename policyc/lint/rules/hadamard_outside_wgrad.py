@@ -1,7 +1,8 @@
-"""A Hadamard transform is put on fprop or dgrad.
+"""A Hadamard transform is applied in fprop or dgrad.
 
-In wgrad the transform spreads outliers over tokens, where they are. In fprop and dgrad it gives nothing that
-was ever measured, costs a pass over the operands, and keeps a weight from having one set of codes for both.
+In wgrad the transform runs along the tokens and spreads their outliers. In fprop and dgrad no benefit has been
+measured. There it costs a pass over the operands, and a weight can no longer share its codes between fprop and dgrad.
+Transform wgrad only.
 
 ## Bad
 
@@ -22,24 +23,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Gemm
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for applied in context.applied:
+def check(context: Context) -> Iterator[Finding]:
+    for applied in context.applied_recipes:
         for gemm in (Gemm.FPROP, Gemm.DGRAD):
             operands = applied.recipe.gemm_treatments(gemm)
-            rotated = any(t.rht and t.rounding != "ms_eden" for t in operands)
-            tiled = any(t.rht and t.tile2d for t in operands)  # hadamard-on-2d-weight says more about those
-            if gemm in applied.products and rotated and not tiled:
-                yield from context.blame(
-                    "hadamard-outside-wgrad",
+            has_transform = any(t.rht and t.rounding != "ms_eden" for t in operands)
+            has_2d_weight = any(t.rht and t.tile2d for t in operands)  # reported by hadamard-on-2d-weight
+            if gemm in applied.products and has_transform and not has_2d_weight:
+                yield context.report_option(
                     applied,
                     gemm,
                     "rht",
-                    f"{gemm} is rotated",
-                    "rotate wgrad only: rht=wgrad",
-                    better="rht=wgrad",
+                    message=f"{gemm} has a Hadamard transform",
+                    help="transform wgrad only: rht=wgrad",
+                    replacement="rht=wgrad",
                 )
+
+
+RULES = (LintRule(code="hadamard-outside-wgrad", doc=__doc__, check=check),)

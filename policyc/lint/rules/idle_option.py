@@ -1,7 +1,10 @@
-"""An option of a recipe does nothing where the recipe is used.
+"""An option of a recipe has no effect where the recipe is used.
 
-`rht=wgrad` has no effect on a rule for `@ fprop`, `rht_size` none without `rht`, `sr_headroom` none without
-`sr`. Whoever reads the policy believes otherwise. An option that spells out its default is not reported.
+`rht=wgrad` does nothing in a rule for `@ fprop`, `rht_size` does nothing without `rht`, and `sr_headroom` does
+nothing without `sr`. Readers of the policy will assume that the option works. Remove it, or use the recipe for the
+products that it was written for.
+
+An option that is set to its default value is not reported.
 
 ## Bad
 
@@ -22,34 +25,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.policy import RecipeCall, option_values
 from policyc.language.recipes import OPTIONS, Gemm, make_recipe
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
+    calls: dict[int, RecipeCall] = {}  # by identity: equal texts in different places are different calls
     products: dict[int, set[Gemm]] = {}
-    written: dict[int, RecipeCall] = {}
-    for applied in context.applied:
+    for applied in context.applied_recipes:
         for gemm in applied.products:
-            use = applied.use(gemm)
-            products.setdefault(id(use), set()).add(gemm)
-            written[id(use)] = use
-    for key, use in written.items():
-        given = option_values(use)
-        full = make_recipe(use.name, given) if use.settings else None
-        for setting in use.settings:
-            rest = {name: value for name, value in given.items() if name != setting.name}
-            bare = make_recipe(use.name, rest)
-            idle = full is not None and all(
-                full.gemm_treatments(g) == bare.gemm_treatments(g) for g in products[key]
+            call = applied.find_recipe_call(gemm)
+            calls[id(call)] = call
+            products.setdefault(id(call), set()).add(gemm)
+    for key, call in calls.items():
+        yield from _find_idle_options(call, products[key])
+
+
+def _find_idle_options(call: RecipeCall, products: set[Gemm]) -> Iterator[Finding]:
+    options = option_values(call)
+    for setting in call.settings:
+        others = {name: value for name, value in options.items() if name != setting.name}
+        complete, without = make_recipe(call.name, options), make_recipe(call.name, others)
+        is_idle = all(complete.gemm_treatments(g) == without.gemm_treatments(g) for g in products)
+        if is_idle and options[setting.name] != OPTIONS[setting.name].default:
+            names = ", ".join(g for g in Gemm if g in products)
+            yield Finding(
+                span=setting.span,
+                message=f"'{setting}' has no effect in {names}, and the recipe is used for nothing else",
+                help="remove it, or use the recipe for the products that it was written for",
             )
-            if idle and given[setting.name] != OPTIONS[setting.name].default:
-                where = ", ".join(g for g in Gemm if g in products[key])
-                yield from context.report(
-                    "idle-option",
-                    setting.span,
-                    f"'{setting}' changes nothing in {where}, and the recipe is used for nothing else",
-                    "remove it, or use the recipe for the products it was meant for",
-                )
+
+
+RULES = (LintRule(code="idle-option", doc=__doc__, check=check),)

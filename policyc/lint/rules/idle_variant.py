@@ -1,7 +1,7 @@
-"""A variant changes nothing.
+"""A variant does not change the policy.
 
-A sweep would spend a run on the same policy twice: its recipes are what they were, and its rules repeat what
-holds.
+Its recipes are equal to those that they replace, and its rules repeat existing ones. A sweep would train the same
+policy twice. Remove the variant, or correct it.
 
 ## Bad
 
@@ -24,33 +24,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.policy import Variant
 from policyc.lint.context import Context
-from policyc.lint.coverage import Cover
+from policyc.lint.coverage import Coverage
+from policyc.lint.rule import Finding, LintRule
 
-_MOST_WORK = 200_000  # rules times variants
+_MAX_WORK = 200_000  # rules times variants
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
     policy = context.policy
-    if len(policy.rules) * len(policy.variants) > _MOST_WORK:
+    if len(policy.rules) * len(policy.variants) > _MAX_WORK:
         context.undecided += len(policy.variants)
         return
     for variant in policy.variants:
-        if context.mine(variant.span) and not _changes(context, variant):
-            yield from context.report(
-                "idle-variant",
-                variant.span,
-                f"the variant '{variant.name}' is the policy itself",
-                "remove or mend it",
+        if context.in_this_file(variant.span) and not _changes_policy(context, variant):
+            yield Finding(
+                span=variant.span,
+                message=f"the variant '{variant.name}' does not change the policy",
+                help="remove it or correct it",
             )
 
 
-def _changes(context: Context, variant: Variant) -> bool:
+def _changes_policy(context: Context, variant: Variant) -> bool:
     before, after = context.policy, context.policy.variant(variant.name)
-    old, new = before.resolver(), after.resolver()
-    if any(old(r.recipe) != new(r.recipe) for r in before.rules):
+    resolve_before, resolve_after = before.resolver(), after.resolver()
+    if any(resolve_before(r.recipe) != resolve_after(r.recipe) for r in before.rules):
         return True
-    cover = Cover(after.rules, lambda rule: new(rule.recipe))
-    return any(cover.repeats(claim) is None for claim in cover.claims[len(before.rules) :])
+    coverage = Coverage(after.rules, lambda rule: resolve_after(rule.recipe))
+    added_rules = coverage.rules[len(before.rules) :]
+    return any(coverage.find_equivalent_earlier_rule(rule) is None for rule in added_rules)
+
+
+RULES = (LintRule(code="idle-variant", doc=__doc__, check=check),)

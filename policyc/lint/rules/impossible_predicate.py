@@ -1,6 +1,7 @@
 """A condition can never hold.
 
-No sizes meet it. `m`, `n`, `k`, `batch` and `flops` are at least 1.
+No GEMM has sizes that satisfy it, so the rule matches nothing. `m`, `n`, `k`, `batch` and `flops` are at least 1.
+Correct the numbers, or remove the rule.
 
 ## Bad
 
@@ -19,27 +20,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
-from policyc.lint.automata import TooHard
+from policyc.lint.automata import SearchTooLarge
 from policyc.lint.context import Context
-from policyc.lint.coverage import sites, trials
+from policyc.lint.coverage import count_samples, sample_attributes
+from policyc.lint.rule import Finding, LintRule
 
-_MOST_TRIALS = 200_000  # sizes tried, for all the conditions of a policy
+_MAX_SAMPLES = 200_000  # sizes tried for all conditions of a policy
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    left = _MOST_TRIALS
+def check(context: Context) -> Iterator[Finding]:
+    remaining = _MAX_SAMPLES
     for rule in context.rules:
         if rule.where is None:
             continue
         try:
-            left -= trials((rule.where,))
-            possible = left < 0 or any(rule.where.holds(site) for site in sites((rule.where,)))
-            context.undecided += left < 0
-        except TooHard:
-            context.undecided += 1
-            continue
-        if not possible:
-            yield from context.report(
-                "impossible-predicate", rule.where.span, "no GEMM meets this condition", "check its numbers"
+            remaining -= count_samples((rule.where,))
+            is_undecided = remaining < 0
+            is_possible = is_undecided or any(rule.where.holds(a) for a in sample_attributes((rule.where,)))
+        except SearchTooLarge:
+            is_undecided = is_possible = True
+        context.undecided += is_undecided
+        if not is_possible:
+            yield Finding(
+                span=rule.where.span, message="no GEMM satisfies this condition", help="check its numbers"
             )
+
+
+RULES = (LintRule(code="impossible-predicate", doc=__doc__, check=check),)

@@ -1,7 +1,7 @@
-"""A split leaves a product out, which is then kept as it is.
+"""A split leaves out a product.
 
-A product that `split` does not name runs as the program wrote it, in whatever type that is. If that is meant,
-say `keep`; `--fix` does.
+A product that `split` does not name runs as the program wrote it, in the program's own type. The reader cannot see
+whether this is intended. Write `keep` for that product; `--fix` does this.
 
 ## Bad
 
@@ -20,32 +20,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic, Edit, Fix, Span
+from policyc.language.diagnostics import Edit, Fix, Span
 from policyc.language.policy import SplitRecipe
 from policyc.language.recipes import Gemm
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for applied in context.applied:
-        node = applied.names.end(applied.node)
+def check(context: Context) -> Iterator[Finding]:
+    for applied in context.applied_recipes:
+        node = applied.scope.follow(applied.node)
         if not isinstance(node, SplitRecipe):
             continue
         missing = [g for g in Gemm if g in applied.products and g not in dict(node.parts)]
         if missing:
-            added = ", ".join(f"{g}=keep" for g in missing)
-            yield from context.report(
-                "incomplete-split",
-                node.span,
-                f"{' and '.join(missing)} are left out of the split, and kept as they are"
-                if len(missing) > 1
-                else f"{missing[0]} is left out of the split, and kept as it is",
-                f"say so: {added}",
-                fix=Fix(message=f"add {added}", edits=(_appended(node, added),), safe=True),
+            parts = ", ".join(f"{g}=keep" for g in missing)
+            is_or_are = "is" if len(missing) == 1 else "are"
+            yield Finding(
+                span=node.span,
+                message=f"{' and '.join(missing)} {is_or_are} missing from the split and will be kept",
+                help=f"write {parts}",
+                fix=Fix(message=f"add {parts}", edits=(_append_parts(node, parts),), safe=True),
             )
 
 
-def _appended(node: SplitRecipe, added: str) -> Edit:
-    """Puts parts behind the last one that is written, before the comma that may follow it."""
+def _append_parts(node: SplitRecipe, parts: str) -> Edit:
+    """Insert parts after the last one, before the comma that may follow it."""
     end = max(part.span.end for _, part in node.parts)
-    return Edit(Span(node.span.source, end, end), f", {added}")
+    return Edit(Span(node.span.source, end, end), f", {parts}")
+
+
+RULES = (LintRule(code="incomplete-split", doc=__doc__, check=check),)

@@ -1,8 +1,8 @@
-"""MS-EDEN is asked of the forward product, where it does not apply.
+"""MS-EDEN rounding is set on the forward product, where it is not applied.
 
-MS-EDEN trades error for the absence of bias, which the forward pass has no use for. It is defined for backward
-operands alone, and fprop is rounded to nearest without it: such a recipe says more than it does. Give the backward
-products a recipe of their own with `split` or `@ bwd`.
+MS-EDEN accepts a larger error to remove the bias, and the forward pass does not need that. So MS-EDEN is defined for
+backward operands only, and fprop is rounded to nearest: the recipe says something that it does not do. Give the
+backward products their own recipe with `split` or `@ bwd`.
 
 ## Bad
 
@@ -23,21 +23,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Gemm
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for applied in context.applied:
-        if Gemm.FPROP in applied.products and any(
-            t.rounding == "ms_eden" for t in applied.recipe.gemm_treatments(Gemm.FPROP)
-        ):
-            yield from context.blame(
-                "ms-eden-on-forward",
+def check(context: Context) -> Iterator[Finding]:
+    for applied in context.applied_recipes:
+        is_set = any(t.rounding == "ms_eden" for t in applied.recipe.gemm_treatments(Gemm.FPROP))
+        if Gemm.FPROP in applied.products and is_set:
+            yield context.report_option(
                 applied,
                 Gemm.FPROP,
                 "rounding",
-                "MS-EDEN does not apply to fprop, which is rounded to nearest without it",
-                "use it for the backward products: split(fprop=nvfp4, dgrad=..., wgrad=...)",
+                message="MS-EDEN is not applied to fprop, which is rounded to nearest",
+                help="use it for the backward products: split(fprop=nvfp4, dgrad=..., wgrad=...)",
             )
+
+
+RULES = (LintRule(code="ms-eden-on-forward", doc=__doc__, check=check),)

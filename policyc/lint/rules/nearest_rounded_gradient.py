@@ -1,8 +1,8 @@
 """A 4-bit gradient is rounded to nearest.
 
-Small gradients then vanish in the same direction every step, and the error adds up over a run. Use stochastic
-rounding (`sr=grad`) or, in `nvfp4`, `rounding=ms_eden` on the backward products. On small models the
-difference can drown in noise; on long runs it does not.
+Rounding to nearest removes small gradients in the same direction at every step, and this error adds up over a run.
+Use stochastic rounding (`sr=grad`), or `rounding=ms_eden` on the backward products in `nvfp4`. On a small model the
+difference may be hidden by noise. On a long run it is not.
 
 ## Bad
 
@@ -23,20 +23,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Role
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for applied, gemm, role, treatment in context.operands():
+def check(context: Context) -> Iterator[Finding]:
+    for applied, gemm, role, treatment in context.operand_treatments():
         if role is Role.GRADIENT and treatment.bits == 4 and treatment.rounding == "rne":
-            yield from context.blame(
-                "nearest-rounded-gradient",
+            yield context.report_option(
                 applied,
                 gemm,
                 "sr",
-                f"the gradient of {gemm} is rounded to nearest in {treatment.format}",
-                "add sr=grad",
-                better="sr=grad",
+                message=f"the gradient of {gemm} is rounded to nearest in {treatment.format}",
+                help="add sr=grad",
+                replacement="sr=grad",
             )
+
+
+RULES = (LintRule(code="nearest-rounded-gradient", doc=__doc__, check=check),)

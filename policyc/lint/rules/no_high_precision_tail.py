@@ -1,7 +1,7 @@
 """The last blocks run in 4 bits like all others.
 
-The last blocks are the ones that 4 bits hurt: published runs keep the last 4 of 32 (Llama 3 8B) or the last 8
-of 62 (12B) in BF16. Add a rule for them behind the others; it works on a scanned stack too.
+The last blocks are the most sensitive to 4 bits. Published runs keep the last 4 of 32 blocks (Llama 3 8B) or the last
+8 of 62 (12B) in BF16. Add a rule for them after the others. It works on a scanned stack too.
 
 ## Bad
 
@@ -21,47 +21,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
+from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import DottedPath, PathSegment, Pattern
-from policyc.lint.automata import witness
+from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector
+from policyc.lint.automata import example_path
 from policyc.lint.context import Context
-from policyc.lint.sensitive import NAMES, decision, stacks, text
+from policyc.lint.rule import Finding, LintRule
+from policyc.lint.site_names import SENSITIVE_NAMES
 
-_DEPTH = 32  # any depth will do: a tail is a tail
+_DEPTH = 32  # of the example stack; the answer does not depend on it
+_MAX_STACKS = 8
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    last = [PathSegment(name, _DEPTH - 1, _DEPTH) for name in stacks(context)]
-    for claim in context.cover.claims:
-        if claim.recipe.bits(Gemm.FPROP) != 4 or not context.mine(claim.rule.span):
+def check(context: Context) -> Iterator[Finding]:
+    last_layers = [PathSegment(name, _DEPTH - 1, _DEPTH) for name in _find_stack_names(context.policy)]
+    for rule in context.coverage.rules:
+        if rule.recipe.bits(Gemm.FPROP) != 4 or not context.in_this_file(rule.rule.span):
             continue
-        for pattern, products in claim.parts:
-            paths = [_inside(pattern, stack) for stack in last]
-            known = text(witness(pattern)) in NAMES
-            if Gemm.FPROP in products and not known and all(_low(context, p) for p in paths):
-                yield from context.report(
-                    "no-high-precision-tail",
-                    claim.rule.span,
-                    "the last blocks run in 4 bits too",
-                    f"add a rule after it: {last[0].text}[-4:] -> bf16",
+        for pattern, products in rule.patterns:
+            is_sensitive = (
+                ".".join(map(str, example_path(pattern))) in SENSITIVE_NAMES
+            )  # has a rule of its own
+            if Gemm.FPROP not in products or is_sensitive:
+                continue
+            if all(_is_in_4_bits(context, _locate_in_layer(pattern, layer)) for layer in last_layers):
+                yield Finding(
+                    span=rule.rule.span,
+                    message="the last blocks run in 4 bits too",
+                    help=f"add a rule after it: {last_layers[0].text}[-4:] -> bf16",
                 )
                 return
 
 
-def _inside(pattern: Pattern, stack: PathSegment) -> DottedPath:
-    """What the pattern names, in the last layer of a stack."""
+def _find_stack_names(policy: Policy) -> tuple[str, ...]:
+    """Return the names of the stacks that the policy slices, or the most common name if it slices none."""
+    selectors = (selector for rule in policy.rules for selector in rule.selectors)
+    segments = (segment for s in selectors for pattern in expand_selector(s) for segment in pattern.segments)
+    names = dict.fromkeys(
+        p.glob.replace("*", "").replace("?", "x") for p in segments if p.indices is not None
+    )
+    return tuple(name for name in names if name)[:_MAX_STACKS] or ("layers",)
+
+
+def _locate_in_layer(pattern: Pattern, layer: PathSegment) -> DottedPath:
+    """Return a path that the pattern matches, in the given layer of a stack."""
+    path = example_path(pattern)
     if any(p.indices is not None for p in pattern.segments):
-        return tuple(
-            PathSegment(n.text, stack.index, stack.size) if n.index is not None else n
-            for n in witness(pattern)
-        )
-    plain = witness(pattern)
-    if any(n.text == stack.text for n in plain):
-        return tuple(stack if n.text == stack.text else n for n in plain)
-    return (*plain,) if pattern.anchored else (stack, *plain)
+        return tuple(PathSegment(n.text, layer.index, layer.size) if n.index is not None else n for n in path)
+    if any(n.text == layer.text for n in path):
+        return tuple(layer if n.text == layer.text else n for n in path)
+    return path if pattern.anchored else (layer, *path)
 
 
-def _low(context: Context, path: DottedPath) -> bool:
-    claim = decision(context, path, Gemm.FPROP)
-    return claim is not None and claim.recipe.bits(Gemm.FPROP) == 4
+def _is_in_4_bits(context: Context, path: DottedPath) -> bool:
+    rule = context.find_deciding_rule(path, Gemm.FPROP)
+    return rule is not None and rule.recipe.bits(Gemm.FPROP) == 4
+
+
+RULES = (LintRule(code="no-high-precision-tail", doc=__doc__, check=check),)

@@ -1,7 +1,7 @@
-"""Only one operand of a product is rotated: the product is wrong.
+"""Only one operand of a product has a Hadamard transform, so the product is wrong.
 
-A Hadamard transform along the contraction cancels out because both operands go through it. On one of them
-alone it does not cancel: the result is another number, not a less precise one.
+A Hadamard transform along the contraction cancels out if both operands go through it. With one transformed operand it
+does not cancel: the result is a different number, not a less precise one. Transform both operands or none.
 
 ## Bad
 
@@ -22,24 +22,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.diagnostics import Severity
 from policyc.language.recipes import Gemm
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
-SEVERITY = Severity.ERROR
 
-
-def check(context: Context) -> Iterator[Diagnostic]:
-    for applied in context.applied:
+def check(context: Context) -> Iterator[Finding]:
+    for applied in context.applied_recipes:
         for gemm in (g for g in Gemm if g in applied.products):
-            first, second = applied.recipe.gemm_treatments(gemm)
-            if first.rht != second.rht:
-                yield from context.blame(
-                    "one-sided-hadamard",
+            left, right = applied.recipe.gemm_treatments(gemm)
+            if left.rht != right.rht:
+                yield context.report_option(
                     applied,
                     gemm,
                     "rht",
-                    f"one operand of {gemm} is rotated and the other is not",
-                    "rotate both or none: rht=wgrad",
-                    better="rht=wgrad",
+                    message=f"only one operand of {gemm} has a Hadamard transform",
+                    help="transform both or none: rht=wgrad",
+                    replacement="rht=wgrad",
                 )
+
+
+RULES = (LintRule(code="one-sided-hadamard", doc=__doc__, check=check, severity=Severity.ERROR),)

@@ -1,7 +1,7 @@
-"""A phase of the schedule never comes.
+"""A phase of the schedule contains no step.
 
-`after` holds from its step on, `until` before it. `until 0`, `after 100%`, or an `until` inside a later
-`after` leave no step at all: the rules in them are never in force.
+`after` holds from its step on, `until` holds before its step. `until 0`, `after 100%`, or an `until` inside a later
+`after` contain no step, so their rules never apply. Correct the bounds, or remove the block.
 
 ## Bad
 
@@ -22,19 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.schedule import representative_steps
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
     for rule in context.rules:
-        if rule.when and not any(
-            all(w.holds(*moment) for w in rule.when) for moment in representative_steps(rule.when)
-        ):
-            yield from context.report(
-                "phase-never-holds",
-                rule.when[-1].span,
-                f"no step is {' and '.join(map(str, rule.when))}",
-                "'after' holds from its step on, 'until' before it",
+        moments = representative_steps(rule.when)
+        if rule.when and not any(all(w.holds(*moment) for w in rule.when) for moment in moments):
+            yield Finding(
+                span=rule.when[-1].span,
+                message=f"no step is {' and '.join(map(str, rule.when))}",
+                help="'after' holds from its step on, 'until' holds before its step",
             )
+
+
+RULES = (LintRule(code="phase-never-holds", doc=__doc__, check=check),)

@@ -1,9 +1,9 @@
-"""A rule gives its sites what they have already.
+"""A rule gives its sites the recipe that they already have.
 
-An earlier rule covers this one whole, with a recipe that does the same to every product, and nothing between
-the two says otherwise. The policy means the same without it, and so do its variants.
+An earlier rule matches all sites of this rule, its recipe does the same to every product, and no rule in between does
+something else. The policy and its variants mean the same without this rule. Remove it.
 
-`--fix` removes the rule, unless it has an `expect`, which still counts sites.
+`--fix` removes the rule, except if it has an `expect`, which still counts sites.
 
 ## Bad
 
@@ -23,23 +23,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic, Fix, Note
-from policyc.lint.context import Context, removal
+from policyc.language.diagnostics import Fix, Note
+from policyc.lint.context import Context
+from policyc.lint.coverage import ResolvedRule
+from policyc.lint.edits import remove_statement
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for claim in context.cover.claims:
-        earlier = context.redundant(claim) if context.mine(claim.rule.span) else None
-        if earlier is not None and not context.cover.taken_by(claim):
-            yield from context.report(
-                "redundant-rule",
-                claim.rule.span,
-                "this rule changes nothing",
-                "remove it",
+def check(context: Context) -> Iterator[Finding]:
+    coverage = context.coverage
+    local_rules = [r for r in coverage.rules if context.in_this_file(r.rule.span)]
+    # Both questions share one budget. Overridden rules come first: they are the more important finding.
+    overridden = {r.index for r in local_rules if coverage.find_overriding_rules(r)}
+    for rule in local_rules:
+        earlier = _find_earlier_rule(context, rule)
+        if earlier is not None and rule.index not in overridden:
+            edits = (remove_statement(rule.rule.span),)
+            yield Finding(
+                span=rule.rule.span,
+                message="this rule changes nothing",
+                help="remove it",
                 notes=(Note(earlier.rule.span, "its sites have this recipe from here"),),
-                fix=Fix(
-                    message="remove the rule",
-                    edits=(removal(claim.rule.span),),
-                    safe=claim.rule.expect is None,
-                ),
+                fix=Fix(message="remove the rule", edits=edits, safe=rule.rule.expect is None),
             )
+
+
+def _find_earlier_rule(context: Context, rule: ResolvedRule) -> ResolvedRule | None:
+    """Return an earlier rule that makes a rule redundant, under every variant.
+
+    An earlier rule of this file that is overridden itself does not count: of two rules that make each other
+    unnecessary, `--fix` must keep one.
+    """
+    earlier = context.coverage.find_equivalent_earlier_rule(rule)
+    if earlier is None:
+        return None
+    is_removed = context.in_this_file(earlier.rule.span) and context.coverage.find_overriding_rules(earlier)
+    return None if is_removed else earlier
+
+
+RULES = (LintRule(code="redundant-rule", doc=__doc__, check=check),)

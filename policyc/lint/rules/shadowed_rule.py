@@ -1,13 +1,13 @@
-"""Later rules take every site of a rule: it does nothing.
+"""Later rules override a rule on every site, so it has no effect.
 
-Later rules override earlier ones, so an exception goes after what it excepts. A rule that is overridden
-everywhere is most often an exception written too early.
+Later rules override earlier ones. A rule that is overridden everywhere is often an exception that was written too
+early. Move it below the rules that override it, or remove it.
 
-This is decided on the sets that the selectors stand for, not on their text: several rules may cover one
-together, by path, index, product, condition or phase. Where a policy is too large for that, `policyc lint`
-says how many questions it left open.
+The linter compares the sets of sites that selectors match, not their text. Several later rules may cover a rule
+together, by path, index, product, condition or phase. If a policy is too large to decide every case, `policyc lint`
+prints how many questions it left open.
 
-`--fix` removes the rule, unless it has an `expect`, which still counts sites.
+`--fix` removes the rule, except if it has an `expect`, which still counts sites.
 
 ## Bad
 
@@ -28,22 +28,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic, Fix, Note
-from policyc.lint.context import Context, removal
+from policyc.language.diagnostics import Fix, Note
+from policyc.lint.context import Context
+from policyc.lint.edits import remove_statement
+from policyc.lint.rule import Finding, LintRule
+
+_MAX_NOTES = 3
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for claim in context.cover.claims:
-        taken = context.cover.taken_by(claim) if context.mine(claim.rule.span) else ()
-        if taken:
-            same = all(t.recipe == claim.recipe for t in taken)
-            help = "remove it" if same else "move it below what overrides it, or remove it"
-            safe = claim.rule.expect is None
-            yield from context.report(
-                "shadowed-rule",
-                claim.rule.span,
-                "no site is left to this rule: later rules take them all",
-                help,
-                notes=tuple(Note(t.rule.span, f"this one gives {t.rule.recipe}") for t in taken[:3]),
-                fix=Fix(message="remove the rule", edits=(removal(claim.rule.span),), safe=safe),
+def check(context: Context) -> Iterator[Finding]:
+    for rule in (r for r in context.coverage.rules if context.in_this_file(r.rule.span)):
+        overriding = context.coverage.find_overriding_rules(rule)
+        if overriding:
+            has_same_recipe = all(later.recipe == rule.recipe for later in overriding)
+            edits = (remove_statement(rule.rule.span),)
+            yield Finding(
+                span=rule.rule.span,
+                message="this rule has no effect: later rules override it on every site",
+                help="remove it"
+                if has_same_recipe
+                else "move it below the rules that override it, or remove it",
+                notes=tuple(
+                    Note(later.rule.span, f"this rule sets {later.rule.recipe}")
+                    for later in overriding[:_MAX_NOTES]
+                ),
+                fix=Fix(message="remove the rule", edits=edits, safe=rule.rule.expect is None),
             )
+
+
+RULES = (LintRule(code="shadowed-rule", doc=__doc__, check=check),)

@@ -1,7 +1,8 @@
-"""Weights or activations are rounded at random.
+"""Weights or activations are rounded stochastically.
 
-Stochastic rounding keeps gradients unbiased, at the price of twice the error. In the forward pass there is no
-average to protect, only the price: runs with stochastic weights or activations end clearly worse.
+Stochastic rounding removes the bias of gradients, at the price of twice the error. The forward pass gains nothing
+from it and pays the price: runs with stochastic weights or activations end clearly worse. Round only gradients
+stochastically.
 
 ## Bad
 
@@ -22,20 +23,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Role
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for applied, gemm, role, treatment in context.operands():
+def check(context: Context) -> Iterator[Finding]:
+    for applied, gemm, role, treatment in context.operand_treatments():
         if treatment.rounding == "sr" and role is not Role.GRADIENT:
-            yield from context.blame(
-                "stochastic-rounding-off-gradients",
+            yield context.report_option(
                 applied,
                 gemm,
                 "sr",
-                f"the {role} of {gemm} is rounded at random",
-                "round gradients at random, all else to nearest: sr=grad",
-                better="sr=grad",
+                message=f"the {role} of {gemm} is rounded stochastically",
+                help="round only gradients stochastically: sr=grad",
+                replacement="sr=grad",
             )
+
+
+RULES = (LintRule(code="stochastic-rounding-off-gradients", doc=__doc__, check=check),)

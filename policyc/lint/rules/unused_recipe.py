@@ -1,7 +1,9 @@
-"""A recipe is defined and never used.
+"""A recipe is defined but never used.
 
-No rule, recipe or variant names it: perhaps a rule was meant to. A file without rules is a library of
-recipes, and may hold more than anyone uses. `--fix` removes the definition.
+No rule, recipe or variant names it. Perhaps a rule was meant to use it. Use the recipe, or remove it; `--fix` removes
+it.
+
+A file without rules is a library of recipes and is not checked.
 
 ## Bad
 
@@ -22,23 +24,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic, Fix
+from policyc.language.diagnostics import Fix
 from policyc.language.policy import recipe_calls
-from policyc.lint.context import Context, removal
+from policyc.lint.context import Context
+from policyc.lint.edits import remove_statement
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
     policy = context.policy
     rules = [*policy.rules, *(r for v in policy.variants for r in v.rules)]
-    defs = [*policy.recipes, *(d for v in policy.variants for d in v.recipes)]
-    written = [*(r.recipe for r in rules), *(d.recipe for d in defs)]
-    named = {u.name for node in written for u in recipe_calls(node)}
+    definitions = [*policy.recipes, *(d for v in policy.variants for d in v.recipes)]
+    nodes = [*(r.recipe for r in rules), *(d.recipe for d in definitions)]
+    used = {call.name for node in nodes for call in recipe_calls(node)}
     for definition in policy.recipes if rules else ():
-        if definition.name not in named:
-            yield from context.report(
-                "unused-recipe",
-                definition.span,
-                f"nothing uses the recipe '{definition.name}'",
-                "use it or remove it",
-                fix=Fix(message="remove the recipe", edits=(removal(definition.span),), safe=True),
+        if definition.name not in used:
+            yield Finding(
+                span=definition.span,
+                message=f"nothing uses the recipe '{definition.name}'",
+                help="use it or remove it",
+                fix=Fix(message="remove the recipe", edits=(remove_statement(definition.span),), safe=True),
             )
+
+
+RULES = (LintRule(code="unused-recipe", doc=__doc__, check=check),)

@@ -1,7 +1,8 @@
-"""A rule matches another number of sites than it expects.
+"""A rule matches a different number of sites than it expects.
 
-`expect N` says how many GEMMs a rule is about, every layer of a stack counted. A model that has grown a layer, or
-a name that catches more than was meant, shows here before anything runs. `policyc apply` refuses to run then.
+`expect N` states how many GEMMs a rule matches, counting every layer of a stack. The numbers differ if the model has
+grown a layer, or if a name matches more than intended. `policyc apply` refuses to run such a policy. Correct the
+selector or the number. Checked only with `--against`.
 
 ## Bad
 
@@ -21,12 +22,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.compiler.plan_checks import unmet_expectations
-from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
+from policyc.lint.program import to_findings
+from policyc.lint.rule import Finding, LintRule
 
-SEVERITY = Severity.ERROR
 
-
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
     if context.plan is not None:
-        yield from (d for d in unmet_expectations(context.plan) if context.mine(d.span))
+        yield from to_findings(unmet_expectations(context.plan))
+
+
+RULES = (LintRule(code="expect-violated", doc=__doc__, check=check, severity=Severity.ERROR),)

@@ -1,8 +1,8 @@
-"""A Hadamard transform is longer than what it runs along divides.
+"""The contracted size is not a multiple of the Hadamard transform's length.
 
-The transform runs over whole groups along the contracted size: m in wgrad. Where that is no multiple of its length,
-zeros are added. Transformer Engine does not take such shapes at all (rows a multiple of 64, columns of 128).
-Seen only against a program.
+The transform runs over whole groups along the contracted size, which is m in wgrad. If that size is not a multiple of
+the length, zeros are added. Transformer Engine does not accept such shapes at all: it needs rows in multiples of 64
+and columns in multiples of 128. Use a shorter transform, or keep such sites. Checked only with `--against`.
 
 ## Bad
 
@@ -21,21 +21,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
-from policyc.lint import program
 from policyc.lint.context import Context
+from policyc.lint.program import contracted_size, quantized_products
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
     seen: set[tuple[int, str]] = set()
-    for at, site, gemm, recipe in program.quantized(context):
-        length = max(t.rht for t in recipe.gemm_treatments(gemm))
-        letter, size = program.contracted(site, gemm)
-        if length and size % length and (at, site.name) not in seen:
-            seen.add((at, site.name))
-            yield from context.report(
-                "hadamard-does-not-fit",
-                context.policy.rules[at].span,
-                f"{letter} = {size} of '{site.name}' is no multiple of {length}, the transform's length in {gemm}",
-                "use a shorter transform, or keep such sites",
+    for product in quantized_products(context):
+        name, gemm = product.site.name, product.gemm
+        length = max(t.rht for t in product.recipe.gemm_treatments(gemm))
+        dimension, size = contracted_size(product.site, gemm)
+        if length and size % length and (product.rule_index, name) not in seen:
+            seen.add((product.rule_index, name))
+            yield Finding(
+                span=context.policy.rules[product.rule_index].span,
+                message=f"{dimension} = {size} of '{name}' is not a multiple of {length}, "
+                f"the length of the Hadamard transform in {gemm}",
+                help="use a shorter transform, or keep such sites",
             )
+
+
+RULES = (LintRule(code="hadamard-does-not-fit", doc=__doc__, check=check),)

@@ -1,8 +1,9 @@
-"""A rule changes a GEMM that the compiler cannot reach.
+"""A rule changes a GEMM that the compiler cannot rewrite.
 
-The body of a function with its own backward rule (`jax.custom_vjp`), of a Pallas kernel, or of a container that
-the compiler does not know is not entered: what it computes there is not what a gradient runs. Rather than
-skip such a GEMM, `policyc apply` refuses to run. Keep it explicitly.
+The compiler does not enter a function with its own backward rule (`jax.custom_vjp`), a Pallas kernel, or a container
+that it does not know: what the function computes is not what its gradient runs. `policyc apply` refuses to run
+instead of skipping such a GEMM silently. Add a rule that keeps it. Checked with `--against` and when a loss is
+compiled.
 
 ## Bad
 
@@ -23,13 +24,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.compiler.plan_checks import inseparable_layers, opaque_sites
-from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
+from policyc.lint.program import to_findings
+from policyc.lint.rule import Finding, LintRule
 
-SEVERITY = Severity.ERROR
 
-
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
     if context.plan is not None:
-        found = (*opaque_sites(context.plan), *inseparable_layers(context.plan))
-        yield from (d for d in found if context.mine(d.span))
+        yield from to_findings((*opaque_sites(context.plan), *inseparable_layers(context.plan)))
+
+
+RULES = (LintRule(code="opaque-site", doc=__doc__, check=check, severity=Severity.ERROR),)

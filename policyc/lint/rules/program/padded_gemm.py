@@ -1,8 +1,8 @@
-"""A GEMM is quantized whose sizes are no multiple of the block.
+"""The contracted size of a quantized GEMM is not a multiple of the block.
 
-Blocks of 16 (NVFP4) or 32 (MX formats) run along what a product contracts: k in fprop, n in dgrad, m in wgrad.
-Where that is no multiple, zeros are added: the result is exact, and the work is for the larger size. Seen only
-against a program.
+Blocks of 16 (NVFP4) or 32 (MX formats) run along the contracted size: k in fprop, n in dgrad, m in wgrad. If that
+size is not a multiple of the block, zeros are added. The result is exact, but the GPU does the work of the larger
+size. Keep such GEMMs, or change the size. Checked only with `--against`.
 
 ## Bad
 
@@ -22,24 +22,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.formats import FORMATS
-from policyc.lint import program
 from policyc.lint.context import Context
+from policyc.lint.program import contracted_size, quantized_products
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
     seen: set[tuple[int, str]] = set()
-    for at, site, gemm, recipe in program.quantized(context):
-        block = max(FORMATS[t.format].block for t in recipe.gemm_treatments(gemm))
-        letter, size = program.contracted(site, gemm)
-        if not block or size % block == 0 or (at, site.name) in seen:
+    for product in quantized_products(context):
+        name, gemm = product.site.name, product.gemm
+        block = max(FORMATS[t.format].block for t in product.recipe.gemm_treatments(gemm))
+        dimension, size = contracted_size(product.site, gemm)
+        if not block or size % block == 0 or (product.rule_index, name) in seen:
             continue
-        seen.add((at, site.name))
-        cost = (-size % block) / size
-        yield from context.report(
-            "padded-gemm",
-            context.policy.rules[at].span,
-            f"{letter} = {size} of '{site.name}' is padded to {size + -size % block} in {gemm} ({cost:.0%} more work)",
-            f"keep it: * where {letter} % {block} != 0 -> keep",
+        seen.add((product.rule_index, name))
+        padding = -size % block
+        yield Finding(
+            span=context.policy.rules[product.rule_index].span,
+            message=f"{dimension} = {size} of '{name}' is padded to {size + padding} in {gemm} "
+            f"({padding / size:.0%} more work)",
+            help=f"keep it: * where {dimension} % {block} != 0 -> keep",
         )
+
+
+RULES = (LintRule(code="padded-gemm", doc=__doc__, check=check),)

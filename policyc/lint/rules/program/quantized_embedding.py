@@ -1,8 +1,9 @@
-"""A rule puts the embedding of this model in 8 bits or fewer.
+"""A rule quantizes the embedding of this model to 8 bits or fewer.
 
-An embedding that is looked up by a product with one-hot rows is a GEMM like any other, and a broad rule takes it.
-It costs next to no time, and everything passes through it. Seen only against a program, in which such a product
-is known by its operand or by its name.
+Some models look up tokens by a GEMM with one-hot rows. A broad rule matches this GEMM too. It takes almost no time,
+and every token passes through it. Add a rule that keeps it.
+
+The embedding is recognized by its one-hot operand or by its name. Checked only with `--against`.
 
 ## Bad
 
@@ -22,16 +23,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
-from policyc.lint import program
 from policyc.lint.context import Context
+from policyc.lint.program import find_quantizing_rules, has_name
+from policyc.lint.rule import Finding, LintRule
+from policyc.lint.site_names import EMBEDDING_NAMES
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, site in program.caught(context, lambda s: s.one_hot or program.named(s, "embedding")):
-        yield from context.report(
-            "quantized-embedding",
-            rule.span,
-            f"this rule quantizes the embedding ('{site.name}')",
-            "add a rule behind it that keeps it",
+def check(context: Context) -> Iterator[Finding]:
+    for rule, site in find_quantizing_rules(context, lambda s: s.one_hot or has_name(s, EMBEDDING_NAMES)):
+        yield Finding(
+            span=rule.span,
+            message=f"this rule quantizes the embedding ('{site.name}')",
+            help="add a rule after it that keeps the embedding",
         )
+
+
+RULES = (LintRule(code="quantized-embedding", doc=__doc__, check=check),)

@@ -1,8 +1,10 @@
-"""A rule puts the output head of this model in 8 bits or fewer.
+"""A rule quantizes the output head of this model to 8 bits or fewer.
 
-The head turns the last hidden state into logits. Published recipes keep it in high precision; it is a few
-percent of the FLOPs and its errors go straight into the loss. Seen only against a program, in which it is known by its
-name, by sharing its weight with the embedding, or as the last and widest GEMM of the loss.
+The head computes the logits from the last hidden state. It is a few percent of the FLOPs, and its errors go directly
+into the loss. Published recipes keep it in high precision. Add a rule that keeps it.
+
+The head is recognized by its name, by a weight that it shares with the embedding, or as the last and widest GEMM of
+the loss. Checked only with `--against`.
 
 ## Bad
 
@@ -22,16 +24,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
-from policyc.lint import program
 from policyc.lint.context import Context
+from policyc.lint.program import find_quantizing_rules, is_head
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for rule, site in program.caught(context, lambda s: program.is_head(context, s)):
-        yield from context.report(
-            "quantized-head",
-            rule.span,
-            f"this rule quantizes the output head ('{site.name}')",
-            "add a rule behind it that keeps it",
+def check(context: Context) -> Iterator[Finding]:
+    for rule, site in find_quantizing_rules(context, lambda s: is_head(context, s)):
+        yield Finding(
+            span=rule.span,
+            message=f"this rule quantizes the output head ('{site.name}')",
+            help="add a rule after it that keeps the head",
         )
+
+
+RULES = (LintRule(code="quantized-head", doc=__doc__, check=check),)

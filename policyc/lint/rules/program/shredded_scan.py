@@ -1,7 +1,7 @@
 """A rule splits a scanned stack into many scans.
 
-Each part of a split scan is compiled by itself, so that compilation takes longer with every part. Two or three are what
-layer slices are for; more are reported. Seen only against a program.
+Each part of a split scan is compiled separately, so compilation takes longer with every part. Two or three parts are
+normal for layer slices. More are reported. Select layers that are next to each other. Checked only with `--against`.
 
 ## Bad
 
@@ -20,19 +20,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic
-from policyc.lint import program
 from policyc.lint.context import Context
+from policyc.lint.program import find_scan_splits
+from policyc.lint.rule import Finding, LintRule
 
-_MOST = 3
+_MAX_PARTS = 3  # first layers, middle, last layers
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for split in program.splits(context):
-        if len(split.parts) > _MOST:
-            yield from context.report(
-                "shredded-scan",
-                split.rule.span,
-                f"the stack of '{split.name}' becomes {len(split.parts)} scans, each compiled by itself",
-                "choose layers next to each other",
+def check(context: Context) -> Iterator[Finding]:
+    for split in find_scan_splits(context):
+        if len(split.parts) > _MAX_PARTS:
+            yield Finding(
+                span=split.rule.span,
+                message=f"the stack of '{split.name}' becomes {len(split.parts)} scans, each compiled separately",
+                help="select layers that are next to each other",
             )
+
+
+RULES = (LintRule(code="shredded-scan", doc=__doc__, check=check),)

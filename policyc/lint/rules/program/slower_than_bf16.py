@@ -1,10 +1,11 @@
-"""A GEMM is quantized that would be faster in bf16.
+"""A quantized GEMM is slower than in bf16.
 
-Quantizing an operand reads and writes all of it. Where one of the three sizes of a product is small, there is so little
-work for each number that this costs more than the faster product saves; and a format that a GPU does not multiply
-natively is emulated, which is never faster. The cost model decides, with all products of the site together, and with
-the cheapest quantizers it knows: see `policyc estimate`. It is asked about a B200, or about the GPU of `--target`. Seen
-only against a program.
+Quantizing an operand reads and writes all of it. If one of the three sizes of a product is small, this costs more
+than the faster product saves. A format that the GPU does not multiply natively is emulated, which is never faster.
+Leave such GEMMs in bf16.
+
+The cost model decides this for all products of a site together, with the cheapest quantizers that it knows; see
+`policyc estimate`. It assumes a B200, or the GPU of `--target`. Checked only with `--against`.
 
 ## Bad
 
@@ -23,58 +24,76 @@ only against a program.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from policyc.compiler.plan import Plan
 from policyc.hardware import step_cost
 from policyc.hardware.step_cost import LayerGroup, MeshShape
-from policyc.language.diagnostics import Diagnostic
 from policyc.language.recipes import Recipe, make_recipe
 from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule
 from policyc.numerics.targets import Target
 
-_ALONE = MeshShape()
+_SINGLE_DEVICE = MeshShape()
 _BF16 = make_recipe("bf16")
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    plan, target = context.plan, context.target
-    if plan is None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SlowSite:
+    """A site that its recipe makes slower, and by how much."""
+
+    ratio: float
+    group: LayerGroup
+
+
+def check(context: Context) -> Iterator[Finding]:
+    if context.plan is None:
         return
-    shared = step_cost.count_readers(plan)
-    blamed: dict[int, dict[str, tuple[float, LayerGroup]]] = {}
+    target = context.target
+    for rule_index, slow_sites in _find_slow_sites(context.plan, target).items():
+        slowest = max(slow_sites.values(), key=lambda slow: slow.ratio)
+        site = slowest.group.site
+        others = f", and {len(slow_sites) - 1} more" if len(slow_sites) > 1 else ""
+        sizes = f"m = {site.m}, n = {site.n}, k = {site.k}"
+        yield Finding(
+            span=context.policy.rules[rule_index].span,
+            message=f"'{site.name}' ({sizes}) takes {slowest.ratio:.1f} times as long as in bf16 "
+            f"on {target.name}{others}",
+            help=_suggest(slowest.group, target),
+        )
+
+
+def _find_slow_sites(plan: Plan, target: Target) -> dict[int, dict[str, _SlowSite]]:
+    """Return the sites that each rule makes slower than bf16, by name."""
+    readers = step_cost.count_readers(plan)
+    slow_sites: dict[int, dict[str, _SlowSite]] = {}
     for phase in plan.phases:
-        for some in step_cost.group_layers(plan, phase):
-            if some.rule is None or some.recipe is None or not step_cost.is_quantized(some.recipe):
+        for group in step_cost.group_layers(plan, phase):
+            if group.rule is None or group.recipe is None or not step_cost.is_quantized(group.recipe):
                 continue
-            before = _seconds(some, _BF16, target, shared)
-            ratio = _seconds(some, some.recipe, target, shared) / before
+            bf16_seconds = _seconds(group, _BF16, target, readers)
+            ratio = _seconds(group, group.recipe, target, readers) / bf16_seconds
             if ratio > 1:
-                blamed.setdefault(some.rule, {}).setdefault(some.site.name, (ratio, some))
-    for at, sites in blamed.items():
-        name, (ratio, some) = max(sites.items(), key=lambda item: item[1][0])
-        more = f", and {len(sites) - 1} more" if len(sites) > 1 else ""
-        sizes = f"m = {some.site.m}, n = {some.site.n}, k = {some.site.k}"
-        yield from context.report(
-            "slower-than-bf16",
-            context.policy.rules[at].span,
-            f"'{name}' ({sizes}) takes {ratio:.1f} times as long as in bf16 on {target.name}{more}",
-            _remedy(some, target),
-        )
+                slow = _SlowSite(ratio=ratio, group=group)
+                slow_sites.setdefault(group.rule, {}).setdefault(group.site.name, slow)
+    return slow_sites
 
 
-def _seconds(some: LayerGroup, meant: Recipe, target: Target, shared: step_cost.ReaderCounts) -> float:
-    under = LayerGroup(site=some.site, recipe=meant, rule=some.rule, count=1)
-    gemms = sum(seconds for _, seconds in step_cost.gemm_times(under, target, _ALONE))
-    return gemms + step_cost.quantization_seconds(under, target, _ALONE, shared, "te")
+def _seconds(group: LayerGroup, recipe: Recipe, target: Target, readers: step_cost.ReaderCounts) -> float:
+    """Return the time of one layer with a recipe: its GEMMs and the quantization of their operands."""
+    layer = LayerGroup(site=group.site, recipe=recipe, rule=group.rule, count=1)
+    gemms = sum(seconds for _, seconds in step_cost.gemm_times(layer, target, _SINGLE_DEVICE))
+    return gemms + step_cost.quantization_seconds(layer, target, _SINGLE_DEVICE, readers, "te")
 
 
-def _remedy(some: LayerGroup, target: Target) -> str:
-    emulated = (
-        {t.format for t in some.recipe.treatments if not target.is_native(t.format)} if some.recipe else set()
-    )
+def _suggest(group: LayerGroup, target: Target) -> str:
+    treatments = group.recipe.treatments if group.recipe else ()
+    emulated = {t.format for t in treatments if not target.is_native(t.format)}
     if emulated:
-        return (
-            f"{target.name} has no {' or '.join(sorted(emulated))}: there it is emulated, to try a policy out"
-        )
-    sizes = {"m": some.site.m, "n": some.site.n, "k": some.site.k}
-    letter = min(sizes, key=lambda name: sizes[name])
-    return f"leave it in bf16: * where {letter} <= {sizes[letter]} -> bf16"
+        return f"{target.name} has no native {' or '.join(sorted(emulated))}: it is emulated there"
+    sizes = {"m": group.site.m, "n": group.site.n, "k": group.site.k}
+    smallest = min(sizes, key=lambda name: sizes[name])
+    return f"leave it in bf16: * where {smallest} <= {sizes[smallest]} -> bf16"
+
+
+RULES = (LintRule(code="slower-than-bf16", doc=__doc__, check=check),)

@@ -1,13 +1,14 @@
 """A rule splits a scanned stack into several scans.
 
-A scan has one body for all its layers. Where a policy treats layers differently, it becomes consecutive scans, each
-with a body of its own: results are the same, and compilation takes a little longer. Nothing is wrong with that: it is
-said so that a cut in an unexpected place is seen. Seen only against a program.
+A scan has one body for all its layers. If a policy treats layers differently, the scan becomes consecutive scans,
+each with its own body. The results are the same, and compilation takes a little longer. This is not a fault: the note
+makes a split at an unexpected layer visible. If you did not intend it, correct the slice. Checked only with
+`--against`.
 
 ## Bad
 
 ```policy
-layers[3:-4].mlp -> fp8  # three parts, where the first three layers were not meant to differ
+layers[3:-4].mlp -> fp8  # three parts, although the first three layers were not meant to differ
 ```
 
 ## Good
@@ -21,23 +22,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Diagnostic, Severity
-from policyc.lint import program
+from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
+from policyc.lint.program import find_scan_splits
+from policyc.lint.rule import Finding, LintRule
 
-SEVERITY = Severity.NOTE
-_SHOWN = 6
+_MAX_SHOWN = 6  # parts named in a message
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
-    for split in program.splits(context):
-        shown = ", ".join(
-            f"{p.start}-{p.stop - 1}" if len(p) > 1 else str(p.start) for p in split.parts[:_SHOWN]
+def check(context: Context) -> Iterator[Finding]:
+    for split in find_scan_splits(context):
+        parts = [f"{p.start}-{p.stop - 1}" if len(p) > 1 else str(p.start) for p in split.parts]
+        shown = ", ".join(parts[:_MAX_SHOWN] + ["..."] * (len(parts) > _MAX_SHOWN))
+        phase = f" ({split.phase})" if split.phase != "always" else ""
+        yield Finding(
+            span=split.rule.span,
+            message=f"the stack of '{split.name}' becomes {len(parts)} scans: layers {shown}{phase}",
         )
-        more = ", ..." if len(split.parts) > _SHOWN else ""
-        during = f" ({split.phase})" if split.phase != "always" else ""
-        yield from context.report(
-            "split-scan",
-            split.rule.span,
-            f"the stack of '{split.name}' becomes {len(split.parts)} scans: layers {shown}{more}{during}",
-        )
+
+
+RULES = (LintRule(code="split-scan", doc=__doc__, check=check, severity=Severity.NOTE),)

@@ -1,9 +1,11 @@
-"""Transformer Engine does not take the shape of a GEMM.
+"""Transformer Engine does not support the shape of a GEMM.
 
-Its NVFP4 GEMMs want a contracted size that is a multiple of 32, others that are multiples of 16, and no batch dimension
-(so nothing under `vmap`); its Hadamard transform wants bfloat16, with contracted sizes in multiples of 64 and others in
-multiples of 128. Other shapes run by another backend, with the same result. Said of 4-bit rules only, once for each
-site, and with the limits of `--backend te` itself. Seen only against a program.
+Its NVFP4 GEMMs need a contracted size in multiples of 32, other sizes in multiples of 16, and no batch dimension (so
+nothing under `vmap`). Its Hadamard transform needs bfloat16, contracted sizes in multiples of 64 and other sizes in
+multiples of 128. Other shapes run on another backend, with the same result. Change the sizes, or keep such GEMMs.
+
+Only 4-bit rules are checked, once for each site, with the limits that `--backend te` uses. Checked only with
+`--against`.
 
 ## Bad
 
@@ -22,37 +24,36 @@ site, and with the limits of `--backend te` itself. Seen only against a program.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from policyc.compiler.plan import gemm_queries
-from policyc.language.diagnostics import Diagnostic, Severity
-from policyc.lint import program
+from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
+from policyc.lint.program import quantized_products
+from policyc.lint.rule import Finding, LintRule
+from policyc.numerics.backends import te
+from policyc.numerics.backends.choice import GemmQuery
 
-if TYPE_CHECKING:
-    from policyc.numerics.backends.choice import GemmQuery
 
-SEVERITY = Severity.NOTE
-
-
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
     seen: set[tuple[int, str]] = set()
-    for at, site, gemm, recipe in program.quantized(context):
-        ask = next(one for one in gemm_queries(site, recipe) if one.gemm is gemm)
-        found = _misfit(ask)
-        if found and (at, site.name) not in seen:
-            seen.add((at, site.name))
-            yield from context.report(
-                "transformer-engine-shape",
-                context.policy.rules[at].span,
-                f"{gemm} of '{site.name}' would run by another backend: {found}",
+    for product in quantized_products(context):
+        name, gemm = product.site.name, product.gemm
+        query = next(q for q in gemm_queries(product.site, product.recipe) if q.gemm is gemm)
+        obstacle = _find_obstacle(query)
+        if obstacle and (product.rule_index, name) not in seen:
+            seen.add((product.rule_index, name))
+            yield Finding(
+                span=context.policy.rules[product.rule_index].span,
+                message=f"{gemm} of '{name}' would run on another backend: {obstacle}",
             )
 
 
-def _misfit(ask: GemmQuery) -> str:
-    from policyc.numerics.backends import te  # imports JAX; a program that is linted has done so before
-
-    if any(t.format != "nvfp4" for t in (ask.left, ask.right)):
+def _find_obstacle(query: GemmQuery) -> str:
+    """Return why Transformer Engine does not support a 4-bit product, or ""."""
+    if any(t.format != "nvfp4" for t in (query.left, query.right)):
         return ""
-    found = te.misfit(ask)
-    return found.reason if found else ""
+    obstacle = te.misfit(query)
+    return obstacle.reason if obstacle else ""
+
+
+RULES = (LintRule(code="transformer-engine-shape", doc=__doc__, check=check, severity=Severity.NOTE),)

@@ -1,7 +1,8 @@
 """A rule matches no site of the model.
 
-A name that is misspelt, or that another framework uses, selects nothing, and what it should have changed is kept
-as it is. Seen only against a program (`policyc lint POLICY --against SCRIPT`), whose real paths it suggests.
+A misspelled name, or a name that another framework uses, matches nothing, and the sites that the rule was written for
+stay as they are. Correct the name: the message suggests real paths of the program. Checked only with `--against`:
+`policyc lint POLICY --against SCRIPT`.
 
 ## Bad
 
@@ -21,10 +22,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.compiler.plan_checks import unmatched_rules
-from policyc.language.diagnostics import Diagnostic
 from policyc.lint.context import Context
+from policyc.lint.program import to_findings
+from policyc.lint.rule import Finding, LintRule
 
 
-def check(context: Context) -> Iterator[Diagnostic]:
+def check(context: Context) -> Iterator[Finding]:
     if context.plan is not None:
-        yield from (d for d in unmatched_rules(context.plan) if context.mine(d.span))
+        yield from to_findings(unmatched_rules(context.plan))
+
+
+RULES = (LintRule(code="unmatched-rule", doc=__doc__, check=check),)

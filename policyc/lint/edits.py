@@ -1,0 +1,39 @@
+"""Edits of a policy's text, for the fixes that rules suggest."""
+
+from __future__ import annotations
+
+from policyc.language.diagnostics import Edit, Span
+from policyc.language.policy import RecipeCall
+
+
+def set_option(call: RecipeCall, option: str, text: str) -> Edit:
+    """Return the edit that sets an option of a format."""
+    setting = next((s for s in call.settings if s.name == option), None)
+    if setting is not None:
+        return Edit(setting.span, text)
+    source, end = call.span.source, call.span.end
+    if call.settings:
+        last = call.settings[-1].span
+        return Edit(Span(source, last.end, last.end), f", {text}")
+    return Edit(Span(source, call.span.start + len(call.name), end), f"({text})")
+
+
+def remove_statement(span: Span) -> Edit:
+    """Return the edit that removes a statement, together with its line if nothing else is on it."""
+    text, source = span.source.text, span.source
+    start, end = span.start, span.end
+    left = start
+    while left > 0 and text[left - 1] in " \t":
+        left -= 1
+    right = end
+    while right < len(text) and text[right] in " \t\r":
+        right += 1
+    starts_line = left == 0 or text[left - 1] == "\n"
+    if right < len(text) and text[right] == ";":
+        return Edit(Span(source, start, right + 1), "")
+    if starts_line and (right >= len(text) or text[right] in "#\n"):
+        newline = text.find("\n", right)
+        return Edit(Span(source, left, len(text) if newline < 0 else newline + 1), "")
+    if left > 0 and text[left - 1] == ";":
+        return Edit(Span(source, left - 1, end), "")
+    return Edit(span, "")

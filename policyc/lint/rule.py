@@ -1,0 +1,77 @@
+"""What a lint rule is made of: `LintRule` (a code, a page and a check) and the `Finding`s that its check yields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from inspect import cleandoc
+from typing import TYPE_CHECKING
+
+from policyc.language.diagnostics import Diagnostic, Fix, Note, Severity, Span
+
+if TYPE_CHECKING:
+    from policyc.lint.context import Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fault that a check found. The engine adds the code and the severity of the rule."""
+
+    span: Span
+    message: str
+    help: str = ""
+    notes: tuple[Note, ...] = ()
+    fix: Fix | None = None
+
+
+Check = Callable[["Context"], Iterable[Finding]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LintRule:
+    """A code, its documentation in Markdown, and its check.
+
+    A rule without a check is reported by other code: the loader, the suppressions or the compiler. A rule that needs a
+    program runs only when `lint` has a plan.
+    """
+
+    code: str
+    doc: str
+    check: Check | None = None
+    severity: Severity = Severity.WARNING
+    needs_program: bool = False
+
+    @property
+    def page(self) -> str:
+        """The documentation without the indentation of its source."""
+        return cleandoc(self.doc)
+
+    @property
+    def title(self) -> str:
+        """The first line of the page."""
+        return self.page.partition("\n")[0]
+
+    def run(self, context: Context) -> Iterable[Diagnostic]:
+        """Yield a diagnostic for each finding in the linted file.
+
+        Findings in imported files are dropped: a shared library is linted by itself, not in every file that imports it.
+        """
+        for finding in self.check(context) if self.check is not None else ():
+            if context.in_this_file(finding.span):
+                yield Diagnostic(
+                    code=self.code,
+                    message=finding.message,
+                    span=finding.span,
+                    severity=self.severity,
+                    help=finding.help,
+                    notes=finding.notes,
+                    fix=finding.fix,
+                )
+
+
+def format_page(text: str, *, bad: str, good: str) -> str:
+    """Return the page of a rule: its title and explanation, then the bad and the good example."""
+    examples = (
+        f"## {kind}\n\n```policy\n{cleandoc(policy)}\n```" for kind, policy in (("Bad", bad), ("Good", good))
+    )
+    return "\n\n".join([cleandoc(text), *examples])

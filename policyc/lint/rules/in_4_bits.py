@@ -1,0 +1,148 @@
+"""Rules against 4 bits for the sites that they harm most: attention scores, the embedding, the head and the router.
+
+Without a program, these rules know a site by the names that models commonly give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from inspect import cleandoc
+
+from policyc.language.policy import Rule
+from policyc.language.recipes import Gemm
+from policyc.language.selectors import parse_path
+from policyc.lint.context import Context
+from policyc.lint.rule import Finding, LintRule, format_page
+from policyc.lint.site_names import EMBEDDING_NAMES, HEAD_NAMES, ROUTER_NAMES, SCORE_NAMES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SensitiveSite:
+    """A kind of site: what messages call it, its common names, and whether one of its operands is a parameter."""
+
+    code: str
+    noun: str
+    names: tuple[str, ...]
+    has_weight: bool = True
+    text: str
+    bad: str
+    good: str
+
+
+_SITES = (
+    _SensitiveSite(
+        code="attention-scores-in-4-bits",
+        noun="score products of attention",
+        names=SCORE_NAMES,
+        has_weight=False,
+        text="""The score products of attention are in 4 bits.
+
+        `softmax(q k) v` contains two GEMMs without a parameter. A rule for all of attention, or for all sites,
+        matches them together with the projections. Their error passes through an exponential. Add `where weight` to
+        the rule to match the projections only.
+        """,
+        bad="""
+        attention.* -> nvfp4(sr=grad)
+        layers[-4:] -> bf16
+        """,
+        good="""
+        attention.* where weight -> nvfp4(sr=grad)
+        layers[-4:] -> bf16
+        """,
+    ),
+    _SensitiveSite(
+        code="embedding-in-4-bits",
+        noun="embedding",
+        names=EMBEDDING_NAMES,
+        text="""The embedding is in 4 bits.
+
+        Some models look up tokens by a GEMM with one-hot rows. A rule for all sites matches this GEMM too. It takes
+        almost no time, and every token passes through it. Add a rule that keeps the embedding in high precision.
+        """,
+        bad="""
+        embed_tokens -> nvfp4(sr=grad)
+        layers[-4:] -> bf16
+        """,
+        good="embed_tokens -> bf16",
+    ),
+    _SensitiveSite(
+        code="head-in-4-bits",
+        noun="head",
+        names=HEAD_NAMES,
+        text="""The output head is in 4 bits.
+
+        The logits feed the loss directly. All published recipes keep the head in high precision. Add a rule that does
+        the same.
+        """,
+        bad="""
+        lm_head -> nvfp4(sr=grad)
+        layers[-4:] -> bf16
+        """,
+        good="lm_head -> bf16",
+    ),
+    _SensitiveSite(
+        code="router-in-4-bits",
+        noun="router",
+        names=ROUTER_NAMES,
+        text="""The router of a mixture of experts is in 4 bits.
+
+        A router is small, so 4 bits save no time, and an error in it sends tokens to other experts. Add a rule that
+        keeps the router in high precision.
+        """,
+        bad="""
+        moe.* -> nvfp4(sr=grad)
+        layers[-4:] -> bf16
+        """,
+        good="""
+        moe.* -> nvfp4(sr=grad)
+        moe.{router,gate} -> bf16
+        layers[-4:] -> bf16
+        """,
+    ),
+)
+
+_DECIDED_BY_NAME = "This rule knows the names that models commonly use. Your model may use others."
+
+
+def _check(site: _SensitiveSite, context: Context) -> Iterator[Finding]:
+    for rule, names in _find_rules_in_4_bits(site, context):
+        yield Finding(
+            span=rule.span,
+            message=f"this rule puts the {site.noun} ('{names[0]}') in 4 bits",
+            help=f"add a rule after it: {_format_exception(names)}"
+            if site.has_weight
+            else "add 'where weight' to match only the projections",
+        )
+
+
+def _find_rules_in_4_bits(site: _SensitiveSite, context: Context) -> Iterator[tuple[Rule, tuple[str, ...]]]:
+    """Yield each rule that puts such a site in 4 bits, with the names of the sites."""
+    rules = context.coverage.rules
+    if not any(rule.recipe.bits(gemm) == 4 for rule in rules for gemm in Gemm):
+        return
+    names_by_rule: dict[int, dict[str, None]] = {}
+    for name in site.names:
+        for gemm in Gemm:
+            rule = context.find_deciding_rule(parse_path(name), gemm, has_weight=site.has_weight)
+            if rule is not None and rule.recipe.bits(gemm) == 4:
+                names_by_rule.setdefault(rule.index, {})[name] = None
+    for index in sorted(names_by_rule):
+        yield rules[index].rule, tuple(names_by_rule[index])
+
+
+def _format_exception(names: tuple[str, ...]) -> str:
+    """Return the text of a rule that puts sites of these names in bf16."""
+    plain = [name for name in names if "." not in name]
+    braced = ["{" + ",".join(plain) + "}"] if len(plain) > 1 else plain
+    return f"{', '.join([*braced, *(name for name in names if '.' in name)])} -> bf16"
+
+
+def _format_page(site: _SensitiveSite) -> str:
+    return format_page(f"{cleandoc(site.text)}\n\n{_DECIDED_BY_NAME}", bad=site.bad, good=site.good)
+
+
+RULES = tuple(
+    LintRule(code=site.code, doc=_format_page(site), check=partial(_check, site)) for site in _SITES
+)
