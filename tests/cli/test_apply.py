@@ -1,4 +1,7 @@
-"""`policyc apply`, `policyc sites` and `policyc lint --against`, on scripts that nobody changed."""
+"""`policyc apply`, `policyc sites` and `policyc lint --against`, on unmodified programs.
+
+Most programs run in this process: starting another one costs more than everything that it does.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from policyc import apply as compiled
+import policyc
 from tests.support import command
+from tests.support.command import ROOT, CommandResult, spawn
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROOT = Path(__file__).parents[2]
+QUICK = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
 TRAIN = """
 import sys
 import jax, jax.numpy as jnp
@@ -52,7 +57,8 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def home(tmp_path):
+def home(tmp_path: Path) -> Path:
+    """A folder with programs and policies."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "good.policy").write_text("mlp -> fp8 expect 2\ndown @ wgrad -> bf16\n")
     (tmp_path / "typo.policy").write_text("mpl -> fp8\n")
@@ -67,38 +73,31 @@ def home(tmp_path):
     return tmp_path
 
 
-QUICK = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+def run(home: Path, *words: str) -> CommandResult:
+    """Runs `policyc` in this process, in the folder `home`."""
+    return command.policyc(*words, cwd=home, stdin="hello\n")
 
 
-def policyc(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **QUICK, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "policyc.cli.main", *words]
-    return subprocess.run(
-        command, cwd=home, env=env, capture_output=True, text=True, timeout=300, check=False, input="hello\n"
-    )
-
-
-def test_a_script_runs_as_under_python(home):
-    ran = policyc(
-        home, "apply", "good.policy", "--plan-out", "plan.json", "train.py", "--plan-out", "x", "--five"
-    )
-    assert ran.returncode == 5, ran.stderr
-    assert "args ['--plan-out', 'x', '--five'] stdin hello" in ran.stdout
-    assert "mlp -> fp8 expect 2" in ran.stderr
+def test_a_script_in_a_process_runs_as_under_python(home: Path) -> None:
+    words = "apply good.policy --plan-out plan.json train.py --plan-out x --five"
+    result = spawn(*words.split(), cwd=home, stdin=b"hello\n", env={**QUICK, "NO_COLOR": "1"}, timeout=300)
+    assert result.code == 5, result.err
+    assert "args ['--plan-out', 'x', '--five'] stdin hello" in result.out
+    assert "mlp -> fp8 expect 2" in result.err
     plan = json.loads((home / "plan.json").read_text())
     assert len(plan["sites"]) == 2
     assert len(plan["policy"]["sha256"]) == len(plan["jaxpr"]["sha256"]) == 64
     assert plan["sites"][1]["decisions"]["always"][0]["products"]["wgrad"]["rule"] == 1
 
 
-def test_a_module_runs_too(home):
-    ran = policyc(home, "apply", "good.policy", "-m", "train")
-    assert ran.returncode == 0, ran.stderr
-    assert "loss" in ran.stdout
+def test_a_module_runs_too(home: Path) -> None:
+    result = run(home, "apply", "good.policy", "-m", "train")
+    assert result.code == 0, result.err
+    assert "loss" in result.out
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("typo.policy", "train.py"), "did you mean 'mlp'"),
         (("count.policy", "train.py"), "expects 3 sites and matches 2"),
@@ -114,35 +113,30 @@ def test_a_module_runs_too(home):
         (("good.policy", "--backend", "abacus", "train.py"), "no backend named 'abacus'"),
     ],
 )
-def test_what_goes_wrong_is_said(home, words, said, monkeypatch):
-    """In this process: to start another costs more than all that is done here."""
-    monkeypatch.chdir(home)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    ran = command.policyc("apply", *words, stdin="hello\n")
-    sys.modules.pop("package", None)  # another test has another one of that name
-    assert ran.code != 0
-    assert said in ran.err
-    assert "Traceback" not in ran.err
+def test_an_error_has_a_message_and_no_traceback(home: Path, words: tuple[str, ...], message: str) -> None:
+    result = run(home, "apply", *words)
+    assert result.code != 0
+    assert message in result.err
+    assert "Traceback" not in result.err
     if words[0] == "count.policy":
-        assert "loss" not in ran.out, "before the first step"
+        assert "loss" not in result.out, "the error comes before the first step"
 
 
-def test_a_traceback_is_the_programs_own(home):
-    ran = policyc(home, "apply", "good.policy", "train.py", "--fail")
-    assert ran.returncode == 1
-    assert "NameError: name 'undefined_name' is not defined" in ran.stderr
-    assert 'train.py", line' in ran.stderr
-    assert "policyc/" not in ran.stderr
-    assert "runpy" not in ran.stderr
+def test_a_traceback_has_only_frames_of_the_program(home: Path) -> None:
+    result = run(home, "apply", "good.policy", "train.py", "--fail")
+    assert result.code == 1
+    assert "NameError: name 'undefined_name' is not defined" in result.err
+    assert 'train.py", line' in result.err
+    assert "policyc/" not in result.err
+    assert "runpy" not in result.err
 
 
-def test_what_a_module_raises_when_it_is_found_is_its_own(home):
-    ran = policyc(home, "apply", "good.policy", "-m", "package.broken")
-    assert ran.returncode == 1
-    assert "ZeroDivisionError" in ran.stderr
-    assert "package/broken.py" in ran.stderr
-    assert "policyc/" not in ran.stderr
+def test_an_exception_of_a_module_at_import_has_only_frames_of_the_module(home: Path) -> None:
+    result = run(home, "apply", "good.policy", "-m", "package.broken")
+    assert result.code == 1
+    assert "ZeroDivisionError" in result.err
+    assert "package/broken.py" in result.err
+    assert "policyc/" not in result.err
 
 
 LOSSES = """
@@ -177,14 +171,14 @@ print("the end")
 """
 
 
-def test_losses_that_cannot_be_differentiated(home):
+def test_losses_that_cannot_be_differentiated_raise_the_errors_of_jax(home: Path) -> None:
     (home / "losses.py").write_text(LOSSES)
     (home / "all.policy").write_text("* -> fp8\n")
-    ran = policyc(home, "apply", "all.policy", "losses.py")
-    assert ran.returncode == 0, ran.stderr
-    assert "the end" in ran.stdout
-    assert "policyc/" not in ran.stderr, "no frame of ours, nor a name of a function of ours"
-    for said in (
+    result = run(home, "apply", "all.policy", "losses.py")
+    assert result.code == 0, result.err
+    assert "the end" in result.out
+    assert "policyc/" not in result.err, "no frame of policyc, and no name of a function of policyc"
+    for message in (
         "Output was None",
         "'text' of type <class 'str'>",
         "Output had shape: (4, 16)",
@@ -195,41 +189,26 @@ def test_losses_that_cannot_be_differentiated(home):
         "got (16,) and (3,)",
         "differentiated once, in reverse",
     ):
-        assert said in ran.stderr, said
+        assert message in result.err, message
 
 
-SWALLOWING = """
+CATCHING = """
 import jax, jax.numpy as jnp
 try:
     jax.grad(lambda w: (jnp.ones((4, 16)) @ w).sum())(jnp.ones((16, 16)))
 except Exception as error:
-    print("swallowed", error)
+    print("caught", error)
 print("goes on")
 """
 
 
-def test_a_program_cannot_swallow_a_refusal(home):
-    (home / "swallowing.py").write_text(SWALLOWING)
+def test_a_program_cannot_catch_the_rejection_of_a_policy(home: Path) -> None:
+    (home / "catching.py").write_text(CATCHING)
     (home / "seven.policy").write_text("* -> fp8 expect 7\n")
-    ran = policyc(home, "apply", "seven.policy", "swallowing.py")
-    assert ran.returncode == 1
-    assert ran.stdout == ""
-    assert "expects 7 sites and matches 1" in ran.stderr
-
-
-def test_an_expect_may_be_met_by_any_of_several_losses(home):
-    (home / "gan.py").write_text(GAN)
-    (home / "gan.policy").write_text("up -> fp8 expect 1\nfirst, second -> fp8 expect 2\n")
-    alone = policyc(home, "apply", "gan.policy", "gan.py")
-    assert alone.returncode == 1, "the first loss must meet every expect"
-    assert "step" not in alone.stdout
-    assert "--multiple-losses" in alone.stderr
-    (home / "gan.policy").write_text("up -> fp8 expect 1\nfirst -> fp8 expect 1\nthird -> fp8 expect 2\n")
-    ran = policyc(home, "apply", "gan.policy", "--multiple-losses", "gan.py")
-    assert "two steps" in ran.stdout
-    assert ran.returncode == 1, "one of the three was never met"
-    assert "expects 2 sites and matches 0" in ran.stderr
-    assert ran.stderr.count("error") == 1
+    result = run(home, "apply", "seven.policy", "catching.py")
+    assert result.code == 1
+    assert result.out == ""
+    assert "expects 7 sites and matches 1" in result.err
 
 
 GAN = """
@@ -249,6 +228,21 @@ jax.grad(lambda maker: scored(judge, made(maker)))(maker)
 jax.grad(lambda x: x * x)(1.0)
 print("two steps")
 """
+
+
+def test_with_multiple_losses_any_of_them_may_meet_an_expect(home: Path) -> None:
+    (home / "gan.py").write_text(GAN)
+    (home / "gan.policy").write_text("up -> fp8 expect 1\nfirst, second -> fp8 expect 2\n")
+    result = run(home, "apply", "gan.policy", "gan.py")
+    assert result.code == 1, "the first loss must meet every expect"
+    assert "step" not in result.out
+    assert "--multiple-losses" in result.err
+    (home / "gan.policy").write_text("up -> fp8 expect 1\nfirst -> fp8 expect 1\nthird -> fp8 expect 2\n")
+    result = run(home, "apply", "gan.policy", "--multiple-losses", "gan.py")
+    assert "two steps" in result.out
+    assert result.code == 1, "one of the three was never met"
+    assert "expects 2 sites and matches 0" in result.err
+    assert result.err.count("error") == 1
 
 
 SCHEDULED = """
@@ -285,29 +279,30 @@ if __name__ == "__main__":
 """
 
 
-def test_a_schedule_with_a_real_optimizer(home):
+def test_a_schedule_with_a_real_optimizer(home: Path) -> None:
+    """The losses are those of two policies applied by hand, and the step is traced once per phase."""
     pytest.importorskip("optax")
     (home / "scheduled.py").write_text(SCHEDULED)
     (home / "late.policy").write_text("* -> mxfp4(sr=grad) expect 2\nafter 50% { up -> bf16 }\n")
-    ran = policyc(home, "apply", "late.policy", "scheduled.py")
-    assert ran.returncode == 0, ran.stderr
-    *traced, losses = ran.stdout.splitlines()
+    quiet = run(home, "apply", "late.policy", "scheduled.py", "--quiet")
+    assert quiet.code == 1
+    assert "call policyc.set_step(n, total=N)" in quiet.err
+    assert quiet.out == "traced\n", "the error comes before the first step"
+    result = run(home, "apply", "late.policy", "scheduled.py")
+    assert result.code == 0, result.err
+    *traced, losses = result.out.splitlines()
     assert traced == ["traced"] * 2, "once for each phase"
     for title in ("rule (until 50%)", "rule (after 50%)"):
-        assert title in ran.stderr
+        assert title in result.err
     by_hand = runpy.run_path(str(home / "scheduled.py"))
     early, late = (
-        jax.jit(partial(by_hand["update"], jax.value_and_grad(compiled(text, by_hand["loss"]))))
+        jax.jit(partial(by_hand["update"], jax.value_and_grad(policyc.apply(text, by_hand["loss"]))))
         for text in ("* -> mxfp4(sr=grad)", "* -> mxfp4(sr=grad); up -> bf16")
     )
     assert losses == str(by_hand["train"](lambda n: early if n < 3 else late))
-    quiet = policyc(home, "apply", "late.policy", "scheduled.py", "--quiet")
-    assert quiet.returncode == 1
-    assert "call policyc.set_step(n, total=N)" in quiet.stderr
-    assert quiet.stdout == "traced\n", "before the first step"
 
 
-# A test runner in the background ignores interrupts, and so does what it starts: this one listens again.
+# A test runner in the background ignores interrupts, and so do the processes it starts. This one listens again.
 LISTENING = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -316,42 +311,42 @@ main()
 """
 
 
-def test_an_interrupt_ends_it(home):
+def test_an_interrupt_ends_the_process_by_the_signal(home: Path) -> None:
     env = {**os.environ, **QUICK, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", LISTENING, "apply", "good.policy", "train.py", "--wait"]
+    words = [sys.executable, "-c", LISTENING, "apply", "good.policy", "train.py", "--wait"]
     with subprocess.Popen(
-        command,
+        words,
         cwd=home,
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         stdin=subprocess.DEVNULL,
-    ) as running:
-        for line in running.stdout:
+    ) as process:
+        for line in process.stdout:
             if "waiting" in line:
                 break
         time.sleep(0.2)
-        running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=60)
-    assert running.returncode == -signal.SIGINT
-    assert "KeyboardInterrupt" in said
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in err
 
 
-def test_sites_stops_after_the_trace(home):
-    ran = policyc(home, "sites", "--policy", "good.policy", "train.py")
-    assert ran.returncode == 0, ran.stderr
-    assert "loss" not in ran.stdout
-    assert "1 x 4 x 32 x 16" in ran.stdout
-    listed = json.loads(policyc(home, "sites", "--format", "json", "-m", "train").stdout.partition("\n")[2])
-    assert [s["parameters"] for s in listed["sites"]] == [["up"], ["down"]]
+def test_sites_stops_after_the_trace(home: Path) -> None:
+    result = run(home, "sites", "--policy", "good.policy", "train.py")
+    assert result.code == 0, result.err
+    assert "loss" not in result.out
+    assert "1 x 4 x 32 x 16" in result.out
+    listed = json.loads(run(home, "sites", "--format", "json", "-m", "train").out.partition("\n")[2])
+    assert [site["parameters"] for site in listed["sites"]] == [["up"], ["down"]]
 
 
-def test_lint_against_a_program(home):
-    ran = policyc(home, "lint", "count.policy", "--against", "train.py", "--format", "concise")
-    assert ran.returncode == 1
-    assert "expect-violated" in ran.stdout
-    assert "slower-than-bf16" in ran.stdout
-    assert "on b200" in ran.stdout
-    ran = policyc(home, "lint", "typo.policy", "--against", "-m", "train", "--format", "concise")
-    assert "unmatched-rule" in ran.stdout
+def test_lint_against_a_program(home: Path) -> None:
+    result = run(home, "lint", "count.policy", "--against", "train.py", "--format", "concise")
+    assert result.code == 1
+    assert "expect-violated" in result.out
+    assert "slower-than-bf16" in result.out
+    assert "on b200" in result.out
+    result = run(home, "lint", "typo.policy", "--against", "-m", "train", "--format", "concise")
+    assert "unmatched-rule" in result.out

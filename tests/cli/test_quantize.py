@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.support.command import Ran, policyc
+from tests.support.command import CommandResult, policyc
 
 REFERENCE = np.load(Path(__file__).parents[1] / "data" / "nvfp4_reference.npz")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -23,7 +23,7 @@ TILES = "normal_32x64_float32_2d"
 ROTATED = "rht_64x128_bf16"
 
 
-def run(folder: Path, array: np.ndarray, *options: str) -> tuple[Ran, dict[str, np.ndarray]]:
+def run(folder: Path, array: np.ndarray, *options: str) -> tuple[CommandResult, dict[str, np.ndarray]]:
     np.save(folder / "in.npy", array)
     ran = policyc("quantize", folder / "in.npy", *options, "--out", folder / "out.npz")
     found = dict(np.load(folder / "out.npz")) if (folder / "out.npz").exists() else {}

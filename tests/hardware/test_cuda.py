@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from policyc.hardware import hlo
-from tests.support.command import ROOT, Ran, spawn
+from tests.support.command import ROOT, CommandResult, spawn
 
 pytestmark = pytest.mark.cuda
 pytest.importorskip("jax_plugins.xla_cuda13", reason="the extra cuda13 is not installed")
@@ -21,7 +21,7 @@ BLOCK = ("--config", "tiny", "--batch", "8", "--sequence", "256")
 PAPER = "* -> bf16; mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 
 
-def ran(*words: str | Path) -> Ran:
+def ran(*words: str | Path) -> CommandResult:
     """`policyc compile` in a process of its own: XLA's compiler keeps what it holds. It has no host devices of ours."""
     return spawn("compile", *words, env={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, timeout=1200)
 

@@ -1,20 +1,35 @@
-"""Runs `policyc` as a user would, in this process or in one of its own."""
+"""Runs `policyc` as a user would, in this process or in a new one.
+
+A new process costs a second or two of start-up, more if it loads JAX. Use one only where the process is what is tested.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 from click.testing import CliRunner
 
-from policyc.cli.main import COMMANDS, cli
+from policyc.cli.main import COMMANDS, cli, main
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """How a command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
 
 
 def load_commands() -> dict[str, click.Command]:
@@ -23,29 +38,66 @@ def load_commands() -> dict[str, click.Command]:
     return {name: command for name, command in commands.items() if command is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-def policyc(*arguments: str | Path, stdin: str | bytes = "", env: dict[str, str] | None = None) -> Ran:
-    """Run the command in this process. What it leaves behind (a disabled collector) is undone."""
+def policyc(
+    *arguments: str | Path,
+    stdin: str | bytes = "",
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+) -> CommandResult:
+    """Runs the command in this process, with its own streams and environment."""
     try:
         runner = CliRunner(mix_stderr=False)  # click before 8.2
     except TypeError:
         runner = CliRunner()
-    given = {"NO_COLOR": "", "FORCE_COLOR": "", **(env or {})}
-    try:
-        result = runner.invoke(cli, [str(a) for a in arguments], input=stdin, env=given, prog_name="policyc")
-    finally:
-        gc.enable()
+    environment = {"NO_COLOR": "", "FORCE_COLOR": "", **(env or {})}
+    with _process_state(cwd):
+        result = runner.invoke(
+            cli, [str(a) for a in arguments], input=stdin, env=environment, prog_name="policyc"
+        )
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    return Ran(result.exit_code, result.stdout, result.stderr)
+    return CommandResult(result.exit_code, result.stdout, result.stderr)
+
+
+def run_main(*arguments: str | Path, encoding: str) -> CommandResult:
+    """Runs the entry point in this process, with output streams of an encoding that may lack characters."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
+    code: object = 0
+    with _process_state(None), contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        sys.argv = ["policyc", *map(str, arguments)]
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    texts = []
+    for stream in streams:
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode(encoding))  # type: ignore[attr-defined]  # a BytesIO
+    assert isinstance(code, int)
+    return CommandResult(code, texts[0], texts[1])
+
+
+@contextlib.contextmanager
+def _process_state(cwd: Path | None) -> Iterator[None]:
+    """Runs in a folder, and undoes what a command or a program does to the process."""
+    argv, path = sys.argv, sys.path
+    sys.argv, sys.path = [*argv], [*path]
+    try:
+        with contextlib.chdir(cwd or Path.cwd()):
+            yield
+    finally:
+        sys.argv, sys.path = argv, path
+        gc.enable()  # `lint` turns it off
+        if cwd is not None:
+            _forget_modules(cwd.resolve())
+
+
+def _forget_modules(folder: Path) -> None:
+    """Removes the modules that were imported from a folder: another test may have others of the same names."""
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if file and folder in Path(file).parents:
+            del sys.modules[name]
 
 
 def spawn(
@@ -54,10 +106,10 @@ def spawn(
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
     timeout: float = 120,
-) -> Ran:
-    """Run the command in a process of its own, from another folder if asked to."""
+) -> CommandResult:
+    """Runs the command in a new process."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "policyc.cli.main", *map(str, arguments)],
         input=stdin,
         capture_output=True,
@@ -66,4 +118,5 @@ def spawn(
         check=False,
         timeout=timeout,
     )
-    return Ran(found.returncode, found.stdout.decode(errors="replace"), found.stderr.decode(errors="replace"))
+    out, err = (text.decode(errors="replace") for text in (process.stdout, process.stderr))
+    return CommandResult(process.returncode, out, err)
