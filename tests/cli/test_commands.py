@@ -16,7 +16,7 @@ import pytest
 from policyc import __version__, load, parse
 from policyc.language import bundled
 from policyc.lint.rules import LINT_RULES, load_program_rules
-from tests.support.command import ROOT, load_commands, policyc, spawn
+from tests.support.command import ROOT, load_commands, policyc, run_main, spawn
 
 CLEAN = "mlp.* -> fp8\n"
 SHADOWED = "mlp.up -> bf16\nmlp.* -> fp8\n"
@@ -475,17 +475,30 @@ def test_programs_never_get_colours(folder: Path, form: str) -> None:
 @pytest.mark.parametrize("form", ["full", "json", "sarif"])
 def test_an_output_that_is_not_utf_8(folder: Path, form: str) -> None:
     (folder / "caf\u00e9.policy").write_text("\u6df1\u5c64 -> fp9  # " + "\u00e9" * 200, encoding="utf-8")
-    ran = spawn("lint", "caf\u00e9.policy", "--format", form, env={"PYTHONIOENCODING": "ascii"})
+    ran = run_main("lint", "caf\u00e9.policy", "--format", form, encoding="ascii")
     assert ran.code == 1
     assert "Traceback" not in ran.err
+    assert ran.out
     if form in ("json", "sarif"):
         json.loads(ran.out)
 
 
 @pytest.mark.parametrize("arguments", ["show fp8", "explain shadowed-rule"])
 def test_the_rest_in_an_output_that_is_not_utf_8(arguments: str) -> None:
-    ran = spawn(*arguments.split(), env={"PYTHONIOENCODING": "ascii"})
+    ran = run_main(*arguments.split(), encoding="ascii")
     assert (ran.code, "Traceback" in ran.err) == (0, False)
+
+
+def test_a_process_whose_output_is_not_utf_8(folder: Path) -> None:
+    (folder / "caf\u00e9.policy").write_text("\u6df1\u5c64 -> fp9  # " + "\u00e9" * 200, encoding="utf-8")
+    ran = spawn("lint", "caf\u00e9.policy", env={"PYTHONIOENCODING": "ascii"})
+    assert (ran.code, "Traceback" in ran.err) == (1, False)
+    assert "-> fp9" in ran.out
+
+
+def test_a_character_that_the_output_lacks_is_a_question_mark(folder: Path) -> None:
+    (folder / "deep.policy").write_text("\u6df1\u5c64 -> fp9\n", encoding="utf-8")
+    assert "?? -> fp9" in run_main("lint", "deep.policy", encoding="latin-1").out
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other file systems have no such names")
@@ -493,8 +506,7 @@ def test_the_rest_in_an_output_that_is_not_utf_8(arguments: str) -> None:
 def test_a_file_name_that_is_not_utf_8(folder: Path, form: str) -> None:
     name = os.fsdecode(b"caf\xe9.policy")
     (folder / name).write_text(FAULTY)
-    run = spawn if form == "github" else policyc  # only a process knows how to print such a name
-    ran = run("lint", name, "--format", form)
+    ran = run_main("lint", name, "--format", form, encoding="utf-8")
     assert ran.code == 1
     if form in ("json", "sarif"):
         json.loads(ran.out)

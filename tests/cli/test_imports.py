@@ -1,6 +1,6 @@
-"""What starting `policyc` loads: a linter in a pre-commit hook must not wait for JAX.
+"""What `policyc` loads when it starts: a linter in a pre-commit hook must not wait for JAX.
 
-How long it takes is measured by `benchmarks/startup.py`. What it loads does not depend on the machine.
+`benchmarks/startup.py` measures the time. What is loaded does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -15,70 +15,73 @@ import pytest
 
 from tests.support.command import ROOT
 
-HEAVY = ("jax", "jaxlib", "numpy", "networkx", "ml_dtypes", "scipy")
+HEAVY = {"jax", "jaxlib", "numpy", "networkx", "ml_dtypes", "scipy"}
+PARSING = {"lark", "rich", "policyc.language.parser", "policyc.lint.engine"}
+PRINTING = {"rich", "policyc.language.tables", "policyc.language.formatter"}
+OTHER_COMMANDS = {f"policyc.cli.{name}" for name in ("apply", "compile", "explain", "fmt", "show", "train")}
+
+COMMANDS = {
+    "--version": HEAVY | PARSING | OTHER_COMMANDS,
+    "lint --help": HEAVY | PARSING | OTHER_COMMANDS,
+    "--help": HEAVY | PARSING,
+    "lint a.policy": HEAVY | PRINTING,
+    "lint a.policy --format full": HEAVY | PRINTING,
+    "lint a.policy --fix": HEAVY | PRINTING,
+    "lint llama_nvfp4 --format sarif": HEAVY | PRINTING,
+    "explain shadowed-rule": HEAVY | {"rich", "policyc.language.tables"},
+    "fmt --check a.policy": HEAVY,
+    "show llama_nvfp4": HEAVY,
+}
+"""Commands, and what must not be loaded after each. They run in this order in one process."""
 
 SCRIPT = """
-import json, sys
-sys.argv = ["policyc", *json.loads(sys.argv[1])]
+import contextlib, io, json, sys
 from policyc.cli.main import main
-try:
-    main()
-except SystemExit:
-    pass
-print("\\n" + json.dumps(sorted(sys.modules)))
+loaded = {}
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["policyc", *words.split()]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            main()
+        except SystemExit:
+            pass
+    loaded[words] = sorted(sys.modules)
+print(json.dumps(loaded))
 """
 
 
-def loaded(*arguments: str, cwd: Path) -> set[str]:
-    """The modules that are loaded when a command has run."""
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    return set(json.loads(ran.stdout.splitlines()[-1]))
+def run_python(code: str, *arguments: str, cwd: Path | None = None) -> str:
+    """What a new interpreter prints."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(
+        words, capture_output=True, text=True, check=True, timeout=120, cwd=cwd, env=env
+    ).stdout
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--help",
-        "--version",
-        "lint --help",
-        "lint a.policy --format full",
-        "lint a.policy --fix",
-        "lint llama_nvfp4 --format sarif",
-        "fmt --check a.policy",
-        "explain shadowed-rule",
-        "show llama_nvfp4",
-    ],
-)
-def test_a_verb_of_the_front_door_loads_nothing_heavy(tmp_path: Path, arguments: str) -> None:
-    (tmp_path / "a.policy").write_text("mlp.up -> bf16\nmlp.* -> fp8\n")
-    modules = loaded(*arguments.split(), cwd=tmp_path)
-    assert "policyc.cli.main" in modules
-    assert not modules & set(HEAVY)
+def loaded_modules(commands: list[str], folder: Path) -> dict[str, set[str]]:
+    """The modules that are loaded after each of some commands, run one after the other in one new process."""
+    (folder / "a.policy").write_text("mlp.up -> bf16\nmlp.* -> fp8\n")
+    output = run_python(SCRIPT, json.dumps(commands), cwd=folder)
+    return {command: set(modules) for command, modules in json.loads(output).items()}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "absent"),
-    [
-        ("--help", {"lark", "rich", "policyc.language.parser", "policyc.lint.engine"}),
-        ("lint a.policy", {"rich", "policyc.language.policy_tables", "policyc.language.formatter"}),
-        ("explain", {"rich", "policyc.language.policy_tables"}),
-    ],
-)
-def test_a_verb_loads_only_what_it_needs(tmp_path: Path, arguments: str, absent: set[str]) -> None:
-    (tmp_path / "a.policy").write_text("mlp.* -> fp8\n")
-    assert not loaded(*arguments.split(), cwd=tmp_path) & absent
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    return loaded_modules([*COMMANDS], tmp_path_factory.mktemp("imports"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_loads_only_what_it_needs(modules: dict[str, set[str]], command: str) -> None:
+    assert "policyc.cli.main" in modules[command]
+    assert not modules[command] & COMMANDS[command]
+
+
+def test_the_list_of_codes_is_printed_without_tables(tmp_path: Path) -> None:
+    (loaded,) = loaded_modules(["explain"], tmp_path).values()
+    assert not loaded & {"rich", "policyc.language.tables"}
 
 
 def test_importing_the_package_loads_nothing_of_it() -> None:
     code = "import sys, policyc; print(sorted(m for m in sys.modules if m.startswith('policyc')))"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    assert ran.stdout.strip() == "['policyc']"
+    assert run_python(code).strip() == "['policyc']"

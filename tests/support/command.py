@@ -72,7 +72,9 @@ def run_main(*arguments: str | Path, encoding: str) -> CommandResult:
     texts = []
     for stream in streams:
         stream.flush()
-        texts.append(stream.buffer.getvalue().decode(encoding))  # type: ignore[attr-defined]  # a BytesIO
+        texts.append(
+            stream.buffer.getvalue().decode(encoding, errors="replace")
+        )  # click writes UTF-8 for ASCII
     assert isinstance(code, int)
     return CommandResult(code, texts[0], texts[1])
 
