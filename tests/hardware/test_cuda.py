@@ -1,4 +1,4 @@
-"""Steps compiled for GPUs that are not here. Needs the extra cuda13, and no GPU: `make test-cuda`."""
+"""Steps compiled for GPUs that are not present. Needs the extra cuda13, and no GPU: `make test-cuda`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ BLOCK = ("--config", "tiny", "--batch", "8", "--sequence", "256")
 PAPER = "* -> bf16; mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 
 
-def ran(*words: str | Path) -> CommandResult:
-    """`policyc compile` in a process of its own: XLA's compiler keeps what it holds. It has no host devices of ours."""
+def run_compile(*words: str | Path) -> CommandResult:
+    """Runs `policyc compile` in its own process, without the host devices of the tests.
+
+    XLA's compiler does not give back its memory before the process ends.
+    """
     return spawn("compile", *words, env={"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, timeout=1200)
 
 
-def compiled(*words: str | Path) -> Any:
-    """Its report."""
-    found = ran(*words, "--format", "json")
-    assert found.code == 0, found.err[-3000:]
-    return json.loads(found.out)
+def compile_report(*words: str | Path) -> Any:
+    """The JSON report of `policyc compile`."""
+    ran = run_compile("--format", "json", *words)
+    assert ran.code == 0, ran.err[-3000:]
+    return json.loads(ran.out)
 
 
 @pytest.fixture
@@ -40,63 +43,63 @@ def policy(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_four_bits_are_native_on_blackwell(policy: str) -> None:
-    found = compiled(policy, *BLOCK, "--target", "gb200")
-    products = found["products"]
+def test_nvfp4_is_native_on_blackwell(policy: str) -> None:
+    report = compile_report(policy, *BLOCK, "--target", "gb200")
+    products = report["products"]
     assert {(p["site"].rpartition(".")[2], p["gemm"]) for p in products} == {
         (site, gemm) for site in ("gate_proj", "up_proj", "down_proj") for gemm in ("fprop", "dgrad", "wgrad")
     }
     assert all(p["native"] and p["call"] == "__cudnn$blockScaledDot" for p in products)
     assert all(p["found"] >= 4 for p in products), "four layers"
-    assert found["memory"]["needed"] < found["memory"]["device"]
+    assert report["memory"]["needed"] < report["memory"]["device"]
 
 
-def test_what_is_not_native_says_why(policy: str, tmp_path: Path) -> None:
-    hopper = compiled(policy, *BLOCK, "--target", "h200")["products"]
+def test_an_emulated_product_says_why(policy: str, tmp_path: Path) -> None:
+    hopper = compile_report(policy, *BLOCK, "--target", "h200")["products"]
     assert hopper
     assert {(p["native"], p["reason"]) for p in hopper} == {(False, "h200 does not multiply nvfp4")}
     assert all("run it on b200, gb200, b300, gb300" in p["remedy"] for p in hopper)
     (tmp_path / "mx.policy").write_text("mlp.* -> mxfp4")
-    blackwell = compiled(tmp_path / "mx.policy", *BLOCK, "--target", "gb200")["products"]
+    blackwell = compile_report(tmp_path / "mx.policy", *BLOCK, "--target", "gb200")["products"]
     assert {(p["native"], p["reason"]) for p in blackwell} == {
         (False, "XLA has no block-scaled GEMM of mxfp4")
     }
     assert {p["remedy"] for p in blackwell} == {"nvfp4 or mxfp8"}
 
 
-def test_eight_bits_are_native_on_hopper() -> None:
-    found = compiled("fp8", *BLOCK, "--target", "h100")
-    assert found["products"]
-    assert all(p["native"] and p["call"] == "__cublas$lt$matmul$f8" for p in found["products"])
+def test_fp8_is_native_on_hopper() -> None:
+    products = compile_report("fp8", *BLOCK, "--target", "h100")["products"]
+    assert products
+    assert all(p["native"] and p["call"] == "__cublas$lt$matmul$f8" for p in products)
 
 
-def test_eight_bits_are_scaled_inside_the_product(tmp_path: Path) -> None:
-    """No fp32 result of an 8-bit product stands in memory, and its scale was never rounded to bfloat16."""
-    compiled("fp8", *BLOCK, "--target", "h200", "--dump-hlo", tmp_path)
+def test_fp8_products_apply_their_scales_inside_the_gemm(tmp_path: Path) -> None:
+    """No fp32 result of an 8-bit product is written to memory, and its scale is not rounded to bfloat16."""
+    compile_report("fp8", *BLOCK, "--target", "h200", "--dump-hlo", tmp_path)
     (path,) = tmp_path.iterdir()
     module = hlo.parse_module(path.read_text())
-    products = [r for r in module.executions if r.instruction.call_target == "__cublas$lt$matmul$f8"]
+    products = [e for e in module.executions if e.instruction.call_target == "__cublas$lt$matmul$f8"]
     assert len(products) == 7 * 3, "seven linear layers in a scanned block"
     for product in products:
         assert product.instruction.shape.startswith("(bf16["), product.instruction.shape
-        inside = module.computations[product.computation]
-        scale = inside[product.instruction.operands[2]]
+        computation = module.computations[product.computation]
+        scale = computation[product.instruction.operands[2]]
         while scale.opcode in ("bitcast", "get-tuple-element"):
-            scale = inside[scale.operands[0]]
+            scale = computation[scale.operands[0]]
         assert scale.opcode == "fusion", "it is computed from both maxima"
-        made = module.computations[scale.called[0]]
-        back = [
-            i for i in made.values() if i.opcode == "convert" and made[i.operands[0]].shape.startswith("bf16")
+        body = module.computations[scale.called[0]]
+        from_bf16 = [
+            i for i in body.values() if i.opcode == "convert" and body[i.operands[0]].shape.startswith("bf16")
         ]
-        assert not back, "rounded to bfloat16, and back"
+        assert not from_bf16, "rounded to bfloat16 and back"
 
 
-def test_weights_are_gathered_in_four_bits(policy: str) -> None:
-    """Over fsdp, what moves of a quantized weight is its codes. The batch is in two parts, and each is asked for."""
-    found = compiled(policy, *BLOCK, "--target", "gb200", "--devices", "4", "--accumulate", "2")
-    gathered = {t for c in found["collectives"] if c["kind"] == "all-gather" for t in c["type"].split("+")}
-    assert gathered & {"f4e2m1fn", "s8", "u8"}, found["collectives"]
-    assert all(p["found"] >= 2 * 4 for p in found["products"]), "two parts of four layers"
+def test_fsdp_gathers_the_codes_of_weights(policy: str) -> None:
+    """The batch has two microbatches, and the calls of both are expected."""
+    report = compile_report(policy, *BLOCK, "--target", "gb200", "--devices", "4", "--accumulate", "2")
+    gathered = {t for c in report["collectives"] if c["kind"] == "all-gather" for t in c["type"].split("+")}
+    assert gathered & {"f4e2m1fn", "s8", "u8"}, report["collectives"]
+    assert all(p["found"] >= 2 * 4 for p in report["products"]), "two microbatches of four layers"
 
 
 PROGRAM = """\
@@ -130,42 +133,40 @@ def step(params, x):
 
 with jax.set_mesh(mesh):
     step({"mlp": weights}, x)
-print("the program went on")
+print("the program ran its step")
 """
 
 
 @pytest.mark.parametrize(("kind", "format"), [("Auto", "nvfp4"), ("Explicit", "mxfp8")])
-def test_a_program_on_eight_devices(kind: str, format: str, tmp_path: Path) -> None:
+def test_the_step_of_a_program_is_compiled_for_eight_devices(kind: str, format: str, tmp_path: Path) -> None:
     (tmp_path / "p.policy").write_text(f"mlp -> {format}")
     (tmp_path / "train.py").write_text(PROGRAM)
-    words = (tmp_path / "p.policy", "--target", "gb300", "--devices", "8", "--format", "json")
-    found = ran(*words, tmp_path / "train.py", kind)
-    assert found.code == 0, found.err[-3000:]
-    report = json.loads(found.out)
+    words = (tmp_path / "p.policy", "--target", "gb300", "--devices", "8")
+    report = compile_report(*words, tmp_path / "train.py", kind)
     assert report["devices"] == 8
     assert {(p["site"], p["gemm"], p["native"]) for p in report["products"]} == {
         ("mlp", gemm, True) for gemm in ("fprop", "dgrad", "wgrad")
     }
     assert all(p["found"] == 4 and p["call"] == "__cudnn$blockScaledDot" for p in report["products"])
-    # The weights are divided over the devices: of each there is an eighth, and a share of x.
+    # Weights and x are sharded over the devices: each device has an eighth of both.
     assert report["memory"]["arguments"] == (4 * 256 * 256 * 4 + 512 * 256 * 2) // 8
     assert {c["kind"] for c in report["collectives"]} >= {"all-gather"}
 
 
-def test_a_policy_that_cannot_be_native(policy: str) -> None:
-    found = ran(policy, *BLOCK, "--target", "h200", "--require-native")
-    assert found.code == 1
-    assert "h200 does not multiply nvfp4" in found.err
-    assert "run it on b200, gb200, b300, gb300" in found.err
+def test_require_native_refuses_an_emulated_product(policy: str) -> None:
+    ran = run_compile(policy, *BLOCK, "--target", "h200", "--require-native")
+    assert ran.code == 1
+    assert "h200 does not multiply nvfp4" in ran.err
+    assert "run it on b200, gb200, b300, gb300" in ran.err
 
 
 @pytest.mark.parametrize("policy_name", ["llama_nvfp4", "fp8"])
-def test_one_block_of_llama_8b(policy_name: str, tmp_path: Path) -> None:
-    """No operand is written in fp32, no random array is in memory, and no quantizer falls apart into passes.
+def test_the_kernels_and_bytes_of_a_llama_block_stay_within_limits(policy_name: str, tmp_path: Path) -> None:
+    """No operand is written in fp32, no random array is in memory, and quantizers stay fused.
 
-    The limits are a tenth above what was measured when they were written: docs/blackwell.md has the figures.
+    The limits are a tenth above the figures in docs/blackwell.md at the time they were written.
     """
-    kernels, moved = {"llama_nvfp4": (267, 41e9), "fp8": (197, 25.5e9)}[policy_name]
+    most_kernels, most_bytes = {"llama_nvfp4": (267, 41e9), "fp8": (197, 25.5e9)}[policy_name]
     words = [sys.executable, "-m", "benchmarks.compiled_block", policy_name, "--json", str(tmp_path / "out")]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     subprocess.run(words, cwd=ROOT, env=env, check=True, timeout=1200, stdout=subprocess.PIPE)
@@ -173,17 +174,19 @@ def test_one_block_of_llama_8b(policy_name: str, tmp_path: Path) -> None:
     assert block["wide"] == []
     kinds = block["kinds"]
     assert kinds["native GEMMs"]["kernels"] == {"llama_nvfp4": 9, "fp8": 21}[policy_name]
-    assert sum(k["kernels"] for k in kinds.values()) <= kernels
-    assert sum(k["read"] + k["written"] for k in kinds.values()) <= moved
+    assert sum(k["kernels"] for k in kinds.values()) <= most_kernels
+    assert sum(k["read"] + k["written"] for k in kinds.values()) <= most_bytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy_name", ["llama_nvfp4", "fp8"])
 @pytest.mark.parametrize("target", ["gb200", "gb300"])
 @pytest.mark.parametrize(("config", "devices"), [("llama3_8b", "8"), ("llama3_405b", "128")])
-def test_llama_fits_and_is_native(policy_name: str, target: str, config: str, devices: str) -> None:
-    found = compiled(policy_name, "--config", config, "--target", target, "--devices", devices)
-    assert found["memory"]["needed"] < found["memory"]["device"]
+def test_llama_fits_into_memory_and_is_native(
+    policy_name: str, target: str, config: str, devices: str
+) -> None:
+    report = compile_report(policy_name, "--config", config, "--target", target, "--devices", devices)
+    assert report["memory"]["needed"] < report["memory"]["device"]
     linears = {"llama_nvfp4": 3, "fp8": 7}[policy_name]
-    assert len(found["products"]) == 3 * linears
-    assert all(p["native"] and p["found"] for p in found["products"])
+    assert len(report["products"]) == 3 * linears
+    assert all(p["native"] and p["found"] for p in report["products"])
