@@ -220,14 +220,17 @@ class _Checker:
     def _report_unknown_value(self, setting: Setting) -> None:
         option = OPTIONS[setting.name]
         help = f"expected {option.expected}"
+        invalid = next((w for w in setting.words if w not in option.choices), None)
         if not setting.words:
-            self._report("unknown-value", setting.span, f"'{setting.name}' needs a value", help)
-            return
-        invalid = next((w for w in setting.words if w not in option.choices), setting.words[0])
-        closest = closest_name(invalid, option.choices)
-        if closest is not None:
-            help = f"did you mean '{closest}'?"
-        self._report("unknown-value", setting.span, f"'{setting.name}' cannot be '{invalid}'", help)
+            message = f"'{setting.name}' needs a value"
+        elif invalid is None:
+            message = f"'{setting.name}' takes only one value"
+        else:
+            message = f"'{setting.name}' cannot be '{invalid}'"
+            closest = closest_name(invalid, option.choices)
+            if closest is not None:
+                help = f"did you mean '{closest}'?"
+        self._report("unknown-value", setting.span, message, help)
 
     def _report_duplicate(self, first: Setting, before: Setting, second: Setting) -> None:
         """`before` is the setting just left of `second`."""
