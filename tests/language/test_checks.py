@@ -156,7 +156,7 @@ def test_a_chain_has_at_most_32_recipes(length, codes):
 
 
 def test_the_variants_share_a_limit_of_steps_from_recipe_to_recipe():
-    """Each variant takes 64 steps, two for each of 32 recipes: 700 variants stay below the 100,000 steps, 4,000 do not."""
+    """Each variant takes 64 steps, two for each of 32 recipes: 700 variants stay below 100,000 steps, 4,000 do not."""
     chain = (
         "".join(f"recipe r{i} = split(fprop=r{i + 1}, bwd=bf16)\n" for i in range(30)) + "recipe r30 = bf16\n"
     )
