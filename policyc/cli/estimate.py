@@ -61,7 +61,7 @@ Memory is not checked: a step that does not fit has an estimate too.
 @click.argument("policy")
 @program_argument(required=False)
 def estimate(policy: str, program: tuple[str, ...], step: StepOptions, **options: Any) -> None:
-    """Estimate the time of a training step on GPUs that need not be present.
+    """Estimate the time of a step on GPUs that need not be present.
 
     The step is that of a configuration of the bundled Llama (--config) or of a program, whose loss is traced and not
     run. The estimate comes from a cost model, not from a measurement. docs/estimate.md says how accurate it is.

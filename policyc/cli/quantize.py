@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of stochastic rounding.")
 @click.option("--out", required=True, metavar="OUT.npz", help="File to write.")
 def quantize(array: str, recipe: str, role_name: str, gemm_name: str, out: str, **options: int) -> None:
-    """Quantize an array exactly as a policy would, and print the error.
+    """Quantize an array exactly as a policy would.
 
-    OUT.npz holds codes (one per byte), packed (two codes per byte, the even one in the low half), scales (raw bytes),
-    amax (f32) and dequantized (f32), with the quantized axis last. That is enough to compare with any other
-    implementation.
+    Prints the error. OUT.npz holds codes (one per byte), packed (two codes per byte, the even one in the low half),
+    scales (raw bytes), amax (f32) and dequantized (f32), with the quantized axis last. That is enough to compare with
+    any other implementation.
     """
     from policyc.language.diagnostics import PolicyError
     from policyc.language.recipes import Gemm, Role

@@ -72,13 +72,13 @@ def test_a_module_keeps_its_words() -> None:
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(words: str, message: str) -> None:
-    ran = policyc(*words.split())
-    assert ran.code == 2
-    assert message in ran.err
+    result = policyc(*words.split())
+    assert result.code == 2
+    assert message in result.err
 
 
 @pytest.mark.parametrize("words", ["apply fp8 --help", "apply --help", "sites -h", "estimate fp8 -h"])
 def test_help_is_printed_wherever_an_option_may_stand(words: str) -> None:
-    ran = policyc(*words.split())
-    assert ran.code == 0
-    assert ran.out.startswith(f"Usage: policyc {words.split()[0]}")
+    result = policyc(*words.split())
+    assert result.code == 0
+    assert result.out.startswith(f"Usage: policyc {words.split()[0]}")

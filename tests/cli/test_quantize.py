@@ -1,4 +1,4 @@
-"""`policyc quantize` against the vendor's vectors, and against what is not an array."""
+"""`policyc quantize`: its files hold the bits of NVIDIA's reference vectors, and bad input is an error."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ ROTATED = "rht_64x128_bf16"
 
 
 def run(folder: Path, array: np.ndarray, *options: str) -> tuple[CommandResult, dict[str, np.ndarray]]:
+    """Quantizes an array. Returns the result of the command, and the arrays of the file it wrote."""
     np.save(folder / "in.npy", array)
-    ran = policyc("quantize", folder / "in.npy", *options, "--out", folder / "out.npz")
-    found = dict(np.load(folder / "out.npz")) if (folder / "out.npz").exists() else {}
-    return ran, found
+    result = policyc("quantize", folder / "in.npy", *options, "--out", folder / "out.npz")
+    arrays = dict(np.load(folder / "out.npz")) if (folder / "out.npz").exists() else {}
+    return result, arrays
 
 
-def array(case: str) -> np.ndarray:
-    """bfloat16 as numpy saves it: two-byte voids."""
+def reference_input(case: str) -> np.ndarray:
+    """The input of a reference vector. numpy saves bfloat16 as two-byte voids."""
     x = REFERENCE[f"{case}/x"]
     return x.view("V2") if x.dtype == np.uint16 else x
 
@@ -46,32 +47,32 @@ def array(case: str) -> np.ndarray:
         (ROTATED, ("--recipe", "nvfp4(rht=wgrad)", *TOKENS, "--axis", "0"), "q_t", "s_t"),
     ],
 )  # fmt: skip
-def test_the_files_hold_the_vendors_bits(
+def test_the_file_holds_the_bits_of_the_reference(
     tmp_path: Path, case: str, options: tuple[str, ...], codes: str, scales: str
 ) -> None:
-    ran, found = run(tmp_path, array(case), *options)
-    assert ran.code == 0
+    result, arrays = run(tmp_path, reference_input(case), *options)
+    assert result.code == 0
     packed = REFERENCE[f"{case}/{codes}"]
-    np.testing.assert_array_equal(found["packed"], packed)
+    np.testing.assert_array_equal(arrays["packed"], packed)
     np.testing.assert_array_equal(
-        found["codes"], np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+        arrays["codes"], np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
     )
-    np.testing.assert_array_equal(found["scales"], REFERENCE[f"{case}/{scales}"])
+    np.testing.assert_array_equal(arrays["scales"], REFERENCE[f"{case}/{scales}"])
     amax = REFERENCE[f"{case}/{'amax_col' if codes == 'q_t' else 'amax_row'}"]
-    np.testing.assert_array_equal(found["amax"], amax)
-    by_block = np.repeat(found["scales"].view(ml_dtypes.float8_e4m3fn).astype(np.float64), 16, axis=-1)
-    values = E2M1[found["codes"]] * by_block[:, : found["codes"].shape[1]] * (np.float64(amax) / 2688)
-    # fp32 has 24 bits, and the product of three numbers is rounded three times at most.
-    np.testing.assert_allclose(found["dequantized"], values, rtol=3 * 2**-24)
-    assert {k: v.dtype for k, v in found.items()} == {
+    np.testing.assert_array_equal(arrays["amax"], amax)
+    by_block = np.repeat(arrays["scales"].view(ml_dtypes.float8_e4m3fn).astype(np.float64), 16, axis=-1)
+    values = E2M1[arrays["codes"]] * by_block[:, : arrays["codes"].shape[1]] * (np.float64(amax) / 2688)
+    # fp32 has 24 bits, and a product of three numbers is rounded at most three times.
+    np.testing.assert_allclose(arrays["dequantized"], values, rtol=3 * 2**-24)
+    assert {k: v.dtype for k, v in arrays.items()} == {
         "codes": np.uint8, "packed": np.uint8, "scales": np.uint8, "amax": np.float32, "dequantized": np.float32,
     }  # fmt: skip
     for figure in ("SQNR", "relative error", "flushed", "saturated", "zero blocks", "gain"):
-        assert figure in ran.out
+        assert figure in result.out
 
 
 @pytest.mark.parametrize(
-    ("array", "options", "code", "said"),
+    ("array", "options", "code", "message"),
     [
         (np.arange(4), ("--recipe", "nvfp4", *WEIGHT), 2, "int64"),
         (np.float32(3), ("--recipe", "nvfp4", *WEIGHT), 2, "one axis or more"),
@@ -82,20 +83,20 @@ def test_the_files_hold_the_vendors_bits(
         (np.ones((16, 16), "f4"), ("--recipe", "nvfp4(rht=wgrad.grad)", *GRADIENT), 2, "both"),
     ],
 )  # fmt: skip
-def test_bad_input_is_said_and_leaves_nothing(
-    tmp_path: Path, array: np.ndarray, options: tuple[str, ...], code: int, said: str
+def test_bad_input_is_an_error_and_writes_no_file(
+    tmp_path: Path, array: np.ndarray, options: tuple[str, ...], code: int, message: str
 ) -> None:
-    ran, found = run(tmp_path, array, *options)
-    assert ran.code == code
-    assert said in ran.err
-    assert not found
+    result, arrays = run(tmp_path, array, *options)
+    assert result.code == code
+    assert message in result.err
+    assert not arrays
     assert os.listdir(tmp_path) == ["in.npy"]
 
 
-def test_a_file_that_is_no_array(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_array_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_text("hello")
     options = ("--recipe", "fp8", *WEIGHT, "--out", tmp_path / "o.npz")
     for name in ("x.npy", "absent.npy"):
-        ran = policyc("quantize", tmp_path / name, *options)
-        assert ran.code == 2
-        assert name in ran.err
+        result = policyc("quantize", tmp_path / name, *options)
+        assert result.code == 2
+        assert name in result.err
