@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.stages import Compiled, Lowered, Wrapped
 
 from policyc.compiler.pipeline import compile_plan
 from policyc.compiler.plan import ExecutionOptions, Plan
@@ -22,7 +26,7 @@ from policyc.jaxcore.relocate import JittedFunction
 from policyc.language.policy import Policy
 from policyc.numerics.targets import Target
 
-_COMPILER_OPTIONS = {
+_COMPILER_OPTIONS: dict[str, str | bool] = {
     # Autotuning runs kernels on a device. Without one, take cuBLAS and cuDNN in their first configuration.
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": "False",
@@ -44,12 +48,9 @@ def check_installed() -> None:
         )
 
 
-def make_devices(target: Target, count: int) -> list[Any]:
+def make_devices(target: Target, count: int) -> list[jax.Device]:
     """Returns devices of a target to compile for. They cannot run anything."""
     check_installed()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jax.experimental import topologies
-
     description = gpu_description(_with_installed_cudnn(gpus.read_description(target)))
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=description, topology=f"1x1x{count}"
@@ -78,7 +79,7 @@ def _with_installed_cudnn(description: str) -> str:
 
 
 def compile_step(
-    step: Any,
+    step: Wrapped,
     arguments: Sequence[Any],
     policy: Policy,
     execution: ExecutionOptions,
@@ -90,7 +91,7 @@ def compile_step(
 
     Args:
         step: the jitted function.
-        arguments: its arguments, as shapes with shardings on devices of the target.
+        arguments: its arguments, pytrees of shapes with shardings on devices of the target.
         policy: the policy for the losses that the step differentiates.
         execution: the backend and the target.
         devices: the number of devices.
@@ -105,24 +106,22 @@ def compile_step(
     return _report(_compile(lowered, start), session.plans, execution, devices, microbatches)
 
 
-def compile_loss(plan: Plan, device: Any) -> CompileReport:
+def compile_loss(plan: Plan, device: jax.Device) -> CompileReport:
     """Compiles the loss of a plan and its gradient for one device of the plan's target."""
-    import jax
-
     rewritten = compile_plan(plan)
     closed = rewritten.jaxpr
     sharding = jax.sharding.SingleDeviceSharding(device)
 
-    def shapes(variables: Sequence[Any]) -> list[Any]:
+    def shapes(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding) for v in variables]  # type: ignore[no-untyped-call]
 
-    def step(consts: list[Any], inputs: list[Any]) -> Any:
+    def step(consts: list[jax.Array], inputs: list[jax.Array]) -> Any:
         extra_inputs = rewritten.extra_inputs(inputs)
         outputs, vjp = jax.vjp(
             lambda *primals: jaxprs.evaluate_with_consts(closed, consts, *primals, *extra_inputs), *inputs
         )
-        loss = next(i for i, o in enumerate(outputs) if jax.numpy.issubdtype(o.dtype, jax.numpy.floating))
-        cotangents = [jax.numpy.full_like(o, float(i == loss)) for i, o in enumerate(outputs)]
+        loss = next(i for i, o in enumerate(outputs) if jnp.issubdtype(o.dtype, jnp.floating))
+        cotangents = [jnp.full_like(o, float(i == loss)) for i, o in enumerate(outputs)]
         return outputs, vjp(cotangents)
 
     start = time.perf_counter()
@@ -163,12 +162,12 @@ def compile_jitted(
 class _CompiledProgram:
     """An executable, and the seconds that tracing and compiling took."""
 
-    executable: Any
+    executable: Compiled
     tracing: float
     compiling: float
 
 
-def _compile(lowered: Any, start: float) -> _CompiledProgram:
+def _compile(lowered: Lowered, start: float) -> _CompiledProgram:
     """Compiles a lowered function whose tracing began at `start`."""
     traced = time.perf_counter()
     executable = lowered.compile(compiler_options=_COMPILER_OPTIONS)
@@ -184,9 +183,10 @@ def _report(
     microbatches: int = 1,
 ) -> CompileReport:
     assert execution.target is not None
-    text = program.executable.as_text()
+    text, memory = program.executable.as_text(), program.executable.memory_analysis()
+    assert text is not None  # other backends may give neither; XLA's GPU compiler gives both
+    assert memory is not None
     module = hlo.parse_module(text)
-    memory = program.executable.memory_analysis()
     kernels = [e for e in module.executions if e.is_kernel]
     return CompileReport(
         target=execution.target.name,
