@@ -67,8 +67,7 @@ def load_policy(name: str, variant: str | None = None) -> Policy:
         policy = load(name)
         return policy if variant is None else policy.variant(variant)
     except PolicyError as error:
-        print_error(error)
-        sys.exit(EXIT_USAGE)
+        exit_with_diagnostics(error)
     except KeyError as unknown:
         raise click.UsageError(str(unknown.args[0])) from None
 

@@ -56,7 +56,8 @@ lint_options = collect_options(
             help="Also check what the policy does to a program: a script or '-m MODULE', quoted with its arguments.",
         ),
         click.option(
-            "--target", metavar="GPU", help="With --against: the GPU on which speed is judged (default: b200)."
+            "--target", metavar="GPU", show_default="b200",
+            help="With --against: the GPU on which speed is judged.",
         ),
         click.option("--fix", is_flag=True, help="Apply the safe fixes. The file is replaced atomically."),
         click.option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from policyc.cli.common import ExampleCommand, exit_with_diagnostics, paint, use_color
+from policyc.cli.common import ExampleCommand, load_policy, paint, use_color
 from policyc.cli.options import format_option, variant_option
 
 
@@ -26,26 +26,15 @@ def show(policy: str | None, variant: str | None, output_format: str) -> None:
     Without a POLICY, list the bundled policies.
     """
     from policyc.language import policy_tables
-    from policyc.language.diagnostics import PolicyError
-    from policyc.language.loader import load
 
     if policy is None:
         click.echo(policy_tables.list_bundled_policies(paint), nl=False, color=use_color())
         return
-    try:
-        loaded = load(policy)
-    except PolicyError as error:
-        exit_with_diagnostics(error)
-    if variant is not None:
-        try:
-            loaded = loaded.variant(variant)
-        except KeyError as unknown:
-            raise click.UsageError(str(unknown.args[0])) from None
+    loaded = load_policy(policy, variant)
     if output_format == "text":
         click.echo(str(loaded), nl=False)
     elif output_format == "json":
         click.echo(policy_tables.to_json(loaded), nl=False)
     else:
-        policy_tables.print_table(
-            loaded, policy if variant is None else f"{policy}, variant {variant}", use_color()
-        )
+        title = policy if variant is None else f"{policy}, variant {variant}"
+        policy_tables.print_table(loaded, title, use_color())

@@ -40,6 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "folder").mkdir()
     (tmp_path / "latin.policy").write_bytes(b"# caf\xe9\n")
     (tmp_path / "importer.policy").write_text('import "latin"\n')
+    (tmp_path / "train.py").write_text("")
     return tmp_path
 
 
@@ -101,6 +102,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("show llama_nvfp4 --variant no_rht", 0),
         ("show llama_nvfp4 --variant no_such", 2),
         ("show faulty.policy", 1),
+        ("sites --policy faulty.policy train.py", 1),
+        ("apply faulty.policy train.py", 1),
+        ("apply missing.policy train.py", 2),
+        ("apply clean.policy missing.py", 2),
         ("show missing", 2),
         ("show fp8 --format yaml", 2),
         ("--version", 0),

@@ -1,12 +1,13 @@
-"""The documents: their policies parse, their links lead somewhere, and they say what the program says.
+"""The documents: their policies and commands parse, their links resolve, and they name what the program has.
 
-`UPDATE_SNAPSHOTS=1 pytest tests/test_docs.py` writes `docs/lint.md` anew from the pages of the rules.
+`UPDATE_SNAPSHOTS=1 pytest tests/cli/test_docs.py` writes `docs/lint.md` from the pages of the rules.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 import click
@@ -18,21 +19,25 @@ from policyc.language.recipes import OPTIONS
 from policyc.lint.rules import LINT_RULES
 from tests.support.command import ROOT, load_commands, policyc
 
-DOCS = sorted([*(ROOT / "docs").glob("*.md"), *(p for p in [ROOT / "README.md"] if p.exists())])
+DOCS = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 COMMANDS = load_commands()
-LINE = "\n---\n\n"
+RULE_PAGES = "\n---\n\n"  # what stands before the pages of the rules in docs/lint.md
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="an installed package has no docs")
 
 
-def text(name: str) -> str:
+def read_doc(name: str) -> str:
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
-def blocks(document: str, language: str = "policy") -> list[tuple[int, str]]:
-    """The fenced blocks of a language, with the line each starts at."""
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", document, re.DOTALL | re.MULTILINE)
-    return [(document.count("\n", 0, m.start()) + 2, m[1]) for m in found]
+def fenced_blocks(document: str, language: str) -> list[tuple[int, str]]:
+    """The fenced blocks of a language, with the line that each starts at."""
+    matches = re.finditer(rf"^```{language}\n(.*?)^```$", document, re.DOTALL | re.MULTILINE)
+    return [(document.count("\n", 0, match.start()) + 2, match[1]) for match in matches]
+
+
+def without_fenced_blocks(document: str) -> str:
+    return re.sub(r"^```.*?^```$", "", document, flags=re.DOTALL | re.MULTILINE)
 
 
 def without_bad_examples(document: str) -> str:
@@ -44,7 +49,7 @@ def test_every_policy_parses(path: Path) -> None:
     document = path.read_text(encoding="utf-8")
     if path.name == "lint.md":
         document = without_bad_examples(document)
-    for line, block in blocks(document):
+    for line, block in fenced_blocks(document, "policy"):
         try:
             parse(block)
         except Exception as error:
@@ -52,7 +57,7 @@ def test_every_policy_parses(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
-def test_every_code_that_is_allowed_exists(path: Path) -> None:
+def test_every_suppressed_code_exists(path: Path) -> None:
     named = re.findall(r"# allow: ((?:[a-z][\w-]*)(?:, *[a-z][\w-]*)*)", path.read_text(encoding="utf-8"))
     codes = {code.strip() for group in named for code in group.split(",")}
     assert codes - {"shadowed-rul"} <= set(LINT_RULES)
@@ -60,17 +65,14 @@ def test_every_code_that_is_allowed_exists(path: Path) -> None:
 
 def anchors(document: str) -> set[str]:
     """The anchors that GitHub gives the headings of a document."""
-    prose = re.sub(r"^```.*?^```$", "", document, flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", without_fenced_blocks(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
-def test_every_link_within_the_project_leads_somewhere(path: Path) -> None:
+def test_every_link_within_the_project_resolves(path: Path) -> None:
     document = path.read_text(encoding="utf-8")
-    for target in re.findall(
-        r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", document, flags=re.DOTALL | re.MULTILINE)
-    ):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_fenced_blocks(document)):
         if re.match(r"[a-z]+:", target):
             continue
         file, _, anchor = target.partition("#")
@@ -80,17 +82,17 @@ def test_every_link_within_the_project_leads_somewhere(path: Path) -> None:
             assert anchor in anchors(linked.read_text(encoding="utf-8")), target
 
 
-def test_the_page_of_rules_is_what_explain_prints() -> None:
-    preamble, _, _ = text("lint.md").partition(LINE)
-    whole = preamble + LINE + policyc("explain", "--markdown").out
+def test_lint_md_is_what_explain_prints() -> None:
+    preamble, _, _ = read_doc("lint.md").partition(RULE_PAGES)
+    whole = preamble + RULE_PAGES + policyc("explain", "--markdown").out
     if os.environ.get("UPDATE_SNAPSHOTS"):
         (ROOT / "docs" / "lint.md").write_text(whole, encoding="utf-8")
-    assert text("lint.md") == whole
+    assert read_doc("lint.md") == whole
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_command_line_is_documented(name: str) -> None:
-    section = re.search(rf"^## {name}\n(.*?)(?=^## )", text("cli.md"), re.DOTALL | re.MULTILINE)
+def test_every_option_of_a_command_is_documented(name: str) -> None:
+    section = re.search(rf"^## {name}\n(.*?)(?=^## )", read_doc("cli.md"), re.DOTALL | re.MULTILINE)
     assert section is not None
     for parameter in COMMANDS[name].params:
         if not isinstance(parameter, click.Option) or parameter.name == "help":
@@ -103,18 +105,61 @@ def test_the_command_line_is_documented(name: str) -> None:
 
 def test_no_option_is_documented_that_does_not_exist() -> None:
     known = {flag for command in COMMANDS.values() for p in command.params for flag in p.opts}
-    named = set(re.findall(r"`(--[\w-]+)", text("cli.md")))
+    named = set(re.findall(r"`(--[\w-]+)", read_doc("cli.md")))
     assert named <= known | {"--help", "--version"}
 
 
 def test_every_format_and_option_is_documented() -> None:
-    document = text("recipes.md")
+    document = read_doc("recipes.md")
     assert all(f"`{name}`" in document for name in FORMATS)
     assert all(re.search(rf"^### .*\b{name}\b", document, re.MULTILINE) for name in OPTIONS)
 
 
 def test_every_bundled_policy_is_documented() -> None:
-    document = text("policies.md")
+    document = read_doc("policies.md")
     for name in policyc("show").out.splitlines():
         if not name.startswith(" "):
             assert f"## {name.split()[0]}\n" in document
+
+
+# ---- commands
+
+
+def parse_command_line(line: str) -> None:
+    """Parses a command line without running it. Two spaces, a comment, a pipe or a redirection end it."""
+    words = shlex.split(re.split(r"  +|\s[|<>]\s", line)[0], comments=True)
+    assert words[0] == "policyc"
+    name, *arguments = words[1:]
+    if name.startswith("--"):
+        return
+    COMMANDS[name].make_context(name, arguments)
+
+
+def command_lines(document: str) -> list[str]:
+    """The lines of shell and text blocks that start with `policyc`, with continued lines joined."""
+    blocks = [block for language in ("sh", "text") for _, block in fenced_blocks(document, language)]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if re.match(rf"policyc ({'|'.join(COMMANDS)}|--\w+)( |$)", line)]
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
+def test_every_command_line_parses(path: Path) -> None:
+    for line in command_lines(path.read_text(encoding="utf-8")):
+        if not re.search(r"[\[\]|]|\.\.\.|[A-Z]{4}", line):  # a synopsis
+            parse_command_line(line)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_example_of_the_help_parses(name: str) -> None:
+    lines = [line.strip() for line in COMMANDS[name].examples.strip().splitlines()]
+    assert lines
+    for line in lines:
+        parse_command_line(line)
+
+
+def test_every_target_of_make_that_is_documented_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    documented = {
+        target for path in DOCS for target in re.findall(r"`make ([a-z-]+)", path.read_text(encoding="utf-8"))
+    }
+    assert documented <= targets
