@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import policyc
 from policyc.compiler import pipeline
-from policyc.compiler.rewrite import Rewriter
+from policyc.compiler.rewrite import SiteRewriter
 from policyc.jaxcore import jaxprs
 from tests.compiler.test_properties import without_dead_code
 from tests.support.programs import program
@@ -150,9 +150,9 @@ def test_a_stack_that_is_split():
 @pytest.mark.parametrize(
     ("params", "policy", "remat"),
     [
-        pytest.param(STACKED, TWO_WAYS, "full", slots=pytest.mark.slow),
+        pytest.param(STACKED, TWO_WAYS, "full", marks=pytest.mark.slow),
         (STACKED, SPLIT, "named"),
-        pytest.param(UNROLLED, SQUARE, "full", slots=pytest.mark.slow),
+        pytest.param(UNROLLED, SQUARE, "full", marks=pytest.mark.slow),
         (UNROLLED, "* -> fp8", "dots"),
     ],
 )
@@ -334,7 +334,7 @@ def test_every_layer_has_a_number_of_its_own():
         made = program(seed, 4)
         sites = policyc.plan("* -> nvfp4", made.loss, made.params, made.batch).sites
         for site in sites:
-            numbers = site.ordinals()
+            numbers = site.layer_ordinals()
             assert len(set(numbers)) == len(numbers) == site.count
             found.add(len(site.stacks))
     assert found >= {0, 1, 2}
@@ -378,7 +378,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Called, it has every activation quantized where it is used."""
 
     def switch() -> None:
-        monkeypatch.setattr(Rewriter, "_read_alike", lambda *_: {})
+        monkeypatch.setattr(SiteRewriter, "share", lambda *_: {})
         jax.clear_caches()
 
     yield switch
@@ -390,7 +390,7 @@ LATER = [(TWO, "full", True), (RANDOM, "none", False), (RANDOM, "named", True), 
 
 
 @pytest.mark.parametrize(
-    ("policy", "remat", "unrolled"), [*QUICK, *(pytest.param(*c, slots=pytest.mark.slow) for c in LATER)]
+    ("policy", "remat", "unrolled"), [*QUICK, *(pytest.param(*c, marks=pytest.mark.slow) for c in LATER)]
 )
 def test_what_two_products_read_is_quantized_once(
     policy: str, remat: str, unrolled: bool, apart: Callable[[], None]

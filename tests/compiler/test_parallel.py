@@ -31,7 +31,12 @@ def test_two_processes_do_what_one_does(tmp_path):
 
     def start(processes: int, number: int) -> subprocess.Popen[str]:
         words = ["apply", "p.policy", "--plan-out", f"{processes}-{number}.json"]
-        words += [str(ROOT / "tests" / "distributed_program.py"), str(processes), str(number), str(port)]
+        words += [
+            str(ROOT / "tests" / "support" / "distributed_program.py"),
+            str(processes),
+            str(number),
+            str(port),
+        ]
         env = {
             **os.environ,
             "PYTHONPATH": str(ROOT),

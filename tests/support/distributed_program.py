@@ -1,4 +1,4 @@
-"""A training script for one or two processes, as people write it: `tests/test_parallel.py` runs it under a policy.
+"""A training script for one or two processes, which `tests/compiler/test_parallel.py` runs under a policy.
 
     python distributed_program.py PROCESSES NUMBER PORT
 
