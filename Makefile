@@ -1,8 +1,9 @@
-# Each target sets itself up: python3, pip and make are enough. Run it from anywhere: make -f path/to/Makefile test
+# Every target sets up what it needs; python3, pip and make are enough. It works from any folder:
+# make -f path/to/Makefile test
 #
 #   PYTHON=python3.13   the interpreter (default: the first of python3, python3.13, 3.12, 3.11 that is 3.11 to 3.13)
-#   VENV=.venv-other    the environment to make and use (default: .venv)
-#   JOBS=4              test processes (default: one per core)
+#   VENV=.venv-other    the environment to create and use (default: .venv)
+#   JOBS=4              number of test processes (default: one per core)
 #   ARGS='-k parser'    more arguments for pytest
 
 PYTHON ?=
@@ -11,7 +12,7 @@ JOBS ?=
 ARGS ?=
 EXTRAS ?= dev,train
 
-# Through the shell, and not with $(abspath), so that a path with a space in it works.
+# Through the shell instead of $(abspath), so that a path with a space works.
 ROOT := $(shell cd "$$(dirname '$(strip $(MAKEFILE_LIST))')" && pwd)
 IN := cd "$(ROOT)" &&
 BIN := "$(VENV)/bin"
@@ -25,7 +26,7 @@ help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
 	  printf '%-18s %s\n' "$$name" "$$text"; done
 
-demo: setup ## lint the bundled policies, show one, and train a small Llama under it: about a minute on a CPU
+demo: setup ## lint the bundled policies, show one, and train a small Llama under it (about a minute on a CPU)
 	@$(IN) echo "policyc lint policies/*.policy" && $(BIN)/policyc lint policies/*.policy
 	@$(IN) echo "policyc show llama_nvfp4" && $(BIN)/policyc show llama_nvfp4
 	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps 100 --eval-every 50 --out runs/demo" && \
@@ -37,20 +38,20 @@ test: setup ## run the fast tests
 test-slow: setup ## run the slow tests: fuzzing, scaling
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal -m slow $(ARGS)
 
-# XLA's CUDA compiler is 4 GB of packages: it gets an environment of its own.
-test-cuda: ## compile for GPUs that are not here, and check what came of it: 4 GB of packages, some minutes
+# XLA's CUDA compiler needs 4 GB of packages, so it has its own environment.
+test-cuda: ## compile for GPUs that need not be present, and check the result (4 GB of packages, some minutes)
 	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train setup
 	@$(IN) JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -p no:xdist -m "cuda and not slow" tests/hardware/test_cuda.py $(ARGS)
 
-# Transformer Engine's JAX half is compiled against the JAX that is installed. These versions are known to go together.
+# The JAX part of Transformer Engine is compiled against the installed JAX. These versions are known to work together.
 TE_JAX := 0.11.2
 TE := 2.20.2
 
-test-te: ## build Transformer Engine into .venv-te (no GPU needed; 10 to 30 minutes, once), and test the te backend
+test-te: ## build Transformer Engine into .venv-te (once, 10 to 30 minutes, without a GPU), and test the te backend
 	@$(IN) venv=.venv-te; wants="jax $(TE_JAX), te $(TE)"; \
-	why() { echo "no test of the te backend here: $$*" >&2; exit 1; }; \
-	[ "$$(uname -s)" = Linux ] || why "Transformer Engine is for Linux"; \
-	command -v g++ >/dev/null || why "Transformer Engine needs a C++ compiler (g++) to be built"; \
+	why() { echo "the te backend cannot be tested here: $$*" >&2; exit 1; }; \
+	[ "$$(uname -s)" = Linux ] || why "Transformer Engine needs Linux"; \
+	command -v g++ >/dev/null || why "building Transformer Engine needs a C++ compiler (g++)"; \
 	$(MAKE) --no-print-directory -f "$(ROOT)/Makefile" setup VENV=$$venv || exit 1; \
 	$$venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 	  why "JAX $(TE_JAX) needs Python 3.12: make test-te PYTHON=python3.12"; \
@@ -59,39 +60,39 @@ test-te: ## build Transformer Engine into .venv-te (no GPU needed; 10 to 30 minu
 	  $$venv/bin/python $(PIP) install -qq setuptools wheel ninja cmake pybind11 flax "jax[cuda13]==$(TE_JAX)" nvidia-nvtx \
 	    nvidia-curand nvidia-cudnn-frontend || why "the CUDA wheels of JAX could not be installed"; \
 	  NVTE_FRAMEWORK=jax NVTE_BUILD_USE_NVIDIA_WHEELS=1 $$venv/bin/python $(PIP) install -qq --no-build-isolation \
-	    "transformer-engine[core-cu13,jax]==$(TE)" || why "the build failed; what pip said stands above"; \
+	    "transformer-engine[core-cu13,jax]==$(TE)" || why "the build failed; see the output of pip above"; \
 	  echo "$$wants" >$$venv/.te; \
 	fi; \
 	JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu $$venv/bin/python -m pytest -p no:xdist -m te tests/numerics/test_transformer_engine.py $(ARGS)
 
-# MaxText has an environment of its own: it needs Python 3.12, and much that nothing else here does.
-test-trainers: ## run MaxText under policies, in .venv-trainers: minutes, and a gigabyte
+# MaxText needs Python 3.12 and many packages that nothing else here needs, so it has its own environment.
+test-trainers: ## run MaxText under policies, in .venv-trainers (some minutes, one gigabyte)
 	@$(IN) \
 	venv=.venv-trainers; python=; \
 	for one in "$(PYTHON)" python3.12 python3; do \
 	  if "$$one" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; then python="$$one"; break; fi; done; \
 	if [ -z "$$python" ]; then \
-	  echo "MaxText needs Python 3.12, and none is here: make test-trainers PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
+	  echo "MaxText needs Python 3.12, which was not found: make test-trainers PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
 	if ! cat pyproject.toml tests/trainers-requirements.txt | cmp -s - "$$venv/.installed-from"; then \
-	  echo "installing MaxText into $$venv with $$("$$python" -V) (some minutes; only when what it needs changes)"; \
+	  echo "installing MaxText into $$venv with $$("$$python" -V) (some minutes; only when its requirements change)"; \
 	  rm -rf "$$venv" && "$$python" -m venv "$$venv" && \
 	  "$$venv/bin/python" $(PIP) install -qq -r tests/trainers-requirements.txt -e . || { \
-	    echo "MaxText could not be installed; what pip says is above" >&2; rm -rf "$$venv"; exit 1; }; \
+	    echo "MaxText could not be installed; see the output of pip above" >&2; rm -rf "$$venv"; exit 1; }; \
 	  cat pyproject.toml tests/trainers-requirements.txt >"$$venv/.installed-from"; \
 	fi; \
 	JAX_ENABLE_COMPILATION_CACHE=false "$$venv/bin/python" -m pytest -m trainers tests/compiler/test_trainers.py $(ARGS)
 
-check: setup ## lint, format, types and import direction of the code
+check: setup ## check the code: linter, format, types, and the direction of imports
 	@$(IN) $(BIN)/ruff check .
 	@$(IN) $(BIN)/ruff format --check .
 	@$(IN) $(BIN)/mypy
 	@$(IN) $(BIN)/lint-imports
 
-format: setup ## format the code and apply the linter's safe fixes
+format: setup ## format the code, and apply the linter's safe fixes
 	@$(IN) $(BIN)/ruff check --fix-only --quiet .
 	@$(IN) $(BIN)/ruff format .
 
-wheel: setup ## build the sdist, and from it the wheel, into dist/
+wheel: setup ## build the sdist, and the wheel from it, into dist/
 	@$(IN) rm -rf dist && echo "building into dist/" && \
 	{ said=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
 
@@ -99,10 +100,10 @@ clean: ## remove the environments, caches and build outputs
 	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The environment is made anew when the interpreter or the checkout's place changes, and installed into again when
-# pyproject.toml does; each leaves a file in it that says what it was made from. Python compiles what is imported: to
-# compile all that is installed would take a third of the time.
-setup: ## make the environment in .venv; the other targets do it when needed
+# The environment is created again when the interpreter or the path of the checkout changes, and the packages are
+# installed again when pyproject.toml changes. Files in the environment record what it was made from. --no-compile
+# saves a third of the time: Python compiles each module when it is first imported.
+setup: ## create the environment in .venv; the other targets do it when needed
 	@$(IN) \
 	venv="$(VENV)"; \
 	fits='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; \
@@ -110,23 +111,23 @@ setup: ## make the environment in .venv; the other targets do it when needed
 	if [ -n "$$chosen" ]; then set -- "$$chosen"; else set -- python3 python3.13 python3.12 python3.11; fi; \
 	for one in "$$@"; do if "$$one" -c "$$fits" >/dev/null 2>&1; then python="$$one"; break; fi; done; \
 	if [ -z "$$python" ]; then \
-	  echo "policyc needs Python 3.11 to 3.13, and $$* is not one: make PYTHON=/path/to/python3" >&2; exit 1; fi; \
+	  echo "policyc needs Python 3.11 to 3.13, and found none in $$*: make PYTHON=/path/to/python3" >&2; exit 1; fi; \
 	python=$$("$$python" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))') || exit 1; \
 	made_from="$$PWD $$("$$python" -c 'import sys; print(sys.base_prefix, sys.version.split()[0])')"; \
 	if [ "$$(cat "$$venv/.made-from" 2>/dev/null)" != "$$made_from" ]; then \
 	  echo "setting up $$venv with $$("$$python" -V)"; \
 	  rm -rf "$$venv"; \
 	  if ! said=$$("$$python" -m venv "$$venv" 2>&1); then \
-	    echo "python's venv module does not work here: using virtualenv instead"; \
+	    echo "Python's venv module does not work here: using virtualenv instead"; \
 	    rm -rf "$$venv"; tools=$$(mktemp -d) || exit 1; trap 'rm -rf "$$tools"' EXIT; \
 	    { "$$python" $(PIP) install -qq --target "$$tools" virtualenv || pip install -qq --target "$$tools" virtualenv; } && \
 	    PYTHONPATH="$$tools" "$$python" -m virtualenv -q "$$venv" || { \
-	      echo "no environment could be made; venv said:" >&2; echo "$$said" >&2; rm -rf "$$venv"; exit 1; }; \
+	      echo "the environment could not be created; venv printed:" >&2; echo "$$said" >&2; rm -rf "$$venv"; exit 1; }; \
 	  fi; \
 	  echo "$$made_from" >"$$venv/.made-from"; \
 	fi; \
 	if ! cmp -s pyproject.toml "$$venv/.installed-from"; then \
-	  echo "installing policyc and what it needs into $$venv (a minute or two; only when pyproject.toml changes)"; \
+	  echo "installing policyc and its requirements into $$venv (a minute or two; only when pyproject.toml changes)"; \
 	  "$$venv/bin/python" $(PIP) install --no-compile -qq -e '.[$(EXTRAS)]' || { \
 	    echo "the installation failed; make clean starts over" >&2; exit 1; }; \
 	  cp pyproject.toml "$$venv/.installed-from"; \
