@@ -1,9 +1,10 @@
-"""Set reasoning against the slow way: what a `Coverage` claims, every point of a small universe must bear out.
+"""Coverage compared with the oracle, which enumerates every point of a small universe.
 
-Soundness is the direction that matters: a rule called shadowed that wins a single point would be removed by `--fix`.
-It is tested on the universe of `oracle`. Completeness needs no universe: where a `Coverage` says that something is left
-to a rule, it must show a point, and the point is looked up the slow way. `repeats` is complete for nothing: it sees one
-earlier rule that covers the whole of a later one, and gives up where a rule between them gives any site something else.
+Soundness matters most: a rule that is called overridden but decides a single point would be removed by `--fix`. It is
+tested on the universe of the oracle. Completeness needs no universe: if a `Coverage` says that a rule decides
+something, it must show a point, and the oracle looks up that point. `find_equivalent_earlier_rule` is not complete: it
+sees only one earlier rule that covers the whole of a later one, and gives up if a rule between them treats any site
+differently.
 """
 
 from __future__ import annotations
@@ -18,43 +19,50 @@ from policyc import parse
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.policy import Policy, Rule
 from policyc.language.schedule import representative_steps
-from policyc.language.selectors import Indices
-from policyc.lint.automata import SearchTooLarge, example_index, index_classes
+from policyc.lint.automata import SearchTooLarge
 from policyc.lint.context import Context
 from policyc.lint.coverage import Coverage, Point, sample_attributes
-from tests.support.oracle import differ, frames, random_policy, taken
+from tests.support.policy_oracle import (
+    SITE_NAMES,
+    matched_bits,
+    policies_differ,
+    random_policy,
+    selector_matches,
+    site_name_bits,
+)
 
-FEW = [range(at, at + 25) for at in range(0, 250, 25)]
-MANY = [range(at, at + 250) for at in range(1_000, 3_500, 250)]
-SEEDS = [*FEW, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in MANY)]
+QUICK_SEEDS = [range(start, start + 25) for start in range(0, 250, 25)]
+SLOW_SEEDS = [range(start, start + 250) for start in range(1_000, 3_500, 250)]
+SEEDS = [*QUICK_SEEDS, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in SLOW_SEEDS)]
 
 
-def cover(text: str) -> tuple[Policy, Coverage]:
+def make_coverage(text: str) -> tuple[Policy, Coverage]:
     loaded = parse_with_diagnostics(text)
     assert not loaded.diagnostics, loaded.diagnostics[0]
     return loaded.policy, Context(loaded).coverage
 
 
-def shadowed(text: str) -> list[int]:
-    """The places of the rules that later ones cover whole."""
-    _, found = cover(text)
-    return [c.index for c in found.rules if found.find_overriding_rules(c)]
+def overridden_rules(text: str) -> list[int]:
+    """The indices of the rules that later ones override everywhere."""
+    _, coverage = make_coverage(text)
+    return [rule.index for rule in coverage.rules if coverage.find_overriding_rules(rule)]
 
 
-def repeated(text: str) -> list[int]:
-    _, found = cover(text)
-    return [c.index for c in found.rules if found.find_equivalent_earlier_rule(c)]
+def redundant_rules(text: str) -> list[int]:
+    _, coverage = make_coverage(text)
+    return [rule.index for rule in coverage.rules if coverage.find_equivalent_earlier_rule(rule)]
 
 
-def decided_by(rules: tuple[Rule, ...], point: Point) -> int | None:
-    """The last rule that takes a point, the slow way."""
-    site = tuple((n.text, n.index, n.size) for n in point.path)
-    for at in reversed(range(len(rules))):
-        rule = rules[at]
-        in_force = all(w.holds(*point.moment) for w in rule.when)
-        meets = rule.where is None or rule.where.holds(point.attributes)
-        if in_force and meets and any(point.gemm in s.products and taken(s, site) for s in rule.selectors):
-            return at
+def find_deciding_rule(rules: tuple[Rule, ...], point: Point) -> int | None:
+    """The last rule that matches a point, according to the oracle."""
+    site = tuple((segment.text, segment.index, segment.size) for segment in point.path)
+    for index in reversed(range(len(rules))):
+        rule = rules[index]
+        is_scheduled = all(w.holds(*point.moment) for w in rule.when)
+        meets_condition = rule.where is None or rule.where.holds(point.attributes)
+        matches = any(point.gemm in s.products and selector_matches(s, site) for s in rule.selectors)
+        if is_scheduled and meets_condition and matches:
+            return index
     return None
 
 
@@ -63,146 +71,104 @@ def seed_name(seeds: range) -> str:
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=seed_name)
-def test_what_is_called_covered_wins_no_point(seeds: range) -> None:
+def test_an_overridden_rule_decides_no_point_of_the_oracle(seeds: range) -> None:
     for seed in seeds:
         text = random_policy(random.Random(seed))
-        policy, found = cover(text)
-        for claim in found.rules:
-            covering = [c.index for c in found.find_overriding_rules(claim)]
-            if not covering:
+        policy, coverage = make_coverage(text)
+        for rule in coverage.rules:
+            overriding = [later.index for later in coverage.find_overriding_rules(rule)]
+            if not overriding:
                 continue
-            assert min(covering) > claim.index
-            for frame in frames(policy.rules):
-                left = frame.bits[claim.index]
-                for at in covering:
-                    left &= ~frame.bits[at]
-                assert not left, (
-                    f"seed {seed}: {policy.rules[claim.index]} is not covered by {covering}\n{text}"
-                )
+            assert min(overriding) > rule.index
+            for bits in matched_bits(policy.rules):
+                remaining = bits[rule.index]
+                for index in overriding:
+                    remaining &= ~bits[index]
+                assert not remaining, f"seed {seed}: {rule.rule} is not covered by {overriding}\n{text}"
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=seed_name)
-def test_what_is_not_called_covered_has_a_point_to_show(seeds: range) -> None:
+def test_a_rule_that_is_not_overridden_decides_the_point_that_is_shown(seeds: range) -> None:
     undecided = 0
     for seed in seeds:
         text = random_policy(random.Random(seed))
-        policy, found = cover(text)
-        for claim in found.rules:
-            if found.find_overriding_rules(claim):
-                assert found.find_decided_point(claim) is None
-                continue
-            point = found.find_decided_point(claim)
-            if point is not None:
-                assert decided_by(policy.rules, point) == claim.index, (
-                    f"seed {seed}: {claim.rule}, {point}\n{text}"
-                )
-            elif not found.undecided:
-                assert not any(frame.bits[claim.index] for frame in frames(policy.rules)), (
-                    f"seed {seed}\n{text}"
-                )
-        undecided += found.undecided
-    assert undecided <= len(seeds) // 10  # too hard is an answer, but not a common one
+        policy, coverage = make_coverage(text)
+        for rule in coverage.rules:
+            point = coverage.find_decided_point(rule)
+            hint = f"seed {seed}: {rule.rule}, {point}\n{text}"
+            if coverage.find_overriding_rules(rule):
+                assert point is None, hint
+            elif point is not None:
+                assert find_deciding_rule(policy.rules, point) == rule.index, hint
+            elif not coverage.undecided:
+                assert not any(bits[rule.index] for bits in matched_bits(policy.rules)), hint
+        undecided += coverage.undecided
+    assert undecided <= len(seeds) // 10  # a question may be too hard, but not often
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=seed_name)
-def test_without_what_is_called_redundant_the_policy_decides_alike(seeds: range) -> None:
+def test_a_policy_without_its_redundant_rules_treats_every_point_alike(seeds: range) -> None:
     for seed in seeds:
         text = random_policy(random.Random(seed), recipes=("fp8", "r1", "r2"))
-        policy, found = cover(text)
-        for claim in found.rules:
-            if found.find_equivalent_earlier_rule(claim) is None:
+        policy, coverage = make_coverage(text)
+        for rule in coverage.rules:
+            if coverage.find_equivalent_earlier_rule(rule) is None:
                 continue
-            for whole in (policy, *(policy.variant(v.name) for v in policy.variants)):
-                rest = whole.rules[: claim.index] + whole.rules[claim.index + 1 :]
-                assert not differ(whole, replace(whole, rules=rest)), f"seed {seed}: {claim.rule}\n{text}"
+            for variant in (policy, *(policy.variant(v.name) for v in policy.variants)):
+                without = replace(
+                    variant, rules=variant.rules[: rule.index] + variant.rules[rule.index + 1 :]
+                )
+                assert not policies_differ(variant, without), f"seed {seed}: {rule.rule}\n{text}"
 
 
-def test_the_random_policies_put_all_this_to_the_test() -> None:
-    """Random rules that never covered each other would prove nothing."""
-    covered = redundant = together = 0
+def test_the_random_policies_contain_overridden_and_redundant_rules() -> None:
+    """Random rules that never cover each other would prove nothing."""
+    overridden = together = redundant = 0
     for seed in range(100):
-        _, found = cover(random_policy(random.Random(seed)))
-        covered += sum(bool(found.find_overriding_rules(c)) for c in found.rules)
-        together += sum(len(found.find_overriding_rules(c)) > 1 for c in found.rules)
-        _, found = cover(random_policy(random.Random(seed), recipes=("fp8", "r1", "r2")))
-        redundant += sum(found.find_equivalent_earlier_rule(c) is not None for c in found.rules)
-    assert covered > 20
+        _, coverage = make_coverage(random_policy(random.Random(seed)))
+        overridden += sum(bool(coverage.find_overriding_rules(rule)) for rule in coverage.rules)
+        together += sum(len(coverage.find_overriding_rules(rule)) > 1 for rule in coverage.rules)
+        _, coverage = make_coverage(random_policy(random.Random(seed), recipes=("fp8", "r1", "r2")))
+        redundant += sum(coverage.find_equivalent_earlier_rule(rule) is not None for rule in coverage.rules)
+    assert overridden > 20
     assert together > 3
     assert redundant > 10
 
 
-# ---- the parts of a point
+@pytest.mark.parametrize("seed", range(20))
+def test_the_oracle_matches_all_names_at_once_as_it_matches_each(seed: int) -> None:
+    selectors = [s for rule in parse(random_policy(random.Random(seed))).rules for s in rule.selectors]
+    for selector in selectors:
+        bits = site_name_bits(selector)
+        assert [bits >> n & 1 for n in range(len(SITE_NAMES))] == [
+            selector_matches(selector, name) for name in SITE_NAMES
+        ]
 
 
-SLICES = (
-    "[0]", "[7]", "[-1]", "[-8]", "[:4]", "[4:]", "[-4:]", "[:-4]", "[4:8]", "[-8:-4]", "[::2]", "[1::3]", "[2:20:5]",
-    "[-15%:]", "[:85%]", "[15%:]", "[:15%]", "[12.5%:87.5%]", "[-1.5%:]", "[1%:2%]", "[99%:-1]", "[:3%]", "[50%:]",
-    "[60:]", "[-60:]", "[80:100]",
-)  # fmt: skip
-
-
-def indices(text: str) -> Indices:
-    found = parse(f"s{text} -> bf16").rules[0].selectors[0].segments[0].indices
-    assert found is not None
-    return found
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_every_combination_of_slices_up_to_any_real_depth_is_known(seed: int) -> None:
-    """126 layers is the deepest model there is; 150 leaves room."""
-    chosen = [indices(text) for text in random.Random(seed).sample(SLICES, 4)]
-    known = {inside for inside, _ in index_classes(frozenset(chosen))}
-    for depth in range(1, 151):
-        members = [(s, set(s.select(depth))) for s in chosen]
-        for index in range(depth):
-            inside = frozenset(s for s, taken_by_it in members if index in taken_by_it)
-            assert inside in known, f"layer {index} of {depth} is in {[str(s) for s in inside]} of {chosen}"
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_example_of_a_combination_of_slices_is_one(seed: int) -> None:
-    chosen = frozenset(indices(text) for text in random.Random(seed).sample(SLICES, 4))
-    for inside, (index, depth) in index_classes(chosen):
-        assert inside == {s for s in chosen if index in s.select(depth)}
-
-
-@pytest.mark.parametrize(
-    ("text", "empty"),
-    [
-        ("[4:8]", False), ("[8:4]", True), ("[4:4]", True), ("[-4:-8]", True), ("[:0]", True), ("[-1:0]", True),
-        ("[0.5%:0.6%]", False), ("[10:1%]", False), ("[50%:50%]", True), ("[60%:50%]", True), ("[100%:]", True),
-        ("[-10:1%]", True), ("[99.5%:-1]", False), ("[999999:]", False), ("[-100%:]", False), ("[:-100%]", True),
-        ("[5:-5]", False), ("[-5:5]", False), ("[100:101:7]", False),
-    ],
-)  # fmt: skip
-def test_a_slice_has_an_example_unless_it_is_empty(text: str, empty: bool) -> None:
-    example = example_index(indices(text))
-    assert (example is None) is empty
-    if example is not None:
-        index, depth = example
-        assert index in indices(text).select(depth)
+# ---- conditions and phases
 
 
 CONDITIONS = (
     "k >= 16", "k % 16 == 0", "k % 16 != 0", "m < n", "n < k", "m < k", "k % n == 0", "n != 1", "k != n", "weight",
     "m >= 1000", "n > 1000", "k == 1024", "1024 <= k < 4096", "m % 3 == 1", "m == n", "batch > 1",
 )  # fmt: skip
+SIZES = (1, 2, 3, 4, 8, 15, 16, 17, 32, 48, 999, 1000, 1001, 1002, 1008, 1024, 2048, 4096, 5000)
+GEMM_SIZES = list(itertools.product(SIZES, SIZES, SIZES, (1, 2)))
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_combination_of_conditions_that_a_gemm_meets_is_known(seed: int) -> None:
+def test_every_combination_of_conditions_that_a_gemm_meets_has_a_sample(seed: int) -> None:
     rng = random.Random(seed)
     texts = rng.sample(CONDITIONS, 3)
-    chosen = tuple(parse(f"a where {text} -> bf16").rules[0].where for text in texts)
+    conditions = tuple(parse(f"a where {text} -> bf16").rules[0].where for text in texts)
     try:
-        known = {tuple(c.holds(site) for c in chosen) for site in sample_attributes(chosen)}
-    except SearchTooLarge:
-        assert len({v for c in chosen for v in ("m", "n", "k") if v in str(c)}) == 3  # only then
+        samples = {tuple(c.holds(a) for c in conditions) for a in sample_attributes(conditions)}
+    except SearchTooLarge:  # only with conditions between all three sizes
+        assert len({v for c in conditions for v in ("m", "n", "k") if v in str(c)}) == 3
         return
-    sizes = (1, 2, 3, 4, 8, 15, 16, 17, 32, 48, 999, 1000, 1001, 1002, 1008, 1024, 2048, 4096, 5000)
-    for m, n, k, batch in rng.sample([*itertools.product(sizes, sizes, sizes, (1, 2))], 3_000):
-        site = {"m": m, "n": n, "k": k, "batch": batch, "flops": 2 * m * n * k, "weight": bool((m + n) % 2)}
-        assert tuple(c.holds(site) for c in chosen) in known, f"{texts}: {site}"
+    for m, n, k, batch in rng.sample(GEMM_SIZES, 3_000):
+        gemm = {"m": m, "n": n, "k": k, "batch": batch, "flops": 2 * m * n * k, "weight": bool((m + n) % 2)}
+        assert tuple(c.holds(gemm) for c in conditions) in samples, f"{texts}: {gemm}"
 
 
 PHASES = (
@@ -218,19 +184,19 @@ PHASES = (
 
 
 @pytest.mark.parametrize("phases", list(itertools.combinations(PHASES, 3)), ids=", ".join)
-def test_every_combination_of_phases_that_a_step_is_in_is_known(phases: tuple[str, ...]) -> None:
-    chosen = tuple(parse(f"{phase} {{ a -> bf16 }}").rules[0].when[0] for phase in phases)
-    known = {tuple(w.holds(*moment) for w in chosen) for moment in representative_steps(chosen)}
+def test_every_combination_of_phases_that_a_step_is_in_has_a_sample(phases: tuple[str, ...]) -> None:
+    conditions = tuple(parse(f"{phase} {{ a -> bf16 }}").rules[0].when[0] for phase in phases)
+    samples = {tuple(c.holds(*moment) for c in conditions) for moment in representative_steps(conditions)}
     for total in (1, 2, 9, 10, 11, 50, 1000, 1001, 1220, 1500, 1800, 1830, 2000, 3000, 10_000):
         for step in {*range(0, total, 7), total - 1, *(s for s in (999, 1000, 1499, 1500) if s < total)}:
-            assert tuple(w.holds(step, total) for w in chosen) in known, f"step {step} of {total}"
+            assert tuple(c.holds(step, total) for c in conditions) in samples, f"step {step} of {total}"
 
 
-# ---- examples, each for what it shows
+# ---- examples
 
 
 @pytest.mark.parametrize(
-    ("text", "places"),
+    ("text", "indices"),
     [
         ("mlp -> fp8; mlp.* -> bf16", [0]),
         ("mlp.up -> fp8; mlp -> bf16", [0]),
@@ -245,7 +211,7 @@ def test_every_combination_of_phases_that_a_step_is_in_is_known(phases: tuple[st
         ("layers[-4:] -> fp8; layers[-8:] -> bf16", [0]),
         ("layers[-8:] -> fp8; layers[-4:] -> bf16", []),
         ("layers[:4] -> fp8; layers[0] -> bf16; layers[1] -> bf16; layers[2:4] -> bf16", [0]),
-        ("layers -> fp8; layers[:50%] -> bf16; layers[50%:] -> bf16", []),  # `layers` may stand in no stack
+        ("layers -> fp8; layers[:50%] -> bf16; layers[50%:] -> bf16", []),  # `layers` may be outside a stack
         ("layers[:] -> fp8; layers[:50%] -> bf16; layers[50%:] -> bf16", [0]),
         ("layers[:85%] -> fp8; layers[-15%:] -> bf16; layers[:85%] -> bf16", [0]),
         ("layers[-1.5%:] -> fp8; layers[-1] -> bf16", []),  # two of 80 layers
@@ -267,16 +233,16 @@ def test_every_combination_of_phases_that_a_step_is_in_is_known(phases: tuple[st
         ("a -> fp8; * -> keep", [0]),
     ],
 )  # fmt: skip
-def test_which_rules_are_shadowed(text: str, places: list[int]) -> None:
-    assert shadowed(text) == places
+def test_which_rules_are_overridden(text: str, indices: list[int]) -> None:
+    assert overridden_rules(text) == indices
 
 
 @pytest.mark.parametrize(
-    ("text", "places"),
+    ("text", "indices"),
     [
         ("mlp -> fp8; mlp.up -> fp8", [1]),
         ("mlp -> fp8; mlp.up -> bf16; mlp.up -> fp8", []),
-        ("mlp -> fp8; attention -> bf16; mlp.up -> fp8", []),  # a site may be under both
+        ("mlp -> fp8; attention -> bf16; mlp.up -> fp8", []),  # a site may be inside both
         ("mlp -> fp8; attention -> fp8; mlp.up -> fp8", [2]),
         ("mlp -> fp8; mlp @ wgrad -> split(fprop=bf16, bwd=fp8)", [1]),
         ("mlp @ fprop -> fp8; mlp -> fp8", []),
@@ -290,19 +256,19 @@ def test_which_rules_are_shadowed(text: str, places: list[int]) -> None:
         ("mlp -> keep", []),
     ],
 )  # fmt: skip
-def test_which_rules_are_redundant(text: str, places: list[int]) -> None:
-    assert repeated(text) == places
+def test_which_rules_are_redundant(text: str, indices: list[int]) -> None:
+    assert redundant_rules(text) == indices
 
 
-def test_what_is_too_hard_is_counted_and_not_guessed() -> None:
-    _, found = cover("a where k % 127 == 0 and k % 113 == 0 -> fp8; a -> bf16")
-    assert not found.find_overriding_rules(found.rules[0])
-    assert found.undecided == 1
+def test_a_question_that_is_too_hard_is_counted_as_undecided() -> None:
+    _, coverage = make_coverage("a where k % 127 == 0 and k % 113 == 0 -> fp8; a -> bf16")
+    assert not coverage.find_overriding_rules(coverage.rules[0])
+    assert coverage.undecided == 1
 
 
-def test_a_cover_has_a_budget_for_all_its_answers() -> None:
+def test_all_questions_share_one_budget() -> None:
     policy = parse("".join(f"*a{i}*.*b{i}* -> fp8\n" for i in range(40)))
     resolve = policy.resolver()
-    found = Coverage(policy.rules, lambda rule: resolve(rule.recipe), steps=100)
-    assert not any(found.find_overriding_rules(c) for c in found.rules)
-    assert found.undecided > 20
+    coverage = Coverage(policy.rules, lambda rule: resolve(rule.recipe), steps=100)
+    assert not any(coverage.find_overriding_rules(rule) for rule in coverage.rules)
+    assert coverage.undecided > 20

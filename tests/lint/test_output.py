@@ -1,9 +1,10 @@
-"""Diagnostics in the five forms: what people read, and what programs parse."""
+"""The five output formats: what people read, and what programs parse."""
 
 from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +31,25 @@ DIAGNOSTIC = Diagnostic(
     notes=(Note(Span(SOURCE, 16, 54), "elsewhere"),),
     fix=Fix(message="replace it", edits=(Edit(Span(SOURCE, 12, 15), "fp8"),), safe=False),
 )
-PLACE = {"path": "dir/a b.policy", "line": 1, "column": 13, "end_line": 1, "end_column": 16}
-NOTED = {"path": "dir/a b.policy", "line": 2, "column": 1, "end_line": 4, "end_column": 13}
+LOCATION = {"path": "dir/a b.policy", "line": 1, "column": 13, "end_line": 1, "end_column": 16}
+NOTE_LOCATION = {"path": "dir/a b.policy", "line": 2, "column": 1, "end_line": 4, "end_column": 13}
 
 
-def printed(form: str, *found: Diagnostic) -> str:
-    return output.OUTPUT_FORMATS[form](found, plain)
+def format_diagnostics(output_format: str, *diagnostics: Diagnostic) -> str:
+    return output.OUTPUT_FORMATS[output_format](diagnostics, plain)
 
 
-def schema() -> Any:
-    return json.loads((TESTS / "data" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
+@cache
+def sarif_validator() -> Any:
+    """A validator for the official schema of SARIF 2.1.0."""
+    schema = json.loads((TESTS / "data" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
+    return jsonschema.validators.validator_for(schema)(schema, format_checker=jsonschema.FormatChecker())
 
 
-def valid(text: str) -> dict[str, Any]:
-    """The one run of a SARIF log, if the official schema admits it."""
+def parse_sarif(text: str) -> dict[str, Any]:
+    """The only run of a SARIF log, which must be valid."""
     log = json.loads(text)
-    known = schema()
-    jsonschema.validators.validator_for(known)(known, format_checker=jsonschema.FormatChecker()).validate(log)
+    sarif_validator().validate(log)
     (run,) = log["runs"]
     return run
 
@@ -55,15 +58,15 @@ def valid(text: str) -> dict[str, Any]:
 
 
 def test_full_has_an_empty_line_between_diagnostics() -> None:
-    text = printed("full", DIAGNOSTIC, DIAGNOSTIC)
+    text = format_diagnostics("full", DIAGNOSTIC, DIAGNOSTIC)
     one = str(DIAGNOSTIC)
     assert text == f"{one}\n\n{one}\n"
-    assert printed("full") == ""
+    assert format_diagnostics("full") == ""
 
 
-def test_concise_has_a_line_for_each() -> None:
+def test_concise_prints_one_line_per_diagnostic() -> None:
     line = "dir/a b.policy:1:13: error[unknown-format]: no format named 'fp9'\n"
-    assert printed("concise", DIAGNOSTIC, DIAGNOSTIC) == line * 2
+    assert format_diagnostics("concise", DIAGNOSTIC, DIAGNOSTIC) == line * 2
 
 
 @pytest.mark.parametrize(
@@ -77,42 +80,46 @@ def test_concise_has_a_line_for_each() -> None:
         (0, 2, 2, 1, "1 policy: 2 warnings; 2 fixable with --fix"),
     ],
 )
-def test_summary(errors: int, warnings: int, fixes: int, files: int, line: str) -> None:
+def test_the_summary_counts_policies_findings_and_fixes(
+    errors: int, warnings: int, fixes: int, files: int, line: str
+) -> None:
     span = Span(SOURCE, 0, 1)
     safe = Fix(message="", edits=(), safe=True)
     severities = [Severity.ERROR] * errors + [Severity.WARNING] * warnings
-    found = [
-        Diagnostic(code="c", message="m", span=span, severity=s, fix=safe if at < fixes else None)
-        for at, s in enumerate(severities)
+    diagnostics = [
+        Diagnostic(code="c", message="m", span=span, severity=s, fix=safe if number < fixes else None)
+        for number, s in enumerate(severities)
     ]
-    assert output.summarize(found, files) == line
+    assert output.summarize(diagnostics, files) == line
 
 
 # ---- json
 
 
-def test_json_has_everything() -> None:
-    (item,) = json.loads(printed("json", DIAGNOSTIC))
+def test_json_has_every_field() -> None:
+    (item,) = json.loads(format_diagnostics("json", DIAGNOSTIC))
     assert item == {
         "code": "unknown-format",
         "severity": "error",
         "message": "no format named 'fp9'",
-        **PLACE,
+        **LOCATION,
         "help": "did you mean 'fp8'?",
-        "notes": [{"message": "elsewhere", **NOTED}],
-        "fix": {"message": "replace it", "safe": False, "edits": [{**PLACE, "text": "fp8"}]},
+        "notes": [{"message": "elsewhere", **NOTE_LOCATION}],
+        "fix": {"message": "replace it", "safe": False, "edits": [{**LOCATION, "text": "fp8"}]},
     }
 
 
-def test_json_without_a_fix() -> None:
-    (item,) = json.loads(printed("json", Diagnostic(code="c", message="m", span=Span(SOURCE, 0, 0))))
+def test_json_of_a_diagnostic_without_fix_and_notes() -> None:
+    (item,) = json.loads(
+        format_diagnostics("json", Diagnostic(code="c", message="m", span=Span(SOURCE, 0, 0)))
+    )
     assert item["fix"] is None
     assert item["notes"] == []
     assert (item["line"], item["column"], item["end_line"], item["end_column"]) == (1, 1, 1, 1)
 
 
-def test_the_edits_in_json_are_the_fix(tmp_path: Path) -> None:
-    """Lines and columns are enough for a program to do what `--fix` does."""
+def test_the_edits_in_json_give_the_same_text_as_fix(tmp_path: Path) -> None:
+    """A program can apply them by their lines and columns."""
     path = tmp_path / "a.policy"
     path.write_text("é.b -> bf16\né -> split(\n    fprop=fp8,  # über\n    dgrad=fp8)\n", encoding="utf-8")
     text = path.read_text(encoding="utf-8")
@@ -129,24 +136,24 @@ def test_the_edits_in_json_are_the_fix(tmp_path: Path) -> None:
 
 
 def test_json_and_sarif_are_ascii() -> None:
-    """So that no encoding of the output can spoil them."""
+    """So they are valid in every encoding of the output."""
     odd = Diagnostic(code="unknown-format", message="深層", span=Span(SourceText("深", "深.policy"), 0, 1))
-    assert printed("json", odd).isascii()
-    assert printed("sarif", odd).isascii()
+    assert format_diagnostics("json", odd).isascii()
+    assert format_diagnostics("sarif", odd).isascii()
 
 
 # ---- github
 
 
-def test_github_is_a_command_a_line() -> None:
-    text = printed("github", DIAGNOSTIC)
+def test_github_prints_one_command_per_line() -> None:
+    text = format_diagnostics("github", DIAGNOSTIC)
     assert text == (
         "::error file=dir/a b.policy,line=1,endLine=1,col=13,endColumn=16,title=unknown-format::"
         "no format named 'fp9'%0Adid you mean 'fp8'?\n"
     )
 
 
-def test_github_escapes_what_would_end_a_value_or_the_command() -> None:
+def test_github_escapes_characters_that_end_a_value_or_the_command() -> None:
     source = SourceText("x", "a:b,c%d\ne.policy")
     odd = Diagnostic(
         code="c",
@@ -154,7 +161,7 @@ def test_github_escapes_what_would_end_a_value_or_the_command() -> None:
         span=Span(source, 0, 1),
         severity=Severity.WARNING,
     )
-    text = printed("github", odd)
+    text = format_diagnostics("github", odd)
     assert text.count("\n") == 1
     assert text.startswith("::warning file=a%3Ab%2Cc%25d%0Ae.policy,line=1,")
     assert text.endswith("::100%25 wrong::error%0D%0A::set-output\n")
@@ -163,17 +170,17 @@ def test_github_escapes_what_would_end_a_value_or_the_command() -> None:
 # ---- sarif
 
 
-def test_sarif_of_every_fixture_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sarif_of_every_fixture_is_parse_sarif(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FIXTURES)
-    run = valid(policyc("lint", *(f"{code}.policy" for code in LINT_RULES), "--format", "sarif").out)
+    run = parse_sarif(policyc("lint", *(f"{code}.policy" for code in LINT_RULES), "--format", "sarif").out)
     assert {r["ruleId"] for r in run["results"]} == set(LINT_RULES)
     for result in run["results"]:
         assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
         assert result["level"] == str(LINT_RULES[result["ruleId"]].severity)
 
 
-def test_sarif_says_who_and_how_columns_count() -> None:
-    run = valid(printed("sarif"))
+def test_sarif_names_the_tool_its_rules_and_its_column_kind() -> None:
+    run = parse_sarif(format_diagnostics("sarif"))
     assert run["tool"]["driver"]["name"] == "policyc"
     assert run["tool"]["driver"]["version"] == __version__
     assert run["columnKind"] == "unicodeCodePoints"
@@ -184,11 +191,11 @@ def test_sarif_says_who_and_how_columns_count() -> None:
 
 
 def test_sarif_of_a_finding() -> None:
-    (result,) = valid(printed("sarif", DIAGNOSTIC))["results"]
+    (result,) = parse_sarif(format_diagnostics("sarif", DIAGNOSTIC))["results"]
     region = {"startLine": 1, "startColumn": 13, "endLine": 1, "endColumn": 16}
-    place = {"artifactLocation": {"uri": "dir/a%20b.policy"}, "region": region}
+    location = {"artifactLocation": {"uri": "dir/a%20b.policy"}, "region": region}
     assert result["message"] == {"text": "no format named 'fp9' (did you mean 'fp8'?)"}
-    assert result["locations"] == [{"physicalLocation": place}]
+    assert result["locations"] == [{"physicalLocation": location}]
     assert result["relatedLocations"][0]["message"] == {"text": "elsewhere"}
     assert result["relatedLocations"][0]["physicalLocation"]["region"]["endLine"] == 4
     (fix,) = result["fixes"]
@@ -211,14 +218,14 @@ def test_sarif_of_a_finding() -> None:
     ],
 )
 def test_sarif_of_odd_paths(path: str, uri: str) -> None:
-    found = Diagnostic(code="unreadable-file", message="m", span=Span(SourceText("", path), 0, 0))
-    (result,) = valid(printed("sarif", found))["results"]
+    diagnostic = Diagnostic(code="unreadable-file", message="m", span=Span(SourceText("", path), 0, 0))
+    (result,) = parse_sarif(format_diagnostics("sarif", diagnostic))["results"]
     assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == uri
 
 
-@pytest.mark.parametrize("form", output.OUTPUT_FORMATS)
-def test_every_form_takes_what_lint_finds(form: str) -> None:
+@pytest.mark.parametrize("output_format", output.OUTPUT_FORMATS)
+def test_every_format_prints_what_lint_finds(output_format: str) -> None:
     text = "a.b -> bf16; a -> nvfp4 # allow: nothing\nvariant v {}\r\n" * 3
-    found = lint(parse_with_diagnostics(text)).diagnostics
-    assert found
-    assert printed(form, *found)
+    diagnostics = lint(parse_with_diagnostics(text)).diagnostics
+    assert diagnostics
+    assert format_diagnostics(output_format, *diagnostics)

@@ -1,0 +1,56 @@
+"""The bundled policies: clean, formatted, documented, and equal to what they print."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from policyc import load, parse
+from policyc.language import bundled
+from policyc.language.formatter import format_file
+from policyc.language.loader import parse_with_diagnostics
+from tests.support.command import policyc
+
+EXPECTED = {
+    "te_nvfp4", "te_nvfp4_no_rht", "llama_nvfp4", "llama3_8b_nvfp4", "nvfp4_paper_12b", "nvfp4_late_switch", "quartet2",
+    "fp8", "mxfp8", "mxfp4", "bf16",
+}  # fmt: skip
+BUNDLED = list(bundled.bundled_policies().items())
+
+
+def test_the_bundled_policies_are_all_there() -> None:
+    assert bundled.bundled_policies().keys() >= EXPECTED
+
+
+@pytest.mark.parametrize(("name", "path"), BUNDLED, ids=[name for name, _ in BUNDLED])
+class TestBundled:
+    """Every bundled policy."""
+
+    def test_is_clean(self, name: str, path: Path) -> None:
+        ran = policyc("lint", name)
+        assert (ran.code, ran.out) == (0, "")
+
+    def test_is_formatted(self, name: str, path: Path) -> None:
+        loaded = parse_with_diagnostics(path.read_text(encoding="utf-8"), path=path)
+        assert format_file(loaded.file) == path.read_text(encoding="utf-8")
+
+    def test_prints_and_parses_to_itself(self, name: str, path: Path) -> None:
+        policy = load(name)
+        assert parse(str(policy)) == policy
+        assert load(path) == policy
+
+    def test_has_a_header_with_intent_source_and_expectation(self, name: str, path: Path) -> None:
+        header = path.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+        assert all(line.startswith("#") for line in header)
+        assert re.fullmatch(r"# [A-Za-z].*\.", header[0])
+        labels = [line.split(":")[0] for line in header if re.match(r"# \w+:  ", line)]
+        assert labels == ["# Intent", "# Source", "# Expect"]
+
+    def test_resolves_under_every_variant(self, name: str, path: Path) -> None:
+        policy = load(name)
+        for variant in (policy, *(policy.variant(v.name) for v in policy.variants)):
+            resolve = variant.resolver()
+            assert all(len(resolve(rule.recipe).treatments) == 6 for rule in variant.rules)
+            assert parse(str(variant)) == variant

@@ -1,0 +1,166 @@
+"""Fixes: what `--fix` and `--unsafe-fixes` write, and that safe fixes keep the meaning and the comments of a policy."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from policyc import parse
+from policyc.language.diagnostics import Diagnostic, Edit, Fix
+from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
+from policyc.language.parser import comment_ranges
+from policyc.lint.engine import LintResult, lint
+from policyc.lint.fixes import FixedText, apply_fixes
+from tests.support.linting import TAIL, fix_text, lint_codes
+from tests.support.policy_oracle import policies_differ, random_policy
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a.b -> bf16\na -> fp8\n", "a -> fp8\n"),
+        ("# own\na.b -> bf16  # of the rule\n# other\na -> fp8\n", "# own\n# other\na -> fp8\n"),
+        ("a.b -> bf16; a -> fp8\n", " a -> fp8\n"),
+        ("a -> fp8; a.b -> fp8\n", "a -> fp8\n"),
+        ("a -> fp8; a.b -> fp8; c -> fp8\n", "a -> fp8;  c -> fp8\n"),
+        ("a -> fp8\nafter 50% { a.b -> fp8 }\n", "a -> fp8\nafter 50% {  }\n"),
+        ("a -> fp8\nafter 50% {\n    a.b -> fp8\n}\n", "a -> fp8\nafter 50% {\n}\n"),
+        ("a -> fp8\nafter 50% { a.b -> fp8\n    c -> bf16 }\n", "a -> fp8\nafter 50% { \n    c -> bf16 }\n"),
+        ("a -> fp8\na.b,\n  a.c ->\n    fp8\nc -> bf16\n", "a -> fp8\nc -> bf16\n"),
+        ("a -> fp8\na.b -> fp8", "a -> fp8\n"),
+        ("recipe r = fp8\na -> fp8\n", "a -> fp8\n"),
+        ("recipe r = s\nrecipe s = t\nrecipe t = fp8\na -> fp8\n", "a -> fp8\n"),
+        ("a -> split(fprop=fp8, dgrad=fp8)\n", "a -> split(fprop=fp8, dgrad=fp8, wgrad=keep)\n"),
+        ("a -> split(fprop=fp8,)\n", "a -> split(fprop=fp8, dgrad=keep, wgrad=keep,)\n"),
+        ("a -> split(\n    fprop=fp8,  # on\n)\n", "a -> split(\n    fprop=fp8, dgrad=keep, wgrad=keep,  # on\n)\n"),
+        ("a -> split(wgrad=fp8(grad=e4m3) )\n", "a -> split(wgrad=fp8(grad=e4m3), fprop=keep, dgrad=keep )\n"),
+        ("a -> fp8(grad=e4m3, grad=e4m3)\n", "a -> fp8(grad=e4m3)\n"),
+        ("a -> fp8(grad=e4m3, grad=e4m3, grad=e4m3,)\n", "a -> fp8(grad=e4m3,)\n"),
+        ("a -> fp8(grad=e4m3,  # why, why\n  grad=e4m3)\n", "a -> fp8(grad=e4m3  # why, why\n  )\n"),
+        # of two rules that make each other redundant, one stays
+        ("a -> fp8\nb -> fp8\na -> fp8\n", "b -> fp8\na -> fp8\n"),
+        ("a -> fp8\na -> fp8\na -> fp8\n", "a -> fp8\n"),
+        # unsafe fixes are not applied
+        ("a.b -> bf16 expect 3\na -> fp8\n", "a.b -> bf16 expect 3\na -> fp8\n"),
+        ("a -> fp8(grad=e4m3, grad=e5m2)\n", "a -> fp8(grad=e4m3, grad=e5m2)\n"),
+        ("a -> fp9\n", "a -> fp9\n"),
+        # a file with other errors is fixed as far as possible
+        ("a -> fp8(grad=e4m3, grad=e4m3)\nb -> fp9\n", "a -> fp8(grad=e4m3)\nb -> fp9\n"),
+        ("\ufeffa -> fp8\na.b -> fp8\n", "a -> fp8\n"),
+    ],
+)  # fmt: skip
+def test_safe_fixes_write_this_text_and_are_then_complete(before: str, after: str) -> None:
+    assert fix_text(before) == after
+    assert fix_text(after) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a -> fp9\n", "a -> fp8\n"),
+        ("a.b -> bf16 expect 3\na -> fp8\n", "a -> fp8\n"),
+        ("q, k @ wgrad -> fp8\n", "q @ wgrad, k @ wgrad -> fp8\n"),
+        (f"a -> nvfp4\n{TAIL}\n", f"a -> nvfp4(sr=grad)\n{TAIL}\n"),
+        (f"a -> nvfp4()\n{TAIL}\n", f"a -> nvfp4(sr=grad)\n{TAIL}\n"),
+        (f"a -> nvfp4(rht=wgrad)\n{TAIL}\n", f"a -> nvfp4(rht=wgrad, sr=grad)\n{TAIL}\n"),
+        (f"a -> nvfp4(rht=wgrad,)\n{TAIL}\n", f"a -> nvfp4(rht=wgrad, sr=grad,)\n{TAIL}\n"),
+        (f"a -> nvfp4(rht=all, sr=all)\n{TAIL}\n", f"a -> nvfp4(rht=wgrad, sr=grad)\n{TAIL}\n"),
+        (f"a -> nvfp4(rht=wgrad.grad, sr=grad)\n{TAIL}\n", f"a -> nvfp4(rht=wgrad, sr=grad)\n{TAIL}\n"),
+        ("a -> fp8(grad=e4m3, grad=e5m2)\n", "a -> fp8(grad=e4m3)\n"),
+    ],
+)  # fmt: skip
+def test_unsafe_fixes_are_applied_only_on_request(before: str, after: str) -> None:
+    assert fix_text(before) == before
+    assert fix_text(before, unsafe=True) == after
+    assert lint_codes(after) == []
+
+
+def test_only_selected_codes_are_fixed() -> None:
+    text = "recipe r = fp8\na -> fp8\na.b -> fp8\n"
+    assert fix_text(text, codes={"unused-recipe"}) == "a -> fp8\na.b -> fp8\n"
+    assert fix_text(text, codes={"shadowed-rule"}) == text
+
+
+@pytest.mark.parametrize("replacement", ["mlp => fp8", "mlp -> fp9", "mlp -> ("])
+def test_a_fix_that_would_break_the_file_is_not_applied(replacement: str) -> None:
+    """No rule has such a fix. If one ever has, the file must stay valid."""
+
+    def check(loaded: LoadedPolicy) -> LintResult:
+        span = loaded.file.statements[0].span
+        fix = Fix(message="break it", edits=(Edit(span, replacement),), safe=True)
+        return LintResult(diagnostics=(Diagnostic(code="shadowed-rule", message="m", span=span, fix=fix),))
+
+    assert apply_fixes("mlp -> fp8\n", parse_with_diagnostics, check).text == "mlp -> fp8\n"
+
+
+def random_untidy_policy(rng: random.Random) -> str:
+    """A random policy with faults that have safe fixes, with comments in many places and an irregular layout."""
+    policy = random_policy(rng, recipes=("fp8", "fp8", "r1", "bf16", "split(fprop=fp8)", "split(bwd=bf16,)"))
+    lines = ["recipe idle1 = idle2", "recipe idle2 = fp8"] if rng.random() < 0.5 else []
+    for number, line in enumerate(policy.splitlines()):
+        if rng.random() < 0.3:
+            lines.append(f"# own line {number}")
+        if rng.random() < 0.2:
+            line = line.replace("-> fp8", "-> fp8(grad=e4m3, grad=e4m3)")
+        if rng.random() < 0.2:
+            line = line.replace("{ ", "{\n    ").replace(" }", "\n}")
+        if rng.random() < 0.2:
+            line = f"{line}; {line}" if "->" in line and "variant" not in line else line
+        if rng.random() < 0.3:
+            line += rng.choice(
+                (f"  # behind {number}", "  # allow: shadowed-rule", "  # allow: redundant-rule, idle-option")
+            )
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def comments_on_own_lines(text: str) -> list[str]:
+    comments = [text[start:end] for start, end in comment_ranges(text)]
+    return [comment for comment in comments if comment.startswith("# own line")]
+
+
+class CachedLinter:
+    """Parses and lints each text once."""
+
+    def __init__(self) -> None:
+        self.load = cache(parse_with_diagnostics)
+        self._results: dict[int, LintResult] = {}  # by identity: `load` keeps the policies alive
+
+    def lint(self, loaded: LoadedPolicy) -> LintResult:
+        if id(loaded) not in self._results:
+            self._results[id(loaded)] = lint(loaded)
+        return self._results[id(loaded)]
+
+    def fix(self, text: str) -> FixedText:
+        return apply_fixes(text, self.load, self.lint)
+
+
+SEEDS = [
+    *(range(start, start + 20) for start in range(0, 60, 20)),
+    *(pytest.param(range(start, start + 200), marks=pytest.mark.slow) for start in range(1_000, 2_000, 200)),
+]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds.start}-{seeds.stop}")
+def test_safe_fixes_keep_the_meaning_and_the_comments(seeds: range) -> None:
+    count = 0
+    for seed in seeds:
+        before = random_untidy_policy(random.Random(seed))
+        linter = CachedLinter()
+        fixed = linter.fix(before)
+        after, count = fixed.text, count + fixed.count
+        hint = f"seed {seed}\n{before}\n->\n{after}"
+        loaded = linter.load(after)
+        assert not loaded.diagnostics, hint
+        remaining = [d for d in linter.lint(loaded).diagnostics if d.fix is not None and d.fix.safe]
+        assert not remaining, hint
+        assert linter.fix(after).text == after, hint
+        original = parse(before.replace("grad=e4m3, grad=e4m3", "grad=e4m3"))
+        assert [v.name for v in loaded.policy.variants] == [v.name for v in original.variants]
+        assert not policies_differ(original, loaded.policy), hint
+        for name in (v.name for v in original.variants):
+            assert not policies_differ(original.variant(name), loaded.policy.variant(name)), f"{name}: {hint}"
+        assert comments_on_own_lines(after) == comments_on_own_lines(before), hint
+    assert count > len(seeds)  # the policies do have faults
