@@ -21,7 +21,7 @@ from policyc.language.loader import parse_with_diagnostics
 from policyc.lint import rules
 from policyc.lint.engine import lint
 from policyc.lint.rules import ALL_CODES, LINT_RULES, PROGRAM_CODES
-from tests.support.command import Ran, policyc
+from tests.support.command import CommandResult, policyc
 from tests.support.linting import lint_codes
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -98,7 +98,7 @@ def test_the_bad_examples_that_need_files(tmp_path: Path) -> None:
 
 
 @cache
-def lint_fixture(code: str) -> Ran:
+def lint_fixture(code: str) -> CommandResult:
     """What `policyc lint` prints for a fixture. Each is linted once for all tests."""
     with contextlib.chdir(FIXTURES):
         return policyc("lint", f"{code}.policy")

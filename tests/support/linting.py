@@ -20,6 +20,4 @@ def lint_codes(text: str, codes: Collection[str] = ALL_CODES) -> list[str]:
 
 def fix_text(text: str, *, unsafe: bool = False, codes: Collection[str] = ALL_CODES) -> str:
     """The text after its fixes."""
-    return apply_fixes(
-        text, parse_with_diagnostics, lambda loaded: lint(loaded, codes), unsafe=unsafe
-    ).text
+    return apply_fixes(text, parse_with_diagnostics, lambda loaded: lint(loaded, codes), unsafe=unsafe).text
