@@ -1,4 +1,4 @@
-"""The formatter: one layout, the same meaning, every comment, and nothing left to do the second time."""
+"""The formatter: one layout, the same statements and comments, and no change the second time."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from tests.support.strategies import texts
 
 
 def fmt(text: str) -> str:
-    file, found = read_statements(SourceText(text))
-    assert not found
+    file, diagnostics = read_statements(SourceText(text))
+    assert not diagnostics
     return format_file(file)
 
 
 def comments_of(text: str) -> list[str]:
-    """The comments of a text in which no '#' stands in a string."""
+    """The comments of a text without a '#' in a string."""
     return [line[line.index("#") :].rstrip() for line in text.split("\n") if "#" in line]
 
 
-def check(drawn):
+def check_formatting(drawn):
     policy, text, comments = drawn
-    once = fmt(text)
-    assert parse_with_diagnostics(once).policy == policy
-    assert comments_of(once) == comments
-    assert fmt(once) == once
+    formatted = fmt(text)
+    assert parse_with_diagnostics(formatted).policy == policy
+    assert comments_of(formatted) == comments
+    assert fmt(formatted) == formatted
 
 
 @given(texts())
 @settings(max_examples=80)
-def test_means_the_same_keeps_comments_and_is_idempotent(drawn):
-    check(drawn)
+def test_formatting_keeps_policy_and_comments_and_is_idempotent(drawn):
+    check_formatting(drawn)
 
 
 @pytest.mark.slow
 @given(texts())
 @settings(max_examples=250)
-def test_many_more_texts(drawn):
-    check(drawn)
+def test_formatting_of_many_more_texts(drawn):
+    check_formatting(drawn)
 
 
-@given(texts(commented=False))  # a statement with a comment inside stays as it is, empty lines and all
+@given(texts(commented=False))  # a statement with a comment inside keeps its empty lines
 @settings(max_examples=40)
-def test_layout(drawn):
+def test_no_trailing_spaces_and_no_repeated_empty_lines(drawn):
     _, text, _ = drawn
     lines = fmt(text).split("\n")
-    assert lines.pop() == ""  # the last line ends too, and no empty line follows it
+    assert lines.pop() == ""  # the text ends with a newline, and no empty line follows it
     assert "" not in (lines[:1] + lines[-1:])
     assert not any(a == b == "" for a, b in pairwise(lines))
     assert not any(line != line.rstrip() for line in lines)
@@ -65,19 +65,19 @@ def test_bundled_policies_are_formatted(name):
 
 
 EXAMPLES = {
-    "arrows of neighbours stand in one column": (
+    "arrows of neighbouring rules are aligned": (
         "*->bf16\nmlp.*   -> fp8 # why\nlayers[ -4 : ].mlp ->bf16   expect 1_000",
         "*               -> bf16\nmlp.*           -> fp8  # why\nlayers[-4:].mlp -> bf16 expect 1000\n",
     ),
-    "an empty line ends a column, and several are one": (
+    "an empty line ends the alignment, and several become one": (
         "\n\na -> bf16\n\n\n\nlonger -> bf16\n\n",
         "a -> bf16\n\nlonger -> bf16\n",
     ),
-    "a comment does not end a column": (
+    "a comment does not end the alignment": (
         "a -> bf16\n# and\nlonger -> bf16",
         "a      -> bf16\n# and\nlonger -> bf16\n",
     ),
-    "semicolons become lines": (
+    "statements after semicolons get their own lines": (
         "a -> bf16; b -> fp8 ;; # both\nc -> bf16",
         "a -> bf16\nb -> fp8  # both\nc -> bf16\n",
     ),
@@ -85,20 +85,20 @@ EXAMPLES = {
         "after 10%{until 20%{\na -> bf16\n}}",
         "after 10% {\n    until 20% {\n        a -> bf16\n    }\n}\n",
     ),
-    "a block on one line stays there": (
+    "a block on one line stays on one line": (
         "variant   x {a->bf16;recipe b=fp8}",
         "variant x { a -> bf16; recipe b = fp8 }\n",
     ),
-    "an empty block is small": ("variant x {\n\n}", "variant x {}\n"),
+    "an empty block gets one line": ("variant x {\n\n}", "variant x {}\n"),
     "comments in a block": (
         "variant x { # one\n# two\n\n\na -> bf16 # three\n# four\n} # five\n# six",
         "variant x {  # one\n    # two\n\n    a -> bf16  # three\n    # four\n}  # five\n# six\n",
     ),
-    "a comment inside a statement leaves it as it is": (
+    "a statement with a comment inside is not changed": (
         "a -> nvfp4(rht=wgrad, # both\n           sr=grad)   # here",
         "a -> nvfp4(rht=wgrad, # both\n           sr=grad)  # here\n",
     ),
-    "one spelling of each thing": (
+    "canonical spellings": (
         "a**b, { x , y } @ {wgrad, fprop} where ((k==1e3)) -> nvfp4(sr={gradients,}, mean_split,)",
         "a*b, {x,y} @ fprop, wgrad where k == 1000 -> nvfp4(sr=grad, mean_split)\n",
     ),
@@ -106,8 +106,8 @@ EXAMPLES = {
         "import   'te_nvfp4'#it's\nimport 'say \"x\"'",
         'import "te_nvfp4"  #it\'s\nimport \'say "x"\'\n',
     ),
-    "nothing": ("", ""),
-    "a comment alone": ("  # x  ", "# x\n"),
+    "an empty file": ("", ""),
+    "only a comment": ("  # x  ", "# x\n"),
 }
 
 
@@ -118,9 +118,9 @@ def test_examples(before, after):
     assert fmt(before.replace("\n", "\r\n")) == after
 
 
-@pytest.mark.parametrize("odd", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
-def test_a_comment_is_one_line_whatever_is_in_it(odd):
-    text = f"a -> nvfp4(  # one{odd}line\n    sr=grad)\n# also{odd}one\n"
+@pytest.mark.parametrize("character", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
+def test_a_comment_is_one_line_whatever_characters_it_contains(character):
+    text = f"a -> nvfp4(  # one{character}line\n    sr=grad)\n# also{character}one\n"
     assert fmt(text) == text
 
 
@@ -134,6 +134,6 @@ def test_a_comment_is_one_line_whatever_is_in_it(odd):
         "recipe bf16 = bf16",
     ],
 )
-def test_what_reads_but_means_nothing_is_formatted_too(text):
+def test_a_policy_with_unknown_names_is_formatted_too(text):
     assert parse_with_diagnostics(text).diagnostics
     assert fmt(fmt(text)) == fmt(text)

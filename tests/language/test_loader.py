@@ -1,4 +1,4 @@
-"""Imports, names across files, variants of imported policies, and what may be read at all."""
+"""The loader: imports, names across files, variants of imported policies, and which files may be read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from policyc.language.loader import locate, parse_with_diagnostics
 from tests.support.audit import recording
 
 
-def faults(path) -> list[tuple[str, str, int]]:
-    """Code, file and line of each fault."""
+def load_errors(path) -> list[tuple[str, str, int]]:
+    """The code, file and line of each diagnostic."""
     with pytest.raises(PolicyError) as caught:
         load(path)
     return [(d.code, d.span.source.path.rpartition("/")[2], d.span.line) for d in caught.value.diagnostics]
@@ -26,30 +26,30 @@ def heads(policy) -> list[str]:
 # ---- order and search
 
 
-def test_the_statements_of_an_import_stand_in_its_place(write):
-    home = write(
+def test_an_import_inserts_the_statements_of_the_file(write):
+    folder = write(
         main='a -> bf16\nimport "other"\nc -> bf16\nimport "third.policy"\nd -> bf16',
         other="b1 -> bf16\nb2 -> bf16",
         third="t -> bf16",
     )
-    assert heads(load(home / "main.policy")) == ["a", "b1", "b2", "c", "t", "d"]
+    assert heads(load(folder / "main.policy")) == ["a", "b1", "b2", "c", "t", "d"]
 
 
 def test_an_import_is_looked_for_beside_the_importing_file(write):
-    home = write(
+    folder = write(
         main='import "sub/one"', sub__one='import "two"', sub__two="right -> bf16", two="wrong -> bf16"
     )
-    assert heads(load(home / "main.policy")) == ["right"]
+    assert heads(load(folder / "main.policy")) == ["right"]
 
 
-def test_the_folder_above(write):
-    home = write(sub__main='import "../one"', one="right -> bf16")
-    assert heads(load(home / "sub" / "main.policy")) == ["right"]
+def test_an_import_may_name_the_parent_folder(write):
+    folder = write(sub__main='import "../one"', one="right -> bf16")
+    assert heads(load(folder / "sub" / "main.policy")) == ["right"]
 
 
-def test_a_file_of_one_s_own_hides_a_bundled_one(write):
-    home = write(main='import "bf16"', bf16="mine -> bf16")
-    assert heads(load(home / "main.policy")) == ["mine"]
+def test_a_local_file_hides_a_bundled_policy(write):
+    folder = write(main='import "bf16"', bf16="mine -> bf16")
+    assert heads(load(folder / "main.policy")) == ["mine"]
     assert heads(parse('import "bf16"')) == heads(load("bf16")) != ["mine"]
 
 
@@ -69,11 +69,11 @@ def test_bundled_policies_load_by_name_and_by_import(name):
         assert parse(str(policy.variant(variant.name))) == policy.variant(variant.name)
 
 
-def test_there_are_the_bundled_policies_that_were_promised():
-    promised = (
+def test_the_documented_policies_are_bundled():
+    documented = (
         "te_nvfp4 te_nvfp4_no_rht llama_nvfp4 llama3_8b_nvfp4 nvfp4_paper_12b nvfp4_late_switch quartet2 fp8"
     )
-    assert {*promised.split(), "mxfp8", "mxfp4", "bf16"} <= set(bundled_policies())
+    assert {*documented.split(), "mxfp8", "mxfp4", "bf16"} <= set(bundled_policies())
 
 
 def test_a_folder_does_not_hide_a_bundled_policy(tmp_path, monkeypatch):
@@ -86,61 +86,61 @@ def test_a_folder_does_not_hide_a_bundled_policy(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "help"), [("te_nvfp", "did you mean 'te_nvfp4'?"), ("zzz", "bundled policies: bf16")]
 )
-def test_a_policy_that_is_not_there(name, help):
+def test_an_unknown_policy_is_reported_with_known_names(name, help):
     with pytest.raises(PolicyError) as caught:
         load(name)
-    (fault,) = caught.value.diagnostics
-    assert fault.code == "unreadable-file"
-    assert help in fault.help
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == "unreadable-file"
+    assert help in diagnostic.help
 
 
-def test_a_diamond_is_no_circle(write):
-    home = write(
+def test_a_file_may_be_imported_through_two_others(write):
+    folder = write(
         top='import "a"; import "b"', a='import "c"; a -> bf16', b='import "c"; b -> bf16', c="c -> bf16"
     )
-    assert heads(load(home / "top.policy")) == ["c", "a", "c", "b"]
+    assert heads(load(folder / "top.policy")) == ["c", "a", "c", "b"]
 
 
 # ---- names
 
 
 def test_an_imported_recipe_can_be_redefined(write):
-    home = write(
+    folder = write(
         main='import "base"; recipe nv = fp8',
         base="recipe nv = nvfp4; recipe other = nv; a -> nv; b -> other",
     )
-    policy = load(home / "main.policy")
+    policy = load(folder / "main.policy")
     formats = [policy.resolver()(rule.recipe).treatments[0].format for rule in policy.rules]
     assert formats == ["fp8", "fp8"]
 
 
-def test_an_imported_file_may_use_a_recipe_of_the_importing_one(write):
-    home = write(main='recipe mine = bf16; import "base"', base="a -> mine")
-    assert heads(load(home / "main.policy")) == ["a"]
+def test_an_imported_file_may_use_a_recipe_of_the_importing_file(write):
+    folder = write(main='recipe mine = bf16; import "base"', base="a -> mine")
+    assert heads(load(folder / "main.policy")) == ["a"]
 
 
-def test_an_import_after_the_redefinition_is_a_fault_told_once(write):
-    home = write(
+def test_an_import_that_replaces_a_recipe_is_reported_once(write):
+    folder = write(
         main='recipe nv = fp8\nimport "base"\nimport "more"\n', base="recipe nv = nvfp4", more="a -> nv"
     )
-    assert faults(home / "main.policy") == [("duplicate-recipe", "main.policy", 2)]
+    assert load_errors(folder / "main.policy") == [("duplicate-recipe", "main.policy", 2)]
 
 
-def test_variants_come_along_and_ours_replace_them(write):
-    home = write(
+def test_variants_are_imported_and_can_be_replaced(write):
+    folder = write(
         main='import "base"; variant x { mine -> bf16 }',
         base="variant x { theirs -> bf16 }; variant y { also -> bf16 }",
     )
-    found = {v.name: [r.head for r in v.rules] for v in load(home / "main.policy").variants}
-    assert found == {"x": ["mine"], "y": ["also"]}
+    variants = {v.name: [r.head for r in v.rules] for v in load(folder / "main.policy").variants}
+    assert variants == {"x": ["mine"], "y": ["also"]}
 
 
-def test_an_import_in_a_variant(write):
-    home = write(
+def test_a_variant_may_import_rules_and_recipes(write):
+    folder = write(
         main='recipe r = bf16; a -> r; variant x { import "edit" }',
         edit="recipe r = fp8; b -> r; variant lost { c -> bf16 }",
     )
-    policy = load(home / "main.policy")
+    policy = load(folder / "main.policy")
     assert heads(policy) == ["a"]
     assert [v.name for v in policy.variants] == ["x"]
     edited = policy.variant("x")
@@ -150,18 +150,18 @@ def test_an_import_in_a_variant(write):
 
 
 def test_a_recipe_of_a_variant_is_known_only_there():
-    found = parse_with_diagnostics("variant x { recipe r = bf16; a -> r }; b -> r").diagnostics
-    assert [(d.code, d.span.column) for d in found] == [("unknown-recipe", 45)]
+    diagnostics = parse_with_diagnostics("variant x { recipe r = bf16; a -> r }; b -> r").diagnostics
+    assert [(d.code, d.span.column) for d in diagnostics] == [("unknown-recipe", 45)]
 
 
-def test_a_variant_can_close_a_circle():
-    found = parse_with_diagnostics(
+def test_a_variant_can_create_a_cycle_of_recipes():
+    diagnostics = parse_with_diagnostics(
         "recipe a = b; recipe b = bf16; x -> a; variant v { recipe b = a }"
     ).diagnostics
-    assert [d.code for d in found] == ["recipe-cycle"]
+    assert [d.code for d in diagnostics] == ["recipe-cycle"]
 
 
-# ---- circles
+# ---- cycles
 
 
 @pytest.mark.parametrize(
@@ -178,79 +178,79 @@ def test_a_variant_can_close_a_circle():
         ({"a": 'import "x/../a"', "x/b": ""}, "a.policy -> a.policy"),
     ],
 )
-def test_a_circle_of_imports(write, files, chain):
-    home = write(**{name.replace("/", "__"): text for name, text in files.items()})
+def test_a_cycle_of_imports_is_reported_with_its_files(write, files, chain):
+    folder = write(**{name.replace("/", "__"): text for name, text in files.items()})
     with pytest.raises(PolicyError) as caught:
-        load(home / "a.policy")
-    (fault,) = caught.value.diagnostics
-    assert fault.code == "import-cycle"
-    assert fault.message.endswith(chain)
+        load(folder / "a.policy")
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == "import-cycle"
+    assert diagnostic.message.endswith(chain)
 
 
-def test_a_circle_through_a_symbolic_link(write):
-    home = write(a='import "link"')
-    (home / "link.policy").symlink_to("a.policy")
-    assert faults(home / "a.policy") == [("import-cycle", "a.policy", 1)]
+def test_a_cycle_through_a_symbolic_link_is_reported(write):
+    folder = write(a='import "link"')
+    (folder / "link.policy").symlink_to("a.policy")
+    assert load_errors(folder / "a.policy") == [("import-cycle", "a.policy", 1)]
 
 
-def test_links_in_a_circle(write):
-    home = write(a='import "x"')
-    (home / "x.policy").symlink_to("y.policy")
-    (home / "y.policy").symlink_to("x.policy")
-    assert faults(home / "a.policy") == [("import-not-found", "a.policy", 1)]
+def test_a_cycle_of_symbolic_links_is_reported(write):
+    folder = write(a='import "x"')
+    (folder / "x.policy").symlink_to("y.policy")
+    (folder / "y.policy").symlink_to("x.policy")
+    assert load_errors(folder / "a.policy") == [("import-not-found", "a.policy", 1)]
     with pytest.raises(PolicyError):
-        load(home / "x.policy")
+        load(folder / "x.policy")
     for path in (
-        home / "x.policy",
+        folder / "x.policy",
         "\0",
-        home / ("x" * 5000),
-    ):  # the text is there: its path is of no account
+        folder / ("x" * 5000),
+    ):  # a text that is given needs no readable path
         assert heads(parse("a -> bf16", path=path)) == ["a"]
 
 
-def test_a_tree_of_imports_that_doubles_at_every_level_ends(write):
-    """2**20 files in all, if each import counted were read."""
+def test_imports_that_double_at_every_level_stop_at_a_limit(write):
+    """Without a limit, 2**20 files would be read."""
     files = {f"n{i}": f'import "n{i + 1}"\nimport "n{i + 1}"' for i in range(20)}
-    home = write(**files, n20="a -> bf16")
+    folder = write(**files, n20="a -> bf16")
     start = time.perf_counter()
-    found = faults(home / "n0.policy")
-    assert [code for code, _, _ in found] == ["too-many-imports"]
-    assert time.perf_counter() - start < 60  # milliseconds; hours if it were not cut short
+    errors = load_errors(folder / "n0.policy")
+    assert [code for code, _, _ in errors] == ["too-many-imports"]
+    assert time.perf_counter() - start < 60  # it takes milliseconds, or hours without a limit
 
 
 # ---- paths
 
-BAD = [
+INVALID_PATHS = [
     "/etc/passwd", "/tmp/x.policy", "~/x", "~root/x.policy", "C:/x.policy", "C:\\x.policy", "..\\x.policy",
     "https://example.com/x.policy", "file:///x.policy", "x.policy\0", "\0", "", "   ", "x.txt", "x.policy.txt",
     "../secrets.env", "x.policy ", "id_rsa.pub", ".policy.bak",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("written", BAD, ids=ascii)
-def test_a_path_that_an_import_may_not_have(write, written):
-    home = write(main=f"import '{written}'")
+@pytest.mark.parametrize("written", INVALID_PATHS, ids=ascii)
+def test_an_invalid_import_path_opens_no_file(write, written):
+    folder = write(main=f"import '{written}'")
     with recording() as audit:
-        found = faults(home / "main.policy")
-    assert found == [("bad-import-path", "main.policy", 1)]
+        errors = load_errors(folder / "main.policy")
+    assert errors == [("bad-import-path", "main.policy", 1)]
     assert [p for p in audit.opened if not p.endswith(("main.policy", "policy.lark"))] == []
 
 
 @pytest.mark.parametrize("written", ["..", ".", "sub", "sub/", "nope/../../x", "x" * 5000, "\udcff", "a\nb"])
-def test_a_path_that_leads_to_no_policy(write, tmp_path, written):
+def test_a_path_without_a_policy_is_reported(write, tmp_path, written):
     (tmp_path / "sub").mkdir()
-    found = parse_with_diagnostics(f"import '{written}'", path=tmp_path / "main.policy").diagnostics
-    assert found
-    assert {d.code for d in found} <= {"import-not-found", "syntax-error"}
-    str(PolicyError(found))
+    diagnostics = parse_with_diagnostics(f"import '{written}'", path=tmp_path / "main.policy").diagnostics
+    assert diagnostics
+    assert {d.code for d in diagnostics} <= {"import-not-found", "syntax-error"}
+    str(PolicyError(diagnostics))
 
 
-def test_no_import_opens_anything_but_policies(write, tmp_path):
-    """Files of every kind lie about, and each is asked for in every way: only `*.policy` is ever opened."""
+def test_an_import_opens_only_policies(write, tmp_path):
+    """Files with other suffixes exist in the folder and are imported in several ways: only `*.policy` is opened."""
     for name in ("secret", "secret.txt", "policy", ".policyx", "secret.policy.txt", "noext"):
         (tmp_path / name).write_text("a -> bf16")
     (tmp_path / "folder.policy").mkdir()
-    asked = [
+    requested = [
         "secret",
         "secret.txt",
         "policy",
@@ -261,13 +261,13 @@ def test_no_import_opens_anything_but_policies(write, tmp_path):
         "folder",
         "good",
     ]
-    home = write(main="\n".join(f'import "{name}"' for name in asked), good="a -> bf16")
+    folder = write(main="\n".join(f'import "{name}"' for name in requested), good="a -> bf16")
     parse_with_diagnostics("a -> bf16")
     with recording() as audit:
-        found = parse_with_diagnostics(
-            (home / "main.policy").read_text(), path=home / "main.policy"
+        diagnostics = parse_with_diagnostics(
+            (folder / "main.policy").read_text(), path=folder / "main.policy"
         ).diagnostics
-    assert len(found) == len(asked) - 1
+    assert len(diagnostics) == len(requested) - 1
     assert {p.rpartition("/")[2] for p in audit.opened} == {"main.policy", "good.policy"}
     assert audit.ran == []
 
@@ -282,48 +282,48 @@ def test_a_bundled_policy_opens_only_bundled_policies():
     assert audit.ran == []
 
 
-# ---- faults in other files
+# ---- errors in other files
 
 
-def test_a_fault_in_an_imported_file_says_who_imports_it(write):
-    home = write(main='\nimport "broken"\na -> bf16\n', broken="\n\nb => bf16\n")
+def test_an_error_in_an_imported_file_names_the_import(write):
+    folder = write(main='\nimport "broken"\na -> bf16\n', broken="\n\nb => bf16\n")
     with pytest.raises(PolicyError) as caught:
-        load(home / "main.policy")
-    (fault,) = caught.value.diagnostics
-    assert (fault.code, fault.span.line) == ("syntax-error", 3)
-    assert fault.span.source.path == str(home / "broken.policy")
-    (note,) = fault.notes
+        load(folder / "main.policy")
+    (diagnostic,) = caught.value.diagnostics
+    assert (diagnostic.code, diagnostic.span.line) == ("syntax-error", 3)
+    assert diagnostic.span.source.path == str(folder / "broken.policy")
+    (note,) = diagnostic.notes
     assert note.message == "imported from here"
-    assert (note.span.source.path, note.span.line) == (str(home / "main.policy"), 2)
+    assert (note.span.source.path, note.span.line) == (str(folder / "main.policy"), 2)
     assert "imported from here" in str(caught.value)
 
 
-def test_a_file_imported_twice_is_faulty_once(write):
-    home = write(main='import "broken"\nimport "broken"\n', broken="b => bf16\nc -> bf17\n")
-    assert sorted(faults(home / "main.policy")) == [
+def test_an_error_in_a_file_imported_twice_is_reported_once(write):
+    folder = write(main='import "broken"\nimport "broken"\n', broken="b => bf16\nc -> bf17\n")
+    assert sorted(load_errors(folder / "main.policy")) == [
         ("syntax-error", "broken.policy", 1),
         ("unknown-format", "broken.policy", 2),
     ]
 
 
-def test_faults_of_all_files_come_together(write):
-    home = write(main='import "one"\nimport "two"\nx => y\n', one="a => b", two="a -> nope(x=1)")
-    assert [(code, file) for code, file, _ in faults(home / "main.policy")] == [
+def test_errors_of_all_files_are_reported_together(write):
+    folder = write(main='import "one"\nimport "two"\nx => y\n', one="a => b", two="a -> nope(x=1)")
+    assert [(code, file) for code, file, _ in load_errors(folder / "main.policy")] == [
         ("syntax-error", "main.policy"),
         ("syntax-error", "one.policy"),
         ("unknown-format", "two.policy"),
     ]
 
 
-def test_an_imported_file_that_cannot_be_read(write):
-    home = write(main='import "latin"')
-    (home / "latin.policy").write_bytes(b"# caf\xe9\na -> bf16\n")
+def test_an_unreadable_imported_file_names_the_import(write):
+    folder = write(main='import "latin"')
+    (folder / "latin.policy").write_bytes(b"# caf\xe9\na -> bf16\n")
     with pytest.raises(PolicyError, match="line 1 is not UTF-8") as caught:
-        load(home / "main.policy")
-    (fault,) = caught.value.diagnostics
-    assert [n.message for n in fault.notes] == ["imported from here"]
+        load(folder / "main.policy")
+    (diagnostic,) = caught.value.diagnostics
+    assert [n.message for n in diagnostic.notes] == ["imported from here"]
 
 
-def test_an_imported_file_may_begin_with_a_byte_order_mark(write):
-    home = write(main='import "bom"', bom="\ufeffa -> bf16")
-    assert heads(load(home / "main.policy")) == ["a"]
+def test_an_imported_file_may_start_with_a_byte_order_mark(write):
+    folder = write(main='import "bom"', bom="\ufeffa -> bf16")
+    assert heads(load(folder / "main.policy")) == ["a"]

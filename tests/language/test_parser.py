@@ -1,4 +1,4 @@
-"""Text -> nodes: every spelling is read, every node knows where it stands, and every fault is named in its place."""
+"""The parser: all spellings, the spans of nodes, and the diagnostics of invalid texts."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def rule(*selectors: Selector, to: str | RecipeCall | SplitRecipe = "bf16", **mo
 
 
 def only(text: str) -> Rule:
-    (found,) = parse(text).rules
-    return found
+    (parsed,) = parse(text).rules
+    return parsed
 
 
-# ---- what is written is what is read
+# ---- valid texts
 
 
-def test_the_mission_s_one_line_example():
+def test_a_policy_on_one_line():
     policy = parse("mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights); attention.* -> bf16")
     assert policy == Policy(rules=(rule(selector("mlp", "*"), to=NV), rule(selector("attention", "*"))))
 
 
-LANGUAGE_SAMPLE = """\
+EVERY_STATEMENT = """\
 # llama.policy: NVIDIA's NVFP4 pretraining recipe
 mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights); attention.* -> bf16
 
@@ -70,18 +70,18 @@ variant bf16   { * -> bf16 }
 """
 
 
-def test_the_sample_of_the_language_s_description():
-    policy = parse(LANGUAGE_SAMPLE)
+def test_a_policy_with_every_kind_of_statement():
+    policy = parse(EVERY_STATEMENT)
     first, last = policy.rules[:2], policy.rules[-6:]
     assert first == (rule(selector("mlp", "*"), to=NV), rule(selector("attention", "*")))
     layers = SelectorSegment(glob="layers", indices=Indices(start=Bound(Fraction(-4))))
-    odd = Comparison(terms=(Term(value="k", modulus=16), Term(value=0)), operators=("!=",))
+    not_divisible = Comparison(terms=(Term(value="k", modulus=16), Term(value=0)), operators=("!=",))
     assert last == (
         rule(selector("*")),
         rule(selector("mlp", "*"), to="nv", expect=96),
         rule(Selector(segments=(layers, SelectorSegment(glob="mlp"), SelectorSegment(glob="*")))),
         rule(selector("{q,k,v}_proj", products=frozenset({WGRAD})), to="fp8"),
-        rule(selector("*"), where=odd),
+        rule(selector("*"), where=not_divisible),
         rule(
             selector("mlp", "*", products=frozenset({FPROP})),
             when=(StepCondition(kind="after", bound=Bound(Fraction(82), True)),),
@@ -90,7 +90,7 @@ def test_the_sample_of_the_language_s_description():
     imported = policy.rules[2:-6]
     assert imported == parse('import "te_nvfp4"').rules
     assert policy.recipes == (RecipeDef(name="nv", recipe=NV),)
-    # te_nvfp4 brings its own variants fp8 and bf16; ours of the same name replaces the second.
+    # te_nvfp4 has variants fp8 and bf16. The variant bf16 of this policy replaces the second.
     by_name = {v.name: v for v in policy.variants}
     assert set(by_name) == {"no_rht", "bf16", "fp8"}
     without = RecipeCall(name="nvfp4", settings=NV.settings[1:])
@@ -100,7 +100,7 @@ def test_the_sample_of_the_language_s_description():
 
 @given(texts())
 @settings(max_examples=60)
-def test_every_spelling_of_a_policy_is_read(drawn):
+def test_every_spelling_of_a_policy_parses_to_it(drawn):
     policy, text, _ = drawn
     assert parse(text) == policy
 
@@ -114,11 +114,11 @@ def test_printing_and_parsing_is_the_identity(policy):
 @pytest.mark.slow
 @given(texts())
 @settings(max_examples=400)
-def test_many_more_spellings(drawn):
+def test_many_more_spellings_parse_to_their_policy(drawn):
     policy, text, _ = drawn
-    found = parse(text)
-    assert found == policy
-    assert parse(str(found)) == policy
+    parsed = parse(text)
+    assert parsed == policy
+    assert parse(str(parsed)) == policy
 
 
 NUMBER = Comparison(terms=(Term(value="k"), Term(value=1)), operators=("==",))
@@ -140,7 +140,7 @@ WEIGHT = HasWeight()
         ("not k == 1", Not(operand=NUMBER)),
     ],
 )
-def test_precedence(text, expected):
+def test_the_precedence_of_or_and_and_not(text, expected):
     assert only(f"* where {text} -> bf16").where == expected
 
 
@@ -148,7 +148,7 @@ def test_precedence(text, expected):
     ("text", "value"),
     [("0", 0), ("1_000", 1000), ("1e9", 10**9), ("2.5e3", 2500), ("007", 7), ("1E2", 100), ("4_096", 4096)],
 )
-def test_numbers(text, value):
+def test_numbers_have_underscores_and_exponents(text, value):
     where = only(f"* where k == {text} -> bf16").where
     assert where == Comparison(terms=(Term(value="k"), Term(value=value)), operators=("==",))
 
@@ -168,14 +168,14 @@ def test_numbers(text, value):
     ],
 )
 @pytest.mark.parametrize("arrow", [" -> ", "->"])
-def test_products_go_on_after_a_comma(text, products, arrow):
+def test_the_list_of_products_continues_after_a_comma(text, products, arrow):
     assert only(f"{text}{arrow}bf16").selectors == (selector("a", products=frozenset(products)),)
 
 
 @pytest.mark.parametrize(
     "second", ["wgrad.*", "^wgrad", "wgrad[0]", "wgrad_x", "wgrad-x", "{wgrad}", "wgrads"]
 )
-def test_what_only_begins_like_a_product_is_a_selector(second):
+def test_a_name_that_only_starts_like_a_product_is_a_selector(second):
     first, other = only(f"a @ fprop, {second} -> bf16").selectors
     assert first == selector("a", products=frozenset({FPROP}))
     assert other.products == frozenset(Gemm)
@@ -183,24 +183,23 @@ def test_what_only_begins_like_a_product_is_a_selector(second):
 
 @pytest.mark.parametrize("word", ["import", "recipe", "after", "until", "variant"])
 @pytest.mark.parametrize("more", [".*", ".x", "[0]", "_x", "-x", "*", "{a,b}", "?", "~"])
-def test_a_keyword_that_goes_on_is_a_selector(word, more):
+def test_a_selector_may_start_with_a_keyword(word, more):
     assert str(only(f"{word}{more} -> bf16").selectors[0]) == f"{word}{more}"
 
 
 @pytest.mark.parametrize("word", ["import", "recipe", "after", "until", "variant"])
-def test_a_keyword_alone_is_a_scope_only_where_no_statement_starts(word):
+def test_a_lone_keyword_is_a_selector_only_where_no_statement_starts(word):
     assert only(f"a, {word} -> bf16").selectors[1] == selector(word)
     assert only(f"^{word} -> bf16").selectors[0] == selector(word, anchored=True)
-    for arrow in (" -> ", "->"):  # with and without spaces alike: what is printed must read the same
+    for arrow in (" -> ", "->"):  # with and without spaces, because a printed policy must parse to the same
         with pytest.raises(PolicyError):
             parse(f"{word}{arrow}bf16")
 
 
 @pytest.mark.parametrize("word", ["where", "expect", "and", "or", "not", "fprop", "weight", "k"])
-def test_other_words_are_free(word):
+def test_other_words_of_the_language_are_valid_names(word):
     text = f"recipe {word} = bf16; {word}, {word}.{word} where weight -> {word} expect 1"
-    (found,) = parse(text).rules
-    assert found == rule(selector(word), selector(word, word), to=word, where=WEIGHT, expect=1)
+    assert only(text) == rule(selector(word), selector(word, word), to=word, where=WEIGHT, expect=1)
 
 
 @pytest.mark.parametrize(
@@ -243,20 +242,20 @@ def test_line_breaks_that_end_a_statement(text):
         parse(text)
 
 
-def test_comments_are_told_from_strings():
+def test_a_hash_in_a_string_is_no_comment_and_a_quote_in_a_comment_no_string():
     text = """import "it's#1" # don't "quote" me\nimport 'say "#"' # '\n#"x"#\n"""
     assert [text[a:b] for a, b in comment_ranges(text)] == ['# don\'t "quote" me', "# '", '#"x"#']
 
 
-def test_globs_are_written_one_way():
+def test_globs_have_a_canonical_spelling():
     assert only("a**b.{ x , y* } -> bf16").selectors[0] == selector("a*b", "{x,y*}")
 
 
 # ---- spans
 
 
-def again(node, text: str):
-    """What a node's own text means, in the smallest policy around it."""
+def reparse(node, text: str):
+    """Parses the text of a node inside the smallest policy that can contain it."""
     match node:
         case Rule():
             return parse_with_diagnostics(text).policy.rules[0]
@@ -293,7 +292,7 @@ def again(node, text: str):
 
 
 def nodes(node):
-    """A node and all the nodes in it."""
+    """Yields a node and all nodes in it."""
     if isinstance(node, tuple):
         for item in node:
             yield from nodes(item)
@@ -306,11 +305,10 @@ def nodes(node):
 
 @given(texts())
 @settings(max_examples=30)
-def test_the_text_under_a_node_means_that_node(drawn):
+def test_the_text_in_the_span_of_a_node_parses_to_the_node(drawn):
     _, text, _ = drawn
     policy = parse(text)
-    found = list(nodes((policy.recipes, policy.rules, policy.variants)))
-    for node in found:
+    for node in nodes((policy.recipes, policy.rules, policy.variants)):
         assert node.span.source is policy.source
         assert 0 <= node.span.start < node.span.end <= len(text)
         assert node.span.text.strip() == node.span.text
@@ -319,15 +317,15 @@ def test_the_text_under_a_node_means_that_node(drawn):
             expected = Rule(
                 selectors=node.selectors, recipe=node.recipe, where=node.where, expect=node.expect
             )
-        assert again(node, node.span.text) == expected
+        assert reparse(node, node.span.text) == expected
 
 
 @given(texts())
 @settings(max_examples=30)
-def test_statements_lie_in_order_and_blocks_hold_theirs(drawn):
+def test_spans_of_statements_are_in_order_and_inside_their_blocks(drawn):
     _, text, _ = drawn
-    file, found = read_statements(SourceText(text))
-    assert not found
+    file, diagnostics = read_statements(SourceText(text))
+    assert not diagnostics
 
     def check(statements, start, end):
         for statement in statements:
@@ -348,10 +346,10 @@ def test_spans_count_lines_and_columns_from_one():
     assert (policy.rules[0].span.last_line, policy.rules[0].span.end_column) == (4, 13)
 
 
-# ---- faults
+# ---- invalid texts
 
 
-FAULTS = [
+INVALID = [
     # text, code, line, column, part of the help
     ("mlp.* => bf16", "syntax-error", 1, 7, "an arrow is written '->'"),
     ("mlp.* → bf16", "syntax-error", 1, 7, "an arrow is written '->'"),
@@ -446,21 +444,23 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "code", "line", "column", "help"), FAULTS, ids=[f[0][:40] for f in FAULTS])
-def test_a_fault_has_its_code_its_place_and_its_help(text, code, line, column, help):
+@pytest.mark.parametrize(
+    ("text", "code", "line", "column", "help"), INVALID, ids=[t[0][:40] for t in INVALID]
+)
+def test_a_diagnostic_has_its_code_location_and_help(text, code, line, column, help):
     with pytest.raises(PolicyError) as caught:
         parse(text)
     assert [(d.code, d.span.line, d.span.column) for d in caught.value.diagnostics] == [(code, line, column)]
-    (fault,) = caught.value.diagnostics
-    assert help in fault.help
-    assert fault.message
+    (diagnostic,) = caught.value.diagnostics
+    assert help in diagnostic.help
+    assert diagnostic.message
 
 
 def codes(text: str) -> list[tuple[str, int]]:
     return [(d.code, d.span.line) for d in parse_with_diagnostics(text).diagnostics]
 
 
-def test_all_faults_of_a_file_are_found_at_once():
+def test_all_errors_of_a_file_are_reported_at_once():
     text = """\
 mlp.* -> nvfp5(sr=grad)
 mlp.* bf16
@@ -493,7 +493,7 @@ e -> bf16 expect
     ]
 
 
-SOUND = """\
+VALID = """\
 recipe nv = nvfp4(
     rht=wgrad,   # both operands
     sr={grad},
@@ -521,37 +521,39 @@ variant fp8 {
 
 
 @pytest.mark.parametrize(
-    "wrong", ["a b", "a ->", "a -> (", "a -> nvfp4(sr=grad", "a where ( -> bf16", "a => b", "a[ -> b", "$"]
+    "invalid", ["a b", "a ->", "a -> (", "a -> nvfp4(sr=grad", "a where ( -> bf16", "a => b", "a[ -> b", "$"]
 )
 @pytest.mark.parametrize("first", [True, False])
-def test_one_fault_does_not_cast_others_into_doubt(wrong, first):
-    """Whatever line breaks the other statements hold, they are read as if the wrong one were not there."""
-    text = f"{wrong}\n{SOUND}" if first else f"{SOUND}{wrong}\n"
+def test_one_error_does_not_affect_other_statements(invalid, first):
+    """All other statements are read as if the invalid one were not there, whatever line breaks they contain."""
+    text = f"{invalid}\n{VALID}" if first else f"{VALID}{invalid}\n"
     loaded = parse_with_diagnostics(text)
-    line = 1 if first else SOUND.count("\n") + 1
+    line = 1 if first else VALID.count("\n") + 1
     assert [(d.code, d.span.line) for d in loaded.diagnostics] == [("syntax-error", line)]
-    assert loaded.policy == parse(SOUND)
+    assert loaded.policy == parse(VALID)
 
 
 @given(texts(commented=False))
-@settings(max_examples=40, derandomize=True)  # where a broken statement ends is a guess: always the same ones
-def test_a_fault_is_alone_in_every_spelling(drawn):
+@settings(
+    max_examples=40, derandomize=True
+)  # the end of a broken statement is a guess, so always test the same texts
+def test_one_error_is_reported_once_in_every_spelling(drawn):
     policy, text, _ = drawn
-    loaded = parse_with_diagnostics(f"{text}\nwrong wrong\n")
+    loaded = parse_with_diagnostics(f"{text}\nwrong invalid\n")
     assert [d.code for d in loaded.diagnostics] == ["syntax-error"]
     assert loaded.policy == policy
 
 
-def test_many_brackets_left_open_are_so_many_faults():
+def test_every_unclosed_bracket_is_reported():
     text = "a -> nvfp4(sr=grad\n" * 40
     assert codes(text) == [("syntax-error", line) for line in range(1, 41)]
 
 
-def test_a_block_left_open_does_not_hide_what_is_wrong_in_it():
+def test_an_unclosed_block_does_not_hide_the_errors_in_it():
     assert codes("variant x {\n    a => bf16\n    b -> bf16\n") == [("syntax-error", 1), ("syntax-error", 2)]
 
 
-def test_a_recipe_with_a_fault_is_still_a_known_name():
+def test_a_recipe_with_an_error_is_still_a_known_name():
     assert codes("recipe nv = nvfp4(sr=gard)\na -> nv\n") == [("unknown-value", 1)]
 
 

@@ -1,4 +1,6 @@
-"""Selectors against an oracle: braces expanded one at a time, globs as regular expressions, brute force on paths."""
+"""Selectors against an oracle that expands braces one at a time, uses regular expressions for globs, and searches paths
+by brute force.
+"""
 
 from __future__ import annotations
 
@@ -20,70 +22,74 @@ from policyc.language.selectors import (
     count_alternatives,
     expand_selector,
     glob_matches,
+    is_index,
     matches,
     parse_path,
+    read_segments,
 )
 
 # ---- the oracle
 
 
-def expanded(globs: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Every choice that the braces leave: the first pair is taken out, and the rest is left to the next round."""
+def expand(globs: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Every choice that the braces leave. Expands the first pair of braces and recurses for the rest."""
     for i, glob in enumerate(globs):
-        found = re.search(r"\{([^{}]*)\}", glob)
-        if found:
-            chosen = [glob[: found.start()] + word + glob[found.end() :] for word in found[1].split(",")]
-            return [e for glob in chosen for e in expanded((*globs[:i], glob, *globs[i + 1 :]))]
+        braces = re.search(r"\{([^{}]*)\}", glob)
+        if braces:
+            choices = [glob[: braces.start()] + word + glob[braces.end() :] for word in braces[1].split(",")]
+            return [e for choice in choices for e in expand((*globs[:i], choice, *globs[i + 1 :]))]
     return [globs]
 
 
-def like(glob: str, text: str) -> bool:
+def regex_matches(glob: str, text: str) -> bool:
     pattern = "".join({"*": ".*", "?": "."}.get(c) or re.escape(c) for c in glob)
     return re.fullmatch(pattern, text, re.DOTALL) is not None
 
 
-def place(bound: Bound | None, size: int) -> int | None:
+def bound_position(bound: Bound | None, size: int) -> int | None:
     if bound is None or not bound.percent:
         return None if bound is None else int(bound.value)
     percent = bound.value if bound.value >= 0 else bound.value + 100
     return math.floor(size * percent / 100)
 
 
-def taken(indices: Indices, size: int) -> list[int]:
+def select(indices: Indices, size: int) -> list[int]:
     layers = list(range(size))
     if indices.index is not None:
         return [layers[indices.index]] if -size <= indices.index < size else []
-    return layers[place(indices.start, size) : place(indices.stop, size) : indices.step]
+    return layers[bound_position(indices.start, size) : bound_position(indices.stop, size) : indices.step]
 
 
-def segment_takes(glob: str, indices: Indices | None, name: PathSegment) -> bool:
+def segment_matches(glob: str, indices: Indices | None, name: PathSegment) -> bool:
     if indices is None:
-        return like(glob, name.text) or (name.index is not None and like(glob, f"{name.text}_\x01"))
-    if name.index is None or not like(glob, name.text):
+        return regex_matches(glob, name.text) or (
+            name.index is not None and regex_matches(glob, f"{name.text}_\x01")
+        )
+    if name.index is None or not regex_matches(glob, name.text):
         return False
-    return name.index in taken(indices, name.size) if name.size is not None else name.index == indices.index
+    return name.index in select(indices, name.size) if name.size is not None else name.index == indices.index
 
 
-def at_or_under(pieces: list[tuple[str, Indices | None]], names: tuple[PathSegment, ...]) -> bool:
+def prefix_matches(pieces: list[tuple[str, Indices | None]], names: tuple[PathSegment, ...]) -> bool:
     if not pieces:
         return True
     (glob, indices), *rest = pieces
     if glob == "*" and indices is None:
-        return any(at_or_under(rest, names[i:]) for i in range(len(names) + 1))
-    return bool(names) and segment_takes(glob, indices, names[0]) and at_or_under(rest, names[1:])
+        return any(prefix_matches(rest, names[i:]) for i in range(len(names) + 1))
+    return bool(names) and segment_matches(glob, indices, names[0]) and prefix_matches(rest, names[1:])
 
 
 def oracle(selector: Selector, names: tuple[PathSegment, ...]) -> bool:
     starts = [names] if selector.anchored else [names[i:] for i in range(len(names) + 1)]
     indices = [s.indices for s in selector.segments]
     return any(
-        at_or_under(list(zip(globs, indices, strict=True)), start)
-        for globs in expanded(tuple(s.glob for s in selector.segments))
+        prefix_matches(list(zip(globs, indices, strict=True)), start)
+        for globs in expand(tuple(s.glob for s in selector.segments))
         for start in starts
     )
 
 
-# ---- few letters, so that things match often; no digits, whose spellings have tests of their own
+# ---- strategies: few letters, so that matches are frequent; no digits, whose spellings have their own tests
 
 _text = st.text("ab_", min_size=1, max_size=3)
 _size = st.integers(1, 6)
@@ -130,49 +136,49 @@ def selected(selector: Selector, names: tuple[PathSegment, ...]) -> bool:
 
 @given(_selectors, _paths)
 @settings(max_examples=300)
-def test_matches_what_the_oracle_matches(selector, names):
+def test_matching_agrees_with_the_oracle(selector, names):
     assert selected(selector, names) == oracle(selector, names)
 
 
 @pytest.mark.slow
 @given(_selectors, _paths)
 @settings(max_examples=2000)
-def test_matches_what_the_oracle_matches_many_times(selector, names):
+def test_matching_agrees_with_the_oracle_many_times(selector, names):
     assert selected(selector, names) == oracle(selector, names)
 
 
 @given(_selectors, _paths, _names)
-def test_what_is_under_a_matched_scope_is_matched(selector, names, under):
+def test_everything_under_a_matched_scope_is_matched(selector, names, under):
     if selected(selector, names):
         assert selected(selector, (*names, under))
 
 
 @given(_selectors, _paths)
-def test_a_star_at_the_end_says_nothing_new(selector, names):
+def test_a_star_at_the_end_changes_nothing(selector, names):
     starred = Selector(segments=(*selector.segments, SelectorSegment(glob="*")), anchored=selector.anchored)
     assert selected(starred, names) == selected(selector, names)
 
 
 @given(_selectors)
-def test_alternatives_bound_the_patterns(selector):
+def test_the_count_of_alternatives_is_a_bound_on_the_patterns(selector):
     assert (
         len(expand_selector(selector))
-        <= len(expanded(tuple(s.glob for s in selector.segments)))
+        <= len(expand(tuple(s.glob for s in selector.segments)))
         == count_alternatives(selector)
     )
 
 
 @given(st.text("ab*?", max_size=10), st.text("ab", max_size=10))
 @settings(max_examples=200)
-def test_globs_against_regular_expressions(glob, text):
-    assert glob_matches(glob, text) == like(glob, text)
+def test_globs_agree_with_regular_expressions(glob, text):
+    assert glob_matches(glob, text) == regex_matches(glob, text)
 
 
-def test_globs_do_not_blow_up():
+def test_a_glob_with_many_stars_takes_little_time():
     assert not glob_matches("a*" * 200 + "b", "a" * 5000)
 
 
-# ---- by hand
+# ---- examples
 
 
 def one(text: str) -> Selector:
@@ -219,7 +225,7 @@ def one(text: str) -> Selector:
         ("layers[3].mlp", "layers[3].x.mlp", False),
     ],
 )
-def test_by_hand(selector, name, expected):
+def test_examples_of_matching(selector, name, expected):
     assert selected(one(selector), parse_path(name)) is expected
 
 
@@ -235,9 +241,28 @@ def test_an_index_has_three_spellings(written, named):
         assert not selected(one(f"{written}.mlp"), parse_path(f"decoder.{other}.mlp.up", size))
 
 
-def test_an_index_in_braces():
-    chosen = one("layers_{3,5}.mlp")
-    assert [i for i in range(8) if selected(chosen, parse_path(f"layers.{i}.mlp", 8))] == [3, 5]
+def test_braces_may_contain_indices():
+    selector = one("layers_{3,5}.mlp")
+    assert [i for i in range(8) if selected(selector, parse_path(f"layers.{i}.mlp", 8))] == [3, 5]
+
+
+@pytest.mark.parametrize(("digits", "expected"), [(1, True), (18, True), (19, False)])
+def test_an_index_has_at_most_18_digits(digits, expected):
+    """In a path and in a selector, in all three spellings."""
+    number = "7" * digits
+    assert is_index(number) is expected
+    for spelling in (f"layers_{number}", f"layers.{number}", f"layers[{number}]"):
+        assert (parse_path(spelling)[0].index is not None) is expected
+    for spelling in (f"layers_{number}", f"layers.{number}"):
+        (pattern,) = expand_selector(one(spelling))
+        assert (pattern.segments[0].indices is not None) is expected
+
+
+def test_a_path_is_read_from_its_segments():
+    assert read_segments(["layers", "3", "wi_0"], 4) == (PathSegment("layers", 3, 4), PathSegment("wi", 0, 4))
+    assert read_segments(["a", "3", "4"]) == (PathSegment("a", 3), PathSegment("4"))
+    assert parse_path("a[3][4]") == read_segments(["a", "3", "4"])
+    assert read_segments([]) == parse_path("") == ()
 
 
 def test_not_every_number_is_an_index():
@@ -277,13 +302,13 @@ def test_not_every_number_is_an_index():
         ("[-100%:]", 7, list(range(7))),
     ],
 )
-def test_layers(written, size, expected):
+def test_examples_of_slices(written, size, expected):
     indices = one(f"layers{written}").segments[0].indices
     assert list(indices.select(size)) == expected
 
 
 @pytest.mark.parametrize("percent", range(1, 100))
-def test_a_share_and_its_complement_divide_every_stack(percent):
+def test_a_percentage_and_its_complement_take_every_layer_once(percent):
     head = one(f"layers[:{percent}%]").segments[0].indices
     tail = one(f"layers[-{100 - percent}%:]").segments[0].indices
     for depth in range(1, 501):
@@ -291,7 +316,7 @@ def test_a_share_and_its_complement_divide_every_stack(percent):
 
 
 @given(st.integers(1, 500), st.integers(1, 9999))
-def test_a_share_with_decimals_too(depth, hundredths):
+def test_a_percentage_with_decimals_and_its_complement_take_every_layer_once(depth, hundredths):
     head = Indices(stop=Bound(Fraction(hundredths, 100), True))
     tail = Indices(start=Bound(Fraction(hundredths - 10_000, 100), True))
     assert [*head.select(depth), *tail.select(depth)] == list(range(depth))

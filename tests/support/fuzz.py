@@ -1,8 +1,8 @@
-"""A mutator of policies, and what must hold of whatever it makes.
+"""A fuzzer of policies: mutated texts, and the properties that every text must have.
 
-`inputs(seed)` yields texts without end: pieces of the bundled policies and of the examples in docs/, cut, joined,
-repeated, with tokens and odd characters put in, and soups of tokens. `check(text)` says what must hold of any text.
-The one trap: the texts are short, so that a hundred thousand take minutes; size has tests of its own in test_abuse.py.
+`inputs(seed)` yields texts without end: pieces of the bundled policies and of the examples in docs/, cut, joined and
+repeated, with tokens and unusual characters inserted; and random sequences of tokens. `check(text)` asserts what must
+hold for any text. The texts are short, so that a hundred thousand take minutes. test_abuse.py tests large ones.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from functools import cache
 from pathlib import Path
 
 from policyc.language.bundled import bundled_policies
-from policyc.language.diagnostics import PolicyError
+from policyc.language.diagnostics import PolicyError, SourceText
 from policyc.language.formatter import format_file
 from policyc.language.loader import parse, parse_with_diagnostics
-from policyc.language.parser import read_statements
+from policyc.language.parser import PolicyFile, read_statements
 
-SLOWEST = 5.0  # seconds for one input. A few milliseconds are usual: this is a hang, or the machine is
+MAX_SECONDS = 5.0  # for one input. A few milliseconds are usual, so this means a hang even on a slow machine
 
 TOKENS = (
     "->", "=>", "->", ";", "\n", "\n", " ", " ", "\t", "\r\n", "#", "# c\n", "# allow: x\n", ",", ",", ".", ".", "*",
@@ -40,7 +40,7 @@ WRAPS = ("({})", "[{}]", "{{{}}}", "after 5% {{ {} }}", "variant v {{ {} }}", "s
 
 @cache
 def corpus() -> list[str]:
-    """Statements, and short runs of them, from the bundled policies and the examples of the documentation."""
+    """Lines and paragraphs of the bundled policies and of the examples in the documentation."""
     texts = [path.read_text(encoding="utf-8") for path in bundled_policies().values()]
     docs = Path(__file__).parents[2] / "docs"
     for page in sorted(docs.glob("*.md")):
@@ -51,59 +51,56 @@ def corpus() -> list[str]:
 
 
 def inputs(seed: int) -> Iterator[str]:
-    """Mutated policies, the same for the same seed."""
-    chance = random.Random(seed)
+    """Yields mutated policies, the same for the same seed."""
+    rng = random.Random(seed)
     pieces = corpus()
     while True:
-        if chance.random() < 0.15:
-            yield "".join(chance.choice(TOKENS) for _ in range(chance.randint(1, 30)))
+        if rng.random() < 0.15:
+            yield "".join(rng.choice(TOKENS) for _ in range(rng.randint(1, 30)))
             continue
-        joint = chance.choice(["\n", "\n\n", "; ", " ", ""])
-        text = joint.join(chance.choice(pieces) for _ in range(chance.choice((1, 1, 1, 2, 3))))
-        for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3, 5, 8))):
-            text = _mutated(chance, text)
+        separator = rng.choice(["\n", "\n\n", "; ", " ", ""])
+        text = separator.join(rng.choice(pieces) for _ in range(rng.choice((1, 1, 1, 2, 3))))
+        for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 5, 8))):
+            text = _mutate(rng, text)
         yield text[:2000]
 
 
-def _mutated(chance: random.Random, text: str) -> str:
-    at = chance.randint(0, len(text))
-    end = min(len(text), at + chance.choice((0, 1, 1, 2, 3, 5, 8, 13, 40)))
-    match chance.randrange(9):
+def _mutate(rng: random.Random, text: str) -> str:
+    """Deletes, repeats, reverses, replaces or wraps a part of the text, or cuts the rest off."""
+    start = rng.randint(0, len(text))
+    end = min(len(text), start + rng.choice((0, 1, 1, 2, 3, 5, 8, 13, 40)))
+    match rng.randrange(9):
         case 0:
-            return text[:at] + text[end:]
+            return text[:start] + text[end:]
         case 1:
-            return text[:end] + text[at:end] * chance.choice((1, 1, 2, 3, 40)) + text[end:]
+            return text[:end] + text[start:end] * rng.choice((1, 1, 2, 3, 40)) + text[end:]
         case 2:
-            return text[:at]
+            return text[:start]
         case 3:
-            return text[:at] + text[at:end][::-1] + text[end:]
+            return text[:start] + text[start:end][::-1] + text[end:]
         case 4:
-            return (
-                text[:at]
-                + chr(chance.choice((chance.randrange(128), chance.randrange(0x110000))))
-                + text[end:]
-            )
+            return text[:start] + chr(rng.choice((rng.randrange(128), rng.randrange(0x110000)))) + text[end:]
         case 5:
-            around = chance.choice(WRAPS)
-            if chance.random() < 0.5:
-                return around.format(text)
-            return text[:at] + around.format(text[at:end]) + text[end:]
+            wrap = rng.choice(WRAPS)
+            if rng.random() < 0.5:
+                return wrap.format(text)
+            return text[:start] + wrap.format(text[start:end]) + text[end:]
         case _:
-            return text[:at] + chance.choice(TOKENS) + text[end:]
+            return text[:start] + rng.choice(TOKENS) + text[end:]
 
 
 class TooSlow(BaseException):
-    """An input took longer than any may. No `except Exception` on the way can catch it."""
+    """An input took too long. Not an `Exception`, so that no `except Exception` on the way catches it."""
 
 
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raises TooSlow after so many seconds: a hang becomes a failure that names its input."""
+    """Raises TooSlow after so many seconds, so that a hang becomes a failure that names its input."""
 
-    def ring(number: int, frame: object) -> None:
+    def raise_too_slow(number: int, frame: object) -> None:
         raise TooSlow
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, raise_too_slow)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -113,52 +110,58 @@ def alarm(seconds: float) -> Iterator[None]:
 
 
 def check(text: str, folder: Path) -> bool:
-    """What holds of every text. Says whether it is a policy. `folder` is where its imports are looked for."""
-    loaded = parse_with_diagnostics(
-        text, path=folder / "fuzz_self.policy"
-    )  # as `parse` does, which then raises what was found
-    file, sound, found = loaded.file, not loaded.diagnostics, ()
-    if sound:
+    """Asserts what must hold for every text. Returns whether it is a valid policy.
+
+    `folder` is where its imports are looked for.
+    """
+    loaded = parse_with_diagnostics(text, path=folder / "fuzz_self.policy")
+    file, is_valid = loaded.file, not loaded.diagnostics
+    if is_valid:
         printed = str(loaded.policy)
-        again = parse(printed)
-        assert again == loaded.policy, "printing and parsing is not the identity"
-        assert str(again) == printed
-    else:
-        _check_faults(PolicyError(loaded.diagnostics))
-        if any(d.code == "syntax-error" and d.span.source is file.source for d in loaded.diagnostics):
-            return False
-        file, found = read_statements(file.source)
-    if not found:
-        formatted = format_file(file)
-        again, found = read_statements(type(file.source)(formatted))
-        assert not found
-        assert format_file(again) == formatted, "formatting twice is not formatting once"
-        assert again.statements == file.statements
-    return sound
+        reparsed = parse(printed)
+        assert reparsed == loaded.policy, "printing and parsing is not the identity"
+        assert str(reparsed) == printed
+        _check_formatting(file)
+        return True
+    _check_diagnostics(PolicyError(loaded.diagnostics))
+    if any(d.code == "syntax-error" and d.span.source is file.source for d in loaded.diagnostics):
+        return False
+    file, diagnostics = read_statements(file.source)
+    if not diagnostics:  # it can be read and so formatted, although its names or its imports are wrong
+        _check_formatting(file)
+    return False
 
 
-def _check_faults(error: PolicyError) -> None:
+def _check_formatting(file: PolicyFile) -> None:
+    formatted = format_file(file)
+    reread, diagnostics = read_statements(SourceText(formatted))
+    assert not diagnostics
+    assert format_file(reread) == formatted, "formatting twice is not formatting once"
+    assert reread.statements == file.statements
+
+
+def _check_diagnostics(error: PolicyError) -> None:
     assert error.diagnostics
-    for fault in error.diagnostics:
-        assert re.fullmatch(r"[a-z]+(-[a-z0-9]+)+", fault.code)
-        assert fault.message
-        for span in (fault.span, *(note.span for note in fault.notes)):
+    for diagnostic in error.diagnostics:
+        assert re.fullmatch(r"[a-z]+(-[a-z0-9]+)+", diagnostic.code)
+        assert diagnostic.message
+        for span in (diagnostic.span, *(note.span for note in diagnostic.notes)):
             assert 0 <= span.start <= span.end <= len(span.source.text)
     assert all(line.isprintable() for line in str(error).split("\n"))
 
 
 def run(seed: int, count: int, folder: Path) -> int:
-    """Checks so many inputs; hands back how many of them were policies."""
-    sound = 0
+    """Checks so many inputs. Returns how many of them are valid policies."""
+    valid = 0
     for number, text in zip(range(count), inputs(seed), strict=False):
         start = time.perf_counter()
         try:
-            with alarm(4 * SLOWEST):
-                sound += check(text, folder)
+            with alarm(4 * MAX_SECONDS):
+                valid += check(text, folder)
         except (Exception, TooSlow) as error:
             raise AssertionError(
                 f"seed {seed}, input {number}: {type(error).__name__} on {text!r}"
             ) from error
-        taken = time.perf_counter() - start
-        assert taken < SLOWEST, f"seed {seed}, input {number} took {taken:.1f} s: {text!r}"
-    return sound
+        seconds = time.perf_counter() - start
+        assert seconds < MAX_SECONDS, f"seed {seed}, input {number} took {seconds:.1f} s: {text!r}"
+    return valid

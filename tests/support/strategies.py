@@ -1,8 +1,8 @@
-"""Hypothesis strategies: policies as data, and policies as text in every spelling that the language admits.
+"""Hypothesis strategies: policies as data, and policies as text in every spelling that the language accepts.
 
 `policies()` draws `Policy` objects. `spelled(policy)` draws a text for one, with spaces, line breaks, comments and
-synonyms wherever the language allows them, and hands back the comments it put there. Neither uses the printers of
-policyc: the lists of words below are written out by hand from docs/.
+synonyms wherever the language allows them, and returns the comments it inserted. Neither uses the printers of policyc:
+the lists of words below are copied by hand from docs/.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEYWORDS = ("import", "recipe", "after", "until", "variant")
 PRODUCTS = ("fprop", "dgrad", "wgrad", "bwd")
 ALL = frozenset(Gemm)
 RESERVED = ("nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "f32", "keep", "split")
-TARGETS = (
+OPERAND_WORDS = (
     "all", "fprop", "dgrad", "wgrad", "bwd", "weights", "activations", "grad", "fprop.weights", "dgrad.weights",
     "fprop.activations", "wgrad.activations", "dgrad.grad", "wgrad.grad",
 )  # fmt: skip
@@ -78,20 +78,20 @@ selectors = st.builds(
 )
 
 
-def _one_word(selector: Selector) -> str | None:
-    """The word, if a selector is nothing but one."""
-    first, *more = selector.segments
-    return None if selector.anchored or more or first.indices is not None else first.glob
+def _single_word(selector: Selector) -> str | None:
+    """The word, if a selector consists of one word only."""
+    first, *rest = selector.segments
+    return None if selector.anchored or rest or first.indices is not None else first.glob
 
 
-def _writable(chosen: tuple[Selector, ...]) -> bool:
-    """The two things that cannot be said: a keyword alone at the start, a product's name after products."""
-    if _one_word(chosen[0]) in KEYWORDS:
+def _can_be_written(drawn: tuple[Selector, ...]) -> bool:
+    """Two cases have no spelling: a lone keyword at the start, and the name of a product after products."""
+    if _single_word(drawn[0]) in KEYWORDS:
         return False
-    return not any(a.products != ALL and _one_word(b) in PRODUCTS for a, b in pairwise(chosen))
+    return not any(a.products != ALL and _single_word(b) in PRODUCTS for a, b in pairwise(drawn))
 
 
-selector_lists = st.lists(selectors, min_size=1, max_size=3).map(tuple).filter(_writable)
+selector_lists = st.lists(selectors, min_size=1, max_size=3).map(tuple).filter(_can_be_written)
 
 # ---- predicates
 
@@ -104,22 +104,22 @@ _operators = st.sampled_from(["==", "!=", "<", "<=", ">", ">="])
 
 
 @st.composite
-def compares(draw: Callable[..., Any]) -> Comparison:
+def comparisons(draw: Callable[..., Any]) -> Comparison:
     count = draw(st.integers(2, 4))
     chain = tuple(draw(terms) for _ in range(count))
     return Comparison(terms=chain, operators=tuple(draw(_operators) for _ in range(count - 1)))
 
 
-def _several(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def _tuples_of(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.lists(inner, min_size=2, max_size=3).map(tuple)
 
 
 predicates = st.recursive(
-    compares() | st.builds(HasWeight),
+    comparisons() | st.builds(HasWeight),
     lambda inner: st.one_of(
         st.builds(Not, operand=inner),
-        st.builds(AllOf, operands=_several(inner)),
-        st.builds(AnyOf, operands=_several(inner)),
+        st.builds(AllOf, operands=_tuples_of(inner)),
+        st.builds(AnyOf, operands=_tuples_of(inner)),
     ),
     max_leaves=6,
 )
@@ -127,28 +127,36 @@ predicates = st.recursive(
 # ---- recipes
 
 
-def _set(name: str, *values: str) -> st.SearchStrategy[Setting]:
+def _choice(name: str, *values: str) -> st.SearchStrategy[Setting]:
     return st.sampled_from(values).map(lambda v: Setting(name=name, words=(v,)))
 
 
-def _targets(name: str, among: tuple[str, ...] = TARGETS) -> st.SearchStrategy[Setting]:
-    several = st.lists(st.sampled_from(among), min_size=1, max_size=3).map(tuple)
+def _operands(name: str, words: tuple[str, ...] = OPERAND_WORDS) -> st.SearchStrategy[Setting]:
+    several = st.lists(st.sampled_from(words), min_size=1, max_size=3).map(tuple)
     return st.one_of(st.just(("none",)), several).map(lambda w: Setting(name=name, words=w))
 
 
-_headroom = _set("sr_headroom", "1", "17/16", "1.0625", "2", "3/2")
-_size = _set("rht_size", "16", "32", "64", "128")
+_headroom = _choice("sr_headroom", "1", "17/16", "1.0625", "2", "3/2")
+_size = _choice("rht_size", "16", "32", "64", "128")
 _mean = st.sampled_from([(), ("on",), ("off",)]).map(lambda w: Setting(name="mean_split", words=w))
 _FORMATS: dict[str, list[list[st.SearchStrategy[Setting]]]] = {
-    # For each format, sets of options that do not exclude each other.
+    # for each format, lists of options that do not exclude each other
     "nvfp4": [
-        [_targets("rht"), _size, _targets("sr"), _headroom, _set("scale2d", "weights", "none"), _mean],
-        [_targets("rht"), _targets("sr"), _headroom, _set("outer", "tensor", "row"), _set("rounding", "rne")],
-        [_targets("rht"), _targets("sr", ("grad", "dgrad")), _set("scale", "amax", "four_over_six")],
-        [_set("rounding", "ms_eden"), _size, _headroom, _mean, _set("outer", "tensor", "row")],
+        [_operands("rht"), _size, _operands("sr"), _headroom, _choice("scale2d", "weights", "none"), _mean],
+        [
+            _operands("rht"),
+            _operands("sr"),
+            _headroom,
+            _choice("outer", "tensor", "row"),
+            _choice("rounding", "rne"),
+        ],
+        [_operands("rht"), _operands("sr", ("grad", "dgrad")), _choice("scale", "amax", "four_over_six")],
+        [_choice("rounding", "ms_eden"), _size, _headroom, _mean, _choice("outer", "tensor", "row")],
     ],
-    "mxfp4": [[_targets("rht"), _size, _targets("sr"), _set("scale_rounding", "floor", "rceil", "even")]],
-    "fp8": [[_set("grad", "e5m2", "e4m3")]],
+    "mxfp4": [
+        [_operands("rht"), _size, _operands("sr"), _choice("scale_rounding", "floor", "rceil", "even")]
+    ],
+    "fp8": [[_choice("grad", "e5m2", "e4m3")]],
     "mxfp8": [[]],
     "bf16": [[]],
     "f32": [[]],
@@ -160,18 +168,18 @@ _FORMATS: dict[str, list[list[st.SearchStrategy[Setting]]]] = {
 def formats(draw: Callable[..., Any]) -> RecipeCall:
     name = draw(st.sampled_from(list(_FORMATS)))
     options = draw(st.permutations(draw(st.sampled_from(_FORMATS[name]))))
-    chosen = options[: draw(st.integers(0, len(options)))]
-    return RecipeCall(name=name, settings=tuple(draw(option) for option in chosen))
+    used = options[: draw(st.integers(0, len(options)))]
+    return RecipeCall(name=name, settings=tuple(draw(option) for option in used))
 
 
-def recipes(known: list[str], deep: int = 2) -> st.SearchStrategy[Any]:
-    """A recipe made of formats, of known names, and of splits of such."""
+def recipes(known: list[str], depth: int = 2) -> st.SearchStrategy[Any]:
+    """Recipes made of formats, of known names, and of splits of these."""
     leaf = (
         st.one_of(formats(), st.sampled_from(known).map(lambda n: RecipeCall(name=n))) if known else formats()
     )
-    if deep == 0:
+    if depth == 0:
         return leaf
-    inner = recipes(known, deep - 1)
+    inner = recipes(known, depth - 1)
     parts = st.dictionaries(st.sampled_from(list(Gemm)), inner, min_size=1).map(
         lambda d: tuple((gemm, d[gemm]) for gemm in Gemm if gemm in d)
     )
@@ -202,7 +210,7 @@ def rules(known: list[str]) -> st.SearchStrategy[Rule]:
 
 @st.composite
 def policies(draw: Callable[..., Any]) -> Policy:
-    """A policy without faults. A recipe names only those before it in `base`, in variants too: no circles."""
+    """A policy without errors. A recipe refers only to those before it in `base`, in variants too: no cycles."""
     base = draw(st.lists(names, max_size=3, unique=True))
     defined = [RecipeDef(name=n, recipe=draw(recipes(base[:i]))) for i, n in enumerate(base)]
     variants = []
@@ -228,34 +236,16 @@ def policies(draw: Callable[..., Any]) -> Policy:
 
 # ---- texts
 
-_COMMENT = (
-    "a",
-    " ",
-    "# ",
-    "'",
-    '"',
-    "(",
-    ")",
-    "{",
-    "}",
-    "[",
-    ";",
-    ",",
-    "->",
-    "fprop",
-    "é名",
-    "\t",
-    "\r",
-    "\f",
-    "\u2028",
-)
+_COMMENT_PIECES = (
+    "a", " ", "# ", "'", '"', "(", ")", "{", "}", "[", ";", ",", "->", "fprop", "é名", "\t", "\r", "\f", "\u2028",
+)  # fmt: skip
 
 
 class _Writer:
-    """Writes a policy in one of its many spellings, and remembers the comments, in their order."""
+    """Writes a policy in one of its many spellings, and collects the comments in order."""
 
     def __init__(self, choices: bytes, commented: bool) -> None:
-        self.choices = iter(choices)  # one byte a choice: when they are used up, the plainest is taken
+        self.choices = iter(choices)  # a byte for each choice; after the last one, the first choice is taken
         self.commented = commented
         self.out: list[str] = []
         self.comments: list[str] = []
@@ -267,13 +257,12 @@ class _Writer:
         return choices[next(self.choices, 0) % len(choices)]
 
     def shuffled(self, items: Any) -> list[Any]:
-        rest, found = list(items), []
+        rest, shuffled = list(items), []
         while rest:
-            found.append(rest.pop(next(self.choices, 0) % len(rest)))
-        return found
+            shuffled.append(rest.pop(next(self.choices, 0) % len(rest)))
+        return shuffled
 
-    def gap(self) -> None:
-        """Spaces, or none."""
+    def optional_space(self) -> None:
         self.put(self.one_of("", "", " ", " ", "  ", "\t", " \f"))
 
     def space(self) -> None:
@@ -281,49 +270,51 @@ class _Writer:
 
     def comment(self) -> None:
         if self.commented:
-            text = "#" + "".join(self.one_of(*_COMMENT) for _ in range(self.one_of(0, 1, 4, 9))).rstrip()
+            text = (
+                "#" + "".join(self.one_of(*_COMMENT_PIECES) for _ in range(self.one_of(0, 1, 4, 9))).rstrip()
+            )
             self.comments.append(text)
             self.put(text)
 
-    def soft(self) -> None:
-        """Where the language says that a statement cannot end: spaces, or line breaks and comments."""
-        self.gap()
+    def line_continuation(self) -> None:
+        """Spaces, line breaks and comments, where a line break does not end the statement."""
+        self.optional_space()
         for _ in range(self.one_of(0, 0, 0, 0, 0, 1, 2)):
             if self.one_of(True, False):
                 self.comment()
             self.put("\n")
-            self.gap()
+            self.optional_space()
 
-    def hard(self) -> None:
-        """Between two statements."""
-        self.gap()
+    def statement_end(self) -> None:
+        """What separates two statements: `;`, line breaks and comments."""
+        self.optional_space()
         if self.one_of(True, False, False):
             self.put(";")
-            self.gap()
+            self.optional_space()
             if self.one_of(True, False):
                 return
         for _ in range(self.one_of(1, 1, 2, 3)):
             if self.one_of(True, False, False):
                 self.comment()
             self.put("\n")
-            self.gap()
+            self.optional_space()
 
-    def ends(self) -> None:
-        """At the start or the end of a file or a block."""
+    def optional_statement_end(self) -> None:
+        """What may stand at the start and at the end of a file or a block."""
         if self.one_of(True, False):
-            self.hard()
+            self.statement_end()
 
     def separated(self, items: Any, write: Callable[[Any], None], trailing: bool = False) -> None:
         for i, item in enumerate(items):
             if i:
                 self.put(",")
-                self.soft()
+                self.line_continuation()
             write(item)
         if trailing and items and self.one_of(True, False, False):
-            self.soft()
+            self.line_continuation()
             self.put(",")
 
-    # numbers
+    # ---- numbers
 
     def integer(self, value: int) -> None:
         text = str(value)
@@ -331,8 +322,8 @@ class _Writer:
             text = f"{value:_}"
         self.put(text)
 
-    def power(self, value: int) -> None:
-        """A number of a predicate, which may be written with an exponent."""
+    def number(self, value: int) -> None:
+        """A number in a predicate, which may have an exponent."""
         zeros = len(str(value)) - len(str(value).rstrip("0"))
         if value and zeros and self.one_of(True, False):
             self.put(f"{value // 10**zeros}{self.one_of('e', 'E')}{zeros}")
@@ -348,21 +339,21 @@ class _Writer:
         whole, part = divmod(hundredths, 100)
         self.put(f"{sign}{whole}%" if part == 0 and self.one_of(True, False) else f"{sign}{whole}.{part:02}%")
 
-    # selectors
+    # ---- selectors
 
     def selector(self, selector: Selector) -> None:
         if selector.anchored:
             self.put("^")
-            self.gap()
+            self.optional_space()
         for i, segment in enumerate(selector.segments):
             if i:
                 self.put(".")
-                self.soft()
+                self.line_continuation()
             self.segment(segment)
         if selector.products != ALL:
-            self.gap()
+            self.optional_space()
             self.put("@")
-            self.soft()
+            self.line_continuation()
             self.products(selector.products)
 
     def segment(self, segment: SelectorSegment) -> None:
@@ -372,69 +363,69 @@ class _Writer:
         self.put(glob)
         if segment.indices is None:
             return
-        taken = segment.indices
+        indices = segment.indices
         self.put("[")
-        self.soft()
-        if taken.index is not None:
-            self.put(str(taken.index))
+        self.line_continuation()
+        if indices.index is not None:
+            self.put(str(indices.index))
         else:
-            if taken.start is not None:
-                self.bound(taken.start)
-                self.soft()
+            if indices.start is not None:
+                self.bound(indices.start)
+                self.line_continuation()
             self.put(":")
-            if taken.stop is not None:
-                self.soft()
-                self.bound(taken.stop)
-            if taken.step is not None:
-                self.put(":", str(taken.step))
+            if indices.stop is not None:
+                self.line_continuation()
+                self.bound(indices.stop)
+            if indices.step is not None:
+                self.put(":", str(indices.step))
             elif self.one_of(True, False, False):
                 self.put(":")
-        self.soft()
+        self.line_continuation()
         self.put("]")
 
-    def products(self, taken: frozenset[Gemm]) -> None:
-        listed = [str(g) for g in self.shuffled(sorted(taken))]
-        if Gemm.DGRAD in taken and Gemm.WGRAD in taken and self.one_of(True, False):
+    def products(self, gemms: frozenset[Gemm]) -> None:
+        listed = [str(g) for g in self.shuffled(sorted(gemms))]
+        if Gemm.DGRAD in gemms and Gemm.WGRAD in gemms and self.one_of(True, False):
             listed = [w for w in listed if w == "fprop"] + ["bwd"]
         if self.one_of(True, False):
             self.put("{", ", ".join(listed), "}")
         else:
             self.separated(listed, self.put)
 
-    # predicates
+    # ---- predicates
 
-    def predicate(self, node: Any, around: int = 0) -> None:
-        """`around` is how tightly what stands around it binds: or 1, and 2, not 3."""
-        binds = 1 if isinstance(node, AnyOf) else 2 if isinstance(node, AllOf) else 4
-        if binds <= around or self.one_of(True, False, False, False):
+    def predicate(self, node: Any, outer_precedence: int = 0) -> None:
+        """Writes a predicate, in parentheses if needed. Precedences: `or` 1, `and` 2, `not` 3."""
+        precedence = 1 if isinstance(node, AnyOf) else 2 if isinstance(node, AllOf) else 4
+        if precedence <= outer_precedence or self.one_of(True, False, False, False):
             self.put("(")
-            self.soft()
-            self.predicate_itself(node)
-            self.soft()
+            self.line_continuation()
+            self.bare_predicate(node)
+            self.line_continuation()
             self.put(")")
         else:
-            self.predicate_itself(node)
+            self.bare_predicate(node)
 
-    def predicate_itself(self, node: Any) -> None:
+    def bare_predicate(self, node: Any) -> None:
         match node:
             case AnyOf() | AllOf():
-                word, binds = ("or", 1) if isinstance(node, AnyOf) else ("and", 2)
+                word, precedence = ("or", 1) if isinstance(node, AnyOf) else ("and", 2)
                 for i, operand in enumerate(node.operands):
                     if i:
                         self.space()
                         self.put(word, " ")
-                        self.soft()
-                    self.predicate(operand, binds)
+                        self.line_continuation()
+                    self.predicate(operand, precedence)
             case Not():
                 self.put("not ")
-                self.soft()
+                self.line_continuation()
                 self.predicate(node.operand, 3)
             case Comparison():
                 for i, term in enumerate(node.terms):
                     if i:
-                        self.gap()
+                        self.optional_space()
                         self.put(node.operators[i - 1])
-                        self.soft()
+                        self.line_continuation()
                     self.term(term)
             case HasWeight():
                 self.put("weight")
@@ -442,18 +433,18 @@ class _Writer:
     def term(self, term: Term) -> None:
         self.operand(term.value)
         if term.modulus is not None:
-            self.gap()
+            self.optional_space()
             self.put("%")
-            self.soft()
+            self.line_continuation()
             self.operand(term.modulus)
 
     def operand(self, value: str | int) -> None:
         if isinstance(value, str):
             self.put(value)
         else:
-            self.power(value)
+            self.number(value)
 
-    # recipes
+    # ---- recipes
 
     def recipe(self, node: Any) -> None:
         if isinstance(node, RecipeCall):
@@ -463,34 +454,34 @@ class _Writer:
             return
         parts = [(str(gemm), part) for gemm, part in self.shuffled(node.parts)]
         by_name = dict(parts)
-        same = by_name.get("dgrad") is not None and by_name.get("dgrad") == by_name.get("wgrad")
-        if same and self.one_of(True, False):
+        is_same = by_name.get("dgrad") is not None and by_name.get("dgrad") == by_name.get("wgrad")
+        if is_same and self.one_of(True, False):
             parts = [(n, p) for n, p in parts if n == "fprop"] + [("bwd", by_name["dgrad"])]
         self.put("split")
         self.brackets(lambda: self.separated(parts, self.part, trailing=True))
 
     def brackets(self, write: Callable[[], None]) -> None:
-        self.gap()
+        self.optional_space()
         self.put("(")
-        self.soft()
+        self.line_continuation()
         write()
-        self.soft()
+        self.line_continuation()
         self.put(")")
 
     def part(self, part: tuple[str, Any]) -> None:
         self.put(part[0])
-        self.soft()
+        self.line_continuation()
         self.put("=")
-        self.soft()
+        self.line_continuation()
         self.recipe(part[1])
 
     def setting(self, setting: Setting) -> None:
         self.put(setting.name)
         if not setting.words:
             return
-        self.soft()
+        self.line_continuation()
         self.put("=")
-        self.soft()
+        self.line_continuation()
         spelled = [self.synonym(w) for w in setting.words]
         if len(spelled) > 1 or self.one_of(True, False, False):
             self.put("{", self.one_of(",", ", ", " ,").join(spelled), self.one_of("", ","), "}")
@@ -498,16 +489,16 @@ class _Writer:
             self.put(spelled[0])
 
     def synonym(self, word: str) -> str:
-        head, dot, tail = word.rpartition(".")
-        return head + dot + self.one_of(*SYNONYMS[tail]) if tail in SYNONYMS else word
+        gemm, dot, role = word.rpartition(".")
+        return gemm + dot + self.one_of(*SYNONYMS[role]) if role in SYNONYMS else word
 
-    # statements
+    # ---- statements
 
     def definition(self, node: RecipeDef) -> None:
         self.put("recipe ", node.name)
-        self.gap()
+        self.optional_space()
         self.put("=")
-        self.soft()
+        self.line_continuation()
         self.recipe(node.recipe)
 
     def rule(self, rule: Rule) -> None:
@@ -516,11 +507,11 @@ class _Writer:
             self.put(self.one_of("", "", "", "@{dgrad, wgrad,fprop}", " @ bwd, fprop"))
         if rule.where is not None:
             self.put(" where ")
-            self.soft()
+            self.line_continuation()
             self.predicate(rule.where)
         self.put(" ")
         self.put("->")
-        self.soft()
+        self.line_continuation()
         self.recipe(rule.recipe)
         if rule.expect is not None:
             self.put(" expect ")
@@ -532,59 +523,59 @@ class _Writer:
         body()
         self.put("}")
 
-    def scheduled(self, when: tuple[StepCondition, ...], group: list[Rule]) -> None:
-        if not when:
+    def scheduled_rules(self, conditions: tuple[StepCondition, ...], group: list[Rule]) -> None:
+        if not conditions:
             self.body([lambda r=r: self.rule(r) for r in group])
             return
 
         def head() -> None:
-            self.put(when[0].kind)
+            self.put(conditions[0].kind)
             self.space()
-            self.bound(when[0].bound)
+            self.bound(conditions[0].bound)
 
         def body() -> None:
-            self.ends()
-            self.scheduled(when[1:], group)
-            self.ends()
+            self.optional_statement_end()
+            self.scheduled_rules(conditions[1:], group)
+            self.optional_statement_end()
 
         self.block(head, body)
 
     def variant(self, variant: Variant) -> None:
         self.block(
             lambda: self.put("variant ", variant.name),
-            lambda: self.scope(variant.recipes, variant.rules, ()),
+            lambda: self.statements(variant.recipes, variant.rules, ()),
         )
 
     def body(self, statements: list[Callable[[], None]]) -> None:
         for i, statement in enumerate(statements):
             if i:
-                self.hard()
+                self.statement_end()
             statement()
 
-    def scope(self, recipes: Any, rules: Any, variants: Any) -> None:
-        """Recipes, rules and variants, each in their order, mixed."""
+    def statements(self, recipes: Any, rules: Any, variants: Any) -> None:
+        """Recipes, rules and variants, interleaved. Those of one kind keep their order."""
         queues: list[list[Callable[[], None]]] = [
             [lambda d=d: self.definition(d) for d in recipes],
             [
-                lambda w=when, g=tuple(group): self.scheduled(w, list(g))
-                for when, group in groupby(rules, key=lambda r: r.when)
+                lambda c=conditions, g=tuple(group): self.scheduled_rules(c, list(g))
+                for conditions, group in groupby(rules, key=lambda r: r.when)
             ],
             [lambda v=v: self.variant(v) for v in variants],
         ]
         mixed: list[Callable[[], None]] = []
         while any(queues):
-            waiting = [queue for queue in queues if queue]
-            mixed.append(self.one_of(*waiting).pop(0))
-        self.ends()
+            nonempty = [queue for queue in queues if queue]
+            mixed.append(self.one_of(*nonempty).pop(0))
+        self.optional_statement_end()
         self.body(mixed)
-        self.ends()
+        self.optional_statement_end()
 
 
 @st.composite
 def spelled(draw: Callable[..., Any], policy: Policy, commented: bool = True) -> tuple[str, list[str]]:
-    """A text that means a policy, and the comments in it."""
+    """A text of a policy, and the comments in it."""
     writer = _Writer(draw(st.binary(max_size=300)), commented)
-    writer.scope(policy.recipes, policy.rules, policy.variants)
+    writer.statements(policy.recipes, policy.rules, policy.variants)
     text = "".join(writer.out)
     if writer.one_of(True, False):
         text = text.removesuffix("\n")
@@ -593,7 +584,7 @@ def spelled(draw: Callable[..., Any], policy: Policy, commented: bool = True) ->
 
 @st.composite
 def texts(draw: Callable[..., Any], commented: bool = True) -> tuple[Policy, str, list[str]]:
-    """A policy, a text that means it, and the comments in the text."""
+    """A policy, a text of it, and the comments in the text."""
     policy = draw(policies())
     text, comments = draw(spelled(policy, commented))
     return policy, text, comments
