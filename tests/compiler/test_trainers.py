@@ -1,6 +1,6 @@
-"""MaxText, unmodified, under a policy: `make test-trainers`, which makes an environment of its own for it.
+"""MaxText, unmodified, under policies. `make test-trainers` runs this in an environment of its own.
 
-Losses are compared as MaxText writes them to its metrics file, all digits of an f32.
+Losses are compared as MaxText writes them to its metrics file, with all digits of an f32.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ layers[-1:].* -> keep
 
 
 @cache
-def trained(policy: str | None, *options: str) -> tuple[tuple[float, ...], dict[str, dict[str, object]]]:
-    """The losses of a short run, and what the plan says of each site that reads a parameter."""
+def train(policy: str | None, *settings: str) -> tuple[tuple[float, ...], dict[str, dict[str, object]]]:
+    """Runs a few steps. Returns the losses, and the plan's entry of each site that reads a parameter."""
     scratch = Path(mkdtemp(prefix="policyc-trainers-"))
     base = Path(str(importlib.util.find_spec("maxtext").submodule_search_locations[0])) / "configs/base.yml"
-    asked = {
+    config = {
         **TINY,
         "run_name": "tiny",
         "base_output_directory": scratch,
         "metrics_file": scratch / "metrics",
     }
-    asked |= dict(option.split("=", 1) for option in options)
-    words = ["-m", MODULE, str(base), *(f"{key}={value}" for key, value in asked.items())]
-    command = [sys.executable, *words]
+    config |= dict(setting.split("=", 1) for setting in settings)
+    program = ["-m", MODULE, str(base), *(f"{key}={value}" for key, value in config.items())]
+    command = [sys.executable, *program]
     if policy is not None:
         (scratch / "a.policy").write_text(policy)
-        under = ["apply", "--plan-out", str(scratch / "plan.json"), str(scratch / "a.policy")]
-        command = [sys.executable, "-m", "policyc.cli.main", *under, *words]
-    threads = "--xla_backend_optimization_level=0"  # the runs are short: less time to compile matters more
-    env = {**os.environ, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": threads}
+        apply = ["apply", "--plan-out", str(scratch / "plan.json"), str(scratch / "a.policy")]
+        command = [sys.executable, "-m", "policyc.cli.main", *apply, *program]
+    no_optimization = "--xla_backend_optimization_level=0"  # the runs are short: compiling takes most of the time
+    env = {**os.environ, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": no_optimization}
     env["PYTHONPATH"] = str(ROOT)
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, cwd=scratch, timeout=1800)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    process = subprocess.run(command, capture_output=True, text=True, env=env, cwd=scratch, timeout=1800)
+    assert process.returncode == 0, process.stderr[-4000:]
     lines = (scratch / "metrics").read_text().splitlines()
     losses = tuple(json.loads(line)["learning/loss"] for line in lines)
     assert len(losses) == TINY["steps"]
@@ -86,24 +86,24 @@ def trained(policy: str | None, *options: str) -> tuple[tuple[float, ...], dict[
     return losses, {site["parameters"][0]: site for site in plan["sites"] if site["parameters"]}
 
 
-def low(site: dict[str, object]) -> set[int]:
-    """The layers of a site that are multiplied in NVFP4, in all three products."""
-    found: set[int] = set()
+def nvfp4_layers(site: dict[str, object]) -> set[int]:
+    """The layers of a site whose three products are all in NVFP4."""
+    layers: set[int] = set()
     for run in site["decisions"]["always"]:
         first, last = run.get("layers", ([0], [0]))
         if all("nvfp4" in product["formats"] for product in run["products"].values()):
             assert set(run["products"]) == {"fprop", "dgrad", "wgrad"}
-            found |= set(range(first[0], last[0] + 1))
-    return found
+            layers |= set(range(first[0], last[0] + 1))
+    return layers
 
 
-@pytest.mark.parametrize("options", [(), ("scan_layers=false",), ("remat_policy=minimal",)], ids=str)
-def test_keeping_everything_keeps_the_losses(options):
-    plain, _ = trained(None, *options)
-    kept, sites = trained("* -> keep", *options)
+@pytest.mark.parametrize("settings", [(), ("scan_layers=false",), ("remat_policy=minimal",)], ids=str)
+def test_keeping_everything_keeps_the_losses(settings):
+    plain, _ = train(None, *settings)
+    kept, sites = train("* -> keep", *settings)
     assert kept == plain
     assert plain[-1] < plain[0]
-    if "scan_layers=false" not in options:
+    if "scan_layers=false" not in settings:
         assert set(sites) == ATTENTION | MLP | HEAD
 
 
@@ -116,13 +116,13 @@ def test_keeping_everything_keeps_the_losses(options):
     ],
     ids=["te_nvfp4", "llama_nvfp4", "slice"],
 )
-def test_training_under_a_policy(policy, quantized, layers):
-    plain, _ = trained(None)
-    losses, sites = trained(policy)
-    found = {name: low(site) for name, site in sites.items() if low(site)}
-    assert found == {name: set(layers) for name in quantized}
+def test_a_policy_quantizes_the_planned_layers_and_the_model_trains(policy, quantized, layers):
+    plain, _ = train(None)
+    losses, sites = train(policy)
+    planned = {name: nvfp4_layers(site) for name, site in sites.items() if nvfp4_layers(site)}
+    assert planned == {name: set(layers) for name in quantized}
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]
     assert all(a != b for a, b in zip(losses, plain, strict=True))
-    # A tiny model at its start: what quantization does to a loss is small beside what training does to it.
+    # A tiny model early in training: quantization changes the loss much less than training does.
     assert abs(losses[-1] - plain[-1]) < (plain[0] - plain[-1]) / 4
