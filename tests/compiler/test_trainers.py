@@ -74,7 +74,7 @@ def train(policy: str | None, *settings: str) -> tuple[tuple[float, ...], dict[s
         (scratch / "a.policy").write_text(policy)
         apply = ["apply", "--plan-out", str(scratch / "plan.json"), str(scratch / "a.policy")]
         command = [sys.executable, "-m", "policyc.cli.main", *apply, *program]
-    no_optimization = "--xla_backend_optimization_level=0"  # the runs are short: compiling takes most of the time
+    no_optimization = "--xla_backend_optimization_level=0"  # compiling takes most of the time of a short run
     env = {**os.environ, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": no_optimization}
     env["PYTHONPATH"] = str(ROOT)
     process = subprocess.run(command, capture_output=True, text=True, env=env, cwd=scratch, timeout=1800)
