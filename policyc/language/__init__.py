@@ -4,7 +4,6 @@ Nothing in this package imports JAX.
 """
 
 __all__ = [
-    "bounds",
     "bundled",
     "diagnostics",
     "files",

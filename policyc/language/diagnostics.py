@@ -15,7 +15,7 @@ from enum import StrEnum
 _MAX_QUOTED = 100  # characters of a quoted line: a policy may be one line of a megabyte
 _MAX_PRINTED = 50  # diagnostics in the text of one exception
 _MAX_MESSAGE = 400  # characters of a message: it may quote a name of a megabyte
-_MAX_SUGGESTED_FOR = 64  # characters: a longer unknown name gets no suggestion
+_MAX_NAME_FOR_SUGGESTION = 64  # characters: a longer unknown name gets no suggestion, to save time
 
 
 class SourceText:
@@ -110,7 +110,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Replace the text of a span."""
+    """Replaces the text of a span."""
 
     span: Span
     text: str
@@ -164,13 +164,13 @@ def plain(_: str, text: str) -> str:
 
 
 def render_headline(diagnostic: Diagnostic, paint: Paint = plain) -> str:
-    """Prints `path:line:column: severity[code]: message`."""
+    """Returns `path:line:column: severity[code]: message`."""
     label = paint(diagnostic.severity, f"{diagnostic.severity}[{diagnostic.code}]")
     return f"{paint('path', diagnostic.span.location)}: {label}: {_format_message(diagnostic.message)}"
 
 
 def render(diagnostic: Diagnostic, paint: Paint = plain) -> str:
-    """Prints the diagnostic with the line it points at, a caret under the span, and its notes."""
+    """Returns the diagnostic with the line it points at, a caret under the span, and its notes."""
     lines = [render_headline(diagnostic, paint)]
     lines += _quote(diagnostic.span, _format_message(diagnostic.help), paint, "caret")
     for note in diagnostic.notes:
@@ -185,7 +185,7 @@ def render(diagnostic: Diagnostic, paint: Paint = plain) -> str:
 
 
 def _quote(span: Span, label: str, paint: Paint, kind: str) -> list[str]:
-    """Prints the first line of a span, and carets with a label under it."""
+    """Returns the first line of a span, and carets with a label under it."""
     if not span.source.text:  # the file could not be read: there is nothing to quote
         return [f"  {paint('help', label)}"] if label else []
     number = span.line
@@ -242,7 +242,7 @@ class PolicyError(Exception):
 
 def closest_name(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that the writer most likely meant, if one is similar enough."""
-    if len(name) > _MAX_SUGGESTED_FOR:
+    if len(name) > _MAX_NAME_FOR_SUGGESTION:
         return None
     candidates = [k for k in known if abs(len(k) - len(name)) <= max(2, len(name) // 2)]
     by_folded = {k.casefold(): k for k in reversed(candidates)}

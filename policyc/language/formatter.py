@@ -130,7 +130,7 @@ def _print_on_one_line(block: BlockStatement) -> str:
 
 
 def _join_lines(lines: list[_Line]) -> str:
-    """Prints the lines, with the arrows of each group of neighbouring rules in one column."""
+    """Returns the text of the lines, with the arrows of each group of neighbouring rules in one column."""
     printed: list[str] = []
     start = 0
     while start < len(lines):

@@ -99,7 +99,7 @@ class Rule:
     span: Span = span_field()
 
     def __str__(self) -> str:
-        """Prints the rule without the schedule blocks around it."""
+        """Returns the rule without the schedule blocks around it."""
         return f"{self.head} -> {self.tail}"
 
     @property
@@ -199,7 +199,7 @@ class Resolver:
 
 
 def _statement_lines(definitions: tuple[RecipeDef, ...], rules: tuple[Rule, ...]) -> Iterator[str]:
-    """Prints recipes and rules. Neighbouring rules with the same conditions share their blocks."""
+    """Yields the lines of recipes and rules. Neighbouring rules with the same conditions share their blocks."""
     yield from map(str, definitions)
     for conditions, group in groupby(rules, key=lambda r: r.when):
         yield from (f"{_INDENT * depth}{c} {{" for depth, c in enumerate(conditions))

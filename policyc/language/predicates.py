@@ -138,5 +138,5 @@ def _all(truths: Sequence[bool | None]) -> bool | None:
 
 
 def _parenthesize(predicate: Predicate, kinds: tuple[type, ...]) -> str:
-    """Prints an operand, in parentheses if it is one of `kinds`."""
+    """Returns the text of an operand, in parentheses if it is one of `kinds`."""
     return f"({predicate})" if isinstance(predicate, kinds) else str(predicate)

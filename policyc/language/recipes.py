@@ -34,6 +34,7 @@ class Role(StrEnum):
 
 
 OperandId = tuple[Gemm, Role]
+"""One of the six operands of a site: a role in one of its products."""
 
 OPERANDS: tuple[OperandId, ...] = (
     (Gemm.FPROP, Role.ACTIVATION),
@@ -74,6 +75,8 @@ _ROLE_ALIASES = {
 
 OptionValue = frozenset[OperandId] | str | int | Fraction | bool
 OptionKind = Literal["operands", "choice", "size", "ratio", "flag"]
+
+_MAX_RATIO_LENGTH = 24  # characters: more than any useful ratio has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +122,8 @@ def canonical_operand_word(word: str) -> str:
 
 
 def _parse_ratio(word: str) -> Fraction | None:
-    if len(word) > 24 or word.count("/") > 1 or not all(c in "0123456789./" for c in word):
+    """Returns a ratio from 1 to 2, or None. Rejects long words first, because `Fraction` is slow for them."""
+    if len(word) > _MAX_RATIO_LENGTH or word.count("/") > 1 or not all(c in "0123456789./" for c in word):
         return None
     try:
         value = Fraction(word)
