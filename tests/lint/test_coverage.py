@@ -12,13 +12,15 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
 from policyc import parse
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.policy import Policy, Rule
-from policyc.language.schedule import representative_steps
+from policyc.language.predicates import Predicate
+from policyc.language.schedule import StepCondition, representative_steps
 from policyc.lint.automata import SearchTooLarge
 from policyc.lint.context import Context
 from policyc.lint.coverage import Coverage, Point, sample_attributes
@@ -36,7 +38,9 @@ SLOW_SEEDS = [range(start, start + 250) for start in range(1_000, 3_500, 250)]
 SEEDS = [*QUICK_SEEDS, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in SLOW_SEEDS)]
 
 
+@cache
 def make_coverage(text: str) -> tuple[Policy, Coverage]:
+    """The policy and its coverage. The tests share the random policies, so each is parsed once."""
     loaded = parse_with_diagnostics(text)
     assert not loaded.diagnostics, loaded.diagnostics[0]
     return loaded.policy, Context(loaded).coverage
@@ -153,22 +157,34 @@ CONDITIONS = (
     "m >= 1000", "n > 1000", "k == 1024", "1024 <= k < 4096", "m % 3 == 1", "m == n", "batch > 1",
 )  # fmt: skip
 SIZES = (1, 2, 3, 4, 8, 15, 16, 17, 32, 48, 999, 1000, 1001, 1002, 1008, 1024, 2048, 4096, 5000)
-GEMM_SIZES = list(itertools.product(SIZES, SIZES, SIZES, (1, 2)))
+GEMMS = [
+    {"m": m, "n": n, "k": k, "batch": batch, "flops": 2 * m * n * k, "weight": bool((m + n) % 2)}
+    for m, n, k, batch in itertools.product(SIZES, SIZES, SIZES, (1, 2))
+]
+
+
+def parse_condition(text: str) -> Predicate:
+    condition = parse(f"a where {text} -> bf16").rules[0].where
+    assert condition is not None
+    return condition
+
+
+@cache
+def holds_for_gemms(text: str) -> tuple[bool | None, ...]:
+    condition = parse_condition(text)
+    return tuple(condition.holds(gemm) for gemm in GEMMS)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_combination_of_conditions_that_a_gemm_meets_has_a_sample(seed: int) -> None:
-    rng = random.Random(seed)
-    texts = rng.sample(CONDITIONS, 3)
-    conditions = tuple(parse(f"a where {text} -> bf16").rules[0].where for text in texts)
+    texts = random.Random(seed).sample(CONDITIONS, 3)
+    conditions = tuple(map(parse_condition, texts))
     try:
         samples = {tuple(c.holds(a) for c in conditions) for a in sample_attributes(conditions)}
     except SearchTooLarge:  # only with conditions between all three sizes
         assert len({v for c in conditions for v in ("m", "n", "k") if v in str(c)}) == 3
         return
-    for m, n, k, batch in rng.sample(GEMM_SIZES, 3_000):
-        gemm = {"m": m, "n": n, "k": k, "batch": batch, "flops": 2 * m * n * k, "weight": bool((m + n) % 2)}
-        assert tuple(c.holds(gemm) for c in conditions) in samples, f"{texts}: {gemm}"
+    assert set(zip(*map(holds_for_gemms, texts), strict=True)) <= samples, texts
 
 
 PHASES = (
@@ -181,15 +197,29 @@ PHASES = (
     "until 99.9%",
     "until 10",
 )
+TOTALS = (1, 2, 9, 10, 11, 50, 1000, 1001, 1220, 1500, 1800, 1830, 2000, 3000, 10_000)
+MOMENTS = [
+    (step, total)
+    for total in TOTALS
+    for step in {*range(0, total, 7), total - 1, *(s for s in (999, 1000, 1499, 1500) if s < total)}
+]
 
 
-@pytest.mark.parametrize("phases", list(itertools.combinations(PHASES, 3)), ids=", ".join)
-def test_every_combination_of_phases_that_a_step_is_in_has_a_sample(phases: tuple[str, ...]) -> None:
-    conditions = tuple(parse(f"{phase} {{ a -> bf16 }}").rules[0].when[0] for phase in phases)
-    samples = {tuple(c.holds(*moment) for c in conditions) for moment in representative_steps(conditions)}
-    for total in (1, 2, 9, 10, 11, 50, 1000, 1001, 1220, 1500, 1800, 1830, 2000, 3000, 10_000):
-        for step in {*range(0, total, 7), total - 1, *(s for s in (999, 1000, 1499, 1500) if s < total)}:
-            assert tuple(c.holds(step, total) for c in conditions) in samples, f"step {step} of {total}"
+def parse_phase(text: str) -> StepCondition:
+    return parse(f"{text} {{ a -> bf16 }}").rules[0].when[0]
+
+
+@cache
+def holds_at_moments(text: str) -> tuple[bool, ...]:
+    phase = parse_phase(text)
+    return tuple(phase.holds(*moment) for moment in MOMENTS)
+
+
+@pytest.mark.parametrize("texts", list(itertools.combinations(PHASES, 3)), ids=", ".join)
+def test_every_combination_of_phases_that_a_step_is_in_has_a_sample(texts: tuple[str, ...]) -> None:
+    phases = tuple(map(parse_phase, texts))
+    samples = {tuple(p.holds(*moment) for p in phases) for moment in representative_steps(phases)}
+    assert set(zip(*map(holds_at_moments, texts), strict=True)) <= samples
 
 
 # ---- examples

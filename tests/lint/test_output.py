@@ -170,7 +170,7 @@ def test_github_escapes_characters_that_end_a_value_or_the_command() -> None:
 # ---- sarif
 
 
-def test_sarif_of_every_fixture_is_parse_sarif(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sarif_of_every_fixture_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(FIXTURES)
     run = parse_sarif(policyc("lint", *(f"{code}.policy" for code in LINT_RULES), "--format", "sarif").out)
     assert {r["ruleId"] for r in run["results"]} == set(LINT_RULES)
