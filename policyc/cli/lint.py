@@ -118,7 +118,7 @@ class _Request:
 
 
 def _make_request(files: tuple[str, ...], options: LintOptions) -> _Request:
-    """Check the options. Raises a usage error if they do not fit together."""
+    """Checks the options. Raises a usage error if they do not fit together."""
     if options.unsafe_fixes and not options.fix:
         raise click.UsageError("--unsafe-fixes requires --fix")
     if options.fix and "-" in files:
@@ -205,7 +205,7 @@ def _load(name: str) -> LoadedPolicy:
 
 
 def _fix_file(name: str, request: _Request) -> int:
-    """Apply the fixes to a file. Returns their number."""
+    """Applies the fixes to a file. Returns their number."""
     from policyc.language.loader import locate, parse_with_diagnostics, read_policy_text
     from policyc.lint.engine import lint as run_lint
     from policyc.lint.fixes import apply_fixes

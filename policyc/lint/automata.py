@@ -57,7 +57,7 @@ _STEPS_PER_NODE = 10  # one node of the search costs about this many steps
 
 
 def find_uncovered_path(pattern: Pattern, others: Iterable[Pattern], budget: Budget) -> DottedPath | None:
-    """Return a path that the pattern matches and none of the others does, or None if there is none.
+    """Returns a path that the pattern matches and none of the others does, or None if there is none.
 
     Searches the product of the pattern's automaton and the subset construction of the others, breadth first.
     """
@@ -96,7 +96,7 @@ def find_uncovered_path(pattern: Pattern, others: Iterable[Pattern], budget: Bud
 
 
 def is_obviously_contained(pattern: Pattern, other: Pattern) -> bool:
-    """Return True if a quick test shows that `other` matches every path of `pattern`. False means unknown."""
+    """Returns True if a quick test shows that `other` matches every path of `pattern`. False means unknown."""
     last = len(other.segments)
     active = skip_wildcards(other.segments, {0})
     for segment in pattern.segments:
@@ -116,7 +116,7 @@ def _is_segment_contained(segment: PatternSegment, other: PatternSegment) -> boo
 
 
 def example_path(pattern: Pattern) -> DottedPath:
-    """Return a simple path that the pattern matches."""
+    """Returns a simple path that the pattern matches."""
     path = tuple(_example_name(segment) for segment in pattern.segments if not segment.is_wildcard)
     return path or (PathSegment("x"),)
 
@@ -129,7 +129,7 @@ def _example_name(segment: PatternSegment) -> PathSegment:
 
 
 def example_index(indices: Indices) -> tuple[int, int] | None:
-    """Return an index that a slice selects and the depth of the stack, or None if it selects nothing in any stack."""
+    """Returns an index that a slice selects and the depth of the stack, or None if it selects nothing in any stack."""
     numbers = sorted({abs(n) for n in _numbers(indices)})
     depths = itertools.chain(
         (n + 1 for n in numbers), range(1, 102), sorted(_critical_depths(frozenset({indices})))
@@ -142,7 +142,7 @@ _Node = tuple[State, frozenset[tuple[int, State]], str]
 
 
 def _symbols_to(node: _Node, predecessors: dict[_Node, tuple[_Node | None, Symbol]]) -> list[Symbol]:
-    """Return the symbols on the way from the start to a node."""
+    """Returns the symbols on the way from the start to a node."""
     symbols: list[Symbol] = []
     before, symbol = predecessors[node]
     while before is not None:
@@ -152,7 +152,7 @@ def _symbols_to(node: _Node, predecessors: dict[_Node, tuple[_Node | None, Symbo
 
 
 def _next_shape(shape: str, symbol: Symbol) -> str:
-    """Return the shape of the current segment after one more symbol, or "" if no path has such a segment."""
+    """Returns the shape of the current segment after one more symbol, or "" if no path has such a segment."""
     if isinstance(symbol, int):
         return "indexed" if shape == "underscore" else ""
     if symbol == ".":
@@ -176,7 +176,7 @@ class _Alphabet:
         )  # fmt: skip
 
     def decode(self, symbols: list[Symbol]) -> DottedPath:
-        """Return the path that the symbols spell, with an example for each index class."""
+        """Returns the path that the symbols spell, with an example for each index class."""
         names, text, index = [], "", None
         for symbol in symbols:
             if isinstance(symbol, int):
@@ -204,14 +204,14 @@ class _Automaton:
         return state == ("B", self._last, 0)
 
     def step(self, state: State, symbol: Symbol, alphabet: _Alphabet) -> tuple[State, ...]:
-        """Return the states after reading a symbol."""
+        """Returns the states after reading a symbol."""
         key = (state, symbol)
         if key not in self._steps:
             self._steps[key] = tuple(self.close(self._transitions(state, symbol, alphabet)))
         return self._steps[key]
 
     def close(self, states: Iterable[State]) -> set[State]:
-        """Add all states that are reached without reading a symbol."""
+        """Adds all states that are reached without reading a symbol."""
         reached = set(states)
         pending = list(reached)
         while pending:
@@ -267,7 +267,7 @@ _MAX_STEP_REACH = 40  # indices tried beside each edge of a slice with a step
 
 @lru_cache(maxsize=4096)
 def index_classes(slices: frozenset[Indices]) -> tuple[IndexClass, ...]:
-    """Return every combination of slices that some index of some stack is in, each with an example."""
+    """Returns every combination of slices that some index of some stack is in, each with an example."""
     examples: dict[frozenset[Indices], tuple[int, int]] = {}
     ordered = sorted(slices, key=str)
     small_numbers = (abs(n) for s in ordered for n in _numbers(s) if abs(n) <= _SMALL_NUMBER)
@@ -297,7 +297,7 @@ _MAX_NUMBERS = 16  # with more numbers, pairs of them are not combined: there wo
 
 
 def _critical_depths(slices: frozenset[Indices]) -> set[int]:
-    """Return the depths around which the slices change their order.
+    """Returns the depths around which the slices change their order.
 
     At these depths two bounds meet, or a percentage selects its first layer.
     """
@@ -316,7 +316,7 @@ def _critical_depths(slices: frozenset[Indices]) -> set[int]:
 
 
 def _numbers(indices: Indices) -> Iterator[int]:
-    """Yield the integers of a slice."""
+    """Yields the integers of a slice."""
     if indices.index is not None:
         yield indices.index
     for bound in (indices.start, indices.stop):

@@ -42,7 +42,7 @@ class RecipeScope:
         self.resolve = Resolver(self._definitions)
 
     def follow(self, node: RecipeExpr) -> RecipeExpr:
-        """Follow recipe names to the format or the split that they stand for."""
+        """Follows recipe names to the format or the split that they stand for."""
         if isinstance(node, SplitRecipe):
             return node
         if node.name not in self._followed:
@@ -63,7 +63,7 @@ class AppliedRecipe:
     scope: RecipeScope
 
     def find_recipe_call(self, gemm: Gemm) -> RecipeCall:
-        """Return the format in the text that treats a product, following names and splits."""
+        """Returns the format in the text that treats a product, following names and splits."""
         node = self.scope.follow(self.node)
         while isinstance(node, SplitRecipe):
             node = self.scope.follow(dict(node.parts).get(gemm) or RecipeCall(name="keep", span=node.span))
@@ -86,7 +86,7 @@ class Context:
         self.undecided = 0
 
     def in_this_file(self, span: Span) -> bool:
-        """Return whether a span is in the linted file. Rules and recipes may also come from imported files."""
+        """Returns whether a span is in the linted file. Rules and recipes may also come from imported files."""
         return span.source is self.policy.source
 
     @cached_property
@@ -119,7 +119,7 @@ class Context:
         return tuple(applied)
 
     def operand_treatments(self) -> Iterator[tuple[AppliedRecipe, Gemm, Role, Treatment]]:
-        """Yield every operand of every applied recipe with its treatment."""
+        """Yields every operand of every applied recipe with its treatment."""
         for applied in self.applied_recipes:
             for gemm, role in OPERANDS:
                 if gemm in applied.products:
@@ -128,7 +128,7 @@ class Context:
     def find_deciding_rule(
         self, path: DottedPath, gemm: Gemm, *, has_weight: bool = True
     ) -> ResolvedRule | None:
-        """Return the rule that decides a product of a site of common size at the start of training."""
+        """Returns the rule that decides a product of a site of common size at the start of training."""
         point = Point(path, gemm, _START_OF_TRAINING, {**_COMMON_SIZE, "weight": has_weight})
         try:
             return self.coverage.find_deciding_rule(point, self._budget)
@@ -137,7 +137,7 @@ class Context:
             return None
 
     def count_undecided(self) -> int:
-        """Return the number of questions that rules gave up, including those about coverage."""
+        """Returns the number of questions that rules gave up, including those about coverage."""
         return self.undecided + (self.coverage.undecided if "coverage" in vars(self) else 0)
 
     def report_option(
@@ -150,7 +150,7 @@ class Context:
         help: str,
         replacement: str = "",
     ) -> Finding:
-        """Return a finding about an option of a recipe.
+        """Returns a finding about an option of a recipe.
 
         It is located at the option, or else at the format, or at the rule if those are in another file. If
         `replacement` is given, an unsafe fix sets the option to it: this changes the numbers of a run.
@@ -169,7 +169,7 @@ class Context:
     def _variants(
         self, variants: Iterable[Variant]
     ) -> Iterator[tuple[Variant, RecipeScope, tuple[int, ...]]]:
-        """Yield each variant with its recipes and the indices of the rules that these change."""
+        """Yields each variant with its recipes and the indices of the rules that these change."""
         named = self.policy.named_recipes
         for variant in variants:
             redefined = {d.name: d.recipe for d in variant.recipes}
@@ -187,7 +187,7 @@ class Context:
         return users
 
     def _affected_rules(self, redefined: Iterable[str]) -> tuple[int, ...]:
-        """Return the indices of the rules whose recipes use one of the redefined recipes."""
+        """Returns the indices of the rules whose recipes use one of the redefined recipes."""
         reached, pending = set[str | int](), list[str | int](redefined)
         while pending:
             user = pending.pop()

@@ -75,10 +75,10 @@ class ResolvedRule:
         self.patterns = tuple((p, s.products) for s in rule.selectors for p in expand_selector(s))
 
     def is_active(self, moment: tuple[int, int], attributes: SiteAttributes) -> bool:
-        """Return whether the schedule and the condition of the rule hold."""
-        where = self.rule.where
-        scheduled = all(w.holds(*moment) for w in self.rule.when)
-        return scheduled and (where is None or where.holds(attributes) is True)
+        """Returns whether the schedule and the condition of the rule hold."""
+        condition = self.rule.where
+        is_scheduled = all(w.holds(*moment) for w in self.rule.when)
+        return is_scheduled and (condition is None or condition.holds(attributes) is True)
 
     def matches(self, point: Point) -> bool:
         if not self.is_active(point.moment, point.attributes):
@@ -109,7 +109,7 @@ class Coverage:
             self._by_recipe.setdefault((rule.recipe, *rule.variant_recipes.items()), []).append(rule)
 
     def find_overriding_rules(self, rule: ResolvedRule) -> tuple[ResolvedRule, ...]:
-        """Return later rules that together match every point of a rule, or () if a point is left to the rule."""
+        """Returns later rules that together match every point of a rule, or () if a point is left to the rule."""
         if rule.index not in self._overriding:
             self._overriding[rule.index] = self._ask(
                 lambda budget: self._find_overriding(rule, budget)[0], ()
@@ -117,15 +117,15 @@ class Coverage:
         return self._overriding[rule.index]
 
     def find_decided_point(self, rule: ResolvedRule) -> Point | None:
-        """Return a point that the rule decides. It proves that no later rules cover the rule."""
+        """Returns a point that the rule decides. It proves that no later rules cover the rule."""
         return self._ask(lambda budget: self._find_overriding(rule, budget)[1], None)
 
     def find_equivalent_earlier_rule(self, rule: ResolvedRule) -> ResolvedRule | None:
-        """Return an earlier rule that gives every point of a rule the same recipe, under every variant."""
+        """Returns an earlier rule that gives every point of a rule the same recipe, under every variant."""
         return self._ask(lambda budget: self._find_equivalent(rule, budget), None)
 
     def find_deciding_rule(self, point: Point, budget: Budget) -> ResolvedRule | None:
-        """Return the rule that decides a point: the last one that matches it."""
+        """Returns the rule that decides a point: the last one that matches it."""
         return self._index.find_last_match(point, 0, len(self.rules), budget)
 
     def _ask(self, question: Callable[[Budget], Answer], default: Answer) -> Answer:
@@ -163,7 +163,7 @@ class Coverage:
         return None if self._any_differs(rule, earlier.index + 1, rule.index) else earlier
 
     def _any_differs(self, rule: ResolvedRule, start: int, stop: int) -> bool:
-        """Return whether any rule from index `start` to `stop` treats its sites differently.
+        """Returns whether any rule from index `start` to `stop` treats its sites differently.
 
         Their selectors are not compared: a selector matches anywhere in a path, so any two can match the same site.
         """
@@ -179,7 +179,7 @@ class Coverage:
 
 
 def _treats_alike(other: ResolvedRule, rule: ResolvedRule) -> bool:
-    """Return whether `other` does the same as `rule` to every product of `rule`, under every variant."""
+    """Returns whether `other` does the same as `rule` to every product of `rule`, under every variant."""
     pairs = [(other.recipe, rule.recipe)]
     for name in other.variant_recipes.keys() | rule.variant_recipes.keys():
         pairs += [
@@ -191,7 +191,7 @@ def _treats_alike(other: ResolvedRule, rule: ResolvedRule) -> bool:
 
 
 def _find_uncovered_point(rule: ResolvedRule, others: list[ResolvedRule], budget: Budget) -> Point | None:
-    """Return a point that the rule matches and none of the others does."""
+    """Returns a point that the rule matches and none of the others does."""
     rules = [rule.rule, *(other.rule for other in others)]
     schedule = tuple(dict.fromkeys(w for r in rules for w in r.when))
     conditions = tuple(dict.fromkeys(r.where for r in rules if r.where is not None))
@@ -231,7 +231,7 @@ class _RuleIndex:
                 self._by_key.setdefault(key, []).append(rule.index)
 
     def find_last_match(self, point: Point, start: int, stop: int, budget: Budget) -> ResolvedRule | None:
-        """Return the last rule from index `start` to `stop` that matches the point."""
+        """Returns the last rule from index `start` to `stop` that matches the point."""
         last = -1
         for key in {None, *(k for name in point.path for k in _name_keys(name))}:
             indices = self._by_key.get(key, [])
@@ -248,7 +248,7 @@ def _literal_keys(pattern: Pattern) -> list[_Key]:
 
 
 def _name_keys(name: PathSegment) -> Iterator[_Key]:
-    """Yield the keys of the patterns that can match a name: without an index, and counted from either end."""
+    """Yields the keys of the patterns that can match a name: without an index, and counted from either end."""
     yield (name.text, None)
     if name.index is not None and name.size is not None:
         yield (name.text, name.index)
@@ -257,7 +257,7 @@ def _name_keys(name: PathSegment) -> Iterator[_Key]:
 
 @lru_cache(maxsize=1024)
 def sample_attributes(conditions: tuple[Predicate, ...]) -> tuple[SiteAttributes, ...]:
-    """Return the attributes of a GEMM for each combination of conditions that can hold together.
+    """Returns the attributes of a GEMM for each combination of conditions that can hold together.
 
     Each result has all attributes.
     """
@@ -277,13 +277,13 @@ def sample_attributes(conditions: tuple[Predicate, ...]) -> tuple[SiteAttributes
 
 
 def count_samples(conditions: tuple[Predicate, ...]) -> int:
-    """Return how many combinations of sizes `sample_attributes` tries."""
+    """Returns how many combinations of sizes `sample_attributes` tries."""
     return math.prod(map(len, _sample_values(conditions).values()))
 
 
 @lru_cache(maxsize=1024)
 def _sample_values(conditions: tuple[Predicate, ...]) -> dict[str, list[int]]:
-    """Return the numbers to try for each variable. Variables that are compared with each other share their numbers."""
+    """Returns the numbers to try for each variable. Variables that are compared with each other share their numbers."""
     groups: list[tuple[set[str], list[Comparison]]] = []
     for compare in (compare for c in conditions for compare in comparisons(c)):
         names = set[str]().union(*(t.variables for t in compare.terms))
@@ -299,7 +299,7 @@ def _sample_values(conditions: tuple[Predicate, ...]) -> dict[str, list[int]]:
 
 
 def _values_near_bounds(compares: list[Comparison], variables: int) -> list[int]:
-    """Return numbers on both sides of every bound in the comparisons, with every remainder that they ask for.
+    """Returns numbers on both sides of every bound in the comparisons, with every remainder that they ask for.
 
     Variables that are compared with each other need room for all of them between two bounds. Divisibility of one
     variable by another has no bounds: there, small numbers show every case.

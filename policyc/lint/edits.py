@@ -7,7 +7,7 @@ from policyc.language.policy import RecipeCall
 
 
 def set_option(call: RecipeCall, option: str, text: str) -> Edit:
-    """Return the edit that sets an option of a format."""
+    """Returns the edit that sets an option of a format."""
     setting = next((s for s in call.settings if s.name == option), None)
     if setting is not None:
         return Edit(setting.span, text)
@@ -19,7 +19,7 @@ def set_option(call: RecipeCall, option: str, text: str) -> Edit:
 
 
 def remove_statement(span: Span) -> Edit:
-    """Return the edit that removes a statement, together with its line if nothing else is on it."""
+    """Returns the edit that removes a statement, together with its line if nothing else is on it."""
     text, source = span.source.text, span.source
     start, end = span.start, span.end
     left = start

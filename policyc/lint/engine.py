@@ -31,12 +31,12 @@ def lint(
     plan: Plan | None = None,
     target: Target = DEFAULT_TARGET,
 ) -> LintResult:
-    """Check a policy, and what it does to a program if a plan is given.
+    """Checks a policy, and what it does to a program if a plan is given.
 
     Errors found while the policy was read are always reported, and then no rule runs.
 
     Args:
-      loaded: the policy, as `inspect` returns it.
+      loaded: the policy, as `parse_with_diagnostics` returns it.
       codes: the codes to look for.
       plan: what the policy does to a program. Without it, the rules that need a program do not run.
       target: the GPU on which the plan's speed is judged.

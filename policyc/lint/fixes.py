@@ -32,7 +32,7 @@ def apply_fixes(
     *,
     unsafe: bool = False,
 ) -> FixedText:
-    """Apply fixes and lint again until nothing is left to fix. A round that adds an error is undone."""
+    """Applies fixes and lints again until nothing is left to fix. A round that adds an error is undone."""
     count = 0
     text = text.removeprefix("\ufeff")  # the byte order mark: spans do not count it
     loaded = load(text)
@@ -51,7 +51,7 @@ def apply_fixes(
 def _select_edits(
     diagnostics: Iterable[Diagnostic], loaded: LoadedPolicy, unsafe: bool
 ) -> tuple[list[Edit], int]:
-    """Return edits that do not overlap, in the order of the text, and the number of fixes they belong to."""
+    """Returns edits that do not overlap, in the order of the text, and the number of fixes they belong to."""
     selected: list[Edit] = []
     applied = 0
     for diagnostic in diagnostics:
@@ -70,7 +70,7 @@ def _start(edit: Edit) -> int:
 
 
 def _overlaps(edit: Edit, selected: list[Edit]) -> bool:
-    """Return whether an edit touches one of the selected edits. Those are sorted and do not touch each other."""
+    """Returns whether an edit touches one of the selected edits. Those are sorted and do not touch each other."""
     position = bisect_left(selected, edit.span.start, key=_start)
     return any(
         edit.span.start <= other.span.end and other.span.start <= edit.span.end

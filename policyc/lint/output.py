@@ -109,7 +109,7 @@ def _github_command(diagnostic: Diagnostic) -> str:
 
 
 def _escape(text: str, extra: str = "") -> str:
-    """Escape the characters that end a workflow command or one of its values, as GitHub specifies."""
+    """Escapes the characters that end a workflow command or one of its values, as GitHub specifies."""
     for character in ("%", "\r", "\n", *extra):
         text = text.replace(character, f"%{ord(character):02X}")
     return text
@@ -173,7 +173,7 @@ def _uri(path: str) -> str:
 
 
 def summarize(diagnostics: Sequence[Diagnostic], files: int) -> str:
-    """Return one line with the number of policies, findings and safe fixes."""
+    """Returns one line with the number of policies, findings and safe fixes."""
     policies = f"{files} polic{'y' if files == 1 else 'ies'}"
     if not diagnostics:
         return f"{policies}: no findings"

@@ -23,7 +23,7 @@ _MAX_BITS = 8  # a product counts as quantized if its narrower operand has at mo
 
 
 def to_findings(diagnostics: Iterable[Diagnostic]) -> Iterator[Finding]:
-    """Yield diagnostics of the compiler as findings of a rule."""
+    """Yields diagnostics of the compiler as findings of a rule."""
     for diagnostic in diagnostics:
         yield Finding(span=diagnostic.span, message=diagnostic.message, help=diagnostic.help)
 
@@ -39,7 +39,7 @@ class QuantizedProduct:
 
 
 def quantized_products(context: Context) -> Iterator[QuantizedProduct]:
-    """Yield every product that is quantized in some layer and phase, once for each rule."""
+    """Yields every product that is quantized in some layer and phase, once for each rule."""
     plan = context.plan
     if plan is None:
         return
@@ -58,7 +58,7 @@ def quantized_products(context: Context) -> Iterator[QuantizedProduct]:
 
 
 def find_quantizing_rules(context: Context, is_wanted: Callable[[Site], bool]) -> Iterator[tuple[Rule, Site]]:
-    """Yield each rule that quantizes a wanted site, with the first such site."""
+    """Yields each rule that quantizes a wanted site, with the first such site."""
     seen: set[int] = set()
     for product in quantized_products(context):
         if product.rule_index not in seen and is_wanted(product.site):
@@ -67,14 +67,14 @@ def find_quantizing_rules(context: Context, is_wanted: Callable[[Site], bool]) -
 
 
 def has_name(site: Site, names: Collection[str]) -> bool:
-    """Return whether one of the last two names of the site's scope or parameters is in `names`, ignoring case."""
+    """Returns whether one of the last two names of the site's scope or parameters is in `names`, ignoring case."""
     folded = {name.casefold() for name in names}
     paths = (site.scope.path, *(p.path for p in site.parameters))
     return any(name.text.casefold() in folded for path in paths for name in path[-2:])
 
 
 def is_head(context: Context, site: Site) -> bool:
-    """Return whether a site computes the logits.
+    """Returns whether a site computes the logits.
 
     A head has the name of a head, or shares its weight with the embedding, or is the last weight GEMM of the loss,
     outside every stack, with more columns than any other weight and than its own rows.
@@ -92,7 +92,7 @@ def is_head(context: Context, site: Site) -> bool:
 
 
 def contracted_size(site: Site, gemm: Gemm) -> tuple[str, int]:
-    """Return the name and the size of the dimension that a product contracts."""
+    """Returns the name and the size of the dimension that a product contracts."""
     return {Gemm.FPROP: ("k", site.k), Gemm.DGRAD: ("n", site.n), Gemm.WGRAD: ("m", site.m)}[gemm]
 
 
@@ -107,7 +107,7 @@ class ScanSplit:
 
 
 def find_scan_splits(context: Context) -> Iterator[ScanSplit]:
-    """Yield each stack that the policy splits, in the phase with the most parts."""
+    """Yields each stack that the policy splits, in the phase with the most parts."""
     plan = context.plan
     if plan is None:
         return
@@ -135,7 +135,7 @@ class _Cuts:
 
 
 def _find_cuts(plan: Plan, phase: Phase) -> dict[Address, _Cuts]:
-    """Return the cuts of each stack in a phase: a stack is cut between layers with different recipes."""
+    """Returns the cuts of each stack in a phase: a stack is cut between layers with different recipes."""
     decisions = plan.decisions(phase)
     stacks: dict[Address, _Cuts] = {}
     for site in (s for s in plan.sites if not s.opaque):

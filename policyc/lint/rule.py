@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from inspect import cleandoc
 from typing import TYPE_CHECKING
@@ -51,8 +51,8 @@ class LintRule:
         """The first line of the page."""
         return self.page.partition("\n")[0]
 
-    def run(self, context: Context) -> Iterable[Diagnostic]:
-        """Yield a diagnostic for each finding in the linted file.
+    def run(self, context: Context) -> Iterator[Diagnostic]:
+        """Yields a diagnostic for each finding in the linted file.
 
         Findings in imported files are dropped: a shared library is linted by itself, not in every file that imports it.
         """
@@ -70,7 +70,7 @@ class LintRule:
 
 
 def format_page(text: str, *, bad: str, good: str) -> str:
-    """Return the page of a rule: its title and explanation, then the bad and the good example."""
+    """Returns the page of a rule: its title and explanation, then the bad and the good example."""
     examples = (
         f"## {kind}\n\n```policy\n{cleandoc(policy)}\n```" for kind, policy in (("Bad", bad), ("Good", good))
     )

@@ -35,14 +35,14 @@ class Suppressions:
         self._suppressions: list[_Suppression] = []
         self._by_line: dict[int, list[_Suppression]] = {}
         source = file.source
-        found = [
+        allow_comments = [
             (end, m)
             for start, end in comment_ranges(source.text)
             if (m := _ALLOW.search(source.text, start, end))
         ]
-        lines = _statement_lines(file.statements) if found else []
+        lines = _statement_lines(file.statements) if allow_comments else []
         first_lines = [first for first, _ in lines]
-        for end, match in found:
+        for end, match in allow_comments:
             comment = Span(source, match.start(), end)
             line, column = source.position(comment.start)
             is_alone = not source.line(line)[: column - 1].strip()
@@ -56,7 +56,7 @@ class Suppressions:
                     self._by_line.setdefault(covered_line, []).append(suppression)
 
     def suppress(self, diagnostic: Diagnostic) -> bool:
-        """Return whether a comment suppresses the diagnostic, and mark the comment as used."""
+        """Returns whether a comment suppresses the diagnostic, and mark the comment as used."""
         span = diagnostic.span
         if span.source is not self._file.source:
             return False
@@ -68,7 +68,7 @@ class Suppressions:
         return is_suppressed
 
     def check(self, known: Collection[str], checked: Collection[str]) -> Iterator[Diagnostic]:
-        """Yield the codes that do not exist, and the checked codes that suppress nothing.
+        """Yields the codes that do not exist, and the checked codes that suppress nothing.
 
         A code that was not checked is not reported: its rule did not run, so its findings are unknown.
         """
@@ -97,7 +97,7 @@ class Suppressions:
 
 
 def _remove_code(code: Span) -> Edit:
-    """Remove one of several codes of a comment, with the comma after or before it."""
+    """Removes one of several codes of a comment, with the comma after or before it."""
     text = code.source.text
     comma = re.compile(r"\s*,\s*").match(text, code.end)
     if comma:
@@ -106,7 +106,7 @@ def _remove_code(code: Span) -> Edit:
 
 
 def _remove_comment(comment: Span) -> Edit:
-    """Remove a whole comment, with its line if nothing else is on it."""
+    """Removes a whole comment, with its line if nothing else is on it."""
     text, start, end = comment.source.text, comment.start, comment.end
     while start > 0 and text[start - 1] in " \t":
         start -= 1
@@ -116,7 +116,7 @@ def _remove_comment(comment: Span) -> Edit:
 
 
 def _statement_lines(statements: tuple[Statement, ...]) -> list[tuple[int, int]]:
-    """Return the first and last line of every statement. For a block, both are the line of its header."""
+    """Returns the first and last line of every statement. For a block, both are the line of its header."""
     lines: list[tuple[int, int]] = []
     for statement in statements:
         span = statement.span
@@ -129,7 +129,7 @@ def _statement_lines(statements: tuple[Statement, ...]) -> list[tuple[int, int]]
 
 
 def _covered_lines(lines: list[tuple[int, int]], first_lines: list[int], line: int, is_alone: bool) -> range:
-    """Return the lines that a comment on `line` applies to. `is_alone`: nothing stands before it on its line."""
+    """Returns the lines that a comment on `line` applies to. `is_alone`: nothing stands before it on its line."""
     after = bisect_left(first_lines, line + 1)
     if after > 0 and lines[after - 1][1] >= line:
         return range(lines[after - 1][0], line + 2 if is_alone else line + 1)

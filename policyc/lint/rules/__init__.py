@@ -40,10 +40,10 @@ ALL_CODES: tuple[str, ...] = (*LINT_RULES, *sorted(PROGRAM_CODES))
 
 @cache
 def load_program_rules() -> dict[str, LintRule]:
-    """Import the rules that need a program, by code. This imports JAX."""
+    """Imports the rules that need a program, by code. This imports JAX."""
     return {rule.code: rule for rule in _load(program.__name__, program.__path__)} | _COMPILER_RULES
 
 
 def load_rules(codes: Iterable[str]) -> dict[str, LintRule]:
-    """Return `LINT_RULES`, together with the rules that need a program if one of the codes does."""
+    """Returns `LINT_RULES`, together with the rules that need a program if one of the codes does."""
     return LINT_RULES if PROGRAM_CODES.isdisjoint(codes) else LINT_RULES | load_program_rules()

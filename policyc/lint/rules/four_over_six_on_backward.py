@@ -2,8 +2,8 @@
 
 Choosing the better of two scales minimizes the error of a block, but it biases the result. In the forward pass the
 lower error is worth it. In the backward pass the bias would add up, as with rounding to nearest. So `four_over_six`
-is defined for forward operands only, and backward products ignore it: the recipe says something that it does not do.
-Give the forward product its own recipe with `split` or `@ fprop`.
+is defined for forward operands only, and backward products ignore it, so the recipe is misleading. Give the forward
+product its own recipe with `split` or `@ fprop`.
 
 ## Bad
 

@@ -88,8 +88,8 @@ _SITES = (
         names=ROUTER_NAMES,
         text="""The router of a mixture of experts is in 4 bits.
 
-        A router is small, so 4 bits save no time, and an error in it sends tokens to other experts. Add a rule that
-        keeps the router in high precision.
+        A router is small, so 4 bits save almost no time, and an error in it sends tokens to other experts. Add a rule
+        that keeps the router in high precision.
         """,
         bad="""
         moe.* -> nvfp4(sr=grad)
@@ -118,7 +118,7 @@ def _check(site: _SensitiveSite, context: Context) -> Iterator[Finding]:
 
 
 def _find_rules_in_4_bits(site: _SensitiveSite, context: Context) -> Iterator[tuple[Rule, tuple[str, ...]]]:
-    """Yield each rule that puts such a site in 4 bits, with the names of the sites."""
+    """Yields each rule that puts such a site in 4 bits, with the names of the sites."""
     rules = context.coverage.rules
     if not any(rule.recipe.bits(gemm) == 4 for rule in rules for gemm in Gemm):
         return
@@ -133,7 +133,7 @@ def _find_rules_in_4_bits(site: _SensitiveSite, context: Context) -> Iterator[tu
 
 
 def _format_exception(names: tuple[str, ...]) -> str:
-    """Return the text of a rule that puts sites of these names in bf16."""
+    """Returns the text of a rule that puts sites of these names in bf16."""
     plain = [name for name in names if "." not in name]
     braced = ["{" + ",".join(plain) + "}"] if len(plain) > 1 else plain
     return f"{', '.join([*braced, *(name for name in names if '.' in name)])} -> bf16"

@@ -45,7 +45,7 @@ def check(context: Context) -> Iterator[Finding]:
 
 
 def _append_parts(node: SplitRecipe, parts: str) -> Edit:
-    """Insert parts after the last one, before the comma that may follow it."""
+    """Inserts parts after the last one, before the comma that may follow it."""
     end = max(part.span.end for _, part in node.parts)
     return Edit(Span(node.span.source, end, end), f", {parts}")
 

@@ -1,8 +1,8 @@
 """MS-EDEN rounding is set on the forward product, where it is not applied.
 
 MS-EDEN accepts a larger error to remove the bias, and the forward pass does not need that. So MS-EDEN is defined for
-backward operands only, and fprop is rounded to nearest: the recipe says something that it does not do. Give the
-backward products their own recipe with `split` or `@ bwd`.
+backward operands only, and fprop is rounded to nearest, so the recipe is misleading. Give the backward products their
+own recipe with `split` or `@ bwd`.
 
 ## Bad
 

@@ -1,6 +1,6 @@
 """A 4-bit gradient is rounded to nearest.
 
-Rounding to nearest removes small gradients in the same direction at every step, and this error adds up over a run.
+Rounding to nearest sets small gradients to zero, with the same bias at every step, and this error adds up over a run.
 Use stochastic rounding (`sr=grad`), or `rounding=ms_eden` on the backward products in `nvfp4`. On a small model the
 difference may be hidden by noise. On a long run it is not.
 

@@ -54,7 +54,7 @@ def check(context: Context) -> Iterator[Finding]:
 
 
 def _find_stack_names(policy: Policy) -> tuple[str, ...]:
-    """Return the names of the stacks that the policy slices, or the most common name if it slices none."""
+    """Returns the names of the stacks that the policy slices, or the most common name if it slices none."""
     selectors = (selector for rule in policy.rules for selector in rule.selectors)
     segments = (segment for s in selectors for pattern in expand_selector(s) for segment in pattern.segments)
     names = dict.fromkeys(
@@ -64,7 +64,7 @@ def _find_stack_names(policy: Policy) -> tuple[str, ...]:
 
 
 def _locate_in_layer(pattern: Pattern, layer: PathSegment) -> DottedPath:
-    """Return a path that the pattern matches, in the given layer of a stack."""
+    """Returns a path that the pattern matches, in the given layer of a stack."""
     path = example_path(pattern)
     if any(p.indices is not None for p in pattern.segments):
         return tuple(PathSegment(n.text, layer.index, layer.size) if n.index is not None else n for n in path)

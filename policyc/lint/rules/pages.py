@@ -273,8 +273,8 @@ RULES = (
         """An import is not a relative path to a policy file.
 
         An import reads only files that end in `.policy`. The path is relative to the importing file and uses `/`
-        between directories. The ending may be omitted. Because of this, a policy from an unknown source cannot read
-        other files when it is linted.
+        between directories. The ending may be omitted. These limits make it safe to lint a policy from an unknown
+        source: it cannot read other files.
         """,
         bad='import "/etc/passwd"',
         good='import "fp8.policy"',

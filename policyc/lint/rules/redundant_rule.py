@@ -49,7 +49,7 @@ def check(context: Context) -> Iterator[Finding]:
 
 
 def _find_earlier_rule(context: Context, rule: ResolvedRule) -> ResolvedRule | None:
-    """Return an earlier rule that makes a rule redundant, under every variant.
+    """Returns an earlier rule that makes a rule redundant, under every variant.
 
     An earlier rule of this file that is overridden itself does not count: of two rules that make each other
     unnecessary, `--fix` must keep one.

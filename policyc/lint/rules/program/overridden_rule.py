@@ -47,7 +47,7 @@ def check(context: Context) -> Iterator[Finding]:
 
 
 def _find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:
-    """Return the rules that decide some site, and for each rule those that override it on some site."""
+    """Returns the rules that decide some site, and for each rule those that override it on some site."""
     deciding, overriding = set[int](), dict[int, set[int]]()
     for phase in plan.phases:
         for decision in plan.decisions(phase).values():

@@ -64,7 +64,7 @@ def check(context: Context) -> Iterator[Finding]:
 
 
 def _find_slow_sites(plan: Plan, target: Target) -> dict[int, dict[str, _SlowSite]]:
-    """Return the sites that each rule makes slower than bf16, by name."""
+    """Returns the sites that each rule makes slower than bf16, by name."""
     readers = step_cost.count_readers(plan)
     slow_sites: dict[int, dict[str, _SlowSite]] = {}
     for phase in plan.phases:
@@ -80,7 +80,7 @@ def _find_slow_sites(plan: Plan, target: Target) -> dict[int, dict[str, _SlowSit
 
 
 def _seconds(group: LayerGroup, recipe: Recipe, target: Target, readers: step_cost.ReaderCounts) -> float:
-    """Return the time of one layer with a recipe: its GEMMs and the quantization of their operands."""
+    """Returns the time of one layer with a recipe: its GEMMs and the quantization of their operands."""
     layer = LayerGroup(site=group.site, recipe=recipe, rule=group.rule, count=1)
     gemms = sum(seconds for _, seconds in step_cost.gemm_times(layer, target, _SINGLE_DEVICE))
     return gemms + step_cost.quantization_seconds(layer, target, _SINGLE_DEVICE, readers, "te")

@@ -49,7 +49,7 @@ def check(context: Context) -> Iterator[Finding]:
 
 
 def _find_obstacle(query: GemmQuery) -> str:
-    """Return why Transformer Engine does not support a 4-bit product, or ""."""
+    """Returns why Transformer Engine does not support a 4-bit product, or ""."""
     if any(t.format != "nvfp4" for t in (query.left, query.right)):
         return ""
     obstacle = te.misfit(query)
