@@ -57,6 +57,23 @@ def quantized_products(context: Context) -> Iterator[QuantizedProduct]:
                         yield QuantizedProduct(rule_index=rule, site=site, gemm=gemm, recipe=recipe)
 
 
+def report_sites(
+    context: Context, describe: Callable[[QuantizedProduct], tuple[str, str] | None]
+) -> Iterator[Finding]:
+    """Yields a finding for each rule and site with a quantized product that has a fault.
+
+    `describe` returns the message and the help for a product, or None if it has no fault.
+    """
+    seen: set[tuple[int, str]] = set()
+    for product in quantized_products(context):
+        key = (product.rule_index, product.site.name)
+        description = None if key in seen else describe(product)
+        if description is not None:
+            seen.add(key)
+            message, help = description
+            yield Finding(span=context.policy.rules[product.rule_index].span, message=message, help=help)
+
+
 def find_quantizing_rules(context: Context, is_wanted: Callable[[Site], bool]) -> Iterator[tuple[Rule, Site]]:
     """Yields each rule that quantizes a wanted site, with the first such site."""
     seen: set[int] = set()

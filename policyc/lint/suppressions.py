@@ -56,7 +56,7 @@ class Suppressions:
                     self._by_line.setdefault(covered_line, []).append(suppression)
 
     def suppress(self, diagnostic: Diagnostic) -> bool:
-        """Returns whether a comment suppresses the diagnostic, and mark the comment as used."""
+        """Returns whether a comment suppresses the diagnostic, and marks the comment as used."""
         span = diagnostic.span
         if span.source is not self._file.source:
             return False

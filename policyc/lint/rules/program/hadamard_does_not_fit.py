@@ -22,24 +22,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.lint.context import Context
-from policyc.lint.program import contracted_size, quantized_products
+from policyc.lint.program import QuantizedProduct, contracted_size, report_sites
 from policyc.lint.rule import Finding, LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    seen: set[tuple[int, str]] = set()
-    for product in quantized_products(context):
-        name, gemm = product.site.name, product.gemm
-        length = max(t.rht for t in product.recipe.gemm_treatments(gemm))
-        dimension, size = contracted_size(product.site, gemm)
-        if length and size % length and (product.rule_index, name) not in seen:
-            seen.add((product.rule_index, name))
-            yield Finding(
-                span=context.policy.rules[product.rule_index].span,
-                message=f"{dimension} = {size} of '{name}' is not a multiple of {length}, "
-                f"the length of the Hadamard transform in {gemm}",
-                help="use a shorter transform, or keep such sites",
-            )
+    return report_sites(context, _describe)
+
+
+def _describe(product: QuantizedProduct) -> tuple[str, str] | None:
+    length = max(t.rht for t in product.recipe.gemm_treatments(product.gemm))
+    dimension, size = contracted_size(product.site, product.gemm)
+    if not length or size % length == 0:
+        return None
+    message = (
+        f"{dimension} = {size} of '{product.site.name}' is not a multiple of {length}, "
+        f"the length of the Hadamard transform in {product.gemm}"
+    )
+    return message, "use a shorter transform, or keep such sites"
 
 
 RULES = (LintRule(code="hadamard-does-not-fit", doc=__doc__, check=check),)

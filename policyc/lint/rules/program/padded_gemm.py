@@ -24,26 +24,25 @@ from collections.abc import Iterator
 
 from policyc.language.formats import FORMATS
 from policyc.lint.context import Context
-from policyc.lint.program import contracted_size, quantized_products
+from policyc.lint.program import QuantizedProduct, contracted_size, report_sites
 from policyc.lint.rule import Finding, LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    seen: set[tuple[int, str]] = set()
-    for product in quantized_products(context):
-        name, gemm = product.site.name, product.gemm
-        block = max(FORMATS[t.format].block for t in product.recipe.gemm_treatments(gemm))
-        dimension, size = contracted_size(product.site, gemm)
-        if not block or size % block == 0 or (product.rule_index, name) in seen:
-            continue
-        seen.add((product.rule_index, name))
-        padding = -size % block
-        yield Finding(
-            span=context.policy.rules[product.rule_index].span,
-            message=f"{dimension} = {size} of '{name}' is padded to {size + padding} in {gemm} "
-            f"({padding / size:.0%} more work)",
-            help=f"keep it: * where {dimension} % {block} != 0 -> keep",
-        )
+    return report_sites(context, _describe)
+
+
+def _describe(product: QuantizedProduct) -> tuple[str, str] | None:
+    block = max(FORMATS[t.format].block for t in product.recipe.gemm_treatments(product.gemm))
+    dimension, size = contracted_size(product.site, product.gemm)
+    if not block or size % block == 0:
+        return None
+    padding = -size % block
+    message = (
+        f"{dimension} = {size} of '{product.site.name}' is padded to {size + padding} in {product.gemm} "
+        f"({padding / size:.0%} more work)"
+    )
+    return message, f"keep it: * where {dimension} % {block} != 0 -> keep"
 
 
 RULES = (LintRule(code="padded-gemm", doc=__doc__, check=check),)

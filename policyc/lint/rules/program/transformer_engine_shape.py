@@ -28,32 +28,23 @@ from collections.abc import Iterator
 from policyc.compiler.plan import gemm_queries
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
-from policyc.lint.program import quantized_products
+from policyc.lint.program import QuantizedProduct, report_sites
 from policyc.lint.rule import Finding, LintRule
 from policyc.numerics.backends import te
-from policyc.numerics.backends.choice import GemmQuery
 
 
 def check(context: Context) -> Iterator[Finding]:
-    seen: set[tuple[int, str]] = set()
-    for product in quantized_products(context):
-        name, gemm = product.site.name, product.gemm
-        query = next(q for q in gemm_queries(product.site, product.recipe) if q.gemm is gemm)
-        obstacle = _find_obstacle(query)
-        if obstacle and (product.rule_index, name) not in seen:
-            seen.add((product.rule_index, name))
-            yield Finding(
-                span=context.policy.rules[product.rule_index].span,
-                message=f"{gemm} of '{name}' would run on another backend: {obstacle}",
-            )
+    return report_sites(context, _describe)
 
 
-def _find_obstacle(query: GemmQuery) -> str:
-    """Returns why Transformer Engine does not support a 4-bit product, or ""."""
+def _describe(product: QuantizedProduct) -> tuple[str, str] | None:
+    query = next(q for q in gemm_queries(product.site, product.recipe) if q.gemm is product.gemm)
     if any(t.format != "nvfp4" for t in (query.left, query.right)):
-        return ""
+        return None
     obstacle = te.misfit(query)
-    return obstacle.reason if obstacle else ""
+    if obstacle is None:
+        return None
+    return f"{product.gemm} of '{product.site.name}' would run on another backend: {obstacle.reason}", ""
 
 
 RULES = (LintRule(code="transformer-engine-shape", doc=__doc__, check=check, severity=Severity.NOTE),)
