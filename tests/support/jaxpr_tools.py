@@ -1,0 +1,51 @@
+"""Helpers for tests of passes that take a jaxpr and return data: nothing here compiles or runs a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from policyc.compiler.analysis import analyze
+from policyc.compiler.sites import Sites
+from policyc.compiler.trace import trace
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.containers import container_of
+from policyc.jaxcore.transform import Address
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """An array without values."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def find_sites(loss: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Sites:
+    """The sites of a loss whose first argument holds its parameters."""
+    traced = trace(loss, (params, *args), kwargs, (0,), ("params",))
+    return analyze(traced.jaxpr, traced.paths)
+
+
+def primitive_counts(jaxpr: Any) -> Counter[str]:
+    """How many equations of each primitive a jaxpr has, with those of the jaxprs inside it."""
+    return Counter(jaxprs.primitive_name(eqn) for eqn in jaxprs.all_equations(jaxpr))
+
+
+def addresses_of(jaxpr: Any, primitive: str, outer: Address = ()) -> Iterator[Address]:
+    """The addresses of the equations of a primitive, inside containers too."""
+    for number, eqn in enumerate(jaxprs.equations(jaxpr)):
+        if jaxprs.primitive_name(eqn) == primitive:
+            yield (*outer, number)
+        if container_of(eqn) is not None:
+            for index, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
+                yield from addresses_of(sub.jaxpr, primitive, (*outer, number, index))
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """The jaxpr without the equations whose results nothing uses."""
+    from jax._src.interpreters import partial_eval as pe
+
+    live, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    return live
