@@ -1,0 +1,681 @@
+"""The analysis: jaxpr in, sites out. Nothing is compiled or run.
+
+A loss has its parameters in the first argument, and is traced with shapes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from policyc.compiler.plan import make_plan
+from policyc.compiler.sites import Site, dotted
+from policyc.language.loader import parse
+from policyc.language.recipes import Gemm
+from tests.support.jaxpr_tools import find_sites, struct
+
+FPROP, DGRAD, WGRAD = Gemm
+W, X = struct(16, 32), struct(8, 16)
+PARAMS = {"w": W}
+
+
+def only_site(loss: Callable[..., Any], params: Any = PARAMS, *args: Any) -> Site:
+    (site,) = find_sites(loss, params, *(args or (X,)))
+    return site
+
+
+def names(loss: Callable[..., Any], params: Any, *args: Any) -> list[str]:
+    return [site.name for site in find_sites(loss, params, *(args or (X,)))]
+
+
+# ---- which operand is the weight
+
+
+def test_a_weight_on_the_right() -> None:
+    site = only_site(lambda p, x: x @ p["w"])
+    assert (site.name, site.weight) == ("w", "rhs")
+    assert (site.batch, site.m, site.n, site.k) == (1, 8, 32, 16)
+    assert (site.kind, site.repeats, site.count) == ("dot", 1, 1)
+    assert site.flops == 2 * 8 * 32 * 16
+
+
+def test_a_weight_on_the_left() -> None:
+    """The sizes are those of `y = x W` all the same."""
+    site = only_site(lambda p, x: p["w"].T @ x.T)
+    assert (site.name, site.weight) == ("w", "lhs")
+    assert (site.m, site.n, site.k) == (8, 32, 16)
+
+
+def test_of_two_parameters_the_right_one_is_the_weight() -> None:
+    site = only_site(lambda p, x: (p["a"] @ p["b"]).sum() + x.sum(), {"a": X, "b": W})
+    assert (site.name, site.weight) == ("b", "rhs")
+
+
+def test_a_product_of_activations_has_no_weight() -> None:
+    site = only_site(lambda p, x: (x * p["s"]) @ x.T, {"s": struct(16)})
+    assert (site.weight, site.parameters) == (None, ())
+    assert site.name.startswith("("), "named by its place in the program"
+
+
+def test_a_batch_of_weights() -> None:
+    site = only_site(lambda p, x: jax.vmap(lambda w: x @ w)(p["experts"]), {"experts": struct(3, 16, 32)})
+    # vmap makes the experts columns, or a batch: three times the same work in any case.
+    assert site.weight == "rhs"
+    assert site.flops == 3 * 2 * 8 * 32 * 16
+    site = only_site(
+        lambda p, x: jnp.einsum("ebd,edf->ebf", x, p["w"]), {"w": struct(3, 16, 32)}, struct(3, 8, 16)
+    )
+    assert (site.batch, site.m, site.n, site.k) == (3, 8, 32, 16)
+
+
+def test_several_dimensions_are_contracted() -> None:
+    site = only_site(
+        lambda p, x: jnp.einsum("bhd,hdf->bf", x, p["w"]), {"w": struct(2, 8, 32)}, struct(4, 2, 8)
+    )
+    assert (site.batch, site.m, site.n, site.k) == (1, 4, 32, 16)
+
+
+# ---- what leaves a parameter a parameter
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "convert": lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
+    "reshape": lambda w: w.reshape(4, 4, 32).reshape(16, 32),
+    "transpose": lambda w: w.T.copy().T,
+    "rows": lambda w: w[:16],
+    "reversed": lambda w: w[::-1],
+    "broadcast": lambda w: jnp.broadcast_to(w, (2, 16, 32))[0],
+    "new axis": lambda w: lax.expand_dims(w, (0,)).squeeze(0),
+    "padded": lambda w: jnp.pad(w, ((0, 0), (0, 4))),
+    "negated": lambda w: -w,
+    "scaled": lambda w: w * 0.5 / jnp.float32(3.0),
+    "rounded": lambda w: lax.reduce_precision(w, 8, 7),
+    "barrier": lambda w: lax.optimization_barrier(w),
+    "named": lambda w: checkpoint_name(w, "weight"),
+    "joined with itself": lambda w: jnp.concatenate([w, w], axis=1),
+    "a jit": jax.jit(lambda w: w.astype(jnp.bfloat16)),
+    "a remat": jax.checkpoint(lambda w: w * 2.0),
+    "both branches": lambda w: lax.cond(w.shape[0] > 3, lambda w: w * 2.0, lambda w: w[::-1], w),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_a_parameter_that_is_laid_out_differently_is_a_weight(layout: Callable[[Any], Any]) -> None:
+    site = only_site(lambda p, x: x.astype(layout(p["w"]).dtype) @ layout(p["w"]))
+    assert (site.name, site.weight) == ("w", "rhs")
+    assert site.products == {FPROP, WGRAD}
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [jnp.sin, lambda w: w + 1, lambda w: w * w, lambda w: jnp.cumsum(w, 0), lambda w: w / jnp.sum(w, 0)],
+)
+def test_what_is_computed_from_a_parameter_is_no_weight(derive: Callable[[Any], Any]) -> None:
+    site = only_site(lambda p, x: x @ derive(p["w"]))
+    assert site.weight is None
+    assert site.products == {FPROP, WGRAD}, "a gradient flows through it still"
+
+
+def test_parameters_that_are_joined_are_all_named() -> None:
+    params = {"q": W, "k": W, "v": W}
+    site = only_site(lambda p, x: x @ jnp.concatenate([p["q"], p["k"], p["v"]], axis=1), params)
+    assert [dotted(p.path) for p in site.parameters] == ["q", "k", "v"]
+    assert [dotted(path) for path in site.paths(())][-3:] == ["q", "k", "v"]
+
+
+def test_a_branch_that_takes_another_parameter_gives_no_weight() -> None:
+    params = {"a": W, "b": W}
+    site = only_site(
+        lambda p, x: x @ lax.cond(x[0, 0] > 0, lambda a, b: a, lambda a, b: b, p["a"], p["b"]), params
+    )
+    assert site.weight is None
+    assert site.products == {FPROP, WGRAD}
+
+
+def test_a_parameter_in_two_places_is_two_sites() -> None:
+    """Tied embeddings."""
+
+    def loss(p: Any, tokens: Any) -> Any:
+        h = jax.nn.one_hot(tokens, 16) @ p["embed"]
+        return jnp.tanh(h) @ p["embed"].T
+
+    embed, head = find_sites(loss, {"embed": struct(16, 32)}, struct(8, dtype=jnp.int32))
+    assert (embed.name, head.name) == ("embed", "embed")
+    assert (embed.one_hot, head.one_hot) == (True, False)
+    assert (embed.weight, head.weight) == ("rhs", "rhs")
+
+
+# ---- lookups
+
+
+def test_rows_that_are_looked_up_are_activations() -> None:
+    sites = find_sites(
+        lambda p, ids: p["embed"][ids] @ p["w"],
+        {"embed": struct(100, 16), "w": W},
+        struct(8, dtype=jnp.int32),
+    )
+    (site,) = sites
+    assert (site.name, site.weight, site.products) == ("w", "rhs", {FPROP, DGRAD, WGRAD})
+    assert [dotted(path) for path in sites.looked_up] == ["embed"]
+
+
+def test_a_matrix_that_is_looked_up_in_a_stack_is_a_weight() -> None:
+    """As in a circular pipeline, where every stage takes the weights of its present round."""
+
+    def loss(params: Any, x: Any) -> Any:
+        stages, rounds = params["w"].shape[:2]
+        now = jnp.arange(stages) % rounds
+        taken = jax.vmap(lambda w, i: lax.dynamic_index_in_dim(w, i, keepdims=False))(params["w"], now)
+        return jnp.einsum("sd,sdf->sf", x, taken)
+
+    site = only_site(loss, {"w": struct(2, 3, 16, 32)}, struct(2, 16))
+    assert (site.name, site.weight, site.batch, site.k) == ("w", "rhs", 2, 16)
+
+
+# ---- containers
+
+
+def in_scan(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda w, x: lax.scan(lambda h, _: (h + f(w, x).sum(), None), 0.0, None, length=3)[0]
+
+
+def in_while(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda w, x: lax.while_loop(lambda h: h < 3, lambda h: h + f(w, x).sum(), 0.0)
+
+
+def in_condition(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda w, x: lax.while_loop(lambda h: h < f(w, x).sum(), lambda h: h + 1, 0.0)
+
+
+def in_branch(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda w, x: lax.cond(
+        x[0, 0] > 0, lambda w, x: f(w, x).sum().astype(float), lambda w, x: x.sum(), w, x
+    )
+
+
+def in_shard_map(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    return jax.shard_map(f, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+
+
+@pytest.mark.parametrize(
+    "container",
+    [jax.jit, jax.checkpoint, in_scan, in_while, in_condition, in_branch, in_shard_map],
+    ids=["jit", "checkpoint", "scan", "body of while", "condition of while", "cond", "shard_map"],
+)
+def test_a_weight_is_followed_into_a_container(container: Any) -> None:
+    f = container(lambda w, x: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+    site = only_site(lambda p, x: f(p["mlp"]["w"], x), {"mlp": {"w": W}})
+    assert (site.name, site.weight, site.opaque) == ("mlp.w", "rhs", "")
+    assert (site.m, site.n, site.k) == (4 if container is in_shard_map else 8, 32, 16)
+    assert site.takes_extra_inputs is (container is not in_shard_map)
+    assert site.axis_env.axes == ((("data", 2),) if container is in_shard_map else ())
+    assert site.is_reused is (container in (jax.checkpoint, in_scan, in_while, in_condition))
+
+
+def test_a_weight_that_is_gathered_from_all_devices() -> None:
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def local(w: Any, x: Any) -> Any:
+        return x @ lax.all_gather(w, "model", axis=0, tiled=True)
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=(P("model"), P()), out_specs=P(), check_vma=False)
+    site = only_site(lambda p, x: f(p["w"], x))
+    assert (site.name, site.weight, site.k) == ("w", "rhs", 16)
+
+
+def test_a_function_that_is_jitted_once_and_called_per_layer_has_a_site_per_call() -> None:
+    layer = jax.jit(lambda w, h: jnp.tanh(h @ w))
+
+    def loss(p: Any, x: Any) -> Any:
+        for w in p["layers"]:
+            x = layer(w, x)
+        return x.sum()
+
+    sites = find_sites(loss, {"layers": [struct(16, 16)] * 3}, X)
+    assert [s.name for s in sites] == ["layers[0]", "layers[1]", "layers[2]"]
+    assert len({s.address for s in sites}) == 3
+    assert [s.products for s in sites] == [{FPROP, WGRAD}, set(Gemm), set(Gemm)]
+
+
+def test_the_scopes_of_all_containers_make_the_scope_of_a_site() -> None:
+    def dense(w: Any, x: Any) -> Any:
+        with jax.named_scope("dense"):
+            return x @ w
+
+    def loss(p: Any, x: Any) -> Any:
+        with jax.named_scope("model"):
+
+            def body(h: Any, _: Any) -> Any:
+                with jax.named_scope("block"):
+                    return h + jax.checkpoint(jax.jit(dense))(p["w"], x).sum(), None
+
+            with jax.named_scope("loop"):
+                return lax.scan(body, 0.0, None, length=2)[0]
+
+    site = only_site(loss)
+    assert dotted(site.scope.path) == "model.loop.block.dense"
+
+
+# ---- stacks of layers
+
+
+def stacked_loss(p: Any, x: Any) -> Any:
+    def layer(h: Any, w: Any) -> Any:
+        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+    return lax.scan(layer, x, p["decoder"]["layers"])[0].sum()
+
+
+def stack(*lead: int) -> Any:
+    return {"decoder": {"layers": {"up": struct(*lead, 16, 32), "down": struct(*lead, 32, 16)}}}
+
+
+def test_a_scan_over_parameters_is_one_site_with_many_layers() -> None:
+    up, down = find_sites(stacked_loss, stack(3), X)
+    assert (up.name, down.name) == ("decoder.layers.up", "decoder.layers.down")
+    assert (up.count, up.repeats, list(up.layers())) == (3, 3, [(0,), (1,), (2,)])
+    paths = [[dotted(path) for path in up.paths(layer)] for layer in up.layers()]
+    assert all(f"decoder.layers[{i}].up" in paths[i] for i in range(3))
+
+
+def matched_layers(selector: str, loss: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
+    """The layers that a selector matches, of all sites."""
+    plan = make_plan(parse(f"{selector} -> fp8"), find_sites(loss, params, *args))
+    return [layer for (_, layer), (products,) in plan.matched.items() if products]
+
+
+@pytest.mark.parametrize(
+    ("selector", "layers"),
+    [
+        ("layers[0].up", [(0,)]),
+        ("layers[-1:].up", [(3,)]),
+        ("decoder.layers[1:3].up", [(1,), (2,)]),
+        ("layers[:50%].down", [(0,), (1,)]),
+        ("layers.up", [(0,), (1,), (2,), (3,)]),
+    ],
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_selector_chooses_layers_of_a_scan(selector: str, layers: Any, reverse: bool) -> None:
+    """By the index in the parameters, also where the scan runs backwards."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return lax.scan(
+            lambda h, w: (jnp.tanh(h @ w["up"]) @ w["down"], None), x, p["decoder"]["layers"], reverse=reverse
+        )[0]
+
+    assert matched_layers(selector, loss, stack(4), X) == layers
+
+
+def test_scanned_and_unrolled_layers_have_the_same_paths() -> None:
+    def unrolled(p: Any, x: Any) -> Any:
+        for w in p["decoder"]["layers"]:
+            x = x + jnp.tanh(x @ w["up"]) @ w["down"]
+        return x.sum()
+
+    params = {"decoder": {"layers": [{"up": W, "down": struct(32, 16)} for _ in range(3)]}}
+    one_by_one = {path for site in find_sites(unrolled, params, X) for path in site.paths(())}
+    scanned = {
+        path
+        for site in find_sites(stacked_loss, stack(3), X)
+        for la in site.layers()
+        for path in site.paths(la)
+    }
+    assert {path for path in one_by_one if path} <= scanned
+
+
+def test_a_stack_in_a_stack_under_one_name_counts_as_one() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        def stage(h: Any, layers: Any) -> Any:
+            return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0], None
+
+        return lax.scan(stage, x, p["layers"])[0].sum()
+
+    params = {"layers": struct(2, 3, 16, 16)}
+    site = only_site(loss, params)
+    assert (site.count, site.repeats) == (6, 6)
+    assert matched_layers("layers[-2:]", loss, params, X) == [(1, 1), (1, 2)]
+    assert matched_layers("layers[2]", loss, params, X) == [(0, 2)]
+
+
+def test_a_member_taken_from_a_stack_by_a_constant_index() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return (jnp.tanh(x @ p["layers"]["w"][0]) @ p["layers"]["w"][2]).sum()
+
+    params = {"layers": {"w": struct(3, 16, 16)}}
+    assert matched_layers("layers[0]", loss, params, X) == [()]
+    assert matched_layers("layers[1]", loss, params, X) == []
+    assert matched_layers("layers[-1]", loss, params, X) == [()]
+
+
+def test_layers_that_devices_share_out_are_told_apart() -> None:
+    """A shard_map that gives each of four devices two layers, which it scans."""
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def local(layers: Any, x: Any) -> Any:
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), lax.pcast(x, "stage", to="varying"), layers)[0]
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P("stage"))
+    params = {"layers": struct(8, 16, 16)}
+
+    def loss(p: Any, x: Any) -> Any:
+        return f(p["layers"], x).sum()
+
+    site = only_site(loss, params)
+    assert site.count == 8
+    assert matched_layers("layers[5]", loss, params, X) == [(2, 1)]
+    assert matched_layers("layers[1::2]", loss, params, X) == [(i, 1) for i in range(4)]
+
+
+def test_every_layer_has_its_own_number() -> None:
+    """For random keys: in stacks, in nested stacks, and where a path has no index."""
+    up, _ = find_sites(stacked_loss, stack(3), X)
+    assert up.layer_ordinals() == [0, 1, 2]
+    assert up.number == find_sites(stacked_loss, stack(5), X).sites[0].number, "of the name only"
+
+
+# ---- repeats
+
+
+def test_a_loop_repeats_what_it_does_not_slice() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return lax.scan(lambda h, row: (jnp.tanh(h @ p["w"] + row), None), x[0], x)[0]
+
+    site = only_site(loss, {"w": struct(16, 16)})
+    assert (site.count, site.repeats, site.is_reused) == (1, 8, True)
+    assert site.total_flops == 3 * 8 * site.flops
+
+
+def test_repeats_multiply() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return lax.fori_loop(0, 5, lambda _, h: stacked_loss(p, h) + h, x).sum()
+
+    up, _ = find_sites(loss, stack(3), X)
+    assert (up.count, up.repeats) == (3, 15)
+
+
+def test_how_often_a_while_runs_is_not_known() -> None:
+    site = only_site(
+        lambda p, x: lax.while_loop(lambda h: h.sum() < 3, lambda h: h @ p["w"], x), {"w": struct(16, 16)}
+    )
+    assert site.repeats == 1
+
+
+# ---- products
+
+
+def products(loss: Callable[..., Any], params: Any, *args: Any) -> list[str]:
+    return [" ".join(g for g in Gemm if g in s.products) for s in find_sites(loss, params, *(args or (X,)))]
+
+
+def test_only_products_that_the_gradient_needs() -> None:
+    params = {"a": struct(16, 16), "b": struct(16, 16)}
+    assert products(lambda p, x: x @ p["a"] @ p["b"], params) == ["fprop wgrad", "fprop dgrad wgrad"]
+    assert products(lambda p, x: (x @ p["a"]) @ lax.stop_gradient(p["b"]), params) == [
+        "fprop wgrad",
+        "fprop dgrad",
+    ]
+    assert products(lambda p, x: lax.stop_gradient(x @ p["a"]) @ p["b"], params) == [
+        "fprop wgrad",
+        "fprop wgrad",
+    ]
+    assert products(lambda p, x: (x @ x.T) @ (x @ p["a"]), params) == ["fprop", "fprop wgrad", "fprop wgrad"]
+
+
+def test_of_a_weight_on_the_left_too() -> None:
+    params = {"a": struct(16, 16), "b": struct(16, 16)}
+    assert products(lambda p, x: p["b"] @ (p["a"] @ x.T), params) == ["fprop wgrad", "fprop dgrad wgrad"]
+
+
+def test_no_gradient_flows_through_integers() -> None:
+    assert products(
+        lambda p, x: (x + p["w"].astype(int).sum()) @ p["w"].T.astype(int).astype(float).T, PARAMS
+    ) == ["fprop"]
+
+
+def test_a_carry_that_becomes_active_in_a_later_iteration() -> None:
+    """`c` depends on the parameter from the third iteration on: the products of all iterations are the same code."""
+
+    def loss(p: Any, x: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            a, b, c = carry
+            return (jnp.tanh(x @ p["w"]), a, b), c @ p["v"]
+
+        return lax.scan(body, (x, x, x), None, length=4)
+
+    params = {"w": struct(16, 16), "v": struct(16, 16)}
+    assert dict(zip(names(loss, params), products(loss, params), strict=True)) == {
+        "w": "fprop wgrad",
+        "v": "fprop dgrad wgrad",
+    }
+
+
+def test_a_carry_of_a_while_is_active_where_its_body_makes_it_so() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return lax.while_loop(lambda h: h.sum() < 3, lambda h: jnp.tanh(h @ p["w"]), x) @ p["w"]
+
+    assert products(loss, {"w": struct(16, 16)}) == ["fprop dgrad wgrad"] * 2
+
+
+def test_what_a_loop_computes_from_constants_is_not_active() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        h = lax.scan(lambda h, row: (jnp.tanh(h + row), None), x[0], x)[0]
+        return h[None] @ p["w"]
+
+    assert products(loss, PARAMS) == ["fprop wgrad"]
+
+
+# ---- what is no site
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, x: jnp.einsum("i,j->ij", x[0], p["w"][0]),
+        lambda p, x: jnp.einsum("bi,bi->bi", x, p["w"][:8, :16]),
+        lambda p, x: x[:, :1] @ p["w"][:1],
+        lambda p, x: x.astype(jnp.int32) @ p["w"].astype(jnp.int32),
+        lambda p, x: x[:0] @ p["w"],
+    ],
+    ids=["outer product", "elementwise", "one number contracted", "integers", "nothing"],
+)
+def test_a_dot_that_contracts_nothing_is_no_site(loss: Any) -> None:
+    assert len(find_sites(loss, PARAMS, X)) == 0
+
+
+# ---- opaque sites
+
+
+def with_own_backward(x: Any, w: Any) -> Any:
+    f = jax.custom_vjp(lambda x, w: x @ w)
+    f.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: kept)
+    return f(x, w)
+
+
+def with_own_derivative(x: Any, w: Any) -> Any:
+    f = jax.custom_jvp(lambda x, w: x @ w)
+    f.defjvp(lambda primals, tangents: (f(*primals), primals[0] @ tangents[1]))
+    return f(x, w)
+
+
+def in_kernel(x: Any, w: Any) -> Any:
+    from jax.experimental import pallas
+
+    def kernel(x: Any, w: Any, y: Any) -> None:
+        y[...] = x[...] @ w[...]
+
+    return pallas.pallas_call(kernel, out_shape=struct(8, 32), interpret=True)(x, w)
+
+
+def in_unknown_container(x: Any, w: Any) -> Any:
+    call = Primitive("mystery_call")
+    call.multiple_results = True
+    call.def_abstract_eval(lambda *_, jaxpr: [v.aval for v in jaxpr.jaxpr.outvars])
+    return call.bind(x, w, jaxpr=jax.make_jaxpr(jnp.matmul)(x, w))[0]
+
+
+@pytest.mark.parametrize(
+    ("product", "reason"),
+    [
+        (with_own_backward, "jax.custom_vjp"),
+        (with_own_derivative, "jax.custom_jvp"),
+        (in_kernel, "a Pallas kernel"),
+        (in_unknown_container, "'mystery_call', which the compiler does not know"),
+    ],
+)
+def test_a_product_in_a_container_that_is_not_entered_is_opaque(product: Any, reason: str) -> None:
+    """The weight has its name all the same, so that a rule matches it and an error can say so."""
+    site = only_site(lambda p, x: jax.jit(product)(x, p["w"].astype(jnp.bfloat16).astype(jnp.float32)))
+    assert (site.name, site.weight) == ("w", "rhs")
+    assert reason in site.opaque
+    assert site.origin is None
+
+
+def test_what_is_inside_an_opaque_container_is_opaque() -> None:
+    site = only_site(lambda p, x: with_own_backward(x, p["w"]).sum())
+    nested = only_site(
+        lambda p, x: lax.scan(
+            lambda h, _: (h + with_own_backward(x, p["w"]).sum(), None), 0.0, None, length=2
+        )
+    )
+    assert site.opaque == nested.opaque
+    f = jax.custom_vjp(lambda x, w: jax.jit(jnp.matmul)(x, w))
+    f.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: kept)
+    assert "custom_vjp" in only_site(lambda p, x: f(x, p["w"])).opaque
+
+
+def test_float64_has_no_recipe() -> None:
+    with jax.enable_x64(True):
+        site = only_site(
+            lambda p, x: x @ p["w"],
+            {"w": struct(16, 32, dtype=jnp.float64)},
+            struct(8, 16, dtype=jnp.float64),
+        )
+    assert "float64" in site.opaque
+
+
+GROUPS = struct(2, dtype=jnp.int32)
+
+
+def test_a_ragged_product() -> None:
+    site = only_site(
+        lambda p, x, sizes: lax.ragged_dot(x, p["w"], sizes), {"w": struct(2, 16, 32)}, X, GROUPS
+    )
+    assert (site.kind, site.weight, site.m, site.n, site.k, site.opaque) == ("ragged", "rhs", 8, 32, 16, "")
+    assert site.origin is None
+
+
+def test_a_ragged_product_of_another_form_is_opaque() -> None:
+    dims = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    site = only_site(
+        lambda p, x, sizes: lax.ragged_dot_general(x, p["w"], sizes, dims),
+        {"w": struct(2, 32, 16)},
+        X,
+        GROUPS,
+    )
+    assert (site.kind, site.name, site.n) == ("ragged", "w", 32)
+    assert "ragged" in site.opaque
+
+
+@pytest.mark.skipif(not hasattr(jax.nn, "scaled_matmul"), reason="this JAX has no jax.nn.scaled_matmul")
+def test_jax_nn_scaled_matmul_is_opaque() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        scales = [jnp.ones((1, rows, 2), jnp.float8_e8m0fnu) for rows in (8, 32)]
+        a, b = (v.astype(jnp.float8_e4m3fn)[None] for v in (x, p["w"]))
+        return jax.nn.scaled_matmul(a, b, *scales)
+
+    sites = find_sites(loss, {"w": struct(32, 64)}, struct(8, 64))
+    assert [(s.name, s.weight, s.k) for s in sites] == [("w", "rhs", 64)]
+    assert "jax.nn.scaled_matmul" in sites.sites[0].opaque
+
+
+@pytest.mark.skipif(not hasattr(lax, "scaled_dot"), reason="this JAX has no jax.lax.scaled_dot")
+def test_lax_scaled_dot_is_opaque() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        a, b = (v.astype(jnp.float8_e4m3fn) for v in (x, p["w"]))
+        scales = {
+            "lhs_scale": jnp.ones((8, 2), jnp.float8_e8m0fnu),
+            "rhs_scale": jnp.ones((2, 32), jnp.float8_e8m0fnu),
+        }
+        return lax.scaled_dot(a, b, **scales, preferred_element_type=jnp.float32)
+
+    sites = find_sites(loss, {"w": struct(64, 32)}, struct(8, 64))
+    assert [(s.name, s.weight, s.m, s.n, s.k) for s in sites] == [("w", "rhs", 8, 32, 64)]
+    assert "jax.lax.scaled_dot" in sites.sites[0].opaque
+
+
+# ---- weights that can be quantized outside the loss
+
+
+def test_the_input_that_a_weight_derives_from() -> None:
+    params = {"a": W, "b": W}
+    site = only_site(lambda p, x: x.astype(jnp.bfloat16) @ p["b"].astype(jnp.bfloat16), params)
+    assert site.origin is not None
+    assert site.origin.input == 1
+    assert not site.is_reused, "it is read once"
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda w, x: jnp.broadcast_to(w, (2, 16, 32))[0],
+        lambda w, x: lax.dynamic_slice_in_dim(w, jnp.argmax(x), 16),
+        lambda w, x: jnp.pad(w, ((0, 0), (0, 4))),
+    ],
+    ids=["becomes larger", "depends on the data", "padded"],
+)
+def test_a_weight_that_is_better_quantized_where_it_is_used(derive: Any) -> None:
+    site = only_site(lambda p, x: x @ derive(p["w"], x))
+    assert site.weight == "rhs"
+    assert site.origin is None
+
+
+def test_a_scan_that_slices_a_weight_reads_each_layer_once() -> None:
+    up, _ = find_sites(stacked_loss, stack(3), X)
+    assert up.origin is not None
+    assert len(up.origin.scans) == 1
+    assert not up.is_reused
+
+
+# ---- all sites
+
+
+def test_sites_are_in_the_order_in_which_they_run() -> None:
+    params = {name: struct(16, 16) for name in "abcd"}
+
+    def loss(p: Any, x: Any) -> Any:
+        h = jax.jit(lambda h: h @ p["d"])(x @ p["b"])
+        return lax.cond(h[0, 0] > 0, lambda: h @ p["a"], lambda: h @ p["c"])
+
+    sites = find_sites(loss, params, X)
+    # lax.cond puts the false branch first.
+    assert [s.name for s in sites] == ["b", "d", "c", "a"]
+    assert [dotted(p) for p in sites.parameters] == ["a", "b", "c", "d"]
+
+
+def test_the_hash_is_that_of_the_computation() -> None:
+    def loss(act: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda p, x: act(x @ p["w"])
+
+    one, same, other = (
+        find_sites(loss(f), PARAMS, X).hash for f in (jnp.tanh, lambda x: jnp.tanh(x), jnp.sin)
+    )
+    assert one == same != other
+
+
+def test_attributes_for_where() -> None:
+    site = only_site(lambda p, x: x @ p["w"])
+    assert site.attributes == {
+        "m": 8, "n": 32, "k": 16, "batch": 1, "flops": 2 * 8 * 32 * 16, "weight": True,
+    }  # fmt: skip
+    assert "test_analysis.py:" in site.place
