@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -66,6 +68,42 @@ def imports_of_others(package: str) -> Iterator[PackageImport]:
                         and i.package != package)  # fmt: skip
 
 
+def read_package_map() -> dict[str, set[str]]:
+    """The packages in the table of CONTRIBUTING.md, in its order, with the modules that it names."""
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## Map of the packages")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)/` \| .*? \| (.*) \|$", section, re.MULTILINE)
+    return {package: set(re.findall(r"`(\w+)/?`", modules)) for package, modules in rows}
+
+
+def modules_of(package: str) -> set[str]:
+    """The modules and packages directly inside a package."""
+    modules = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
+    return modules | {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+
+
+needs_checkout = pytest.mark.skipif(
+    not (ROOT.parent / "CONTRIBUTING.md").exists(), reason="an installed package has no CONTRIBUTING.md"
+)
+
+
+@needs_checkout
+def test_the_map_of_the_packages_has_the_order_of_the_import_contract() -> None:
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    (layers,) = (c["layers"] for c in settings["tool"]["importlinter"]["contracts"] if "layers" in c)
+    assert list(read_package_map()) == layers[::-1]
+    assert sorted(layers) == PACKAGES
+
+
+@needs_checkout
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_map_of_the_packages_names_every_module(package: str) -> None:
+    named = read_package_map()[package]
+    assert modules_of(package) <= named
+    words = {"emulate", "apply", "plan", "active", "Policy"}  # functions and classes that the map mentions
+    assert named <= modules_of(package) | words
+
+
 def test_the_root_of_the_package_holds_packages_only() -> None:
     names = {path.name for path in ROOT.iterdir()} - {"__pycache__"} - DATA
     assert names == {*PACKAGES, "__init__.py", "__main__.py", "py.typed"}
@@ -75,9 +113,7 @@ def test_the_root_of_the_package_holds_packages_only() -> None:
 def test_a_package_says_what_it_is_for_and_lists_its_modules(package: str) -> None:
     module = import_module(f"policyc.{package}")
     assert module.__doc__
-    exists = {path.stem for path in (ROOT / package).glob("*.py")}
-    exists |= {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
-    assert set(module.__all__) <= exists
+    assert set(module.__all__) <= modules_of(package)
     assert list(module.__all__) == sorted(module.__all__)
 
 
