@@ -1,3 +1,13 @@
 """A loss and a `Policy` to a quantized loss: trace, analyze, plan, rewrite."""
 
-__all__ = ["analysis", "hoist", "paths", "pipeline", "plan", "plan_tables", "rewrite", "sites", "trace"]
+__all__ = [
+    "hoist",
+    "pipeline",
+    "plan",
+    "plan_checks",
+    "plan_tables",
+    "rewrite",
+    "schedule",
+    "session",
+    "sites",
+]

@@ -1,3 +1,3 @@
 """The only package that uses JAX internals: jaxprs, their transformation, autodiff hooks, primitive definitions."""
 
-__all__ = ["autodiff", "define_primitive", "jaxprs", "relocate"]
+__all__ = ["autodiff", "containers", "define_primitive", "jaxprs", "relocate", "transform"]
