@@ -1,6 +1,6 @@
-"""policyc: a precision policy, compiled into a JAX training step.
+"""Compiles a precision policy into a JAX training step.
 
-Names are imported when they are first used: `policyc lint` and `policyc --help` must not wait for JAX.
+Names are imported when they are first used, so that `policyc lint` and `policyc --help` start without JAX.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MODULES = {
 }
 
 _RENAMED = {"observes": "should_observe", "results_in": "set_output_dir", "step": "set_step"}
-"""Old names. They still work, with a DeprecationWarning."""
+"""Former names. They still work, with a DeprecationWarning."""
 
 __all__ = [
     "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "load", "observe", "parse",
