@@ -58,7 +58,7 @@ POLICIES = {"fp8": "fp8", "nvfp4": "te_nvfp4"}  # both quantize every linear of 
 @cache
 def trace_step(config: str, devices: int) -> TrainingStep:
     sizes = llama_step.Sizes(batch=SEQUENCES * devices, sequence=8192, accumulate=1, remat="none")
-    return llama_step.work(Policy(), config, MeshShape(fsdp=devices), sizes, "te")
+    return llama_step.plan_step(Policy(), config, MeshShape(fsdp=devices), sizes, "te")
 
 
 @cache

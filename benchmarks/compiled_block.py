@@ -63,6 +63,7 @@ def compile_block(policy: str, target: str) -> CompileReport:
 
     from policyc.compiler import pipeline
     from policyc.hardware import deviceless, llama_step
+    from policyc.models.llama import model as llama
 
     execution = pipeline.execution_options(target=target)
     (device,) = deviceless.make_devices(execution.target, 1)
@@ -72,10 +73,10 @@ def compile_block(policy: str, target: str) -> CompileReport:
     )  # all other sizes of the block are those of the model
 
     def loss(params: Any, batch: Any) -> Any:
-        return llama_step._module("model").loss(params, batch, model)[0]
+        return llama.loss(params, batch, model)[0]
 
     sharding = jax.sharding.SingleDeviceSharding(device)
-    shapes = llama_step._shapes(model, SEQUENCES, LENGTH)
+    shapes = llama_step.abstract_arguments(model, SEQUENCES, LENGTH)
     arguments = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
     gradient = jax.jit(jax.grad(loss))
     return deviceless.compile_step(gradient, arguments, pipeline.as_policy(policy), execution, devices=1)

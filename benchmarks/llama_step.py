@@ -15,17 +15,14 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "models"))
-
 import jax
-from llama import data, metrics, model, optimizer
-from llama.configs import CONFIGS, Model, Run
 
 import policyc
 from benchmarks.timing import save
+from policyc.models.llama import data, metrics, model, optimizer
+from policyc.models.llama.configs import CONFIGS, ModelConfig, RunConfig
 
 POLICIES = {"bf16": None, "fp8, all block linears": "fp8", "nvfp4 emulated, llama_nvfp4": "llama_nvfp4"}
 
@@ -53,22 +50,22 @@ LAYOUTS = (
 class Benchmark:
     """The model in one layout: its state, its batches and its compiled steps."""
 
-    def __init__(self, config: Model, run: Run, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, run: RunConfig, layout: Layout) -> None:
         self.config = dataclasses.replace(
             config, remat=layout.remat, scan=layout.scan, loss_chunks=layout.loss_chunks
         )
         self.run = dataclasses.replace(run, batch=layout.batch)
         self.mesh = model.make_mesh(self.config, self.run)
-        self.state_shapes, make_state = optimizer.first_state(self.config, self.run, self.mesh)
-        self.state = make_state()
-        self.source = data.Source(self.run, config.vocab)
+        self.state_shapes = optimizer.abstract_state(self.config, self.run, self.mesh)
+        self.state = optimizer.init_state(self.config, self.run, self.mesh)
+        self.source = data.BatchSource(self.run, config.vocab)
 
     def next_batch(self) -> Any:
         return jax.device_put(next(self.source), model.sharding(self.mesh, ("batch", "sequence")))
 
     def compile_step(self, policy: str | None) -> Any:
         """Compiles the step under a policy, or without policyc if there is none."""
-        step, start = optimizer.train_step(self.config, self.run, self.mesh), time.perf_counter()
+        step, start = optimizer.make_train_step(self.config, self.run, self.mesh), time.perf_counter()
         if policy is None:
             compiled = step.lower(self.state_shapes, self.next_batch()).compile()
         else:
@@ -111,7 +108,7 @@ class Benchmark:
 
 
 def find_fastest(
-    config: Model, run: Run, layouts: tuple[Layout, ...], deadline: float
+    config: ModelConfig, run: RunConfig, layouts: tuple[Layout, ...], deadline: float
 ) -> tuple[Benchmark, Any, dict[str, float]]:
     """Finds the layout with the most tokens per second in bf16, of those that fit and are tried before the deadline.
 

@@ -18,7 +18,7 @@ import pytest
 import policyc
 
 ROOT = Path(policyc.__file__).parent
-DATA = {"grammars", "policies", "models"}  # inside the package in a wheel, beside it in a checkout
+DATA = {"grammars", "policies"}  # inside the package in a wheel, beside it in a checkout
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 

@@ -1,146 +1,171 @@
-"""A Llama: grouped-query attention, rotary positions, SwiGLU, RMSNorm, an untied head; and where its arrays lie.
+"""A Llama: grouped-query attention, rotary positions, SwiGLU, RMSNorm, an untied head; and its sharding.
 
-In: parameters in fp32 and tokens. Out: the loss. The one trap: norms, rotations, the softmax of the loss
-and the sums of gradients are fp32, and everything between them is the compute type; a weight is cast where it is
-used, so that its gradient arrives in fp32.
+Parameters are float32. Norms, rotations, the softmax of the loss and the sums of gradients are float32 too; all else
+is computed in `config.compute`. A weight is cast where it is used, so that its gradient is float32.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from llama.configs import BadRun, Model, Run
+
+from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
 
 Params = dict[str, Any]
-Sums = tuple[jax.Array, jax.Array]
+Batch = dict[str, Any]  # tokens, targets, mask
+LossSums = tuple[jax.Array, jax.Array]
 
 AXES = ("data", "fsdp", "tensor", "context")
-BATCH = ("tokens", "targets", "mask")
-# Attention needs whole sequences: while it lasts, the context axis divides heads instead.
-DIVIDES: dict[str | None, Any] = {"batch": ("data", "fsdp"), "sequence": "context", "width": "fsdp",
-                                  "inner": "tensor", "heads": ("tensor", "context"), None: None}  # fmt: skip
+# The mesh axes that divide each logical axis. Attention needs whole sequences, so inside it the context axis divides
+# heads instead.
+AXIS_RULES: dict[str | None, Any] = {"batch": ("data", "fsdp"), "sequence": "context", "width": "fsdp",
+                                     "inner": "tensor", "heads": ("tensor", "context"), None: None}  # fmt: skip
 
 
-def make_mesh(c: Model, run: Run) -> Mesh:
-    """The mesh of a run; all that does not divide evenly is an error."""
+def check_divisible(config: ModelConfig, run: RunConfig, axes: Mapping[str, int]) -> None:
+    """Raises ConfigError unless a mesh with these axes divides every size evenly."""
+    data, fsdp, tensor, context = (axes[name] for name in AXES)
+    parts = run.accumulate * data * fsdp
+    multiples = (
+        ("heads", config.heads, config.kv_heads, "key and value heads"),
+        ("head_dim", config.head_dim, 2, "rotary embedding"),
+        ("batch", run.batch, parts, "accumulate x data x fsdp"),
+        ("sequence", run.sequence, config.loss_chunks * context, "loss_chunks x context"),
+        ("heads", config.heads, tensor * context, "tensor x context"),
+        ("width", config.width, fsdp, "fsdp"),
+        ("hidden", config.hidden, tensor, "tensor"),
+        ("kv_heads x head_dim", config.kv_heads * config.head_dim, tensor, "tensor"),
+        ("vocab", config.vocab, tensor, "tensor"),
+    )
+    uneven = [f"{n} {size} is not a multiple of {by} ({why})" for n, size, by, why in multiples if size % by]
+    if uneven:
+        only_batch = run.batch % parts and len(uneven) == 1
+        fix = f"--batch {-(-run.batch // parts) * parts} fits" if only_batch else "change the sizes"
+        raise ConfigError(f"{'; '.join(uneven)}: {fix}; or change the axes of the mesh")
+
+
+def make_mesh(config: ModelConfig, run: RunConfig) -> Mesh:
+    """The mesh of a run, over all devices."""
     fsdp, tensor, context = run.fsdp_axis, run.tensor_axis, run.context_axis
     count, rest = jax.device_count(), fsdp * tensor * context
     data = run.data_axis if run.data_axis > 0 else count // rest
     if data * rest != count:
         mesh = f"{data} data x {fsdp} fsdp x {tensor} tensor x {context} context"
-        raise BadRun(f"a mesh of {mesh} is not {count} devices: change the axes, or leave --data-axis out")
-    multiples = (
-        ("heads", c.heads, c.kv_heads, "key and value heads"),
-        ("head_dim", c.head_dim, 2, "rotary embedding"),
-        ("batch", run.batch, run.accumulate * data * fsdp, "accumulate x data x fsdp"),
-        ("sequence", run.sequence, c.loss_chunks * context, "loss_chunks x context"),
-        ("heads", c.heads, tensor * context, "tensor x context"),
-        ("width", c.width, fsdp, "fsdp"),
-        ("hidden", c.hidden, tensor, "tensor"),
-        ("kv_heads x head_dim", c.kv_heads * c.head_dim, tensor, "tensor"),
-        ("vocab", c.vocab, tensor, "tensor"),
-    )
-    uneven = [f"{n} {size} is not a multiple of {by} ({why})" for n, size, by, why in multiples if size % by]
-    if uneven:
-        raise BadRun(f"{'; '.join(uneven)}: change the sizes, or the axes of the mesh")
-    return jax.make_mesh((data, fsdp, tensor, context), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        raise ConfigError(f"a mesh of {mesh} is not {count} devices: change the axes, or omit --data-axis")
+    shape = (data, fsdp, tensor, context)
+    check_divisible(config, run, dict(zip(AXES, shape, strict=True)))
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def sharding(mesh: Mesh, names: Sequence[str | None]) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*(DIVIDES[name] for name in names)))
+def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    """The sharding of an array with these logical axes."""
+    spec = PartitionSpec(*(AXIS_RULES[name] for name in axes))  # type: ignore[no-untyped-call]
+    return NamedSharding(mesh, spec)
 
 
-def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
-    """`x`, divided so. On one device there is nothing to say."""
+def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
+    """`x` with a sharding constraint, unless there is only one device."""
     if mesh is None or mesh.size == 1:
         return x
-    return lax.with_sharding_constraint(x, sharding(mesh, names))
+    return lax.with_sharding_constraint(x, sharding(mesh, axes))  # type: ignore[no-untyped-call,no-any-return]
 
 
-def in_parts(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """A part has every n-th entry along an axis, so that it lies on all devices that divide the axis."""
+def split_interleaved(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Parts of every `count`-th entry of an axis, stacked. So each part lies on all devices that divide the axis."""
     return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, count, *x.shape[axis + 1 :]), axis + 1, 0)
 
 
-def described_batch(run: Run, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    place = sharding(mesh, ("batch", "sequence"))
-    return dict.fromkeys(BATCH, jax.ShapeDtypeStruct((run.batch, run.sequence), "int32", sharding=place))
+def abstract_batch(run: RunConfig, mesh: Mesh) -> Batch:
+    """The shapes and shardings of a batch."""
+    array = abstract_array((run.batch, run.sequence), jnp.int32, sharding(mesh, ("batch", "sequence")))
+    return dict.fromkeys(("tokens", "targets", "mask"), array)
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """A parameter: its shape, what divides it, the deviation of its first values (0: it starts as ones)."""
+def abstract_array(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """A parameter: its shape, its logical axes, the deviation of its initial values (0: initialized to ones)."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     deviation: float
 
 
-def table(c: Model) -> Params:
-    """All parameters. Scanned layers are stacked; others are a list."""
-    d, q, kv, h = c.width, c.heads * c.head_dim, c.kv_heads * c.head_dim, c.hidden
-    scale = Leaf((d,), (None,), 0)
-    q_in, kv_in, h_in, v_in = (Leaf((d, size), ("width", "inner"), 0.02) for size in (q, kv, h, c.vocab))
-    last = 0.02 / (2 * c.layers) ** 0.5
-    q_out, h_out = (Leaf((size, d), ("inner", "width"), last) for size in (q, h))
+def param_specs(config: ModelConfig) -> Params:
+    """The tree of all parameters. With a scan, layers are stacked; without, they are a list."""
+    width, q, kv = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    norm = ParamSpec((width,), (None,), 0)
+    sizes = (q, kv, config.hidden, config.vocab)
+    to_q, to_kv, to_hidden, to_vocab = (ParamSpec((width, n), ("width", "inner"), 0.02) for n in sizes)
+    small = 0.02 / (2 * config.layers) ** 0.5  # for weights that write to the residual stream
+    from_q, from_hidden = (ParamSpec((n, width), ("inner", "width"), small) for n in (q, config.hidden))
     layer = {
-        "attention_norm": scale,
-        "attention": {"q_proj": q_in, "k_proj": kv_in, "v_proj": kv_in, "o_proj": q_out},
-        "mlp_norm": scale,
-        "mlp": {"gate_proj": h_in, "up_proj": h_in, "down_proj": h_out},
+        "attention_norm": norm,
+        "attention": {"q_proj": to_q, "k_proj": to_kv, "v_proj": to_kv, "o_proj": from_q},
+        "mlp_norm": norm,
+        "mlp": {"gate_proj": to_hidden, "up_proj": to_hidden, "down_proj": from_hidden},
     }
-    stacked = jax.tree.map(lambda a: Leaf((c.layers, *a.shape), (None, *a.axes), a.deviation), layer)
-    embed, layers = Leaf((c.vocab, d), ("inner", "width"), 0.02), stacked if c.scan else [layer] * c.layers
-    return {"embed": embed, "layers": layers, "norm": scale, "lm_head": v_in}
+    count = config.layers
+    stacked = jax.tree.map(lambda p: ParamSpec((count, *p.shape), (None, *p.axes), p.deviation), layer)
+    embed = ParamSpec((config.vocab, width), ("inner", "width"), 0.02)
+    layers = stacked if config.scan else [layer] * count
+    return {"embed": embed, "layers": layers, "norm": norm, "lm_head": to_vocab}
 
 
-def init(key: jax.Array, c: Model) -> Params:
-    """First weights: equal for equal seeds, on every mesh, scanned or not."""
+def init_params(key: jax.Array, config: ModelConfig) -> Params:
+    """Initial weights. They depend on the key only, not on the mesh nor on `config.scan`."""
 
-    def draw(path: Any, leaf: Leaf) -> jax.Array:
-        own = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return leaf.deviation * jax.random.normal(own, leaf.shape) if leaf.deviation else jnp.ones(leaf.shape)
+    def draw(path: Any, spec: ParamSpec) -> jax.Array:
+        leaf_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        shape, scale = spec.shape, spec.deviation
+        return scale * jax.random.normal(leaf_key, shape) if scale else jnp.ones(shape)
 
-    drawn = jax.tree.map_with_path(draw, table(replace(c, scan=True)))
-    if not c.scan:
-        drawn = lax.optimization_barrier(drawn)  # else XLA draws all layers again for each of them
-        drawn["layers"] = [jax.tree.map(lambda a, i=i: a[i], drawn["layers"]) for i in range(c.layers)]
-    return drawn
+    params: Params = jax.tree.map_with_path(draw, param_specs(replace(config, scan=True)))
+    if not config.scan:
+        # Stops XLA from drawing all layers again for each layer.
+        params = lax.optimization_barrier(params)  # type: ignore[no-untyped-call]
+        params["layers"] = [jax.tree.map(lambda a, i=i: a[i], params["layers"]) for i in range(config.layers)]
+    return params
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def gathered(weight: jax.Array, mesh: Mesh | None, names: tuple[str | None, ...]) -> jax.Array:
-    """A weight brought together, once, before it is read in parts. Its gradient stays divided."""
-    return constrain(weight, mesh, *names)
+def gather_weight(weight: jax.Array, mesh: Mesh | None, axes: tuple[str | None, ...]) -> jax.Array:
+    """Gathers a sharded weight once, before it is read in parts. Its gradient stays sharded."""
+    return constrain(weight, mesh, *axes)
 
 
-gathered.defjvp(lambda mesh, names, weight, tangent: (gathered(*weight, mesh, names), *tangent))
+gather_weight.defjvp(lambda mesh, axes, weight, tangent: (gather_weight(*weight, mesh, axes), *tangent))
 
 
 def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     with jax.named_scope(name):
-        return x @ params[name].astype(x.dtype)
+        weight: jax.Array = params[name]
+        return x @ weight.astype(x.dtype)
 
 
-def norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale).astype(x.dtype)
 
 
-def rotary(c: Model, length: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of every position. Llama 3.1 slows long waves by a factor, and leaves short ones."""
-    frequency = c.rope_theta ** (-jnp.arange(0, c.head_dim, 2, dtype=jnp.float32) / c.head_dim)
-    if c.rope_scaling:
-        turns = 8192 * frequency / (2 * jnp.pi)  # within the length it was first trained on
+def rotary(config: ModelConfig, length: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of every position. Llama 3.1 lowers the low frequencies by a factor and keeps the high ones."""
+    exponents = -jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequency = config.rope_theta**exponents
+    if config.rope_scaling:
+        turns = 8192 * frequency / (2 * jnp.pi)  # within the sequence length of the first training, 8192
         keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
-        frequency = frequency * (keep + (1 - keep) / c.rope_scaling)
+        frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
     angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
     return jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
 
@@ -151,84 +176,91 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attention(p: Params, x: jax.Array, rope: Any, c: Model, mesh: Mesh | None) -> jax.Array:
+def attention(params: Params, x: jax.Array, rope: Any, config: ModelConfig, mesh: Mesh | None) -> jax.Array:
     batch, length, _ = x.shape
-    q, k, v = (linear(p, n, x).reshape(batch, length, -1, c.head_dim) for n in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (linear(params, f"{n}_proj", x).reshape(batch, length, -1, config.head_dim) for n in "qkv")
     q, k = rotate(q, rope), rotate(k, rope)
-    if mesh is not None and c.kv_heads % (mesh.shape["tensor"] * mesh.shape["context"]):
-        k, v = (jnp.repeat(t, c.heads // c.kv_heads, axis=2) for t in (k, v))  # fewer of them than devices
+    if mesh is not None and config.kv_heads % (mesh.shape["tensor"] * mesh.shape["context"]):
+        k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=2) for t in (k, v))  # fewer than devices
     q, k, v = (constrain(t, mesh, "batch", None, "heads", None) for t in (q, k, v))
-    on_gpu = jax.default_backend() == "gpu" and c.compute == "bfloat16"
-    how: Any = c.attention if c.attention != "auto" else "cudnn" if on_gpu else "xla"
+    on_gpu = jax.default_backend() == "gpu" and config.compute == "bfloat16"
+    name: Any = config.attention if config.attention != "auto" else "cudnn" if on_gpu else "xla"
     with jax.named_scope("scores"):
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=name)
     y = constrain(y.reshape(batch, length, -1), mesh, "batch", "sequence", "inner")
-    return linear(p, "o_proj", y)
+    return linear(params, "o_proj", y)
 
 
-def block(x: jax.Array, p: Params, rope: Any, c: Model, mesh: Mesh | None) -> jax.Array:
+def block(x: jax.Array, params: Params, rope: Any, config: ModelConfig, mesh: Mesh | None) -> jax.Array:
     with jax.named_scope("attention"):
-        x = x + attention(p["attention"], norm(x, p["attention_norm"], c.norm_eps), rope, c, mesh)
+        y = rms_norm(x, params["attention_norm"], config.norm_eps)
+        x = x + attention(params["attention"], y, rope, config, mesh)
     x = constrain(x, mesh, "batch", "sequence", None)
     with jax.named_scope("mlp"):
-        y = norm(x, p["mlp_norm"], c.norm_eps)
-        y = jax.nn.silu(linear(p["mlp"], "gate_proj", y)) * linear(p["mlp"], "up_proj", y)
-        x = x + linear(p["mlp"], "down_proj", y)
+        y = rms_norm(x, params["mlp_norm"], config.norm_eps)
+        y = jax.nn.silu(linear(params["mlp"], "gate_proj", y)) * linear(params["mlp"], "up_proj", y)
+        x = x + linear(params["mlp"], "down_proj", y)
     return constrain(x, mesh, "batch", "sequence", None)
 
 
-_names = jax.checkpoint_policies.save_only_these_names("quantization")
-REMAT: dict[str, Any] = {
+_save_quantized = jax.checkpoint_policies.save_only_these_names("quantization")
+REMAT_POLICIES: dict[str, Any] = {
     "full": None,
-    "quantized": _names,
-    "dots": lambda primitive, *about, **more: (  # GEMMs, and attention as one kernel, whoever wrote them
-        "dot" in primitive.name or "gemm" in primitive.name or _names(primitive, *about, **more)
+    "quantized": _save_quantized,
+    # Saves GEMMs and attention, also where attention is one kernel, and whichever library calls them.
+    "dots": lambda primitive, *args, **params: (
+        "dot" in primitive.name or "gemm" in primitive.name or _save_quantized(primitive, *args, **params)
     ),
 }
 
 
-def hidden(params: Params, tokens: jax.Array, c: Model, mesh: Mesh | None = None) -> jax.Array:
-    """What the head reads."""
+def hidden(params: Params, tokens: jax.Array, config: ModelConfig, mesh: Mesh | None = None) -> jax.Array:
+    """The input of the head."""
     with jax.named_scope("embed"):
-        x = gathered(params["embed"], mesh, ("inner", None))[tokens].astype(c.compute)
+        x = gather_weight(params["embed"], mesh, ("inner", None))[tokens].astype(config.compute)
     x = constrain(x, mesh, "batch", "sequence", None)
-    layer = partial(block, rope=rotary(c, tokens.shape[1]), c=c, mesh=mesh)
-    if c.remat != "none":
-        layer = jax.checkpoint(layer, policy=REMAT[c.remat], prevent_cse=not c.scan)
-    if c.scan:
+    rope = rotary(config, tokens.shape[1])
+    layer: Callable[..., jax.Array] = partial(block, rope=rope, config=config, mesh=mesh)
+    if config.remat != "none":
+        layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan)
+    if config.scan:
         with jax.named_scope("layers"):
-            x, _ = lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+            x, _ = lax.scan(lambda x, layer_params: (layer(x, layer_params), None), x, params["layers"])
     else:
-        for at, p in enumerate(params["layers"]):
-            with jax.named_scope(f"layers_{at}"):
-                x = layer(x, p)
-    return norm(x, params["norm"], c.norm_eps)
+        for index, layer_params in enumerate(params["layers"]):
+            with jax.named_scope(f"layers_{index}"):
+                x = layer(x, layer_params)
+    return rms_norm(x, params["norm"], config.norm_eps)
 
 
-# Kept are the logits, in the compute type, and what is found over the vocabulary: nothing in fp32 of their size.
+# Saves the logits, in the compute dtype, and the reductions over the vocabulary: nothing of their size in float32.
 @partial(jax.checkpoint, policy=lambda primitive, *_, **__: primitive.name.startswith("reduce_"))
-def _penalty(values: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: float) -> Sums:
-    wide = values.astype(jnp.float32)
+def _cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array, z_loss: float) -> LossSums:
+    wide = logits.astype(jnp.float32)
     partition = jax.nn.logsumexp(wide, axis=-1)
-    # A comparison and not a gather: the gradient of a gather would be an array of logits in fp32.
-    chosen = jnp.where(jnp.arange(wide.shape[-1]) == targets[..., None], wide, 0).sum(-1)
-    return jnp.sum((partition - chosen) * mask), z_loss * jnp.sum(partition**2 * mask)
+    # A comparison instead of a gather: the gradient of a gather would be an array of float32 logits.
+    target_logits = jnp.where(jnp.arange(wide.shape[-1]) == targets[..., None], wide, 0).sum(-1)
+    return jnp.sum((partition - target_logits) * mask), z_loss * jnp.sum(partition**2 * mask)
 
 
-def loss(params: Params, batch: Params, c: Model, mesh: Mesh | None = None, z_loss: float = 0.0) -> Sums:
-    """Sums over all tokens that count: cross entropy in nats, and z-loss."""
-    x = hidden(params, batch["tokens"], c, mesh)
-    head = params["lm_head"] if c.loss_chunks == 1 else gathered(params["lm_head"], mesh, (None, "inner"))
+def loss(
+    params: Params, batch: Batch, config: ModelConfig, mesh: Mesh | None = None, z_loss: float = 0.0
+) -> LossSums:
+    """Sums over all unmasked tokens: the cross entropy in nats, and the z-loss."""
+    x = hidden(params, batch["tokens"], config, mesh)
+    whole = config.loss_chunks == 1
+    head = params["lm_head"] if whole else gather_weight(params["lm_head"], mesh, (None, "inner"))
 
-    def part(x: jax.Array, targets: jax.Array, mask: jax.Array) -> Sums:
-        values = constrain(linear({"lm_head": head}, "lm_head", x), mesh, "batch", "sequence", "inner")
+    def chunk_loss(x: jax.Array, targets: jax.Array, mask: jax.Array) -> LossSums:
+        logits = constrain(linear({"lm_head": head}, "lm_head", x), mesh, "batch", "sequence", "inner")
         with jax.named_scope("loss"):
-            return _penalty(values, targets, mask.astype(jnp.float32), z_loss)
+            return cast(LossSums, _cross_entropy(logits, targets, mask.astype(jnp.float32), z_loss))
 
-    if c.loss_chunks == 1:
-        return part(x, batch["targets"], batch["mask"])
+    if whole:
+        return chunk_loss(x, batch["targets"], batch["mask"])
 
     with jax.named_scope("head"):
-        each = tuple(in_parts(t, 1, c.loss_chunks) for t in (x, batch["targets"], batch["mask"]))
-        again = jax.checkpoint(lambda each: part(*each), prevent_cse=False)
-        return jax.tree.map(jnp.sum, lax.map(again, each))
+        arrays = (x, batch["targets"], batch["mask"])
+        chunks = tuple(split_interleaved(array, 1, config.loss_chunks) for array in arrays)
+        recomputed = jax.checkpoint(lambda chunk: chunk_loss(*chunk), prevent_cse=False)
+        return cast(LossSums, jax.tree.map(jnp.sum, lax.map(recomputed, chunks)))

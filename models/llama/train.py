@@ -1,7 +1,7 @@
-"""Pretrains a Llama: `python models/llama/train.py --config tiny`. `--help` tells the rest.
+"""Pretrains a Llama: `python models/llama/train.py --config tiny`. `--help` lists the options.
 
-In: a configuration. Out: a folder with metrics, checkpoints, exports. Nothing here knows about number formats: run it
-under `policyc apply` for that. The one trap: whatever can be known to be wrong must be said before the first step.
+A run writes metrics, checkpoints and exports to a folder. It knows nothing of number formats: `policyc apply` runs it
+under a policy. The calls of `policyc` below tell the policy about the run; without a policy they do nothing.
 """
 
 import ctypes
@@ -12,164 +12,200 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 try:
     import jax
     import numpy as np
-    from llama import configs, data, metrics, model, optimizer
-    from llama.configs import BadRun, Model, Run
-    from llama.storage import Checkpoints, latest, load, save
+
+    import policyc
+    from policyc.models.llama import configs, data, metrics, model, optimizer
+    from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
+    from policyc.models.llama.storage import Checkpoints, latest_step, load_safetensors, save_safetensors
 except ModuleNotFoundError as error:
-    if error.name is None or error.name.startswith("llama"):
+    if error.name is None or error.name.startswith("policyc."):
         raise
     sys.exit(f"error: training needs the package '{error.name}': pip install 'policyc[train]'")
 except KeyboardInterrupt:
     sys.exit(130)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        train(*configs.parse(words))
-    except BadRun as error:
+        train(*configs.parse_args(arguments))
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as end:
-        said = str(end) or "interrupted"
-        print(f"{said}: the same command goes on from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        reason = str(interrupt) or "interrupted"
+        print(f"{reason}: the same command resumes from the last checkpoint", file=sys.stderr)
         return 130
     return 0
 
 
-def train(name: str, c: Model, run: Run) -> None:
+def train(name: str, config: ModelConfig, run: RunConfig) -> None:
     if run.distributed:
         jax.distributed.initialize(run.coordinator, run.processes, run.process_id)
-    where = model.make_mesh(c, run)
-    policy = os.environ.get("POLICYC_POLICY_SHA256")
-    folder = Path(run.out or "runs/" + name + (f"-{policy[:8]}" if policy else ""))
-    source, feed = batches(c, run, where)
-    start, stop = profiler(run, folder)
-    first, last = map(int, run.profile_steps.split(":")) if run.profile else (0, 0)
-    state, make = optimizer.first_state(c, run, where)
-    step = optimizer.train_step(c, run, where)
-    tell("set_step", 0, total=run.steps)
-    # So that a policy that does not fit is known before anything is written; and weights that do not, below.
-    step.trace(state, model.described_batch(run, where))
-
-    found = latest(folder / "checkpoints")
-    if found is None:
-        state = make()
-        if run.init_from:
-            state["params"] = load(Path(run.init_from), c, where)
-    identity = configs.identity(c, run, policy) | {"contents_of_the_data": source.contents}
-    checkpoints = Checkpoints(folder / "checkpoints", run.keep, identity)
-    if found is not None:
-        state, position = checkpoints.restore(found, state, run.accept_changes)
-        source.seek(position)
-    begin = found or 0
-    if begin >= run.steps:
-        print(f"{folder} is at step {begin} of {run.steps} already: remove it, or give another --out")
+    trainer = Trainer(name, config, run)
+    folder, step = trainer.folder, trainer.steps_done
+    if step >= run.steps:
+        print(f"{folder} is already at step {step} of {run.steps}: remove it, or choose another --out")
         return
-
-    tell("set_output_dir", folder)
-    mean = partial(optimizer.mean_loss, c, where, run.accumulate)
-    evaluate = optimizer.validation(c, where, plain=policy is not None)
-    interrupted: list[int] = []
-
-    def interrupt(number: int, _: Any) -> None:
-        """The first time, the step at hand may end."""
-        interrupted.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    with ExitStack() as stack:
-        stack.callback(checkpoints.close)
-        log = metrics.Log(stack, folder, c, run, begin)
-        profile = stack.enter_context(ExitStack())  # a run that is cut off keeps what was recorded
-        # Several processes would end at different steps; and where an interrupt means something else, it goes on to.
-        if jax.process_count() == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, interrupt))
-        for done in range(begin + 1, run.steps + 1):
-            asked = time.perf_counter()
-            batch, stall = next(feed), time.perf_counter() - asked
-            tell("set_step", done - 1, total=run.steps)
-            if done == first:
-                start()
-                profile.callback(stop)
-            with jax.profiler.StepTraceAnnotation("train", step_num=done):
-                state, measured = step(state, batch)
-            log.later(done, measured, stall)
-            if done == last:
-                jax.block_until_ready(state)
-                profile.close()
-            every = {"eval": run.eval_every, "export": run.export_every, "save": run.checkpoint_every}
-            due = [what for what, n in every.items() if n and (done % n == 0 or done == run.steps)]
-            observed = tell("should_observe", done)
-            if not (due or observed or interrupted):
-                continue
-            log.later()
-            if "eval" in due:
-                log.write({"step": done, **validation(evaluate, state["params"], c, run, where)})
-            if "export" in due:
-                export(state["params"], c, folder / "exports" / str(done), run.export_command)
-            if "save" in due or (interrupted and run.checkpoint_every):
-                checkpoints.save(done, state, source.position)
-            if observed:
-                tell("observe", done, mean, state["params"], batch)
-            if interrupted:
-                raise KeyboardInterrupt(f"interrupted after step {done}")
-            log.clock = time.perf_counter()  # all this is nobody's step time
-        log.later()
+    loss = trainer.train()
     if jax.process_index() == 0:
-        loss = float(measured["loss"])
         print(f"loss {loss:.4f} after {run.steps} steps; metrics and checkpoints are in {folder}")
 
 
-def tell(what: str, *about: Any, **more: Any) -> Any:
-    """Tells policyc, where it runs this program: the step, for schedules; where results are; a loss to measure."""
-    policyc = sys.modules.get("policyc")
-    return None if policyc is None else getattr(policyc, what)(*about, **more)
+class Trainer:
+    """One run. Nothing is written until settings, data, policy and initial weights are known to be good."""
+
+    def __init__(self, name: str, config: ModelConfig, run: RunConfig) -> None:
+        self.config, self.run, self.mesh = config, run, model.make_mesh(config, run)
+        self.policy = os.environ.get("POLICYC_POLICY_SHA256")
+        self.folder = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
+        self.source, self.batches = self.open_data("train")
+        self.start_profile, self.stop_profile = make_profiler(run, self.folder)
+        self.train_step = optimizer.make_train_step(config, run, self.mesh)
+        self.eval_step = optimizer.make_eval_step(config, self.mesh, under_policy=self.policy is not None)
+        self.observed_loss = partial(optimizer.mean_loss, config, self.mesh, run.accumulate)
+        abstract_state = optimizer.abstract_state(config, run, self.mesh)
+        policyc.set_step(0, total=run.steps)
+        self.train_step.trace(abstract_state, model.abstract_batch(run, self.mesh))  # a bad policy fails here
+        self.state, self.steps_done, self.checkpoints = self.resume(abstract_state)
+
+    def open_data(self, split: str) -> tuple[data.BatchSource, Iterator[model.Batch]]:
+        """A source of batches, and its batches on the devices."""
+        shape, sharding = (
+            (self.run.batch, self.run.sequence),
+            model.sharding(self.mesh, ("batch", "sequence")),
+        )
+        indices: Any = sharding.addressable_devices_indices_map(shape).values()
+        rows = sorted({row for index in indices for row in range(self.run.batch)[index[0]]})
+        source = data.BatchSource(self.run, self.config.vocab, rows, split)
+        make_global: Any = jax.make_array_from_process_local_data
+        return source, (make_global(sharding, batch, shape) for batch in source)
+
+    def resume(self, abstract_state: optimizer.State) -> tuple[optimizer.State, int, Checkpoints]:
+        """The state of the last checkpoint, or the initial state."""
+        config, run, folder = self.config, self.run, self.folder / "checkpoints"
+        step = latest_step(folder)
+        if step is None:
+            state = optimizer.init_state(config, run, self.mesh)
+            if run.init_from:
+                state["params"] = load_safetensors(Path(run.init_from), config, self.mesh)
+        identity = configs.identity(config, run, self.policy) | {"contents_of_the_data": self.source.contents}
+        checkpoints = Checkpoints(folder, run.keep, identity)
+        if step is not None:
+            state, position = checkpoints.restore(step, abstract_state, run.accept_changes)
+            self.source.seek(position)
+        return state, step or 0, checkpoints
+
+    def train(self) -> float:
+        """Runs the remaining steps. Returns the last loss."""
+        run = self.run
+        first, last = map(int, run.profile_steps.split(":")) if run.profile else (0, 0)
+        policyc.set_output_dir(self.folder)
+        with ExitStack() as stack:
+            stack.callback(self.checkpoints.close)
+            log = metrics.MetricsLog(stack, self.folder, self.config, run, self.steps_done)
+            profile = stack.enter_context(ExitStack())  # an interrupted run keeps what it recorded
+            interrupts = stack.enter_context(defer_interrupt())
+            for step in range(self.steps_done + 1, run.steps + 1):
+                begin = time.perf_counter()
+                batch = next(self.batches)
+                stall = time.perf_counter() - begin
+                policyc.set_step(step - 1, total=run.steps)
+                if step == first:
+                    self.start_profile()
+                    profile.callback(self.stop_profile)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                    self.state, measured = self.train_step(self.state, batch)
+                log.record(step, measured, stall)
+                if step == last:
+                    jax.block_until_ready(self.state)  # type: ignore[no-untyped-call]
+                    profile.close()
+                interrupted = bool(interrupts)
+                self.run_due_actions(step, batch, log, interrupted)
+                if interrupted:
+                    raise KeyboardInterrupt(f"interrupted after step {step}")
+            log.flush()
+        return float(measured["loss"])
+
+    def run_due_actions(
+        self, step: int, batch: model.Batch, log: metrics.MetricsLog, interrupted: bool
+    ) -> None:
+        """Validates, exports, saves and observes, each if it is due after this step."""
+        run, params = self.run, self.state["params"]
+
+        def is_due(every: int) -> bool:
+            return every > 0 and (step % every == 0 or step == run.steps)
+
+        evaluate, export = is_due(run.eval_every), is_due(run.export_every)
+        save = is_due(run.checkpoint_every) or (interrupted and run.checkpoint_every > 0)
+        observe = policyc.should_observe(step)
+        if not (evaluate or export or save or observe or interrupted):
+            return
+        log.flush()
+        if evaluate:
+            log.write({"step": step, **self.evaluate(params)})
+        if export:
+            self.export(params, self.folder / "exports" / str(step))
+        if save:
+            self.checkpoints.save(step, self.state, self.source.position)
+        if observe:
+            policyc.observe(step, self.observed_loss, params, batch)
+        log.restart_clock()
+
+    def evaluate(self, params: model.Params) -> dict[str, float]:
+        """The mean losses on the validation set."""
+        _, batches = self.open_data("validation")
+        losses = [self.eval_step(params, batch) for batch in islice(batches, self.run.eval_batches)]
+        return {name: float(np.mean([each[name] for each in losses])) for name in losses[0]}
+
+    def export(self, params: model.Params, folder: Path) -> None:
+        """Writes safetensors, and runs `--export-command` on them."""
+        save_safetensors(params, self.config, folder)
+        if self.run.export_command and jax.process_index() == 0:
+            command = [word.replace("{path}", str(folder)) for word in shlex.split(self.run.export_command)]
+            if code := subprocess.run(command, check=False).returncode:
+                print(f"warning: --export-command exited with {code}; training continues", file=sys.stderr)
 
 
-def batches(c: Model, run: Run, where: Any, split: str = "train") -> tuple[data.Source, Iterator[Any]]:
-    """The data, and its batches on the devices."""
-    shape, place = (run.batch, run.sequence), model.sharding(where, ("batch", "sequence"))
-    held = place.addressable_devices_indices_map(shape).values()
-    rows = sorted({row for index in held for row in range(run.batch)[index[0]]})
-    source = data.Source(run, c.vocab, rows, split)
-    return source, (jax.make_array_from_process_local_data(place, read, shape) for read in source)
-
-
-def validation(evaluate: Callable[..., Any], params: Any, c: Model, run: Run, where: Any) -> dict[str, float]:
-    """The losses on a fixed set."""
-    _, feed = batches(c, run, where, "validation")
-    each = [evaluate(params, batch) for batch in islice(feed, run.eval_batches)]
-    return {name: float(np.mean([losses[name] for losses in each])) for name in each[0]}
-
-
-def export(params: Any, c: Model, folder: Path, command: str | None) -> None:
-    """Safetensors for other programs, and one of them run on it."""
-    save(params, c, folder)
-    if command and jax.process_index() == 0:
-        ran = subprocess.run([w.replace("{path}", str(folder)) for w in shlex.split(command)], check=False)
-        if ran.returncode:
-            print(f"warning: --export-command ended with {ran.returncode}; training goes on", file=sys.stderr)
-
-
-def profiler(run: Run, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """What begins and what ends a profile: XProf's, or a range for `nsys profile -c cudaProfilerApi`."""
+def make_profiler(run: RunConfig, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Functions that start and stop a profile: of XProf, or a range for `nsys profile -c cudaProfilerApi`."""
     if run.profile != "nsys":
         return partial(jax.profiler.start_trace, str(folder / "profile")), jax.profiler.stop_trace
     for name in ("libcudart.so.13", "libcudart.so.12", "libcudart.so"):
         with suppress(OSError):
             cuda = ctypes.CDLL(name)
             return cuda.cudaProfilerStart, cuda.cudaProfilerStop
-    raise BadRun("--profile nsys needs CUDA, and no libcudart.so is found; --profile xplane does not need it")
+    raise ConfigError(
+        "--profile nsys needs CUDA, and there is no libcudart.so; --profile xplane works without"
+    )
+
+
+@contextmanager
+def defer_interrupt() -> Iterator[list[int]]:
+    """Collects a first Ctrl-C in a list, so that the step can finish. A second Ctrl-C interrupts at once."""
+    interrupts: list[int] = []
+
+    def handle(number: int, _: Any) -> None:
+        interrupts.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    # Several processes would stop at different steps. A handler that the user installed stays.
+    replace = jax.process_count() == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if replace:
+        signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupts
+    finally:
+        if replace:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":

@@ -92,9 +92,9 @@ def _compile_config(
         batch=options.batch, sequence=options.sequence, accumulate=options.accumulate, remat=options.remat
     )
     mesh = step_cost.parse_mesh(options.mesh or f"fsdp={count}", count)
-    llama_step.check(config, mesh, sizes)
+    llama_step.check_mesh(config, mesh, sizes)
     devices = deviceless.make_devices(execution.target, count)
-    step, arguments, run = llama_step.step(config, mesh, sizes, devices)
+    step, arguments, run = llama_step.jit_step(config, mesh, sizes, devices)
     set_step(0, total=run.steps)
     return deviceless.compile_step(
         step, arguments, policy, execution, devices=count, microbatches=run.accumulate

@@ -114,7 +114,7 @@ def _trace_step(
         sizes = llama_step.Sizes(
             batch=step.batch, sequence=step.sequence, accumulate=step.accumulate, remat=step.remat
         )
-        return llama_step.work(policy, step.config, mesh, sizes, backend)
+        return llama_step.plan_step(policy, step.config, mesh, sizes, backend)
     step.reject_for_program("batch", "sequence")
     if mesh.tensor * mesh.context > 1:
         raise ValueError(

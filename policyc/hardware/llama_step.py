@@ -1,50 +1,38 @@
-"""The Llama driver that ships with policyc, without running it: the plan of a configuration, or its whole step.
+"""The training step of a bundled Llama configuration: planned, to be estimated, or jitted, to be compiled.
 
-In: a policy, the name of a configuration, sizes. Out: a `TrainingStep` for the cost model, or a step and the shapes
-and places of its arguments for a compiler. No array is made: all is traced with shapes. The one trap: the driver is no
-part of the package. It is imported as its own scripts import it, from the folder of models.
+All arguments are shapes: no array is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from policyc.compiler import pipeline
 from policyc.hardware.step_cost import BlockShape, MeshShape, TrainingStep
-from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import did_you_mean
 from policyc.language.policy import Policy
+from policyc.models.llama import model as llama
+from policyc.models.llama.configs import CONFIGS, ConfigError, ModelConfig, RunConfig
 
-_AT_ONCE = 2  # sequences that a device computes at a time, unless something else is asked for
-
-
-class BadRun(ValueError):
-    """Such a run is not possible; the message says what to change."""
+_SEQUENCES_PER_DEVICE = 2  # that are computed at once, unless --accumulate says otherwise
 
 
-def _module(name: str) -> ModuleType:
-    home = str(data_folder("models"))
-    if home not in sys.path:
-        sys.path.append(home)
-    return importlib.import_module(f"llama.{name}")
-
-
-def configuration(name: str) -> tuple[Any, Any]:
-    """The model and the run of a configuration. Raises BadRun where there is none of that name."""
-    known = _module("configs").CONFIGS
-    if name not in known:
-        raise BadRun(f"no configuration named '{name}': {did_you_mean(name, known)}")
-    return known[name][0], known[name][1]
+def configuration(name: str) -> tuple[ModelConfig, RunConfig]:
+    """The configuration of that name. Raises ConfigError if there is none."""
+    if name not in CONFIGS:
+        raise ConfigError(f"no configuration named '{name}': {did_you_mean(name, CONFIGS)}")
+    return CONFIGS[name]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What may be asked of a configuration; None is what it says itself."""
+    """Settings that replace those of a configuration, unless they are None."""
 
     batch: int | None = None
     sequence: int | None = None
@@ -52,104 +40,74 @@ class Sizes:
     remat: str | None = None
 
 
-def work(policy: Policy, name: str, mesh: MeshShape, sizes: Sizes, backend: str) -> TrainingStep:
-    """A step of a configuration under a policy, on a mesh that must divide it."""
-    model, run = _sized(name, mesh, sizes)
-    # Traced on one device with plain attention: so its products are seen. Neither changes a GEMM.
-    model = dataclasses.replace(model, attention="xla", loss_chunks=1)
-    plan = pipeline.plan(policy, _loss(model), *_shapes(model, run.batch // run.accumulate, run.sequence))
+def plan_step(policy: Policy, name: str, mesh: MeshShape, sizes: Sizes, backend: str) -> TrainingStep:
+    """The step of a configuration under a policy, on a mesh that must divide it."""
+    # Traced for one device, with plain attention so that its products are seen, and with all logits at once. None of
+    # this changes a GEMM.
+    config, run = _configure(name, mesh, sizes, attention="xla", loss_chunks=1)
+    arguments = abstract_arguments(config, run.batch // run.accumulate, run.sequence)
     block = BlockShape(
-        layers=model.layers,
-        width=model.width,
-        heads_width=model.heads * model.head_dim,
-        kv_width=model.kv_heads * model.head_dim,
+        layers=config.layers,
+        width=config.width,
+        heads_width=config.heads * config.head_dim,
+        kv_width=config.kv_heads * config.head_dim,
     )
     return TrainingStep(
-        plan=plan, accumulate=run.accumulate, causal=True, remat=model.remat, backend=backend, block=block
+        plan=pipeline.plan(policy, lambda params, batch: llama.loss(params, batch, config), *arguments),
+        accumulate=run.accumulate,
+        causal=True,
+        remat=config.remat,
+        backend=backend,
+        block=block,
     )
 
 
-def check(name: str, mesh: MeshShape, sizes: Sizes) -> None:
-    """Raises BadRun where a mesh does not divide a configuration."""
-    _sized(name, mesh, sizes)
+def check_mesh(name: str, mesh: MeshShape, sizes: Sizes) -> None:
+    """Raises ConfigError if a mesh does not divide a configuration."""
+    _configure(name, mesh, sizes)
 
 
-def _sized(name: str, mesh: MeshShape, sizes: Sizes) -> tuple[Any, Any]:
-    """The model and the run of a configuration with other sizes."""
-    model, run = configuration(name)
-    batch, sequence = sizes.batch or run.batch, sizes.sequence or run.sequence
-    accumulate = sizes.accumulate or _parts(batch, mesh)
-    _check(model, batch, sequence, accumulate, mesh)
-    model = dataclasses.replace(model, remat=sizes.remat or model.remat)
-    return model, dataclasses.replace(run, batch=batch, sequence=sequence, accumulate=accumulate)
-
-
-def step(
-    name: str, mesh: MeshShape, sizes: Sizes, devices: Sequence[Any]
-) -> tuple[Any, tuple[Any, Any], Any]:
-    """The jitted training step of a configuration on these devices, its state and batch as shapes, and the run."""
-    import jax
-    import numpy as np
-
-    model, run = _sized(name, mesh, sizes)
-    model = dataclasses.replace(model, attention="cudnn")
+def jit_step(
+    name: str, mesh: MeshShape, sizes: Sizes, devices: Sequence[jax.Device]
+) -> tuple[jax.stages.Wrapped, tuple[Any, Any], RunConfig]:
+    """The jitted training step of a configuration on these devices, its abstract state and batch, and its settings."""
+    config, run = _configure(name, mesh, sizes, attention="cudnn")
     try:
-        optimizer = _module("optimizer")
+        from policyc.models.llama import optimizer
     except ModuleNotFoundError as error:
-        raise BadRun(f"the driver needs the package '{error.name}': pip install 'policyc[train]'") from None
-    driver = _module("model")
-    axes = tuple(getattr(mesh, axis) for axis in driver.AXES)
-    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
-    laid = jax.sharding.Mesh(np.array(devices).reshape(axes), driver.AXES, axis_types=kinds)
-    state, _ = optimizer.first_state(model, run, laid)
-    return optimizer.train_step(model, run, laid), (state, driver.described_batch(run, laid)), run
+        raise ConfigError(f"this needs the package '{error.name}': pip install 'policyc[train]'") from None
+    shape = tuple(_axes(mesh).values())
+    axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
+    device_mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), llama.AXES, axis_types=axis_types)
+    arguments = optimizer.abstract_state(config, run, device_mesh), llama.abstract_batch(run, device_mesh)
+    return optimizer.make_train_step(config, run, device_mesh), arguments, run
 
 
-def _loss(model: Any) -> Any:
-    loss = _module("model").loss
-    return lambda params, batch: loss(params, batch, model)
+def abstract_arguments(config: ModelConfig, rows: int, sequence: int) -> tuple[Any, Any]:
+    """The shapes of the parameters and of a batch, for one device."""
+    specs = llama.param_specs(config)
+    params = jax.tree.map(lambda spec: llama.abstract_array(spec.shape, jnp.float32), specs)
+    tokens = llama.abstract_array((rows, sequence), jnp.int32)
+    return params, dict.fromkeys(("tokens", "targets", "mask"), tokens)
 
 
-def _shapes(model: Any, rows: int, sequence: int) -> tuple[Any, Any]:
-    import jax
+def _configure(name: str, mesh: MeshShape, sizes: Sizes, **options: Any) -> tuple[ModelConfig, RunConfig]:
+    """A configuration with other sizes and options. Raises ConfigError if the mesh does not divide it."""
+    config, run = configuration(name)
+    batch, sequence = sizes.batch or run.batch, sizes.sequence or run.sequence
+    accumulate = sizes.accumulate or _accumulate(batch, mesh)
+    config = dataclasses.replace(config, remat=sizes.remat or config.remat, **options)
+    run = dataclasses.replace(run, batch=batch, sequence=sequence, accumulate=accumulate)
+    llama.check_divisible(config, run, _axes(mesh))
+    return config, run
 
-    def array(shape: tuple[int, ...], dtype: str) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
-    of = _module("model")
-    params = jax.tree.map(lambda leaf: array(leaf.shape, "float32"), of.table(model))
-    return params, dict.fromkeys(("tokens", "targets", "mask"), array((rows, sequence), "int32"))
+def _axes(mesh: MeshShape) -> dict[str, int]:
+    return {axis: getattr(mesh, axis) for axis in llama.AXES}
 
 
-def _parts(batch: int, mesh: MeshShape) -> int:
-    """The fewest parts in which a device has two sequences at a time or fewer."""
+def _accumulate(batch: int, mesh: MeshShape) -> int:
+    """The fewest parts of a batch in which a device computes at most `_SEQUENCES_PER_DEVICE` at once."""
     share = batch // mesh.batch_shards
-    return next((n for n in range(1, share + 1) if share % n == 0 and share // n <= _AT_ONCE), 1)
-
-
-def _check(model: Any, batch: int, sequence: int, accumulate: int, mesh: MeshShape) -> None:
-    if batch < mesh.batch_shards:
-        whole = mesh.batch_shards % batch == 0 and mesh.tensor == mesh.context == 1
-        other = f"--mesh 'fsdp={batch} tensor={mesh.batch_shards // batch}'" if whole else "fewer devices"
-        raise BadRun(
-            f"{mesh.batch_shards} devices over data and fsdp are too many for a batch of {batch}: "
-            f"--batch {mesh.batch_shards}, or {other}"
-        )
-    if batch % accumulate or (batch // accumulate) % mesh.batch_shards:
-        raise BadRun(
-            f"a batch of {batch} in {accumulate} parts does not divide over {mesh.batch_shards} devices (data x fsdp): "
-            f"--batch {-(-batch // (mesh.batch_shards * accumulate)) * mesh.batch_shards * accumulate}"
-        )
-    uneven = [
-        f"{what} {size} is no multiple of {by} ({axes})"
-        for what, size, by, axes in (
-            ("sequence", sequence, mesh.context, "context"),
-            ("heads", model.heads, mesh.tensor * mesh.context, "tensor x context"),
-            ("hidden", model.hidden, mesh.tensor, "tensor"),
-        )
-        if size % by
-    ]
-    if uneven:
-        raise BadRun(
-            f"the mesh does not divide the model: {'; '.join(uneven)}: take smaller axes, and fsdp for the rest"
-        )
+    counts = (n for n in range(1, share + 1) if share % n == 0 and share // n <= _SEQUENCES_PER_DEVICE)
+    return next(counts, 1)

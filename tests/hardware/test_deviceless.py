@@ -27,11 +27,11 @@ CONFIG = ("--config", "tiny")
         (("fp8", "--config", "tiney", "--target", "gb200"), "no configuration named 'tiney'"),
         (
             ("fp8", *CONFIG, "--target", "gb200", "--devices", "16"),
-            "too many for a batch of 8: --batch 16, or --mesh 'fsdp=8 tensor=2'",
+            "batch 8 is not a multiple of 16 (accumulate x data x fsdp): --batch 16 fits; or change the axes",
         ),
         (
             ("fp8", *CONFIG, "--target", "gb200", "--devices", "17"),
-            "too many for a batch of 8: --batch 17, or fewer devices",
+            "width 128 is not a multiple of 17 (fsdp): change the sizes; or change the axes of the mesh",
         ),
         (("fp8", *CONFIG, "--target", "gb200", "--devices", "2", "--mesh", "fsdp=4"), "has 4 devices, not 2"),
         (("fp8", *CONFIG, "--target", "gb200", "--devices", "0"), "0 is not in the range x>=1"),

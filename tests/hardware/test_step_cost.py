@@ -55,7 +55,7 @@ def test_a_step_does_not_take_longer_on_more_devices():
     """This holds within one NVLink domain, for a model whose computation is long beside its communication."""
     meshes = [MeshShape(fsdp=n) for n in (8, 16, 32, 64)]
     sizes = llama_step.Sizes(batch=64, sequence=8192, accumulate=1)
-    step = llama_step.work(load("te_nvfp4"), "llama3_8b", meshes[-1], sizes, "te")
+    step = llama_step.plan_step(load("te_nvfp4"), "llama3_8b", meshes[-1], sizes, "te")
     times = [step_cost.estimate(step, get_target("gb300"), mesh).seconds for mesh in meshes]
     assert times == sorted(times, reverse=True)
 
@@ -96,7 +96,7 @@ FLOPS = {"llama3_8b": (0.657, 0.157, 0.061, 0.125), "llama3_405b": (0.784, 0.171
 @pytest.mark.parametrize("config", FLOPS)
 def test_the_shares_of_flops_are_the_published_ones(config):
     sizes = llama_step.Sizes(batch=1, sequence=8192, remat="none")
-    sites = llama_step.work(load("bf16"), config, MeshShape(), sizes, "te").plan.sites
+    sites = llama_step.plan_step(load("bf16"), config, MeshShape(), sizes, "te").plan.sites
     flops = [s.total_flops * (1 if s.weight else 0.5) for s in sites]
 
     def share(word: str) -> float:
@@ -140,7 +140,7 @@ def test_estimate_prints_a_table_and_its_assumptions():
         (["--config", "tiny", "--target", "gb20"], "did you mean 'gb200'"),
         (["--config", "tiny"], "'policyc targets' lists them"),
         (["--target", "gb200"], "name a program, or a configuration"),
-        (["--config", "tiny", "--target", "gb200", "--devices", "16"], "16 devices over data and fsdp are too many"),
+        (["--config", "tiny", "--target", "gb200", "--devices", "16"], "batch 8 is not a multiple of 16"),
         (["--config", "tiny", "--target", "gb200", "--devices", "8", "--mesh", "tensor=2"], "add fsdp=4"),
         (["--config", "tiny", "--target", "gb200", "--mesh", "rows=2"], "not an axis of a mesh"),
         (["--config", "tiny", "--target", "gb200", "--devices", "8", "--mesh", "tensor=8"], "heads 4"),

@@ -1,7 +1,8 @@
-"""The driver's data: deterministic, shared by hosts, resumed exactly, and refused with a reason."""
+"""The data of the Llama: deterministic, shared between hosts, resumed exactly, and refused with a reason."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policyc.language.bundled import data_folder
+from policyc.models.llama.configs import ConfigError, RunConfig
 
-sys.path.insert(0, str(data_folder("models")))
-from llama.configs import Run
+data = pytest.importorskip("policyc.models.llama.data")
 
-data = pytest.importorskip("llama.data")
+Batch = dict[str, np.ndarray]
 
 
 @pytest.fixture(autouse=True)
@@ -22,31 +22,44 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def opened(spec: str, vocab: int = 512, rows: range | None = None, split: str = "train", **more: Any) -> Any:
-    return data.Source(Run(data=spec, **{"batch": 4, "sequence": 16} | more), vocab, rows, split)
+def open_source(
+    spec: str, vocab: int = 512, rows: range = range(0), split: str = "train", **settings: Any
+) -> Any:
+    run = RunConfig(data=spec, **{"batch": 4, "sequence": 16} | settings)
+    return data.BatchSource(run, vocab, rows, split)
 
 
-def some(source: Any, n: int = 3) -> list[dict[str, np.ndarray]]:
-    return [next(source) for _ in range(n)]
+def take(source: Any, count: int = 3) -> list[Batch]:
+    return [next(source) for _ in range(count)]
 
 
-def same(a: list[dict[str, np.ndarray]], b: list[dict[str, np.ndarray]]) -> bool:
+def equal(a: list[Batch], b: list[Batch]) -> bool:
     return all(np.array_equal(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x)
 
 
-def tokens_file(path: Path, tokens: Any, dtype: str = "uint16") -> str:
+def write_tokens(path: Path, tokens: Any, dtype: str = "uint16") -> str:
     np.asarray(tokens, dtype).tofile(path)
     return str(path)
 
 
-def text_file(path: Path, length: int = 4000) -> str:
-    words = (f"line {i}: {i * i}\n" for i in range(length // 12))
-    path.write_text("".join(words))
+def write_text(path: Path, length: int = 4000) -> str:
+    lines = (f"line {i}: {i * i}\n" for i in range(length // 12))
+    path.write_text("".join(lines))
     return str(path)
 
 
+@pytest.fixture(params=["stdlib", "synthetic", "file"])
+def spec(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The data of each kind of source. The standard library is only its package json here."""
+    if request.param == "file":
+        return write_text(tmp_path / "a.txt")
+    folder = str(Path(json.__file__).parent)
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": folder})
+    return request.param
+
+
 def test_a_batch_is_int32_and_its_targets_are_the_next_tokens(tmp_path: Path) -> None:
-    source = opened(tokens_file(tmp_path / "a.bin", np.arange(1000) % 500))
+    source = open_source(write_tokens(tmp_path / "a.bin", np.arange(1000) % 500))
     batch = next(source)
     assert {k: (v.shape, v.dtype.name) for k, v in batch.items()} == dict.fromkeys(
         ("tokens", "targets", "mask"), ((4, 16), "int32")
@@ -55,201 +68,204 @@ def test_a_batch_is_int32_and_its_targets_are_the_next_tokens(tmp_path: Path) ->
     assert batch["mask"].all()
 
 
-def test_the_standard_library_is_the_text_of_its_files() -> None:
-    source = opened("stdlib", sequence=256, batch=64)
-    text = b"".join(bytes(row[row < 256].astype(np.uint8).tolist()) for row in next(source)["tokens"])
+def test_stdlib_is_the_text_of_the_standard_library() -> None:
+    source = open_source("stdlib", sequence=256, batch=64)
+    batch = next(source)
+    text = b"".join(bytes(row[row < 256].astype(np.uint8).tolist()) for row in batch["tokens"])
     assert source.vocab == 257
     assert b"def " in text
     assert b"import " in text
-    assert same(some(opened("stdlib")), some(opened("stdlib")))
+    assert equal([batch], take(open_source("stdlib", sequence=256, batch=64), 1))
 
 
 def test_an_epoch_visits_every_window_once_and_the_next_one_in_another_order(tmp_path: Path) -> None:
-    spec = tokens_file(tmp_path / "a.bin", np.arange(1001) // 10)
-    source = opened(spec, sequence=10, batch=1, split="train")
-    epoch = [int(next(source)["tokens"][0, 0]) for _ in range(90)]  # 901 tokens are for training
-    again = [int(next(source)["tokens"][0, 0]) for _ in range(90)]
-    assert sorted(epoch) == sorted(again) == list(range(90))
-    assert epoch != again
+    spec = write_tokens(tmp_path / "a.bin", np.arange(1001) // 10)
+    source = open_source(spec, sequence=10, batch=90)  # 901 tokens are for training: 90 windows
+    epoch, next_epoch = (next(source)["tokens"][:, 0].tolist() for _ in range(2))
+    assert sorted(epoch) == sorted(next_epoch) == list(range(90))
+    assert epoch != next_epoch
     assert epoch != sorted(epoch)
 
 
-@pytest.mark.parametrize("kind", ["stdlib", "synthetic", "file"])
-def test_hosts_together_read_what_one_would(kind: str, tmp_path: Path) -> None:
-    spec = text_file(tmp_path / "a.txt") if kind == "file" else kind
-    whole = some(opened(spec, batch=8))
-    parts = [some(opened(spec, batch=8, rows=range(2 * i, 2 * i + 2))) for i in range(4)]
+def test_hosts_together_read_what_one_host_reads(spec: str) -> None:
+    whole = take(open_source(spec, batch=8))
+    parts = [take(open_source(spec, batch=8, rows=range(2 * i, 2 * i + 2))) for i in range(4)]
     joined = [{k: np.concatenate([p[i][k] for p in parts]) for k in whole[i]} for i in range(len(whole))]
-    assert same(whole, joined)
+    assert equal(whole, joined)
 
 
-@pytest.mark.parametrize("kind", ["stdlib", "synthetic", "file"])
-def test_a_restored_source_goes_on_where_the_state_was_taken(kind: str, tmp_path: Path) -> None:
-    spec = text_file(tmp_path / "a.txt") if kind == "file" else kind
-    source = opened(spec)
-    some(source, 50)
+def test_a_source_resumes_at_a_position(spec: str) -> None:
+    source = open_source(spec)
+    take(source, 50)
     position = source.position
-    expected = some(source, 5)
-    fresh = opened(spec)
-    some(fresh, 2)  # batches made ahead are forgotten
-    fresh.seek(position)
-    assert same(expected, some(fresh, 5))
-    fresh = opened(spec, rows=range(2, 4))  # another number of hosts
-    fresh.seek(position)
-    assert np.array_equal(next(fresh)["tokens"], expected[0]["tokens"][2:])
+    expected = take(source, 5)
+    resumed = open_source(spec)
+    take(resumed, 2)  # batches that were read ahead are dropped
+    resumed.seek(position)
+    assert equal(expected, take(resumed, 5))
+    resumed = open_source(spec, rows=range(2, 4))  # with another number of hosts
+    resumed.seek(position)
+    assert np.array_equal(next(resumed)["tokens"], expected[0]["tokens"][2:])
 
 
-def test_other_contents_are_known_by_their_mark(tmp_path: Path) -> None:
-    before = opened(text_file(tmp_path / "a.txt")).contents
-    assert opened(str(tmp_path / "a.txt"), seed=1).contents == before
-    text_file(tmp_path / "a.txt", 5000)
-    assert opened(str(tmp_path / "a.txt")).contents != before
+def test_contents_identify_the_data(tmp_path: Path) -> None:
+    before = open_source(write_text(tmp_path / "a.txt")).contents
+    assert open_source(str(tmp_path / "a.txt"), seed=1).contents == before
+    write_text(tmp_path / "a.txt", 5000)
+    assert open_source(str(tmp_path / "a.txt")).contents != before
 
 
 def test_the_validation_split_is_fixed_and_disjoint(tmp_path: Path) -> None:
-    spec = tokens_file(tmp_path / "a.bin", np.arange(5000), "uint32")
-    read = {}
-    for split, sequence, seed in [("train", 16, 0), ("validation", 16, 0), ("validation", 16, 7)]:
-        source = opened(spec, split=split, sequence=sequence, seed=seed, vocab=5000)
-        read[split, seed] = np.concatenate([np.ravel(next(source)["tokens"]) for _ in range(100)])
-    assert not set(read["train", 0]) & set(read["validation", 0])
-    assert np.array_equal(read["validation", 0], read["validation", 7])
-    assert set(read["validation", 0]) <= set(range(4500, 5000))
+    spec = write_tokens(tmp_path / "a.bin", np.arange(5000), "uint32")
+    tokens = {}
+    # 4500 tokens are for training: 281 windows; 500 are for validation: 31 windows.
+    for split, seed, count in [("train", 0, 9), ("validation", 0, 1), ("validation", 7, 1)]:
+        batches = take(open_source(spec, split=split, batch=32, seed=seed, vocab=5000), count)
+        tokens[split, seed] = np.concatenate([np.ravel(batch["tokens"]) for batch in batches])
+    assert not set(tokens["train", 0]) & set(tokens["validation", 0])
+    assert np.array_equal(tokens["validation", 0], tokens["validation", 7])
+    assert set(tokens["validation", 0]) <= set(range(4500, 5000))
 
 
-def test_the_synthetic_data_can_be_learned_and_its_splits_differ() -> None:
-    train, held = (
-        next(opened("synthetic", sequence=64)),
-        next(opened("synthetic", sequence=64, split="validation")),
-    )
-    assert not np.array_equal(train["tokens"], held["tokens"])
+def test_synthetic_data_can_be_learned_and_its_splits_differ() -> None:
+    train = next(open_source("synthetic", sequence=64))
+    validation = next(open_source("synthetic", sequence=64, split="validation"))
+    assert not np.array_equal(train["tokens"], validation["tokens"])
     steps = np.diff(train["tokens"]) % 512
-    often = [np.bincount(row).max() / len(row) for row in steps]
-    assert min(often) > 0.5  # one token in ten is random, and each spoils two steps of sixty-four
+    shares = [np.bincount(row).max() / len(row) for row in steps]
+    assert min(shares) > 0.5  # one token in ten is random, and each spoils two steps of sixty-four
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_a_token_file_tells_its_dtype(dtype: str, tmp_path: Path) -> None:
+def test_the_dtype_of_a_token_file_is_found(dtype: str, tmp_path: Path) -> None:
     tokens = np.arange(4000) % 500
-    raw = tokens_file(tmp_path / "raw.bin", tokens, dtype)
+    raw = write_tokens(tmp_path / "raw.bin", tokens, dtype)
     np.save(tmp_path / "saved.npy", tokens.astype(dtype))
-    headed = _headed(tmp_path / "headed.bin", dtype, len(tokens), tokens)
+    headed = _write_with_header(tmp_path / "headed.bin", dtype, len(tokens), tokens)
     specs = (raw, f"tokens:{raw},dtype={dtype}", headed, str(tmp_path / "saved.npy"))
-    found = [some(opened(s)) for s in specs]
-    assert all(same(found[0], other) for other in found[1:])
+    batches = [take(open_source(spec)) for spec in specs]
+    assert all(equal(batches[0], other) for other in batches[1:])
 
 
-def test_several_files_follow_each_other(tmp_path: Path) -> None:
+def test_several_files_are_read_as_one(tmp_path: Path) -> None:
     for i in range(3):
-        tokens_file(tmp_path / f"{i}.bin", np.full(1000, i + 1))
-    source = opened(str(tmp_path / "*.bin"))
-    assert {int(t) for batch in some(source, 60) for t in np.ravel(batch["tokens"])} == {1, 2, 3}
+        write_tokens(tmp_path / f"{i}.bin", np.full(1000, i + 1))
+    batches = take(open_source(str(tmp_path / "*.bin"), batch=60), 4)
+    assert {int(t) for batch in batches for t in np.ravel(batch["tokens"])} == {1, 2, 3}
 
 
 BAD = {
     "another dtype": (
-        lambda p: tokens_file(p / "a.bin", [70000] * 99, "uint32") + ",dtype=uint16",
+        lambda p: write_tokens(p / "a.bin", [70000] * 99, "uint32") + ",dtype=uint16",
         "tokens up to",
     ),
     "large tokens": (
-        lambda p: tokens_file(p / "a.bin", np.arange(600)),
+        lambda p: write_tokens(p / "a.bin", np.arange(600)),
         "tokens up to 599, .* vocabulary of 512",
     ),
     "odd size": (
-        lambda p: _bytes(p / "a.bin", b"x" * 1001),
-        "truncated, or no token file: Size of available data",
+        lambda p: _write_bytes(p / "a.bin", b"x" * 1001),
+        "truncated, or not a token file: Size of available data",
     ),
-    "empty": (lambda p: _bytes(p / "a.bin", b""), "truncated, or no token file"),
+    "empty": (lambda p: _write_bytes(p / "a.bin", b""), "truncated, or not a token file"),
     "short of its header": (
-        lambda p: _headed(p / "a.bin", "uint16", 500, np.zeros(499)),
-        "truncated, or no token file: mmap length is greater than file size",
+        lambda p: _write_with_header(p / "a.bin", "uint16", 500, np.zeros(499)),
+        "truncated, or not a token file: mmap length is greater than file size",
     ),
-    "truncated npy": (lambda p: _truncated_npy(p / "a.npy"), "truncated, or no token file"),
-    "matrix": (lambda p: _saved(p / "a.npy", np.zeros((3, 3), np.int32)), "a row of integers"),
-    "no such dtype": (lambda p: tokens_file(p / "a.bin", [1] * 99) + ",dtype=int8", "uint16 or uint32"),
-    "binary text": (lambda p: _bytes(p / "a.txt", b"ab\0" * 1000), "no text but numbers or zero bytes"),
-    "small text": (lambda p: _bytes(p / "a.txt", b"abc"), "has 4 tokens"),
-    "no file": (lambda p: str(p / "none.txt"), "no file is at"),
+    "truncated npy": (lambda p: _write_truncated_npy(p / "a.npy"), "truncated, or not a token file"),
+    "matrix": (lambda p: _write_npy(p / "a.npy", np.zeros((3, 3), np.int32)), "not a vector of integers"),
+    "no such dtype": (lambda p: write_tokens(p / "a.bin", [1] * 99) + ",dtype=int8", "uint16 or uint32"),
+    "binary text": (
+        lambda p: _write_bytes(p / "a.txt", b"ab\0" * 1000),
+        "not text: it has numbers or zero bytes",
+    ),
+    "small text": (lambda p: _write_bytes(p / "a.txt", b"abc"), "has 4 tokens"),
+    "no file": (lambda p: str(p / "none.txt"), "there is no file"),
     "no kind": (lambda p: "parket:x", "no kind of data is named 'parket': there are stdlib"),
 }
 
 
-def _bytes(path: Path, content: bytes) -> str:
+def _write_bytes(path: Path, content: bytes) -> str:
     path.write_bytes(content)
     return str(path)
 
 
-def _headed(path: Path, dtype: str, told: int, tokens: np.ndarray) -> str:
+def _write_with_header(path: Path, dtype: str, count: int, tokens: np.ndarray) -> str:
     header = np.zeros(256, np.int32)
-    header[:3] = {"uint16": 20240520, "uint32": 20240801}[dtype], 1, told
-    return _bytes(path, header.tobytes() + tokens.astype(dtype).tobytes())
+    header[:3] = {"uint16": 20240520, "uint32": 20240801}[dtype], 1, count
+    return _write_bytes(path, header.tobytes() + tokens.astype(dtype).tobytes())
 
 
-def _saved(path: Path, array: np.ndarray) -> str:
+def _write_npy(path: Path, array: np.ndarray) -> str:
     np.save(path, array)
     return str(path)
 
 
-def _truncated_npy(path: Path) -> str:
-    _saved(path, np.zeros(1000, np.int32))
-    return _bytes(path, path.read_bytes()[:-100])
+def _write_truncated_npy(path: Path) -> str:
+    _write_npy(path, np.zeros(1000, np.int32))
+    return _write_bytes(path, path.read_bytes()[:-100])
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_data_is_refused_before_the_first_step(case: str, tmp_path: Path) -> None:
     make, message = BAD[case]
-    with pytest.raises(data.BadRun, match=message):
-        opened(make(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        open_source(make(tmp_path))
 
 
-def test_a_small_vocabulary_is_refused() -> None:
-    with pytest.raises(data.BadRun, match="tokens up to 256, the model a vocabulary of 100"):
-        opened("stdlib", vocab=100)
+def test_a_small_vocabulary_is_refused(tmp_path: Path) -> None:
+    text = _write_bytes(tmp_path / "a.txt", b"some text\n" * 100)
+    with pytest.raises(ConfigError, match="tokens up to 256, the model a vocabulary of 100"):
+        open_source(text, vocab=100)
 
 
-def test_a_token_that_was_not_looked_at_is_found_when_it_is_read(
+def test_a_token_that_was_not_scanned_is_found_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "SCANNED", 1 << 16)
+    monkeypatch.setattr(data, "SCAN_LIMIT", 1 << 16)
     tokens = np.ones(1 << 18, np.uint16)
     tokens[(1 << 17) - 1] = 9999
-    source = opened(tokens_file(tmp_path / "a.bin", tokens), batch=1, sequence=1 << 14)
-    with pytest.raises(data.BadRun, match="holds token 9999"):
-        some(source, 20)
+    source = open_source(write_tokens(tmp_path / "a.bin", tokens), batch=1, sequence=1 << 14)
+    with pytest.raises(ConfigError, match="has token 9999"):
+        take(source, 20)
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(data.BadRun, match=r"pip install 'policyc\[data\]'"):
-        opened(f"hf:{tmp_path}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'policyc\[data\]'"):
+        open_source(f"hf:{tmp_path}")
 
 
 def _documents() -> list[str]:
     return [f"Document {i} says {i * 7919 % 1000} times the word ä.\n" for i in range(300)]
 
 
-def test_parquet_through_grain(tmp_path: Path) -> None:
+def _write_documents(path: Path) -> str:
+    """A text file of the documents. Byte 255, which UTF-8 never uses, separates them."""
+    return _write_bytes(path, b"\xff".join(d.encode() for d in _documents()))
+
+
+def _tokens(spec: str) -> list[list[int]]:
+    """The first tokens of a source. The end of a document becomes the byte that separates documents in a text file."""
+    return [np.where(b["tokens"] == 256, 255, b["tokens"]).tolist() for b in take(open_source(spec))]
+
+
+def test_parquet_has_the_tokens_of_a_text_file(tmp_path: Path) -> None:
     pytest.importorskip("grain")
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"text": _documents(), "body": _documents()[::-1]}), path)
-    plain = _bytes(tmp_path / "a.txt", b"\xff".join(d.encode() for d in _documents()))
-    assert _without_ends(some(opened(str(path)))) == _without_ends(some(opened(plain)))
-    assert not same(some(opened(str(path))), some(opened(f"{path},column=body")))
-    with pytest.raises(data.BadRun, match="no column 'no': it has text, body"):
-        opened(f"{path},column=no")
+    assert _tokens(str(path)) == _tokens(_write_documents(tmp_path / "a.txt"))
+    assert not equal(take(open_source(str(path))), take(open_source(f"{path},column=body")))
+    with pytest.raises(ConfigError, match="no column 'no': it has text, body"):
+        open_source(f"{path},column=no")
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(data.BadRun, match="cannot be read"):
-        opened(str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_source(str(path))
     assert not list((tmp_path / "cache").rglob(".making*"))
 
 
-def _without_ends(batches: list[dict[str, np.ndarray]]) -> list[list[int]]:
-    """The tokens, with what ends a document made the byte that stands between documents in the plain file."""
-    return [np.where(b["tokens"] == 256, 255, b["tokens"]).tolist() for b in batches]
-
-
-def test_array_records_through_grain(tmp_path: Path) -> None:
+def test_array_records_have_the_tokens_of_a_text_file(tmp_path: Path) -> None:
     pytest.importorskip("grain")
     module = pytest.importorskip("array_record.python.array_record_module")
     path = tmp_path / "a.array_record"
@@ -257,32 +273,29 @@ def test_array_records_through_grain(tmp_path: Path) -> None:
     for document in _documents():
         writer.write(document.encode())
     writer.close()
-    plain = _bytes(tmp_path / "a.txt", b"\xff".join(d.encode() for d in _documents()))
-    assert _without_ends(some(opened(str(path)))) == _without_ends(some(opened(plain)))
+    assert _tokens(str(path)) == _tokens(_write_documents(tmp_path / "a.txt"))
     path.write_bytes(b"no such records" * 100)
-    with pytest.raises(data.BadRun, match="cannot be read"):
-        opened(str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_source(str(path))
 
 
-def test_hugging_face_datasets(tmp_path: Path) -> None:
+def test_hugging_face_datasets_have_the_tokens_of_a_text_file(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": _documents()}).save_to_disk(str(tmp_path / "saved"))
-    plain = _bytes(tmp_path / "a.txt", b"\xff".join(d.encode() for d in _documents()))
-    assert _without_ends(some(opened(f"hf:{tmp_path / 'saved'}"))) == _without_ends(some(opened(plain)))
+    assert _tokens(f"hf:{tmp_path / 'saved'}") == _tokens(_write_documents(tmp_path / "a.txt"))
 
 
-def test_a_tokenizer_from_a_file(tmp_path: Path) -> None:
+def test_a_tokenizer_is_read_from_a_file(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.ByteLevelBPETokenizer()
-    made.train_from_iterator(_documents(), vocab_size=400, special_tokens=["<|endoftext|>"])
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(_documents(), vocab_size=400, special_tokens=["<|endoftext|>"])
     path = str(tmp_path / "tokenizer.json")
-    made.save(path)
-    text = _bytes(tmp_path / "a.txt", "".join(_documents()).encode())
-    source = opened(text, tokenizer=path, batch=1, sequence=8)
-    known = "".join(_documents())
-    assert made.decode(next(source)["tokens"][0].tolist()) in known
-    assert source.vocab == made.get_vocab_size()
-    with pytest.raises(data.BadRun, match=f"vocabulary of {source.vocab - 1}"):
-        opened(text, tokenizer=path, vocab=source.vocab - 1)
-    with pytest.raises(data.BadRun, match=r"is no tokenizer\.json"):
-        opened(text, tokenizer=text)
+    tokenizer.save(path)
+    text = _write_bytes(tmp_path / "a.txt", "".join(_documents()).encode())
+    source = open_source(text, tokenizer=path, batch=1, sequence=8)
+    assert tokenizer.decode(next(source)["tokens"][0].tolist()) in "".join(_documents())
+    assert source.vocab == tokenizer.get_vocab_size()
+    with pytest.raises(ConfigError, match=f"vocabulary of {source.vocab - 1}"):
+        open_source(text, tokenizer=path, vocab=source.vocab - 1)
+    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
+        open_source(text, tokenizer=text)

@@ -1,8 +1,9 @@
-"""What the tests of the Llama driver share: the smallest model, and runs of it."""
+"""Runs of the bundled Llama for tests: the smallest model, in this process or in one of its own."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,59 +11,64 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "models" / "llama" / "train.py"
-sys.path.insert(0, str(ROOT / "models"))
 
 SMALL = {"layers": 2, "width": 32, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": 272}
-SHORT = {"batch": 8, "sequence": 32, "data": "synthetic", "learning_rate": 1e-2}
+SHORT = {"steps": 8, "batch": 8, "sequence": 32, "data": "synthetic", "learning_rate": 1e-2}
+# Tests of single steps and of whole runs use the same mesh and dtype, so that JAX compiles their step once.
+MESH = {"fsdp": 2, "tensor": 2, "context": 2}
+DTYPE = "float32"
 
 
-def words(**more: Any) -> list[str]:
-    """The flags of a small run."""
-    out = ["--config", "tiny"]
-    for name, value in {**SMALL, **SHORT, **more}.items():
-        word = "--" + name.replace("_", "-")
-        out += [word] if value is True else [f"--no-{word[2:]}"] if value is False else [word, str(value)]
-    return out
+def flags(**settings: Any) -> list[str]:
+    """The command line of a small run with these settings."""
+    arguments = ["--config", "tiny"]
+    for name, value in {**SMALL, **SHORT, **settings}.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", str(value)]
+    return arguments
 
 
-def mesh_of(**axes: int) -> Mesh:
+def make_mesh(**axes: int) -> Mesh:
+    """A mesh of the first devices. An axis that is not named has size 1."""
     names = ("data", "fsdp", "tensor", "context")
     shape = tuple(axes.get(name, 1) for name in names)
-    some = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=some)
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    """Step and loss of every line of a run that has one."""
+    """Step and loss of every line of a run that has a loss."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"]) for row in rows if "loss" in row]
 
 
 def spawn(
     *arguments: str,
-    before: tuple[str, ...] = (),
+    prefix: tuple[str, ...] = (),
     policy: str | Path = "",
     devices: int = 1,
     **environment: str,
 ) -> subprocess.Popen[str]:
-    """The driver in a process of its own, under a policy if one is named; `before` comes before Python."""
+    """Starts a run in a process of its own, under a policy if one is named. `prefix` is put before the command."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    under = ["-m", "policyc.cli.main", "apply", str(policy)] if policy else []
+    xla_flags = f"--xla_force_host_platform_device_count={devices}"
+    quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    apply = ["-m", "policyc.cli.main", "apply", str(policy)] if policy else []
     return subprocess.Popen(
-        [*before, sys.executable, *under, str(TRAIN), *arguments], text=True,
+        [*prefix, sys.executable, *apply, str(TRAIN), *arguments], text=True,
         env={**os.environ, "PYTHONPATH": paths, **quick, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
-def ended(run: subprocess.Popen[str]) -> tuple[int, str]:
-    """How it ended, and what it said."""
-    said, _ = run.communicate(timeout=900)
-    return run.returncode, said
+def wait(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The exit code and the output of a run."""
+    output, _ = process.communicate(timeout=900)
+    return process.returncode, output

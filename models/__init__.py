@@ -1,0 +1,3 @@
+"""Training programs that ship with policyc. They use only its public API."""
+
+__all__ = ["llama"]

@@ -1,0 +1,1 @@
+"""Pretrains a Llama. The program is `train`; importing this package imports nothing."""
