@@ -89,7 +89,7 @@ def trace_as(fn: Callable[..., Any], traceable: Callable[..., Any], inputs: Sequ
     try:
         return jax.make_jaxpr(traceable)(*inputs)
     except jax.errors.ConcretizationTypeError as error:
-        if not getattr(error, "__notes__", None):
+        if _NO_VALUES not in getattr(error, "__notes__", ()):  # JAX adds notes of its own
             error.add_note(_NO_VALUES)
         raise
 
