@@ -1,0 +1,167 @@
+"""Tracing a loss: one call, parameters as inputs, everything else as it is. Nothing is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policyc.compiler.pipeline import LossCall
+from policyc.compiler.sites import dotted
+from policyc.compiler.trace import TracedFunction, jaxpr_inputs, paths_by_argument, trace
+from policyc.jaxcore import jaxprs
+from tests.support.jaxpr_tools import primitive_counts, struct
+
+W, X = np.ones((16, 32), np.float32), np.ones((8, 16), np.float32)
+
+
+class Config:
+    depth = 2
+
+
+def trace_call(fn: Any, *args: Any, param_argnums: tuple[int, ...] = (0,), **kwargs: Any) -> TracedFunction:
+    names = [f"arg{i}" for i in param_argnums]
+    return trace(fn, args, kwargs, param_argnums, names)
+
+
+def input_shapes(traced: TracedFunction) -> list[tuple[int, ...]]:
+    return [v.aval.shape for v in jaxprs.open_jaxpr(traced.jaxpr).invars]
+
+
+def path_texts(traced: TracedFunction) -> list[str | None]:
+    return [None if path is None else dotted(path) for path in traced.paths]
+
+
+# ---- the call
+
+
+def test_the_function_is_called_once() -> None:
+    calls = []
+
+    def loss(p: Any, x: Any) -> Any:
+        calls.append(1)
+        return x @ p
+
+    trace_call(loss, W, X)
+    assert calls == [1]
+
+
+def test_arguments_that_are_no_arrays_are_passed_as_they_are() -> None:
+    config, seen = Config(), []
+
+    def loss(p: Any, x: Any, config: Any, mode: Any, depth: Any, nothing: Any, *, flag: Any) -> Any:
+        seen.extend([config, mode, depth, nothing, flag])
+        return x @ p["w"] if flag and depth > 1 else x
+
+    traced = trace_call(loss, {"w": W, "name": "linear"}, X, config, "train", 2, None, flag=True)
+    assert seen == [config, "train", 2, None, True]
+    assert primitive_counts(traced.jaxpr)["dot_general"] == 1
+    assert input_shapes(traced) == [(16, 32)]
+
+
+def test_parameters_that_are_no_arrays_are_passed_as_they_are() -> None:
+    """Integers steer Python; floats are parameters."""
+    seen = []
+
+    def loss(p: Any) -> Any:
+        seen.extend(type(leaf) for leaf in jax.tree.leaves(p))
+        return p["w"] * p["scale"]
+
+    traced = trace_call(loss, {"layers": 3, "name": "mlp", "scale": 0.5, "w": W})
+    assert seen[:2] == [int, str]
+    assert path_texts(traced) == ["scale", "w"]
+    assert input_shapes(traced) == [(), (16, 32)]
+
+
+def test_keyword_arguments_are_never_parameters() -> None:
+    traced = trace_call(lambda p, *, x, scale: x @ p * scale, W, x=X, scale=jnp.float32(2))
+    assert path_texts(traced) == ["arg0"]
+
+
+# ---- the inputs of the jaxpr
+
+
+def test_arguments_without_parameters_are_constants_unless_abstract() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return x @ p["w"]
+
+    concrete, abstract = (trace_call(loss, {"w": W}, x) for x in (X, struct(8, 16)))
+    assert input_shapes(concrete) == [(16, 32)]
+    assert input_shapes(abstract) == [(16, 32), (8, 16)]
+    assert path_texts(abstract) == ["w", None]
+
+
+def test_any_arguments_may_hold_parameters() -> None:
+    traced = trace_call(lambda x, a, b: x @ a @ b["c"], X, W, {"c": W.T}, param_argnums=(1, 2))
+    assert path_texts(traced) == ["arg1", "c"]
+    assert input_shapes(traced) == [(16, 32), (32, 16)]
+
+
+def test_the_names_of_arguments_come_from_the_function() -> None:
+    call = LossCall(lambda x, weights: x @ weights, (X, W), {}, (1,))
+    assert path_texts(call.trace()) == ["weights"]
+
+
+def test_the_inputs_for_other_arguments_are_picked_as_they_were_traced() -> None:
+    first = ({"b": W, "a": 3, "c": 0.5}, X, struct(4))
+    inputs = jaxpr_inputs(first, (0,))
+    traced = trace_call(lambda p, x, y: (p["b"] * p["c"], y), *first)
+    assert [np.shape(i) if not hasattr(i, "shape") else i.shape for i in inputs] == input_shapes(traced)
+    second = ({"b": W + 1, "a": 3, "c": 0.75}, X, struct(4))
+    assert jaxpr_inputs(second, (0,))[1] == 0.75
+
+
+def test_paths_are_listed_by_argument() -> None:
+    args = ({"b": W, "a": [W, W]}, X, {"c": W})
+    paths = paths_by_argument(args, (0, 2), ("p", "q"))
+    assert [[dotted(path) for path in group] for group in paths] == [["a[0]", "a[1]", "b"], ["c"]]
+
+
+# ---- the results
+
+
+def test_results_that_are_not_traced_are_kept() -> None:
+    config = Config()
+
+    def loss(p: Any, x: Any) -> Any:
+        return (x @ p).sum(), {"config": config, "mode": "train", "x": x, "mean": p.mean(), "none": None}
+
+    traced = trace_call(loss, W, X)
+    assert len(jaxprs.open_jaxpr(traced.jaxpr).outvars) == 2
+    value, aux = traced.assemble_result(["the sum", "the mean"])
+    assert value == "the sum"
+    assert aux["mean"] == "the mean"
+    assert aux["config"] is config
+    assert aux["x"] is X
+    assert (aux["mode"], aux["none"]) == ("train", None)
+
+
+def test_a_jaxpr_gives_the_result_of_the_function() -> None:
+    def loss(p: Any, x: Any, *, scale: float) -> Any:
+        return scale * (x @ p["w"]), "aux"
+
+    traced = trace_call(loss, {"w": W}, X, scale=2.0)
+    product, aux = traced.run(traced.jaxpr, [2 * W])
+    assert aux == "aux"
+    np.testing.assert_array_equal(product, 4 * (X @ W))
+
+
+def test_a_result_may_be_an_input() -> None:
+    traced = trace_call(lambda p: (p["w"], p["w"]), {"w": W})
+    assert [r is W for r in traced.run(traced.jaxpr, [W])] == [True, True]
+
+
+# ---- errors
+
+
+def test_python_that_reads_a_parameter_is_refused_with_a_remedy() -> None:
+    def loss(p: Any) -> Any:
+        return p if p.sum() > 0 else -p
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        trace_call(loss, W)
+    assert "Use jax.lax.cond or jnp.where instead" in "".join(caught.value.__notes__)
+    assert "loss" in str(caught.value), "JAX names the function of the user"
