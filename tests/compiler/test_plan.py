@@ -15,25 +15,9 @@ from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct
+from tests.support.planned_model import DOWN, HEAD, SCHEDULE, SITES, UP, X, plan
 
 FPROP, DGRAD, WGRAD = Gemm
-X = struct(8, 16)
-PARAMS = {"layers": {"up": struct(4, 16, 32), "down": struct(4, 32, 16)}, "head": struct(16, 64)}
-
-
-def loss(p: Any, x: Any) -> Any:
-    def layer(h: Any, w: Any) -> Any:
-        return h + jnp.tanh(h @ w["up"]) @ w["down"], None
-
-    return (lax.scan(layer, x, p["layers"])[0] @ p["head"]).sum()
-
-
-SITES = find_sites(loss, PARAMS, X)
-UP, DOWN, HEAD = SITES
-
-
-def plan(policy: str, **execution: Any) -> Plan:
-    return make_plan(parse(policy), SITES, execution_options(**execution))
 
 
 def rules(plan: Plan, site: Any, gemm: Gemm = FPROP, phase: Any = ()) -> list[int | None]:
@@ -119,9 +103,6 @@ def test_a_policy_without_a_schedule_has_one_phase() -> None:
     assert made.phases == ((),)
     assert made.label(()) == "always"
     assert made.phase(7, None) == ()
-
-
-SCHEDULE = "* -> fp8\nuntil 10 { head -> keep }\nafter 50% { layers -> bf16 }"
 
 
 def test_each_phase_has_its_own_decisions() -> None:

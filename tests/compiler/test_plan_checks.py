@@ -1,0 +1,231 @@
+"""What is wrong with a plan, as diagnostics: code, message, span and help. Nothing is compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from policyc.compiler import plan_checks
+from policyc.compiler.pipeline import execution_options
+from policyc.compiler.plan import Plan, make_plan
+from policyc.compiler.plan_checks import check_plan
+from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
+from policyc.language.loader import parse
+from policyc.numerics.backends.choice import Machine
+from tests.support.jaxpr_tools import find_sites, struct
+from tests.support.planned_model import X, plan
+
+
+def diagnostics_of(plan: Plan, **options: Any) -> list[Diagnostic]:
+    """What `check_plan` raises."""
+    with pytest.raises(PolicyError) as caught:
+        check_plan(plan, **options)
+    return list(caught.value.diagnostics)
+
+
+def spanned(diagnostic: Diagnostic) -> str:
+    """The text that a diagnostic is about."""
+    span = diagnostic.span
+    assert span is not None
+    return span.source.text[span.start : span.end]
+
+
+# ---- expectations
+
+
+def test_a_plan_without_faults_passes() -> None:
+    check_plan(plan("* -> fp8 expect 9; layers[-1:] -> mxfp8 expect 2; head -> keep expect 1"))
+
+
+def test_an_expectation_that_is_not_met() -> None:
+    (diagnostic,) = diagnostics_of(plan("* -> fp8 expect 9; layers.up -> mxfp8 expect 3"))
+    assert diagnostic.code == "expect-violated"
+    assert diagnostic.message == "this rule expects 3 sites and matches 4"
+    assert spanned(diagnostic) == "layers.up -> mxfp8 expect 3"
+    assert diagnostic.help == "expect 4, if that is right"
+
+
+def test_one_site_is_singular() -> None:
+    (diagnostic,) = diagnostics_of(plan("layers.up -> mxfp8 expect 1"))
+    assert diagnostic.message == "this rule expects 1 site and matches 4"
+
+
+def test_a_rule_that_matches_nothing_may_be_about_another_loss() -> None:
+    made = plan("layer.up -> mxfp8 expect 4; head -> fp8 expect 1")
+    (diagnostic,) = diagnostics_of(made)
+    assert diagnostic.message == "this rule expects 4 sites and matches 0"
+    assert diagnostic.help == (
+        "did you mean 'layers' for 'layer'?; or, if another loss of the program has these sites: --multiple-losses"
+    )
+    check_plan(made, may_miss=True)
+
+
+def test_a_rule_may_not_match_half_of_what_it_expects() -> None:
+    (diagnostic,) = diagnostics_of(plan("layers.up -> fp8 expect 5"), may_miss=True)
+    assert diagnostic.code == "expect-violated"
+
+
+def test_all_faults_are_raised_together() -> None:
+    made = plan("layers.up -> mxfp8 expect 3; head -> fp8 expect 2; * -> nvfp4", require_native=True)
+    codes = [d.code for d in diagnostics_of(made)]
+    assert codes.count("expect-violated") == 2
+    assert "not-native" in codes
+
+
+# ---- opaque sites
+
+
+def opaque_loss(p: Any, x: Any) -> Any:
+    product = jax.custom_vjp(lambda x, w: x @ w)
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: kept)
+    return product(product(x @ p["body"], p["own"]), p["own"])
+
+
+OPAQUE = find_sites(opaque_loss, {"body": struct(16, 16), "own": struct(16, 16)}, X)
+
+
+def test_a_rule_that_changes_what_cannot_be_reached() -> None:
+    (diagnostic,) = diagnostics_of(make_plan(parse("body -> fp8; * -> nvfp4"), OPAQUE))
+    assert diagnostic.code == "opaque-site"
+    assert diagnostic.severity is Severity.ERROR
+    assert diagnostic.message.startswith("the GEMM 'own' (")
+    assert "test_plan_checks.py:" in diagnostic.message
+    assert diagnostic.message.endswith("a function with its own backward rule (jax.custom_vjp), and 1 more")
+    assert spanned(diagnostic) == "* -> nvfp4"
+    assert diagnostic.help == "keep it with a rule after this one: own -> keep"
+
+
+@pytest.mark.parametrize("policy", ["* -> nvfp4; own -> keep", "body -> fp8", "* -> keep"])
+def test_an_opaque_site_that_is_kept_is_no_fault(policy: str) -> None:
+    check_plan(make_plan(parse(policy), OPAQUE))
+
+
+def test_the_selector_for_an_opaque_site_without_a_name() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        product = jax.custom_vjp(lambda x: x @ x.T)
+        product.defvjp(lambda x: (x @ x.T, x), lambda kept, g: (kept,))
+        return product(x * p["scale"])
+
+    made = make_plan(parse("* -> fp8"), find_sites(loss, {"scale": struct(16)}, X))
+    (diagnostic,) = diagnostics_of(made)
+    assert diagnostic.help == "keep it with a rule after this one: * where k == 16 and n == 8 -> keep"
+
+
+# ---- layers on several devices
+
+
+def shared_out(p: Any, x: Any) -> Any:
+    """Four devices with two layers each."""
+    mesh = jax.make_mesh((4,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def local(layers: Any, x: Any) -> Any:
+        h = lax.pcast(x, "stage", to="varying")
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, layers)[0]
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P("stage"))(p["layers"], x)
+
+
+SHARED_OUT = find_sites(shared_out, {"layers": struct(8, 16, 16)}, X)
+
+
+def test_devices_cannot_treat_their_layers_differently() -> None:
+    made = make_plan(parse("layers -> fp8; layers[-1:] -> keep; layers[0] -> bf16"), SHARED_OUT)
+    first, second = diagnostics_of(made)
+    assert (first.code, second.code) == ("opaque-site", "opaque-site")
+    assert "'layers' are divided over 4 devices" in first.message
+    assert (spanned(first), spanned(second)) == ("layers[-1:] -> keep", "layers[0] -> bf16")
+
+
+@pytest.mark.parametrize("policy", ["layers -> fp8", "layers -> fp8; layers[1::2] -> keep"])
+def test_layers_at_the_same_place_on_every_device_may_be_chosen(policy: str) -> None:
+    check_plan(make_plan(parse(policy), SHARED_OUT))
+
+
+# ---- recipes and machines
+
+
+def test_a_recipe_that_contradicts_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_checks, "find_recipe_problems", lambda recipe: ["two options contradict"])
+    (diagnostic,) = diagnostics_of(plan("head -> nvfp4(rht=wgrad)"))
+    assert (diagnostic.code, diagnostic.message) == ("contradictory-options", "two options contradict")
+    assert spanned(diagnostic) == "nvfp4(rht=wgrad)"
+
+
+def test_emulation_is_a_fault_where_native_products_are_required() -> None:
+    made = plan("layers -> fp8; head -> nvfp4", target="h100", require_native=True)
+    (decision,) = [run.decision for run in made.runs() if run.site.name == "head"]
+    obstacle = decision.lowerings[0].obstacle
+    assert obstacle is not None
+    diagnostics = [d for d in diagnostics_of(made) if spanned(d) == "head -> nvfp4"]
+    assert [(d.code, d.message, d.help) for d in diagnostics] == [
+        ("not-native", f"fprop of 'head' would be emulated, and 2 more: {obstacle.reason}", obstacle.remedy)
+    ]
+    check_plan(plan("layers -> fp8; head -> nvfp4", target="h100"))
+
+
+def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing:
+        def missing(self) -> str:
+            return "install the library"
+
+    made = plan("* -> fp8; head -> mxfp8", backend="emulate")
+    made.decisions()
+    monkeypatch.setattr(plan_checks.backends, "load", lambda name: Missing())
+    (diagnostic,) = diagnostics_of(made)
+    assert (diagnostic.code, diagnostic.message) == ("missing-library", "install the library")
+    assert spanned(diagnostic) == "* -> fp8", "the first rule that needs it"
+    elsewhere = plan("* -> fp8", backend="emulate", target="gb200")
+    monkeypatch.undo()
+    elsewhere.decisions()
+    monkeypatch.setattr(plan_checks.backends, "load", lambda name: Missing())
+    check_plan(elsewhere)
+
+
+# ---- rules that match nothing
+
+
+def unmatched(policy: str, sites: Any = None) -> list[tuple[str, str | None]]:
+    made = plan(policy) if sites is None else make_plan(parse(policy), sites, execution_options())
+    return [(spanned(d), d.help) for d in plan_checks.unmatched_rules(made)]
+
+
+def test_rules_that_match_nothing_are_listed() -> None:
+    (diagnostic,) = plan_checks.unmatched_rules(plan("* -> fp8; heed -> bf16; tail -> fp8 expect 0"))
+    assert (diagnostic.code, diagnostic.severity) == ("unmatched-rule", Severity.WARNING)
+    assert spanned(diagnostic) == "heed -> bf16"
+    assert diagnostic.help == "did you mean 'head' for 'heed'?"
+
+
+def test_what_the_author_may_have_meant() -> None:
+    assert unmatched("something.quite.different -> fp8") == [
+        ("something.quite.different -> fp8", "paths here are like layers.up, layers.down, head")
+    ]
+    flat = find_sites(lambda p, x: x @ p["a"] @ p["b"], {"a": struct(16, 16), "b": struct(16, 16)}, X)
+    assert unmatched("a[0] -> fp8", flat) == [
+        ("a[0] -> fp8", "nothing in this model is a stack: no path has an index")
+    ]
+    none = find_sites(lambda p, x: (p * x).sum(), struct(8, 16), X)
+    assert unmatched("a -> fp8", none) == [("a -> fp8", "the loss has no GEMM at all")]
+
+
+def test_many_paths_are_cut() -> None:
+    params = {name: struct(16, 16) for name in "abcde"}
+
+    def loss(p: Any, x: Any) -> Any:
+        for name in "abcde":
+            x = x @ p[name]
+        return x
+
+    ((_, help),) = unmatched("something -> fp8", find_sites(loss, params, X))
+    assert help == "paths here are like a, b, c, ... (5 in all)"
+
+
+def test_a_machine_has_a_name() -> None:
+    """Plans for the devices here are plans for the first of them."""
+    assert plan("* -> fp8").machine == Machine(jax.devices()[0].platform)

@@ -1,0 +1,119 @@
+"""The current step, and the phase that follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import policyc
+from policyc.compiler.schedule import SCHEDULE as PROCESS_SCHEDULE
+from policyc.compiler.schedule import Schedule, current_phase, set_step
+from policyc.language.diagnostics import PolicyError
+from policyc.language.loader import parse
+from tests.support.planned_model import SCHEDULE, plan
+
+
+@pytest.fixture
+def schedule() -> Any:
+    """A schedule of its own. What it adds to the key of JAX's caches is removed afterwards."""
+    own = Schedule()
+    yield own
+    own.reset()
+
+
+def traces(schedule: Schedule, steps: list[int], total: int | None = None) -> list[int]:
+    """How often a jitted function was traced, after each step."""
+    calls: list[int] = []
+
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        calls.append(1)
+        return x + 1
+
+    counts = []
+    for number in steps:
+        schedule.set_step(number, total)
+        jax.eval_shape(step, jnp.zeros(()))
+        counts.append(len(calls))
+    return counts
+
+
+# ---- phases
+
+
+def test_a_policy_without_a_schedule_needs_no_step(schedule: Schedule) -> None:
+    assert schedule.phase(plan("* -> fp8")) == ()
+
+
+def test_a_policy_with_a_schedule_needs_a_step(schedule: Schedule) -> None:
+    made = plan("* -> fp8\nafter 10 { head -> keep }")
+    with pytest.raises(PolicyError, match="does not say which step it is at") as caught:
+        schedule.phase(made)
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == "schedule-without-step"
+    assert diagnostic.help == "call policyc.set_step(n, total=N) before each step"
+    schedule.set_step(10, None)
+    assert schedule.phase(made) == (True,)
+
+
+def test_the_total_is_given_once(schedule: Schedule) -> None:
+    made = plan(SCHEDULE)
+    schedule.set_step(3, 100)
+    assert made.label(schedule.phase(made)) == "until 10 and until 50%"
+    schedule.set_step(60, None)
+    assert made.label(schedule.phase(made)) == "after 10 and after 50%"
+    schedule.set_step(60, 200)
+    assert made.label(schedule.phase(made)) == "after 10 and until 50%"
+
+
+def test_reset_forgets_the_step(schedule: Schedule) -> None:
+    schedule.watch(parse(SCHEDULE))
+    schedule.set_step(60, 100)
+    schedule.reset()
+    assert (schedule.step, schedule.total) == (None, None)
+
+
+# ---- JAX's caches
+
+
+def test_a_new_phase_traces_again(schedule: Schedule) -> None:
+    schedule.watch(parse("* -> fp8\nafter 3 { * -> keep }"))
+    assert traces(schedule, [0, 1, 2, 3, 4]) == [1, 1, 1, 2, 2]
+
+
+def test_a_step_back_to_an_earlier_phase_uses_its_trace(schedule: Schedule) -> None:
+    schedule.watch(parse("* -> fp8\nafter 3 { * -> keep }"))
+    assert traces(schedule, [0, 5, 0, 5]) == [1, 2, 2, 2]
+
+
+def test_without_a_schedule_nothing_is_traced_again(schedule: Schedule) -> None:
+    schedule.watch(parse("* -> fp8"))
+    assert traces(schedule, [0, 100]) == [1, 1]
+
+
+def test_a_percentage_does_not_matter_before_the_total_is_known(schedule: Schedule) -> None:
+    schedule.watch(parse("* -> fp8\nafter 50% { * -> keep }"))
+    assert traces(schedule, [0, 99]) == [1, 1]
+    assert traces(schedule, [0, 99], 100) == [1, 2]
+
+
+# ---- for programs
+
+
+@pytest.mark.parametrize(("step", "total"), [(-1, None), (3, 0), (3, -5)])
+def test_a_step_is_a_number_of_the_training(step: int, total: int | None) -> None:
+    with pytest.raises(ValueError, match="a step is 0 or more"):
+        set_step(step, total=total)
+
+
+def test_set_step_sets_the_step_of_the_process() -> None:
+    made = plan("* -> fp8\nafter 3 { head -> keep }")
+    set_step(np.int64(5), total=10)
+    assert (PROCESS_SCHEDULE.step, PROCESS_SCHEDULE.total) == (5, 10)
+    assert current_phase(made) == (True,)
+    policyc.set_step(2)
+    assert current_phase(made) == (False,)
