@@ -1,26 +1,40 @@
 """jaxpr -> Sites: finds every GEMM of a loss in one forward pass.
 
-The pass knows, for each variable, the parameters it is laid out from and whether a gradient flows through it. A site is
-a GEMM together with the calls that lead to it: a function that is jitted once and called for every layer has a site
+The pass knows, for each variable, how it is laid out from parameters and whether a gradient flows through it. A site
+is a GEMM together with the calls that lead to it: a function that is jitted once and called for every layer has a site
 for each call.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jax.core import AbstractValue
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+import numpy as np
+from jax.core import AbstractValue, Tracer
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from policyc.compiler import provenance
+from policyc.compiler.layers import LayerIndices, LoopLayers
 from policyc.compiler.paths import add_stack_sizes
-from policyc.compiler.sites import IndexSlot, Origin, PathTemplate, Site, Sites, Stack, Weight
+from policyc.compiler.provenance import (
+    ConcatenatedSource,
+    EitherSource,
+    Integers,
+    IterationSource,
+    LayoutSource,
+    ParameterSource,
+    ShardSource,
+    Source,
+    StackedSource,
+)
+from policyc.compiler.sites import Origin, Site, Sites, Stack, Weight
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import OPAQUE, container_of, leading_dim_parts
-from policyc.jaxcore.jaxprs import Atom, AxisEnv
+from policyc.jaxcore.containers import OPAQUE, CarryChange, container_of, shard_map_parts
+from policyc.jaxcore.jaxprs import AnyJaxpr, AxisEnv
 from policyc.jaxcore.transform import Address
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, read_segments
@@ -30,10 +44,14 @@ from policyc.language.selectors import DottedPath, read_segments
 class VarInfo:
     """What is known of a variable."""
 
-    templates: tuple[PathTemplate, ...] = ()
-    """The parameters it is laid out from."""
+    source: Source | None = None
+    """How it is laid out from parameters."""
+    is_modified: bool = False
+    """Is it a parameter plus or times something else: a merged adapter, a mask, a normalized weight?"""
     active: bool = False
     """Does a gradient flow through it?"""
+    integers: Integers | None = None
+    """Its value, if it is an integer that is known in each iteration."""
     one_hot: bool = False
     is_iota: bool = False
     origin: Origin | None = None
@@ -49,14 +67,14 @@ class JaxprContext:
 
     address: Address = ()
     scope: tuple[str, ...] = ()
-    scope_slots: tuple[IndexSlot, ...] = ()
-    stacks: tuple[Stack, ...] = ()
+    loops: tuple[LoopLayers, ...] = ()
+    """The scans around it, the outermost first."""
     repeats: int = 1
     opaque: str = ""
-    opaque_parameters: tuple[PathTemplate, ...] = ()
+    opaque_parameters: tuple[Source, ...] = ()
     """The parameters that an opaque container reads, where it is not known which of its GEMMs reads them."""
     axis_env: AxisEnv = AxisEnv()
-    loops: int = 0
+    loop_depth: int = 0
     in_remat: bool = False
     takes_extra_inputs: bool = True
 
@@ -68,7 +86,7 @@ class JaxprContext:
 
 LAYOUT = frozenset({
     "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "copy",
-    "copy_p", "slice", "dynamic_slice", "split", "sharding_constraint", "mesh_cast", "reshard", "all_gather",
+    "copy_p", "slice", "dynamic_slice", "split", "unstack", "sharding_constraint", "mesh_cast", "reshard", "all_gather",
     "all_gather_invariant", "all_gather_reduced", "pvary", "pcast", "pbroadcast", "preduced", "optimization_barrier",
     "name", "reduce_precision", "device_put", "stop_gradient", "layout_constraint", "vary_unreduced_cast", "to_edtype",
     "pad", "neg", "auto_axes", "explicit_axes", "real", "with_memory_space_constraint", "annotate",
@@ -81,11 +99,12 @@ _HOISTABLE = frozenset({
 })  # fmt: skip
 """Primitives that can run outside the loss: they read only the parameter, and do not make it larger."""
 
-_SCALING = frozenset({"mul", "div"})
-_JOINING = frozenset({"concatenate", "stack"})
+_MODIFYING = frozenset({"add", "sub", "mul", "div"})
+"""Primitives after which a parameter is still a weight: an adapter is added, a mask or a norm is multiplied."""
 _GEMMS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
 _QUANTIZED = ("_quantize", "scaled_gemm", "scaled_ragged_gemm")
 """How the names of our own primitives end."""
+_MOST_CONSTANTS = 1 << 16  # elements of a constant array of indices
 
 OTHER_PRODUCTS = {
     "scaled_dot": "jax.lax.scaled_dot, which quantizes by itself",
@@ -95,23 +114,43 @@ OTHER_PRODUCTS = {
 """Matrix products that the compiler does not rewrite, in words. Their sites are opaque."""
 
 
-def analyze(jaxpr: ClosedJaxpr, parameters: Sequence[DottedPath | None]) -> Sites:
-    """The sites of a loss. `parameters` has the path of every input that is differentiated, None for others."""
-    invars = jaxpr.jaxpr.invars
-    shapes = {path: _shape(var) for path, var in zip(parameters, invars, strict=True) if path is not None}
-    analyzer = _Analyzer(shapes)
+def analyze(
+    jaxpr: ClosedJaxpr,
+    parameters: Sequence[DottedPath | None],
+    frozen: Mapping[int, DottedPath] | None = None,
+) -> Sites:
+    """The sites of a loss.
+
+    Args:
+      jaxpr: the loss.
+      parameters: the path of every input that is differentiated, None for others.
+      frozen: the paths of weights that are not differentiated, by their number among the constants of the jaxpr.
+    """
+    opened = jaxpr.jaxpr
+    frozen = frozen or {}
+    named = [(v, p) for v, p in zip(opened.invars, parameters, strict=True) if p is not None]
+    named += [(opened.constvars[number], path) for number, path in frozen.items()]
+    analyzer = _Analyzer({path: _shape(var) for var, path in named})
     infos = [
         _UNKNOWN
         if path is None
-        else VarInfo((PathTemplate(path),), active=_is_float(var.aval), origin=Origin(number))
-        for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
+        else VarInfo(
+            ParameterSource(shape=_shape(var), path=path), active=_is_float(var.aval), origin=Origin(number)
+        )
+        for number, (path, var) in enumerate(zip(parameters, opened.invars, strict=True))
     ]
-    analyzer.run(jaxpr.jaxpr, infos, JaxprContext())
-    sites = list(analyzer.sites.values())
+    weights = {
+        opened.constvars[number]: VarInfo(
+            ParameterSource(shape=_shape(opened.constvars[number]), path=path, is_frozen=True)
+        )
+        for number, path in frozen.items()
+    }
+    analyzer.run(jaxpr, infos, JaxprContext(), weights)
+    sites = [found.site(analyzer.layers) for found in analyzer.sites.values()]
     scopes = add_stack_sizes([s.scope.path for s in sites])
     return Sites(
         sites=tuple(
-            replace(s, scope=PathTemplate(path, s.scope.slots)) for s, path in zip(sites, scopes, strict=True)
+            replace(s, scope=replace(s.scope, path=path)) for s, path in zip(sites, scopes, strict=True)
         ),
         parameters=tuple(p for p in parameters if p is not None),
         jaxpr=jaxpr,
@@ -123,37 +162,75 @@ def _is_float(aval: AbstractValue) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _shape(atom: Atom) -> tuple[int, ...]:
-    aval: Any = atom.aval
-    return tuple(aval.shape)
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FoundGemm:
+    """A GEMM that was found. Its layers are known once the whole loss is analyzed."""
+
+    fields: dict[str, Any]
+    scope: DottedPath
+    context: JaxprContext
+    sources: tuple[Source, ...] = ()
+    batch_dims: tuple[int, ...] = ()
+
+    def site(self, layers: LayerIndices) -> Site:
+        loops = tuple(loop for loop in self.context.loops if layers.is_layered(loop))
+        parameters = layers.weight_templates(self.sources, self.batch_dims, self.context.loops)
+        weight_stacks = layers.stacks(self.sources, self.context.loops)
+        scope = layers.scope_template(self.scope, loops, weight_stacks if parameters else None)
+        stacks = weight_stacks if parameters else layers.scope_stacks(scope)
+        return Site(
+            **self.fields,
+            address=self.context.address,
+            scope=scope,
+            parameters=parameters,
+            stacks=stacks,
+            loops=tuple(loop.stack for loop in loops),
+            repeats=self.context.repeats,
+            axis_env=self.context.axis_env,
+            takes_extra_inputs=self.context.takes_extra_inputs,
+        )
 
 
 class _Analyzer:
-    """Propagates `VarInfo`s through a jaxpr, and records its sites by address.
+    """Propagates `VarInfo`s through a jaxpr, and records its GEMMs by address.
 
-    A loop's body is analyzed until the infos of its carry are stable. Each time replaces the sites of the time before.
+    A loop's body is analyzed until the infos of its carry are stable. Each time replaces the GEMMs of the time before.
     """
 
     def __init__(self, shapes: dict[DottedPath, tuple[int, ...]]) -> None:
-        self.sites: dict[Address, Site] = {}
+        self.sites: dict[Address, _FoundGemm] = {}
         self.looked_up: set[DottedPath] = set()
-        self.device_stacks: dict[Address, Stack] = {}
-        self._shapes = shapes
-        self._stack_places: dict[tuple[DottedPath, int, int], tuple[int, ...]] = {}
+        self.layers = LayerIndices(shapes)
         self._is_quantized: dict[int, bool] = {}
 
-    def run(self, jaxpr: Jaxpr, infos: Sequence[VarInfo], context: JaxprContext) -> list[VarInfo]:
+    def run(
+        self,
+        jaxpr: AnyJaxpr,
+        infos: Sequence[VarInfo],
+        context: JaxprContext,
+        constants: Mapping[Var, VarInfo] | None = None,
+    ) -> list[VarInfo]:
         """The infos of the results, from those of the inputs."""
-        known: dict[Var, VarInfo] = dict(zip(jaxpr.invars, infos, strict=True))
+        opened = jaxprs.open_jaxpr(jaxpr)
+        known: dict[Var, VarInfo] = dict(zip(opened.invars, infos, strict=True))
+        for var, value in zip(opened.constvars, jaxprs.constants(jaxpr), strict=False):
+            known[var] = VarInfo(integers=_constant(value))
+        known.update(constants or {})
 
         def info(atom: Any) -> VarInfo:
-            return _UNKNOWN if jaxprs.is_literal(atom) else known.get(atom, _UNKNOWN)
+            if isinstance(atom, Literal):
+                return VarInfo(integers=_constant(atom.val))
+            return known.get(atom, _UNKNOWN)
 
-        for number, eqn in enumerate(jaxpr.eqns):
+        for number, eqn in enumerate(opened.eqns):
             here = replace(context, address=(*context.address, number))
             results = self._equation(eqn, [info(a) for a in eqn.invars], here)
             known.update((v, r) for v, r in zip(eqn.outvars, results, strict=True) if r is not _UNKNOWN)
-        return [info(a) for a in jaxpr.outvars]
+        return [info(a) for a in opened.outvars]
 
     def _equation(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> Sequence[VarInfo]:
         name = jaxprs.primitive_name(eqn)
@@ -165,27 +242,9 @@ class _Analyzer:
             self._gemm(eqn, infos, context)
         elif jaxprs.sub_jaxprs(eqn):
             return self._opaque_container(eqn, infos, context)
-        elif name == "gather":
-            self.looked_up.update(template.path for template in infos[0].templates)
-        return _propagate(self, eqn, name, infos)
-
-    def stack_places(self, path: DottedPath, dim: int, size: int) -> tuple[int, ...]:
-        """The names in a path that can carry the index of a slice along a dimension.
-
-        They begin at the first name under which every parameter has this size in this dimension.
-        """
-        key = (path, dim, size)
-        if key not in self._stack_places:
-            self._stack_places[key] = self._find_stack_places(path, dim, size)
-        return self._stack_places[key]
-
-    def _find_stack_places(self, path: DottedPath, dim: int, size: int) -> tuple[int, ...]:
-        for top in range(len(path)):
-            under = {p: s for p, s in self._shapes.items() if p[: top + 1] == path[: top + 1]}
-            if all(len(s) > dim and s[dim] == size for s in under.values()):
-                last = max(top + 1, _common_prefix(list(under)))
-                return tuple(i for i in range(top, last) if path[i].index is None)
-        return ()
+        elif name == "gather" and infos[0].source is not None:
+            self.looked_up.update(p.path for p in provenance.parameters_of(infos[0].source))
+        return _propagate(eqn, name, infos)
 
     def _opaque_container(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> list[VarInfo]:
         """A container that the compiler does not enter: its sites are opaque."""
@@ -199,11 +258,18 @@ class _Analyzer:
             body = jaxprs.open_jaxpr(sub.jaxpr)
             same_inputs = len(body.invars) == len(infos)
             inputs = infos if same_inputs else [VarInfo(active=active)] * len(body.invars)
-            parameters = context.opaque_parameters if same_inputs else _matrix_templates(eqn, infos)
+            parameters = context.opaque_parameters if same_inputs else _matrix_sources(eqn, infos)
             inside = context.enter(eqn, number, opaque=reason, opaque_parameters=parameters)
-            body_results = self.run(body, inputs, inside)
-            if name == "custom_jvp_call" and len(body_results) == len(results):
+            body_results = self.run(sub.jaxpr, inputs, inside)
+            if len(body_results) != len(results):
+                continue
+            if name == "custom_jvp_call":
                 results = body_results
+            elif name.startswith("custom_vjp"):  # a weight that passes through unchanged is still a weight
+                results = [
+                    replace(result, source=b.source, is_modified=b.is_modified)
+                    for result, b in zip(results, body_results, strict=True)
+                ]
         return results
 
     def _is_quantized_gemm(self, eqn: JaxprEqn) -> bool:
@@ -217,17 +283,16 @@ class _Analyzer:
             self._is_quantized[key] = any(n.endswith(_QUANTIZED) for n in names)
         return self._is_quantized[key]
 
-    # ---- GEMMs
-
     def _gemm(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> None:
         lhs, rhs = infos[:2]
         name = jaxprs.primitive_name(eqn)
         dtypes = [_dtype(a) for a in eqn.invars[:2]]
         if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
             return
-        if not (lhs.templates or rhs.templates):
-            rhs = replace(rhs, templates=context.opaque_parameters)
-        weight: Weight = "rhs" if rhs.templates else "lhs" if lhs.templates else None
+        weight = _pick_weight(lhs, rhs)
+        if weight is None and context.opaque_parameters:
+            weight = "rhs"
+        operand = lhs if weight == "lhs" else rhs
         sizes = _gemm_sizes(eqn, weight)
         if sizes is None:
             return
@@ -235,38 +300,34 @@ class _Analyzer:
         for_lhs, for_rhs = (Gemm.WGRAD, Gemm.DGRAD) if weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
         products = {Gemm.FPROP, *([for_lhs] if lhs.active else ()), *([for_rhs] if rhs.active else ())}
         opaque = context.opaque or _why_opaque(eqn, dtypes)
-        operand = lhs if weight == "lhs" else rhs
         origin = None if weight is None or opaque or not context.takes_extra_inputs else operand.origin
         if name != "dot_general" or jaxprs.explicit_sharding(eqn) is not None:
             origin = None
-        scope = read_segments((*context.scope, *jaxprs.name_scopes(eqn)))
-        self.sites[context.address] = Site(
-            address=context.address,
-            scope=_scope_template(scope, context.scope_slots),
-            parameters=operand.templates,
-            stacks=(*self._stacks_over_devices(operand, context), *context.stacks),
-            weight=weight,
-            kind="ragged" if name.startswith("ragged") else "dot",
-            batch=batch,
-            m=m,
-            n=n,
-            k=k,
-            repeats=context.repeats,
-            products=frozenset(products),
-            opaque=opaque,
-            one_hot=(lhs if weight == "rhs" else rhs).one_hot,
-            axis_env=context.axis_env,
-            origin=origin,
-            takes_extra_inputs=context.takes_extra_inputs,
-            is_reused=context.in_remat or (origin is not None and context.loops > len(origin.scans)),
-            eqn=eqn,
+        fields = {
+            "weight": weight,
+            "kind": "ragged" if name.startswith("ragged") else "dot",
+            "batch": batch,
+            "m": m,
+            "n": n,
+            "k": k,
+            "products": frozenset(products),
+            "opaque": opaque,
+            "one_hot": (lhs if weight == "rhs" else rhs).one_hot,
+            "origin": origin,
+            "is_reused": context.in_remat or (origin is not None and context.loop_depth > len(origin.scans)),
+            "eqn": eqn,
+        }
+        sources: tuple[Source, ...] = () if weight is None else context.opaque_parameters
+        if weight is not None and operand.source is not None:
+            sources = (operand.source,)
+        self.sites[context.address] = _FoundGemm(
+            fields=fields,
+            scope=read_segments((*context.scope, *jaxprs.name_scopes(eqn))),
+            context=context,
+            sources=sources,
+            batch_dims=_batch_dims(eqn, weight),
         )
-
-    def _stacks_over_devices(self, weight: VarInfo, context: JaxprContext) -> tuple[Stack, ...]:
-        """The shard_maps that divide the layers of a site over devices."""
-        slots = [*(s for template in weight.templates for s in template.slots), *context.scope_slots]
-        addresses = dict.fromkeys(a for s in slots for a in (s.shards, s.stack) if a is not None)
-        return tuple(self.device_stacks[a] for a in addresses if a in self.device_stacks)
+        self.layers.note_sources(sources, context.loops)
 
 
 class _ContainerDomain:
@@ -277,28 +338,46 @@ class _ContainerDomain:
         container = container_of(eqn)
         assert container is not None
         extra = container.takes_extra_inputs and not (container.is_loop and jaxprs.has_indexed_effects(eqn))
+        length = eqn.params.get("length") if container.is_loop else None
+        loops = context.loops
+        if length is not None:
+            depth = len(context.scope) + len(jaxprs.name_scopes(eqn))
+            loops = (*loops, LoopLayers(Stack(context.address, length), depth))
         self._context = replace(
             context,
             takes_extra_inputs=context.takes_extra_inputs and extra,
             in_remat=context.in_remat or container.is_remat,
-            loops=context.loops + container.is_loop,
-            repeats=context.repeats * eqn.params.get("length", 1) if container.is_loop else context.repeats,
+            loop_depth=context.loop_depth + container.is_loop,
+            repeats=context.repeats * (length or 1),
+            loops=loops,
         )
         if jaxprs.primitive_name(eqn) == "shard_map":
             self._context = replace(self._context, axis_env=context.axis_env.enter_shard_map(eqn))
-        self._bodies = [jaxprs.open_jaxpr(sub.jaxpr) for sub in jaxprs.sub_jaxprs(eqn)]
+        self._bodies = [sub.jaxpr for sub in jaxprs.sub_jaxprs(eqn)]
 
     def enter(self, number: int, infos: Sequence[VarInfo]) -> list[VarInfo]:
         return self._analyzer.run(self._bodies[number], infos, self._context.enter(self._eqn, number))
 
     def join(self, values: Sequence[VarInfo]) -> VarInfo:
-        """Parameters only where all branches agree; active where any branch is."""
-        first = values[0]
-        alike = all(v.templates == first.templates for v in values)
-        return VarInfo(first.templates if alike else (), active=any(v.active for v in values))
+        """A weight only where all branches give one; active where any branch is."""
+        sources = [v.source for v in values if v.source is not None]
+        source: Source | None = None
+        if len(sources) == len(values):
+            same = all(s is sources[0] for s in sources)
+            source = sources[0] if same else EitherSource(shape=sources[0].shape, operands=tuple(sources))
+        modified = any(v.is_modified for v in values)
+        return VarInfo(source, is_modified=modified, active=any(v.active for v in values))
 
-    def enter_loop(self, value: VarInfo, invariant: bool) -> VarInfo:
-        return value if invariant else VarInfo(active=value.active)
+    def enter_loop(self, value: VarInfo, change: CarryChange) -> VarInfo:
+        if change.invariant:
+            return value
+        integers = None
+        if change.increment is not None and value.integers is not None and "length" in self._eqn.params:
+            length, reverse = self._eqn.params["length"], bool(self._eqn.params["reverse"])
+            integers = provenance.loop_counter(
+                value.integers, change.increment, self._context.address, length, reverse
+            )
+        return VarInfo(active=value.active, integers=integers)
 
     def may_change(self, carry: Sequence[VarInfo], others: Sequence[VarInfo]) -> bool:
         return not all(c.active for c in carry) and any(v.active for v in (*carry, *others))
@@ -310,69 +389,68 @@ class _ContainerDomain:
         return VarInfo(active=result.active or (carry is not None and carry.active))
 
     def slice_inputs(self, eqn: JaxprEqn, values: Sequence[VarInfo]) -> list[VarInfo]:
-        """A scan over parameters is a stack. Its name is what the paths of the parameters have in common."""
-        templates = [template for value in values for template in value.templates]
-        if not templates:
-            return list(values)
-        context, length = self._context, eqn.params["length"]
-        address = context.address
-        stack = Stack(address, length, bool(eqn.params["reverse"]))
-        depth = len(context.scope) + len(jaxprs.name_scopes(eqn))
-        shards = next((t.shards for t in templates if t.shards), None)
-        slot = _stack_slot(tuple(p for p in (depth - 1, depth) if p >= 0), length, address, shards)
-        self._context = replace(
-            context, stacks=(*context.stacks, stack), scope_slots=(*context.scope_slots, slot)
-        )
-        common = _common_prefix([t.path for t in templates])
-
-        def add_slot(template: PathTemplate) -> PathTemplate:
-            places = tuple(i for i in range(common) if template.path[i].index is None)
-            if not common and template.path and template.path[-1].index is None:
-                places = (len(template.path) - 1,)
-            return template.with_slot(_stack_slot(places, length, address, template.shards))
-
-        return [
-            replace(
-                value,
-                templates=tuple(map(add_slot, value.templates)),
-                origin=None if value.origin is None else value.origin.then(address),
-            )
-            for value in values
-        ]
-
-    def split_over_devices(self, eqn: JaxprEqn, values: Sequence[VarInfo]) -> list[VarInfo]:
-        """A shard_map that divides the first dimension of a stack gives each device some layers, or one."""
+        del eqn
         address = self._context.address
         infos = []
-        for value, var, parts in zip(values, self._bodies[0].invars, leading_dim_parts(eqn), strict=True):
-            if parts > 1 and value.templates:
-                stack = self._analyzer.device_stacks[address] = Stack(address, parts, is_shard_map=True)
-                one_layer = _shape(var)[0] == 1
-                value = replace(
-                    value,
-                    templates=tuple(
-                        self._with_device_slot(t, stack) if one_layer else replace(t, shards=stack)
-                        for t in value.templates
-                    ),
-                )
-            infos.append(value)
+        for value in values:
+            source, origin, integers = None, None, None
+            if value.source is not None:
+                source = IterationSource(shape=value.source.shape[1:], operand=value.source, loop=address)
+                origin = None if value.origin is None else value.origin.then(address)
+            if value.integers is not None:
+                integers = provenance.loop_slice(value.integers, address)
+            infos.append(replace(value, source=source, origin=origin, integers=integers))
+        sources = tuple(i.source for i in infos if i.source is not None)
+        self._analyzer.layers.note_stacked_inputs(sources, self._context.loops)
         return infos
 
-    def _with_device_slot(self, template: PathTemplate, stack: Stack) -> PathTemplate:
-        places = self._analyzer.stack_places(template.path, 0, stack.size)
-        return template.with_slot(IndexSlot(places, stack.size, stack.address))
+    def split_over_devices(self, eqn: JaxprEqn, values: Sequence[VarInfo]) -> list[VarInfo]:
+        """Each device has a shard of every operand."""
+        infos = []
+        invars = jaxprs.open_jaxpr(self._bodies[0]).invars
+        for value, var, parts in zip(values, invars, shard_map_parts(eqn), strict=True):
+            source = value.source
+            if source is not None and math.prod(parts) > 1:
+                source = ShardSource(
+                    shape=_shape(var), operand=source, shard_map=self._context.address, parts=parts
+                )
+            infos.append(replace(value, source=source, integers=None))
+        return infos
 
 
-def _stack_slot(places: tuple[int, ...], length: int, address: Address, shards: Stack | None) -> IndexSlot:
-    """The slot of a scan's index. With `shards`, each device scans its own layers."""
-    if shards is None:
-        return IndexSlot(places, length, address)
-    return IndexSlot(places, length * shards.size, address, shards=shards.address, layers_per_device=length)
+def _constant(value: Any) -> Integers | None:
+    """The value of a constant, if it is integers that are known now."""
+    if isinstance(value, Tracer) or (not hasattr(value, "dtype") and not isinstance(value, int | np.ndarray)):
+        return None
+    dtype = getattr(value, "dtype", np.dtype(int))
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iub" or np.size(value) > _MOST_CONSTANTS:
+        return None
+    return provenance.constant_integers(value)
 
 
-def _dtype(atom: Atom) -> Any:
-    aval: Any = atom.aval
-    return aval.dtype
+def _dtype(atom: Any) -> Any:
+    return atom.aval.dtype
+
+
+_DATA_NAMES = frozenset({
+    "x", "xs", "y", "h", "z", "batch", "data", "input", "inputs", "tokens", "images", "features", "hidden",
+    "activations",
+})  # fmt: skip
+"""Names of arguments that hold data, where a program differentiates both its data and its parameters."""
+
+
+def _pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
+    """Which operand is the weight. Where both come from differentiated arguments, data is not the weight."""
+    if lhs.source is None or rhs.source is None:
+        return "rhs" if rhs.source is not None else "lhs" if lhs.source is not None else None
+
+    def unlikely(info: VarInfo) -> tuple[bool, ...]:
+        assert info.source is not None
+        parameters = list(provenance.parameters_of(info.source))
+        named_as_data = all(p.path and p.path[0].text.casefold() in _DATA_NAMES for p in parameters)
+        return info.is_modified, all(p.is_frozen for p in parameters), named_as_data
+
+    return "lhs" if unlikely(lhs) < unlikely(rhs) else "rhs"
 
 
 def _why_opaque(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
@@ -387,10 +465,10 @@ def _why_opaque(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
     return ""
 
 
-def _matrix_templates(eqn: JaxprEqn, infos: list[VarInfo]) -> tuple[PathTemplate, ...]:
+def _matrix_sources(eqn: JaxprEqn, infos: list[VarInfo]) -> tuple[Source, ...]:
     """The parameters among the operands of a container that are not vectors."""
     pairs = zip(eqn.invars, infos, strict=True)
-    return tuple(dict.fromkeys(t for a, info in pairs if len(_shape(a)) > 1 for t in info.templates))
+    return tuple(i.source for a, i in pairs if len(_shape(a)) > 1 and i.source is not None)
 
 
 def _is_plain_ragged(eqn: JaxprEqn) -> bool:
@@ -404,21 +482,26 @@ def _is_plain_ragged(eqn: JaxprEqn) -> bool:
     return dims == (((1,), (1,)), ((), ())) and groups == ((0,), (0,)) and offset is None
 
 
-def _scope_template(scope: DottedPath, slots: tuple[IndexSlot, ...]) -> PathTemplate:
-    def fits(place: int) -> bool:
-        return place < len(scope) and scope[place].index is None
+def _dimension_numbers(eqn: JaxprEqn) -> Any:
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else eqn.params.get("dimension_numbers")
+    # jax.nn.scaled_matmul has no dimension numbers: it multiplies (batch, m, k) by (batch, n, k).
+    return (((2,), (2,)), ((0,), (0,))) if numbers is None else numbers
 
-    return PathTemplate(scope, tuple(replace(s, places=tuple(filter(fits, s.places))) for s in slots))
+
+def _batch_dims(eqn: JaxprEqn, weight: Weight) -> tuple[int, ...]:
+    """The dimensions of the weight along which one product reads several matrices."""
+    _, (lhs, rhs) = _dimension_numbers(eqn)
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    groups = tuple(ragged.rhs_group_dimensions) if ragged and weight != "lhs" else ()
+    return (*map(int, lhs if weight == "lhs" else rhs), *groups)
 
 
 def _gemm_sizes(eqn: JaxprEqn, weight: Weight) -> tuple[int, int, int, int] | None:
     """(batch, m, n, k) as in `y = x W`; None if it contracts nothing."""
     lhs, rhs = (_shape(a) for a in eqn.invars[:2])
     ragged = eqn.params.get("ragged_dot_dimension_numbers")
-    numbers = ragged.dot_dimension_numbers if ragged else eqn.params.get("dimension_numbers")
-    if numbers is None:  # jax.nn.scaled_matmul: (batch, m, k) x (batch, n, k)
-        numbers = (((2,), (2,)), ((0,), (0,)))
-    (lc, rc), (lb, rb) = numbers
+    (lc, rc), (lb, rb) = _dimension_numbers(eqn)
     groups = set(ragged.rhs_group_dimensions) if ragged else set()
     k, batch = math.prod(lhs[i] for i in lc), math.prod(lhs[i] for i in lb)
     left = math.prod(d for i, d in enumerate(lhs) if i not in {*lc, *lb})
@@ -431,80 +514,78 @@ def _gemm_sizes(eqn: JaxprEqn, weight: Weight) -> tuple[int, int, int, int] | No
 # ---- infos through plain equations
 
 
-def _propagate(analyzer: _Analyzer, eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[VarInfo]:
+def _propagate(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[VarInfo]:
     active = name != "stop_gradient" and any(i.active for i in infos)
     first = infos[0] if infos else _UNKNOWN
-    templates = _propagate_templates(analyzer, eqn, name, infos)
+    sources = _propagate_source(eqn, name, infos)
+    integers = provenance.propagate_integers(eqn, [i.integers for i in infos])
     is_iota = name == "iota" or (name in LAYOUT and first.is_iota)
     one_hot = (name == "eq" and any(i.is_iota for i in infos)) or (name in LAYOUT and first.one_hot)
-    if not (active or templates or is_iota or one_hot):
+    if not (active or any(sources) or integers or is_iota or one_hot):
         return [_UNKNOWN] * len(eqn.outvars)
     if name == "optimization_barrier":
         return infos
     hoistable = name in _HOISTABLE and len(infos) == 1
-    origin = first.origin.then(eqn) if hoistable and first.origin is not None else None
     return [
         VarInfo(
-            templates, active=active and _is_float(v.aval), one_hot=one_hot, is_iota=is_iota, origin=origin
+            source,
+            is_modified=source is not None and (name in _MODIFYING or any(i.is_modified for i in infos)),
+            active=active and _is_float(v.aval),
+            integers=integers,
+            one_hot=one_hot,
+            is_iota=is_iota,
+            origin=first.origin.then(eqn) if hoistable and first.origin is not None else None,
         )
-        for v in eqn.outvars
+        for v, source in zip(eqn.outvars, sources, strict=True)
     ]
 
 
-def _propagate_templates(
-    analyzer: _Analyzer, eqn: JaxprEqn, name: str, infos: list[VarInfo]
-) -> tuple[PathTemplate, ...]:
-    """The parameters that the result of an equation is laid out from."""
-    first = infos[0] if infos else _UNKNOWN
-    if name in LAYOUT:
-        templates = _slice_templates(analyzer, eqn, name, first.templates)
-        if name.startswith("all_gather"):
-            return tuple(replace(t, shards=None) for t in templates)
-        return templates
-    if name in _SCALING and len(infos) == 2:
-        # A weight times a scalar is a weight.
-        pairs = zip(infos, reversed(eqn.invars), strict=True)
-        return next((i.templates for i, other in pairs if i.templates and not _shape(other)), ())
-    if name == "gather" and _gathers_matrices(eqn):
-        return first.templates
-    if name in _JOINING and all(i.templates for i in infos):
-        return tuple(dict.fromkeys(t for i in infos for t in i.templates))
-    return ()
+def _propagate_source(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[Source | None]:
+    """How the results of an equation are laid out from parameters."""
+    nothing: list[Source | None] = [None] * len(eqn.outvars)
+    if not any(i.source is not None for i in infos):
+        return nothing
+    first = infos[0].source
+    if name in LAYOUT or (name == "gather" and _gathers_matrices(eqn)):
+        if first is None:
+            return nothing
+        integers = tuple(i.integers for i in infos[1:])
+        return [
+            LayoutSource(shape=_shape(v), eqn=eqn, output=number, operand=first, integers=integers)
+            for number, v in enumerate(eqn.outvars)
+        ]
+    if name in ("concatenate", "stack") and all(i.source is not None for i in infos):
+        operands = tuple(i.source for i in infos if i.source is not None)
+        shape = _shape(eqn.outvars[0])
+        if name == "stack":
+            return [StackedSource(shape=shape, operands=operands, dimension=eqn.params["axis"])]
+        return [ConcatenatedSource(shape=shape, operands=operands, dimension=eqn.params["dimension"])]
+    if name in _MODIFYING and len(infos) == 2:
+        return [_modified_source(eqn, infos)]
+    return nothing
+
+
+def _modified_source(eqn: JaxprEqn, infos: list[VarInfo]) -> Source | None:
+    """The weight that an equation changes, if its result is still one: W * 2, W * mask, W + delta."""
+    shape = _shape(eqn.outvars[0])
+    whole = [
+        i for i in infos if i.source is not None and i.source.shape == shape and not _is_broadcast(i.source)
+    ]
+    if not whole or len(shape) < 2:
+        return None
+    return min(whole, key=lambda i: i.is_modified).source
+
+
+def _is_broadcast(source: Source) -> bool:
+    """Is it larger than the parameter it comes from: a bias, a scale, a position?"""
+    if not isinstance(source, LayoutSource):
+        return False
+    if math.prod(source.shape) > math.prod(source.operand.shape):
+        return True
+    return _is_broadcast(source.operand)
 
 
 def _gathers_matrices(eqn: JaxprEqn) -> bool:
     """Does a gather take whole matrices of a stack? One that looks up rows of an embedding gives activations."""
     pairs = zip(_shape(eqn.invars[0]), eqn.params["slice_sizes"], strict=True)
     return len([size for size, taken in pairs if size == taken > 1]) >= 2
-
-
-def _slice_templates(
-    analyzer: _Analyzer, eqn: JaxprEqn, name: str, templates: tuple[PathTemplate, ...]
-) -> tuple[PathTemplate, ...]:
-    """The templates of a slice: with an index, where it takes one member of a stack."""
-    if not templates or name not in ("slice", "dynamic_slice"):
-        return templates
-    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    dims = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
-    if len(dims) != 1 or after[dims[0]] != 1:
-        return templates
-    (dim,) = dims
-    start: Any = eqn.params["start_indices"][dim] if name == "slice" else eqn.invars[1 + dim]
-    if name == "dynamic_slice":
-        if not jaxprs.is_literal(start):
-            return templates
-        start = int(start.val)
-    size = before[dim]
-    return tuple(
-        t.with_slot(IndexSlot(analyzer.stack_places(t.path, dim, size), size, None, start)) for t in templates
-    )
-
-
-def _common_prefix(paths: list[DottedPath]) -> int:
-    """How many names all paths begin with."""
-    common = 0
-    for names in zip(*paths, strict=False):
-        if len(set(names)) > 1:
-            break
-        common += 1
-    return common

@@ -158,9 +158,9 @@ def _quantize(
 
 
 def rounding_keys(site: Site, ranges: Sequence[IterationRange]) -> list[np.ndarray]:
-    """The two words of the rounding key of every layer in these ranges of its stacks."""
-    layer_keys = [key(0, site.number, ordinal) for ordinal in site.layer_ordinals()]
-    sizes = tuple(s.size for s in site.stacks)
+    """The two words of the rounding key of every layer in these ranges of its loops."""
+    layer_keys = [key(0, site.number, ordinal) for ordinal in site.loop_ordinals()]
+    sizes = tuple(s.size for s in site.loops)
     part = tuple(slice(r.start, r.stop) for r in ranges)
     return [
         np.array(words, np.uint32).reshape(sizes)[part]

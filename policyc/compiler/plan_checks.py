@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from policyc.compiler.plan import Decisions, Plan
 from policyc.compiler.sites import Site
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, closest_name
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import DottedPath
+from policyc.language.selectors import DottedPath, Pattern, expand_selector, matches
 from policyc.language.treatments import find_recipe_problems
 from policyc.numerics import backends
 from policyc.numerics.backends.choice import Obstacle
@@ -26,6 +27,7 @@ def check_plan(plan: Plan, *, may_miss: bool = False) -> None:
     diagnostics = [
         *unmet_expectations(plan, may_miss=may_miss),
         *opaque_sites(plan),
+        *opaque_indices(plan),
         *inseparable_layers(plan),
         *contradictory_recipes(plan),
         *missing_libraries(plan),
@@ -76,6 +78,47 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
             span=plan.policy.rules[index].span,
             help=f"keep it with a rule after this one: {_selector_of(first)} -> keep",
         )
+
+
+def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that choose layers by index where it is not known which layer a GEMM reads."""
+    for rule in plan.policy.rules:
+        indexed = [s for s in rule.selectors if any(segment.indices for segment in s.segments)]
+        if not indexed:
+            continue
+        any_index = [
+            pattern
+            for selector in indexed
+            for pattern in expand_selector(
+                replace(selector, segments=tuple(replace(s, indices=None) for s in selector.segments))
+            )
+        ]
+        sites = [site for site in plan.sites if _has_opaque_index(site, any_index)]
+        if sites:
+            yield _opaque_index(rule, sites)
+
+
+def _has_opaque_index(site: Site, patterns: Sequence[Pattern]) -> bool:
+    """Do these patterns, which ignore indices, match a site only by paths whose index is not known?"""
+    matching = [
+        template
+        for template in (site.scope, *site.parameters)
+        if any(matches(pattern, template.path) for pattern in patterns)
+    ]
+    return bool(matching) and all(template.unknown_index for template in matching)
+
+
+def _opaque_index(rule: Rule, sites: Sequence[Site]) -> Diagnostic:
+    first = sites[0]
+    reason = next(t.unknown_index for t in (*first.parameters, first.scope) if t.unknown_index)
+    place = f" ({first.place})" if first.place else ""
+    more = f"; and {len(sites) - 1} more" if len(sites) > 1 else ""
+    return Diagnostic(
+        code="opaque-index",
+        message=f"it is not known which layer of '{first.name}'{place} this is: {reason}{more}",
+        span=rule.span,
+        help="choose the whole stack, or scan over the stack, or index it with constants or a loop counter",
+    )
 
 
 def inseparable_layers(plan: Plan) -> Iterator[Diagnostic]:

@@ -144,10 +144,13 @@ class SiteRewriter(Transform):
 
     def _extra_input_key(self, site: Site, address: Address) -> Hashable:
         """Everything that decides the extra inputs of a site, seen from the jaxpr at `address`."""
+        loops: Hashable = None
+        if self._takes_rounding_key(site):
+            loops = tuple(s.address[len(address) :] for s in site.loops if len(s.address) > len(address))
         if site.address not in self._hoisted or site.origin is None:
-            return self._takes_rounding_key(site)
+            return loops
         slicing = tuple(a[len(address) :] for a in site.origin.scans if len(a) > len(address))
-        return self._takes_rounding_key(site), slicing, site.products
+        return loops, slicing, site.products
 
     def _takes_rounding_key(self, site: Site) -> bool:
         """Does it need an extra input that tells its layer from the others?"""
@@ -159,7 +162,7 @@ class SiteRewriter(Transform):
     def slices(self, scan: Address, extra: ExtraInput) -> bool:
         site = self.sites[extra.address]
         if extra.content is ROUNDING_KEY:
-            return any(s.address == scan for s in site.stacks)
+            return any(s.address == scan for s in site.loops)
         return site.origin is not None and scan in site.origin.scans
 
     def change_container(self, eqn: JaxprEqn) -> JaxprEqn:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
@@ -22,6 +22,8 @@ from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment
 
+T = TypeVar("T")
+
 Layer = tuple[int, ...]
 """An index in each of the stacks around a site, the outermost first."""
 
@@ -31,50 +33,57 @@ Weight = Literal["lhs", "rhs"] | None
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Layers that share one jaxpr: a scan over stacked parameters, or a shard_map that divides them over devices."""
+    """Layers that share one jaxpr: the iterations of a scan, or the devices of a shard_map."""
 
     address: Address
     size: int
-    reverse: bool = False
     is_shard_map: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class IndexSlot:
-    """An index in a path: that of a stack, or a constant. `places` are the names that may carry it.
+class LayerTable(Generic[T]):
+    """A value for each combination of indices in some stacks, the last stack varying fastest."""
 
-    With `shards`, the address of a shard_map, each device holds `layers_per_device` members of the stack.
-    """
+    stacks: tuple[Stack, ...]
+    values: tuple[T, ...]
+
+    def __getitem__(self, indices: Mapping[Address, int]) -> T:
+        """The value, given the index in each stack."""
+        position = 0
+        for stack in self.stacks:
+            position = position * stack.size + indices[stack.address]
+        return self.values[position]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSlot:
+    """An index in a path, which may depend on the layer. `places` are the names of the path that may carry it."""
 
     places: tuple[int, ...]
     size: int
-    stack: Address | None = None
-    constant: int = 0
-    shards: Address | None = None
-    layers_per_device: int = 0
-
-    def index(self, indices: Mapping[Address, int]) -> int:
-        """The index, given the index in each stack."""
-        index = self.constant if self.stack is None else indices[self.stack]
-        return index if self.shards is None else indices[self.shards] * self.layers_per_device + index
+    index: LayerTable[int]
+    axis: int | None = None
+    """The axis of the parameter; None: the index is that of a scope."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathTemplate:
-    """A path with open stack indices. `shards`: the shard_map that divides its first dimension."""
+    """A path whose indices depend on the layer."""
 
     path: DottedPath
     slots: tuple[IndexSlot, ...] = ()
-    shards: Stack | None = None
-
-    def with_slot(self, slot: IndexSlot) -> PathTemplate:
-        return PathTemplate(self.path, (*self.slots, slot))
+    in_layer: LayerTable[bool] | None = None
+    """Which layers have this path; None: all of them."""
+    unknown_index: str = ""
+    """Why an index in this path is not known; empty if all are."""
 
     def paths(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
         """The paths of a layer: one for each way to place its indices.
 
-        Two stacks at one name count as one: index 1 of 4 and index 2 of 8 make index 10 of 32.
+        Two indices at one name count as one: index 1 of 4 and index 2 of 8 make index 10 of 32.
         """
+        if self.in_layer is not None and not self.in_layer[indices]:
+            return
         for places in itertools.product(*(slot.places or (None,) for slot in self.slots)):
             if any(b is not None and a is not None and b < a for a, b in itertools.pairwise(places)):
                 continue
@@ -84,9 +93,8 @@ class PathTemplate:
                     continue
                 name = names[place]
                 outer, size = (name.index, name.size or 1) if name.index is not None else (0, 1)
-                names[place] = PathSegment(
-                    name.text, outer * slot.size + slot.index(indices), size * slot.size
-                )
+                index = outer * slot.size + slot.index[indices]
+                names[place] = PathSegment(name.text, index, size * slot.size)
             yield tuple(names)
 
 
@@ -113,6 +121,9 @@ class Site:
     scope: PathTemplate
     parameters: tuple[PathTemplate, ...]
     stacks: tuple[Stack, ...]
+    """The stacks whose layers a policy can tell apart here: those that its weight, or else its scope, is indexed by."""
+    loops: tuple[Stack, ...] = ()
+    """All scans over layers around it. A weight that all iterations share is in a loop without being in a stack."""
     weight: Weight
     kind: Literal["dot", "ragged"]
     batch: int
@@ -140,7 +151,10 @@ class Site:
 
     @property
     def name(self) -> str:
-        return dotted(self.template.path) or f"({self.place or 'unnamed'})"
+        path = self.template.path
+        if len(self.parameters) > 1:  # a list of layers that the program stacks
+            path = tuple(PathSegment(n.text) for n in path)
+        return dotted(path) or f"({self.place or 'unnamed'})"
 
     @property
     def number(self) -> int:
@@ -150,18 +164,26 @@ class Site:
     @property
     def is_layered(self) -> bool:
         """Is it one of several layers, scanned or unrolled?"""
-        return bool(self.stacks) or any(n.index is not None for n in self.template.path)
+        return bool(self.loops) or any(n.index is not None for n in self.template.path)
 
-    def layer_ordinals(self) -> list[int]:
-        """One number per layer, for random keys: tells layers with the same site number apart.
+    def layer_path(self, indices: Mapping[Address, int]) -> DottedPath:
+        """The path of a layer: of its parameter, else its scope."""
+        for template in self.parameters or (self.scope,):
+            *_, path = (template.path, *template.paths(indices))
+            if path is not template.path or template.in_layer is None:
+                return path
+        return self.template.path
+
+    def loop_ordinals(self) -> list[int]:
+        """One number for each combination of iterations of `loops`, for random keys.
 
         It comes from the indices in the path, so that a scanned and an unrolled stack have the same ones.
         """
         ordinals = []
-        for layer in self.layers():
-            path = next(self.template.paths(self.stack_indices(layer)))
+        for combination in itertools.product(*(range(s.size) for s in self.loops)):
+            indices = {s.address: index for s, index in zip(self.loops, combination, strict=True)}
             ordinal = 0
-            for name in (n for n in path if n.index is not None):
+            for name in (n for n in self.layer_path(indices) if n.index is not None):
                 ordinal = ordinal * (name.size or 1) + (name.index or 0)
             ordinals.append(ordinal)
         return ordinals if len(set(ordinals)) == len(ordinals) else list(range(len(ordinals)))

@@ -129,7 +129,7 @@ def _first_loss(result: Any) -> jax.Array:
 
 def _operand_rows(tapped: TappedLoss, taps: Sequence[np.ndarray]) -> Iterator[StatsRow]:
     for site, layer, operand_names, figures in tapped.measurements(taps):
-        path = next(iter(site.template.paths(site.stack_indices(layer))))
+        path = site.layer_path(site.stack_indices(layer))
         labels = _site_and_layer(path, site.name)
         for number, (name, format) in enumerate(operand_names):
             if FORMATS[format].is_quantized:
@@ -149,8 +149,9 @@ def _site_and_layer(path: DottedPath, default: str = "") -> StatsRow:
 
 
 def _stacked_parameters(plan: Plan) -> set[DottedPath]:
-    """The parameters that hold a stack of layers."""
-    return {t.path for s in plan.sites if s.stacks for t in s.parameters if t.slots}
+    """The parameters whose first axis is a stack of layers."""
+    templates = (t for s in plan.sites if s.stacks for t in s.parameters)
+    return {t.path for t in templates if any(slot.axis == 0 for slot in t.slots)}
 
 
 def _cosine(a: jax.Array, b: jax.Array, by_layer: bool) -> jax.Array:

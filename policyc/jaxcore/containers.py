@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.internals import UNSPECIFIED, flattree
@@ -26,14 +27,22 @@ Enter = Callable[[int, Sequence[V]], list[V]]
 """Propagates values through a jaxpr of an equation: (its number, the values of its inputs) -> those of its results."""
 
 
+@dataclass(frozen=True, slots=True)
+class CarryChange:
+    """What an iteration does to a carry: nothing, or it adds a constant, or something else (both unset)."""
+
+    invariant: bool = False
+    increment: int | None = None
+
+
 class Domain(Protocol[V]):
     """What an analysis knows of a value, and how that passes through branches and loops."""
 
     def join(self, values: Sequence[V]) -> V:
         """The value after a `cond` whose branches give these."""
 
-    def enter_loop(self, value: V, invariant: bool) -> V:
-        """The value of a carry inside a loop. `invariant`: the loop hands it on as it is."""
+    def enter_loop(self, value: V, change: CarryChange) -> V:
+        """The value of a carry inside a loop, given how an iteration changes it."""
 
     def may_change(self, carry: Sequence[V], others: Sequence[V]) -> bool:
         """Can another iteration change the carry? `others` are the values of the loop's other inputs."""
@@ -320,8 +329,8 @@ def _settle_carry(
     """The values of the carry in any iteration: the fixed point of the loop's body."""
     opened = jaxprs.open_jaxpr(body)
     invars = opened.invars[len(consts) : len(consts) + len(init)]
-    pairs = zip(init, invars, opened.outvars, strict=False)
-    carry = [domain.enter_loop(value, var is out) for value, var, out in pairs]
+    changes = [_carry_change(opened, var, out) for var, out in zip(invars, opened.outvars, strict=False)]
+    carry = [domain.enter_loop(value, change) for value, change in zip(init, changes, strict=True)]
     while domain.may_change(carry, [*consts, *xs]):
         results = enter_body([*consts, *carry, *xs])
         widened = [domain.widen(c, r) for c, r in zip(carry, results, strict=False)]
@@ -329,6 +338,17 @@ def _settle_carry(
             break
         carry = widened
     return carry
+
+
+def _carry_change(body: Jaxpr, var: Var, out: Atom) -> CarryChange:
+    if var is out:
+        return CarryChange(invariant=True)
+    producer = next((e for e in body.eqns if out in e.outvars), None)
+    if producer is None or jaxprs.primitive_name(producer) != "add" or var not in producer.invars:
+        return CarryChange()
+    step = next((a for a in producer.invars if isinstance(a, Literal)), None)
+    is_counter = step is not None and np.ndim(step.val) == 0 and np.asarray(step.val).dtype.kind in "iu"
+    return CarryChange(increment=int(step.val)) if step is not None and is_counter else CarryChange()
 
 
 SCAN = _Scan()
@@ -365,11 +385,15 @@ def container_of(eqn: JaxprEqn) -> Container | None:
     return CONTAINERS.get(jaxprs.primitive_name(eqn))
 
 
-def leading_dim_parts(shard_map: JaxprEqn) -> list[int]:
-    """Into how many parts a shard_map divides the first dimension of each operand."""
+def shard_map_parts(shard_map: JaxprEqn) -> list[tuple[int, ...]]:
+    """Into how many parts a shard_map divides each dimension of each operand."""
     sizes = shard_map.params["mesh"].shape
-    parts = []
-    for spec in shard_map.params["in_specs"]:
-        axes = spec[0] if len(spec) and spec[0] is not None else ()
-        parts.append(math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes)))
-    return parts
+    operands = []
+    for spec, operand in zip(shard_map.params["in_specs"], shard_map.invars, strict=True):
+        aval: Any = operand.aval
+        parts = []
+        for axes in (*spec, *(None,) * (len(aval.shape) - len(spec))):
+            names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+            parts.append(math.prod(sizes[name] for name in names))
+        operands.append(tuple(parts))
+    return operands

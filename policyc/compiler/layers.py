@@ -1,0 +1,226 @@
+"""Layer indices of sites: which member of a stack a GEMM reads in each iteration of the loops around it.
+
+The index of a layer is its index in the parameter as the program stores it, whatever the loop does: run backwards, over
+a part, over a reshaped or a gathered stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from policyc.compiler import provenance
+from policyc.compiler.provenance import AxisIndex, ParameterSource, Source, Unknown
+from policyc.compiler.sites import IndexSlot, LayerTable, PathTemplate, Stack
+from policyc.jaxcore.transform import Address
+from policyc.language.selectors import DottedPath
+
+_MOST_LAYERS = 1 << 16  # combinations of iterations that are followed one by one
+
+
+@dataclass(frozen=True, slots=True)
+class LoopLayers:
+    """A scan around a site. `depth`: how many name scopes are around it."""
+
+    stack: Stack
+    depth: int
+
+
+@dataclass(slots=True)
+class _LoopIndex:
+    """The indices that the parameters in a loop's body have, as far as they are known."""
+
+    slots: dict[tuple[int, LayerTable[int]], None] = field(default_factory=dict)
+    prefixes: list[DottedPath] = field(default_factory=list)
+    unknown: str = ""
+
+
+class LayerIndices:
+    """Finds the indices of layers. `shapes` has the shape of every parameter."""
+
+    def __init__(self, shapes: dict[DottedPath, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self._loops: dict[Address, _LoopIndex] = {}
+        self._places: dict[tuple[DottedPath, int, int], tuple[int, ...]] = {}
+        self._common: dict[Address, int] = {}
+
+    # ---- what the analysis tells
+
+    def note_stacked_inputs(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> None:
+        """A scan slices these parameters."""
+        if sources:
+            paths = [p.path for s in sources for p in provenance.parameters_of(s)]
+            self._common[loops[-1].stack.address] = _common_prefix(paths)
+            self._note(sources, loops)
+
+    def note_sources(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> None:
+        """A GEMM reads these weights."""
+        if any(provenance.loops_of(s) for s in sources):
+            self._note(sources, loops)
+
+    def _note(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> None:
+        for source in sources:
+            stacks = self._stacks(source, loops)
+            if not stacks:
+                continue
+            innermost = self._loops.setdefault(stacks[-1].address, _LoopIndex())
+            for stack in stacks[:-1]:
+                self._loops.setdefault(stack.address, _LoopIndex())
+            for template in self._templates(source, (), stacks, loops):
+                innermost.unknown = innermost.unknown or template.unknown_index
+                for slot in template.slots:
+                    if slot.index.stacks:
+                        innermost.slots[slot.size, slot.index] = None
+
+    # ---- what a site asks
+
+    def is_layered(self, loop: LoopLayers) -> bool:
+        """Does each iteration of a loop read other members of some parameter?"""
+        return loop.stack.address in self._loops
+
+    def stacks(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> tuple[Stack, ...]:
+        """The stacks on which the elements of a weight depend, shard_maps first, then loops from the outermost on."""
+        stacks = dict.fromkeys(stack for s in sources for stack in self._stacks(s, loops))
+        return tuple(sorted(stacks, key=lambda s: (not s.is_shard_map, s.address)))
+
+    def _stacks(self, source: Source, loops: Sequence[LoopLayers]) -> tuple[Stack, ...]:
+        addresses = provenance.loops_of(source)
+        shards = provenance.shard_maps_of(source)
+        devices = [Stack(a, parts, is_shard_map=True) for a, parts in shards.items() if parts > 1]
+        return (*devices, *(loop.stack for loop in loops if loop.stack.address in addresses))
+
+    def weight_templates(
+        self, sources: Sequence[Source], batch_dims: Sequence[int], loops: Sequence[LoopLayers]
+    ) -> tuple[PathTemplate, ...]:
+        """The paths of the parameters that a GEMM reads."""
+        stacks = self.stacks(sources, loops)
+        templates = (t for s in sources for t in self._templates(s, batch_dims, stacks, loops))
+        return tuple(dict.fromkeys(templates))
+
+    def scope_template(
+        self, scope: DottedPath, loops: Sequence[LoopLayers], weight_stacks: tuple[Stack, ...] | None
+    ) -> PathTemplate:
+        """The scope of a site, with the indices of the layered loops around it.
+
+        With `weight_stacks`, those on which its weight depends, indices that depend on other stacks are left out: all
+        their iterations share the weight.
+        """
+        slots: list[IndexSlot] = []
+        unknown = ""
+        for loop in loops:
+            index = self._loops[loop.stack.address]
+            places = tuple(
+                p for p in (loop.depth - 1, loop.depth) if 0 <= p < len(scope) and scope[p].index is None
+            )
+            if len(index.slots) > 1:
+                unknown = unknown or "each iteration of the loop around it reads several layers"
+            unknown = unknown or index.unknown
+            for size, table in index.slots if len(index.slots) == 1 else ():
+                if weight_stacks is None or set(table.stacks) <= set(weight_stacks):
+                    slots.append(IndexSlot(places, size, table))
+        return PathTemplate(scope, tuple(slots), unknown_index=unknown)
+
+    def scope_stacks(self, scope: PathTemplate) -> tuple[Stack, ...]:
+        """The stacks on which the indices of a scope depend."""
+        stacks = dict.fromkeys(stack for slot in scope.slots for stack in slot.index.stacks)
+        return tuple(sorted(stacks, key=lambda s: (not s.is_shard_map, s.address)))
+
+    # ---- templates
+
+    def _templates(
+        self,
+        source: Source,
+        batch_dims: Sequence[int],
+        stacks: tuple[Stack, ...],
+        loops: Sequence[LoopLayers],
+    ) -> Iterator[PathTemplate]:
+        """The parameters that a variable holds, with their indices for every combination of iterations of `stacks`."""
+        parameters = list(dict.fromkeys(provenance.parameters_of(source)))
+        try:
+            reads = self._read(source, batch_dims, stacks)
+        except Unknown as reason:
+            yield from (PathTemplate(p.path, unknown_index=str(reason)) for p in parameters)
+            return
+        for parameter in parameters:
+            in_layer = tuple(parameter in read for read in reads)
+            if any(in_layer):
+                axes = [read.get(parameter, ()) for read in reads]
+                template = self._template(parameter, axes, stacks, loops)
+                if not all(in_layer):
+                    template = PathTemplate(
+                        template.path, template.slots, LayerTable(stacks, in_layer), template.unknown_index
+                    )
+                yield template
+
+    def _read(
+        self, source: Source, batch_dims: Sequence[int], stacks: tuple[Stack, ...]
+    ) -> list[dict[ParameterSource, tuple[AxisIndex, ...]]]:
+        count = 1
+        for stack in stacks:
+            count *= stack.size
+        if count > _MOST_LAYERS:
+            raise Unknown(f"it has {count} layers, which are too many to follow")
+        sizes = [(s.address, s.size) for s in stacks]
+        return [
+            provenance.axis_indices(source, batch_dims, iterations)
+            for iterations in provenance.iterations_of(sizes)
+        ]
+
+    def _template(
+        self,
+        parameter: ParameterSource,
+        axes_by_layer: Sequence[tuple[AxisIndex, ...]],
+        stacks: tuple[Stack, ...],
+        loops: Sequence[LoopLayers],
+    ) -> PathTemplate:
+        slots: list[IndexSlot] = []
+        unknown = ""
+        for axis in sorted({a.axis for axes in axes_by_layer for a in axes}):
+            size = parameter.shape[axis]
+            places = self._index_places(parameter.path, axis, size, loops)
+            indices = [next((a.index for a in axes if a.axis == axis), None) for axes in axes_by_layer]
+            present = [bool(axes) for axes in axes_by_layer]
+            if any(i is None and p for i, p in zip(indices, present, strict=True)):
+                unknown = f"one product reads several of the {size} members of axis {axis} at once"
+                continue
+            values = tuple(0 if i is None else i for i in indices)
+            table = LayerTable((), values[:1]) if len(set(values)) == 1 else LayerTable(stacks, values)
+            slots.append(IndexSlot(places, size, table, axis))
+        return PathTemplate(parameter.path, tuple(slots), unknown_index=unknown)
+
+    # ---- names that carry an index
+
+    def _index_places(
+        self, path: DottedPath, axis: int, size: int, loops: Sequence[LoopLayers]
+    ) -> tuple[int, ...]:
+        """The names in a path that can carry the index along an axis.
+
+        They begin at the first name under which every parameter has this size in this axis. The names that all
+        parameters of a scan have in common can carry it too.
+        """
+        key = (path, axis, size)
+        if key not in self._places:
+            self._places[key] = self._find_places(path, axis, size)
+        common = max((self._common.get(loop.stack.address, 0) for loop in loops), default=0)
+        places = {*self._places[key], *(i for i in range(min(common, len(path))) if path[i].index is None)}
+        if not places and path and path[-1].index is None:
+            places = {len(path) - 1}
+        return tuple(sorted(places))
+
+    def _find_places(self, path: DottedPath, axis: int, size: int) -> tuple[int, ...]:
+        for top in range(len(path)):
+            under = {p: s for p, s in self._shapes.items() if p[: top + 1] == path[: top + 1]}
+            if all(len(s) > axis and s[axis] == size for s in under.values()):
+                last = max(top + 1, _common_prefix(list(under)))
+                return tuple(i for i in range(top, last) if path[i].index is None)
+        return ()
+
+
+def _common_prefix(paths: Sequence[DottedPath]) -> int:
+    """How many names all paths begin with."""
+    common = 0
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        common += 1
+    return common
