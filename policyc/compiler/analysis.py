@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.compiler import provenance
 from policyc.compiler.layers import LayerIndices, LoopLayers
-from policyc.compiler.paths import add_stack_sizes
+from policyc.compiler.paths import DATA_NAMES, add_stack_sizes
 from policyc.compiler.provenance import (
     ConcatenatedSource,
     EitherSource,
@@ -117,33 +117,29 @@ OTHER_PRODUCTS = {
 def analyze(
     jaxpr: ClosedJaxpr,
     parameters: Sequence[DottedPath | None],
-    frozen: Mapping[int, DottedPath] | None = None,
+    frozen: Mapping[Var, DottedPath] | None = None,
 ) -> Sites:
     """The sites of a loss.
 
     Args:
       jaxpr: the loss.
       parameters: the path of every input that is differentiated, None for others.
-      frozen: the paths of weights that are not differentiated, by their number among the constants of the jaxpr.
+      frozen: the paths of weights that are not differentiated.
     """
-    opened = jaxpr.jaxpr
-    frozen = frozen or {}
-    named = [(v, p) for v, p in zip(opened.invars, parameters, strict=True) if p is not None]
-    named += [(opened.constvars[number], path) for number, path in frozen.items()]
-    analyzer = _Analyzer({path: _shape(var) for var, path in named})
+    invars = jaxpr.jaxpr.invars
+    shapes = {path: _shape(v) for v, path in zip(invars, parameters, strict=True) if path is not None}
+    analyzer = _Analyzer(shapes | {path: _shape(v) for v, path in (frozen or {}).items()})
     infos = [
         _UNKNOWN
         if path is None
         else VarInfo(
             ParameterSource(shape=_shape(var), path=path), active=_is_float(var.aval), origin=Origin(number)
         )
-        for number, (path, var) in enumerate(zip(parameters, opened.invars, strict=True))
+        for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
     ]
     weights = {
-        opened.constvars[number]: VarInfo(
-            ParameterSource(shape=_shape(opened.constvars[number]), path=path, is_frozen=True)
-        )
-        for number, path in frozen.items()
+        var: VarInfo(ParameterSource(shape=_shape(var), path=path, is_frozen=True))
+        for var, path in (frozen or {}).items()
     }
     analyzer.run(jaxpr, infos, JaxprContext(), weights)
     sites = [found.site(analyzer.layers) for found in analyzer.sites.values()]
@@ -432,13 +428,6 @@ def _dtype(atom: Any) -> Any:
     return atom.aval.dtype
 
 
-_DATA_NAMES = frozenset({
-    "x", "xs", "y", "h", "z", "batch", "data", "input", "inputs", "tokens", "images", "features", "hidden",
-    "activations",
-})  # fmt: skip
-"""Names of arguments that hold data, where a program differentiates both its data and its parameters."""
-
-
 def _pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
     """Which operand is the weight. Where both come from differentiated arguments, data is not the weight."""
     if lhs.source is None or rhs.source is None:
@@ -447,7 +436,7 @@ def _pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
     def unlikely(info: VarInfo) -> tuple[bool, ...]:
         assert info.source is not None
         parameters = list(provenance.parameters_of(info.source))
-        named_as_data = all(p.path and p.path[0].text.casefold() in _DATA_NAMES for p in parameters)
+        named_as_data = all(p.path and p.path[0].text.casefold() in DATA_NAMES for p in parameters)
         return info.is_modified, all(p.is_frozen for p in parameters), named_as_data
 
     return "lhs" if unlikely(lhs) < unlikely(rhs) else "rhs"
@@ -577,10 +566,11 @@ def _modified_source(eqn: JaxprEqn, infos: list[VarInfo]) -> Source | None:
 
 
 def _is_broadcast(source: Source) -> bool:
-    """Is it larger than the parameter it comes from: a bias, a scale, a position?"""
+    """Is it broadcast from a smaller parameter: a bias, a scale, a position?"""
     if not isinstance(source, LayoutSource):
         return False
-    if math.prod(source.shape) > math.prod(source.operand.shape):
+    grows = math.prod(source.shape) > math.prod(source.operand.shape)
+    if grows and jaxprs.primitive_name(source.eqn) == "broadcast_in_dim":
         return True
     return _is_broadcast(source.operand)
 

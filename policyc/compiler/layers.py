@@ -186,7 +186,18 @@ class LayerIndices:
             values = tuple(0 if i is None else i for i in indices)
             table = LayerTable((), values[:1]) if len(set(values)) == 1 else LayerTable(stacks, values)
             slots.append(IndexSlot(places, size, table, axis))
+        if not slots and not unknown and self._looks_stacked(parameter):
+            unknown = f"one product reads all {parameter.shape[0]} members of axis 0 at once"
         return PathTemplate(parameter.path, tuple(slots), unknown_index=unknown)
+
+    def _looks_stacked(self, parameter: ParameterSource) -> bool:
+        """Is it several matrices whose first axis all parameters beside it have too, and no name has an index yet?"""
+        path, shape = parameter.path, parameter.shape
+        if len(shape) < 3 or any(n.index is not None for n in path):
+            return False
+        places = self._find_places(path, 0, shape[0])
+        beside = [p for p in self._shapes if places and p[: places[0] + 1] == path[: places[0] + 1]]
+        return len(beside) > 1
 
     # ---- names that carry an index
 

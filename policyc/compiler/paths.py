@@ -19,18 +19,30 @@ _COLLECTIONS = frozenset({"params"})
 
 _KeyPath = tuple[Any, ...]
 
+DATA_NAMES = frozenset({
+    "x", "xs", "y", "h", "z", "batch", "data", "input", "inputs", "tokens", "images", "features", "hidden",
+    "activations", "targets", "labels", "rng", "key",
+})  # fmt: skip
+"""Names of arguments that hold data and no weights."""
 
-def leaf_paths(arguments: Sequence[tuple[str, Any]]) -> list[DottedPath]:
+
+def leaf_paths(arguments: Sequence[tuple[str, Any]], *, always_named: bool = False) -> list[DottedPath]:
     """Returns the path of every leaf of some named arguments, in the order of the leaves, with stack sizes.
 
-    The name of an argument appears only in the paths that would otherwise be empty or start with an index.
+    With one argument, its name appears only in the paths that would otherwise be empty or start with an index. With
+    several, or with `always_named`, every path starts with the name of its argument.
     """
     texts: list[list[str]] = []
     for argument_name, tree in arguments:
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-        texts += [_path_texts(argument_name, keys) for keys in _strip_packing([keys for keys, _ in leaves])]
-    if texts and all(len(t) > 1 and t[0] in _COLLECTIONS for t in texts):
-        texts = [t[1:] for t in texts]
+        of_argument = [
+            _path_texts(argument_name, keys) for keys in _strip_packing([keys for keys, _ in leaves])
+        ]
+        if all(len(t) > 1 and t[0] in _COLLECTIONS and not is_index(t[1]) for t in of_argument):
+            of_argument = [t[1:] for t in of_argument]
+        if len(arguments) > 1 or always_named:
+            of_argument = [t if t[0] == argument_name else [argument_name, *t] for t in of_argument]
+        texts += of_argument
     return add_stack_sizes([read_segments(t) for t in texts])
 
 

@@ -117,9 +117,20 @@ class LossCall:
 
     def trace(self) -> TracedFunction:
         names = autodiff.argument_names(self.fn, len(self.args))
+        fixed = {
+            name: arg
+            for i, (name, arg) in enumerate(zip(names, self.args, strict=True))
+            if i not in self.param_argnums
+        }
+        fixed |= {**self.kwargs, **autodiff.fixed_arguments(self.fn)}
         with no_reentry():
             return trace(
-                self.fn, self.args, self.kwargs, self.param_argnums, [names[i] for i in self.param_argnums]
+                self.fn,
+                self.args,
+                self.kwargs,
+                self.param_argnums,
+                [names[i] for i in self.param_argnums],
+                fixed,
             )
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
@@ -151,7 +162,9 @@ class PlannedLoss:
 def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> PlannedLoss:
     """Traces a loss, finds its sites, and plans them."""
     traced = call.trace()
-    return PlannedLoss(call, traced, make_plan(policy, analyze(traced.jaxpr, traced.paths), execution))
+    return PlannedLoss(
+        call, traced, make_plan(policy, analyze(traced.jaxpr, traced.paths, traced.frozen), execution)
+    )
 
 
 def compile_plan(plan: Plan, inputs: Sequence[Any] = ()) -> RewrittenLoss:

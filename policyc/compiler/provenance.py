@@ -221,7 +221,8 @@ def propagate_integers(eqn: JaxprEqn, operands: Sequence[Integers | None]) -> In
     if len(eqn.outvars) != 1 or any(o is None for o in operands):
         return None
     out: Any = eqn.outvars[0].aval
-    if not hasattr(out, "dtype") or out.dtype.kind not in "iub" or math.prod(out.shape) > _MOST_INDICES:
+    dtype = getattr(out, "dtype", None)
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iub" or math.prod(out.shape) > _MOST_INDICES:
         return None
     operation = _integer_operation(eqn)
     if operation is None:

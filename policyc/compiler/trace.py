@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Var
 
-from policyc.compiler.paths import leaf_paths
+from policyc.compiler.paths import DATA_NAMES, leaf_paths
 from policyc.jaxcore import autodiff, jaxprs
 from policyc.language.selectors import DottedPath
 
@@ -28,6 +28,8 @@ class TracedFunction:
 
     jaxpr: ClosedJaxpr
     paths: tuple[DottedPath | None, ...]
+    frozen: Mapping[Var, DottedPath]
+    """The paths of weights that are not differentiated."""
     result_tree: Any
     constant_results: tuple[Any, ...]
     traced_results: tuple[int, ...]
@@ -61,8 +63,17 @@ def trace(
     kwargs: Mapping[str, Any],
     param_argnums: Sequence[int],
     names: Sequence[str],
+    fixed: Mapping[str, Any],
 ) -> TracedFunction:
-    """Traces a call. `param_argnums` are the arguments that hold parameters, `names` their names."""
+    """Traces a call.
+
+    Args:
+      fn: the function.
+      args, kwargs: what it is called with.
+      param_argnums: which arguments hold parameters.
+      names: the names of these arguments.
+      fixed: other arguments that may hold weights, by name. They are not inputs of the jaxpr.
+    """
     paths_of = dict(zip(param_argnums, paths_by_argument(args, param_argnums, names), strict=True))
     flat = [jax.tree.flatten(arg) for arg in (*args, dict(kwargs))]
     inputs: list[Any] = []
@@ -89,7 +100,32 @@ def trace(
         return [leaves[i] for i in traced]
 
     jaxpr = autodiff.trace_as(fn, traceable, inputs)
-    return TracedFunction(jaxpr, tuple(paths), *results[-1])
+    return TracedFunction(jaxpr, tuple(paths), _frozen_weights(jaxpr, inputs, fixed), *results[-1])
+
+
+def _frozen_weights(
+    jaxpr: ClosedJaxpr, inputs: Sequence[Any], fixed: Mapping[str, Any]
+) -> dict[Var, DottedPath]:
+    """The variables of a jaxpr that are leaves of arguments which are not differentiated.
+
+    Only trees of arrays count, and not those whose name says that they hold data: a batch is no weight.
+    """
+    trees = [(n, t) for n, t in fixed.items() if n.casefold() not in DATA_NAMES and not _is_leaf(t)]
+    if not trees:
+        return {}
+    leaves = [leaf for _, tree in trees for leaf in jax.tree.leaves(tree)]
+    path_of = {
+        id(leaf): path for leaf, path in zip(leaves, leaf_paths(trees, always_named=True), strict=True)
+    }
+    values = [
+        *zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True),
+        *zip(jaxpr.jaxpr.invars, inputs, strict=True),
+    ]
+    return {var: path_of[id(v)] for var, v in values if id(v) in path_of and len(np.shape(v)) > 1}
+
+
+def _is_leaf(tree: Any) -> bool:
+    return jax.tree_util.treedef_is_leaf(jax.tree.structure(tree))
 
 
 def paths_by_argument(

@@ -69,13 +69,32 @@ def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:
     )
 
 
+def fixed_arguments(fun: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments, by name, of a function given to `jax.grad` that it does not differentiate. Empty if unknown.
+
+    `jax.grad` differentiates a wrapper that closes over all arguments, as `static_args`.
+    """
+    closure = _closure(fun)
+    if not {"f", "dyn_argnums", "static_args"} <= closure.keys():
+        return {}
+    args, argnums = closure["static_args"].cell_contents, closure["dyn_argnums"].cell_contents
+    names = argument_names(closure["f"].cell_contents, len(args))
+    fixed = {name: arg for i, (name, arg) in enumerate(zip(names, args, strict=True)) if i not in argnums}
+    return {**fixed, **(closure["kwargs"].cell_contents if "kwargs" in closure else {})}
+
+
+def _closure(fun: Callable[..., Any]) -> dict[str, Any]:
+    """The cells of a function's closure, by the names of its variables."""
+    code, cells = getattr(fun, "__code__", None), getattr(fun, "__closure__", None) or ()
+    return dict(zip(code.co_freevars, cells, strict=False)) if code is not None else {}
+
+
 def _user_function(fun: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[int, ...] | None]:
     """The function that a program gave to `jax.grad`, and the arguments it differentiates, if known.
 
     `jax.grad` differentiates a wrapper that closes over both, as `f` and `dyn_argnums`.
     """
-    code, cells = getattr(fun, "__code__", None), getattr(fun, "__closure__", None) or ()
-    closure = dict(zip(code.co_freevars, cells, strict=False)) if code is not None else {}
+    closure = _closure(fun)
     if {"f", "dyn_argnums"} <= closure.keys():
         return closure["f"].cell_contents, closure["dyn_argnums"].cell_contents
     return fun, None

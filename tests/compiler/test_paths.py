@@ -114,8 +114,9 @@ def test_a_list_of_arrays_is_a_stack_with_the_name_of_its_argument():
     assert names([0, 0]) == ["a[0]", "a[1]"]
 
 
-def test_a_named_leaf_does_not_mention_its_argument():
-    assert names({"w": 0}, {"w": 0}) == ["w", "w"]
+def test_a_named_leaf_mentions_its_argument_only_among_several():
+    assert names({"w": 0}) == ["w"]
+    assert names({"w": 0}, {"w": 0}) == ["a.w", "b.w"]
 
 
 # ---- what frameworks put around the parameters
@@ -138,7 +139,7 @@ def test_value_inside_a_path_is_a_projection():
 
 def test_a_params_collection_around_everything_is_dropped():
     assert names({"params": {"mlp": 0}}) == ["mlp"]
-    assert names({"params": {"mlp": 0}}, {"params": {"head": 0}}) == ["mlp", "head"]
+    assert names({"params": {"mlp": 0}}, {"params": {"head": 0}}) == ["a.mlp", "b.head"]
 
 
 def test_a_params_collection_beside_others_is_kept():
@@ -210,8 +211,14 @@ def test_stacks_of_one_name_in_different_places_have_their_own_sizes():
     }
 
 
-def test_a_stack_is_counted_over_all_arguments():
-    assert sizes({"layers_0": 0}, {"layers_3": 0}) == {"layers[0]": (4,), "layers[3]": (4,)}
+def test_a_stack_is_counted_within_its_argument():
+    assert sizes({"layers_0": 0}, {"layers_3": 0}) == {"a.layers[0]": (None, 1), "b.layers[3]": (None, 4)}
+
+
+def test_a_list_in_an_argument_called_params_keeps_its_index():
+    assert [".".join(map(str, p)) for p in leaf_paths([("params", [{"w": 0}, {"w": 0}])])] == [
+        "params[0].w", "params[1].w",
+    ]  # fmt: skip
 
 
 def test_a_stack_in_a_stack_is_sized_for_each_member():

@@ -36,7 +36,7 @@ cross_entropy.defvjp(lambda w, h: (cross_entropy(w, h), (w, h)), lambda r, g: (g
 
 
 def model(p, x):
-    """One-hot embedding, a scanned stack, a narrow layer, a head, and a GEMM inside a custom_vjp."""
+    """One-hot embedding, a scanned stack, a narrow layer, a vmapped stack, a head, and a GEMM inside a custom_vjp."""
     tokens = jnp.argmax(x, -1)
     h = jax.nn.one_hot(tokens, 256) @ p["table"]
 
@@ -45,6 +45,7 @@ def model(p, x):
 
     h, _ = jax.lax.scan(body, h, p["layers"])
     narrow = jnp.tanh(h @ p["narrow"]) @ p["narrow"].T
+    h = h + jnp.sum(jax.vmap(jnp.dot, (None, 0))(h, p["stages"]), 0)
     return jnp.sum((h + narrow) @ p["lm_head"]) + cross_entropy(p["loss"], h)
 
 
@@ -52,6 +53,7 @@ PARAMS = {
     "table": array(256, 256),
     "layers": {"mlp": {"up": array(6, 256, 256), "down": array(6, 256, 256)}},
     "narrow": array(256, 40),
+    "stages": array(3, 256, 256),
     "lm_head": array(256, 256),
     "loss": array(256, 256),
 }
@@ -61,6 +63,7 @@ FAULTY_POLICIES = {
     "overridden-rule": "up -> fp8; mlp where k > 100 -> mxfp8",
     "expect-violated": "mlp -> fp8 expect 97",
     "opaque-site": "loss -> fp8",
+    "opaque-index": "stages[-1] -> fp8",
     "quantized-embedding": "table -> fp8",
     "quantized-head": "lm_head -> fp8",
     "padded-gemm": "narrow -> mxfp8",

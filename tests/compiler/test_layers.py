@@ -1,0 +1,508 @@
+"""Layer indices: `layers[-2:]` means the layers of the parameter as it is stored, however the program runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import policyc
+from policyc.compiler.plan_checks import check_plan
+from policyc.language.recipes import Gemm
+
+D = 4
+X = jax.ShapeDtypeStruct((3, D), "float32")
+
+
+def weights(*lead: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*lead, D, D), "float32")
+
+
+def layer(p: Any, h: Any) -> Any:
+    return h + jnp.tanh((h @ p["attn"]) @ p["mlp"])
+
+
+def scan(stack: Any, h: Any, **options: Any) -> Any:
+    return lax.scan(lambda h, p: (layer(p, h), None), h, stack, **options)[0]
+
+
+def each(f: Callable[[Any], Any], tree: Any) -> Any:
+    return jax.tree.map(f, tree)
+
+
+def member(stack: Any, index: Any) -> Any:
+    return each(lambda a: a[index], stack)
+
+
+STACK = {"layers": {"attn": weights(8), "mlp": weights(8)}}
+LIST = {"layers": [{"attn": weights(), "mlp": weights()} for _ in range(8)]}
+TWO_STACKS = {"encoder": STACK, "decoder": STACK}
+
+
+def nested(p, x):
+    groups = each(lambda a: a.reshape(2, 4, D, D), p["layers"])
+    return lax.scan(lambda h, group: (scan(group, h), None), x, groups)[0]
+
+
+def in_groups(p, x):
+    def group(h, members):
+        return layer(member(members, 1), layer(member(members, 0), h)), None
+
+    return lax.scan(group, x, each(lambda a: a.reshape(4, 2, D, D), p["layers"]))[0]
+
+
+def by_split(p, x):
+    halves = each(lambda a: jnp.split(a, 2), p["layers"])
+    first, second = ({name: parts[i] for name, parts in halves.items()} for i in (0, 1))
+    return scan(second, scan(first, x))
+
+
+def interleaved(p, x):
+    pairs = (member(p["layers"], slice(None, None, 2)), member(p["layers"], slice(1, None, 2)))
+    return lax.scan(lambda h, pair: (layer(pair[1], layer(pair[0], h)), None), x, pairs)[0]
+
+
+def both(p, x):
+    stacks = (p["encoder"]["layers"], p["decoder"]["layers"])
+    return lax.scan(lambda h, pair: (layer(pair[1], layer(pair[0], h)), None), x, stacks)[0]
+
+
+def counted_down(p, x):
+    return lax.fori_loop(0, 8, lambda i, h: layer(member(p["layers"], 7 - i), h), x)
+
+
+PROGRAMS: dict[str, tuple[Any, Callable[..., Any], str, list[int]]] = {
+    "a list that is stacked": (
+        LIST, lambda p, x: scan(jax.tree.map(lambda *a: jnp.stack(a), *p["layers"]), x), "layers[-1]", [7]
+    ),
+    "a list that is concatenated": (
+        LIST,
+        lambda p, x: scan(jax.tree.map(lambda *a: jnp.concatenate([b[None] for b in a]), *p["layers"]), x),
+        "layers[2:4]", [2, 3],
+    ),
+    "a reshaped stack, nested scans": (STACK, nested, "layers[-3:]", [5, 6, 7]),
+    "two scans over halves": (
+        STACK,
+        lambda p, x: scan(member(p["layers"], slice(4, None)), scan(member(p["layers"], slice(4)), x)),
+        "layers[-2:]", [6, 7],
+    ),
+    "two scans over split halves": (STACK, by_split, "layers[-2:]", [6, 7]),
+    "the first unrolled, the rest scanned": (
+        STACK,
+        lambda p, x: scan(member(p["layers"], slice(1, None)), layer(member(p["layers"], 0), x)),
+        "layers[0]", [0],
+    ),
+    "groups with an inner loop": (STACK, in_groups, "layers[-3:]", [5, 6, 7]),
+    "a reversed stack": (
+        STACK, lambda p, x: scan(member(p["layers"], slice(None, None, -1)), x), "layers[-2:]", [6, 7]
+    ),
+    "a reversed scan": (STACK, lambda p, x: scan(p["layers"], x, reverse=True), "layers[-2:]", [6, 7]),
+    "even and odd layers in one scan": (STACK, interleaved, "layers[-2:]", [6, 7]),
+    "a loop counter": (
+        STACK,
+        lambda p, x: lax.fori_loop(0, 8, lambda i, h: layer(member(p["layers"], i), h), x),
+        "layers[-2:]", [6, 7],
+    ),
+    "a counter that runs down": (STACK, counted_down, "layers[:2]", [0, 1]),
+    "a gather by constants": (
+        STACK, lambda p, x: scan(member(p["layers"], np.array([3, 1, 7])), x), "layers[2:]", [3, 7]
+    ),
+    "a vmap over what a scan slices": (
+        STACK,
+        lambda p, x: jax.vmap(lambda h: scan(p["layers"], h[None])[0])(x),
+        "layers[1]", [1],
+    ),
+}  # fmt: skip
+
+
+def quantized_layers(policy: str, loss: Callable[..., Any], params: Any) -> list[str]:
+    """The paths of the layers that a policy puts into 8 bits."""
+    plan = policyc.plan(policy, loss, params, X)
+    check_plan(plan)
+    return sorted(
+        ".".join(map(str, run.site.layer_path(run.site.stack_indices(la))))
+        for run in plan.runs()
+        if run.decision.recipe is not None and run.decision.recipe.bits(Gemm.FPROP) == 8
+        for la in run.layers
+    )
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_slice_takes_the_layers_of_the_parameter(name):
+    params, program, selector, layers = PROGRAMS[name]
+    paths = quantized_layers(f"* -> bf16; {selector} -> fp8", lambda p, x: program(p, x).sum(), params)
+    assert paths == sorted(f"layers[{i}].{w}" for i in layers for w in ("attn", "mlp"))
+
+
+def test_one_scan_over_two_stacks_takes_the_layers_of_each():
+    paths = quantized_layers("layers[-1] -> fp8", lambda p, x: both(p, x).sum(), TWO_STACKS)
+    assert paths == [f"{s}.layers[7].{w}" for s in ("decoder", "encoder") for w in ("attn", "mlp")]
+
+
+@pytest.mark.parametrize("name", ["a reversed stack", "a loop counter", "a reshaped stack, nested scans"])
+def test_the_split_loop_quantizes_these_layers_alone(name):
+    """In the gradient's jaxpr: two layers of two GEMMs, and in each an activation and a weight of fprop."""
+    params, program, _, _ = PROGRAMS[name]
+    loss = policyc.apply("layers[-2:] @ fprop -> mxfp8", program)
+    jaxpr = jax.make_jaxpr(lambda p, x: jax.vjp(lambda p: loss(p, x).sum(), p)[0])(params, X)
+    assert count_quantizations(jaxpr.jaxpr) == 2 * 2 * 2
+
+
+def count_quantizations(jaxpr: Any) -> int:
+    """How often a jaxpr quantizes something, counting every iteration of its scans."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        count += eqn.primitive.name == "mxfp8_quantize"
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                count += times * count_quantizations(inner)
+    return count
+
+
+# ---- what cannot be followed
+
+
+def test_an_index_that_depends_on_values_is_refused():
+    def loss(p, x):
+        index = jnp.argmax(x[0])
+        return (x @ p["layers"]["attn"][index]).sum()
+
+    with pytest.raises(policyc.PolicyError, match="opaque-index") as error:
+        quantized_layers("layers[-1] -> fp8", loss, STACK)
+    assert "not known before the program runs" in str(error.value)
+    assert quantized_layers("layers -> fp8", loss, STACK) == ["layers.attn"]
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "reason"),
+    [((None, 0), "all 8 members of axis 0"), ((0, 0), "several of the 8 members of axis 0")],
+)
+def test_a_product_that_reads_several_layers_at_once_is_refused(in_axes, reason):
+    def loss(p, x):
+        h = x if in_axes[0] is None else jnp.broadcast_to(x, (8, *x.shape))
+        return jax.vmap(jnp.dot, in_axes)(h, p["layers"]["attn"]).sum()
+
+    with pytest.raises(policyc.PolicyError, match=reason):
+        quantized_layers("layers[-1] -> fp8", loss, STACK)
+
+
+def test_a_while_loop_is_refused():
+    def loss(p, x):
+        def body(state):
+            i, h = state
+            return i + 1, layer(member(p["layers"], i), h)
+
+        return lax.while_loop(lambda s: s[0] < 8, body, (0, x))[1].sum()
+
+    with pytest.raises(policyc.PolicyError, match="opaque-index"):
+        quantized_layers("layers[-1] -> fp8", loss, STACK)
+
+
+def test_products_without_a_weight_in_a_loop_over_two_layers_are_refused_by_scope():
+    def loss(p, x):
+        def pair(h, ws):
+            with jax.named_scope("layers"):
+                h = (h @ ws[0]) @ (h @ ws[1]).T @ h
+            return h, None
+
+        t = p["layers"]["attn"]
+        return lax.scan(pair, x, (t[::2], t[1::2]))[0].sum()
+
+    with pytest.raises(policyc.PolicyError, match="reads several layers"):
+        quantized_layers("layers[-1] -> fp8", loss, STACK)
+
+
+# ---- counting
+
+
+def test_a_weight_that_all_iterations_share_counts_once():
+    def loss(p, x):
+        return lax.scan(lambda h, q: (layer(q, h) @ p["shared"], None), x, p["layers"])[0].sum()
+
+    plan = policyc.plan("shared -> fp8; layers -> mxfp8", loss, {**STACK, "shared": weights()}, X)
+    assert plan.counts == (1, 16)
+
+
+def test_products_of_activations_have_the_index_of_the_layer_around_them():
+    def loss(p, x):
+        def block(h, q):
+            with jax.named_scope("attention"):
+                h = (h @ q["attn"]) @ h.T @ h
+            return h, None
+
+        return lax.scan(block, x, each(lambda a: a[::-1], p["layers"]))[0].sum()
+
+    plan = policyc.plan("attention[-1] -> fp8", loss, STACK, X)
+    scores = [s for s in plan.sites if s.weight is None]
+    assert len(scores) == 2
+    for site in scores:
+        decided = [plan.decisions()[site.address, la].recipe is not None for la in site.layers()]
+        assert decided == [True] + [False] * 7  # the last layer runs first
+
+
+# ---- which operand is the weight, and what it is called
+
+
+def weight_names(loss: Callable[..., Any], *args: Any, **options: Any) -> list[tuple[str, str | None]]:
+    return [(s.name, s.weight) for s in policyc.plan("* -> fp8", loss, *args, **options).sites]
+
+
+def test_a_list_in_an_argument_called_params_has_indices():
+    def loss(params, x):
+        for w in params:
+            x = x @ w
+        return x.sum()
+
+    plan = policyc.plan("params[-1] -> fp8", loss, [weights() for _ in range(3)], X)
+    assert plan.counts == (1,)
+    assert [s.name for s in plan.sites] == ["params[0]", "params[1]", "params[2]"]
+
+
+def test_of_several_differentiated_arguments_the_name_is_part_of_the_path():
+    def loss(generator, critic, x):
+        return ((x @ generator["w"]) @ critic["w"]).sum()
+
+    plan = policyc.plan("critic -> fp8", loss, {"w": weights()}, {"w": weights()}, X, param_argnums=(0, 1))
+    assert [s.name for s in plan.sites] == ["generator.w", "critic.w"]
+    assert plan.counts == (1,)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_data_that_is_differentiated_too_is_not_the_weight(left):
+    square = jax.ShapeDtypeStruct((D, D), "float32")
+
+    def loss(params, x):
+        return (params["w"] @ x if left else x @ params["w"]).sum()
+
+    names = weight_names(loss, {"w": weights()}, square, param_argnums=(0, 1))
+    assert names == [("params.w", "lhs" if left else "rhs")]
+
+
+def test_the_weight_of_a_vjp_of_two_arrays_may_be_on_the_left():
+    w, x = jnp.ones((D, D)), jnp.ones((D, 3))
+    with policyc.active("* -> bf16") as session:
+        jax.vjp(lambda w, x: w @ x, w, x)
+    (plan,) = session.plans
+    assert [(s.name, s.weight) for s in plan.sites] == [("w", "lhs")]
+
+
+FROZEN = {"layers": [{"up": jnp.ones((D, D))} for _ in range(2)]}
+
+
+def adapted(lora, base, x):
+    for a, w in zip(lora, base["layers"], strict=True):
+        x = x @ w["up"] + (x @ a["down"]) @ a["up"]
+    return x.sum()
+
+
+LORA = [{"down": jnp.ones((D, 2)), "up": jnp.ones((2, D))} for _ in range(2)]
+
+
+def test_frozen_weights_have_names_and_no_wgrad():
+    plan = policyc.plan("base.* -> fp8 expect 2; lora.* -> keep", adapted, LORA, FROZEN, jnp.ones((3, D)))
+    frozen = [s for s in plan.sites if s.name.startswith("base")]
+    assert [s.name for s in frozen] == ["base.layers[0].up", "base.layers[1].up"]
+    # No gradient of the first layer's input is needed either.
+    assert [s.products for s in frozen] == [{Gemm.FPROP}, {Gemm.FPROP, Gemm.DGRAD}]
+    check_plan(plan)
+
+
+def test_frozen_weights_have_names_in_a_program_that_differentiates_something_else():
+    with policyc.active("base.layers[-1] -> fp8 expect 1; lora -> keep") as session:
+        jax.jit(jax.grad(adapted)).trace(LORA, FROZEN, jnp.ones((3, D)))
+    assert session.plans[0].counts == (1, 4)
+
+
+def test_a_batch_is_no_weight():
+    def loss(w, batch):
+        return (batch["x"]["y"] @ w).sum() + (batch["x"]["y"] @ batch["x"]["y"].T).sum()
+
+    names = weight_names(loss, jnp.ones((D, D)), {"x": {"y": jnp.ones((3, D))}})
+    assert [weight for _, weight in names] == ["rhs", None]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w, x: w + jnp.outer(x[0], x[1]),
+        lambda w, x: w * (jnp.abs(w) > 0.1),
+        lambda w, x: w / jnp.linalg.norm(w, axis=0),
+        lambda w, x: w + 1e-3 * jax.random.normal(jax.random.key(0), w.shape),
+    ],
+    ids=["merged adapter", "mask", "weight norm", "noise"],
+)
+def test_a_weight_that_is_changed_is_still_a_weight(change):
+    assert ("mlp.w", "rhs") in weight_names(
+        lambda p, x: (x @ change(p["mlp"]["w"], x)).sum(), {"mlp": {"w": weights()}}, X
+    )
+
+
+def test_a_straight_through_estimator_leaves_a_weight_a_weight():
+    @jax.custom_vjp
+    def identity(w):
+        return w
+
+    identity.defvjp(lambda w: (w, None), lambda _, g: (g,))
+    assert weight_names(lambda p, x: (x @ identity(p["w"])).sum(), {"w": weights()}, X) == [("w", "rhs")]
+
+
+def test_an_activation_plus_a_bias_is_no_weight():
+    def loss(p, x):
+        h = x + p["bias"]
+        return (h @ h.T).sum()
+
+    assert weight_names(loss, {"bias": jax.ShapeDtypeStruct((D,), "float32")}, X)[0][1] is None
+
+
+# ---- any chain of operations, against numpy on the indices of layers
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation on a stack of matrices, and the same operation on an array of layer indices."""
+
+    name: str
+    on_stack: Callable[[Any], Any]
+    on_indices: Callable[[np.ndarray], np.ndarray]
+
+
+def both_ways(name: str, f: Callable[[Any], Any]) -> Step:
+    return Step(name, f, f)
+
+
+@st.composite
+def chains(draw) -> tuple[int, list[Step], np.ndarray]:
+    size = draw(st.integers(4, 12))
+    indices = np.arange(size)
+    steps: list[Step] = []
+    for _ in range(draw(st.integers(0, 4))):
+        step = draw(st.sampled_from(OPERATIONS))(draw, len(indices))
+        steps.append(step)
+        indices = step.on_indices(indices)
+    return size, steps, indices
+
+
+def slicing(draw, n: int) -> Step:
+    start = draw(st.integers(0, n - 1))
+    stop, stride = draw(st.integers(start + 1, n)), draw(st.integers(1, 3))
+    return both_ways(f"[{start}:{stop}:{stride}]", lambda t: t[start:stop:stride])
+
+
+def reversing(draw, n: int) -> Step:
+    return both_ways("[::-1]", lambda t: t[::-1])
+
+
+def rotating(draw, n: int) -> Step:
+    by = draw(st.integers(0, n - 1))
+    return Step(
+        f"rotate {by}",
+        lambda t: jnp.concatenate([t[by:], t[:by]]),
+        lambda i: np.concatenate([i[by:], i[:by]]),
+    )
+
+
+def gathering(draw, n: int) -> Step:
+    chosen = np.array(draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=6)))
+    return both_ways(f"[{chosen}]", lambda t: t[chosen])
+
+
+def restacking(draw, n: int) -> Step:
+    order = draw(st.permutations(range(n)))
+    return Step(
+        f"stack {order}",
+        lambda t: jnp.stack([t[i] for i in order]),
+        lambda i: np.stack([i[j] for j in order]),
+    )
+
+
+def splitting(draw, n: int) -> Step:
+    at = draw(st.integers(0, n - 1))
+    return Step(f"split {at}", lambda t: jnp.split(t, [at])[1], lambda i: np.split(i, [at])[1])
+
+
+def transposing(draw, n: int) -> Step:
+    factors = [a for a in range(1, n + 1) if n % a == 0]
+    a = draw(st.sampled_from(factors))
+    return both_ways(
+        f"interleave {a}", lambda t: t.reshape(a, n // a, *t.shape[1:]).swapaxes(0, 1).reshape(t.shape)
+    )
+
+
+def moving(draw, n: int) -> Step:
+    return Step("moveaxis", lambda t: jnp.moveaxis(jnp.moveaxis(t, 0, 2) * 2, 2, 0), lambda i: i)
+
+
+def casting(draw, n: int) -> Step:
+    return Step("cast", lambda t: t.astype(jnp.bfloat16).astype(jnp.float32), lambda i: i)
+
+
+OPERATIONS = [slicing, reversing, rotating, gathering, restacking, splitting, transposing, moving, casting]
+
+
+def scanned(t: Any, h: Any) -> Any:
+    return lax.scan(lambda h, w: (h @ w, None), h, t)[0]
+
+
+def scanned_backwards(t: Any, h: Any) -> Any:
+    return lax.scan(lambda h, w: (h @ w, None), h, t, reverse=True)[0]
+
+
+def counted(t: Any, h: Any) -> Any:
+    return lax.fori_loop(0, t.shape[0], lambda i, h: h @ t[i], h)
+
+
+def unrolled(t: Any, h: Any) -> Any:
+    for i in range(t.shape[0]):
+        h = h @ t[i]
+    return h
+
+
+def grouped(t: Any, h: Any) -> Any:
+    """Nested scans where that is possible, one scan of one group where it is not."""
+    n = t.shape[0]
+    outer = next(a for a in (3, 2, 1) if n % a == 0)
+    return lax.scan(
+        lambda h, group: (jax.checkpoint(scanned)(group, h), None), h, t.reshape(outer, n // outer, D, D)
+    )[0]
+
+
+USES = [scanned, scanned_backwards, counted, unrolled, grouped]
+
+
+@settings(max_examples=60)
+@given(chains(), st.sampled_from(USES))
+def test_any_chain_reads_the_layers_that_numpy_says(chain, use):
+    check_chain(chain, use)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500)
+@given(chains(), st.sampled_from(USES))
+def test_many_chains_read_the_layers_that_numpy_says(chain, use):
+    check_chain(chain, use)
+
+
+def check_chain(chain: tuple[int, list[Step], np.ndarray], use: Callable[[Any, Any], Any]) -> None:
+    size, steps, expected = chain
+
+    def loss(p, x):
+        t = p["w"]
+        for step in steps:
+            t = step.on_stack(t)
+        return use(t, x).sum()
+
+    plan = policyc.plan("* -> fp8", loss, {"w": weights(size)}, X)
+    # The layers of a site are in the order of the stacked inputs, whichever way the scan runs.
+    read = [site.layer_path(site.stack_indices(la))[0] for site in plan.sites for la in site.layers()]
+    assert {segment.size for segment in read} == {size}
+    assert [segment.index for segment in read] == expected.tolist(), [s.name for s in steps]
