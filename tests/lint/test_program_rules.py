@@ -45,7 +45,7 @@ def model(p, x):
 
     h, _ = jax.lax.scan(body, h, p["layers"])
     narrow = jnp.tanh(h @ p["narrow"]) @ p["narrow"].T
-    h = h + jnp.sum(jax.vmap(jnp.dot, (None, 0))(h, p["stages"]), 0)
+    h = h + jnp.sum(jax.vmap(jnp.dot)(jnp.broadcast_to(h, (3, *h.shape)), p["stages"]), 0)
     return jnp.sum((h + narrow) @ p["lm_head"]) + cross_entropy(p["loss"], h)
 
 
