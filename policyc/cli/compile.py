@@ -84,14 +84,11 @@ def _compile_config(
 ) -> CompileReport:
     """Compiles the step of a configuration of the bundled Llama."""
     from policyc.compiler.schedule import set_step
-    from policyc.hardware import deviceless, llama_step, step_cost
+    from policyc.hardware import deviceless, llama_step
 
     assert execution.target is not None
     count = options.devices
-    sizes = llama_step.Sizes(
-        batch=options.batch, sequence=options.sequence, accumulate=options.accumulate, remat=options.remat
-    )
-    mesh = step_cost.parse_mesh(options.mesh or f"fsdp={count}", count)
+    sizes, mesh = options.sizes(), options.mesh_shape()
     llama_step.check_mesh(config, mesh, sizes)
     devices = deviceless.make_devices(execution.target, count)
     step, arguments, run = llama_step.jit_step(config, mesh, sizes, devices)

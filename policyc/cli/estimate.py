@@ -76,7 +76,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, **options
         raise click.UsageError(str(missing.args[0])) from None
     policies = _load_policies(policy, options["variant"], options["against"])
     try:
-        mesh = step_cost.parse_mesh(step.mesh or f"fsdp={step.devices}", step.devices)
+        mesh = step.mesh_shape()
         traced = _trace_step(policies[-1][1], program, mesh, step, options["backend"])
     except ValueError as error:
         exit_with_message(str(error))
@@ -111,10 +111,7 @@ def _trace_step(
     from policyc.hardware import llama_step, step_cost
 
     if step.config:
-        sizes = llama_step.Sizes(
-            batch=step.batch, sequence=step.sequence, accumulate=step.accumulate, remat=step.remat
-        )
-        return llama_step.plan_step(policy, step.config, mesh, sizes, backend)
+        return llama_step.plan_step(policy, step.config, mesh, step.sizes(), backend)
     step.reject_for_program("batch", "sequence")
     if mesh.tensor * mesh.context > 1:
         raise ValueError(

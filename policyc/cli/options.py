@@ -9,11 +9,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from policyc.cli.common import ExampleCommand
+
+if TYPE_CHECKING:
+    from policyc.hardware.llama_step import Sizes
+    from policyc.hardware.step_cost import MeshShape
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Decorator = Callable[[_Function], _Function]
@@ -185,6 +189,18 @@ class StepOptions:
         """Raises a usage error unless exactly one of a program and `--config` is given."""
         if bool(program) == bool(self.config):
             raise click.UsageError("name a program, or a configuration with --config; one of the two")
+
+    def sizes(self) -> Sizes:
+        """The settings that replace those of a configuration."""
+        from policyc.hardware.llama_step import Sizes
+
+        return Sizes(batch=self.batch, sequence=self.sequence, accumulate=self.accumulate, remat=self.remat)
+
+    def mesh_shape(self) -> MeshShape:
+        """The mesh; all devices on the axis fsdp without `--mesh`. Raises ValueError if it does not fit `--devices`."""
+        from policyc.hardware.step_cost import parse_mesh
+
+        return parse_mesh(self.mesh or f"fsdp={self.devices}", self.devices)
 
     def reject_for_program(self, *names: str) -> None:
         """Raises ValueError if one of these options is given: they only change a configuration."""
