@@ -165,6 +165,10 @@ def test_rows_that_are_looked_up_are_activations() -> None:
     (site,) = sites
     assert (site.name, site.weight, site.products) == ("w", "rhs", {FPROP, DGRAD, WGRAD})
     assert [dotted(path) for path in sites.looked_up] == ["embed"]
+    site = only_site(
+        lambda p, ids, x: p["embed"][ids] @ x, {"embed": struct(100, 16)}, struct(8, dtype=jnp.int32), W
+    )
+    assert site.weight is None
 
 
 def test_a_matrix_that_is_looked_up_in_a_stack_is_a_weight() -> None:

@@ -1,0 +1,260 @@
+"""`policyc.active`: every loss that a program differentiates runs under the policy, and nothing stays behind.
+
+What is executed is in fp8, which compiles fast: the format makes no difference here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import policyc
+from tests.support.jaxpr_tools import primitive_counts, struct
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+W = jnp.asarray(np.random.default_rng(0).standard_normal((16, 16)), jnp.float32) / 4
+X = jnp.asarray(np.random.default_rng(1).standard_normal((8, 16)), jnp.float32)
+ABSTRACT = struct(16, 16), struct(8, 16)
+
+
+def loss(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.square(jnp.tanh(x @ w) @ w))
+
+
+def quantized_gemms(f: Callable[..., Any], *args: Any) -> int:
+    return primitive_counts(jax.make_jaxpr(f)(*(args or ABSTRACT)))["scaled_gemm"]
+
+
+def differentiate(f: Callable[..., Any]) -> None:
+    """Traces the derivative, without computing it."""
+    jax.eval_shape(jax.grad(f), *ABSTRACT)
+
+
+# ---- which derivatives are reached
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda f: jax.grad(f),
+        lambda f: jax.value_and_grad(f),
+        lambda f: jax.jacrev(f),
+        lambda f: jax.jit(jax.grad(f)),
+        lambda f: lambda w, x: jax.vjp(f, w, x)[1](1.0),
+        lambda f: lambda w, x: jax.vjp(partial(f, x=x), w)[1](1.0),
+        lambda f: lambda w, x: jax.linear_transpose(jax.linearize(f, w, x)[1], w, x)(1.0),
+        lambda f: jax.grad(jax.jit(f)),
+        lambda f: jax.grad(jax.checkpoint(f)),
+    ],
+    ids=[
+        "grad",
+        "value_and_grad",
+        "jacrev",
+        "jit of grad",
+        "vjp",
+        "vjp of partial",
+        "linearize",
+        "grad of jit",
+        "remat",
+    ],
+)
+def test_active_reaches_every_entry_of_autodiff(entry: Any) -> None:
+    derivative = entry(loss)
+    assert quantized_gemms(derivative) == 0
+    with policyc.active("* -> nvfp4") as session:
+        assert quantized_gemms(entry(loss)) >= 5
+        assert quantized_gemms(derivative) >= 5, "a derivative made before is reached too"
+    assert session.plans
+    assert session.matched
+    assert quantized_gemms(derivative) == 0, "nothing stays behind"
+
+
+def test_a_step_that_was_compiled_before_is_compiled_again() -> None:
+    step = jax.jit(jax.value_and_grad(loss))
+    before = step(W, X)
+    with policyc.active("* -> fp8"):
+        inside = step(W, X)
+    after = step(W, X)
+    assert before[0] == after[0] != inside[0]
+
+
+def test_a_jitted_loss_differentiated_outside_jit_is_compiled_once() -> None:
+    from jax._src.interpreters import pxla
+
+    inner, other, lowered = jax.jit(loss), W + 1, []
+    original = pxla.lower_sharding_computation
+    with policyc.active("* -> fp8"):
+        jax.grad(inner)(W, X)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                pxla, "lower_sharding_computation", lambda *a, **k: lowered.append(1) or original(*a, **k)
+            )
+            jax.grad(inner)(other, X)
+        assert not lowered
+
+
+def test_the_loss_is_called_once() -> None:
+    calls = []
+
+    def counted(w: Any, x: Any) -> Any:
+        calls.append(1)
+        return loss(w, x)
+
+    with policyc.active("* -> mxfp8"):
+        jax.eval_shape(jax.jit(jax.value_and_grad(counted)), *ABSTRACT)
+    assert len(calls) == 1
+    jax.eval_shape(jax.jit(policyc.apply("* -> mxfp8", counted)), *ABSTRACT)
+    assert len(calls) == 2
+
+
+def test_the_inner_of_two_policies_wins() -> None:
+    with policyc.active("* -> nvfp4") as outer, policyc.active("* -> keep") as inner:
+        assert quantized_gemms(jax.grad(loss)) == 0
+    assert inner.plans
+    assert not outer.plans
+
+
+def test_derivatives_inside_a_custom_rule_are_left_alone() -> None:
+    @jax.custom_vjp
+    def inner(w: Any, x: Any) -> Any:
+        return jnp.sin(w).sum() * x.sum()
+
+    def fwd(w: Any, x: Any) -> Any:
+        out, pullback = jax.vjp(lambda w: jnp.sin(w).sum() * x.sum(), w)
+        return out, pullback
+
+    inner.defvjp(fwd, lambda pullback, g: (*pullback(g), None))
+    with policyc.active("* -> mxfp8") as session:
+        differentiate(lambda w, x: loss(w, x) + inner(w, x))
+    assert len(session.plans) == 1
+
+
+def test_a_derivative_taken_by_a_backward_rule_is_no_loss_of_its_own() -> None:
+    """As in a loss that computes its logits piece by piece, and again in the backward pass."""
+
+    @jax.custom_vjp
+    def head(w: Any, h: Any) -> Any:
+        return (h @ w).sum()
+
+    head.defvjp(
+        lambda w, h: (head(w, h), (w, h)),
+        lambda saved, g: tuple(g * d for d in jax.grad(lambda w, h: (h @ w).sum(), argnums=(0, 1))(*saved)),
+    )
+
+    def f(params: Any, x: Any) -> Any:
+        return head(params["head"], loss(params["body"], x) * x)
+
+    w, x = ABSTRACT
+    with policyc.active("body -> mxfp8 expect 2") as session:
+        jax.eval_shape(jax.jit(jax.grad(f)), {"body": w, "head": w}, x)
+    assert [[s.name for s in plan.sites] for plan in session.plans] == [["body", "body", "head"]]
+
+
+# ---- what a loss may take and return
+
+
+def test_arguments_and_results_that_are_no_arrays() -> None:
+    class Config:
+        depth = 2
+
+    def f(params: Any, x: Any, config: Any, mode: Any, *, flag: Any) -> Any:
+        assert isinstance(config, Config)
+        assert isinstance(mode, str)
+        if flag and x.shape[0] > 1:
+            for _ in range(config.depth):
+                x = jnp.tanh(x @ params["w"])
+        return x.sum(), {"mode": mode, "none": None, "n": 3, "mean": x.mean(), "config": config}
+
+    params = {"w": W, "nothing": None}
+    with policyc.active("* -> fp8"):
+        (value, aux), grads = jax.value_and_grad(f, has_aux=True)(params, X, Config(), "train", flag=True)
+    assert aux["mode"] == "train"
+    assert aux["n"] == 3
+    assert aux["none"] is None
+    assert isinstance(aux["config"], Config)
+    assert aux["mean"].shape == ()
+    assert grads["nothing"] is None
+    assert jnp.isfinite(value)
+
+
+def test_closed_over_arrays_effects_and_dropout_keys() -> None:
+    seen = []
+
+    def f(w: Any, x: Any, key: Any) -> Any:
+        jax.debug.callback(lambda v: seen.append(float(v)), x.sum())
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return loss(w, jnp.where(keep, x + X, 0))
+
+    with policyc.active("* -> fp8"):
+        value, _ = jax.jit(jax.value_and_grad(f))(W, X, jax.random.key(3))
+        jax.effects_barrier()
+    assert jnp.isfinite(value)
+    assert len(seen) == 1
+
+
+def test_gradient_accumulation_inside_a_scan() -> None:
+    def step(w: Any, batches: Any) -> Any:
+        def micro(total: Any, x: Any) -> Any:
+            value, grad = jax.value_and_grad(loss)(w, x)
+            return total + grad, value
+
+        return jax.lax.scan(micro, jnp.zeros_like(w), batches)
+
+    with policyc.active("* -> fp8") as session:
+        total, values = jax.jit(step)(W, jnp.stack([X, X * 2]))
+    (plan,) = session.plans
+    assert [s.count for s in plan.sites] == [1, 1]
+    assert values.shape == (2,)
+    assert jnp.isfinite(total).all()
+
+
+# ---- several losses
+
+
+def other_loss(v: Any, x: Any) -> Any:
+    return (x @ v).sum()
+
+
+def test_a_later_loss_may_be_about_other_things_but_not_about_half_of_them() -> None:
+    with policyc.active("w -> nvfp4 expect 2") as session:
+        differentiate(loss)
+        differentiate(other_loss)
+        differentiate(lambda v, x: (v * v).sum())
+        assert [sum(p.counts) for p in session.plans] == [2, 0, 0]
+        with pytest.raises(policyc.PolicyError, match="expects 2 sites and matches 1"):
+            differentiate(lambda w, x: (x @ w).sum())
+
+
+def test_the_first_loss_meets_every_expectation() -> None:
+    with policyc.active("w -> nvfp4 expect 2"), pytest.raises(policyc.PolicyError, match="matches 0"):
+        differentiate(other_loss)
+
+
+def test_with_multiple_losses_any_of_them_may_meet_an_expectation() -> None:
+    policy = "w -> nvfp4 expect 2; v -> fp8 expect 1; u -> fp8 expect 1"
+    with policyc.active(policy, multiple_losses=True) as session:
+        differentiate(other_loss)
+        differentiate(loss)
+    assert [d.span.start for d in session.unmet] == [session.policy.rules[2].span.start]
+
+
+def test_a_loss_traced_at_every_step_is_recorded_once() -> None:
+    plans = []
+    with policyc.active("* -> fp8", on_plan=plans.append) as session:
+        for _ in range(3):
+            differentiate(loss)
+    assert session.plans == plans
+    assert len(plans) == 1
+
+
+def test_a_policy_that_cannot_be_applied_leaves_nothing_behind() -> None:
+    with pytest.raises(policyc.PolicyError, match="matches 2"), policyc.active("w -> fp8 expect 3"):
+        differentiate(loss)
+    assert quantized_gemms(jax.grad(loss)) == 0
