@@ -21,7 +21,7 @@ from jax import lax
 from benchmarks.timing import print_times, save, time_median
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
-from policyc.numerics.quantize import Axes, Key, block_values, key, quantize, random
+from policyc.numerics.quantize import Axes, Key, block_values, blocks, make_key, quantize
 
 DIMS = (((1,), (0,)), ((), ()))
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
@@ -98,26 +98,26 @@ def time_quantizers(x: jax.Array, repeat: int) -> Any:
 @contextmanager
 def threefry() -> Any:
     """Replaces the hash by JAX's own random number generator."""
-    words = random.words
+    words = blocks.random_words
 
     def draw(k: Key, shape: tuple[int, ...], offset: int = 0) -> jax.Array:
         del offset
         seed = jnp.stack([jnp.ravel(k.a)[0], jnp.ravel(k.b)[0]])
         return jax.random.bits(jax.random.wrap_key_data(seed), shape, jnp.uint32)
 
-    random.words = draw
+    blocks.random_words = draw
     try:
         yield
     finally:
-        random.words = words
+        blocks.random_words = words
 
 
 def time_designs(x: jax.Array, repeat: int) -> dict[str, Any]:
     """Times alternatives for the random bits, for the transform, and for the two operands that come from dy."""
     sr, rotated = nvfp4(rounding="sr"), nvfp4(rht=16)
-    rows = {"hash": time_median(partial(quantize, treatment=sr, key=key(1)), x, repeat=repeat)}
+    rows = {"hash": time_median(partial(quantize, treatment=sr, key=make_key(1)), x, repeat=repeat)}
     with threefry():
-        rows["threefry"] = time_median(lambda x: quantize(x, sr, key=key(1)), x, repeat=repeat)
+        rows["threefry"] = time_median(lambda x: quantize(x, sr, key=make_key(1)), x, repeat=repeat)
     results = {"random bits": print_times("random bits", rows, "hash")}
     rows = {}
     methods = ["matmul", "matmul_bf16", "butterfly"]

@@ -105,7 +105,7 @@ def _compile_program(
     from policyc.compiler.plan_checks import check_plan
     from policyc.experiments import runner
     from policyc.hardware import deviceless
-    from policyc.jaxcore import define_primitive
+    from policyc.jaxcore import versions
 
     assert execution.target is not None
     count = options.devices
@@ -116,7 +116,7 @@ def _compile_program(
         )
     deviceless.check_installed()
     if count > 1:
-        define_primitive.host_devices(count)
+        versions.set_cpu_device_count(count)
     jitted, plans = runner.trace_first_step(parse_program(program), policy, execution)
     if not plans:
         raise ValueError("the program ended, and no loss that it differentiated has a GEMM")

@@ -23,7 +23,7 @@ from policyc.jaxcore.containers import IterationRange
 from policyc.jaxcore.transform import Address, ExtraInput
 from policyc.language.recipes import Recipe
 from policyc.numerics.gemm import Backends, GemmOptions, Prequantized, prequantize
-from policyc.numerics.quantize import key
+from policyc.numerics.quantize import make_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _quantize(
 
 def rounding_keys(site: Site, ranges: Sequence[IterationRange]) -> list[np.ndarray]:
     """The two words of the rounding key of every layer in these ranges of its loops."""
-    layer_keys = [key(0, site.number, ordinal) for ordinal in site.loop_ordinals()]
+    layer_keys = [make_key(0, site.number, ordinal) for ordinal in site.loop_ordinals()]
     sizes = tuple(s.size for s in site.loops)
     part = tuple(slice(r.start, r.stop) for r in ranges)
     return [

@@ -26,11 +26,11 @@ from policyc.jaxcore.containers import SCAN, container_of
 from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.transform import Address, ExtraInput, Position
 from policyc.language.formats import FORMATS
-from policyc.numerics.gemm import GemmOptions, QuantizedOperand, operands
-from policyc.numerics.measure import FIGURES, figures
+from policyc.numerics.gemm import GemmOptions
+from policyc.numerics.operand_stats import ERROR_SUMS, QuantizedOperand, quantize_operands, sum_errors
 
 _OPERANDS_PER_SITE = 6
-_SHAPE = (_OPERANDS_PER_SITE, len(FIGURES))
+_SHAPE = (_OPERANDS_PER_SITE, len(ERROR_SUMS))
 
 
 class _Tap:
@@ -51,14 +51,14 @@ class MeasuredGemm:
     def _operands(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> list[QuantizedOperand]:
         dims = self.site.eqn.params["dimension_numbers"]
         options = GemmOptions(weight=self.site.weight, site=self.site.number)
-        return operands(lhs, rhs, dy, dims, self.site_recipe.recipe, options)
+        return quantize_operands(lhs, rhs, dy, dims, self.site_recipe.recipe, options)
 
     def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:
-        """The figures of the six operands. Those of an operand that is not quantized are zeros."""
+        """The `ERROR_SUMS` of the six operands. Those of an operand that is not quantized are zeros."""
         measured = self._operands(lhs, rhs, dy)
-        zeros = jnp.zeros(len(FIGURES))
+        zeros = jnp.zeros(len(ERROR_SUMS))
         return jnp.stack(
-            [figures(o) if FORMATS[o.side.treatment.format].is_quantized else zeros for o in measured]
+            [sum_errors(o) if FORMATS[o.spec.treatment.format].is_quantized else zeros for o in measured]
         )
 
     def operand_names(self) -> list[tuple[str, str]]:
@@ -67,7 +67,7 @@ class MeasuredGemm:
 
         def record(lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> None:
             names.extend(
-                (f"{o.gemm}.{o.role}" if self.site.weight else o.side.name, o.side.treatment.format)
+                (f"{o.spec.gemm}.{o.role}" if self.site.weight else o.spec.name, o.spec.treatment.format)
                 for o in self._operands(lhs, rhs, dy)
             )
 

@@ -28,7 +28,7 @@ from policyc.language.files import atomic_write
 from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy
 from policyc.language.selectors import DottedPath
-from policyc.numerics.measure import told
+from policyc.numerics.operand_stats import summarize_errors
 
 StatsRow = dict[str, Any]
 
@@ -133,7 +133,12 @@ def _operand_rows(tapped: TappedLoss, taps: Sequence[np.ndarray]) -> Iterator[St
         labels = _site_and_layer(path, site.name)
         for number, (name, format) in enumerate(operand_names):
             if FORMATS[format].is_quantized:
-                yield {**labels, "operand": name, "format": format, **told(figures[..., number, :])}
+                yield {
+                    **labels,
+                    "operand": name,
+                    "format": format,
+                    **summarize_errors(figures[..., number, :]),
+                }
 
 
 def _site_and_layer(path: DottedPath, default: str = "") -> StatsRow:

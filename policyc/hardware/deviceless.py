@@ -21,8 +21,8 @@ from policyc.compiler.session import Session, activate
 from policyc.hardware import gpus, hlo
 from policyc.hardware.compile_report import CompileReport, check_products, total_collectives
 from policyc.jaxcore import jaxprs, relocate
-from policyc.jaxcore.define_primitive import gpu_description
 from policyc.jaxcore.relocate import JittedFunction
+from policyc.jaxcore.versions import convert_gpu_description
 from policyc.language.policy import Policy
 from policyc.numerics.targets import Target
 
@@ -51,7 +51,7 @@ def check_installed() -> None:
 def make_devices(target: Target, count: int) -> list[jax.Device]:
     """Returns devices of a target to compile for. They cannot run anything."""
     check_installed()
-    description = gpu_description(_with_installed_cudnn(gpus.read_description(target)))
+    description = convert_gpu_description(_with_installed_cudnn(gpus.read_description(target)))
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=description, topology=f"1x1x{count}"
     )

@@ -1,279 +1,214 @@
-"""Primitives made of a jnp function, and whatever of JAX differs between its versions.
+"""Defines JAX primitives that a jnp function implements.
 
-In: a name and a pure function of arrays. Out: a primitive that shows as one equation, lowers to that
-function, and batches, differentiates (not at all) and partitions like it. The one trap: inside `shard_map`
-an output varies over the mesh axes that any input varies over, and that must be said by hand.
+Such a primitive shows as one equation in a jaxpr. It lowers to its function, batches like it and partitions like it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
-from math import prod
 from typing import Any
 
 import jax
-import numpy as np
-from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import NamedSharding
 
 from policyc.jaxcore.internals import dispatch
-
-FULL_8_BIT_SUMS: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
-"""The precision of an 8-bit product whose sums are fp32 throughout."""
-if jax.__version_info__ >= (0, 12):
-    # XLA's GPU plugin of 0.12 cannot be given that one: no algorithm of 8-bit numbers. Of a product without one, cuBLAS
-    # takes the highest precision to mean the same.
-    FULL_8_BIT_SUMS = lax.Precision.HIGHEST
+from policyc.jaxcore.shardings import (
+    explicit_axes_as_auto,
+    match_varying_axes,
+    mesh_axes_of,
+    valid_partition_spec,
+)
 
 Shape = tuple[tuple[int, ...], Any]
+"""Shape and dtype."""
 DimSource = tuple[int, int] | None
-"""Where a dimension of a result comes from: an operand, and one of its dimensions counted from the end."""
+"""The operand that a dimension of a result comes from, and that operand's dimension, counted from the end."""
 Implementation = Callable[..., Sequence[jax.Array]]
+Mapped = tuple[tuple[bool, ...], ...]
+"""One tuple for each `vmap` around an equation, outermost first: which operands have a leading axis for it."""
 
 
-def define(
-    name: str,
-    body: Implementation,
-    shapes: Callable[..., Sequence[Shape]],
-    sources: Callable[..., Sequence[Sequence[DimSource]]],
-    platforms: Mapping[str, Implementation] | None = None,
-    alone: Mapping[str, Implementation] | None = None,
-    needs_devices: bool = False,
-    local: str = "",
-) -> Primitive:
-    """A primitive called `name` that runs `body(*arrays, **params)`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrimitiveRules:
+    """How a primitive behaves. All functions take the operands (or their avals) and the parameters.
 
-    `shapes(*avals, **params)` gives the shape and type of each result, and `sources(*avals, **params)` where each
-    of its dimensions comes from, so that types which say how an array is sharded go on saying so. `platforms`
-    has other bodies for the same result, and `alone` still others for programs of one device, where nothing has
-    to be divided. The parameter `mapped` has a tuple for each `vmap` around it, outermost first: which operands
-    carry a leading axis for it. A body that divides itself among devices needs to know them when it is lowered.
-    `local` is the name of a backend that runs on one device's arrays only, and not under `vmap`: elsewhere it is an
-    error.
+    Attributes:
+      body: computes the results.
+      shapes: the shape and dtype of each result.
+      dim_sources: where each dimension of each result comes from. A result is sharded over the mesh axes of these
+        dimensions if types carry shardings.
+      platform_bodies: other bodies with the same results, by platform.
+      single_device_bodies: bodies for programs on one device, which nothing has to partition, by platform.
+      needs_devices: whether lowering needs to know the devices. True if the body partitions itself.
+      unshardable_backend: the name of the backend if XLA cannot partition the body and `vmap` cannot batch it. Both
+        are then errors that name the backend.
     """
+
+    body: Implementation
+    shapes: Callable[..., Sequence[Shape]]
+    dim_sources: Callable[..., Sequence[Sequence[DimSource]]]
+    platform_bodies: Mapping[str, Implementation] = field(default_factory=dict)
+    single_device_bodies: Mapping[str, Implementation] = field(default_factory=dict)
+    needs_devices: bool = False
+    unshardable_backend: str = ""
+
+
+def define(name: str, rules: PrimitiveRules) -> Primitive:
+    """Defines a primitive. Apply it with `bind`."""
     primitive = Primitive(name)
     primitive.multiple_results = True
-
-    def abstract(*avals: Any, mapped: tuple[tuple[bool, ...], ...], **params: Any) -> list[ShapedArray]:
-        sizes: list[int] = []
-        leading: list[Any] = []
-        inner = list(avals)
-        for i, level in enumerate(mapped):
-            first = next(n for n, m in enumerate(level) if m)
-            sizes.append(inner[first].shape[0])
-            # One dimension was taken from the front for each level before.
-            leading.append(_spec(avals[first])[sum(outer[first] for outer in mapped[:i])])
-            inner = [_Shaped(a.shape[1:], a.dtype) if m else a for a, m in zip(inner, level, strict=True)]
-        # Of operands that vary alike (see `bind`), any says how.
-        mesh, varying = avals[0].sharding.mesh, avals[0].manual_axis_type
-        results = shapes(*inner, **params)
-        out = []
-        for (shape, dtype), source in zip(results, sources(*inner, **params), strict=True):
-            wanted = [*leading, *(None if s is None else _spec(avals[s[0]])[s[1]] for s in source)]
-            full = (*sizes, *shape)
-            spec = _partitioned(wanted, full, dict(mesh.shape))
-            sharding = NamedSharding(mesh, spec)
-            aval = ShapedArray(full, jax.numpy.dtype(dtype), sharding=sharding, manual_axis_type=varying)
-            out.append(aval)
-        return out
-
-    def mapped_body(f: Implementation) -> Implementation:
-        def run(*args: jax.Array, mapped: tuple[tuple[bool, ...], ...], **params: Any) -> Sequence[jax.Array]:
-            g: Callable[..., Sequence[jax.Array]] = partial(f, **params)
-            for level in reversed(mapped):
-                g = jax.vmap(g, in_axes=tuple(0 if m else None for m in level))
-            return g(*args)
-
-        return run
-
-    def batch(
-        args: Sequence[jax.Array], dims: Sequence[int | None], *, mapped: Any, **params: Any
-    ) -> tuple[Sequence[jax.Array], list[int]]:
-        if local:
-            raise NotImplementedError(
-                f"backend {local} runs no GEMM under a vmap around the loss: {_ELSEWHERE}"
-            )
-        level = tuple(d is not None for d in dims)
-        moved = [a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
-        out = primitive.bind(*moved, mapped=(level, *mapped), **params)  # type: ignore[no-untyped-call]
-        return out, [0] * len(out)
-
-    if needs_devices:
+    if rules.needs_devices:
         dispatch.prim_requires_devices_during_lowering.add(primitive)
-    ad.primitive_jvps[primitive] = _once
-    primitive.def_abstract_eval(abstract)  # type: ignore[no-untyped-call]
+    ad.primitive_jvps[primitive] = _raise_not_differentiable
+    primitive.def_abstract_eval(partial(_abstract_eval, rules))  # type: ignore[no-untyped-call]
     primitive.def_impl(partial(_run, primitive))  # type: ignore[no-untyped-call]
-    batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(primitive, _lowered(mapped_body(body), local=local))
-    for platform, other in (platforms or {}).items():
-        single = (alone or {}).get(platform)
-        rule = _lowered(mapped_body(other), None if single is None else mapped_body(single), local)
+    batching.primitive_batchers[primitive] = partial(_batch, primitive, rules.unshardable_backend)
+    mlir.register_lowering(primitive, _lowering_rule(rules.body, None, rules.unshardable_backend))
+    for platform, body in rules.platform_bodies.items():
+        rule = _lowering_rule(body, rules.single_device_bodies.get(platform), rules.unshardable_backend)
         mlir.register_lowering(primitive, rule, platform=platform)
     return primitive
 
 
-def _once(*_: Any, **__: Any) -> Any:
+def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Array]:
+    """Applies a primitive of `define`.
+
+    Inside `shard_map` a result varies over the mesh axes that any operand varies over: the operands are cast to that
+    first, so that the abstract evaluation rule can read it from any of them.
+    """
+    out: list[jax.Array] = primitive.bind(  # type: ignore[no-untyped-call]
+        *match_varying_axes(*args), mapped=(), **params
+    )
+    return out
+
+
+def _raise_not_differentiable(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
-        "a quantized GEMM is differentiated once, in reverse: it has no forward-mode derivative and no second one. "
+        "a quantized GEMM has one derivative, in reverse mode: it has no forward-mode and no second derivative. "
         "Keep the GEMMs of such a loss, or take its derivative outside the policy."
     )
 
 
-def _spec(aval: Any) -> tuple[Any, ...]:
-    """Which mesh axes each dimension is divided over, where the type says so."""
-    return tuple(aval.sharding.spec) + (None,) * (len(aval.shape) - len(aval.sharding.spec))
+# ---- abstract evaluation
 
 
-def _partitioned(wanted: Sequence[Any], shape: Sequence[int], mesh: Mapping[Any, int]) -> PartitionSpec:
-    """The wanted mesh axes of each dimension, where they divide it and no dimension before it has them."""
-    used: set[Any] = set()
-    kept: list[Any] = []
-    for axes, size in zip(wanted, shape, strict=True):
-        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-        fits = not used & set(names) and size % prod(mesh[n] for n in names) == 0
-        kept.append(axes if fits else None)
-        used |= set(names) if fits else set()
-    return PartitionSpec(*kept)  # type: ignore[no-untyped-call]
-
-
-class _Shaped:
-    """A shape and a type, for `shapes`."""
+class _ShapeDtype:
+    """A shape and a dtype: what `shapes` and `dim_sources` read of an aval."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         self.shape, self.dtype, self.ndim = shape, dtype, len(shape)
 
 
+def _abstract_eval(rules: PrimitiveRules, *avals: Any, mapped: Mapped, **params: Any) -> list[ShapedArray]:
+    sizes, leading, inner = _strip_mapped_axes(avals, mapped)
+    mesh, varying = avals[0].sharding.mesh, avals[0].manual_axis_type
+    shapes, sources = rules.shapes(*inner, **params), rules.dim_sources(*inner, **params)
+    results = []
+    for (shape, dtype), dims in zip(shapes, sources, strict=True):
+        axes = [*leading, *(None if d is None else mesh_axes_of(avals[d[0]])[d[1]] for d in dims)]
+        full_shape = (*sizes, *shape)
+        sharding = NamedSharding(mesh, valid_partition_spec(axes, full_shape, dict(mesh.shape)))
+        dtype = jax.numpy.dtype(dtype)
+        results.append(ShapedArray(full_shape, dtype, sharding=sharding, manual_axis_type=varying))
+    return results
+
+
+def _strip_mapped_axes(avals: Sequence[Any], mapped: Mapped) -> tuple[list[int], list[Any], list[Any]]:
+    """The sizes of the mapped axes, the mesh axes they are sharded over, and the avals without them."""
+    sizes: list[int] = []
+    mesh_axes: list[Any] = []
+    inner = list(avals)
+    for depth, level in enumerate(mapped):
+        first = next(i for i, is_mapped in enumerate(level) if is_mapped)
+        sizes.append(inner[first].shape[0])
+        # Each outer level that maps this operand has taken one dimension from its front.
+        mesh_axes.append(mesh_axes_of(avals[first])[sum(outer[first] for outer in mapped[:depth])])
+        inner = [_ShapeDtype(a.shape[1:], a.dtype) if m else a for a, m in zip(inner, level, strict=True)]
+    return sizes, mesh_axes, inner
+
+
+# ---- batching
+
+
+def _batch(
+    primitive: Primitive,
+    unshardable_backend: str,
+    args: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    *,
+    mapped: Mapped,
+    **params: Any,
+) -> tuple[Sequence[jax.Array], list[int]]:
+    if unshardable_backend:
+        raise NotImplementedError(
+            f"backend {unshardable_backend} cannot run a GEMM under a vmap around the loss: use --backend auto there"
+        )
+    level = tuple(d is not None for d in dims)
+    moved = [a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+    out = primitive.bind(*moved, mapped=(level, *mapped), **params)  # type: ignore[no-untyped-call]
+    return out, [0] * len(out)
+
+
+def _vmap_body(body: Implementation) -> Implementation:
+    """The body under the `vmap`s that the parameter `mapped` records."""
+
+    def run(*args: jax.Array, mapped: Mapped, **params: Any) -> Sequence[jax.Array]:
+        function: Implementation = partial(body, **params)
+        for level in reversed(mapped):
+            function = jax.vmap(function, in_axes=tuple(0 if m else None for m in level))
+        return function(*args)
+
+    return run
+
+
+# ---- running and lowering
+
+
 def _run(primitive: Primitive, *args: Any, **params: Any) -> Sequence[jax.Array]:
-    # Outside `jit`, as one compiled program: op by op would be slow, and keep every step in memory.
-    return _compiled(primitive.bind, tuple(sorted(params.items())))(*args)  # type: ignore[no-any-return]
+    # Outside `jit`, run one compiled program: op by op would be slow and keep every intermediate in memory.
+    return _jit(primitive.bind, tuple(sorted(params.items())))(*args)  # type: ignore[no-any-return]
 
 
 @cache
-def _compiled(body: Implementation, params: tuple[tuple[str, Any], ...]) -> Any:
+def _jit(body: Implementation, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(partial(body, **dict(params)))
 
 
-_ELSEWHERE = "use --backend auto there"
-
-
-def _lowered(
-    body: Implementation, alone: Implementation | None = None, local: str = ""
+def _lowering_rule(
+    body: Implementation, single_device_body: Implementation | None, unshardable_backend: str
 ) -> Callable[..., Any]:
-    def cached(chosen: Implementation, *args: jax.Array, **params: Any) -> Any:
-        # An inner jit: the same equation twice in a program is traced and lowered once.
-        return _compiled(chosen, tuple(sorted(params.items())))(*args)
-
-    general = mlir.lower_fun(partial(cached, body), multiple_results=True)
-    single = general if alone is None else mlir.lower_fun(partial(cached, alone), multiple_results=True)
+    lower_general = _lower_body(_vmap_body(body))
+    lower_single = (
+        lower_general if single_device_body is None else _lower_body(_vmap_body(single_device_body))
+    )
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
-        # Inside `shard_map` the body runs on one device's share: how it varies over the mesh is settled
-        # already.
+        # Without sharding and varying axes: inside `shard_map` the body runs on one device's shard.
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
         devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-        if local and devices not in (None, 1):
+        if unshardable_backend and devices not in (None, 1):
             raise NotImplementedError(
-                f"backend {local} runs on one device, or inside a shard_map, and this program is divided among "
-                f"{devices} by XLA: {_ELSEWHERE}"
+                f"backend {unshardable_backend} runs on one device or inside a shard_map, but XLA partitions this "
+                f"program over {devices} devices: use --backend auto there"
             )
-        rule = single if devices == 1 and not params["mapped"] else general
-        with warnings.catch_warnings(), _divided_by_the_compiler(ctx.avals_in[0].sharding.mesh):
-            # The supported versions of JAX have Triton kernels; that later ones will not is our concern, not a user's.
+        rule = lower_single if devices == 1 and not params["mapped"] else lower_general
+        with warnings.catch_warnings(), explicit_axes_as_auto(ctx.avals_in[0].sharding.mesh):
+            # Every supported JAX has Pallas's Triton backend. Users need not hear that a later one will drop it.
             warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
             return rule(ctx.replace(avals_in=plain), *args, **params)
 
     return lower
 
 
-@contextlib.contextmanager
-def _divided_by_the_compiler(mesh: Any) -> Iterator[None]:
-    """Where types say how arrays are sharded, those of the body's steps would say: not at all. So they say nothing."""
-    explicit = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit]
-    if not explicit:
-        yield
-        return
-    with use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))):
-        yield
+def _lower_body(body: Implementation) -> Callable[..., Any]:
+    def call(*args: jax.Array, **params: Any) -> Any:
+        # An inner jit: JAX traces and lowers an equation once, even if a program contains it several times.
+        return _jit(body, tuple(sorted(params.items())))(*args)
 
-
-def vary_alike(*args: Any) -> list[jax.Array]:
-    """The arrays, made to vary over the same mesh axes of a `shard_map`: those that any of them varies
-    over.
-    """
-    arrays = [jax.numpy.asarray(a) for a in args]
-    over = [jax.typeof(a).manual_axis_type.varying for a in arrays]
-    every = frozenset().union(*over)
-    return [
-        a if v == every else lax.pcast(a, tuple(sorted(every - v)), to="varying")
-        for a, v in zip(arrays, over, strict=True)
-    ]
-
-
-def sharded_like(x: jax.Array, operand: jax.ShapeDtypeStruct) -> jax.Array:
-    """x, divided over devices as the type of the operand says, where types say so."""
-    sharding = operand.sharding
-    if sharding is None or _spec(jax.typeof(x)) == _spec(operand):
-        return x
-    return jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape, type, and where types say it, sharding."""
-    aval = jax.typeof(x)
-    sharding = aval.sharding if any(_spec(aval)) else None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
-
-
-def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Array]:
-    """Applies a primitive of `define`."""
-    out: list[jax.Array] = primitive.bind(  # type: ignore[no-untyped-call]
-        *vary_alike(*args), mapped=(), **params
-    )
-    return out
-
-
-@contextlib.contextmanager
-def without_mesh() -> Iterator[None]:
-    """What is traced in here is one device's share: a mesh around it is not to be seen."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(use_abstract_mesh(AbstractMesh((), ())))
-        with warnings.catch_warnings():
-            # The old way to set a mesh still hides the new one from some libraries.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            stack.enter_context(Mesh(np.empty((), dtype=object), ()))
-        yield
-
-
-def host_devices(count: int) -> None:
-    """Has the CPU be this many devices, where JAX has not counted them yet."""
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
-
-
-_NEW_IN_0_11 = (
-    "mem_clock_ghz",
-    "reserved_shared_memory_per_block",
-    "max_blocks_per_multiprocessor",
-    "collective_memory_granularity",
-)
-
-
-def gpu_description(text: str) -> str:
-    """A description of a GPU for the XLA that is here.
-
-    An older one refuses lines that it does not know, and looks for cuDNN's version in another place.
-    """
-    if jax.__version_info__ >= (0, 11):
-        return text
-    lines = [line for line in text.splitlines() if not line.strip().startswith(_NEW_IN_0_11)]
-    dnn = re.search(r'dnn_version: "(\d+)\.(\d+)\.(\d+)"', text)
-    assert dnn is not None
-    lines.append(f"dnn_version_info {{ major: {dnn[1]} minor: {dnn[2]} patch: {dnn[3]} }}")
-    return "".join(f"{line}\n" for line in lines)
+    return mlir.lower_fun(call, multiple_results=True)

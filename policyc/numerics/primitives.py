@@ -1,7 +1,6 @@
-"""`quantize` and `scaled_gemm` as JAX primitives: a jaxpr shows one equation, not forty lines of arithmetic.
+"""`quantize` and `scaled_gemm` as JAX primitives: each shows as one equation in a jaxpr.
 
-In: arrays, treatments, and the backend that is to run them. Out: `Quantized`s and products. The one trap: their
-results have no derivative. Whoever wants one is inside a `custom_vjp`.
+Their results have no derivative. Code that differentiates them must be inside a `custom_vjp`.
 """
 
 from __future__ import annotations
@@ -15,20 +14,26 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from policyc.jaxcore.define_primitive import DimSource, Shape, bind, define
+from policyc.jaxcore.define_primitive import DimSource, PrimitiveRules, Shape, bind, define
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Treatment
 from policyc.numerics import backends
 from policyc.numerics import quantize as q
-from policyc.numerics.backends import emulate
-from policyc.numerics.backends.emulate import Dims, Operand
-from policyc.numerics.quantize.blocks import layout_of
-from policyc.numerics.quantize.layout import TILE, Axes, Layout, Quantized
+from policyc.numerics.backends import LoweringContext, emulate
+from policyc.numerics.products import DimensionNumbers, free_dims
+from policyc.numerics.quantize.blocks import layout_of, outer_scale_axes
+from policyc.numerics.quantize.layout import TILE, Axes, Layout, Operand, Quantized
+
+_PLATFORMS = ("cpu", "cuda")
+"""The platforms that some backend handles specially."""
+
+
+# ---- quantize
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What a quantize equation does. Prints as short as it can."""
+class QuantizeSpec:
+    """The parameter `spec` of a quantize equation: what it does. Prints as briefly as possible."""
 
     treatment: Treatment
     axes: Axes
@@ -45,237 +50,293 @@ class Spec:
         return f"{','.join(words)}@{self.axes.axis}"
 
 
-def _quantize(
-    x: jax.Array, *words: jax.Array, spec: Spec, operand: str, backend: str,
-    platform: str = "", alone: bool = False,
-) -> Sequence[jax.Array]:  # fmt: skip
-    # The words of a key, where something is random; both operands of a product have the same signs.
-    key = q.Key(*words[:2]).fold(operand) if words else None
-    signs = q.Key(*words[2:]).fold(operand.partition(".")[0] + ".signs") if words[2:] else None
-    run = backends.load(backend).quantize
-    out = run(x, spec.treatment, spec.axes, key=key, signs=signs, platform=platform, alone=alone)
-    return [a for a in (out.codes, out.scales, out.amax, out.across) if a is not None]
-
-
-def _quantize_shapes(x: Any, *words: Any, spec: Spec, operand: str, backend: str) -> list[Shape]:
-    del words, operand, backend
-    t, axes = spec.treatment, spec.axes
-    layout, padded = layout_of(x.shape, t, axes)
-    packed, scales = list(padded), list(padded)
-    if layout.packed:
-        packed[axes.axis] //= 2
-    out: list[Shape] = [(tuple(packed), jnp.uint8)]
-    if layout.block:
-        scales[axes.axis] //= layout.block
-        if layout.tile_axis is not None:
-            scales[layout.tile_axis] //= TILE
-        out.append((tuple(scales), jnp.uint8))
-    if FORMATS[t.format].tensor_scale:
-        spans = q.spanned(t, axes, layout, len(padded))
-        out.append((tuple(1 if i - len(padded) in spans else n for i, n in enumerate(padded)), jnp.float32))
-    if axes.both:
-        out.append(((packed[-1], *packed[:-1]), jnp.uint8))
-    return out
-
-
-def _quantize_sources(x: Any, *words: Any, spec: Spec, operand: str, backend: str) -> list[list[DimSource]]:
-    """Codes, scales and amax lie as their operand does."""
-    results = _quantize_shapes(x, *words, spec=spec, operand=operand, backend=backend)
-    along: list[DimSource] = [(0, i - x.ndim) for i in range(x.ndim)]
-    if not spec.axes.both:
-        return [along for _ in results]
-    return [*(along for _ in results[1:]), [along[-1], *along[:-1]]]
-
-
-PLATFORMS = ("cpu", "cuda")
-"""Those that some backend treats in a way of their own."""
-
-LOCAL = ("te",)
-"""Backends whose calls neither `vmap` nor XLA can divide or repeat."""
-
-
-@cache
-def _quantizer(format: str, backend: str) -> Primitive:
-    return define(
-        f"{format}_quantize",
-        _quantize,
-        _quantize_shapes,
-        _quantize_sources,
-        platforms={name: partial(_quantize, platform=name) for name in PLATFORMS},
-        alone={name: partial(_quantize, platform=name, alone=True) for name in PLATFORMS},
-        needs_devices=backend != "emulate",
-        local=backend if backend in LOCAL else "",
-    )
-
-
-@cache
-def _multiplier(backend: str) -> Primitive:
-    return define(
-        "scaled_gemm",
-        _gemm,
-        _gemm_shapes,
-        _gemm_sources,
-        platforms={name: partial(_gemm, platform=name) for name in PLATFORMS},
-        needs_devices=backend != "emulate",
-        local=backend if backend in LOCAL else "",
-    )
-
-
 def quantize(
     x: jax.Array,
     treatment: Treatment,
     axes: Axes,
     *,
     operand: str = "",
-    key: q.Key | None = None,
-    signs: q.Key | None = None,
+    keys: tuple[q.Key, q.Key] | None = None,
     backend: str = "emulate",
 ) -> Quantized:
     """`policyc.numerics.quantize.quantize` as one equation.
 
-    `operand` is its name, `gemm.operand`: it is part of the key, and its first half of the key of fresh
-    signs.
+    Args:
+      operand: the name `gemm.operand`. It is part of the rounding key, and its first half is part of the sign key.
+      keys: the keys of stochastic rounding and of fresh signs.
+      backend: the backend that runs it.
     """
     layout, _ = layout_of(x.shape, treatment, axes)
-    key = key or q.key()
-    words = {"rne": (), "sr": (key,), "ms_eden": (key, signs or key)}[treatment.rounding]
-    flat = [w for k in words for w in (k.a, k.b)]
-    spec = Spec(treatment, axes)
-    out = bind(_quantizer(treatment.format, backend), x, *flat, spec=spec, operand=operand, backend=backend)
-    return _rebuilt(layout, out)
+    rounding_key, sign_key = keys or (q.make_key(), q.make_key())
+    used_keys = {"rne": (), "sr": (rounding_key,), "ms_eden": (rounding_key, sign_key)}[treatment.rounding]
+    words = [word for k in used_keys for word in (k.a, k.b)]
+    spec = QuantizeSpec(treatment, axes)
+    primitive = _quantize_primitive(treatment.format, backend)
+    return _unflatten_quantized(
+        layout, bind(primitive, x, *words, spec=spec, operand=operand, backend=backend)
+    )
 
 
-def _rebuilt(layout: Layout, arrays: Sequence[jax.Array]) -> Quantized:
-    f = FORMATS[layout.format]
+@cache
+def _quantize_primitive(format: str, backend: str) -> Primitive:
+    return define(
+        f"{format}_quantize",
+        PrimitiveRules(
+            body=_quantize,
+            shapes=_quantize_shapes,
+            dim_sources=_quantize_dim_sources,
+            platform_bodies={
+                name: partial(_quantize, context=LoweringContext(platform=name)) for name in _PLATFORMS
+            },
+            single_device_bodies={
+                name: partial(_quantize, context=LoweringContext(platform=name, single_device=True))
+                for name in _PLATFORMS
+            },
+            **_backend_rules(backend),
+        ),
+    )
+
+
+def _backend_rules(backend: str) -> dict[str, Any]:
+    module = backends.load(backend)
+    return {
+        "needs_devices": module.NEEDS_DEVICES,
+        "unshardable_backend": backend if module.UNSHARDABLE else "",
+    }
+
+
+def _quantize(
+    x: jax.Array,
+    *words: jax.Array,
+    spec: QuantizeSpec,
+    operand: str,
+    backend: str,
+    context: LoweringContext = backends.ANY_PLATFORM,
+) -> Sequence[jax.Array]:
+    # `words` are those of the rounding key and of the sign key, for the treatments that use them. The name of the
+    # sign key is that of the GEMM: both operands of a GEMM must have the same signs.
+    rounding_key = q.Key(*words[:2]).fold(operand) if words else None
+    sign_key = q.Key(*words[2:]).fold(operand.partition(".")[0] + ".signs") if words[2:] else None
+    out = backends.load(backend).quantize(x, spec.treatment, spec.axes, rounding_key, sign_key, context)
+    return [a for a in (out.codes, out.scales, out.amax, out.transposed_codes) if a is not None]
+
+
+def _quantize_shapes(x: Any, *words: Any, spec: QuantizeSpec, operand: str, backend: str) -> list[Shape]:
+    del words, operand, backend
+    axes = spec.axes
+    layout, padded = layout_of(x.shape, spec.treatment, axes)
+    codes, scales = list(padded), list(padded)
+    if layout.packed:
+        codes[axes.axis] //= 2
+    out: list[Shape] = [(tuple(codes), jnp.uint8)]
+    if layout.block:
+        scales[axes.axis] //= layout.block
+        if layout.tile_axis is not None:
+            scales[layout.tile_axis] //= TILE
+        out.append((tuple(scales), jnp.uint8))
+    if FORMATS[layout.format].tensor_scale:
+        spanned = outer_scale_axes(spec.treatment, axes, layout, len(padded))
+        amax = tuple(1 if i - len(padded) in spanned else n for i, n in enumerate(padded))
+        out.append((amax, jnp.float32))
+    if axes.both_orders:
+        out.append(((codes[-1], *codes[:-1]), jnp.uint8))
+    return out
+
+
+def _quantize_dim_sources(
+    x: Any, *words: Any, spec: QuantizeSpec, operand: str, backend: str
+) -> list[list[DimSource]]:
+    """Codes, scales and amax have the dimensions of the operand."""
+    results = _quantize_shapes(x, *words, spec=spec, operand=operand, backend=backend)
+    dims: list[DimSource] = [(0, i - x.ndim) for i in range(x.ndim)]
+    if not spec.axes.both_orders:
+        return [dims for _ in results]
+    return [*(dims for _ in results[1:]), [dims[-1], *dims[:-1]]]
+
+
+def _unflatten_quantized(layout: Layout, arrays: Sequence[jax.Array]) -> Quantized:
+    format = FORMATS[layout.format]
     parts = iter(arrays)
     return Quantized(
         codes=next(parts),
-        scales=next(parts) if f.block else None,
-        amax=next(parts) if f.tensor_scale else None,
-        across=next(parts, None),
+        scales=next(parts) if format.block else None,
+        amax=next(parts) if format.tensor_scale else None,
+        transposed_codes=next(parts, None),
         layout=layout,
     )
 
 
+# ---- operands of products
+
+
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """The layout of an operand, or None of a plain array. Prints as the format's name."""
+class OperandLayout:
+    """The parameters `lhs` and `rhs` of a product: the layout of an operand, None if it is a plain array.
+
+    Prints as the name of the format.
+    """
 
     layout: Layout | None
 
     def __repr__(self) -> str:
         return self.layout.format if self.layout else "plain"
 
-    def arrays(self) -> int:
+    @property
+    def array_count(self) -> int:
+        """The number of arrays that the equation takes for this operand."""
         if self.layout is None:
             return 1
-        f = FORMATS[self.layout.format]
-        return 1 + bool(f.block) + f.tensor_scale
+        format = FORMATS[self.layout.format]
+        return 1 + bool(format.block) + format.tensor_scale
 
-    def rebuilt(self, arrays: Sequence[jax.Array]) -> Operand:
-        return arrays[0] if self.layout is None else _rebuilt(self.layout, arrays)
+    def unflatten(self, arrays: Sequence[jax.Array]) -> Operand:
+        return arrays[0] if self.layout is None else _unflatten_quantized(self.layout, arrays)
 
-    def length(self, aval: Any, axis: int) -> int:
-        """Of the operand itself, from that of its codes."""
+    def dim_size(self, codes: Any, axis: int) -> int:
+        """The size of a dimension of the operand, without the packing and padding of its codes."""
         layout = self.layout
-        if layout is not None and axis - aval.ndim == layout.axis:
+        if layout is not None and axis - codes.ndim == layout.axis:
             return layout.size
-        if layout is not None and axis - aval.ndim == layout.tile_axis:
+        if layout is not None and axis - codes.ndim == layout.tile_axis:
             return layout.tile_size
-        return int(aval.shape[axis])
+        return int(codes.shape[axis])
 
 
-def _taken(operand: Operand) -> tuple[Shown, list[jax.Array]]:
+def _flatten_operand(operand: Operand) -> tuple[OperandLayout, list[jax.Array]]:
     if isinstance(operand, Quantized):
         arrays = (operand.codes, operand.scales, operand.amax)
-        return Shown(operand.layout), [a for a in arrays if a is not None]
-    return Shown(None), [operand]
+        return OperandLayout(operand.layout), [a for a in arrays if a is not None]
+    return OperandLayout(None), [operand]
+
+
+def _unflatten_operands(
+    arrays: Sequence[jax.Array], lhs: OperandLayout, rhs: OperandLayout
+) -> tuple[Operand, Operand]:
+    return lhs.unflatten(arrays[: lhs.array_count]), rhs.unflatten(arrays[lhs.array_count :])
+
+
+# ---- scaled_gemm
+
+
+def scaled_gemm(
+    lhs: Operand, rhs: Operand, dimension_numbers: DimensionNumbers, out: Any, *, backend: str = "emulate"
+) -> jax.Array:
+    """The product of two operands, each `Quantized` or a plain array, as one equation."""
+    (left, a), (right, b) = _flatten_operand(lhs), _flatten_operand(rhs)
+    params = {"lhs": left, "rhs": right, "dimension_numbers": dimension_numbers, "out": jnp.dtype(out)}
+    return bind(_scaled_gemm_primitive(backend), *a, *b, backend=backend, **params)[0]
+
+
+@cache
+def _scaled_gemm_primitive(backend: str) -> Primitive:
+    return define(
+        "scaled_gemm",
+        PrimitiveRules(
+            body=_gemm,
+            shapes=_gemm_shapes,
+            dim_sources=_gemm_dim_sources,
+            platform_bodies={
+                name: partial(_gemm, context=LoweringContext(platform=name)) for name in _PLATFORMS
+            },
+            **_backend_rules(backend),
+        ),
+    )
 
 
 def _gemm(
     *arrays: jax.Array,
-    lhs: Shown,
-    rhs: Shown,
-    dimension_numbers: Dims,
+    lhs: OperandLayout,
+    rhs: OperandLayout,
+    dimension_numbers: DimensionNumbers,
     out: Any,
     backend: str,
-    platform: str = "",
+    context: LoweringContext = backends.ANY_PLATFORM,
 ) -> Sequence[jax.Array]:
-    a, b = lhs.rebuilt(arrays[: lhs.arrays()]), rhs.rebuilt(arrays[lhs.arrays() :])
-    return [backends.load(backend).gemm(a, b, dimension_numbers, out, platform=platform)]
+    a, b = _unflatten_operands(arrays, lhs, rhs)
+    return [backends.load(backend).gemm(a, b, dimension_numbers, out, context)]
 
 
 def _gemm_shapes(
-    *avals: Any, lhs: Shown, rhs: Shown, dimension_numbers: Dims, out: Any, backend: str
+    *avals: Any,
+    lhs: OperandLayout,
+    rhs: OperandLayout,
+    dimension_numbers: DimensionNumbers,
+    out: Any,
+    backend: str,
 ) -> list[Shape]:
     del backend
-    a, b = avals[0], avals[lhs.arrays()]
+    a, b = avals[0], avals[lhs.array_count]
     (lc, rc), (lb, rb) = dimension_numbers
-    shape = [lhs.length(a, i) for i in lb]
-    shape += [lhs.length(a, i) for i in range(a.ndim) if i not in (*lc, *lb)]
-    shape += [rhs.length(b, i) for i in range(b.ndim) if i not in (*rc, *rb)]
+    shape = [lhs.dim_size(a, i) for i in (*lb, *free_dims(a.ndim, lc, lb))]
+    shape += [rhs.dim_size(b, i) for i in free_dims(b.ndim, rc, rb)]
     return [(tuple(shape), out)]
 
 
-def _gemm_sources(
-    *avals: Any, lhs: Shown, rhs: Shown, dimension_numbers: Dims, out: Any, backend: str
+def _gemm_dim_sources(
+    *avals: Any,
+    lhs: OperandLayout,
+    rhs: OperandLayout,
+    dimension_numbers: DimensionNumbers,
+    out: Any,
+    backend: str,
 ) -> list[list[DimSource]]:
-    """As in `dot_general`; sums over what is divided among devices are finished."""
+    """As in `dot_general`. Sums over a sharded contraction are complete: the result is not sharded by it."""
     del rhs, out, backend
-    a, b = avals[0].ndim, avals[lhs.arrays()].ndim
+    a, b = avals[0].ndim, avals[lhs.array_count].ndim
     (lc, rc), (lb, rb) = dimension_numbers
-    left: list[DimSource] = [(0, i - a) for i in (*lb, *(i for i in range(a) if i not in (*lc, *lb)))]
-    return [left + [(lhs.arrays(), i - b) for i in range(b) if i not in (*rc, *rb)]]
+    left: list[DimSource] = [(0, i - a) for i in (*lb, *free_dims(a, lc, lb))]
+    return [left + [(lhs.array_count, i - b) for i in free_dims(b, rc, rb)]]
 
 
-def scaled_gemm(
-    lhs: Operand, rhs: Operand, dimension_numbers: Dims, out: Any, *, backend: str = "emulate"
-) -> jax.Array:
-    """The product of two operands, each `Quantized` or plain, as one equation."""
-    (left, a), (right, b) = _taken(lhs), _taken(rhs)
-    params = {"lhs": left, "rhs": right, "dimension_numbers": dimension_numbers, "out": jnp.dtype(out)}
-    return bind(_multiplier(backend), *a, *b, backend=backend, **params)[0]
-
-
-def _ragged(
-    sizes: jax.Array, *arrays: jax.Array, lhs: Shown, rhs: Shown, contracting: bool, out: Any,
-    values: Any = jnp.bfloat16,
-) -> Sequence[jax.Array]:  # fmt: skip
-    a, b = lhs.rebuilt(arrays[: lhs.arrays()]), rhs.rebuilt(arrays[lhs.arrays() :])
-    return [emulate.scaled_ragged_gemm(a, b, sizes, contracting, values).astype(out)]
-
-
-def _ragged_shapes(
-    sizes: Any, *avals: Any, lhs: Shown, rhs: Shown, contracting: bool, out: Any
-) -> list[Shape]:
-    a, b = avals[0], avals[lhs.arrays()]
-    if contracting:
-        return [((sizes.shape[0], lhs.length(a, 1), rhs.length(b, 1)), out)]
-    return [((lhs.length(a, 0), rhs.length(b, 2)), out)]
-
-
-def _ragged_sources(
-    sizes: Any, *avals: Any, lhs: Shown, rhs: Shown, contracting: bool, out: Any
-) -> list[list[DimSource]]:
-    del sizes, avals, rhs, out
-    # Operands count from the sizes of groups on.
-    right = 1 + lhs.arrays()
-    return [[None, (1, -1), (right, -1)] if contracting else [(1, -2), (right, -1)]]
-
-
-SCALED_RAGGED_GEMM = define(
-    "scaled_ragged_gemm",
-    _ragged,
-    _ragged_shapes,
-    _ragged_sources,
-    platforms={"cpu": partial(_ragged, values=jnp.float32)},
-)
+# ---- scaled_ragged_gemm
 
 
 def scaled_ragged_gemm(
     lhs: Operand, rhs: Operand, sizes: jax.Array, *, contracting: bool, out: Any
 ) -> jax.Array:
-    """Products of groups of rows, as one equation."""
-    (left, a), (right, b) = _taken(lhs), _taken(rhs)
-    dtype = jnp.dtype(out)
-    return bind(SCALED_RAGGED_GEMM, sizes, *a, *b, lhs=left, rhs=right, contracting=contracting, out=dtype)[0]
+    """Products of groups of rows, as one equation. `emulate.scaled_ragged_gemm` describes the shapes."""
+    (left, a), (right, b) = _flatten_operand(lhs), _flatten_operand(rhs)
+    params = {"lhs": left, "rhs": right, "contracting": contracting, "out": jnp.dtype(out)}
+    return bind(_SCALED_RAGGED_GEMM, sizes, *a, *b, **params)[0]
+
+
+def _ragged(
+    sizes: jax.Array,
+    *arrays: jax.Array,
+    lhs: OperandLayout,
+    rhs: OperandLayout,
+    contracting: bool,
+    out: Any,
+    value_dtype: Any = jnp.bfloat16,
+) -> Sequence[jax.Array]:
+    a, b = _unflatten_operands(arrays, lhs, rhs)
+    return [emulate.scaled_ragged_gemm(a, b, sizes, contracting, value_dtype).astype(out)]
+
+
+def _ragged_shapes(
+    sizes: Any, *avals: Any, lhs: OperandLayout, rhs: OperandLayout, contracting: bool, out: Any
+) -> list[Shape]:
+    a, b = avals[0], avals[lhs.array_count]
+    if contracting:
+        return [((sizes.shape[0], lhs.dim_size(a, 1), rhs.dim_size(b, 1)), out)]
+    return [((lhs.dim_size(a, 0), rhs.dim_size(b, 2)), out)]
+
+
+def _ragged_dim_sources(
+    sizes: Any, *avals: Any, lhs: OperandLayout, rhs: OperandLayout, contracting: bool, out: Any
+) -> list[list[DimSource]]:
+    del sizes, avals, rhs, out
+    # The sizes of the groups are operand 0.
+    right = 1 + lhs.array_count
+    return [[None, (1, -1), (right, -1)] if contracting else [(1, -2), (right, -1)]]
+
+
+_SCALED_RAGGED_GEMM = define(
+    "scaled_ragged_gemm",
+    PrimitiveRules(
+        body=_ragged,
+        shapes=_ragged_shapes,
+        dim_sources=_ragged_dim_sources,
+        platform_bodies={"cpu": partial(_ragged, value_dtype=jnp.float32)},
+    ),
+)

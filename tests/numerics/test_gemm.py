@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
 from policyc.language.treatments import find_recipe_problems, normalize_recipe
 from policyc.numerics.gemm import GemmOptions, Precomputed, quantized_dot_general
-from policyc.numerics.quantize import key
+from policyc.numerics.quantize import make_key
 from policyc.numerics.ragged import quantized_ragged_dot
 from tests.support import rounding_oracle as oracle
 
@@ -257,7 +257,7 @@ def test_gradients_are_unbiased() -> None:
     exact = make_split_recipe({Gemm.FPROP: make_recipe("keep"), Gemm.DGRAD: r, Gemm.WGRAD: r})
 
     def draw(step: jax.Array) -> tuple[jax.Array, ...]:
-        keyed = Precomputed(rounding_key=key(0, 0, step))
+        keyed = Precomputed(rounding_key=make_key(0, 0, step))
         f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=exact, precomputed=keyed)
         return three(f, x, w, dy)[1:]
 
@@ -343,7 +343,7 @@ def test_scan_and_checkpoint(name: str) -> None:
     def loss(ws: jax.Array, scan: bool, remat: Any) -> jax.Array:
         def layer(h: jax.Array, both: Any) -> tuple[jax.Array, None]:
             w, i = both
-            return jnp.tanh(product(h, w, precomputed=Precomputed(rounding_key=key(0, 0, i)))), None
+            return jnp.tanh(product(h, w, precomputed=Precomputed(rounding_key=make_key(0, 0, i)))), None
 
         body = layer if remat is None else jax.checkpoint(layer, policy=remat)
         if scan:
@@ -504,13 +504,15 @@ def test_both_orders_keep_shardings_in_types() -> None:
     from policyc.numerics import primitives, quantize
 
     t, x = Treatment(format="fp8", element="e4m3"), normal(4, 32, 64)
-    f = jax.jit(partial(primitives.quantize, treatment=t, axes=quantize.Axes(both=True), backend="xla"))
+    f = jax.jit(
+        partial(primitives.quantize, treatment=t, axes=quantize.Axes(both_orders=True), backend="xla")
+    )
     want = f(x)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         got = f(jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))))
     assert jax.typeof(got.codes).sharding.spec == P("data", None, "model")
-    assert jax.typeof(got.across).sharding.spec == P("model", "data", None)
+    assert jax.typeof(got.transposed_codes).sharding.spec == P("model", "data", None)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
 

@@ -20,7 +20,7 @@ import pytest
 import policyc.numerics.quantize
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, Quantized, quantize, swizzle
-from policyc.numerics.quantize.bits import E2M1, E4M3, round_nearest, round_stochastic, sign_code
+from policyc.numerics.quantize.bits import E2M1, E4M3, round_nearest, round_stochastic, sign_bit
 from policyc.numerics.quantize.hadamard import Method, rotate
 
 DATA = Path(__file__).parents[1] / "data"
@@ -102,14 +102,14 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-HOW = [
+EXECUTIONS = [
     (EAGER, "eager", "matmul"), *(slow(c, "eager", m) for c in EAGER_TOO for m in ("matmul", HERE)),
     *((c, "jit", HERE) for c in EXACT), *(slow(c, "jit", "matmul") for c in EXACT),
     *((c, "fused", "matmul") for c in FUSED), *(slow(c, "fused", HERE) for c in FUSED),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "how", "method"), HOW)
+@pytest.mark.parametrize(("case", "execution", "method"), EXECUTIONS)
 def test_rows(case: str, execution: str, method: Method) -> None:
     x, t = load(case), treatment_of(case)
     if execution == "eager":
@@ -214,8 +214,8 @@ def test_conversions() -> None:
     x = KERNEL["conv/x"]
 
     def convert(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        e2m1 = round_nearest(jnp.abs(x), E2M1) | sign_code(x, E2M1)
-        e4m3 = round_nearest(jnp.abs(x), E4M3) | sign_code(x, E4M3)
+        e2m1 = round_nearest(jnp.abs(x), E2M1) | sign_bit(x, E2M1)
+        e4m3 = round_nearest(jnp.abs(x), E4M3) | sign_bit(x, E4M3)
         return e2m1, e4m3
 
     number = ~np.isnan(x)
@@ -229,7 +229,7 @@ def test_stochastic_table() -> None:
     """All 256 random bytes. A NaN saturates, as in the kernels; the scale is what carries it."""
     x = jnp.asarray(KERNEL["sr/x"])[:, None]
     byte = jnp.arange(256, dtype=jnp.int32)[None]
-    codes = jax.jit(lambda x: round_stochastic(jnp.abs(x), byte, 8, E2M1) | sign_code(x, E2M1))(x)
+    codes = jax.jit(lambda x: round_stochastic(jnp.abs(x), byte, 8, E2M1) | sign_bit(x, E2M1))(x)
     np.testing.assert_array_equal(np.asarray(codes), KERNEL["sr/e2m1"])
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from policyc.language.recipes import Treatment
 from policyc.numerics import primitives
-from policyc.numerics.quantize import Axes, Quantized, key, quantize
+from policyc.numerics.quantize import Axes, Quantized, make_key, quantize
 from policyc.numerics.quantize.hadamard import Method
-from policyc.numerics.quantize.kernels import fit
+from policyc.numerics.quantize.kernels import fits
 
 NEAREST = Treatment(format="nvfp4", element="e2m1", rht=16)
 STOCHASTIC = Treatment(format="nvfp4", element="e2m1", rht=16, rounding="sr")
@@ -47,7 +47,7 @@ def test_kernels_give_the_bits_of_the_mathematics(treatment: Treatment, case: st
     }[case]
 
     def run(method: Method) -> Quantized:
-        return jax.jit(lambda x: quantize(x, treatment, DOWN, key=key(7), method=method))(x)
+        return jax.jit(lambda x: quantize(x, treatment, DOWN, key=make_key(7), method=method))(x)
 
     same(run("interpreted"), run("matmul"))
 
@@ -60,35 +60,37 @@ def test_codes_in_both_orders(case: str, element: str) -> None:
         case
     ]
     treatment = Treatment(format="fp8", element=element)
-    assert fit(x, treatment, Axes(both=True))
+    assert fits(x, treatment, Axes(both_orders=True))
 
     def run(method: Method, both: bool) -> Quantized:
-        return jax.jit(lambda x: quantize(x, treatment, Axes(both=both), method=method))(x)
+        return jax.jit(lambda x: quantize(x, treatment, Axes(both_orders=both), method=method))(x)
 
     alone = run("matmul", False)
-    assert alone.across is None
+    assert alone.transposed_codes is None
     for found in (run("interpreted", True), run("matmul", True)):
-        same(replace(found, across=None), alone)
-        np.testing.assert_array_equal(np.asarray(found.across), np.moveaxis(np.asarray(alone.codes), -1, 0))
+        same(replace(found, transposed_codes=None), alone)
+        np.testing.assert_array_equal(
+            np.asarray(found.transposed_codes), np.moveaxis(np.asarray(alone.codes), -1, 0)
+        )
 
 
 def test_kernels_take_only_what_they_can() -> None:
     x = normal(64, 256)
-    eight, both = Treatment(format="fp8", element="e4m3"), Axes(both=True)
-    assert fit(normal(128, 256), eight, both)
-    assert not fit(normal(128, 256), eight, Axes())
-    assert not fit(normal(128, 256), replace(eight, outer="row"), both)
-    assert not fit(normal(128, 256).astype(jnp.float32), eight, both)
-    assert not fit(normal(64, 256), eight, both)
-    assert not fit(normal(128, 200), eight, both)
-    assert not fit(normal(128, 256), NEAREST, both)
-    assert fit(x, NEAREST, DOWN)
-    assert not fit(x, NEAREST, Axes())
-    assert not fit(x.astype(jnp.float32), NEAREST, DOWN)
-    assert not fit(x[:60], NEAREST, DOWN)
-    assert not fit(x[:, :100], NEAREST, DOWN)
-    assert not fit(x, Treatment(format="nvfp4", element="e2m1"), DOWN)
-    assert not fit(x, Treatment(format="nvfp4", element="e2m1", rht=16, outer="row"), DOWN)
+    eight, both = Treatment(format="fp8", element="e4m3"), Axes(both_orders=True)
+    assert fits(normal(128, 256), eight, both)
+    assert not fits(normal(128, 256), eight, Axes())
+    assert not fits(normal(128, 256), replace(eight, outer="row"), both)
+    assert not fits(normal(128, 256).astype(jnp.float32), eight, both)
+    assert not fits(normal(64, 256), eight, both)
+    assert not fits(normal(128, 200), eight, both)
+    assert not fits(normal(128, 256), NEAREST, both)
+    assert fits(x, NEAREST, DOWN)
+    assert not fits(x, NEAREST, Axes())
+    assert not fits(x.astype(jnp.float32), NEAREST, DOWN)
+    assert not fits(x[:60], NEAREST, DOWN)
+    assert not fits(x[:, :100], NEAREST, DOWN)
+    assert not fits(x, Treatment(format="nvfp4", element="e2m1"), DOWN)
+    assert not fits(x, Treatment(format="nvfp4", element="e2m1", rht=16, outer="row"), DOWN)
 
 
 @gpu
@@ -96,16 +98,20 @@ def test_kernels_take_only_what_they_can() -> None:
 @pytest.mark.parametrize("treatment", [NEAREST, STOCHASTIC, ROOMY])
 def test_compiled_kernels_on_large_arrays(treatment: Treatment) -> None:
     x = normal(8192, 4096)
-    compiled = jax.jit(lambda x: primitives.quantize(x, treatment, DOWN, operand="wgrad.dy", key=key(7)))
+    compiled = jax.jit(
+        lambda x: primitives.quantize(x, treatment, DOWN, operand="wgrad.dy", keys=(make_key(7), make_key(7)))
+    )
     assert "triton" in compiled.lower(x).as_text()
-    by_hand = jax.jit(lambda x: quantize(x, treatment, DOWN, key=key(7).fold("wgrad.dy"), method="matmul"))
+    by_hand = jax.jit(
+        lambda x: quantize(x, treatment, DOWN, key=make_key(7).fold("wgrad.dy"), method="matmul")
+    )
     same(compiled(x), by_hand(x))
 
 
 @gpu
 @pytest.mark.gpu
 def test_compiled_codes_in_both_orders() -> None:
-    x, eight, both = normal(8192, 4096), Treatment(format="fp8", element="e5m2"), Axes(both=True)
+    x, eight, both = normal(8192, 4096), Treatment(format="fp8", element="e5m2"), Axes(both_orders=True)
     run = jax.jit(lambda x: primitives.quantize(x, eight, both, backend="xla"))
     assert "triton" in run.lower(x).as_text()
     same(run(x), jax.jit(lambda x: quantize(x, eight, both, method="matmul"))(x))

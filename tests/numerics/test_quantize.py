@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import policyc.numerics.quantize
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import Axes, key, pack, quantize, unpack
+from policyc.numerics.quantize import Axes, make_key, pack, quantize, unpack
 from policyc.numerics.quantize.bits import (
     E2M1,
     E4M3,
@@ -25,12 +25,12 @@ from policyc.numerics.quantize.bits import (
     cpu_div,
     decode,
     exact_div,
-    quotient_by,
+    exact_div_by_constant,
     round_nearest,
     round_stochastic,
 )
 from policyc.numerics.quantize.hadamard import Method, rotate
-from policyc.numerics.quantize.random import words
+from policyc.numerics.quantize.random import random_words
 from tests.support import rounding_oracle as oracle
 
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
@@ -89,7 +89,7 @@ def test_division_does_not_need_a_good_guess(monkeypatch: pytest.MonkeyPatch) ->
             q = jax.lax.bitcast_convert_type(true(x, y), jnp.int32) + off
             return jax.lax.bitcast_convert_type(q, jnp.float32)
 
-        monkeypatch.setattr("policyc.numerics.quantize.bits.quotient", crooked)
+        monkeypatch.setattr("policyc.numerics.quantize.bits.machine_div", crooked)
         np.testing.assert_array_equal(np.asarray(exact_div(a, b)), a / b)
 
 
@@ -98,7 +98,9 @@ def test_quotients_of_every_mantissa(bound: int) -> None:
     """By all that an outer scale is divided by; numpy divides as IEEE says."""
     mantissa = np.arange(2**23, 2**24, dtype=np.int32)
     want = mantissa.astype(np.float32) * np.float32(2.0**-23) / np.float32(bound)
-    np.testing.assert_array_equal(np.asarray(jax.jit(quotient_by, static_argnums=1)(mantissa, bound)), want)
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(exact_div_by_constant, static_argnums=1)(mantissa, bound)), want
+    )
 
 
 def test_division_saturates() -> None:
@@ -320,7 +322,7 @@ def test_stochastic_codes_are_neighbours_and_all_reachable() -> None:
 
 def test_stochastic_rounding_is_reproducible_and_keyed() -> None:
     x = samples("normal", (128, 256))
-    f = jax.jit(lambda x, s: quantize(x, nvfp4(rounding="sr"), key=key(0, "site", s)).codes)
+    f = jax.jit(lambda x, s: quantize(x, nvfp4(rounding="sr"), key=make_key(0, "site", s)).codes)
     a, b, c = f(x, 0), f(x, 0), f(x, 1)
     np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert (np.asarray(a) != np.asarray(c)).mean() > 0.2
@@ -334,7 +336,7 @@ def test_stochastic_rounding_is_unbiased_through_the_quantizer() -> None:
     """Averaging B samples, the squared error falls as 1/B."""
     x = samples("normal", (64, 64))
     t = nvfp4(rounding="sr", headroom=Fraction(17, 16))
-    f = jax.jit(jax.vmap(lambda s: dequantize(quantize(jnp.asarray(x), t, key=key(3, s)))))
+    f = jax.jit(jax.vmap(lambda s: dequantize(quantize(jnp.asarray(x), t, key=make_key(3, s)))))
     draws = np.asarray(f(jnp.arange(1024)), np.float64)
     errors = [np.mean((draws[:n].mean(0) - x) ** 2) for n in (1, 16, 256, 1024)]
     for few, many, ratio in zip(errors, errors[1:], (16, 16, 4), strict=False):
@@ -343,8 +345,8 @@ def test_stochastic_rounding_is_unbiased_through_the_quantizer() -> None:
 
 
 def test_random_words_look_random() -> None:
-    w = np.asarray(words(key(1, "a"), (1 << 16,)))
-    v = np.asarray(words(key(1, "b"), (1 << 16,)))
+    w = np.asarray(random_words(make_key(1, "a"), (1 << 16,)))
+    v = np.asarray(random_words(make_key(1, "b"), (1 << 16,)))
     for array in (w, v, w ^ v, w[1:] ^ w[:-1], w[256:] ^ w[:-256]):
         ones = np.unpackbits(np.ascontiguousarray(array).view(np.uint8).reshape(-1, 4), axis=1).mean(0)
         # 65536 draws: a bit's mean is known to .002; five deviations.
@@ -359,10 +361,10 @@ def test_ms_eden_is_unbiased(axis: int) -> None:
     t = nvfp4(rounding="ms_eden", rht=128)
 
     def back(s: jax.Array) -> jax.Array:
-        q = quantize(jnp.asarray(x), t, Axes(axis=axis), key=key(0, s), signs=key(1, s))
+        q = quantize(jnp.asarray(x), t, Axes(axis=axis), key=make_key(0, s), signs=make_key(1, s))
         from policyc.numerics.quantize.hadamard import random_signs, sylvester
 
-        h = random_signs(key(1, s), 128)[:, None] * sylvester(128) / np.sqrt(128)
+        h = random_signs(make_key(1, s), 128)[:, None] * sylvester(128) / np.sqrt(128)
         value = dequantize(q)
         return value @ h.T if axis == -1 else h @ value
 
@@ -423,7 +425,7 @@ def test_stochastic_rounding_leaves_representable_values() -> None:
     x = samples("normal", (64, 64))
     x[0, 0] = 5.25
     once = oracle.nvfp4(x)["dequantized"]
-    draw = jax.jit(lambda x, s: quantize(x, nvfp4(rounding="sr"), key=key(s)))
+    draw = jax.jit(lambda x, s: quantize(x, nvfp4(rounding="sr"), key=make_key(s)))
     for s in range(4):
         again = draw(once, s)
         np.testing.assert_array_equal(np.asarray(dequantize(again)), once)

@@ -18,8 +18,8 @@ import policyc
 from policyc.compiler.plan import gemm_queries
 from policyc.language.recipes import Gemm, Treatment, make_recipe
 from policyc.numerics.backends.choice import Machine, choose
-from policyc.numerics.backends.emulate import with_outer
-from policyc.numerics.backends.xla import _scaled_inside
+from policyc.numerics.backends.emulate import apply_outer_scales
+from policyc.numerics.backends.xla import _scale_inside
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, quantize
 from policyc.numerics.quantize.values import block_values
@@ -198,7 +198,7 @@ def test_scales_inside_a_product(x_size: int, w_size: int) -> None:
     x = quantize(normal(16, 32) * 2.0**x_size, fp8, Axes(axis=-1))
     w = quantize(normal(32, 16, seed=1) * 2.0**w_size, fp8, Axes(axis=-2))
     sums = block_values(x, jnp.float32) @ block_values(w, jnp.float32)
-    expected = with_outer(sums, x, w, MATMUL, 1)
-    np.testing.assert_array_equal(_scaled_inside(sums, x, w), expected)
+    expected = apply_outer_scales(sums, x, w, MATMUL, 1)
+    np.testing.assert_array_equal(_scale_inside(sums, x, w), expected)
     assert np.isinf(expected).any() == (x_size + w_size > 127)
     assert np.all(expected == 0) == (x_size + w_size < -149)

@@ -1,17 +1,25 @@
-"""The te backend as it is lowered for CUDA, on any machine: for tests that give it other kernels."""
+"""The te backend as it is lowered for CUDA, on any platform: for tests that replace its kernels."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from policyc.numerics.backends import te
+from policyc.numerics.backends import LoweringContext, te
 
+NEEDS_DEVICES, UNSHARDABLE = True, False
 obstacle, missing = te.obstacle, te.missing
 
 
-def quantize(*args: Any, platform: str, **execution: Any) -> Any:
-    return te.quantize(*args, platform="cuda", **execution)
+def quantize(*args: Any) -> Any:
+    *rest, context = args
+    return te.quantize(*rest, _as_cuda(context))
 
 
-def gemm(*args: Any, platform: str) -> Any:
-    return te.gemm(*args, platform="cuda")
+def gemm(*args: Any) -> Any:
+    *rest, context = args
+    return te.gemm(*rest, _as_cuda(context))
+
+
+def _as_cuda(context: LoweringContext) -> LoweringContext:
+    return replace(context, platform="cuda")

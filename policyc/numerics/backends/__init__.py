@@ -1,13 +1,12 @@
-"""How a quantized GEMM runs: one module a backend, loaded when it is first used.
+"""The backends that run quantized GEMMs: one module each, imported on first use.
 
-In: a backend's name. Out: the module. To add a backend, write its module as `Backend` says and add its row to
-`MODULES`. The one trap: operands are `Quantized` whatever made them, so that one backend can multiply what another
-one quantized.
+To add a backend, write a module with what `Backend` asks for and add a row to `MODULES`.
 """
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
 
     from policyc.language.recipes import Treatment
     from policyc.numerics.backends.choice import GemmQuery, Obstacle
-    from policyc.numerics.backends.emulate import Dims, Operand
-    from policyc.numerics.quantize import Axes, Key, Quantized
+    from policyc.numerics.products import DimensionNumbers
+    from policyc.numerics.quantize import Axes, Key, Operand, Quantized
 
 MODULES: dict[str, str] = {
     "emulate": "policyc.numerics.backends.emulate",
@@ -26,28 +25,59 @@ MODULES: dict[str, str] = {
 }
 
 NAMES = ("auto", *MODULES)
-"""What `--backend` takes."""
+"""The values of `--backend`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweringContext:
+    """What is known of a program when one of its equations is lowered.
+
+    `platform` is JAX's name of the platform, empty for any other than cpu and cuda. `single_device` says that the
+    program runs on one device, so that nothing has to be partitioned.
+    """
+
+    platform: str = ""
+    single_device: bool = False
+
+
+ANY_PLATFORM = LoweringContext()
 
 
 class Backend(Protocol):
-    """What a backend's module has. `platform` is JAX's word; `alone` says that the program has one device."""
+    """What the module of a backend defines.
 
-    def obstacle(self, ask: GemmQuery) -> Obstacle | None:
-        """What keeps the backend from running this product, on any machine; None where it can."""
+    Operands are `Quantized` whichever backend quantized them: one backend can multiply what another quantized.
+    """
+
+    NEEDS_DEVICES: bool
+    """Whether lowering needs to know the devices."""
+    UNSHARDABLE: bool
+    """Whether its calls can be neither partitioned by XLA nor batched by `vmap`."""
+
+    def obstacle(self, query: GemmQuery) -> Obstacle | None:
+        """Why the backend cannot run this GEMM on any machine; None if it can."""
 
     def missing(self) -> str:
-        """What stands in the way of running at all here, and the command that helps; empty where nothing does."""
+        """Why the backend cannot run here at all, with the command that installs what it needs; empty if it can."""
 
     def quantize(
-        self, x: jax.Array, treatment: Treatment, axes: Axes, *,
-        key: Key | None, signs: Key | None, platform: str, alone: bool,
-    ) -> Quantized:  # fmt: skip
-        """An operand, quantized."""
+        self,
+        x: jax.Array,
+        treatment: Treatment,
+        axes: Axes,
+        key: Key | None,
+        signs: Key | None,
+        context: LoweringContext,
+    ) -> Quantized:
+        """Quantizes an operand. `key` feeds stochastic rounding, `signs` the fresh signs of MS-EDEN."""
 
-    def gemm(self, lhs: Operand, rhs: Operand, dimensions: Dims, out: Any, *, platform: str) -> jax.Array:
-        """The product of two operands, of type `out`."""
+    def gemm(
+        self, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
+    ) -> jax.Array:
+        """The product of two operands, with dtype `out`."""
 
 
 @cache
 def load(name: str) -> Backend:
+    """The module of a backend."""
     return cast("Backend", importlib.import_module(MODULES[name]))

@@ -1,8 +1,7 @@
-"""Which backend runs a product, whether the machine multiplies its format itself, and if not, why.
+"""Chooses the backend of a GEMM, and says whether the machine multiplies its format natively and if not, why.
 
-In: what is known of a product before it runs, a machine, and the backend asked for. Out: a `Lowering`, for the plan.
-The one trap: `xla` also runs a product on a machine that does not have its format. It then gives the same result by
-ordinary products, and that is not native.
+The backend `xla` also runs a GEMM on a machine without its format. It then gives the same result by ordinary products,
+which is not native.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from policyc.numerics.targets import TARGETS, Target, find_by_device_kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmQuery:
-    """A product: `batch` times (m, k) by (n, k). `left` and `right` are what its operands go through.
+    """A GEMM that a backend is asked to run: `batch` products of (m, k) and (n, k).
 
-    `types` are what they have before.
+    `left` and `right` are the treatments of its operands, `types` their dtypes before that.
     """
 
     gemm: Gemm
@@ -39,7 +38,7 @@ class GemmQuery:
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Why a product cannot run in a certain way, and what would help."""
+    """Why a GEMM cannot run in a certain way, and what would help."""
 
     reason: str
     remedy: str
@@ -47,7 +46,7 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What runs the program: its name, and the formats that its matrix units multiply."""
+    """The machine that runs the program: its name, and the formats that its matrix units multiply."""
 
     name: str
     formats: frozenset[str] = frozenset()
@@ -55,7 +54,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """How a product runs. `backend` is empty where nothing is quantized."""
+    """How a GEMM runs. `backend` is empty if nothing is quantized. `obstacle` is why it is not native."""
 
     backend: str = ""
     native: bool = True
@@ -70,34 +69,38 @@ class Lowering:
 PLAIN = Lowering()
 
 
-def choose(asked: str, ask: GemmQuery, machine: Machine) -> Lowering:
-    """How a product runs on a machine where this backend was asked for."""
-    if not FORMATS[ask.format].is_quantized:
+def choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
+    """How a GEMM runs on a machine, if this backend was requested."""
+    if not FORMATS[query.format].is_quantized:
         return PLAIN
-    if asked == "emulate":
+    if backend == "emulate":
         return Lowering("emulate", False, Obstacle("emulation was asked for", "--backend auto"))
-    lacking = None if ask.format in machine.formats else _lacking(ask.format, machine)
-    obstacle = backends.load("xla" if asked == "auto" else asked).obstacle(ask)
-    if obstacle is None and (lacking is None or asked == "xla"):
-        return Lowering("xla" if asked == "auto" else asked, lacking is None, lacking)
-    if asked not in ("auto", "xla") and lacking is None and backends.load("xla").obstacle(ask) is None:
+    not_native = None if query.format in machine.formats else _missing_format(query.format, machine)
+    first = "xla" if backend == "auto" else backend
+    obstacle = backends.load(first).obstacle(query)
+    if obstacle is None and (not_native is None or backend == "xla"):
+        return Lowering(first, not_native is None, not_native)
+    if first != "xla" and not_native is None and backends.load("xla").obstacle(query) is None:
         return Lowering("xla", True, obstacle)
-    return Lowering("emulate", False, lacking or obstacle)
+    return Lowering("emulate", False, not_native or obstacle)
 
 
-def _lacking(format: str, machine: Machine) -> Obstacle:
+def _missing_format(format: str, machine: Machine) -> Obstacle:
     able = [t.name for t in TARGETS.values() if t.is_native(format)]
-    known = ", ".join(f for f in FORMATS if f in machine.formats and FORMATS[f].is_quantized)
+    native = ", ".join(f for f in FORMATS if f in machine.formats and FORMATS[f].is_quantized)
     remedy = f"run it on {', '.join(able)}" if able else "no target has it"
-    return Obstacle(f"{machine.name} does not multiply {format}", f"{remedy}{known and f'; or use {known}'}")
+    return Obstacle(
+        f"{machine.name} does not multiply {format}", f"{remedy}{native and f'; or use {native}'}"
+    )
 
 
 def machine_of(target: Target) -> Machine:
+    """The machine of a target."""
     return Machine(target.name, frozenset(f for f in FORMATS if target.is_native(f)))
 
 
 def machine_here() -> Machine:
-    """The machine of this process, by its first device."""
+    """The machine of this process, from its first device."""
     import jax
 
     device = jax.devices()[0]
@@ -105,10 +108,10 @@ def machine_here() -> Machine:
     capability = str(getattr(device, "compute_capability", ""))
     if device.platform != "gpu" or not capability.replace(".", "").isdigit():
         return Machine(str(device.platform))
-    known = find_by_device_kind(kind)
-    if known is not None:
-        return machine_of(known)
-    # A GPU that is no row of the table still has what its architecture has: FP8 since 8.9, block scales in 10.x.
+    target = find_by_device_kind(kind)
+    if target is not None:
+        return machine_of(target)
+    # A GPU that is not in the table has the formats of its architecture: FP8 since 8.9, block scales in 10.x.
     major, minor = (int(part) for part in capability.split(".")[:2])
     if major == 10:
         return Machine(kind, machine_of(TARGETS["b200"]).formats)

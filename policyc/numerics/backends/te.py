@@ -1,11 +1,11 @@
 """Transformer Engine's own kernels: its NVFP4 quantizers and its cuBLAS GEMM.
 
-In: operands as the recipe has them. Out: what the emulation gives, up to the order of fp32 sums and the random stream.
-The one trap: Transformer Engine falls back to its own JAX code where a kernel does not take a layout, and that code is
-wrong where a scale is above 240. So operands are laid out here such that a kernel always takes them.
+The results are those of the emulation, up to the order of fp32 sums and the random stream. A GEMM that its kernels do
+not take is not run here: `obstacle` says why, and the plan says which backend runs it instead. On platforms other than
+CUDA the emulation runs, which gives the same numbers.
 
-A product that does not fit is not run here: `obstacle` says why, and the plan says who runs it instead. On a platform
-other than CUDA the emulation runs, which gives the same numbers.
+Warning: if a kernel does not take a layout, Transformer Engine silently runs its own JAX code, which is wrong for
+scales above 240. So this module lays operands out such that a kernel always takes them.
 """
 
 from __future__ import annotations
@@ -20,57 +20,63 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.define_primitive import without_mesh
+from policyc.jaxcore.shardings import without_mesh
 from policyc.language.recipes import Treatment
-from policyc.numerics.backends import emulate, xla
+from policyc.numerics.backends import LoweringContext, emulate, xla
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
-from policyc.numerics.backends.emulate import Dims, Operand
+from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.hadamard import SIGNS
-from policyc.numerics.quantize.layout import TILE, Axes, Quantized
+from policyc.numerics.quantize.layout import TILE, Axes, Operand, Quantized
 from policyc.numerics.quantize.random import Key
+
+NEEDS_DEVICES = True
+UNSHARDABLE = True
 
 INSTALL = (
     'pip install "jax[cuda13]" nvidia-nvtx nvidia-curand nvidia-cudnn-frontend pybind11 && NVTE_FRAMEWORK=jax '
     'NVTE_BUILD_USE_NVIDIA_WHEELS=1 pip install --no-build-isolation "transformer-engine[core-cu13,jax]"'
 )
+
 _BLOCK = 16
+# What sizes must be multiples of: the contracted one for cuBLAS, tokens and features for the kernel that rotates.
 _CONTRACTED = 32
 _ROTATED_TOKENS, _ROTATED_FEATURES = 64, 128
 _TYPES = ("bfloat16", "float16", "float32")
 
 
-# ---- what it takes
+# ---- limits
 
 
-def obstacle(ask: GemmQuery) -> Obstacle | None:
-    """The first of its limits that a product does not keep."""
-    if ask.format != "nvfp4" or ask.right.format != "nvfp4":
-        return Obstacle(f"the te backend runs nvfp4 and not {ask.format}", "--backend auto")
-    return misfit(ask) or _option(ask.left) or _option(ask.right)
+def obstacle(query: GemmQuery) -> Obstacle | None:
+    """The first of its limits that a GEMM exceeds."""
+    if query.format != "nvfp4" or query.right.format != "nvfp4":
+        return Obstacle(f"the te backend runs nvfp4 and not {query.format}", "--backend auto")
+    return shape_obstacle(query) or _option_obstacle(query.left) or _option_obstacle(query.right)
 
 
-def misfit(ask: GemmQuery) -> Obstacle | None:
-    """What of the shape and the types of an nvfp4 product it does not take. Lint tells of these."""
-    if ask.ragged or ask.batch != 1:
-        kind = "over ragged groups" if ask.ragged else "with batch dimensions"
+def shape_obstacle(query: GemmQuery) -> Obstacle | None:
+    """Why it cannot run an nvfp4 GEMM of this shape and these types. Lint reports these."""
+    if query.ragged or query.batch != 1:
+        kind = "over ragged groups" if query.ragged else "with batch dimensions"
         return Obstacle(f"Transformer Engine has no NVFP4 GEMM {kind}", "--backend auto")
-    return _type(ask.left, ask.types[0]) or _type(ask.right, ask.types[1]) or _size(ask)
+    left, right = query.types
+    return _type_obstacle(query.left, left) or _type_obstacle(query.right, right) or _size_obstacle(query)
 
 
-def _type(t: Treatment, of_type: str) -> Obstacle | None:
-    if of_type not in _TYPES:
-        return Obstacle(f"Transformer Engine does not quantize {of_type}", "compute in bfloat16")
-    if t.rht and of_type != "bfloat16":
+def _type_obstacle(treatment: Treatment, dtype: str) -> Obstacle | None:
+    if dtype not in _TYPES:
+        return Obstacle(f"Transformer Engine does not quantize {dtype}", "compute in bfloat16")
+    if treatment.rht and dtype != "bfloat16":
         return Obstacle(
-            f"Transformer Engine rotates bfloat16, and this operand is {of_type}",
+            f"Transformer Engine rotates bfloat16, and this operand is {dtype}",
             "compute in bfloat16, or rht=none",
         )
     return None
 
 
-def _option(t: Treatment) -> Obstacle | None:
-    lacking = {
+def _option_obstacle(t: Treatment) -> Obstacle | None:
+    unsupported = {
         f"rht_size={t.rht}": t.rht not in (0, len(SIGNS)),
         "rounding=ms_eden": t.rounding == "ms_eden",
         f"scale={t.scale}": t.scale != "amax",
@@ -78,7 +84,7 @@ def _option(t: Treatment) -> Obstacle | None:
         "mean_split": t.mean_split,
         "outer=row": t.outer != "tensor",
     }
-    option = next((name for name, asked in lacking.items() if asked), None)
+    option = next((name for name, is_used in unsupported.items() if is_used), None)
     if option is None:
         return None
     return Obstacle(
@@ -86,25 +92,26 @@ def _option(t: Treatment) -> Obstacle | None:
     )
 
 
-def _size(ask: GemmQuery) -> Obstacle | None:
-    rotated = bool(ask.left.rht)
+def _size_obstacle(query: GemmQuery) -> Obstacle | None:
+    rotates = bool(query.left.rht)
     units = {
-        "contracted": (ask.k, _ROTATED_TOKENS if rotated else _CONTRACTED),
-        "rows": (ask.m, _ROTATED_FEATURES if rotated else _BLOCK),
-        "columns": (ask.n, _ROTATED_FEATURES if rotated else _BLOCK),
+        "contracted": (query.k, _ROTATED_TOKENS if rotates else _CONTRACTED),
+        "rows": (query.m, _ROTATED_FEATURES if rotates else _BLOCK),
+        "columns": (query.n, _ROTATED_FEATURES if rotates else _BLOCK),
     }
     for name, (size, unit) in units.items():
         if size % unit:
-            condition = " where it rotates" if rotated else ""
-            reason = f"Transformer Engine wants {name} % {unit} == 0{condition}, and {ask.gemm} has {size}"
+            condition = " where it rotates" if rotates else ""
+            reason = f"Transformer Engine wants {name} % {unit} == 0{condition}, and {query.gemm} has {size}"
             return Obstacle(reason, f"pad {size} to {size + -size % unit}, or --backend auto")
     return None
 
 
-# ---- how it runs
+# ---- running
 
 
 def missing() -> str:
+    """Why Transformer Engine cannot be used here; empty if it can."""
     try:
         _engine()
     except ImportError as error:
@@ -116,20 +123,47 @@ def quantize(
     x: jax.Array,
     treatment: Treatment,
     axes: Axes,
-    *,
     key: Key | None,
     signs: Key | None,
-    platform: str,
-    alone: bool,
+    context: LoweringContext,
 ) -> Quantized:
-    if platform != "cuda":
-        return emulate.quantize(x, treatment, axes, key=key, signs=signs, platform=platform, alone=alone)
-    te = _engine()
+    """Quantizes an operand with Transformer Engine's kernels."""
+    if context.platform != "cuda":
+        return emulate.quantize(x, treatment, axes, key, signs, context)
     layout, _ = layout_of(x.shape, treatment, axes)
     contract = tuple(x.ndim + i for i in (axes.contract or (axes.axis,)))
-    free = tuple(i for i in range(x.ndim) if i not in contract)
-    # NaN where any element is: the kernels lose one in their own maxima.
+    free = free_dims(x.ndim, contract)
+    # NaN if any element is NaN: the kernels lose a NaN in their own maxima.
     amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    out = _run_quantizer(x, treatment, contract, free, amax, key)
+    if treatment.rht:
+        amax = jnp.where(jnp.isfinite(amax), out.amax.reshape(()), jnp.float32(jnp.nan))
+    rows, length = prod(x.shape[i] for i in free), prod(x.shape[i] for i in contract)
+    codes = lax.bitcast_convert_type(out.data.reshape(rows, length // 2, 2), jnp.uint8)
+    scales = _restore_dims(
+        lax.bitcast_convert_type(out.scale_inv, jnp.uint8), x.shape, free, contract, _BLOCK
+    )
+    if layout.tile_axis is not None:
+        # The kernel repeats the scale of a tile for each of its rows.
+        scales = lax.slice_in_dim(scales, 0, None, TILE, axis=x.ndim + layout.tile_axis)
+    return Quantized(
+        codes=_restore_dims(codes, x.shape, free, contract, 2),
+        scales=scales,
+        amax=amax.reshape((1,) * x.ndim),
+        layout=layout,
+    )
+
+
+def _run_quantizer(
+    x: jax.Array,
+    treatment: Treatment,
+    contract: tuple[int, ...],
+    free: tuple[int, ...],
+    amax: jax.Array,
+    key: Key | None,
+) -> Any:
+    """Quantizes x as a matrix: rows of contracted elements."""
+    te = _engine()
     transposed = bool(treatment.rht) or contract == tuple(range(len(contract)))
     order = (*contract, *free) if transposed else (*free, *contract)
     rows, length = prod(x.shape[i] for i in free), prod(x.shape[i] for i in contract)
@@ -137,40 +171,27 @@ def quantize(
     quantizer = te.QuantizerFactory.create(
         q_dtype=jnp.float4_e2m1fn,
         scaling_mode=te.ScalingMode.NVFP4_2D_SCALING if treatment.tile2d else te.ScalingMode.NVFP4_1D_SCALING,
-        q_layout=_layout(te, transposed, bool(treatment.rht)),
+        q_layout=_quantize_layout(te, transposed, bool(treatment.rht)),
         use_rht=bool(treatment.rht),
-        stochastic_rounding_rng_state=_state(key, amax) if treatment.rounding == "sr" else None,
+        stochastic_rounding_rng_state=_rng_state(key, amax) if treatment.rounding == "sr" else None,
     )
     with without_mesh():
         out = te.quantize(
             te.NoScaleTensor(data=flat, amax=amax.reshape(1)), quantizer=quantizer, flatten_axis=1
         )
-    if isinstance(out, te.ScaledTensor2x):
-        out = out.colwise_tensor
-    if treatment.rht:
-        amax = jnp.where(jnp.isfinite(amax), out.amax.reshape(()), jnp.float32(jnp.nan))
-    codes = lax.bitcast_convert_type(out.data.reshape(rows, length // 2, 2), jnp.uint8)
-    scales = lax.bitcast_convert_type(out.scale_inv, jnp.uint8)
-    shapes = [x.shape[i] for i in free], [x.shape[i] for i in contract]
-    scales = _in_place(scales, shapes, _BLOCK, (*free, *contract))
-    if layout.tile_axis is not None:
-        # The kernel repeats a tile's scale for each of its rows.
-        scales = lax.slice_in_dim(scales, 0, None, TILE, axis=x.ndim + layout.tile_axis)
-    return Quantized(
-        codes=_in_place(codes, shapes, 2, (*free, *contract)),
-        scales=scales,
-        amax=amax.reshape((1,) * x.ndim),
-        layout=layout,
-    )
+    return out.colwise_tensor if isinstance(out, te.ScaledTensor2x) else out
 
 
-def gemm(lhs: Operand, rhs: Operand, dimensions: Dims, out: Any, *, platform: str) -> jax.Array:
-    if platform != "cuda":
-        return emulate.gemm(lhs, rhs, dimensions, out, platform=platform)
+def gemm(
+    lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
+) -> jax.Array:
+    """The product of two operands by Transformer Engine's cuBLAS GEMM."""
+    if context.platform != "cuda":
+        return emulate.gemm(lhs, rhs, dimensions, out, context)
     te = _engine()
     (lc, rc), (lb, rb) = dimensions
     (left, left_free), (right, right_free) = (
-        _scaled(te, operand, contract, batch, out)
+        _as_scaled_tensor(te, operand, contract, batch, out)
         for operand, contract, batch in ((lhs, lc, lb), (rhs, rc, rb))
     )
     with without_mesh():
@@ -178,36 +199,36 @@ def gemm(lhs: Operand, rhs: Operand, dimensions: Dims, out: Any, *, platform: st
     return product.reshape(*left_free, *right_free)
 
 
-def _layout(te: Any, transposed: bool, rotated: bool) -> Any:
-    """What the kernel writes. It has none that writes only columns, but for the one that rotates."""
+def _quantize_layout(te: Any, transposed: bool, rotates: bool) -> Any:
+    """What the kernel writes. Only the kernel that rotates can write columns alone."""
     if not transposed:
         return te.QuantizeLayout.ROWWISE
-    return te.QuantizeLayout.COLWISE if rotated else te.QuantizeLayout.ROWWISE_COLWISE
+    return te.QuantizeLayout.COLWISE if rotates else te.QuantizeLayout.ROWWISE_COLWISE
 
 
-def _state(key: Key | None, amax: jax.Array) -> jax.Array:
-    """Seed and offset of the kernel's generator, 64 bits each."""
+def _rng_state(key: Key | None, amax: jax.Array) -> jax.Array:
+    """The seed and offset of the kernel's generator, 64 bits each."""
     assert key is not None
     folded = key.fold(amax)
     return jnp.stack([folded.a, folded.b, jnp.uint32(0), jnp.uint32(0)])
 
 
-def _in_place(
-    rows: jax.Array, shapes: tuple[list[int], list[int]], unit: int, order: tuple[int, ...]
+def _restore_dims(
+    rows: jax.Array, shape: tuple[int, ...], free: tuple[int, ...], contract: tuple[int, ...], unit: int
 ) -> jax.Array:
-    """Rows of `unit` elements to a byte, with the dimensions of the operand where it has them."""
-    free, contract = shapes
-    full = rows.reshape(*free, *contract[:-1], contract[-1] // unit)
-    return full.transpose(sorted(range(len(order)), key=order.__getitem__))
+    """Rows with `unit` elements to a byte, in the shape and dimension order of the operand."""
+    *outer, last = (shape[i] for i in (*free, *contract))
+    order = (*free, *contract)
+    return rows.reshape(*outer, last // unit).transpose(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _scaled(
+def _as_scaled_tensor(
     te: Any, operand: Operand, contract: tuple[int, ...], batch: tuple[int, ...], out: Any
 ) -> tuple[Any, tuple[int, ...]]:
-    """An operand as Transformer Engine has it, and the lengths of its free dimensions."""
+    """An operand as Transformer Engine's type, and the sizes of its free dimensions."""
     assert isinstance(operand, Quantized)
     assert operand.amax is not None
-    values, scales, free = xla.rows(operand, contract, batch)
+    values, scales, free = xla.as_rows(operand, contract, batch)
     scaled = te.ScaledTensorFactory.create_1x(
         data=values[0],
         scale_inv=scales[0],
@@ -220,9 +241,12 @@ def _scaled(
     return scaled, free
 
 
+# ---- the library
+
+
 def _engine() -> Any:
-    """Whatever of Transformer Engine is used, with its kernels switched on."""
-    te = _imported()
+    """The parts of Transformer Engine that are used. Raises ImportError if its kernels are switched off."""
+    te = _import_engine()
     if not all(primitive.enabled() for primitive in te.primitives):
         raise ImportError(
             "Transformer Engine's kernels are switched off, and its own JAX code for them is wrong: unset "
@@ -232,7 +256,7 @@ def _engine() -> Any:
 
 
 @cache
-def _imported() -> Any:
+def _import_engine() -> Any:
     calls = "transformer_engine.jax.cpp_extensions"
     try:
         quantization, gemms = (
@@ -255,5 +279,10 @@ def _imported() -> Any:
 
 
 _NAMES = (
-    "NoScaleTensor", "QuantizeLayout", "QuantizerFactory", "ScaledTensor2x", "ScaledTensorFactory", "ScalingMode",
-)  # fmt: skip
+    "NoScaleTensor",
+    "QuantizeLayout",
+    "QuantizerFactory",
+    "ScaledTensor2x",
+    "ScaledTensorFactory",
+    "ScalingMode",
+)

@@ -1,27 +1,25 @@
-"""The reference mathematics: every format to the bit, in plain jnp.
+"""The reference arithmetic of every format, exact to the bit, in plain jnp."""
 
-In: arrays and treatments. Out: codes, scales and values. The one trap: `dequantize` of a rotated
-operand is in the rotated basis.
-"""
-
-from policyc.numerics.quantize.blocks import layout_of, quantize, spanned
-from policyc.numerics.quantize.layout import Axes, Layout, Quantized, pack, swizzle, unpack
-from policyc.numerics.quantize.random import Key, key
+from policyc.numerics.quantize.blocks import layout_of, outer_scale_axes
+from policyc.numerics.quantize.dispatch import quantize
+from policyc.numerics.quantize.layout import Axes, Layout, Operand, Quantized, pack, swizzle, unpack
+from policyc.numerics.quantize.random import Key, make_key
 from policyc.numerics.quantize.values import block_values, codes_of, dequantize
 
 __all__ = [
     "Axes",
     "Key",
     "Layout",
+    "Operand",
     "Quantized",
     "block_values",
     "codes_of",
     "dequantize",
-    "key",
     "layout_of",
+    "make_key",
+    "outer_scale_axes",
     "pack",
     "quantize",
-    "spanned",
     "swizzle",
     "unpack",
 ]

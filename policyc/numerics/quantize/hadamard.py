@@ -1,7 +1,6 @@
 """The random Hadamard transform of groups along one axis.
 
-In: an array, an axis whose length is a multiple of the group, signs. Out: bfloat16, rounded once. The one
-trap: both operands of a product must be turned by the same signs, or the product is not theirs.
+Both operands of a GEMM must be rotated by the same signs, otherwise their product changes.
 """
 
 from __future__ import annotations
@@ -16,20 +15,26 @@ import numpy as np
 from jax import lax
 
 from policyc.numerics.quantize.bits import round_bf16
-from policyc.numerics.quantize.random import Key, words
+from policyc.numerics.quantize.random import Key, random_words
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The fixed signs; a longer transform repeats them."""
+"""The fixed signs. A longer transform repeats them."""
 
 Method = Literal["matmul", "matmul_bf16", "butterfly", "kernels", "interpreted", "cpu"]
-"""A product with a small matrix, rounded by us or by the product itself; sums and differences; GPU kernels where
-they fit, which can also be interpreted, for tests; or what suits a CPU.
+"""How an operand is rotated and quantized. No method changes a bit of the result.
+
+- matmul: a product with a small matrix, rounded to bfloat16 afterwards
+- matmul_bf16: a product that rounds its result itself
+- butterfly: sums and differences
+- kernels: GPU kernels if they fit, else matmul_bf16
+- interpreted: the same kernels, interpreted, for tests
+- cpu: what is fast on CPU
 """
 
 
 @cache
 def sylvester(size: int) -> np.ndarray:
-    """The Hadamard matrix of a power of two, +1 and -1."""
+    """Sylvester's Hadamard matrix, of +1 and -1. The size is a power of two."""
     h = np.ones((1, 1), np.float32)
     while h.shape[0] < size:
         h = np.block([[h, h], [h, -h]])
@@ -37,21 +42,22 @@ def sylvester(size: int) -> np.ndarray:
 
 
 def default_signs(size: int) -> jax.Array:
+    """The fixed signs, repeated to this size."""
     return jnp.asarray(np.resize(np.asarray(SIGNS, np.float32), size))
 
 
 def random_signs(key: Key, size: int) -> jax.Array:
     """Fresh signs: +1 or -1 by the top bit of a random word."""
-    return jnp.where(words(key, (size,)) >> 31 == 0, jnp.float32(1), jnp.float32(-1))
+    return jnp.where(random_words(key, (size,)) >> 31 == 0, jnp.float32(1), jnp.float32(-1))
 
 
 def rotate(
     x: jax.Array, axis: int, size: int, signs: jax.Array | None = None, *, method: Method = "matmul"
 ) -> jax.Array:
-    """x @ (diag(signs) @ H) / sqrt(size) on groups of `size` along `axis`, rounded to bfloat16.
+    """x @ (diag(signs) @ H) / sqrt(size) on groups of `size` along `axis`, rounded once, to bfloat16.
 
-    fp32 sums of 16 bfloat16 numbers are exact unless their magnitudes span more than 16 binades, so that the
-    order of the sum, and therefore the method, does not show in the result.
+    The length of the axis is a multiple of `size`. fp32 sums of 16 bfloat16 numbers are exact unless their magnitudes
+    span more than 16 binades, so the order of the sum, and therefore the method, does not change the result.
     """
     axis = axis % x.ndim
     signs = default_signs(size) if signs is None else signs
@@ -59,25 +65,25 @@ def rotate(
     groups = x.reshape(split)
     norm = 1 / sqrt(size)
     if method == "matmul_bf16" and x.dtype == jnp.bfloat16 and norm.hex().startswith("0x1.0000000000000p"):
-        # A power of two goes into the matrix, and the one rounding is that of the product's result.
+        # The norm is a power of two: it goes into the matrix, and the only rounding is that of the product.
         return _matmul(groups, axis + 1, signs * norm, jnp.bfloat16).reshape(x.shape)
-    turn = _butterfly if method == "butterfly" else _matmul
-    turned = turn(groups, axis + 1, signs)
-    return round_bf16(turned * jnp.float32(norm)).reshape(x.shape)
+    transform = _butterfly if method == "butterfly" else _matmul
+    rotated = transform(groups, axis + 1, signs)
+    return round_bf16(rotated * jnp.float32(norm)).reshape(x.shape)
 
 
 def _matmul(
     groups: jax.Array, axis: int, signs: jax.Array, out: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
-    exact = groups.dtype if groups.dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
-    matrix = (signs[:, None] * sylvester(groups.shape[axis])).astype(exact)
-    groups = groups.astype(exact)
+    dtype = groups.dtype if groups.dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
+    matrix = (signs[:, None] * sylvester(groups.shape[axis])).astype(dtype)
+    groups = groups.astype(dtype)
     if axis == groups.ndim - 1:
         return _dot(groups, matrix, (((axis,), (0,)), ((), ())), out)
-    # A copy of the small matrix for each group leaves the result in place: no transpose of the large array.
-    outer = tuple(range(axis))
+    # One copy of the small matrix per group keeps the dimension order: the large array is not transposed.
+    batch = tuple(range(axis))
     copies = jnp.broadcast_to(matrix.T, groups.shape[:axis] + matrix.shape)
-    return _dot(copies, groups, (((axis + 1,), (axis,)), (outer, outer)), out)
+    return _dot(copies, groups, (((axis + 1,), (axis,)), (batch, batch)), out)
 
 
 def _dot(

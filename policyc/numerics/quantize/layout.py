@@ -1,12 +1,11 @@
-"""What a quantized array is made of, and moving its parts about.
+"""What a quantized array consists of, and how its codes and scales are split, packed and padded.
 
-In: arrays of codes and scales. Out: the same, split, padded, packed, swizzled. The one trap: axes count
-from the end.
+All axes count from the end, so that `vmap` can add leading ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,20 @@ from jax import lax
 from policyc.numerics.quantize.bits import ELEMENTS
 
 TILE = 16
+"""The rows and columns of a 2D tile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How the arrays of a `Quantized` are to be read. Axes count from the end, so that `vmap` may add some.
+    """How to read the arrays of a `Quantized`.
 
-    `size` is the length of the quantized axis before it was padded, `tile_size` that of the other axis of 2D
-    tiles. `bound` is the value that the largest element takes when it is divided by the outer scale.
+    Attributes:
+      axis: the quantized axis.
+      block: the number of elements that share a block scale; 0 if there are no block scales.
+      size: the length of the quantized axis before padding.
+      tile_axis: the other axis of 2D tiles.
+      tile_size: its length before padding.
+      bound: the value of the largest element after division by the outer scale.
     """
 
     format: str
@@ -36,77 +41,107 @@ class Layout:
 
     @property
     def packed(self) -> bool:
+        """Whether a byte holds two codes."""
         return ELEMENTS[self.element].bits == 4
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
-    """Codes (two to a byte where they have four bits), bytes of block scales, amax of each outer scale; and, where both
-    were asked for, the codes once more, their last axis first.
+    """A quantized array.
+
+    Attributes:
+      codes: the codes, two to a byte if they have four bits.
+      scales: the bytes of the block scales.
+      amax: the largest magnitude that each outer scale is computed from.
+      transposed_codes: the codes again with their last axis first, if both orders were asked for.
     """
 
     codes: jax.Array
     scales: jax.Array | None
     amax: jax.Array | None
-    across: jax.Array | None = None
+    transposed_codes: jax.Array | None = None
     layout: Layout = field(metadata={"static": True})
+
+    def swap_last_axes(self) -> Quantized:
+        """The transpose of the last two axes."""
+        layout, swap = self.layout, {-1: -2, -2: -1}
+        tile = None if layout.tile_axis is None else swap[layout.tile_axis]
+        return Quantized(
+            codes=self.codes.swapaxes(-1, -2),
+            scales=None if self.scales is None else self.scales.swapaxes(-1, -2),
+            amax=None if self.amax is None else self.amax.swapaxes(-1, -2),
+            layout=replace(layout, axis=swap[layout.axis], tile_axis=tile),
+        )
+
+
+Operand = Quantized | jax.Array
+"""An operand of a GEMM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """What the axes of an operand are, all counted from the end.
+    """What the axes of an operand are.
 
-    `axis` is cut into blocks; `contract` are all the contracted axes (the scale per row spans them); each
-    index of the `batch` axes is a tensor of its own; `tile` is the other axis of 2D tiles. `both` asks for the
-    codes in both orders: of one product the last axis is contracted, of another all before it.
+    Attributes:
+      axis: the axis that is cut into blocks.
+      contract: all contracted axes. A scale per row spans them.
+      batch: each index of these axes is a tensor of its own.
+      tile: the other axis of 2D tiles.
+      both_orders: whether to also write the codes transposed: one GEMM contracts the last axis, another all before it.
     """
 
     axis: int = -1
     contract: tuple[int, ...] = ()
     batch: tuple[int, ...] = ()
     tile: int | None = None
-    both: bool = False
+    both_orders: bool = False
 
 
 def split_axis(x: jax.Array, axis: int, *sizes: int) -> jax.Array:
-    """Cuts an axis (counted from the end) into several."""
-    at = x.ndim + axis
-    return x.reshape(x.shape[:at] + sizes + x.shape[at + 1 :])
+    """Reshapes an axis into several."""
+    index = x.ndim + axis
+    return x.reshape(x.shape[:index] + sizes + x.shape[index + 1 :])
+
+
+def split_blocks(x: jax.Array, layout: Layout) -> jax.Array:
+    """Reshapes the quantized axis into blocks and the elements of a block."""
+    return split_axis(x, layout.axis, x.shape[layout.axis] // layout.block, layout.block)
 
 
 def repeat_axis(x: jax.Array, axis: int, times: int) -> jax.Array:
-    """Repeats each element along an axis, as a broadcast that fuses."""
-    at = x.ndim + axis
-    wide = jnp.broadcast_to(jnp.expand_dims(x, at + 1), x.shape[: at + 1] + (times,) + x.shape[at + 1 :])
-    return wide.reshape(x.shape[:at] + (x.shape[at] * times,) + x.shape[at + 1 :])
+    """Repeats each element along an axis. A broadcast, which XLA fuses."""
+    i = x.ndim + axis
+    wide = jnp.broadcast_to(jnp.expand_dims(x, i + 1), x.shape[: i + 1] + (times,) + x.shape[i + 1 :])
+    return wide.reshape(x.shape[:i] + (x.shape[i] * times,) + x.shape[i + 1 :])
 
 
-def spread(per_block: jax.Array, layout: Layout) -> jax.Array:
-    """From one per tile to one per block, with a dimension of size 1 after the axis of blocks."""
+def expand_per_block(per_tile: jax.Array, layout: Layout) -> jax.Array:
+    """Shapes one number per block (or per tile) to broadcast against the result of `split_blocks`."""
     if layout.tile_axis is not None:
-        per_block = repeat_axis(per_block, layout.tile_axis, TILE)
-    return jnp.expand_dims(per_block, per_block.ndim + layout.axis + 1)
+        per_tile = repeat_axis(per_tile, layout.tile_axis, TILE)
+    return jnp.expand_dims(per_tile, per_tile.ndim + layout.axis + 1)
 
 
 def pack(even: jax.Array, odd: jax.Array) -> jax.Array:
-    """Two codes in a byte, the even one in the low nibble."""
+    """Packs two codes into a byte, the even one in the low nibble."""
     return (even | (odd << 4)).astype(jnp.uint8)
 
 
 def unpack(packed: jax.Array, axis: int = -1, *, cpu: bool = False) -> jax.Array:
-    """The codes of packed bytes, one to a uint8. A CPU is faster if they are stored so before they are used."""
-    at = packed.ndim + axis
+    """Unpacks codes, one to a uint8. With `cpu` they are stacked in memory before use, which is faster there."""
+    i = packed.ndim + axis
     if cpu:
-        wide = jnp.stack([packed & jnp.uint8(15), packed >> 4], at + 1)
+        wide = jnp.stack([packed & jnp.uint8(15), packed >> 4], i + 1)
     else:
-        pair = packed.shape[: at + 1] + (2,) + packed.shape[at + 1 :]
-        shifts = lax.broadcasted_iota(jnp.uint8, pair, at + 1) * 4
-        wide = (jnp.expand_dims(packed, at + 1) >> shifts) & jnp.uint8(15)
-    return wide.reshape(packed.shape[:at] + (2 * packed.shape[at],) + packed.shape[at + 1 :])
+        pair = packed.shape[: i + 1] + (2,) + packed.shape[i + 1 :]
+        shifts = lax.broadcasted_iota(jnp.uint8, pair, i + 1) * 4
+        wide = (jnp.expand_dims(packed, i + 1) >> shifts) & jnp.uint8(15)
+    return wide.reshape(packed.shape[:i] + (2 * packed.shape[i],) + packed.shape[i + 1 :])
 
 
 def trim(x: jax.Array, layout: Layout) -> jax.Array:
+    """Removes the padding of the quantized axis and of the tile axis."""
     x = lax.slice_in_dim(x, 0, layout.size, axis=x.ndim + layout.axis)
     if layout.tile_axis is not None:
         x = lax.slice_in_dim(x, 0, layout.tile_size, axis=x.ndim + layout.tile_axis)
@@ -114,7 +149,7 @@ def trim(x: jax.Array, layout: Layout) -> jax.Array:
 
 
 def swizzle(scales: jax.Array) -> jax.Array:
-    """Block scales (rows, blocks) in the 128x4 tiles that cuBLAS reads, zero padded."""
+    """Block scales (rows, blocks) in the 128x4 tiles that cuBLAS reads, padded with zeros."""
     rows, columns = scales.shape[0] + -scales.shape[0] % 128, scales.shape[1] + -scales.shape[1] % 4
     full = jnp.pad(scales, ((0, rows - scales.shape[0]), (0, columns - scales.shape[1])))
     tiles = full.reshape(rows // 128, 4, 32, columns // 4, 4)

@@ -1,7 +1,6 @@
-"""Random bits from a counter: a few integer operations per word, fused into whoever uses them.
+"""Random bits from a counter and a key: a few integer operations per word, which fuse into their consumer.
 
-In: a `Key` (who rounds, and when) and a shape. Out: int32 words. The one trap: the key enters the hash twice.
-With one entry, two keys would give the same words in another order.
+The key enters the hash twice. If it entered once, two keys would give the same words in a different order.
 """
 
 from __future__ import annotations
@@ -16,49 +15,49 @@ import numpy as np
 from jax import lax
 
 _WORD = 0xFFFFFFFF
-_ODD = 0x9E3779B9
+_GOLDEN_RATIO = 0x9E3779B9
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True)
 class Key:
-    """64 bits, as two uint32 of one shape: where rounding happens, and when.
+    """A key of 64 bits, as two uint32 of one shape.
 
-    A key of known words is computed here, on the host, so that it shows as two constants.
+    A key of known words is computed on the host, so that it appears as two constants in a program.
     """
 
     a: Any
     b: Any
 
     def fold(self, word: Any) -> Key:
-        """A key that depends on `word` too (an integer, traced or not, or text)."""
+        """Folds a word into the key: text, an integer, or an array of integers or fp32 numbers (their bits)."""
         if isinstance(word, str):
             word = crc32(word.encode())
         if isinstance(word, int) and isinstance(self.a, np.uint32):
             a, b = int(self.a), int(self.b)
             return Key(
-                np.uint32(_mix_known((a ^ word) & _WORD, b)),
-                np.uint32(_mix_known((b + word * _ODD) & _WORD, a)),
+                np.uint32(_mix_on_host((a ^ word) & _WORD, b)),
+                np.uint32(_mix_on_host((b + word * _GOLDEN_RATIO) & _WORD, a)),
             )
         w = jnp.uint32(word & _WORD) if isinstance(word, int) else _as_word(word)
-        return Key(mix(self.a ^ w, self.b), mix(self.b + w * jnp.uint32(_ODD), self.a))
+        return Key(mix(self.a ^ w, self.b), mix(self.b + w * jnp.uint32(_GOLDEN_RATIO), self.a))
 
 
-def key(seed: Any = 0, *words: Any) -> Key:
-    """The key of a seed and whatever else tells one rounding from another."""
-    k = Key(np.uint32(0x243F6A88), np.uint32(0x85A308D3))
+def make_key(seed: Any = 0, *words: Any) -> Key:
+    """The key of a seed and of the words that tell one rounding from another."""
+    key = Key(np.uint32(0x243F6A88), np.uint32(0x85A308D3))
     for word in (seed, *words):
-        k = k.fold(word)
-    return k
+        key = key.fold(word)
+    return key
 
 
-def _mix_known(x: int, k: int) -> int:
-    """`mix` of integers."""
+def _mix_on_host(x: int, key: int) -> int:
+    """`mix` of Python integers."""
     x ^= x >> 16
     x = x * _FIRST & _WORD
     x ^= x >> 15
-    x = (x + k) * _SECOND & _WORD
+    x = (x + key) * _SECOND & _WORD
     return x ^ (x >> 16)
 
 
@@ -69,21 +68,21 @@ def _as_word(word: Any) -> jax.Array:
     return array.astype(jnp.uint32)
 
 
-def mix(x: jax.Array, k: jax.Array) -> jax.Array:
-    """A 32-bit mixer with a second key in its middle. Bijective in x, bias under 1 % in every output bit."""
+def mix(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Mixes 32-bit words, with a second key halfway. Bijective in x; the bias of every output bit is under 1 %."""
     x = x ^ (x >> 16)
     x = x * jnp.uint32(_FIRST)
     x = x ^ (x >> 15)
-    x = x + k
+    x = x + key
     x = x * jnp.uint32(_SECOND)
     return x ^ (x >> 16)
 
 
-def words(k: Key, shape: tuple[int, ...], offset: int = 0) -> jax.Array:
+def random_words(key: Key, shape: tuple[int, ...], offset: int = 0) -> jax.Array:
     """A random uint32 for each index of `shape`. The arrays of the key broadcast against the shape."""
     index = jnp.zeros((), jnp.uint32)
     stride = 1
     for axis in reversed(range(len(shape))):
         index = index + lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride & _WORD)
         stride *= shape[axis]
-    return mix((index + jnp.uint32(offset)) ^ k.a, k.b)
+    return mix((index + jnp.uint32(offset)) ^ key.a, key.b)

@@ -41,7 +41,7 @@ def _describe(product: QuantizedProduct) -> tuple[str, str] | None:
     query = next(q for q in gemm_queries(product.site, product.recipe) if q.gemm is product.gemm)
     if any(t.format != "nvfp4" for t in (query.left, query.right)):
         return None
-    obstacle = te.misfit(query)
+    obstacle = te.shape_obstacle(query)
     if obstacle is None:
         return None
     return f"{product.gemm} of '{product.site.name}' would run on another backend: {obstacle.reason}", ""

@@ -1,0 +1,83 @@
+"""Meshes and shardings: which mesh axes an array is sharded over, or varies over inside `shard_map`."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, use_abstract_mesh
+
+
+def mesh_axes_of(aval: Any) -> tuple[Any, ...]:
+    """The mesh axes that each dimension is sharded over, as the type says: a name, a tuple of names, or None."""
+    spec = aval.sharding.spec
+    return tuple(spec) + (None,) * (len(aval.shape) - len(spec))
+
+
+def valid_partition_spec(
+    mesh_axes: Sequence[Any], shape: Sequence[int], axis_sizes: Mapping[Any, int]
+) -> PartitionSpec:
+    """A partition spec without the mesh axes that do not divide their dimension or that an earlier dimension uses."""
+    used: set[Any] = set()
+    entries: list[Any] = []
+    for axes, size in zip(mesh_axes, shape, strict=True):
+        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        fits = not used & set(names) and size % prod(axis_sizes[n] for n in names) == 0
+        entries.append(axes if fits else None)
+        used |= set(names) if fits else set()
+    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
+
+
+def match_varying_axes(*args: Any) -> list[jax.Array]:
+    """Casts arrays to vary over the same manual mesh axes: those that any of them varies over."""
+    arrays = [jax.numpy.asarray(a) for a in args]
+    varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
+    union = frozenset().union(*varying)
+    return [
+        a if v == union else lax.pcast(a, tuple(sorted(union - v)), to="varying")
+        for a, v in zip(arrays, varying, strict=True)
+    ]
+
+
+def shape_dtype_struct(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, and its sharding if its type says that it is sharded."""
+    aval = jax.typeof(x)
+    sharding = aval.sharding if any(mesh_axes_of(aval)) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+
+def reshard_like(x: jax.Array, operand: jax.ShapeDtypeStruct) -> jax.Array:
+    """Reshards x as the type of the operand says, if it says anything."""
+    sharding = operand.sharding
+    if sharding is None or mesh_axes_of(jax.typeof(x)) == mesh_axes_of(operand):
+        return x
+    return jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@contextlib.contextmanager
+def explicit_axes_as_auto(mesh: Any) -> Iterator[None]:
+    """Lower under Auto axes: Explicit types would pin intermediates as unsharded."""
+    explicit = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit]
+    if not explicit:
+        yield
+        return
+    with use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))):
+        yield
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+    """Hides every surrounding mesh: the code under it is traced for one device's shard."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(use_abstract_mesh(AbstractMesh((), ())))
+        with warnings.catch_warnings():
+            # Some libraries read the mesh of the deprecated context manager first.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            stack.enter_context(Mesh(np.empty((), dtype=object), ()))
+        yield

@@ -1,0 +1,45 @@
+"""What differs between the supported versions of JAX (0.10 to 0.12), apart from its internals."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+import jax
+from jax import lax
+
+FP8_DOT_PRECISION: Any = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+"""The `precision` of an 8-bit `dot_general` that accumulates in fp32 throughout."""
+if jax.__version_info__ >= (0, 12):
+    # The GPU plugin of 0.12 rejects this preset: it has no algorithm for 8-bit numbers. Without a preset, cuBLAS takes
+    # the highest precision to mean fp32 accumulation.
+    FP8_DOT_PRECISION = lax.Precision.HIGHEST
+
+
+def set_cpu_device_count(count: int) -> None:
+    """Makes the CPU platform have `count` devices. Does nothing if JAX has initialized its devices already."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
+
+
+_GPU_FIELDS_SINCE_0_11 = (
+    "mem_clock_ghz",
+    "reserved_shared_memory_per_block",
+    "max_blocks_per_multiprocessor",
+    "collective_memory_granularity",
+)
+
+
+def convert_gpu_description(text: str) -> str:
+    """Converts a GPU description (a text proto) to what the installed XLA accepts.
+
+    XLA before JAX 0.11 rejects fields that it does not know, and reads cuDNN's version from another field.
+    """
+    if jax.__version_info__ >= (0, 11):
+        return text
+    lines = [line for line in text.splitlines() if not line.strip().startswith(_GPU_FIELDS_SINCE_0_11)]
+    version = re.search(r'dnn_version: "(\d+)\.(\d+)\.(\d+)"', text)
+    assert version is not None
+    lines.append(f"dnn_version_info {{ major: {version[1]} minor: {version[2]} patch: {version[3]} }}")
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,100 @@
+"""Casts or quantizes the operands of GEMMs, as their treatments say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import Treatment
+from policyc.numerics import primitives
+from policyc.numerics.products import OperandSpec, free_dims
+from policyc.numerics.quantize import Axes, Key, Operand, Quantized
+
+CHECKPOINT_NAME = "quantization"
+"""The name of saved quantized tensors, for policies of `jax.checkpoint`."""
+
+CAST_DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+"""The dtype of the formats that only cast."""
+
+Parts = tuple[Operand, ...]
+"""An operand as it enters a GEMM: one array, or the residual and the mean of a split operand."""
+
+Keys = tuple[Key, Key]
+"""The key of stochastic rounding, and the key of fresh signs."""
+
+
+def quantize_operand(x: jax.Array, spec: OperandSpec, keys: Keys, *, save: bool = False) -> Parts:
+    """Casts an operand, or quantizes it, or splits it into residual and mean and quantizes both.
+
+    Args:
+      save: whether to name the quantized tensors, so that a policy of `jax.checkpoint` can save them.
+    """
+    treatment = spec.treatment
+    if not FORMATS[treatment.format].is_quantized:
+        return (cast_operand(x, treatment),)
+    parts = _split_mean(x, spec, keys) if treatment.mean_split else (_quantize(x, spec, keys),)
+    return tuple(map(_name_for_checkpoint, parts)) if save else parts
+
+
+def cast_operand(x: jax.Array, treatment: Treatment) -> jax.Array:
+    """An operand of a format that does not quantize."""
+    dtype = CAST_DTYPES.get(treatment.format)
+    return x if dtype is None else x.astype(dtype)
+
+
+def _quantize(x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "") -> Quantized:
+    return primitives.quantize(
+        x, spec.treatment, spec.axes, operand=spec.name + suffix, keys=keys, backend=spec.backend
+    )
+
+
+def _split_mean(x: jax.Array, spec: OperandSpec, keys: Keys) -> tuple[Quantized, Quantized]:
+    """The residual and the mean over tokens, each quantized."""
+    mean = jnp.mean(x.astype(jnp.float32), axis=spec.tokens, keepdims=True)
+    residual = (x.astype(jnp.float32) - mean).astype(x.dtype)
+    quantized_residual = _quantize(residual, spec, keys)
+    if spec.contracts_tokens:
+        # The mean has one token: its blocks run along its features, and there is nothing to rotate.
+        t, batch = spec.treatment, spec.axes.batch
+        features = free_dims(x.ndim, spec.tokens, tuple(i + x.ndim for i in batch))
+        spec = replace(
+            spec,
+            treatment=replace(t, rht=0, rounding="rne" if t.rounding == "rne" else "sr", outer="tensor"),
+            axes=Axes(axis=features[-1] - x.ndim, batch=batch),
+        )
+    return quantized_residual, _quantize(mean, spec, keys, suffix=".mean")
+
+
+def _name_for_checkpoint(q: Quantized) -> Quantized:
+    return cast("Quantized", checkpoint_name(q, CHECKPOINT_NAME))  # type: ignore[no-untyped-call]
+
+
+def has_same_codes(one: Treatment, other: Treatment) -> bool:
+    """Whether an operand has the same codes in two GEMMs that contract different dimensions of it.
+
+    True of 2D tiles and of formats with one scale for the tensor.
+    """
+    is_square = one.tile2d or not FORMATS[one.format].block
+    return one == other and is_square and not one.rht and not one.mean_split
+
+
+def shares_codes(one: OperandSpec, other: OperandSpec) -> bool:
+    """Whether two GEMMs can read an operand that is quantized once."""
+    return FORMATS[one.treatment.format].is_quantized and has_same_codes(one.treatment, other.treatment)
+
+
+def select_code_order(parts: Parts, spec: OperandSpec) -> Parts:
+    """Keeps the codes in the order that a GEMM reads, if the quantizer wrote both orders."""
+
+    def select(part: Operand) -> Operand:
+        if not isinstance(part, Quantized) or part.transposed_codes is None:
+            return part
+        codes = part.codes if spec.axes.axis == -1 else jnp.moveaxis(part.transposed_codes, 0, -1)
+        return replace(part, codes=codes, transposed_codes=None)
+
+    return tuple(map(select, parts))

@@ -1,0 +1,350 @@
+"""The three GEMMs of a dot_general, fprop, dgrad and wgrad, as data: operands, dimensions, treatments, backends.
+
+The gradient of the weight is wgrad and the gradient of the other operand is dgrad. If no operand is a weight, the
+gradient of lhs is dgrad and the gradient of rhs is wgrad.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import Gemm, Recipe, Role, Treatment
+from policyc.numerics.quantize.layout import Axes
+
+DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+"""As in `lax.dot_general`: the contracted dimensions of lhs and rhs, then their batch dimensions."""
+
+Weight = Literal["lhs", "rhs"] | None
+"""The operand that is a parameter."""
+
+Backends = tuple[str, str, str]
+"""The backends of fprop, dgrad and wgrad."""
+
+EMULATED: Backends = ("emulate", "emulate", "emulate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmOptions:
+    """How a product runs, apart from its recipe.
+
+    Attributes:
+      weight: the operand that is a parameter, or None.
+      products: the GEMMs that the program runs. `prequantize` skips the operands of the others.
+      backends: the backends of fprop, dgrad and wgrad.
+      site: identifies the product in random streams and in profiles.
+      precision: that of the original `dot_general`, for GEMMs that the recipe keeps.
+      preferred_element_type: the dtype of the result, as in `lax.dot_general`.
+    """
+
+    weight: Weight = "rhs"
+    products: frozenset[Gemm] = frozenset(Gemm)
+    backends: Backends = EMULATED
+    site: int | str = 0
+    precision: Any = None
+    preferred_element_type: Any = None
+
+
+DEFAULT_OPTIONS = GemmOptions()
+
+
+# ---- canonical form
+
+
+def as_dimension_numbers(numbers: Any) -> DimensionNumbers:
+    """Dimension numbers as tuples of integers."""
+    (lc, rc), (lb, rb) = numbers
+    return (tuple(map(int, lc)), tuple(map(int, rc))), (tuple(map(int, lb)), tuple(map(int, rb)))
+
+
+def free_dims(ndim: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions that are in none of the groups."""
+    return tuple(i for i in range(ndim) if all(i not in group for group in taken))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanonicalDot:
+    """An equivalent product in which every block runs along a single dimension.
+
+    Attributes:
+      dims: its dimension numbers.
+      result_shape: the shape of the result of the original product.
+      lhs_groups, rhs_groups: the dimensions of each original operand: first the batch dimensions, which stay, then two
+        groups, each of which is merged into one dimension. None if the operand stays as it is.
+    """
+
+    dims: DimensionNumbers
+    result_shape: tuple[int, ...]
+    lhs_groups: tuple[tuple[int, ...], ...] | None = None
+    rhs_groups: tuple[tuple[int, ...], ...] | None = None
+
+    def convert_lhs(self, x: jax.Array) -> jax.Array:
+        return _merge_dims(x, self.lhs_groups)
+
+    def convert_rhs(self, x: jax.Array) -> jax.Array:
+        return _merge_dims(x, self.rhs_groups)
+
+
+def _merge_dims(x: jax.Array, groups: tuple[tuple[int, ...], ...] | None) -> jax.Array:
+    if groups is None:
+        return x
+    batch, *merged = groups
+    sizes = [prod(x.shape[i] for i in group) for group in merged]
+    order = [i for group in groups for i in group]
+    return x.transpose(order).reshape(*(x.shape[i] for i in batch), *sizes)
+
+
+def canonicalize(
+    lhs: tuple[int, ...], rhs: tuple[int, ...], dims: DimensionNumbers, recipe: Recipe
+) -> CanonicalDot:
+    """The canonical form of a product of operands of these shapes.
+
+    Blocks run along the contracted dimensions as if they were one. If the last of them has whole blocks, that is true
+    already and nothing moves, which matters if the dimensions are sharded. Otherwise they are merged into one. A
+    missing free dimension is added.
+    """
+    (lc, rc), (lb, rb) = dims
+    lf, rf = free_dims(len(lhs), lc, lb), free_dims(len(rhs), rc, rb)
+    result_shape = tuple(lhs[i] for i in (*lb, *lf)) + tuple(rhs[i] for i in rf)
+    unit = max(max(FORMATS[t.format].block, t.rht, 1) for t in recipe.treatments)
+
+    def must_merge(shape: tuple[int, ...], group: tuple[int, ...]) -> bool:
+        sizes = [shape[i] for i in group]
+        return not sizes or (any(s > 1 for s in sizes[:-1]) and sizes[-1] % unit != 0)
+
+    if not (must_merge(lhs, lc) or must_merge(lhs, lf) or must_merge(rhs, rf)):
+        return CanonicalDot(dims=dims, result_shape=result_shape)
+    n = len(lb)
+    batch = tuple(range(n))
+    return CanonicalDot(
+        dims=(((n + 1,), (n,)), (batch, batch)),
+        result_shape=result_shape,
+        lhs_groups=(lb, lf, lc),
+        rhs_groups=(rb, rc, rf),
+    )
+
+
+# ---- the three GEMMs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmSpec:
+    """All that is known of a product in canonical form before it runs. `out_dtype` is None if it will not run."""
+
+    dims: DimensionNumbers
+    recipe: Recipe
+    lhs: jax.ShapeDtypeStruct
+    rhs: jax.ShapeDtypeStruct
+    options: GemmOptions
+    out_dtype: np.dtype[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperandSpec:
+    """An operand of one GEMM: what it is, how it is treated, and by which backend.
+
+    `label` is lhs, rhs or dy. `tokens` are the dimensions that run over tokens.
+    """
+
+    gemm: Gemm
+    label: str
+    treatment: Treatment
+    axes: Axes
+    tokens: tuple[int, ...] = ()
+    backend: str = "emulate"
+
+    @property
+    def name(self) -> str:
+        """Its name in jaxprs. It is also part of the key of its random stream."""
+        return f"{self.gemm}.{self.label}"
+
+    @property
+    def contracts_tokens(self) -> bool:
+        return self.gemm is Gemm.WGRAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """One of the three GEMMs. `order` transposes its result into the dimension order of the operand it belongs to."""
+
+    gemm: Gemm
+    left: OperandSpec
+    right: OperandSpec
+    dims: DimensionNumbers
+    order: tuple[int, ...]
+    site: str
+
+    @property
+    def scope(self) -> str:
+        """Its name in profiles and compiled programs."""
+        return f"{self.gemm}.{self.site}"
+
+    @property
+    def is_kept(self) -> bool:
+        return self.left.treatment.format == "keep"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """The three GEMMs of a product: fprop and those of the gradients of lhs and of rhs."""
+
+    fprop: Product
+    d_lhs: Product
+    d_rhs: Product
+
+
+def gemm_products(spec: GemmSpec) -> Products:
+    """The three GEMMs of a product."""
+    dims = _DotDims.from_spec(spec)
+    return Products(
+        fprop=_fprop(spec, dims), d_lhs=_gradient_of_lhs(spec, dims), d_rhs=_gradient_of_rhs(spec, dims)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OperandDims:
+    """The dimensions of an array by their use in a GEMM."""
+
+    ndim: int
+    batch: tuple[int, ...]
+    free: tuple[int, ...]
+    contract: tuple[int, ...]
+
+    def contract_free(self) -> _OperandDims:
+        """The same array in the GEMM of a gradient, which contracts its free dimensions."""
+        return replace(self, free=self.contract, contract=self.free)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DotDims:
+    """The dimensions of the operands, and those of the result (and of its gradient dy) that come from each."""
+
+    lhs: _OperandDims
+    rhs: _OperandDims
+    y_ndim: int
+    y_batch: tuple[int, ...]
+    y_lhs: tuple[int, ...]
+    y_rhs: tuple[int, ...]
+
+    @classmethod
+    def from_spec(cls, spec: GemmSpec) -> _DotDims:
+        (lc, rc), (lb, rb) = spec.dims
+        ln, rn = len(spec.lhs.shape), len(spec.rhs.shape)
+        lf, rf = free_dims(ln, lc, lb), free_dims(rn, rc, rb)
+        start_lhs, start_rhs = len(lb), len(lb) + len(lf)
+        ndim = start_rhs + len(rf)
+        return cls(
+            lhs=_OperandDims(ndim=ln, batch=lb, free=lf, contract=lc),
+            rhs=_OperandDims(ndim=rn, batch=rb, free=rf, contract=rc),
+            y_ndim=ndim,
+            y_batch=tuple(range(start_lhs)),
+            y_lhs=tuple(range(start_lhs, start_rhs)),
+            y_rhs=tuple(range(start_rhs, ndim)),
+        )
+
+
+def _fprop(spec: GemmSpec, dims: _DotDims) -> Product:
+    lhs_role, rhs_role = operand_roles(spec.options.weight)
+    return Product(
+        gemm=Gemm.FPROP,
+        left=_operand_spec(spec, Gemm.FPROP, "lhs", lhs_role, dims.lhs, dims.lhs.free),
+        right=_operand_spec(spec, Gemm.FPROP, "rhs", rhs_role, dims.rhs, dims.rhs.free),
+        dims=spec.dims,
+        order=tuple(range(dims.y_ndim)),
+        site=str(spec.options.site),
+    )
+
+
+def _gradient_of_lhs(spec: GemmSpec, dims: _DotDims) -> Product:
+    """dy with rhs, contracted over the free dimensions of rhs."""
+    gemm = Gemm.WGRAD if spec.options.weight == "lhs" else Gemm.DGRAD
+    _, role = operand_roles(spec.options.weight)
+    lhs, rhs = dims.lhs, dims.rhs
+    dy = _OperandDims(ndim=dims.y_ndim, batch=dims.y_batch, free=dims.y_lhs, contract=dims.y_rhs)
+    result_contract = tuple(lhs.contract[rhs.contract.index(i)] for i in sorted(rhs.contract))
+    return Product(
+        gemm=gemm,
+        left=_operand_spec(spec, gemm, "dy", Role.GRADIENT, dy, _gradient_tokens(spec, dims)),
+        right=_operand_spec(spec, gemm, "rhs", role, rhs.contract_free(), rhs.free),
+        dims=((dims.y_rhs, rhs.free), (dims.y_batch, rhs.batch)),
+        order=_inverse_order(lhs.batch, lhs.free, result_contract),
+        site=str(spec.options.site),
+    )
+
+
+def _gradient_of_rhs(spec: GemmSpec, dims: _DotDims) -> Product:
+    """lhs with dy, contracted over the free dimensions of lhs."""
+    gemm = Gemm.DGRAD if spec.options.weight == "lhs" else Gemm.WGRAD
+    role, _ = operand_roles(spec.options.weight)
+    lhs, rhs = dims.lhs, dims.rhs
+    dy = _OperandDims(ndim=dims.y_ndim, batch=dims.y_batch, free=dims.y_rhs, contract=dims.y_lhs)
+    result_contract = tuple(rhs.contract[lhs.contract.index(i)] for i in sorted(lhs.contract))
+    return Product(
+        gemm=gemm,
+        left=_operand_spec(spec, gemm, "lhs", role, lhs.contract_free(), lhs.free),
+        right=_operand_spec(spec, gemm, "dy", Role.GRADIENT, dy, _gradient_tokens(spec, dims)),
+        dims=((lhs.free, dims.y_lhs), (lhs.batch, dims.y_batch)),
+        order=_inverse_order(rhs.batch, result_contract, rhs.free),
+        site=str(spec.options.site),
+    )
+
+
+def _operand_spec(
+    spec: GemmSpec, gemm: Gemm, label: str, role: Role, dims: _OperandDims, tokens: tuple[int, ...]
+) -> OperandSpec:
+    return OperandSpec(
+        gemm=gemm,
+        label=label,
+        treatment=_treatment(spec.recipe, gemm, role),
+        axes=_operand_axes(dims, both_orders=_needs_both_orders(spec) and role is not Role.WEIGHT),
+        tokens=tokens,
+        backend=dict(zip(Gemm, spec.options.backends, strict=True))[gemm],
+    )
+
+
+def _gradient_tokens(spec: GemmSpec, dims: _DotDims) -> tuple[int, ...]:
+    """The dimensions of dy that are tokens: those of the operand that is not the weight."""
+    return dims.y_rhs if spec.options.weight == "lhs" else dims.y_lhs
+
+
+def operand_roles(weight: Weight) -> tuple[Role, Role]:
+    """The roles of lhs and rhs. Both are activations if neither is a parameter: 2D scales do not apply then."""
+    return (
+        Role.WEIGHT if weight == "lhs" else Role.ACTIVATION,
+        Role.WEIGHT if weight == "rhs" else Role.ACTIVATION,
+    )
+
+
+def _treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
+    if gemm is Gemm.DGRAD and role is Role.ACTIVATION:
+        # A recipe says what dgrad does to dy and to the weight. If no operand is a weight, the other activation takes
+        # its place.
+        return replace(recipe.treatment(gemm, Role.WEIGHT), tile2d=False)
+    return recipe.treatment(gemm, role)
+
+
+def _needs_both_orders(spec: GemmSpec) -> bool:
+    """Whether to also write transposed codes: 8-bit GEMMs read both operands along what they contract."""
+    return all(t.format == "fp8" for t in spec.recipe.treatments) and set(spec.options.backends) == {"xla"}
+
+
+def _operand_axes(dims: _OperandDims, *, both_orders: bool) -> Axes:
+    ndim = dims.ndim
+    return Axes(
+        axis=dims.contract[-1] - ndim,
+        contract=tuple(i - ndim for i in dims.contract),
+        batch=tuple(i - ndim for i in dims.batch),
+        tile=max(dims.free) - ndim,
+        both_orders=both_orders and not dims.batch,
+    )
+
+
+def _inverse_order(*groups: tuple[int, ...]) -> tuple[int, ...]:
+    """The transpose that puts a result, whose dimensions are these of an operand, into the operand's order."""
+    current = [i for group in groups for i in group]
+    return tuple(current.index(i) for i in range(len(current)))

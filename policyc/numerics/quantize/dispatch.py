@@ -1,0 +1,62 @@
+"""`quantize`: any format, by the table of their quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize import kernels
+from policyc.numerics.quantize.bits import materialize
+from policyc.numerics.quantize.blocks import QuantizeContext, layout_of
+from policyc.numerics.quantize.fp8 import quantize_fp8
+from policyc.numerics.quantize.hadamard import Method, random_signs, rotate
+from policyc.numerics.quantize.layout import Axes, Quantized
+from policyc.numerics.quantize.mx import quantize_mx
+from policyc.numerics.quantize.nvfp4 import quantize_nvfp4
+from policyc.numerics.quantize.random import Key, make_key
+
+QUANTIZERS: dict[str, Callable[[jax.Array, QuantizeContext], Quantized]] = {
+    "nvfp4": quantize_nvfp4,
+    "mxfp4": quantize_mx,
+    "mxfp8": quantize_mx,
+    "fp8": quantize_fp8,
+}
+
+
+def quantize(
+    x: jax.Array,
+    treatment: Treatment,
+    axes: Axes | None = None,
+    *,
+    key: Key | None = None,
+    signs: Key | None = None,
+    method: Method = "matmul",
+) -> Quantized:
+    """Quantizes x along `axes.axis`, padded with zeros to whole blocks.
+
+    Args:
+      key: the key of stochastic rounding. The bits of amax are folded into it.
+      signs: the key of the fresh signs of MS-EDEN, the same for both operands of a GEMM.
+      method: how it is computed. It changes no bit of the result.
+    """
+    axes = axes or Axes()
+    layout, padded = layout_of(x.shape, treatment, axes)
+    if padded != x.shape:
+        x = jnp.pad(x, [(0, n - m) for m, n in zip(x.shape, padded, strict=True)])
+    key = make_key() if key is None else key
+    run = QUANTIZERS[treatment.format]
+    if method in ("kernels", "interpreted"):
+        if kernels.fits(x, treatment, axes):
+            kernel = kernels.Kernels(interpret=method == "interpreted")
+            context = QuantizeContext(treatment=treatment, axes=axes, layout=layout, key=key, kernels=kernel)
+            return run(x, context)
+        method = "matmul_bf16"
+    if treatment.rht:
+        is_fresh = treatment.rounding == "ms_eden"
+        by = random_signs(signs or make_key(), treatment.rht) if is_fresh else None
+        x = materialize(rotate(x, axes.axis, treatment.rht, by, method=method))
+    cpu = method == "cpu"
+    return run(x, QuantizeContext(treatment=treatment, axes=axes, layout=layout, key=key, cpu=cpu))

@@ -1,0 +1,62 @@
+"""FP8: E4M3 or E5M2 elements under one outer scale, without block scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.numerics.quantize.bits import ELEMENTS, abs_bits, encode_scaled, from_bits, materialize
+from policyc.numerics.quantize.blocks import QuantizeContext, encode_scale, find_maxima, outer_scale_axes
+from policyc.numerics.quantize.layout import Quantized, split_axis
+
+_GROUP = 16
+"""The elements whose maximum is found while x is written: as many as in an NVFP4 block."""
+
+
+def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
+    """Quantizes to FP8. A kernel writes both orders of the codes in one pass."""
+    axes, layout = context.axes, context.layout
+    element = ELEMENTS[layout.element]
+    spanned = outer_scale_axes(context.treatment, axes, layout, x.ndim)
+    as_words = x.dtype == jnp.bfloat16 and x.shape[-1] % _GROUP == 0 and -1 in spanned and not context.cpu
+    # An 8-bit GEMM reads one operand transposed. Unless x is in memory first, XLA fuses that transpose into everything
+    # that makes x, and computes x three times. The operation that writes x also finds the maxima of groups.
+    if as_words:
+        groups = replace(layout, axis=-1, block=_GROUP)
+        along = replace(axes, axis=-1, contract=axes.contract or (axes.axis,))
+        x, _, amax = find_maxima(x, replace(context, axes=along, layout=groups, kernels=None))
+    else:
+        x = materialize(x)
+        amax = abs_bits(x).max(axis=spanned, keepdims=True)
+    enc, lift = encode_scale(amax, context)
+    transposed: jax.Array | None = None
+    if context.kernels is not None:
+        codes, transposed = context.kernels.both_orders(x, lift, enc, amax, element)
+    else:
+        encode = partial(encode_scaled, lift=lift, enc=enc, amax=amax, element=element)
+        codes = _encode_words(x, encode) if as_words else encode(x.astype(jnp.float32)).astype(jnp.uint8)
+        if axes.both_orders:
+            transposed = jnp.moveaxis(codes, -1, 0)
+    return Quantized(
+        codes=codes, scales=None, amax=from_bits(amax), transposed_codes=transposed, layout=layout
+    )
+
+
+def _encode_words(x: jax.Array, encode: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The codes of a bfloat16 array, computed four to a word.
+
+    XLA's loops move words at the speed of memory and bytes at 0.6 of it. The words are materialized, so that a
+    transpose of the codes moves bytes.
+    """
+    pairs = lax.bitcast_convert_type(split_axis(x, -1, x.shape[-1] // 4, 2, 2), jnp.int32)
+    word = jnp.int32(0)
+    for i in range(2):
+        pair = lax.index_in_dim(pairs, i, axis=-1, keepdims=False)
+        low, high = from_bits(pair << 16), from_bits(pair & ~0xFFFF)
+        word |= (encode(low) | (encode(high) << 8)) << (16 * i)
+    return lax.bitcast_convert_type(materialize(word), jnp.uint8).reshape(x.shape)

@@ -1,0 +1,35 @@
+"""MXFP4 and MXFP8: an E8M0 scale (a power of two) per block of 32, and no outer scale."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from policyc.numerics.quantize.bits import ELEMENTS, INFINITY, Element, bits_of, from_bits, materialize
+from policyc.numerics.quantize.blocks import QuantizeContext, encode_blocks, find_maxima
+from policyc.numerics.quantize.layout import Quantized
+
+
+def quantize_mx(x: jax.Array, context: QuantizeContext) -> Quantized:
+    """Quantizes to MXFP4 or MXFP8."""
+    layout = context.layout
+    x, block_max, amax = find_maxima(x, context)
+    rounding = "rceil" if layout.format == "mxfp8" else context.treatment.scale_rounding
+    byte = e8m0_scales(block_max, ELEMENTS[layout.element], rounding)
+    enc = materialize(from_bits((254 - byte) << 23))
+    codes = encode_blocks(x.astype(jnp.float32), enc, context, context.key.fold(from_bits(amax)))
+    byte = jnp.where(block_max >= INFINITY, 255, byte)
+    return Quantized(codes=codes, scales=byte.astype(jnp.uint8), amax=None, layout=layout)
+
+
+def e8m0_scales(block_max: jax.Array, element: Element, rounding: str) -> jax.Array:
+    """Exponent bytes (int32) from the bits of block maxima."""
+    top = bits_of(jnp.float32(element.top))
+    if rounding == "rceil":
+        above = (block_max & 0x7FFFFF) > (top & 0x7FFFFF)
+        exponent = (block_max >> 23) + above.astype(jnp.int32)
+    elif rounding == "even":
+        exponent = (block_max + (1 << (element.shift - 1))) >> 23
+    else:
+        exponent = block_max >> 23
+    return jnp.clip(exponent - ((top >> 23) - 127), 0, 254)

@@ -1,0 +1,160 @@
+"""NVFP4: E2M1 elements, an E4M3 scale per block of 16, an fp32 outer scale; with its options."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize.bits import (
+    E2M1,
+    E4M3,
+    INFINITY,
+    bits_of,
+    decode,
+    exact_div,
+    from_bits,
+    materialize,
+    round_nearest,
+    round_stochastic,
+)
+from policyc.numerics.quantize.blocks import (
+    FOUR_OVER_SIX,
+    RANDOM_BITS,
+    QuantizeContext,
+    encode_blocks,
+    encode_scale,
+    find_maxima,
+)
+from policyc.numerics.quantize.layout import (
+    TILE,
+    Layout,
+    Quantized,
+    expand_per_block,
+    split_axis,
+    split_blocks,
+)
+from policyc.numerics.quantize.random import Key, random_words
+
+ScaleCandidate = tuple[jax.Array, jax.Array]
+"""The codes of block scales, and what elements are multiplied by."""
+
+
+def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
+    """Quantizes to NVFP4. With kernels, x is not rotated yet: the kernels rotate it."""
+    t, layout, div = context.treatment, context.layout, context.div
+    x, *maxima = find_maxima(x, context)
+    block_max, amax = (_add_headroom(bits, t) for bits in maxima)
+    tensor_enc, lift = encode_scale(amax, context)
+    tensor_dec = materialize(div(jnp.float32(1), tensor_enc))
+    lifted_max = from_bits(block_max) * lift
+    key = context.key.fold(from_bits(amax))
+
+    def block_scales(fraction: float) -> ScaleCandidate:
+        ideal = lifted_max * (tensor_enc * jnp.float32(fraction))
+        code = round_nearest(ideal, E4M3)
+        return code, div(jnp.float32(1), decode(code, E4M3) * tensor_dec)
+
+    # A lift of 1 changes nothing, so that only tiny tensors are affected.
+    lifted = x.astype(jnp.float32) * lift
+    scale, enc = block_scales(1 / 6)
+    if t.scale in FOUR_OVER_SIX:
+        target = lifted * tensor_enc
+        scale, enc = _choose_four_or_six(lifted, target, (scale, enc), block_scales(1 / 4), layout, t.scale)
+    # Convert to bytes before the barrier: they take a quarter of the memory, and no later pass has to convert.
+    byte, enc = materialize((_scale_bytes(scale, amax), enc))
+    if context.kernels is not None:
+        codes = context.kernels.codes(x, enc, lift, key, t)
+    else:
+        codes = encode_blocks(lifted, enc, context, key)
+    if t.rounding == "ms_eden":
+        scale = _correct_scales(lifted, enc, byte.astype(jnp.int32), layout, key.fold("scale"))
+        byte = _scale_bytes(scale, amax)
+    return Quantized(codes=codes, scales=byte, amax=from_bits(amax), layout=layout)
+
+
+def _scale_bytes(scale: jax.Array, amax: jax.Array) -> jax.Array:
+    """The bytes of block scales: NaN if the tensor has a NaN or an infinity."""
+    return jnp.where(amax >= INFINITY, E4M3.nan or 0, scale).astype(jnp.uint8)
+
+
+def _add_headroom(bits: jax.Array, treatment: Treatment) -> jax.Array:
+    """The bits of a maximum times the headroom of stochastic rounding."""
+    if treatment.headroom == 1:
+        return bits
+    # The product leaves infinity and NaN as they are.
+    return bits_of(from_bits(bits) * jnp.float32(float(treatment.headroom)))
+
+
+# ---- four over six
+
+
+def _choose_four_or_six(
+    lifted: jax.Array,
+    target: jax.Array,
+    six: ScaleCandidate,
+    four: ScaleCandidate,
+    layout: Layout,
+    variant: str,
+) -> ScaleCandidate:
+    """The candidate with the smaller error in each block; the one for 6 if they tie.
+
+    `target` are the elements divided by the outer scale: what codes times block scales should be.
+    """
+    six, four = materialize((six, four))
+    magnitude = jnp.abs(split_blocks(target, layout))
+    magnitude = jnp.where(magnitude < jnp.float32(1e5), magnitude, jnp.float32(1e5))
+
+    def loss(scale: jax.Array, enc: jax.Array) -> jax.Array:
+        code = round_nearest(jnp.abs(split_blocks(lifted, layout)) * expand_per_block(enc, layout), E2M1)
+        value = decode(code, E2M1) * decode(expand_per_block(scale, layout), E4M3)
+        error = jnp.abs(magnitude - value)
+        is_mae = FOUR_OVER_SIX[variant][0] == "mae"
+        return _sum_blocks(error if is_mae else _multiply_unfused(error, error), layout)
+
+    is_better = loss(*four) < loss(*six)
+    return jnp.where(is_better, four[0], six[0]), jnp.where(is_better, four[1], six[1])
+
+
+# ---- MS-EDEN
+
+
+def _correct_scales(
+    lifted: jax.Array, enc: jax.Array, scale: jax.Array, layout: Layout, key: Key
+) -> jax.Array:
+    """Multiplies each scale by <v,v>/<v,q> and rounds it stochastically."""
+    v = jnp.minimum(jnp.abs(split_blocks(lifted, layout)) * expand_per_block(enc, layout), jnp.float32(1e4))
+    q = decode(round_nearest(v, E2M1), E2M1)
+    vv, vq = (_sum_blocks(_multiply_unfused(v, other), layout) for other in (v, q))
+    gain = exact_div(vv, vq)
+    value = decode(scale, E4M3) * jnp.where(scale == 0, jnp.float32(1), gain)
+    random = (random_words(key, scale.shape) >> (32 - RANDOM_BITS)).astype(jnp.int32)
+    return round_stochastic(value, random, RANDOM_BITS, E4M3)
+
+
+# ---- sums that are the same on every machine
+
+
+def _sum_blocks(terms: jax.Array, layout: Layout) -> jax.Array:
+    """Sums over each block or tile, in the same order on every machine."""
+    if layout.tile_axis is not None:
+        # The dimension inside the blocks shifts the tile axis if that comes before it.
+        tile = layout.tile_axis - (1 if layout.tile_axis < layout.axis else 0)
+        terms = _sum_pairwise(split_axis(terms, tile, terms.shape[tile] // TILE, TILE), tile)
+    return _sum_pairwise(terms, layout.axis)
+
+
+def _sum_pairwise(terms: jax.Array, axis: int) -> jax.Array:
+    """Adds the two halves of an axis until one element is left."""
+    while terms.shape[axis] > 1:
+        half = terms.shape[axis] // 2
+        low = lax.slice_in_dim(terms, 0, half, axis=axis)
+        terms = low + lax.slice_in_dim(terms, half, 2 * half, axis=axis)
+    return jnp.squeeze(terms, axis)
+
+
+def _multiply_unfused(a: jax.Array, b: jax.Array) -> jax.Array:
+    # The select stops XLA from contracting the product with a following sum.
+    product = a * b
+    return jnp.where(product < jnp.float32(1e30), product, jnp.float32(1e30))
