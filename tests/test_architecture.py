@@ -104,6 +104,18 @@ def test_the_map_of_the_packages_names_every_module(package: str) -> None:
     assert named <= modules_of(package) | words
 
 
+@needs_checkout
+def test_the_recipes_of_contributing_name_what_exists() -> None:
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## How to add")[2]
+    paths = re.findall(r"`((?:policyc|tests|docs)/[\w/.]+)`", text)
+    assert paths
+    assert not [path for path in paths if "NAME" not in path and not (ROOT.parent / path).exists()]
+    names = re.findall(r"`(\w+)`\s+(?:of\s+)?\(?`(policyc/[\w/]+\.py)`", text)
+    assert names
+    for name, path in names:
+        assert re.search(rf"\b{name}\b", (ROOT.parent / path).read_text(encoding="utf-8")), f"{path}: {name}"
+
+
 def test_the_root_of_the_package_holds_packages_only() -> None:
     names = {path.name for path in ROOT.iterdir()} - {"__pycache__"} - DATA
     assert names == {*PACKAGES, "__init__.py", "__main__.py", "py.typed"}
