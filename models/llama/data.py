@@ -99,9 +99,7 @@ def read_documents(spec: DataSpec) -> Iterator[bytes]:
             text = record[column] if isinstance(record, dict) else record
             text = text.encode() if isinstance(text, str) else text
             if not isinstance(text, bytes) or b"\0" in text[:65536]:
-                raise ConfigError(
-                    f"'{path}' is not text: it has numbers or zero bytes; or is it tokens:PATH?"
-                )
+                raise ConfigError(f"'{path}' has numbers or zero bytes: it is not text (tokens:PATH?)")
             yield text
     except ConfigError:
         raise

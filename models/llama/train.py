@@ -79,10 +79,8 @@ class Trainer:
 
     def open_data(self, split: str) -> tuple[data.BatchSource, Iterator[model.Batch]]:
         """A source of batches, and its batches on the devices."""
-        shape, sharding = (
-            (self.run.batch, self.run.sequence),
-            model.sharding(self.mesh, ("batch", "sequence")),
-        )
+        shape = (self.run.batch, self.run.sequence)
+        sharding = model.sharding(self.mesh, ("batch", "sequence"))
         indices: Any = sharding.addressable_devices_indices_map(shape).values()
         rows = sorted({row for index in indices for row in range(self.run.batch)[index[0]]})
         source = data.BatchSource(self.run, self.config.vocab, rows, split)
@@ -183,9 +181,7 @@ def make_profiler(run: RunConfig, folder: Path) -> tuple[Callable[[], Any], Call
         with suppress(OSError):
             cuda = ctypes.CDLL(name)
             return cuda.cudaProfilerStart, cuda.cudaProfilerStop
-    raise ConfigError(
-        "--profile nsys needs CUDA, and there is no libcudart.so; --profile xplane works without"
-    )
+    raise ConfigError("--profile nsys needs CUDA, and there is no libcudart.so: use --profile xplane")
 
 
 @contextmanager

@@ -177,7 +177,7 @@ BAD = {
     "no such dtype": (lambda p: write_tokens(p / "a.bin", [1] * 99) + ",dtype=int8", "uint16 or uint32"),
     "binary text": (
         lambda p: _write_bytes(p / "a.txt", b"ab\0" * 1000),
-        "not text: it has numbers or zero bytes",
+        "has numbers or zero bytes: it is not text",
     ),
     "small text": (lambda p: _write_bytes(p / "a.txt", b"abc"), "has 4 tokens"),
     "no file": (lambda p: str(p / "none.txt"), "there is no file"),
