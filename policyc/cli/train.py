@@ -1,4 +1,4 @@
-"""`policyc train`: the Llama that ships with policyc, under a policy or plainly."""
+"""`policyc train`: trains the bundled Llama, with or without a policy."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from policyc.language.bundled import data_folder
     examples="""
     policyc train --config tiny --policy llama_nvfp4             a small model on any machine
     policyc train --config tiny                                  the same without a policy
-    policyc train --config tiny --policy fp8 --stats-every 50    and what quantization does to its numbers
-    policyc train -- --help                                      what the driver takes
+    policyc train --config tiny --policy fp8 --stats-every 50    with statistics of the quantization error
+    policyc train -- --help                                      the options of the training program
     """,
 )
-@click.option("--policy", metavar="POLICY", help="Train under this policy; plainly without.")
+@click.option("--policy", metavar="POLICY", help="Train under this policy (default: without a policy).")
 @run_options
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[DRIVER OPTIONS]...")
-def train(policy: str | None, words: tuple[str, ...], run: RunOptions) -> None:
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TRAINING OPTIONS]...")
+def train(policy: str | None, arguments: tuple[str, ...], run: RunOptions) -> None:
     """Pretrain the bundled Llama.
 
-    The same run as policyc apply POLICY models/llama/train.py. All other options are the driver's.
+    The same run as policyc apply POLICY models/llama/train.py. All other options belong to the training program.
     """
     script = str(data_folder("models") / "llama" / "train.py")
     if policy is not None:
-        run_under_policy(parse_program((script, *words)), policy, run)
+        run_under_policy(parse_program((script, *arguments)), policy, run)
         return
     if run != RunOptions():
-        raise click.UsageError("this option goes with --policy")
+        raise click.UsageError("this option needs --policy")
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, script, *words])
+    os.execv(sys.executable, [sys.executable, script, *arguments])

@@ -277,7 +277,9 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
     }
     distributed = {"distributed": True, "coordinator": f"127.0.0.1:{port}", "processes": 2}
     both = [
-        spawn(*flags(out=tmp_path / "two", process_id=i, **settings, **distributed), devices=2)
+        spawn(
+            *flags(out=tmp_path / "two", process_id=i, **settings, **distributed), devices=2, as_module=True
+        )
         for i in range(2)
     ]
     for code, output in map(wait, both):

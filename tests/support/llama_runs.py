@@ -54,15 +54,20 @@ def spawn(
     prefix: tuple[str, ...] = (),
     policy: str | Path = "",
     devices: int = 1,
+    as_module: bool = False,
     **environment: str,
 ) -> subprocess.Popen[str]:
-    """Starts a run in a process of its own, under a policy if one is named. `prefix` is put before the command."""
+    """Starts a run in a process of its own, as a script or as a module, under a policy if one is named.
+
+    `prefix` is put before the command.
+    """
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     xla_flags = f"--xla_force_host_platform_device_count={devices}"
     quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     apply = ["-m", "policyc.cli.main", "apply", str(policy)] if policy else []
+    program = ["-m", "policyc.models.llama.train"] if as_module else [str(TRAIN)]
     return subprocess.Popen(
-        [*prefix, sys.executable, *apply, str(TRAIN), *arguments], text=True,
+        [*prefix, sys.executable, *apply, *program, *arguments], text=True,
         env={**os.environ, "PYTHONPATH": paths, **quick, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
