@@ -1,0 +1,44 @@
+"""JAX internals: imported in one module, and listed in docs/internals.md."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import policyc
+
+PACKAGE = Path(policyc.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "internals.md"
+
+
+def test_only_one_module_imports_private_modules_of_jax():
+    importers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom) and "jax._src" in ast.unparse(node)
+    }
+    assert importers == {"jaxcore/internals.py"}
+
+
+def test_the_page_lists_every_private_name_that_is_used():
+    page = PAGE.read_text(encoding="utf-8")
+    used = {name for path in (PACKAGE / "jaxcore").glob("*.py") for name in private_names(path)}
+    assert used
+    assert sorted(name for name in used if name not in page) == []
+
+
+def private_names(path: Path) -> set[str]:
+    """The attributes that a module takes of private modules of JAX."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    modules = {
+        alias.name
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module == "policyc.jaxcore.internals"
+        for alias in node.names
+    }
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+    }
