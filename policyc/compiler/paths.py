@@ -29,18 +29,19 @@ DATA_NAMES = frozenset({
 def leaf_paths(arguments: Sequence[tuple[str, Any]], *, always_named: bool = False) -> list[DottedPath]:
     """Returns the path of every leaf of some named arguments, in the order of the leaves, with stack sizes.
 
-    With one argument, its name appears only in the paths that would otherwise be empty or start with an index. With
-    several, or with `always_named`, every path starts with the name of its argument.
+    If only one argument has leaves, its name appears only in the paths that would otherwise be empty or start with an
+    index. Otherwise, or with `always_named`, every path starts with the name of its argument.
     """
+    trees = [(name, jax.tree_util.tree_flatten_with_path(tree)[0]) for name, tree in arguments]
+    with_name = always_named or sum(bool(leaves) for _, leaves in trees) > 1
     texts: list[list[str]] = []
-    for argument_name, tree in arguments:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    for argument_name, leaves in trees:
         of_argument = [
             _path_texts(argument_name, keys) for keys in _strip_packing([keys for keys, _ in leaves])
         ]
         if all(len(t) > 1 and t[0] in _COLLECTIONS and not is_index(t[1]) for t in of_argument):
             of_argument = [t[1:] for t in of_argument]
-        if len(arguments) > 1 or always_named:
+        if with_name:
             of_argument = [t if t[0] == argument_name else [argument_name, *t] for t in of_argument]
         texts += of_argument
     return add_stack_sizes([read_segments(t) for t in texts])

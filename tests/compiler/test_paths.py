@@ -117,6 +117,7 @@ def test_a_list_of_arrays_is_a_stack_with_the_name_of_its_argument():
 def test_a_named_leaf_mentions_its_argument_only_among_several():
     assert names({"w": 0}) == ["w"]
     assert names({"w": 0}, {"w": 0}) == ["a.w", "b.w"]
+    assert names({"w": 0}, {}) == ["w"]
 
 
 # ---- what frameworks put around the parameters
