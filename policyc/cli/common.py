@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from policyc.language.files import atomic_write
+from policyc.language.files import atomic_write, open_output
 
 if TYPE_CHECKING:
     from policyc.language.diagnostics import PolicyError
@@ -106,21 +106,19 @@ def replace_file(path: Path, text: str) -> None:
     """Replaces a file atomically. Keeps its mode, its line endings, and a symbolic link to it."""
     from policyc.language.loader import unreadable_file_error
 
-    target = path.resolve()
     try:
-        mode = target.stat().st_mode
-        if b"\r\n" in target.read_bytes():
+        if b"\r\n" in path.read_bytes():
             text = text.replace("\n", "\r\n")
-        with atomic_write(target, mode & 0o7777) as stream:
+        with atomic_write(path) as stream:
             stream.write(text.encode("utf-8"))
     except OSError as error:
         raise unreadable_file_error(str(path), f"cannot be written: {error.strerror}") from None
 
 
 def write_output(option: str, path: str, text: str) -> None:
-    """Writes the file that an option names, atomically. Exits if it cannot be written."""
+    """Writes the file that an option names, atomically; `-` is standard output. Exits if it cannot be written."""
     try:
-        with atomic_write(Path(path)) as stream:
+        with open_output(path) as stream:
             stream.write(text.encode("utf-8"))
     except OSError as error:
         exit_with_message(f"{option}: '{path}' cannot be written: {error.strerror}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from policyc.cli.common import ExampleCommand, exit_with_diagnostics
-from policyc.language.files import atomic_write
+from policyc.language.files import STANDARD_OUTPUT, open_output
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 )
 @click.option("--axis", type=int, default=-1, show_default=True, help="The contracted axis.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of stochastic rounding.")
-@click.option("--out", required=True, metavar="OUT.npz", help="File to write.")
+@click.option("--out", required=True, metavar="OUT.npz", help="File to write; '-' is standard output.")
 def quantize(array: str, recipe: str, role_name: str, gemm_name: str, out: str, **options: int) -> None:
     """Quantize an array exactly as a policy would.
 
@@ -69,8 +68,8 @@ def quantize(array: str, recipe: str, role_name: str, gemm_name: str, out: str, 
         operand = measure_operand(values, parsed_recipe, gemm, role, **options)
     except ValueError as error:
         raise click.UsageError(f"--recipe: {error}") from None
-    _save_arrays(Path(out), operand.arrays())
-    click.echo(str(operand.stats))
+    _save_arrays(out, operand.arrays())
+    click.echo(str(operand.stats), err=out == STANDARD_OUTPUT)
 
 
 def _check_operand(gemm: Gemm, role: Role) -> None:
@@ -117,12 +116,12 @@ def _load_array(name: str) -> npt.NDArray[Any]:
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
-def _save_arrays(path: Path, arrays: dict[str, npt.NDArray[Any]]) -> None:
-    """Writes an npz file atomically."""
+def _save_arrays(path: str, arrays: dict[str, npt.NDArray[Any]]) -> None:
+    """Writes an npz file atomically, or to standard output."""
     import numpy as np
 
     try:
-        with atomic_write(path) as stream:
+        with open_output(path) as stream:
             np.savez(stream, **arrays)  # type: ignore[arg-type]  # the stubs take the names for options
     except OSError as error:
         raise click.UsageError(f"cannot write '{path}': {error.strerror}") from None

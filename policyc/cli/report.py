@@ -18,9 +18,9 @@ from policyc.cli.common import ExampleCommand, exit_with_message
 )
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False),
+    type=click.Path(dir_okay=False, allow_dash=True),
     show_default="report.html in the first run's folder",
-    help="File to write.",
+    help="File to write; '-' is standard output.",
 )
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 def report(out: str | None, runs: tuple[str, ...]) -> None:
@@ -30,8 +30,10 @@ def report(out: str | None, runs: tuple[str, ...]) -> None:
     folder with metrics.jsonl. Runs under a policy also have stats.jsonl and plan.json.
     """
     from policyc.experiments.run_report import UnreadableRun, write_report
+    from policyc.language.files import STANDARD_OUTPUT
 
     try:
-        click.echo(write_report([Path(run) for run in runs], None if out is None else Path(out)))
+        path = write_report([Path(run) for run in runs], None if out is None else Path(out))
+        click.echo(path, err=out == STANDARD_OUTPUT)
     except UnreadableRun as error:
         exit_with_message(str(error))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from policyc.experiments.svg_plots import Point, Series, draw_lines
-from policyc.language.files import atomic_write
+from policyc.language.files import open_output
 
 Record = dict[str, Any]
 """One line of `metrics.jsonl` or `stats.jsonl`, or a part of `plan.json`."""
@@ -60,9 +60,10 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
     """Writes the report of some runs, and returns its path: `report.html` in the first folder by default."""
     runs = [read_run(folder) for folder in folders]
     path = out or folders[0] / "report.html"
+    page = render_page(runs).encode(errors="replace")  # JSON can hold a surrogate, which UTF-8 cannot
     try:
-        with atomic_write(path) as stream:
-            stream.write(render_page(runs).encode())
+        with open_output(str(path)) as stream:
+            stream.write(page)
     except OSError as error:
         raise UnreadableRun(f"'{path}' cannot be written: {error.strerror}") from None
     return path

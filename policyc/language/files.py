@@ -1,27 +1,95 @@
-"""Atomic writes: a reader sees the old file or the new one, never a part of it."""
+"""Writes output files. A reader of a regular file sees the old text or the new one, never a part of it.
+
+Only regular files are replaced. Devices, FIFOs and open descriptors (`/dev/stdout`) are written to, and symbolic links
+are followed.
+"""
 
 from __future__ import annotations
 
 import os
-import tempfile
+import re
+import secrets
+import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+STANDARD_OUTPUT = "-"
+"""The file name that stands for standard output."""
+
+_DESCRIPTOR = re.compile(r"/dev/(?P<name>stdin|stdout|stderr)|/(?:dev|proc/self)/fd/(?P<number>\d+)")
+_STANDARD_DESCRIPTORS = {"stdin": 0, "stdout": 1, "stderr": 2}
+_MAX_LINKS = 40  # as the Linux kernel follows
+_MAX_PREFIX = 64  # characters of the name in the name of the temporary file: names have at most 255 bytes
+
 
 @contextmanager
-def atomic_write(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+def open_output(name: str) -> Iterator[BinaryIO]:
+    """Opens the file that a command-line option names. `-` is standard output; see `atomic_write` for the others."""
+    if name != STANDARD_OUTPUT:
+        with atomic_write(Path(name)) as stream:
+            yield stream
+        return
+    sys.stdout.flush()
+    yield sys.stdout.buffer
+    sys.stdout.buffer.flush()
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Opens a stream whose content replaces the file when the block ends. If the block raises, nothing is left.
 
-    The new file is written in the same folder and then renamed, so the folder must be writable, not only the file.
+    The new file is written in the same folder and then renamed, so the folder must be writable, not only the file. A
+    new file gets the mode that the umask leaves, and a replaced one keeps its mode. What is not a regular file is
+    written to directly. Raises OSError.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor = _find_descriptor(path)
+    if descriptor is not None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # what was printed before comes before
+        with os.fdopen(os.dup(descriptor), "wb") as output:
+            yield output
+        return
+    mode = _read_mode(path)
+    if mode is not None and not stat.S_ISREG(mode):
+        with os.fdopen(os.open(path, os.O_WRONLY), "wb") as output:
+            yield output
+        return
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name[:_MAX_PREFIX]}.{secrets.token_hex(8)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # the system applies the umask
     try:
-        with os.fdopen(handle, "wb") as stream:
-            yield stream
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
+        with os.fdopen(handle, "wb") as output:
+            yield output
+        if mode is not None:
+            os.chmod(temporary, stat.S_IMODE(mode))
+        os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _read_mode(path: Path) -> int | None:
+    """Returns the mode of what a path leads to, or None if there is nothing. Raises OSError for a cycle of links."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
+
+
+def _find_descriptor(path: Path) -> int | None:
+    """Returns the open descriptor that a path or a chain of links names.
+
+    Such a path must not be resolved: it may lead to a regular file, which the process has open and others append to.
+    """
+    text = str(path)
+    for _ in range(_MAX_LINKS):
+        match = _DESCRIPTOR.fullmatch(text)
+        if match:
+            return _STANDARD_DESCRIPTORS[match["name"]] if match["name"] else int(match["number"])
+        if not os.path.islink(text):
+            break
+        text = os.path.normpath(os.path.join(os.path.dirname(text), os.readlink(text)))
+    return None

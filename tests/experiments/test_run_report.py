@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from policyc.experiments.run_report import UnreadableRun, write_report
+from tests.support.command import policyc
 
 
 class TagChecker(HTMLParser):
@@ -98,3 +99,11 @@ def test_what_is_not_a_run_or_cannot_be_written_is_an_error(tmp_path: Path) -> N
         write_report([tmp_path / "none"])
     with pytest.raises(UnreadableRun, match="cannot be written"):
         write_report([write_run(tmp_path / "run")], tmp_path / "none" / "a.html")
+
+
+def test_a_dash_writes_the_page_to_standard_output(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    result = policyc("report", run, "--out", "-")
+    assert result.out.startswith("<!doctype html>")
+    assert result.out.endswith("</html>\n")
+    assert not (run / "report.html").exists()
