@@ -187,7 +187,7 @@ def test_losses_that_cannot_be_differentiated_raise_the_errors_of_jax(home: Path
         "Python code in it cannot read the values",
         "losses.py",
         "got (16,) and (3,)",
-        "differentiated once, in reverse",
+        "a quantized GEMM has one derivative, in reverse mode",
     ):
         assert message in result.err, message
 
