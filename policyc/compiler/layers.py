@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from policyc.compiler import provenance
-from policyc.compiler.provenance import AxisIndex, ParameterSource, Source, Unknown
+from policyc.compiler.provenance.elements import AxisIndex, axis_indices, iterations_of
+from policyc.compiler.provenance.graph import ParameterSource, Source, loops_of, parameters_of, shard_maps_of
+from policyc.compiler.provenance.regions import Unknown
 from policyc.compiler.sites import IndexSlot, LayerTable, PathTemplate, Stack
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
@@ -49,13 +50,13 @@ class LayerIndices:
     def note_stacked_inputs(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> None:
         """A scan slices these parameters."""
         if sources:
-            paths = [p.path for s in sources for p in provenance.parameters_of(s)]
+            paths = [p.path for s in sources for p in parameters_of(s)]
             self._common[loops[-1].stack.address] = _common_prefix(paths)
             self._note(sources, loops)
 
     def note_sources(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> None:
         """A GEMM reads these weights."""
-        if any(provenance.loops_of(s) for s in sources):
+        if any(loops_of(s) for s in sources):
             self._note(sources, loops)
 
     def _note(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> None:
@@ -84,8 +85,8 @@ class LayerIndices:
         return tuple(sorted(stacks, key=lambda s: (not s.is_shard_map, s.address)))
 
     def _stacks(self, source: Source, loops: Sequence[LoopLayers]) -> tuple[Stack, ...]:
-        addresses = provenance.loops_of(source)
-        shards = provenance.shard_maps_of(source)
+        addresses = loops_of(source)
+        shards = shard_maps_of(source)
         devices = [Stack(a, parts, is_shard_map=True) for a, parts in shards.items() if parts > 1]
         return (*devices, *(loop.stack for loop in loops if loop.stack.address in addresses))
 
@@ -135,7 +136,7 @@ class LayerIndices:
         loops: Sequence[LoopLayers],
     ) -> Iterator[PathTemplate]:
         """The parameters that a variable holds, with their indices for every combination of iterations of `stacks`."""
-        parameters = list(dict.fromkeys(provenance.parameters_of(source)))
+        parameters = list(dict.fromkeys(parameters_of(source)))
         try:
             reads = self._read(source, batch_dims, stacks)
         except Unknown as reason:
@@ -161,10 +162,7 @@ class LayerIndices:
         if count > _MOST_LAYERS:
             raise Unknown(f"it has {count} layers, which are too many to follow")
         sizes = [(s.address, s.size) for s in stacks]
-        return [
-            provenance.axis_indices(source, batch_dims, iterations)
-            for iterations in provenance.iterations_of(sizes)
-        ]
+        return [axis_indices(source, batch_dims, iterations) for iterations in iterations_of(sizes)]
 
     def _template(
         self,

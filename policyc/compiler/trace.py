@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -63,7 +64,7 @@ def trace(
     kwargs: Mapping[str, Any],
     param_argnums: Sequence[int],
     names: Sequence[str],
-    fixed: Mapping[str, Any],
+    fixed: Mapping[str, Any] = MappingProxyType({}),
 ) -> TracedFunction:
     """Traces a call.
 

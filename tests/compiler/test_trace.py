@@ -96,7 +96,7 @@ def test_arguments_without_parameters_are_constants_unless_abstract() -> None:
 
 def test_any_arguments_may_hold_parameters() -> None:
     traced = trace_call(lambda x, a, b: x @ a @ b["c"], X, W, {"c": W.T}, param_argnums=(1, 2))
-    assert path_texts(traced) == ["arg1", "c"]
+    assert path_texts(traced) == ["arg1", "arg2.c"]
     assert input_shapes(traced) == [(16, 32), (32, 16)]
 
 
@@ -117,7 +117,7 @@ def test_the_inputs_for_other_arguments_are_picked_as_they_were_traced() -> None
 def test_paths_are_listed_by_argument() -> None:
     args = ({"b": W, "a": [W, W]}, X, {"c": W})
     paths = paths_by_argument(args, (0, 2), ("p", "q"))
-    assert [[dotted(path) for path in group] for group in paths] == [["a[0]", "a[1]", "b"], ["c"]]
+    assert [[dotted(path) for path in group] for group in paths] == [["p.a[0]", "p.a[1]", "p.b"], ["q.c"]]
 
 
 # ---- the results

@@ -1,0 +1,102 @@
+"""What kind of matrix product an equation is: its sizes, its weight, and whether the compiler can change it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from policyc.compiler.paths import DATA_NAMES
+from policyc.compiler.provenance.graph import Source, parameters_of
+from policyc.compiler.sites import Weight
+from policyc.compiler.var_info import VarInfo, shape_of
+from policyc.jaxcore import jaxprs
+
+GEMMS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
+"""The products that the compiler rewrites."""
+
+OTHER_PRODUCTS = {
+    "scaled_dot": "jax.lax.scaled_dot, which quantizes by itself",
+    "scaled_matmul": "jax.nn.scaled_matmul, which quantizes by itself",
+    "scaled_matmul_wrapper": "jax.nn.scaled_matmul, which quantizes by itself",
+}
+"""Matrix products that the compiler does not rewrite, in words. Their sites are opaque."""
+
+
+def operand_dtype(atom: Any) -> Any:
+    return atom.aval.dtype
+
+
+def pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
+    """Which operand is the weight. Where both come from differentiated arguments, data is not the weight."""
+    if lhs.source is None or rhs.source is None:
+        return "rhs" if rhs.source is not None else "lhs" if lhs.source is not None else None
+
+    def unlikely(info: VarInfo) -> tuple[bool, ...]:
+        assert info.source is not None
+        parameters = list(parameters_of(info.source))
+        named_as_data = all(p.path and p.path[0].text.casefold() in DATA_NAMES for p in parameters)
+        return info.is_modified, all(p.is_frozen for p in parameters), named_as_data
+
+    return "lhs" if unlikely(lhs) < unlikely(rhs) else "rhs"
+
+
+def why_opaque(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
+    """Why the compiler cannot change a GEMM, by its own form; empty if it can."""
+    name = jaxprs.primitive_name(eqn)
+    if name in OTHER_PRODUCTS:
+        return OTHER_PRODUCTS[name]
+    if any(d == jnp.float64 for d in dtypes):
+        return "a computation in float64, for which there is no recipe"
+    if not _is_plain_ragged(eqn):
+        return "a ragged product of a form that has no quantized counterpart"
+    return ""
+
+
+def matrix_sources(eqn: JaxprEqn, infos: list[VarInfo]) -> tuple[Source, ...]:
+    """The parameters among the operands of a container that are not vectors."""
+    pairs = zip(eqn.invars, infos, strict=True)
+    return tuple(i.source for a, i in pairs if len(shape_of(a)) > 1 and i.source is not None)
+
+
+def _is_plain_ragged(eqn: JaxprEqn) -> bool:
+    """Is it no ragged product, or the common one: rows in groups, and a matrix for each group?"""
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    if numbers is None:
+        return True
+    dims = tuple(tuple(map(tuple, pair)) for pair in numbers.dot_dimension_numbers)
+    groups = (tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions))
+    offset = eqn.params.get("group_offset")
+    return dims == (((1,), (1,)), ((), ())) and groups == ((0,), (0,)) and offset is None
+
+
+def _dimension_numbers(eqn: JaxprEqn) -> Any:
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    numbers = ragged.dot_dimension_numbers if ragged else eqn.params.get("dimension_numbers")
+    # jax.nn.scaled_matmul has no dimension numbers: it multiplies (batch, m, k) by (batch, n, k).
+    return (((2,), (2,)), ((0,), (0,))) if numbers is None else numbers
+
+
+def batch_dims(eqn: JaxprEqn, weight: Weight) -> tuple[int, ...]:
+    """The dimensions of the weight along which one product reads several matrices."""
+    _, (lhs, rhs) = _dimension_numbers(eqn)
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    groups = tuple(ragged.rhs_group_dimensions) if ragged and weight != "lhs" else ()
+    return (*map(int, lhs if weight == "lhs" else rhs), *groups)
+
+
+def gemm_sizes(eqn: JaxprEqn, weight: Weight) -> tuple[int, int, int, int] | None:
+    """(batch, m, n, k) as in `y = x W`; None if it contracts nothing."""
+    lhs, rhs = (shape_of(a) for a in eqn.invars[:2])
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    (lc, rc), (lb, rb) = _dimension_numbers(eqn)
+    groups = set(ragged.rhs_group_dimensions) if ragged else set()
+    k, batch = math.prod(lhs[i] for i in lc), math.prod(lhs[i] for i in lb)
+    left = math.prod(d for i, d in enumerate(lhs) if i not in {*lc, *lb})
+    right = math.prod(d for i, d in enumerate(rhs) if i not in {*rc, *rb, *groups})
+    if not lc or k <= 1 or not (batch and left and right):
+        return None
+    return (batch, right, left, k) if weight == "lhs" else (batch, left, right, k)

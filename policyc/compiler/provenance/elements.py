@@ -1,0 +1,153 @@
+"""Which elements of which parameters a variable holds, in one iteration of the loops around it.
+
+`read_elements` walks the graph of sources backwards: from a region of a variable to regions of parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from policyc.compiler.provenance.graph import (
+    ConcatenatedSource,
+    EitherSource,
+    IterationSource,
+    LayoutSource,
+    ParameterSource,
+    ShardSource,
+    Source,
+    StackedSource,
+    UnknownSource,
+    shard_maps_of,
+)
+from policyc.compiler.provenance.integers import Iterations
+from policyc.compiler.provenance.regions import (
+    Region,
+    Unknown,
+    compact,
+    full_region,
+    operand_region,
+    shard_region,
+    without_dim,
+)
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.transform import Address
+
+
+def read_elements(
+    source: Source, region: Region, iterations: Iterations
+) -> Iterator[tuple[ParameterSource, Region]]:
+    """The regions of parameters that a region of a variable comes from, in one iteration. Raises `Unknown`."""
+    match source:
+        case ParameterSource():
+            yield source, region
+        case LayoutSource() if jaxprs.primitive_name(source.eqn).startswith("all_gather"):
+            yield from _read_gathered(source, region, iterations)
+        case LayoutSource():
+            yield from read_elements(source.operand, operand_region(source, region, iterations), iterations)
+        case ConcatenatedSource():
+            yield from _read_concatenated(source, region, iterations)
+        case StackedSource():
+            inner = without_dim(region, source.dimension)
+            for index in region[source.dimension]:
+                yield from read_elements(source.operands[index], inner, iterations)
+        case EitherSource():
+            for operand in source.operands:
+                yield from read_elements(operand, region, iterations)
+        case IterationSource():
+            index = iterations[source.loop]
+            yield from read_elements(source.operand, (range(index, index + 1), *region), iterations)
+        case ShardSource():
+            yield from read_elements(source.operand, shard_region(source, region, iterations), iterations)
+        case UnknownSource():
+            raise Unknown(source.reason)
+        case _:
+            raise AssertionError(source)
+
+
+def _read_gathered(
+    source: LayoutSource, region: Region, iterations: Iterations
+) -> Iterator[tuple[ParameterSource, Region]]:
+    """An all_gather undoes the division of a shard_map: each device has the shards of all."""
+    params = source.eqn.params
+    dim, devices, tiled = params["all_gather_dimension"], params["axis_size"], params["tiled"]
+    shards = {a: parts for a, parts in shard_maps_of(source.operand).items() if parts > 1}
+    if dim != 0 or not shards:
+        operand = source.operand
+        whole = tuple(range(operand.shape[d]) if d == dim and tiled else i for d, i in enumerate(region))
+        if tiled and len(region[dim]) != source.shape[dim]:
+            raise Unknown("a part of what devices gather is taken")
+        yield from read_elements(operand, whole if tiled else without_dim(region, dim), iterations)
+        return
+    if not tiled or list(shards.values()) != [devices]:
+        raise Unknown("devices gather it in a form that is not followed")
+    (shard_map,) = shards
+    size = source.operand.shape[0]
+    indices = np.asarray(region[0])
+    for device in range(devices):
+        inside = indices[indices // size == device] - device * size
+        if inside.size:
+            part = (compact(inside), *region[1:])
+            yield from read_elements(source.operand, part, {**iterations, shard_map: device})
+
+
+def _read_concatenated(
+    source: ConcatenatedSource, region: Region, iterations: Iterations
+) -> Iterator[tuple[ParameterSource, Region]]:
+    dim, start = source.dimension, 0
+    indices = np.asarray(region[dim])
+    for operand in source.operands:
+        size = operand.shape[dim]
+        inside = indices[(indices >= start) & (indices < start + size)] - start
+        if inside.size:
+            part = (*region[:dim], compact(inside), *region[dim + 1 :])
+            yield from read_elements(operand, part, iterations)
+        start += size
+
+
+@dataclass(frozen=True, slots=True)
+class AxisIndex:
+    """What a product reads of one axis of a parameter: one index, or several at once."""
+
+    axis: int
+    index: int | None
+    """None: it reads several members of the axis in one product."""
+
+
+def axis_indices(
+    source: Source, batch_dims: Sequence[int], iterations: Iterations
+) -> dict[ParameterSource, tuple[AxisIndex, ...]]:
+    """The parameters that a product reads in one iteration, and the axes of each along which it reads single members.
+
+    `batch_dims` are the dimensions of the variable that the product does not mix: along these it may read several
+    members of a stack at once. Axes that are read whole and mixed are dimensions of a matrix, not of a stack.
+    """
+    whole = full_region(source.shape)
+    one = tuple(range(1) if dim in batch_dims else indices for dim, indices in enumerate(whole))
+    of_one = dict(read_elements(source, one, iterations))
+    indices: dict[ParameterSource, tuple[AxisIndex, ...]] = {}
+    for parameter, region in read_elements(source, whole, iterations):
+        axes = []
+        for axis, (taken, size) in enumerate(zip(region, parameter.shape, strict=True)):
+            if len(taken) == 1 and size > 1:
+                axes.append(AxisIndex(axis, int(taken[0])))
+            elif parameter in of_one and len(of_one[parameter][axis]) == 1 < len(taken):
+                axes.append(AxisIndex(axis, None))
+        known = indices.get(parameter)
+        indices[parameter] = tuple(axes) if known is None else _merge(known, tuple(axes))
+    return indices
+
+
+def _merge(one: tuple[AxisIndex, ...], other: tuple[AxisIndex, ...]) -> tuple[AxisIndex, ...]:
+    """The axes of a parameter that is read in two places: where the indices differ, several are read at once."""
+    by_axis = {a.axis: a for a in other}
+    return tuple(a if by_axis.get(a.axis) == a else AxisIndex(a.axis, None) for a in one)
+
+
+def iterations_of(loops: Sequence[tuple[Address, int]]) -> Iterator[dict[Address, int]]:
+    """Every combination of iterations of some loops."""
+    for combination in itertools.product(*(range(size) for _, size in loops)):
+        yield {address: index for (address, _), index in zip(loops, combination, strict=True)}

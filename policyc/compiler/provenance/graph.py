@@ -1,0 +1,124 @@
+"""How variables are laid out from parameters: a graph with a node for every variable that holds elements of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax.extend.core import JaxprEqn
+
+from policyc.compiler.provenance.integers import Integers
+from policyc.jaxcore.transform import Address
+from policyc.language.selectors import DottedPath
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Source:
+    """How a variable is laid out from parameters."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ParameterSource(Source):
+    """A parameter itself. A frozen one is not differentiated."""
+
+    path: DottedPath
+    is_frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LayoutSource(Source):
+    """The result of an equation that moves elements. `operand` is what it moves, `integers` are its index operands."""
+
+    eqn: JaxprEqn
+    output: int
+    operand: Source
+    integers: tuple[Integers | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ConcatenatedSource(Source):
+    """Several variables along one dimension."""
+
+    operands: tuple[Source, ...]
+    dimension: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StackedSource(Source):
+    """Several variables along a new dimension."""
+
+    operands: tuple[Source, ...]
+    dimension: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class EitherSource(Source):
+    """One of several variables: the branches of a `cond`."""
+
+    operands: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class IterationSource(Source):
+    """One iteration's slice of a stacked input of a scan."""
+
+    operand: Source
+    loop: Address
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ShardSource(Source):
+    """One device's shard of an operand of a shard_map, which divides each dimension into `parts`."""
+
+    operand: Source
+    shard_map: Address
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class UnknownSource(Source):
+    """Laid out from these variables, in a way that is not followed."""
+
+    operands: tuple[Source, ...]
+    reason: str
+
+
+def parameters_of(source: Source) -> Iterator[ParameterSource]:
+    """The parameters that a variable is laid out from."""
+    match source:
+        case ParameterSource():
+            yield source
+        case LayoutSource() | IterationSource() | ShardSource():
+            yield from parameters_of(source.operand)
+        case ConcatenatedSource() | StackedSource() | EitherSource() | UnknownSource():
+            for operand in source.operands:
+                yield from parameters_of(operand)
+
+
+def loops_of(source: Source) -> frozenset[Address]:
+    """The loops (and shard_maps) on whose iteration the elements of a variable depend."""
+    match source:
+        case LayoutSource():
+            indices = (i.loops for i in source.integers if i is not None)
+            return loops_of(source.operand).union(*indices)
+        case IterationSource():
+            return loops_of(source.operand) | {source.loop}
+        case ShardSource():
+            return loops_of(source.operand) | {source.shard_map}
+        case ConcatenatedSource() | StackedSource() | EitherSource() | UnknownSource():
+            return frozenset[Address]().union(*map(loops_of, source.operands))
+    return frozenset()
+
+
+def shard_maps_of(source: Source) -> dict[Address, int]:
+    """The shard_maps that divide the first dimension of a parameter, and into how many parts."""
+    match source:
+        case ShardSource():
+            return {**shard_maps_of(source.operand), source.shard_map: source.parts[0] if source.parts else 1}
+        case LayoutSource() | IterationSource():
+            return shard_maps_of(source.operand)
+        case ConcatenatedSource() | StackedSource() | EitherSource() | UnknownSource():
+            return {a: parts for operand in source.operands for a, parts in shard_maps_of(operand).items()}
+    return {}
