@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span, closest_name, did_you_mean
-from policyc.language.formats import FORMATS
+from policyc.language.formats import FORMATS, MISSING_FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.parser import comment_ranges
 from policyc.language.policy import (
     RecipeCall,
@@ -176,7 +176,14 @@ class _Checker:
 
     def _report_unknown_recipe(self, call: RecipeCall, known: Mapping[str, RecipeExpr]) -> None:
         name_span = Span(call.span.source, call.span.start, call.span.start + len(call.name))
-        closest = self._collector.closest_name(call.name, [*known, *FORMATS])
+        other_name = call.name.lower()
+        if other_name in MISSING_FORMATS:
+            help = f"{MISSING_FORMATS[other_name]}; 'keep' leaves the operands as they are"
+            self._report("unknown-format", name_span, f"no format named '{call.name}'", help)
+            return
+        closest = OTHER_FORMAT_NAMES.get(other_name)
+        if closest is None:
+            closest = self._collector.closest_name(call.name, [*known, *FORMATS])
         help, fix = f"formats: {', '.join(FORMATS)}", None
         if closest is not None:
             help = f"did you mean '{closest}'?"

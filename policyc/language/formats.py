@@ -79,3 +79,23 @@ FORMATS: dict[str, Format] = {
         Format(name="keep", bits=0, element="", summary="the equation exactly as it is"),
     )
 }
+
+OTHER_FORMAT_NAMES = {
+    "bfloat16": "bf16",
+    **dict.fromkeys(("fp32", "float32", "float", "single"), "f32"),
+    **dict.fromkeys(("e4m3", "e4m3fn", "e5m2", "float8", "f8", "f8e4m3fn", "f8e5m2", "f8e4m3"), "fp8"),
+    **dict.fromkeys(("float8_e4m3", "float8_e4m3fn", "float8_e5m2", "fp8_e4m3", "fp8_e5m2"), "fp8"),
+    "none": "keep",
+}
+"""What other libraries call the formats."""
+
+MISSING_FORMATS = {
+    **dict.fromkeys(
+        ("fp16", "float16", "f16", "half"), "there is no fp16: bf16 has its size, but other numbers"
+    ),
+    **dict.fromkeys(("tf32", "fp24"), "there is no tf32: f32 is exact, bf16 is faster"),
+    **dict.fromkeys(("fp4", "f4", "float4", "e2m1", "float4_e2m1", "float4_e2m1fn"), "choose nvfp4 or mxfp4"),
+    **dict.fromkeys(("fp6", "mxfp6", "e3m2", "e2m3"), "there is no 6-bit format: choose mxfp8 or nvfp4"),
+    **dict.fromkeys(("int8", "int4", "uint8"), "there are no integer formats: choose fp8 or nvfp4"),
+}
+"""Help for formats that have no counterpart here. They get no fix: another format has other numbers."""

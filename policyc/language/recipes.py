@@ -14,6 +14,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
+from policyc.language.diagnostics import did_you_mean
 from policyc.language.formats import FORMATS
 
 
@@ -52,6 +53,21 @@ GEMM_GROUPS: dict[str, frozenset[Gemm]] = {
     "bwd": frozenset({Gemm.DGRAD, Gemm.WGRAD}),
 }
 """The words that may follow an `@`."""
+
+_OTHER_GEMM_NAMES = {
+    "fwd": "fprop", "forward": "fprop",
+    "bprop": "bwd", "backward": "bwd", "grad": "bwd", "grads": "bwd",
+    "dx": "dgrad", "dinput": "dgrad", "grad_input": "dgrad", "agrad": "dgrad",
+    "dw": "wgrad", "dweight": "wgrad", "grad_weight": "wgrad",
+}  # fmt: skip
+"""What other libraries call the products."""
+
+
+def suggest_gemm(word: str) -> str:
+    """Returns the help for a word that is not a product."""
+    other_name = _OTHER_GEMM_NAMES.get(word.lower())
+    return f"did you mean '{other_name}'?" if other_name else did_you_mean(word, GEMM_GROUPS)
+
 
 _ROLE_WORDS = {"weights": Role.WEIGHT, "activations": Role.ACTIVATION, "grad": Role.GRADIENT}
 

@@ -176,8 +176,8 @@ def test_every_finding_says_what_to_try(code: str) -> None:
         ("mlp -> split(fprop=nvfp4, bwd=nvfp4(rht=wgrad, sr=grad))\nlayers[-4:] -> bf16", []),
         # an error while reading hides other findings
         ("mlp -> fp8\nmlp -> bf17\nmlp -> bf16", ["unknown-format"]),
-        ("", []),
-        ("# nothing but a comment", []),
+        ("", ["empty-policy"]),
+        ("# nothing but a comment", ["empty-policy"]),
     ],
 )  # fmt: skip
 def test_findings_beyond_the_fixtures(text: str, codes: list[str]) -> None:

@@ -10,6 +10,7 @@ from lark.exceptions import UnexpectedInput
 
 from policyc.language.diagnostics import Diagnostic, SourceText
 from policyc.language.parser.builder import StatementBuilder
+from policyc.language.parser.confusables import check_confusables
 from policyc.language.parser.grammar import check_depth, explain_syntax_error, has_syntax_error, parse_tree
 from policyc.language.parser.recovery import recover
 from policyc.language.parser.statements import (
@@ -40,9 +41,10 @@ def read_statements(source: SourceText) -> tuple[PolicyFile, tuple[Diagnostic, .
     except UnexpectedInput as error:
         first = explain_syntax_error(source, error, 0)
         file = PolicyFile(source, recover(builder))
-        diagnostics = tuple(builder.diagnostics)
+        diagnostics = (*check_confusables(source), *builder.diagnostics)
         return file, diagnostics if has_syntax_error(diagnostics) else (first, *diagnostics)
     too_deep = check_depth(source, 0, len(source.text))
     if too_deep is not None:
         return PolicyFile(source, ()), (too_deep,)
-    return PolicyFile(source, builder.statements(tree.children)), tuple(builder.diagnostics)
+    file = PolicyFile(source, builder.statements(tree.children))
+    return file, (*check_confusables(source), *builder.diagnostics)

@@ -26,7 +26,7 @@ from policyc.language.predicates import (
     Predicate,
     Term,
 )
-from policyc.language.recipes import GEMM_GROUPS, Gemm, canonical_operand_word
+from policyc.language.recipes import GEMM_GROUPS, Gemm, canonical_operand_word, suggest_gemm
 from policyc.language.schedule import StepCondition
 from policyc.language.selectors import Indices, Selector, SelectorSegment
 
@@ -162,7 +162,7 @@ class StatementBuilder:
         for token in tree.children:
             for word in re.findall(r"[^\s,{}]+", re.sub("#[^\n]*", "", token)):
                 if word not in GEMM_GROUPS:
-                    help = did_you_mean(word, GEMM_GROUPS)
+                    help = suggest_gemm(word)
                     self._report("unknown-product", token, f"no product named '{word}'", help)
                 gemms |= GEMM_GROUPS.get(word, frozenset(Gemm))
         if not gemms:
@@ -250,9 +250,7 @@ class StatementBuilder:
         for argument in arguments:
             name, value = argument.children
             if name not in GEMM_GROUPS:
-                self._report(
-                    "unknown-product", name, f"no product named '{name}'", did_you_mean(name, GEMM_GROUPS)
-                )
+                self._report("unknown-product", name, f"no product named '{name}'", suggest_gemm(name))
             elif not isinstance(value, Tree):
                 self._report("unknown-recipe", argument, f"'{name}' has no recipe", f"write {name}=bf16")
             else:
@@ -318,7 +316,7 @@ class StatementBuilder:
                 "number-out-of-range",
                 token,
                 "not a whole number",
-                f"write a whole number, or a percentage: {text}%",
+                f"write a whole number, or a percentage: {_as_percentage(value)}",
             )
         return Bound(value, percent, self.span(token))
 
@@ -336,3 +334,8 @@ class StatementBuilder:
                 "number-out-of-range", token, "not a whole number", "dimensions and counts are whole"
             )
         return int(value)
+
+
+def _as_percentage(value: Fraction) -> str:
+    """Returns the percentage that a number stands for. A number below 1 is a fraction: 0.82 is 82%."""
+    return str(Bound(value * 100 if abs(value) < 1 else value, True))

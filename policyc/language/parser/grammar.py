@@ -15,6 +15,7 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, SourceText, Span
+from policyc.language.parser.habits import explain_habit, find_error_site
 from policyc.language.parser.statements import BRACKET_PATTERN
 
 MAX_DEPTH = 32
@@ -64,16 +65,6 @@ _TERMINAL_NAMES = {
     "VARIANT": "a statement",
 }  # fmt: skip
 
-# Help for what people write out of habit from other languages.
-_HABITS = (
-    (re.compile(r"=>|→|:="), "an arrow is written '->'"),
-    (re.compile(r"&&?"), "write 'and'"),
-    (re.compile(r"\|\|?"), "write 'or' in a predicate, {a,b} in a selector"),
-    (re.compile(r"!"), "write 'not'"),
-    (re.compile(r"//"), "a comment starts with '#'"),
-    (re.compile(r"/"), "names are separated by dots"),
-)
-
 
 def explain_syntax_error(source: SourceText, error: UnexpectedInput, offset: int) -> Diagnostic:
     """Returns the diagnostic for an error of lark. `offset` is the start of the parsed piece in the source."""
@@ -91,18 +82,8 @@ def explain_syntax_error(source: SourceText, error: UnexpectedInput, offset: int
         assert isinstance(error, UnexpectedCharacters)
         expected, unexpected, end = set(error.allowed or ()), source.text[start : start + 1], start + 1
     quoted = unexpected if unexpected == "end of line" else f"'{shorten(unexpected)}'"
-    help = _habit_help(source, start, unexpected, expected) or _list_expected(expected)
+    help = explain_habit(find_error_site(source.text, start, expected)) or _list_expected(expected)
     return syntax_diagnostic(source, start, end, f"unexpected {quoted}", help)
-
-
-def _habit_help(source: SourceText, start: int, unexpected: str, expected: set[str]) -> str:
-    """Returns the help for a spelling that other languages use; empty for any other text."""
-    if unexpected.startswith(";") and "RPAR" in expected:
-        return "options are separated by commas"
-    help = next((help for pattern, help in _HABITS if pattern.match(source.text, start)), "")
-    if not help and unexpected == "=" and "COMPARE" in expected:
-        return "a comparison is written '=='"
-    return help
 
 
 def _list_expected(expected: set[str]) -> str:

@@ -55,6 +55,17 @@ RULES = (
         good="mlp.* -> bf16",
     ),
     _row(
+        "confusable-letter",
+        """A letter looks like an ASCII letter but is another one.
+
+        A Cyrillic or full-width letter in a name often comes from copied text. Such a name matches nothing that it
+        seems to match. Type the name again. Names in other scripts are valid: the error is reported for a word that
+        mixes such letters with ASCII letters, or that has only letters that look like ASCII letters.
+        """,
+        bad="ml\u0440.* -> fp8",
+        good="mlp.* -> fp8",
+    ),
+    _row(
         "nested-too-deep",
         """Brackets, splits or recipe names are nested too deeply.
 
