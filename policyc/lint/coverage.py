@@ -44,7 +44,8 @@ _MAX_STEPS_PER_QUESTION = 20_000
 _MAX_STEPS = 200_000  # for all questions about one list of rules
 _MAX_PERIOD = 128  # least common multiple of the moduli in conditions
 _MAX_SAMPLES = 20_000  # sizes tried for one question
-_SAMPLES_PER_STEP = 2  # sizes for which one condition is evaluated in the time of one step
+_MAX_COMPARISONS = 2_000  # in the conditions of one question: to collect their bounds takes time too
+_EVALUATIONS_PER_STEP = 2  # comparisons evaluated in the time of one step
 
 _ANY_SIZE: SiteAttributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1, "weight": True}
 
@@ -65,7 +66,7 @@ class ResolvedRule:
     Compares by identity.
     """
 
-    __slots__ = ("index", "patterns", "recipe", "rule", "variant_recipes")
+    __slots__ = ("index", "match_steps", "patterns", "recipe", "rule", "variant_recipes")
 
     def __init__(self, rule: Rule, recipe: Recipe, variant_recipes: Mapping[str, Recipe], index: int) -> None:
         self.rule = rule
@@ -73,6 +74,7 @@ class ResolvedRule:
         self.variant_recipes = variant_recipes
         self.index = index
         self.patterns = tuple((p, s.products) for s in rule.selectors for p in expand_selector(s))
+        self.match_steps = 1 + _count_comparisons(rule.where) // _EVALUATIONS_PER_STEP
 
     def is_active(self, moment: tuple[int, int], attributes: SiteAttributes) -> bool:
         """Returns whether the schedule and the condition of the rule hold."""
@@ -132,6 +134,7 @@ class Coverage:
         steps = min(_MAX_STEPS_PER_QUESTION, self._remaining_steps)
         budget = Budget(steps)
         try:
+            budget.spend(1)  # without steps left, nothing is computed
             return question(budget)
         except SearchTooLarge:
             self.undecided += 1
@@ -195,7 +198,7 @@ def _find_uncovered_point(rule: ResolvedRule, others: list[ResolvedRule], budget
     rules = [rule.rule, *(other.rule for other in others)]
     schedule = tuple(dict.fromkeys(w for r in rules for w in r.when))
     conditions = tuple(dict.fromkeys(r.where for r in rules if r.where is not None))
-    budget.spend(count_samples(conditions) * len(conditions) // _SAMPLES_PER_STEP)
+    budget.spend(count_evaluations(conditions) // _EVALUATIONS_PER_STEP)
     for moment, attributes in itertools.product(
         representative_steps(schedule), sample_attributes(conditions)
     ):
@@ -236,7 +239,7 @@ class _RuleIndex:
         for key in {None, *(k for name in point.path for k in _name_keys(name))}:
             indices = self._by_key.get(key, [])
             for position in reversed(range(bisect_left(indices, start), bisect_left(indices, stop))):
-                budget.spend(1)
+                budget.spend(self._rules[indices[position]].match_steps)
                 if indices[position] > last and self._rules[indices[position]].matches(point):
                     last = indices[position]
                     break
@@ -279,6 +282,19 @@ def sample_attributes(conditions: tuple[Predicate, ...]) -> tuple[SiteAttributes
 def count_samples(conditions: tuple[Predicate, ...]) -> int:
     """Returns how many combinations of sizes `sample_attributes` tries."""
     return math.prod(map(len, _sample_values(conditions).values()))
+
+
+def count_evaluations(conditions: tuple[Predicate, ...]) -> int:
+    """Returns how many comparisons `sample_attributes` evaluates. Raises SearchTooLarge if there are too many."""
+    comparison_count = sum(map(_count_comparisons, conditions))
+    if comparison_count > _MAX_COMPARISONS:
+        raise SearchTooLarge
+    return count_samples(conditions) * max(comparison_count, len(conditions))
+
+
+def _count_comparisons(condition: Predicate | None) -> int:
+    """Returns the number of comparisons in a condition. A chain such as `1 < k < 9` has two."""
+    return sum(len(comparison.operators) for comparison in comparisons(condition))
 
 
 @lru_cache(maxsize=1024)

@@ -22,20 +22,21 @@ from collections.abc import Iterator
 
 from policyc.lint.automata import SearchTooLarge
 from policyc.lint.context import Context
-from policyc.lint.coverage import count_samples, sample_attributes
+from policyc.lint.coverage import count_evaluations, sample_attributes
 from policyc.lint.rule import Finding, LintRule
 
-_MAX_SAMPLES = 200_000  # sizes tried for all conditions of a policy
+_MAX_EVALUATIONS = 400_000  # comparisons evaluated for all conditions of a policy
 
 
 def check(context: Context) -> Iterator[Finding]:
-    remaining = _MAX_SAMPLES
+    remaining = _MAX_EVALUATIONS
     for rule in context.rules:
         if rule.where is None:
             continue
         try:
-            remaining -= count_samples((rule.where,))
-            is_undecided = remaining < 0
+            cost = count_evaluations((rule.where,))
+            is_undecided = cost > remaining
+            remaining -= 0 if is_undecided else cost
             is_possible = is_undecided or any(rule.where.holds(a) for a in sample_attributes((rule.where,)))
         except SearchTooLarge:
             is_undecided = is_possible = True
