@@ -179,7 +179,8 @@ class LayerIndices:
             indices = [next((a.index for a in axes if a.axis == axis), None) for axes in axes_by_layer]
             present = [bool(axes) for axes in axes_by_layer]
             if any(i is None and p for i, p in zip(indices, present, strict=True)):
-                unknown = f"one product reads several of the {size} members of axis {axis} at once"
+                if not slots:  # behind the axis of layers it is one of experts or heads, which have no index
+                    unknown = f"one product reads several of the {size} members of axis {axis} at once"
                 continue
             values = tuple(0 if i is None else i for i in indices)
             table = LayerTable((), values[:1]) if len(set(values)) == 1 else LayerTable(stacks, values)

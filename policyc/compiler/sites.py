@@ -167,11 +167,11 @@ class Site:
         return bool(self.loops) or any(n.index is not None for n in self.template.path)
 
     def layer_path(self, indices: Mapping[Address, int]) -> DottedPath:
-        """The path of a layer: of its parameter, else its scope."""
+        """The path of a layer: of its parameter, else its scope. Its index is at the innermost name but the last."""
         for template in self.parameters or (self.scope,):
-            *_, path = (template.path, *template.paths(indices))
-            if path is not template.path or template.in_layer is None:
-                return path
+            paths = list(template.paths(indices))
+            if paths:
+                return next((p for p in reversed(paths) if p[-1:] == template.path[-1:]), paths[-1])
         return self.template.path
 
     def loop_ordinals(self) -> list[int]:

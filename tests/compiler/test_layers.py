@@ -196,6 +196,31 @@ def test_a_product_that_reads_several_layers_at_once_is_refused(in_axes, reason)
         quantized_layers("layers[-1] -> fp8", loss, STACK)
 
 
+def test_experts_inside_a_layer_have_no_index_and_layers_have():
+    params = {"layers": {"experts": weights(4, 2)}}
+
+    def loss(p, x):
+        def block(h, w):
+            return h + lax.ragged_dot(h, w, jnp.array([1, 2], jnp.int32)), None
+
+        return lax.scan(block, x, p["layers"]["experts"])[0].sum()
+
+    assert quantized_layers("layers[-1] -> fp8", loss, params) == ["layers[3].experts"]
+
+
+def test_stages_that_run_at_once_hide_the_index_of_the_layers_in_them():
+    params = {"layers": {"w": weights(3, 4)}}
+
+    def loss(p, x):
+        h = jnp.broadcast_to(x, (3, *x.shape))
+        return lax.scan(
+            lambda h, w: (jax.vmap(jnp.dot)(h, w), None), h, jnp.swapaxes(p["layers"]["w"], 0, 1)
+        )[0].sum()
+
+    with pytest.raises(policyc.PolicyError, match="several of the 3 members of axis 0"):
+        quantized_layers("layers[-1] -> fp8", loss, params)
+
+
 def test_a_while_loop_is_refused():
     def loss(p, x):
         def body(state):
