@@ -11,7 +11,7 @@ from policyc.cli.options import (
     program_argument,
     run_options,
 )
-from policyc.cli.program import parse_program, run_under_policy
+from policyc.cli.program import check_order, parse_program, run_under_policy
 
 
 @click.command(
@@ -19,6 +19,7 @@ from policyc.cli.program import parse_program, run_under_policy
     examples="""
     policyc apply llama.policy train.py --steps 100             a script, with its own arguments
     policyc apply llama_nvfp4 -m trainer.main                   a module
+    policyc apply llama_nvfp4 -c 'import trainer; trainer.run()'    code
     policyc apply llama.policy --plan-out plan.json train.py    write the plan as JSON
     """,
 )
@@ -32,4 +33,5 @@ def apply(policy: str, program: tuple[str, ...], run: RunOptions) -> None:
     A table of what the policy does is printed when the first loss is traced. The program keeps its arguments, exit
     code, input and output. Fails if no rule matched a GEMM in the whole run, or if an 'expect' was not met.
     """
+    check_order(policy, program)
     run_under_policy(parse_program(program), policy, run)

@@ -20,10 +20,10 @@ from policyc.cli.options import (
     step_options,
     variant_option,
 )
-from policyc.cli.program import exit_on_error, parse_program
+from policyc.cli.program import check_order, exit_on_error, parse_program
 
 if TYPE_CHECKING:
-    from policyc.compiler.plan import ExecutionOptions
+    from policyc.compiler.execution import ExecutionOptions
     from policyc.hardware.compile_report import CompileReport, ProductCheck
     from policyc.language.policy import Policy
 
@@ -57,9 +57,13 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
     device. It needs the extra cuda13, and no GPU.
     """
     step.check_source(program)
+    if program:
+        check_order(policy, program)
+    if options["dump_hlo"]:
+        options["dump_hlo"] = os.path.abspath(options["dump_hlo"])  # the program may change the folder
     loaded = load_policy(policy, options["variant"])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a GPU
-    from policyc.compiler.pipeline import execution_options
+    from policyc.compiler.execution import execution_options
     from policyc.hardware.deviceless import CannotCompile
 
     try:
@@ -71,7 +75,7 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
                 report = _compile_program(loaded, program, execution, step)
     except (CannotCompile, ImportError, NotImplementedError) as error:  # a backend raises the last two
         exit_with_message(str(error))
-    title = f"{step.config or program[program[0] == '-m']} under {policy}"
+    title = f"{step.config or program[program[0] in ('-m', '-c')]} under {policy}"
     if options["dump_hlo"]:
         _dump(options["dump_hlo"], report, title)
     format_report = _as_json if options["output_format"] == "json" else _as_table

@@ -58,6 +58,8 @@ def cli() -> None:
 
 def main() -> None:
     """The entry point of the `policyc` command."""
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the folder of this command, or the current one: a program brings its own
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # print '?' where the encoding lacks a character

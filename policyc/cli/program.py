@@ -15,26 +15,57 @@ from policyc.cli.common import EXIT_FAILURE, exit_with_message, load_policy, pri
 if TYPE_CHECKING:
     from policyc.cli.options import RunOptions
     from policyc.compiler.plan import Plan
-    from policyc.experiments.runner import Program
+    from policyc.experiments.program import Program
     from policyc.language.policy import Policy
 
 
 def parse_program(words: Sequence[str]) -> Program:
-    """The program that the last words of a command line name. Raises a usage error if there is no such program."""
-    from policyc.experiments.runner import BadProgram, Program
+    """The program that the last words of a command line name. Raises a usage error if there is no such program.
+
+    Warns if an argument of the program is an option of this command, which belongs before the program.
+    """
+    from policyc.experiments.program import BadProgram, Program
 
     try:
         program = Program.from_words(words)
         program.check()
     except BadProgram as error:
         raise click.UsageError(str(error)) from None
+    context = click.get_current_context(silent=True)
+    options = {
+        name
+        for option in (context.command.params if context is not None else ())
+        if isinstance(option, click.Option)
+        for name in option.opts
+    }
+    for word in program.args:
+        name = word.partition("=")[0]
+        if name in options:
+            click.echo(
+                f"policyc: note: '{name}' comes after the program, so the program gets it; options of policyc come before"
+                " the program",
+                err=True,
+            )
     return program
+
+
+def check_order(policy_name: str, words: Sequence[str]) -> None:
+    """Raises a usage error if the policy and the program are swapped."""
+    from policyc.language.bundled import bundled_policies
+
+    is_script = policy_name.endswith((".py", ".pyc"))
+    if is_script and words and (words[0].endswith(".policy") or words[0] in bundled_policies()):
+        raise click.UsageError(
+            f"'{policy_name}' is a program and '{words[0]}' a policy: the policy comes first, then the program"
+        )
+    if is_script:
+        raise click.UsageError(f"'{policy_name}' is a program: the policy comes first, then the program")
 
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
     """Turns an error of a policy, a program or an option into a message and an exit code."""
-    from policyc.experiments.runner import BadProgram
+    from policyc.experiments.program import BadProgram
     from policyc.language.diagnostics import PolicyError
 
     try:
@@ -63,7 +94,7 @@ def plan_program(policy: Policy, words: Sequence[str]) -> Plan:
 def run_under_policy(program: Program, policy_name: str, options: RunOptions) -> None:
     """Runs a program under a policy, and prints what the policy did. Exits if the policy was not applied."""
     policy = load_policy(policy_name, options.variant)
-    from policyc.compiler.pipeline import execution_options
+    from policyc.compiler.execution import execution_options
     from policyc.experiments import runner
     from policyc.language.diagnostics import PolicyError
 
@@ -77,8 +108,14 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
             multiple_losses=options.multiple_losses,
             stats_every=options.stats_every,
         )
-    if not session.matched:
-        exit_with_message(_explain_no_match(session.plans, policy_name))
+    if session is None or not session.matched:
+        if session is not None and session.children and not session.plans:
+            click.echo(
+                "policyc: note: this process differentiated nothing; the processes it started ran under the policy",
+                err=True,
+            )
+            return
+        exit_with_message(_explain_no_match(session.plans if session is not None else (), policy_name))
     if session.unmet:
         print_error(PolicyError(session.unmet))
         sys.exit(EXIT_FAILURE)
@@ -90,8 +127,10 @@ class _PlanPrinter:
     """Prints the plan of the first loss with a GEMM. Writes to `--plan-out` the plan that matches the most sites."""
 
     def __init__(self, plan_out: str | None) -> None:
-        self.plan_out = plan_out
+        # The program may change the folder.
+        self.plan_out = plan_out if plan_out in (None, "-") else str(Path(plan_out).absolute())
         self.most_matches: int | None = None
+        self.losses = 0
 
     def __call__(self, plan: Plan) -> None:
         from policyc.compiler.plan_tables import as_json, summary

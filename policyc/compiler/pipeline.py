@@ -11,18 +11,19 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import jax
+
 from policyc.compiler.analysis import analyze
+from policyc.compiler.execution import ExecutionOptions, execution_options
 from policyc.compiler.hoist import RewrittenLoss
-from policyc.compiler.plan import ExecutionOptions, Plan, make_plan
+from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.schedule import SCHEDULE, current_phase
 from policyc.compiler.trace import TracedFunction, jaxpr_inputs, trace
 from policyc.jaxcore import autodiff
-from policyc.language.diagnostics import did_you_mean
 from policyc.language.loader import load, parse
 from policyc.language.policy import Policy
-from policyc.numerics import backends, targets
 
 _is_compiling: ContextVar[bool] = ContextVar("policyc_is_compiling", default=False)
 
@@ -123,7 +124,8 @@ class LossCall:
             if i not in self.param_argnums
         }
         fixed |= {**self.kwargs, **autodiff.fixed_arguments(self.fn)}
-        with no_reentry():
+        # Traced as under jit, also where JAX_DISABLE_JIT is set: a scan stays a scan, so the plan is the same.
+        with no_reentry(), jax.disable_jit(False):
             return trace(
                 self.fn,
                 self.args,
@@ -169,7 +171,13 @@ def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> Pl
 
 def compile_plan(plan: Plan, inputs: Sequence[Any] = ()) -> RewrittenLoss:
     """The plan's loss in the current phase, to be called with these inputs."""
-    constant = {i for i, x in enumerate(inputs) if autodiff.is_from_outer_trace(autodiff.primal_value(x))}
+    constant = {
+        i
+        for i, x in enumerate(inputs)
+        # What is hoisted has no tangent: a forward-mode derivative must meet the GEMM and its error.
+        if not autodiff.is_forward_differentiated(x)
+        and autodiff.is_from_outer_trace(autodiff.primal_value(x))
+    }
     return rewrite(plan.sites, plan.decisions(current_phase(plan)), constant)
 
 
@@ -183,19 +191,6 @@ def as_policy(policy: Any) -> Policy:
         kind = type(policy).__name__
         raise TypeError(f"the first argument is the policy (a text, a path or a Policy), not a {kind}")
     return load(policy)
-
-
-def execution_options(
-    backend: str = "auto", target: str | None = None, require_native: bool = False
-) -> ExecutionOptions:
-    """Raises ValueError if there is no such backend or target."""
-    if backend not in backends.NAMES:
-        raise ValueError(f"no backend named '{backend}': {did_you_mean(backend, backends.NAMES)}")
-    try:
-        gpu = None if target is None else targets.get_target(target)
-    except KeyError as error:
-        raise ValueError(error.args[0]) from None
-    return ExecutionOptions(backend=backend, target=gpu, require_native=require_native)
 
 
 def is_compiling() -> bool:

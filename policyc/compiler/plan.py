@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.sites import Layer, Site, Sites
 from policyc.jaxcore.transform import Address
 from policyc.language import recipes
@@ -30,7 +31,6 @@ from policyc.numerics.backends.choice import (
     machine_here,
     machine_of,
 )
-from policyc.numerics.targets import Target
 
 Phase = tuple[bool, ...]
 """For each condition of the schedule, in the order of `Policy.step_conditions`: does it hold?"""
@@ -91,16 +91,6 @@ class PlannedProduct:
     @property
     def lowering(self) -> Lowering:
         return self.run.decision.lowering(self.gemm)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutionOptions:
-    """How quantized products run: by which backend, for which target (None: the devices here)."""
-
-    backend: str = "auto"
-    target: Target | None = None
-    require_native: bool = False
-    """Is emulation an error?"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,11 @@
 """The current step of the training, and the phase of each schedule that follows from it.
 
-JAX traces a jitted step once. The phase is part of the key of JAX's caches, so that a new phase traces it again.
+JAX traces a jitted step once. The phase is part of the key of JAX's caches, in every thread, so that a new phase traces
+it again.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from policyc.compiler.plan import Phase, Plan
@@ -23,7 +23,6 @@ class Schedule:
         self.step: int | None = None
         self.total: int | None = None
         self._policies: list[Policy] = []
-        self._cache_context = contextlib.ExitStack()
         self._phases: tuple[Any, ...] | None = None
 
     def watch(self, policy: Policy) -> None:
@@ -44,8 +43,7 @@ class Schedule:
             for p in self._policies
         )
         if phases != self._phases:
-            self._cache_context.close()
-            self._cache_context.enter_context(_PHASES(phases))
+            _PHASES.set_global(phases)
             self._phases = phases
 
     def phase(self, plan: Plan) -> Phase:
@@ -65,7 +63,7 @@ class Schedule:
 
     def reset(self) -> None:
         """Forgets the step."""
-        self._cache_context.close()
+        _PHASES.set_global(None)
         self.__init__()  # type: ignore[misc]  # the state of a new schedule
 
 

@@ -1,23 +1,20 @@
-"""Applies a policy to every loss that a program differentiates, while a `with active(...)` lasts."""
+"""Applies a policy to every loss that a program differentiates, while a `with active(...)` lasts.
+
+A session holds in its own thread, and in every thread that has no session of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from policyc.compiler.pipeline import (
-    LossCall,
-    accept_old_keyword,
-    as_policy,
-    execution_options,
-    is_compiling,
-    plan_loss,
-)
-from policyc.compiler.plan import ExecutionOptions, Plan
+from policyc.compiler.execution import ExecutionOptions, execution_options
+from policyc.compiler.pipeline import LossCall, accept_old_keyword, as_policy, is_compiling, plan_loss
+from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import check_plan, unmet_expectations
 from policyc.compiler.schedule import SCHEDULE
 from policyc.jaxcore import autodiff
@@ -25,7 +22,8 @@ from policyc.language.diagnostics import Diagnostic, PolicyError
 from policyc.language.policy import Policy
 
 _POLICY = autodiff.jit_cache_context()
-_session: ContextVar[Session | None] = ContextVar("policyc_session", default=None)
+_thread = threading.local()
+"""`session` is the session of the thread. No ContextVar: JAX's cache contexts are thread-local, and both must agree."""
 
 
 @dataclass(kw_only=True)
@@ -50,22 +48,29 @@ class Session:
     plans: list[Plan] = field(default_factory=list)
     recorders: dict[Any, Any] = field(default_factory=dict)
     """Of telemetry: one for each loss that was measured."""
+    children: int = 0
+    """Processes that the program started with multiprocessing, under the same policy."""
+    refusal: PolicyError | None = None
+    """Why the policy could not be applied to a loss. Stays set if the program catches the exception."""
     _seen: set[Any] = field(default_factory=set)
     _checked: bool = False
+    _lock: Any = field(default_factory=threading.RLock)
 
     def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[..., Any]:
         """The function to differentiate instead of `fun`."""
         if is_compiling() or getattr(fun, "_policyc", False) or _is_internal(fun):
             return fun
         call = LossCall(fun, primals, {}, tuple(range(len(primals))))
-        planned = plan_loss(self.policy, call, self.execution)
-        self._record(planned.plan)
         try:
-            if len(planned.plan.sites):
-                check_plan(planned.plan, may_miss=self.multiple_losses or self._checked)
-                self._checked = True
+            planned = plan_loss(self.policy, call, self.execution)
+            with self._lock:
+                self._record(planned.plan)
+                if len(planned.plan.sites):
+                    check_plan(planned.plan, may_miss=self.multiple_losses or self._checked)
+                    self._checked = True
             quantized = planned.compile()
         except PolicyError as error:
+            self.refusal = self.refusal or error
             raise self.as_error(error) from None
         quantized._policyc = True  # type: ignore[attr-defined]  # so that an outer policy leaves it alone
         return quantized
@@ -79,6 +84,11 @@ class Session:
         self.plans.append(plan)
         if self.on_plan is not None:
             self.on_plan(plan)
+
+    @property
+    def cache_key(self) -> tuple[int, str]:
+        """Part of the key of JAX's caches while the session is the current one."""
+        return id(self), str(self.policy)
 
     @property
     def matched(self) -> bool:
@@ -139,19 +149,65 @@ def active(
 
 @contextlib.contextmanager
 def activate(session: Session) -> Iterator[None]:
-    """Makes a session the current one."""
+    """Makes a session the current one in this thread, and in the threads without a session of their own."""
+    previous = getattr(_thread, "session", None)
+    with activate_in_process(session):
+        _thread.session = session
+        try:
+            with _POLICY(session.cache_key):
+                yield
+        finally:
+            _thread.session = previous
+
+
+@contextlib.contextmanager
+def activate_in_process(session: Session) -> Iterator[None]:
+    """Makes a session the current one in every thread without a session of its own."""
     SCHEDULE.watch(session.policy)
-    token = _session.set(session)
-    try:
-        with (
-            _POLICY((id(session), str(session.policy))),
-            autodiff.intercept_reverse_mode(session.hook),
-        ):
-            yield
-    finally:
-        _session.reset(token)
+    with _SESSIONS.add(session):
+        yield
 
 
 def current_session() -> Session | None:
-    """The session of the innermost `active`."""
-    return _session.get()
+    """The session of this thread; without one, the last session that another thread entered."""
+    return getattr(_thread, "session", None) or _SESSIONS.last
+
+
+class _ActiveSessions:
+    """The sessions that are active in this process. Patches JAX while there are any."""
+
+    def __init__(self) -> None:
+        self._sessions: list[Session] = []
+        self._lock = threading.Lock()
+        self._patches = contextlib.ExitStack()
+
+    @property
+    def last(self) -> Session | None:
+        return self._sessions[-1] if self._sessions else None
+
+    @contextlib.contextmanager
+    def add(self, session: Session) -> Iterator[None]:
+        with self._lock:
+            if not self._sessions:
+                self._patches.enter_context(autodiff.intercept_reverse_mode(_apply_current_session))
+            self._change([*self._sessions, session])
+        try:
+            yield
+        finally:
+            with self._lock:
+                # Sessions of different threads need not end in the order in which they began.
+                self._change([other for other in self._sessions if other is not session])
+                if not self._sessions:
+                    self._patches.close()
+
+    def _change(self, sessions: list[Session]) -> None:
+        self._sessions = sessions
+        _POLICY.set_global(sessions[-1].cache_key if sessions else None)
+
+
+_SESSIONS = _ActiveSessions()
+
+
+def _apply_current_session(fun: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[..., Any]:
+    session = current_session()
+    return fun if session is None else session.hook(fun, primals)

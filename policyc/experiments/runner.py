@@ -1,36 +1,36 @@
 """Runs a user's program in this process under a policy, the way `python` would run it.
 
-An exception that the program raises is printed without any frame of policyc.
+JAX and the compiler are loaded when the program imports JAX, so that the program can set JAX's environment variables
+first. An exception that the program raises is printed without any frame of policyc.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import multiprocessing
 import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import jax
-
-from policyc.compiler.plan import ExecutionOptions, Plan
-from policyc.compiler.schedule import current_phase
-from policyc.compiler.session import Session, activate
-from policyc.jaxcore import autodiff, jaxprs
-from policyc.jaxcore.relocate import JittedFunction, intercept_lowering
+from policyc.compiler.execution import ExecutionOptions
+from policyc.experiments.import_hook import on_import
+from policyc.experiments.processes import SpawnedChildren, export_policy_hash
+from policyc.experiments.program import BadProgram, Program
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
 
-POLICY_HASH_VARIABLE = "POLICYC_POLICY_SHA256"
-"""Environment variable with the hash of the policy, so that a program can record it with its results."""
+if TYPE_CHECKING:
+    from policyc.compiler.plan import Plan
+    from policyc.compiler.session import Session
+    from policyc.jaxcore.relocate import JittedFunction
 
 _HIDDEN_FILES = (
     str(Path(__file__).parent.parent),
@@ -40,10 +40,6 @@ _HIDDEN_FILES = (
     contextlib.__file__,
 )
 """How the files of frames start that tracebacks leave out."""
-
-
-class BadProgram(Exception):
-    """There is no such program. The message says why."""
 
 
 class PolicyRejected(BaseException):
@@ -61,60 +57,6 @@ class StopAfterTrace(BaseException):
     """Ends a program once its loss is traced. Not an Exception, so that the program does not catch it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A script or a module, and its arguments."""
-
-    name: str
-    is_module: bool = False
-    args: tuple[str, ...] = ()
-
-    @classmethod
-    def from_words(cls, words: Sequence[str]) -> Program:
-        """Reads a command line: `train.py --lr 1`, or `-m pkg.train --lr 1`."""
-        if not words:
-            raise BadProgram("name a script to run, or -m and a module")
-        if words[0] == "-m":
-            if len(words) < 2:
-                raise BadProgram("-m needs the name of a module")
-            return cls(words[1], True, tuple(words[2:]))
-        return cls(words[0], False, tuple(words[1:]))
-
-    def check(self) -> None:
-        """Raises BadProgram if there is nothing to run.
-
-        Only the top-level package of a module is looked up. To find a submodule, Python would run its parents.
-        """
-        if not self.is_module:
-            if not Path(self.name).exists():
-                raise BadProgram(f"no such script: '{self.name}'")
-            return
-        package = self.name.partition(".")[0]
-        sys.path.insert(0, os.getcwd())
-        try:
-            spec = importlib.util.find_spec(package) if package else None
-        except (
-            ValueError
-        ):  # already imported, but without a spec: `__main__`, or a module created at run time
-            return
-        finally:
-            sys.path.pop(0)
-        if spec is None:
-            raise BadProgram(f"no module named '{self.name}'")
-
-    def run(self) -> None:
-        """Runs the program as `__main__`."""
-        sys.argv = [self.name, *self.args]
-        if self.is_module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-        else:
-            path = Path(self.name)
-            if not path.is_dir():
-                sys.path.insert(0, str(path.resolve().parent))
-            runpy.run_path(self.name, run_name="__main__")
-
-
 def run(
     program: Program,
     policy: Policy,
@@ -123,57 +65,179 @@ def run(
     *,
     multiple_losses: bool = False,
     stats_every: int = 0,
-) -> Session:
-    """Runs a program under a policy, and returns the session when the program ends.
+) -> Session | None:
+    """Runs a program under a policy until the program and its threads end. Returns None if it did not import JAX.
 
     Raises SystemExit if the program exits with an error, BadProgram if it cannot be started, and PolicyError if the
-    policy cannot be applied. Any other exception of the program is printed and becomes SystemExit.
+    policy could not be applied, even if the program caught that. Any other exception of the program is printed and
+    becomes SystemExit.
     """
     program.check()
-    session = Session(
-        policy=policy,
-        execution=execution,
-        multiple_losses=multiple_losses,
-        on_plan=on_plan,
-        as_error=PolicyRejected,
-        stats_every=stats_every,
-    )
-    with _export_policy_hash(policy), activate(session):
+    sessions: list[Session] = []
+    ends: list[BaseException] = []
+
+    def end_on_error(plan: Plan) -> None:
+        try:
+            on_plan(plan)
+        except (SystemExit, StopAfterTrace) as end:
+            ends.append(end)  # the program may catch it
+            raise
+
+    settings = SessionSettings(policy, execution, multiple_losses, stats_every)
+
+    def start() -> None:
+        sessions.append(_start_session(settings, stack, end_on_error, PolicyRejected))
+
+    children = SpawnedChildren(_start_in_child, settings)
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
+        stack.enter_context(export_policy_hash(policy.sha256))
+        stack.enter_context(children.follow())
+        stack.enter_context(_hide_in_threads(PolicyRejected, StopAfterTrace))
+        stack.enter_context(on_import("jax", start))
+        exit = _run_to_end(program)
+    session = sessions[0] if sessions else None
+    if ends:
+        raise ends[0]
+    if session is not None and session.refusal is not None:
+        raise session.refusal
+    if exit is not None and exit.code not in (None, 0):
+        raise exit
+    if session is not None:
+        session.children = children.count
+    return session
+
+
+def _run_to_end(program: Program) -> SystemExit | None:
+    """Runs a program and waits for its threads, as Python does before a process ends."""
+    threads = {*threading.enumerate()}
+    exit: SystemExit | None = None
+    try:
         try:
             program.run()
         except SystemExit as end:
-            if end.code not in (None, 0):
-                raise
-        except PolicyRejected as rejected:
-            raise rejected.error from None
-        except StopAfterTrace:
+            exit = end
+        except (PolicyRejected, StopAfterTrace):
+            return None  # `run` knows the reason
+        except KeyboardInterrupt:
             raise
-        except KeyboardInterrupt as error:
-            _print_traceback(error)
-            _exit_by_interrupt()
         except BaseException as error:  # noqa: BLE001  # as the interpreter itself does
             if isinstance(error, ImportError) and _skip_hidden_frames(error.__traceback__) is None:
                 raise BadProgram(str(error)) from None  # the program itself has not started
             _print_traceback(error)
-            sys.exit(1)
+            exit = SystemExit(1)
+        _join_threads(threads)
+    except KeyboardInterrupt as error:
+        _print_traceback(error)
+        _exit_by_interrupt()
+    return exit
+
+
+def _join_threads(before: set[threading.Thread]) -> None:
+    """Waits for the threads that the program started, so that the policy holds in them to their end.
+
+    The threads of executors only end when they are told to, which Python does at the end of a process.
+    """
+    executors: Any = sys.modules.get("concurrent.futures.thread")
+    if executors is not None and any(t not in before for t in executors._threads_queues):
+        executors._python_exit()
+        executors._shutdown = False
+    for thread in threading.enumerate():
+        if thread not in before and not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+
+
+@contextlib.contextmanager
+def _hide_in_threads(*errors: type[BaseException]) -> Iterator[None]:
+    """Prints no traceback if a thread ends by one of these: the run reports them at its end."""
+    hook = threading.excepthook
+
+    def hide(args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, errors):
+            hook(args)
+
+    threading.excepthook = hide
+    try:
+        yield
+    finally:
+        if threading.excepthook is hide:
+            threading.excepthook = hook
+
+
+# ---- sessions, in this process and in spawned children
+
+
+class SessionSettings(NamedTuple):
+    """What a session is made of. Can be pickled."""
+
+    policy: Policy
+    execution: ExecutionOptions
+    multiple_losses: bool
+    stats_every: int
+
+
+def _start_session(
+    settings: SessionSettings,
+    stack: contextlib.ExitStack,
+    on_plan: Callable[[Plan], None],
+    as_error: Callable[[PolicyError], BaseException],
+) -> Session:
+    """Starts a session that lasts until the stack is closed. Loads the compiler, and so JAX."""
+    with _keep_random_state():
+        from policyc.compiler.session import Session, activate_in_process
+
+    session = Session(**settings._asdict(), on_plan=on_plan, as_error=as_error)
+    stack.enter_context(activate_in_process(session))
     return session
 
 
 @contextlib.contextmanager
-def _export_policy_hash(policy: Policy) -> Iterator[None]:
-    """Sets the policy's hash in the environment of this program and of the processes it starts."""
-    previous = os.environ.get(POLICY_HASH_VARIABLE)
-    os.environ[POLICY_HASH_VARIABLE] = policy.sha256
+def _keep_random_state() -> Iterator[None]:
+    """Hides from the program that modules are imported which draw random numbers."""
+    import random
+
+    import numpy as np
+
+    states = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        del os.environ[POLICY_HASH_VARIABLE]
-        if previous is not None:
-            os.environ[POLICY_HASH_VARIABLE] = previous
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+_CHILD_STACK = contextlib.ExitStack()
+"""What lasts until a spawned child ends."""
+
+
+def _start_in_child(settings: SessionSettings) -> None:
+    """Runs a spawned child of the program under the policy, until the child ends."""
+
+    def print_plan(plan: Plan) -> None:
+        from policyc.compiler.plan_tables import summary
+
+        if len(plan.sites):
+            sys.stderr.write(
+                f"policyc: in the process {multiprocessing.current_process().name}:\n{summary(plan)}"
+            )
+
+    def reject(error: PolicyError) -> BaseException:
+        sys.stderr.write(f"{error}\n")  # the child may catch the exception, and its parent does not see it
+        return PolicyRejected(error)
+
+    def start() -> None:
+        _start_session(settings, stack, print_plan, reject)
+
+    stack = _CHILD_STACK
+    stack.enter_context(SpawnedChildren(_start_in_child, settings).follow())
+    stack.enter_context(export_policy_hash(settings.policy.sha256))
+    stack.enter_context(on_import("jax", start))
 
 
 def is_first_process() -> bool:
     """True in the process that prints for all processes of a program."""
+    import jax
+
     return jax.process_index() == 0
 
 
@@ -208,6 +272,9 @@ def trace_first_step(
     Returns that function and the plans of its losses. The function is None if the loss is differentiated outside
     `jax.jit`. There are no plans if no loss has a GEMM.
     """
+    from policyc.jaxcore import autodiff
+    from policyc.jaxcore.relocate import intercept_lowering
+
     plans: list[Plan] = []
     steps: list[JittedFunction] = []
 
@@ -229,6 +296,9 @@ def trace_first_step(
 
 def _runs_plans(jitted: JittedFunction, plans: Sequence[Plan]) -> bool:
     """Whether a jitted function holds the GEMMs of the plans. A program also jits other functions, such as init."""
+    from policyc.compiler.schedule import current_phase
+    from policyc.jaxcore import jaxprs
+
     decisions = [decision for plan in plans for decision in plan.decisions(current_phase(plan)).values()]
     is_quantized = any(one.backend for decision in decisions for one in decision.lowerings)
     primitives = {jaxprs.primitive_name(eqn) for eqn in jaxprs.all_equations(jitted.jaxpr)}

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.pipeline import LossCall, as_policy, no_reentry, plan_loss
-from policyc.compiler.plan import ExecutionOptions, Phase, Plan
+from policyc.compiler.plan import Phase, Plan
 from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.plan_tables import as_json
 from policyc.compiler.schedule import current_phase
@@ -46,7 +47,7 @@ def set_output_dir(folder: Path | str) -> None:
     session = current_session()
     if session is None:
         return
-    session.output_dir = Path(folder)
+    session.output_dir = Path(folder).absolute()  # the program may change its folder later
     if session.plans and jax.process_index() == 0:
         session.output_dir.mkdir(parents=True, exist_ok=True)
         with atomic_write(session.output_dir / "plan.json") as stream:

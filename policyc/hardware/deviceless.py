@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.stages import Compiled, Lowered, Wrapped
 
+from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.pipeline import compile_plan
-from policyc.compiler.plan import ExecutionOptions, Plan
+from policyc.compiler.plan import Plan
 from policyc.compiler.session import Session, activate
 from policyc.hardware import gpus, hlo
 from policyc.hardware.compile_report import CompileReport, check_products, total_collectives

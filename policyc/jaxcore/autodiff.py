@@ -129,6 +129,15 @@ def primal_value(value: Any) -> Any:
     return value
 
 
+def is_forward_differentiated(value: Any) -> bool:
+    """Is a forward-mode derivative taken with respect to this value?"""
+    while isinstance(value, ad.JVPTracer | ad.LinearizeTracer):
+        if isinstance(value, ad.JVPTracer):
+            return True
+        value = value.primal
+    return False
+
+
 def is_from_outer_trace(value: Any) -> bool:
     """Does a value belong to a trace around the current one, so that it is the same in every call of this function?
 
@@ -161,6 +170,9 @@ def is_tracing() -> bool:
 
 
 def jit_cache_context(default: Any = None) -> Any:
-    """A context manager whose value is part of the key of JAX's caches of traced and compiled functions."""
+    """A context manager whose value is part of the key of JAX's caches of traced and compiled functions.
+
+    The context manager sets the value in its thread, `set_global` in all threads without a value of their own.
+    """
     make: Any = jax.make_user_context
     return make(default)

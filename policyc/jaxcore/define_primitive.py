@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
+from policyc.jaxcore import internals
 from policyc.jaxcore.internals import dispatch
 from policyc.jaxcore.shardings import (
     explicit_axes_as_auto,
@@ -93,6 +94,33 @@ def _raise_not_differentiable(*_: Any, **__: Any) -> Any:
         "a quantized GEMM has one derivative, in reverse mode: it has no forward-mode and no second derivative. "
         "Keep the GEMMs of such a loss, or take its derivative outside the policy."
     )
+
+
+def _explain_linearized_gemm(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule of JAX's `custom_lin`, with our message where the function is one of policyc.
+
+    `custom_lin` is the linear map of a `custom_vjp` function, which can only be transposed. `jax.linearize` returns it.
+    """
+
+    def run(*args: Any, **params: Any) -> Any:
+        backward = getattr(params["bwd"], "f", None)
+        if (getattr(backward, "__module__", None) or "").startswith("policyc."):
+            _raise_not_differentiable()
+        return rule(*args, **params)
+
+    return run
+
+
+def _explain_linearized_gemms() -> None:
+    primitive: Any = internals.ad.custom_lin_p
+    explain = _explain_linearized_gemm(internals.ad.raise_custom_vjp_error_on_jvp)
+    primitive.def_impl(explain)
+    batching.primitive_batchers[primitive] = explain
+    ad.primitive_jvps[primitive] = explain
+    mlir.register_lowering(primitive, explain, cacheable=False)
+
+
+_explain_linearized_gemms()
 
 
 # ---- abstract evaluation
@@ -172,7 +200,8 @@ def _vmap_body(body: Implementation) -> Implementation:
 
 def _run(primitive: Primitive, *args: Any, **params: Any) -> Sequence[jax.Array]:
     # Outside `jit`, run one compiled program: op by op would be slow and keep every intermediate in memory.
-    return _jit(primitive.bind, tuple(sorted(params.items())))(*args)  # type: ignore[no-any-return]
+    with jax.disable_jit(False):
+        return _jit(primitive.bind, tuple(sorted(params.items())))(*args)  # type: ignore[no-any-return]
 
 
 @cache

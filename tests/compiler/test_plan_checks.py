@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from policyc.compiler import plan_checks
-from policyc.compiler.pipeline import execution_options
+from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.plan_checks import check_plan
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from policyc.compiler.pipeline import execution_options
+from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import make_plan
 from policyc.compiler.plan_tables import align_columns, as_json, emulation_reasons, sites_table, summary
 from policyc.language.loader import parse

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.compiler.pipeline import execution_options
+from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import Plan, make_plan
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct

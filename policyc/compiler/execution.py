@@ -1,0 +1,32 @@
+"""How quantized products run: backend, target, and whether emulation is an error. Loads without JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policyc.language.diagnostics import did_you_mean
+from policyc.numerics import backends, targets
+from policyc.numerics.targets import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionOptions:
+    """How quantized products run: by which backend, for which target (None: the devices here)."""
+
+    backend: str = "auto"
+    target: Target | None = None
+    require_native: bool = False
+    """Is emulation an error?"""
+
+
+def execution_options(
+    backend: str = "auto", target: str | None = None, require_native: bool = False
+) -> ExecutionOptions:
+    """Raises ValueError if there is no such backend or target."""
+    if backend not in backends.NAMES:
+        raise ValueError(f"no backend named '{backend}': {did_you_mean(backend, backends.NAMES)}")
+    try:
+        gpu = None if target is None else targets.get_target(target)
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
+    return ExecutionOptions(backend=backend, target=gpu, require_native=require_native)

@@ -1,0 +1,104 @@
+"""A user's program: a script, a module or a piece of code, started the way `python` starts it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import runpy
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import BuiltinImporter, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+
+class BadProgram(Exception):
+    """There is no such program. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What to run, and its arguments. `name` is the path of a script, the name of a module, or code."""
+
+    name: str
+    args: tuple[str, ...] = ()
+    kind: Literal["script", "module", "code"] = "script"
+
+    @classmethod
+    def from_words(cls, words: Sequence[str]) -> Program:
+        """Reads a command line: `train.py --lr 1`, `-m pkg.train --lr 1`, or `-c CODE`."""
+        if not words:
+            raise BadProgram("name a script to run, or -m and a module, or -c and code")
+        if words[0] in ("-m", "-c"):
+            if len(words) < 2:
+                raise BadProgram("-m needs the name of a module" if words[0] == "-m" else "-c needs code")
+            return cls(words[1], tuple(words[2:]), "module" if words[0] == "-m" else "code")
+        return cls(words[0], tuple(words[1:]))
+
+    def check(self) -> None:
+        """Raises BadProgram if there is nothing to run.
+
+        Only the top-level package of a module is looked up. To find a submodule, Python would run its parents.
+        """
+        if self.kind == "script" and not Path(self.name).exists():
+            raise BadProgram(f"no such script: '{self.name}'")
+        if self.kind != "module":
+            return
+        package = self.name.partition(".")[0]
+        sys.path.insert(0, os.getcwd())
+        try:
+            spec = importlib.util.find_spec(package) if package else None
+        except (
+            ValueError
+        ):  # already imported, but without a spec: `__main__`, or a module created at run time
+            return
+        finally:
+            sys.path.pop(0)
+        if spec is None:
+            raise BadProgram(f"no module named '{self.name}'")
+
+    def run(self) -> None:
+        """Runs the program as `__main__`. Leaves a script or code in `sys.modules`, as Python does."""
+        sys.argv = [self.name, *self.args]
+        if self.kind == "module":
+            _prepend_to_path(os.getcwd())
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        elif self.kind == "code":
+            sys.argv[0] = "-c"
+            _prepend_to_path("")
+            _run_as_main(self.name, "<string>", __loader__=BuiltinImporter)
+        else:
+            self._run_script()
+
+    def _run_script(self) -> None:
+        path = Path(self.name)
+        if path.is_dir() or path.suffix == ".pyc" or (path.is_file() and zipfile.is_zipfile(path)):
+            if path.suffix == ".pyc":
+                _prepend_to_path(str(path.resolve().parent))
+            runpy.run_path(self.name, run_name="__main__")
+            return
+        _prepend_to_path(str(path.resolve().parent))
+        file = os.path.abspath(self.name)
+        with io.open_code(file) as stream:
+            source = stream.read()
+        _run_as_main(
+            source, file, __file__=file, __cached__=None, __loader__=SourceFileLoader("__main__", file)
+        )
+
+
+def _prepend_to_path(folder: str) -> None:
+    """What Python does with the folder of a program. PYTHONSAFEPATH turns it off."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def _run_as_main(source: str | bytes, file: str, **attributes: Any) -> None:
+    """Runs code in a new module `__main__` with these attributes."""
+    main = ModuleType("__main__")
+    vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"], **attributes)
+    sys.modules["__main__"] = main
+    exec(compile(source, file, "exec", dont_inherit=True), vars(main))

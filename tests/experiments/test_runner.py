@@ -1,0 +1,300 @@
+"""Programs under a policy run as they do under Python: environment, threads, child processes, `__main__`, errors.
+
+The programs run in processes of their own, because the process is what is tested.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import ROOT, CommandResult, spawn
+
+QUICK = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "NO_COLOR": "1"}
+
+MODEL = """
+import jax, jax.numpy as jnp
+
+def loss(w, x):
+    return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"] - 1) ** 2)
+
+def is_quantized(function, *args):
+    return "_quantize" in str(jax.make_jaxpr(function)(*args))
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder with a model and policies."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "keep.policy").write_text("* -> keep\n")
+    (tmp_path / "fp8.policy").write_text("* -> fp8\n")
+    return tmp_path
+
+
+def apply(home: Path, policy: str, *words: str, **env: str) -> CommandResult:
+    return spawn("apply", policy, *words, cwd=home, env={**QUICK, **env}, timeout=300)
+
+
+def python(home: Path, *words: str) -> str:
+    """What the same program prints under Python."""
+    env = {**os.environ, **QUICK, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [sys.executable, *words], cwd=home, env=env, capture_output=True, text=True, check=True, timeout=300
+    )
+    return process.stdout
+
+
+ENVIRONMENT = """
+import os, sys
+import numpy as np
+np.random.seed(3)
+os.environ["JAX_ENABLE_X64"] = "1"
+import jax, jax.numpy as jnp
+
+def loss(w, x):
+    return jnp.mean((jnp.tanh(x @ w["up"]) @ w["down"] - 1) ** 2)
+
+w = {"up": jnp.asarray(np.random.rand(16, 32)), "down": jnp.asarray(np.random.rand(32, 16))}
+value, grads = jax.jit(jax.value_and_grad(loss))(w, jnp.ones((4, 16)))
+print(value.dtype, value, grads["up"].sum(), np.random.rand())
+names = sorted(name for name in globals() if name.startswith("__"))
+print(names, __name__, __spec__, __package__, __file__, type(__loader__), __loader__.name, __loader__.path)
+print(sys.argv, sys.path, sys.modules["__main__"].__dict__ is globals())
+"""
+
+
+def test_keep_changes_nothing_that_the_program_can_see(home: Path) -> None:
+    """Variables for JAX and NumPy's seed hold that the program sets before it imports JAX; so does what Python sets."""
+    (home / "program.py").write_text(ENVIRONMENT)
+    expected = python(home, "program.py", "--lr", "1")
+    assert "float64" in expected
+    result = apply(home, "keep.policy", "program.py", "--lr", "1")
+    assert result.code == 0, result.err
+    assert result.out == expected
+
+
+CODE = """
+import os, sys, jax
+print(sys.argv, repr(sys.path[0]), __name__)
+if "--elsewhere" in sys.argv:
+    os.chdir("elsewhere")
+jax.grad(lambda w: (w @ w).sum())(jax.numpy.ones((4, 4)))
+"""
+
+
+def test_code_on_the_command_line_runs_as_under_python(home: Path) -> None:
+    result = apply(home, "keep.policy", "-c", CODE, "--lr", "1")
+    assert result.code == 0, result.err
+    assert result.out == python(home, "-c", CODE, "--lr", "1")
+
+
+SWALLOWING = """
+import threading
+from model import *
+w, x = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16))
+
+def differentiate():
+    try:
+        jax.grad(loss)(w, x)
+    except:
+        print("caught")
+
+differentiate()
+thread = threading.Thread(target=jax.grad(loss), args=(w, x))
+thread.start()
+thread.join()
+print("the end")
+"""
+
+
+def test_a_refusal_that_the_program_swallows_is_still_an_error(home: Path) -> None:
+    (home / "program.py").write_text(SWALLOWING)
+    (home / "seven.policy").write_text("* -> fp8 expect 7\n")
+    result = apply(home, "seven.policy", "program.py")
+    assert result.out == "caught\nthe end\n"
+    assert result.code == 1
+    assert result.err.count("expects 7 sites and matches 2") == 1
+    assert "Traceback" not in result.err
+
+
+THREADS = """
+import asyncio, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import policyc
+from model import *
+w, x = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16))
+traced = []
+
+@jax.jit
+def step(w, x):
+    traced.append(policyc.compiler.schedule.SCHEDULE.step)
+    return jax.value_and_grad(loss)(w, x)
+
+pool = ThreadPoolExecutor(1)
+
+def run_in_pool(): return pool.submit(step, w, x).result()
+def run_in_thread():
+    thread = threading.Thread(target=step, args=(w, x))
+    thread.start()
+    thread.join()
+def run_in_loop(): return asyncio.run(asyncio.to_thread(step, w, x))
+
+for run in (run_in_pool, run_in_thread, run_in_loop):
+    step.clear_cache()
+    traced.clear()
+    for n in range(4):
+        policyc.set_step(n, total=4)
+        run()
+    print(run.__name__, traced)
+
+policyc.set_step(0)
+main_ended = threading.Event()
+
+def outlive():
+    main_ended.wait()
+    time.sleep(0.3)
+    step.clear_cache()
+    print("outliving thread", is_quantized(step, w, x))
+    pool.submit(lambda: print("executor", is_quantized(step, w, x)))
+
+threading.Thread(target=outlive).start()
+pool.submit(time.sleep, 1)
+main_ended.set()
+"""
+
+
+def test_policy_and_schedule_hold_in_every_thread(home: Path) -> None:
+    (home / "program.py").write_text(THREADS)
+    (home / "switch.policy").write_text("* -> fp8\nafter 50% { * -> keep }\n")
+    result = apply(home, "switch.policy", "program.py")
+    assert result.code == 0, result.err
+    assert "run_in_pool [0, 2]" in result.out
+    assert "run_in_thread [0, 2]" in result.out
+    assert "run_in_loop [0, 2]" in result.out
+    assert "outliving thread True" in result.out
+
+
+CHILDREN = """
+import multiprocessing, os, subprocess, sys
+from model import *
+w, x = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16))
+
+def report():
+    print(is_quantized(jax.grad(loss), w, x), os.environ.get("POLICYC_POLICY_SHA256", "")[:4], flush=True)
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        print(method, flush=True)
+        child = multiprocessing.get_context(method).Process(target=report)
+        child.start()
+        child.join()
+    look = "import os; print('hash' if 'POLICYC_POLICY_SHA256' in os.environ else 'no hash')"
+    subprocess.run([sys.executable, "-c", look])
+    subprocess.run([sys.executable, "-c", look], env={**os.environ})
+    subprocess.run(["echo", "not python"])
+    sys.stdout.flush()
+    if "--grad" in sys.argv:
+        jax.grad(loss)(w, x)
+        os.execv(sys.executable, [sys.executable, "-c", look])
+"""
+
+
+def test_children_run_under_the_policy_or_the_run_says_that_they_do_not(home: Path) -> None:
+    import policyc
+
+    (home / "program.py").write_text(CHILDREN)
+    sha = policyc.load(home / "fp8.policy").sha256[:4]
+    result = apply(home, "fp8.policy", "program.py")
+    assert result.code == 0, result.err
+    assert result.out.split("\n") == [
+        "spawn", f"True {sha}", "forkserver", f"True {sha}", "no hash", "no hash", "not python", "",
+    ]  # fmt: skip
+    assert result.err.count("starts another Python, which does not run under the policy") == 2
+    assert "this process differentiated nothing" in result.err
+
+
+REEXEC = """
+import os, sys
+from model import *
+jax.grad(loss)({"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16)))
+os.execv(sys.executable, [sys.executable, "-c", "import os; print('POLICYC_POLICY_SHA256' in os.environ)"])
+"""
+
+
+def test_a_program_that_replaces_its_process_leaves_the_policy_and_says_so(home: Path) -> None:
+    (home / "program.py").write_text(REEXEC)
+    result = apply(home, "fp8.policy", "program.py")
+    assert result.out == "False\n", result.err
+    assert "starts another Python" in result.err
+
+
+STEPS = """
+import jax
+from model import *
+w, x = {"up": jnp.ones((16, 32)) / 9, "down": jnp.ones((32, 16)) / 9}, jnp.ones((4, 16))
+
+def scanned(w, x):
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack([w["up"][:, :16]] * 3))
+    return h.sum()
+
+print(*jax.tree.leaves(jax.jit(jax.value_and_grad(loss))(w, x))[0].ravel()[:1])
+print(jax.value_and_grad(scanned)(w, x)[0])
+"""
+
+
+def test_a_policy_works_without_jit(home: Path) -> None:
+    (home / "program.py").write_text(STEPS)
+    jitted, unjitted = (
+        apply(home, "fp8.policy", "program.py", **env) for env in ({}, {"JAX_DISABLE_JIT": "1"})
+    )
+    assert unjitted.code == 0, unjitted.err
+    assert [float(v) for v in unjitted.out.split()] == pytest.approx(
+        [float(v) for v in jitted.out.split()], rel=1e-5
+    )
+    assert unjitted.err == jitted.err, "the plan is the same"
+
+
+DERIVATIVES = """
+from model import *
+w, x = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16))
+
+def linearize():
+    _, forward = jax.linearize(lambda w: loss(w, x), w)
+    return forward(w)
+
+for derivative in (
+    linearize,
+    lambda: jax.hessian(loss)(w, x),
+    lambda: jax.jvp(jax.grad(loss), (w, x), (w, x)),
+    lambda: jax.jacfwd(jax.grad(loss))(w, x),
+    lambda: jax.jvp(lambda w: jax.linearize(lambda w: loss(w, x), w)[1](w), (w,), (w,)),
+    lambda: jax.jit(jax.jacfwd(jax.grad(loss)))(w, x),
+):
+    try:
+        derivative()
+    except NotImplementedError as error:
+        print(str(error)[:50])
+    else:
+        print("no error")
+"""
+
+
+def test_derivatives_that_a_quantized_gemm_lacks_are_named(home: Path) -> None:
+    (home / "program.py").write_text(DERIVATIVES)
+    result = apply(home, "fp8.policy", "program.py")
+    lines = result.out.splitlines()
+    assert len(lines) == 6, result.err
+    assert set(lines) == {"a quantized GEMM has one derivative, in reverse mo"}, lines
+
+
+def test_outputs_are_relative_to_where_the_command_was_typed(home: Path) -> None:
+    (home / "elsewhere").mkdir()
+    result = apply(home, "keep.policy", "--plan-out", "plan.json", "-c", CODE, "--elsewhere")
+    assert result.code == 0, result.err
+    assert (home / "plan.json").exists()
+    assert not (home / "elsewhere" / "plan.json").exists()
