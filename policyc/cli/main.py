@@ -6,6 +6,7 @@ A command's module is imported when the command is looked up, and a command impo
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import cast
@@ -58,8 +59,8 @@ def cli() -> None:
 
 def main() -> None:
     """The entry point of the `policyc` command."""
-    if not sys.flags.safe_path:
-        del sys.path[0]  # the folder of this command, or the current one: a program brings its own
+    if sys.path[0] in ("", os.getcwd(), os.path.dirname(os.path.realpath(sys.argv[0]))):
+        del sys.path[0]  # Python put it there for this command. A program brings its own folder.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # print '?' where the encoding lacks a character

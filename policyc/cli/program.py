@@ -42,8 +42,8 @@ def parse_program(words: Sequence[str]) -> Program:
         name = word.partition("=")[0]
         if name in options:
             click.echo(
-                f"policyc: note: '{name}' comes after the program, so the program gets it; options of policyc come before"
-                " the program",
+                f"policyc: note: '{name}' comes after the program, so the program gets it; options of policyc come "
+                "before the program",
                 err=True,
             )
     return program

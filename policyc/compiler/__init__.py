@@ -1,6 +1,7 @@
 """A loss and a `Policy` to a quantized loss: trace, analyze, plan, rewrite."""
 
 __all__ = [
+    "execution",
     "hoist",
     "pipeline",
     "plan",

@@ -24,7 +24,7 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 def find_sites(loss: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Sites:
     """The sites of a loss whose first argument holds its parameters."""
-    traced = trace(loss, (params, *args), kwargs, (0,), ("params",))
+    traced = trace(loss, (params, *args), kwargs, (0,), ("params",), {})
     return analyze(traced.jaxpr, traced.paths)
 
 
