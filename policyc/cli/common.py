@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -82,6 +82,30 @@ def read_stdin() -> str:
         raise unreadable_file_error("<stdin>", f"byte {error.start} is not UTF-8") from None
 
 
+def check_stdin_filename(files: Sequence[str], name: str | None) -> None:
+    """Raises a usage error if `--stdin-filename` is given without standard input."""
+    if name is not None and "-" not in files:
+        raise click.UsageError("--stdin-filename names standard input: it needs the file '-'")
+
+
+def expand_folders(names: Sequence[str]) -> tuple[str, ...]:
+    """Replaces each folder by the policies in it and below it, in alphabetical order. Hidden folders are left out.
+
+    A folder without policies stays, so that reading it is an error.
+    """
+    from policyc.language.bundled import POLICY_SUFFIX, bundled_policies
+
+    expanded: list[str] = []
+    for name in names:
+        policies: list[str] = []
+        if name not in bundled_policies() and os.path.isdir(name):
+            for folder, folders, files in os.walk(name):
+                folders[:] = [f for f in folders if not f.startswith(".")]
+                policies += [os.path.join(folder, file) for file in files if file.endswith(POLICY_SUFFIX)]
+        expanded += sorted(policies) or [name]
+    return tuple(expanded)
+
+
 def suggest_code(code: str, known: Iterable[str]) -> str:
     """Help for an unknown lint code."""
     from policyc.language.diagnostics import did_you_mean
@@ -124,7 +148,25 @@ def write_output(option: str, path: str, text: str) -> None:
         exit_with_message(f"{option}: '{path}' cannot be written: {error.strerror}")
 
 
+def unified_diff(name: str, before: str, after: str) -> str:
+    """Returns the changes of a file, colored."""
+    import difflib
+
+    from policyc.language.diagnostics import escape_controls
+
+    colors = {"+": "green", "-": "red", "@": "cyan"}
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="")
+    escaped = map(escape_controls, lines)
+    return "".join(click.style(line, fg=colors.get(line[:1])) + "\n" for line in escaped)
+
+
 # ---- errors
+
+
+def print_diagnostics(error: PolicyError) -> None:
+    from policyc.language.diagnostics import render
+
+    click.echo("\n".join(render(d, paint) for d in error.diagnostics), err=True, color=use_color())
 
 
 def print_error(error: Exception) -> None:
@@ -138,8 +180,6 @@ def exit_with_message(message: str) -> NoReturn:
 
 
 def exit_with_diagnostics(error: PolicyError) -> NoReturn:
-    from policyc.language.diagnostics import render
-
-    click.echo("\n".join(render(d, paint) for d in error.diagnostics), err=True, color=use_color())
+    print_diagnostics(error)
     is_unreadable = any(d.code == "unreadable-file" for d in error.diagnostics)
     sys.exit(EXIT_USAGE if is_unreadable else EXIT_FAILURE)

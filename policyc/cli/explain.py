@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from policyc.cli.common import ExampleCommand, paint, suggest_code, use_color
+from policyc.cli.options import format_option
+
+if TYPE_CHECKING:
+    from policyc.lint.rule import LintRule
 
 
 @click.command(
@@ -15,18 +21,26 @@ from policyc.cli.common import ExampleCommand, paint, suggest_code, use_color
     policyc explain                     list every code, one per line
     policyc explain shadowed-rule       print what it means, why it is bad, a bad and a good example
     policyc explain --markdown          print all pages as one document
+    policyc explain --format json       print all pages as JSON
     """,
 )
 @click.argument("codes", nargs=-1, metavar="[CODE]...")
 @click.option("--markdown", is_flag=True, help="Print Markdown. Without a code, print all pages.")
-def explain(codes: tuple[str, ...], markdown: bool) -> None:
+@format_option("text", "json")
+def explain(codes: tuple[str, ...], markdown: bool, output_format: str) -> None:
     """Print the page of a lint code."""
     from policyc.lint.rules import ALL_CODES, load_rules
 
     for code in codes:
         if code not in ALL_CODES:
             raise click.UsageError(f"no rule has the code '{code}': {suggest_code(code, ALL_CODES)}")
+    if markdown and output_format == "json":
+        raise click.UsageError("choose one of --markdown and --format json")
     rules = load_rules(codes or ALL_CODES)
+    if output_format == "json":
+        pages = [_as_data(rules[code]) for code in codes or rules]
+        click.echo(json.dumps(pages, indent=2))
+        return
     if not codes and not markdown:
         width = max(map(len, rules))
         for rule in rules.values():
@@ -42,3 +56,13 @@ def explain(codes: tuple[str, ...], markdown: bool) -> None:
         from rich.markdown import Markdown
 
         Console(force_terminal=use_color()).print(Markdown(text))
+
+
+def _as_data(rule: LintRule) -> dict[str, str | bool]:
+    return {
+        "code": rule.code,
+        "severity": str(rule.severity),
+        "title": rule.title,
+        "needs_program": rule.needs_program,
+        "page": rule.page,
+    }

@@ -12,12 +12,16 @@ from policyc.cli.common import (
     EXIT_OK,
     EXIT_USAGE,
     ExampleCommand,
+    check_stdin_filename,
     check_writable,
-    paint,
+    expand_folders,
+    print_diagnostics,
     read_stdin,
     replace_file,
+    unified_diff,
     use_color,
 )
+from policyc.cli.options import stdin_filename_option
 
 
 @click.command(
@@ -28,39 +32,43 @@ from policyc.cli.common import (
     policyc fmt - < a.policy            from standard input to standard output
     """,
 )
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, metavar="FILE|FOLDER...")
 @click.option("--check", is_flag=True, help="Write nothing. Exit with 1 if a file is not formatted.")
 @click.option(
     "--diff", is_flag=True, help="Write nothing. Print the changes, and exit with 1 if there are any."
 )
-def fmt(files: tuple[str, ...], check: bool, diff: bool) -> None:
+@stdin_filename_option
+def fmt(files: tuple[str, ...], check: bool, diff: bool, stdin_filename: str | None) -> None:
     """Format policies in place.
 
-    Aligns arrows, indents blocks, and keeps comments. '-' reads standard input and writes standard output.
+    Aligns arrows, indents blocks, and keeps comments. '-' reads standard input and writes standard output. A folder
+    stands for every file in it, or below it, that ends in '.policy'.
     """
-    from policyc.language.diagnostics import PolicyError, render
+    from policyc.language.diagnostics import PolicyError
 
+    check_stdin_filename(files, stdin_filename)
     changed, has_failed = [], False
-    for name in files:
+    for name in expand_folders(files):
+        shown = (stdin_filename or "<stdin>") if name == "-" else name
         try:
-            before, after = _read_and_format(name)
+            before, after = _read_and_format(name, shown)
             if name == "-" and not (check or diff):
                 click.echo(after, nl=False)
             elif before != after:
                 if diff:
-                    click.echo(_unified_diff(name, before, after), nl=False, color=use_color())
+                    click.echo(unified_diff(shown, before, after), nl=False, color=use_color())
                 elif not check:
                     replace_file(Path(name), after)
-                changed.append(name)
+                changed.append(shown)
         except PolicyError as error:
             has_failed = True
-            click.echo("\n".join(render(d, paint) for d in error.diagnostics), err=True, color=use_color())
+            print_diagnostics(error)
     for name in changed:
         click.echo(f"{name}: {'would be changed' if check or diff else 'changed'}", err=True)
     sys.exit(EXIT_USAGE if has_failed else EXIT_FAILURE if changed and (check or diff) else EXIT_OK)
 
 
-def _read_and_format(name: str) -> tuple[str, str]:
+def _read_and_format(name: str, shown: str) -> tuple[str, str]:
     """The text of a file before and after formatting. Raises PolicyError if it does not parse."""
     from policyc.language.diagnostics import PolicyError, SourceText
     from policyc.language.formatter import format_file
@@ -68,16 +76,8 @@ def _read_and_format(name: str) -> tuple[str, str]:
     from policyc.language.parser import read_statements
 
     text = read_stdin() if name == "-" else read_policy_text(check_writable(name, locate(name)))
-    source = SourceText(text.removeprefix("\ufeff"), "<stdin>" if name == "-" else name)
+    source = SourceText(text.removeprefix("\ufeff"), shown)
     file, diagnostics = read_statements(source)
     if diagnostics:
         raise PolicyError(diagnostics)
     return text, format_file(file)
-
-
-def _unified_diff(name: str, before: str, after: str) -> str:
-    import difflib
-
-    colors = {"+": "green", "-": "red", "@": "cyan"}
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="")
-    return "".join(click.style(line, fg=colors.get(line[:1])) + "\n" for line in lines)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,19 +17,24 @@ from policyc.cli.common import (
     EXIT_OK,
     EXIT_USAGE,
     ExampleCommand,
+    check_stdin_filename,
     check_writable,
+    expand_folders,
     paint,
+    print_diagnostics,
     read_stdin,
     replace_file,
     suggest_code,
+    unified_diff,
     use_color,
 )
-from policyc.cli.options import collect_options, format_option, group_options
+from policyc.cli.options import collect_options, format_option, group_options, stdin_filename_option
 from policyc.cli.program import plan_program
 
 if TYPE_CHECKING:
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.loader import LoadedPolicy
+    from policyc.lint.fixes import FixedText
     from policyc.numerics.targets import Target
 
 
@@ -42,6 +48,10 @@ class LintOptions:
     target: str | None
     fix: bool
     unsafe_fixes: bool
+    diff: bool
+    statistics: bool
+    exit_zero: bool
+    stdin_filename: str | None
 
 
 lint_options = collect_options(
@@ -61,8 +71,18 @@ lint_options = collect_options(
         ),
         click.option("--fix", is_flag=True, help="Apply the safe fixes. The file is replaced atomically."),
         click.option(
-            "--unsafe-fixes", is_flag=True, help="With --fix: also apply fixes that change what the policy means."
+            "--unsafe-fixes",
+            is_flag=True,
+            help="With --fix or --diff: also apply fixes that change what the policy means.",
         ),
+        click.option(
+            "--diff", is_flag=True, help="Write nothing. Print what --fix would change, and exit with 1 if anything."
+        ),
+        click.option(
+            "--statistics", is_flag=True, help="Print the number of findings of each code. Formats: full, json."
+        ),
+        click.option("--exit-zero", is_flag=True, help="Exit with 0 also if there are findings."),
+        stdin_filename_option,
     ),
 )  # fmt: skip
 
@@ -71,28 +91,34 @@ lint_options = collect_options(
     cls=ExampleCommand,
     examples="""
     policyc lint llama.policy                          print every finding with its source line
-    policyc lint policies/*.policy --format concise    print one line per finding
+    policyc lint policies --format concise             a folder: print one line per finding
     policyc lint llama.policy --fix                    apply the fixes that keep the meaning of the policy
     policyc lint llama_nvfp4 --format sarif > out.sarif
     """,
 )
-@click.argument("files", nargs=-1, required=True, metavar="POLICY...")
+@click.argument("files", nargs=-1, required=True, metavar="POLICY|FOLDER...")
 @format_option("full", "concise", "json", "github", "sarif")
 @lint_options
 def lint(files: tuple[str, ...], output_format: str, options: LintOptions) -> None:
     """Check policies for errors and known risks.
 
-    The comment '# allow: CODE -- reason' suppresses a finding on its line. 'policyc explain CODE' describes a code.
-    Exits with 0 if there are no findings other than notes, 1 if there are some, 2 if a file could not be read.
+    A folder stands for every file in it, or below it, that ends in '.policy'. The comment '# allow: CODE -- reason'
+    suppresses a finding on its line. 'policyc explain CODE' describes a code. Exits with 0 if there are no findings
+    other than notes, 1 if there are some, 2 if a file could not be read.
     """
     from policyc.language.diagnostics import Severity
-    from policyc.lint.output import OUTPUT_FORMATS, summarize
+    from policyc.lint.output import OUTPUT_FORMATS, STATISTICS_FORMATS, summarize
 
     gc.disable()  # a short process creates no garbage worth collecting, and collecting takes a third of the time
     request = _make_request(files, options)
+    if options.diff:
+        sys.exit(_print_diffs(request, EXIT_OK if options.exit_zero else EXIT_FAILURE))
     results = [_lint_file(name, request) for name in request.files]
     diagnostics = [d for result in results for d in result.diagnostics]
-    click.echo(OUTPUT_FORMATS[output_format](diagnostics, paint), nl=False, color=use_color())
+    formats = STATISTICS_FORMATS if options.statistics else OUTPUT_FORMATS
+    if output_format not in formats:
+        raise click.UsageError(f"--statistics has no format '{output_format}': use {' or '.join(formats)}")
+    click.echo(formats[output_format](diagnostics, paint), nl=False, color=use_color())
     if output_format in ("full", "concise"):
         if fix_count := sum(result.fix_count for result in results):
             click.echo(f"{fix_count} fixed", err=True)
@@ -102,7 +128,8 @@ def lint(files: tuple[str, ...], output_format: str, options: LintOptions) -> No
         click.echo(f"note: {note}", err=True)
     if any(result.is_unreadable for result in results):
         sys.exit(EXIT_USAGE)
-    sys.exit(EXIT_FAILURE if any(d.severity is not Severity.NOTE for d in diagnostics) else EXIT_OK)
+    has_findings = any(d.severity is not Severity.NOTE for d in diagnostics)
+    sys.exit(EXIT_FAILURE if has_findings and not options.exit_zero else EXIT_OK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +142,18 @@ class _Request:
     target: Target
     fix: bool
     unsafe_fixes: bool
+    stdin_filename: str | None
 
 
 def _make_request(files: tuple[str, ...], options: LintOptions) -> _Request:
     """Checks the options. Raises a usage error if they do not fit together."""
-    if options.unsafe_fixes and not options.fix:
-        raise click.UsageError("--unsafe-fixes requires --fix")
+    if options.unsafe_fixes and not (options.fix or options.diff):
+        raise click.UsageError("--unsafe-fixes requires --fix or --diff")
+    if options.fix and options.diff:
+        raise click.UsageError("--diff writes nothing: leave out --fix")
     if options.fix and "-" in files:
         raise click.UsageError("--fix needs a file to write, and '-' is standard input")
+    check_stdin_filename(files, options.stdin_filename)
     codes = _parse_codes(options)
     against = options.against
     if against == "-m" and len(files) > 1:  # written without quotes: --against -m MODULE
@@ -133,12 +164,13 @@ def _make_request(files: tuple[str, ...], options: LintOptions) -> _Request:
     if against is not None and len(files) != 1:
         raise click.UsageError("--against takes one policy")
     return _Request(
-        files=files,
+        files=expand_folders(files),
         codes=codes,
         program=None if against is None else tuple(shlex.split(against)),
         target=target,
         fix=options.fix,
         unsafe_fixes=options.unsafe_fixes,
+        stdin_filename=options.stdin_filename,
     )
 
 
@@ -180,7 +212,7 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
     try:
         if request.fix:
             fix_count = _fix_file(name, request)
-        loaded = _load(name)
+        loaded = _load(name, request)
         plan = None
         if request.program is not None and not loaded.diagnostics:
             plan = plan_program(loaded.policy, request.program)
@@ -195,30 +227,76 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
     )
 
 
-def _load(name: str) -> LoadedPolicy:
-    from policyc.language.loader import locate, parse_with_diagnostics, read_policy_text
+def _load(name: str, request: _Request) -> LoadedPolicy:
+    source = _read_source(name, request)
+    return source.parse(source.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """The text of a policy, the file that its imports are relative to, and the path to print."""
+
+    text: str
+    path: Path | None
+    shown: str
+
+    def parse(self, text: str) -> LoadedPolicy:
+        from policyc.language.loader import parse_with_diagnostics
+
+        return parse_with_diagnostics(text, path=self.path, shown=self.shown)
+
+
+def _read_source(name: str, request: _Request) -> _Source:
+    """Reads a policy. Raises PolicyError if that fails."""
+    from policyc.language.loader import locate, read_policy_text
 
     if name == "-":
-        return parse_with_diagnostics(read_stdin(), shown="<stdin>")
+        shown = request.stdin_filename
+        return _Source(text=read_stdin(), path=Path(shown) if shown else None, shown=shown or "<stdin>")
     path = locate(name)
-    return parse_with_diagnostics(read_policy_text(path), path=path)
+    return _Source(text=read_policy_text(path), path=path, shown=str(path))
+
+
+def _compute_fixes(source: _Source, request: _Request) -> FixedText:
+    from policyc.lint.engine import lint as run_lint
+    from policyc.lint.fixes import apply_fixes
+
+    return apply_fixes(
+        source.text,
+        source.parse,
+        lambda loaded: run_lint(loaded, request.codes),
+        unsafe=request.unsafe_fixes,
+    )
 
 
 def _fix_file(name: str, request: _Request) -> int:
     """Applies the fixes to a file. Returns their number."""
-    from policyc.language.loader import locate, parse_with_diagnostics, read_policy_text
-    from policyc.lint.engine import lint as run_lint
-    from policyc.lint.fixes import apply_fixes
+    from policyc.language.loader import locate
 
     path = check_writable(name, locate(name))
-    text = read_policy_text(path)
-    fixed = apply_fixes(
-        text,
-        lambda changed: parse_with_diagnostics(changed, path=path),
-        lambda loaded: run_lint(loaded, request.codes),
-        unsafe=request.unsafe_fixes,
-    )
+    source = _read_source(name, request)
+    fixed = _compute_fixes(source, request)
     if fixed.count:
-        byte_order_mark = "\ufeff" if text.startswith("\ufeff") else ""
+        byte_order_mark = "\ufeff" if source.text.startswith("\ufeff") else ""
         replace_file(path, byte_order_mark + fixed.text)
     return fixed.count
+
+
+def _print_diffs(request: _Request, code_if_changed: int) -> int:
+    """Prints what the fixes would change. Returns the exit code."""
+    from policyc.language.diagnostics import PolicyError
+
+    has_changes = is_unreadable = False
+    for name in request.files:
+        try:
+            source = _read_source(name, request)
+        except PolicyError as error:
+            is_unreadable = True
+            print_diagnostics(error)
+            continue
+        fixed = _compute_fixes(source, request)
+        if fixed.count:
+            has_changes = True
+            before = source.text.removeprefix("\ufeff")
+            click.echo(unified_diff(source.shown, before, fixed.text), nl=False, color=use_color())
+    return EXIT_USAGE if is_unreadable else code_if_changed if has_changes else EXIT_OK

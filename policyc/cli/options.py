@@ -94,6 +94,12 @@ def collect_options(kind: type, name: str, options: _Decorator[Any]) -> _Decorat
 
 variant_option = click.option("--variant", metavar="NAME", help="Use this variant of the policy.")
 
+stdin_filename_option = click.option(
+    "--stdin-filename",
+    metavar="FILE",
+    help="The name of what is read from '-', for messages and for imports relative to it.",
+)
+
 backend_option = click.option(
     "--backend",
     default="auto",

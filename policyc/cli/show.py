@@ -28,7 +28,10 @@ def show(policy: str | None, variant: str | None, output_format: str) -> None:
     from policyc.language import policy_tables
 
     if policy is None:
-        click.echo(policy_tables.list_bundled_policies(paint), nl=False, color=use_color())
+        if output_format == "json":
+            click.echo(policy_tables.bundled_policies_to_json(), nl=False)
+        else:
+            click.echo(policy_tables.list_bundled_policies(paint), nl=False, color=use_color())
         return
     loaded = load_policy(policy, variant)
     if output_format == "text":

@@ -1,6 +1,6 @@
 """Source spans, diagnostics, and how they are printed.
 
-Text from a policy file may contain terminal control characters, so all quoted text goes through `_escape`.
+Text from a policy or a program may contain terminal control characters: all of it is printed through `escape_controls`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Span:
     @property
     def location(self) -> str:
         """`path:line:column`."""
-        return f"{_escape(self.source.path)}:{self.line}:{self.column}"
+        return f"{escape_controls(self.source.path)}:{self.line}:{self.column}"
 
     def to(self, other: Span) -> Span:
         """Returns the span from the start of this one to the end of another."""
@@ -199,14 +199,14 @@ def _quote(span: Span, label: str, paint: Paint, kind: str) -> list[str]:
     gutter = str(number)
     bar = paint("gutter", f"{gutter} |")
     blank = paint("gutter", " " * len(gutter) + " |")
-    indent = " " * _width(head + _escape(before))
-    caret = "^" * max(1, _width(_escape(marked)))
+    indent = " " * _width(head + escape_controls(before))
+    caret = "^" * max(1, _width(escape_controls(marked)))
     pointer = f"{blank} {indent}{paint(kind, caret)}"
-    quoted = f"{bar} {head}{_escape(before)}{_escape(marked)}{_escape(after)}{tail}"
+    quoted = f"{bar} {head}{escape_controls(before)}{escape_controls(marked)}{escape_controls(after)}{tail}"
     return [quoted, f"{pointer} {paint('help', label)}" if label else pointer]
 
 
-def _escape(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Replaces control characters, which a terminal would act on."""
     if text.isprintable():
         return text
@@ -215,7 +215,7 @@ def _escape(text: str) -> str:
 
 def _format_message(text: str) -> str:
     """Escapes a message and cuts it to the longest length printed."""
-    return _escape(text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…")
+    return escape_controls(text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…")
 
 
 def _width(text: str) -> int:

@@ -25,15 +25,29 @@ _COLORS_BY_BITS = {4: "green", 8: "cyan", 16: "white", 32: "white", 0: "dim"}
 def list_bundled_policies(paint: Paint) -> str:
     """Returns the names of the bundled policies, with their titles and variants."""
     lines = []
-    paths = bundled_policies()
-    width = max(map(len, paths))
-    for name, path in paths.items():
-        title = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-        variants = ", ".join(v.name for v in load(path).variants)
-        lines.append(f"{paint('path', name.ljust(width))}  {title}")
-        if variants:
-            lines.append(f"{'':{width}}  {paint('gutter', f'variants: {variants}')}")
+    policies = _describe_bundled_policies()
+    width = max(len(policy["name"]) for policy in policies)
+    for policy in policies:
+        lines.append(f"{paint('path', policy['name'].ljust(width))}  {policy['title']}")
+        if policy["variants"]:
+            lines.append(f"{'':{width}}  {paint('gutter', 'variants: ' + ', '.join(policy['variants']))}")
     return "".join(f"{line}\n" for line in lines)
+
+
+def bundled_policies_to_json() -> str:
+    """Returns the same as `list_bundled_policies`, as JSON."""
+    return json.dumps(_describe_bundled_policies(), indent=2) + "\n"
+
+
+def _describe_bundled_policies() -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "title": path.read_text(encoding="utf-8").splitlines()[0].lstrip("# "),
+            "variants": [variant.name for variant in load(path).variants],
+        }
+        for name, path in bundled_policies().items()
+    ]
 
 
 def describe_treatment(treatment: Treatment) -> str:

@@ -302,6 +302,107 @@ def test_a_file_that_needs_no_change_is_not_written(folder: Path) -> None:
 # ---- fmt
 
 
+@pytest.fixture
+def tree(folder: Path) -> Path:
+    """A folder with policies in it and below it, hidden ones and other files."""
+    top = folder / "tree"
+    for name, text in (
+        ("b.policy", SHADOWED),
+        ("a/c.policy", UNTIDY),
+        ("a/notes.txt", "not a policy"),
+        (".hidden/d.policy", FAULTY),
+    ):
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(text)
+    return top
+
+
+def test_a_folder_stands_for_the_policies_in_and_below_it(tree: Path) -> None:
+    result = policyc("lint", "tree", "clean.policy", "--format", "concise")
+    assert result.code == 1
+    assert [line.split(":")[0] for line in result.out.splitlines()] == ["tree/b.policy"]
+    assert result.err.startswith("3 policies: 1 warning")
+    assert (
+        policyc("fmt", "--check", "tree").err
+        == "tree/a/c.policy: would be changed\ntree/b.policy: would be changed\n"
+    )
+
+
+def test_a_folder_without_policies_is_an_error(folder: Path) -> None:
+    result = policyc("lint", "folder")
+    assert result.code == 2
+    assert "directory" in result.out
+
+
+def test_lint_diff_prints_the_fixes_and_writes_nothing(folder: Path) -> None:
+    result = policyc("lint", "--diff", "shadowed.policy", "clean.policy", "faulty.policy")
+    assert result.code == 1
+    assert result.out.splitlines()[:2] == ["--- shadowed.policy", "+++ shadowed.policy"]
+    assert result.out.splitlines()[-2:] == ["-mlp.up -> bf16", " mlp.* -> fp8"]
+    assert (folder / "shadowed.policy").read_text() == SHADOWED
+    assert policyc("lint", "--diff", "clean.policy").code == 0
+    assert "+mlp.* -> fp8" in policyc("lint", "--diff", "--unsafe-fixes", "faulty.policy").out
+    assert policyc("lint", "--diff", "-", stdin=SHADOWED).out.startswith("--- <stdin>\n")
+    assert policyc("lint", "--diff", "--fix", "clean.policy").code == 2
+    assert policyc("lint", "--diff", "shadowed.policy", "missing.policy").code == 2
+
+
+def test_lint_statistics_count_the_findings_of_each_code(folder: Path) -> None:
+    (folder / "more.policy").write_text(SHADOWED + "default -> bf16\n")
+    arguments = ("lint", "shadowed.policy", "more.policy", "--statistics")
+    result = policyc(*arguments)
+    assert result.code == 1
+    assert [line.split()[:3] for line in result.out.splitlines()] == [
+        ["2", "shadowed-rule", "[*]"],
+        ["1", "literal-default", "["],
+    ]
+    rows = json.loads(policyc(*arguments, "--format", "json").out)
+    assert [(row["code"], row["count"], row["fixable"]) for row in rows] == [
+        ("shadowed-rule", 2, 2),
+        ("literal-default", 1, 0),
+    ]
+    assert policyc(*arguments, "--format", "sarif").code == 2
+
+
+def test_exit_zero_hides_findings_but_not_unreadable_files(folder: Path) -> None:
+    result = policyc("lint", "--exit-zero", "shadowed.policy", "faulty.policy")
+    assert result.code == 0
+    assert "shadowed-rule" in result.out
+    assert policyc("lint", "--exit-zero", "--diff", "shadowed.policy").code == 0
+    assert policyc("lint", "--exit-zero", "missing.policy").code == 2
+
+
+def test_stdin_filename_is_printed_and_imports_are_relative_to_it(folder: Path) -> None:
+    (folder / "folder" / "base.policy").write_text("recipe mine = nvfp4\n")
+    text = 'import "base"\nmlp.* -> mime\n'
+    result = policyc("lint", "-", "--stdin-filename", "folder/new.policy", stdin=text)
+    assert result.out.startswith("folder/new.policy:2:10: error[unknown-recipe]")
+    assert "did you mean 'mine'?" in result.out
+    assert "import-not-found" in policyc("lint", "-", stdin=text).out
+    assert policyc("fmt", "--check", "-", "--stdin-filename", "x.policy", stdin=UNTIDY).err.startswith(
+        "x.policy:"
+    )
+    assert policyc("lint", "clean.policy", "--stdin-filename", "x.policy").code == 2
+
+
+def test_tables_are_also_printed_as_json(folder: Path) -> None:
+    bundled_names = [row["name"] for row in json.loads(policyc("show", "--format", "json").out)]
+    assert bundled_names == list(bundled.bundled_policies())
+    (page,) = json.loads(policyc("explain", "shadowed-rule", "--format", "json").out)
+    assert (page["code"], page["severity"]) == ("shadowed-rule", "warning")
+    assert policyc("explain", "--markdown", "--format", "json").code == 2
+
+
+TABLE_COMMANDS = ("lint", "show", "explain", "sites", "targets", "estimate", "compile")
+
+
+@pytest.mark.parametrize("name", TABLE_COMMANDS)
+def test_every_command_that_prints_a_table_has_json(name: str) -> None:
+    (option,) = (p for p in COMMANDS[name].params if "--format" in p.opts)
+    assert isinstance(option.type, click.Choice)
+    assert "json" in option.type.choices
+
+
 def test_fmt_in_place(folder: Path) -> None:
     result = policyc("fmt", "untidy.policy", "clean.policy")
     assert (folder / "untidy.policy").read_text() == TIDY
