@@ -30,8 +30,8 @@ from policyc.cli.program import check_order, parse_program, run_under_policy
 def apply(policy: str, program: tuple[str, ...], run: RunOptions) -> None:
     """Run an unmodified training program under a policy.
 
-    A table of what the policy does is printed when the first loss is traced. The program keeps its arguments, exit
-    code, input and output. Fails if no rule matched a GEMM in the whole run, or if an 'expect' was not met.
+    A table of what the policy does is printed when a loss is traced. The program keeps its arguments, exit code, input
+    and output. Fails if a rule that quantizes matched no GEMM, or if an 'expect' was not met.
     """
     check_order(policy, program)
     run_under_policy(parse_program(program), policy, run)

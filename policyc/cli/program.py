@@ -124,7 +124,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
 
 
 class _PlanPrinter:
-    """Prints the plan of the first loss with a GEMM. Writes to `--plan-out` the plan that matches the most sites."""
+    """Prints the plan of every loss with a GEMM. Writes to `--plan-out` the plan that matches the most sites."""
 
     def __init__(self, plan_out: str | None) -> None:
         # The program may change the folder.
@@ -139,8 +139,17 @@ class _PlanPrinter:
         if not len(plan.sites):
             return
         matches = sum(plan.counts)
-        if self.most_matches is None and is_first_process():
+        self.losses += 1
+        if is_first_process():
+            if self.losses > 1:
+                click.echo(f"policyc: loss {self.losses}:", err=True)
             click.echo(summary(plan), err=True, nl=False)
+            if self.losses == 1:
+                click.echo(
+                    "policyc: only what is differentiated runs under the policy: evaluation outside jax.grad is not "
+                    "quantized",
+                    err=True,
+                )
         if self.most_matches is None or matches > self.most_matches:
             self.most_matches = matches
             if self.plan_out is not None:

@@ -19,13 +19,15 @@ from policyc.numerics.backends.choice import Obstacle
 _MOST_PATHS = 3  # examples of paths in one message
 
 
-def check_plan(plan: Plan, *, may_miss: bool = False) -> None:
+def check_plan(plan: Plan, *, may_miss: bool = False, must_match: bool = False) -> None:
     """Raises everything that keeps the policy from being applied to this loss.
 
-    With `may_miss` a rule may match nothing, whatever it expects: it is about another loss of the program.
+    With `may_miss` a rule may match nothing, whatever it expects: it is about another loss of the program. With
+    `must_match` a quantizing rule must match something, unless it expects 0 sites.
     """
     diagnostics = [
         *unmet_expectations(plan, may_miss=may_miss),
+        *(unmatched_quantizing_rules(plan) if must_match and not may_miss else ()),
         *opaque_sites(plan),
         *opaque_indices(plan),
         *inseparable_layers(plan),
@@ -208,6 +210,18 @@ def unmatched_rules(plan: Plan) -> Iterator[Diagnostic]:
                 span=rule.span,
                 severity=Severity.WARNING,
                 help=suggestion(plan, rule),
+            )
+
+
+def unmatched_quantizing_rules(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that would quantize a product to fewer than 16 bits, match no site, and do not expect that."""
+    for rule, recipe, count in zip(plan.policy.rules, plan.resolved, plan.counts, strict=True):
+        if not count and rule.expect is None and any(0 < recipe.bits(gemm) < 16 for gemm in Gemm):
+            yield Diagnostic(
+                code="unmatched-rule",
+                message="this rule quantizes, and no site of this model matches it",
+                span=rule.span,
+                help=f"{_or_another_loss(suggestion(plan, rule))}; or write 'expect 0', if that is right",
             )
 
 

@@ -62,7 +62,9 @@ def _rule_rows(plan: Plan, phase: Phase) -> Iterator[list[str]]:
         share = shares.get(index, _RuleShare())
         if not (share.sites if index is None else plan.in_force(index, phase)):
             continue
-        names = ", ".join(g for g in Gemm if g in share.products) or "-"
+        names = ", ".join(g for g in Gemm if g in share.products)
+        if index is not None and not names:
+            names = "- (overridden)" if plan.counts[index] else "- (NO SITE MATCHES)"
         text = "(no rule)" if index is None else _shorten(str(plan.policy.rules[index]))
         lowerings = "; ".join(share.lowerings) or "-"
         yield [text, str(share.sites), names, f"{share.flops / total:.1%}", lowerings]

@@ -15,7 +15,7 @@ from typing import Any
 from policyc.compiler.execution import ExecutionOptions, execution_options
 from policyc.compiler.pipeline import LossCall, accept_old_keyword, as_policy, is_compiling, plan_loss
 from policyc.compiler.plan import Plan
-from policyc.compiler.plan_checks import check_plan, unmet_expectations
+from policyc.compiler.plan_checks import check_plan, unmatched_quantizing_rules, unmet_expectations
 from policyc.compiler.schedule import SCHEDULE
 from policyc.jaxcore import autodiff
 from policyc.language.diagnostics import Diagnostic, PolicyError
@@ -30,8 +30,9 @@ _thread = threading.local()
 class Session:
     """A policy that is active, and what happened under it. `plans` has one plan for each loss that was traced.
 
-    The first loss with a GEMM must meet every `expect`. In later losses a rule may match nothing. With
-    `multiple_losses` a rule may match nothing in any one loss, and `unmet` has the rules that never matched.
+    The first loss with a GEMM must meet every `expect`, and every rule that quantizes must match something in it. In
+    later losses a rule may match nothing. With `multiple_losses` a rule may match nothing in any one loss, and `unmet`
+    has the rules that never matched.
     """
 
     policy: Policy
@@ -66,7 +67,7 @@ class Session:
             with self._lock:
                 self._record(planned.plan)
                 if len(planned.plan.sites):
-                    check_plan(planned.plan, may_miss=self.multiple_losses or self._checked)
+                    check_plan(planned.plan, may_miss=self.multiple_losses or self._checked, must_match=True)
                     self._checked = True
             quantized = planned.compile()
         except PolicyError as error:
@@ -97,8 +98,13 @@ class Session:
 
     @property
     def unmet(self) -> list[Diagnostic]:
-        """The rules that expect sites and matched none in any loss."""
-        diagnostics = {d.span: d for plan in self.plans if len(plan.sites) for d in unmet_expectations(plan)}
+        """The rules that expect sites, or quantize, and matched none in any loss."""
+        diagnostics = {
+            d.span: d
+            for plan in self.plans
+            if len(plan.sites)
+            for d in (*unmet_expectations(plan), *unmatched_quantizing_rules(plan))
+        }
         met = {
             rule.span
             for plan in self.plans

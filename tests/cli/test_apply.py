@@ -350,3 +350,57 @@ def test_lint_against_a_program(home: Path) -> None:
     assert "on b200" in result.out
     result = run(home, "lint", "typo.policy", "--against", "-m", "train", "--format", "concise")
     assert "unmatched-rule" in result.out
+
+
+def test_a_quantizing_rule_without_sites_is_an_error_unless_it_is_expected(home: Path) -> None:
+    (home / "miss.policy").write_text("* -> bf16\nmlp -> fp8\nattention -> fp8\n")
+    result = run(home, "apply", "miss.policy", "train.py")
+    assert result.code == 1
+    assert "error[unmatched-rule]: this rule quantizes, and no site of this model matches it" in result.err
+    assert "attention -> fp8" in result.err
+    assert "NO SITE MATCHES" in result.err, "the table marks the rule"
+    assert "loss" not in result.out, "the error comes before the first step"
+    result = run(home, "apply", "--multiple-losses", "miss.policy", "train.py")
+    assert "loss" in result.out
+    assert result.code == 1, "it matched in no loss"
+    assert "no site of this model matches it" in result.err
+    (home / "miss.policy").write_text("* -> bf16\nmlp -> fp8\nattention -> fp8 expect 0\nhead -> bf16\n")
+    result = run(home, "apply", "miss.policy", "train.py")
+    assert result.code == 0, result.err
+    assert result.err.count("NO SITE MATCHES") == 2
+
+
+def test_every_loss_has_a_table(home: Path) -> None:
+    (home / "gan.py").write_text(GAN)
+    (home / "gan.policy").write_text("up -> fp8\nfirst, second -> fp8\n")
+    result = run(home, "apply", "--multiple-losses", "gan.policy", "gan.py")
+    assert result.code == 0, result.err
+    assert result.err.count("policyc: rule") == 2
+    assert "policyc: loss 2:" in result.err
+    assert result.err.count("evaluation outside jax.grad is not quantized") == 1
+
+
+@pytest.mark.parametrize("name", ["te_nvfp4", "llama_nvfp4", "fp8", "mxfp4", "quartet2"])
+def test_bundled_policies_fail_loudly_where_they_quantize_nothing(home: Path, name: str) -> None:
+    (home / "nameless.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "jax.grad(lambda w: (jnp.ones((4, 8)) @ w['a']).sum())({'a': jnp.ones((8, 8))})\n"
+    )
+    result = run(home, "apply", name, "nameless.py")
+    assert result.code == 1
+    assert "error[unmatched-rule]" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("apply", "train.py", "good.policy"), "the policy comes first, then the program"),
+        (("apply", "train.py", "te_nvfp4"), "the policy comes first, then the program"),
+        (("apply", "train.py"), "'train.py' is a program: the policy comes first"),
+        (("sites", "train.py", "--policy", "good.policy"), "'--policy' comes after the program"),
+    ],
+)
+def test_a_wrong_order_of_words_gets_a_hint(home: Path, words: tuple[str, ...], message: str) -> None:
+    result = run(home, *words)
+    assert message in result.err
+    assert result.code == (0 if words[0] == "sites" else 2)

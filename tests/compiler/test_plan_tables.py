@@ -58,7 +58,7 @@ def test_the_summary_says_what_no_rule_matches() -> None:
         == """\
 policyc: rule          sites  products             FLOPs  backend
 policyc: head -> keep  1      fprop, dgrad, wgrad  20.0%  -
-policyc: other -> fp8  0      -                    0.0%   -
+policyc: other -> fp8  0      - (NO SITE MATCHES)  0.0%   -
 policyc: (no rule)     8      fprop, dgrad, wgrad  80.0%  -
 """
     )
