@@ -30,10 +30,14 @@ def report(out: str | None, runs: tuple[str, ...]) -> None:
     folder with metrics.jsonl. Runs under a policy also have stats.jsonl and plan.json.
     """
     from policyc.experiments.run_report import UnreadableRun, write_report
+    from policyc.language.diagnostics import escape_controls
     from policyc.language.files import STANDARD_OUTPUT
 
+    def warn(problem: str) -> None:
+        click.echo(f"policyc: warning: {escape_controls(problem)}", err=True)
+
     try:
-        path = write_report([Path(run) for run in runs], None if out is None else Path(out))
+        path = write_report([Path(run) for run in runs], None if out is None else Path(out), warn)
         click.echo(path, err=out == STANDARD_OUTPUT)
     except UnreadableRun as error:
         exit_with_message(str(error))

@@ -1,14 +1,15 @@
 """Writes one self-contained HTML page about one or more training runs, with plots as inline SVG.
 
-A run that was killed may end with a partial line. Lines that cannot be read are skipped, and the page says how many.
+A run that was killed may end with a partial line, and the files may come from anywhere. What cannot be read is left
+out, and the page says so. Every text from a file is escaped.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -20,8 +21,13 @@ from policyc.language.files import open_output
 Record = dict[str, Any]
 """One line of `metrics.jsonl` or `stats.jsonl`, or a part of `plan.json`."""
 
+LayerKey = tuple[int, ...]
+"""The index of a layer in each stack around it. Empty for what is in no stack."""
+
 _COLORS = ("#2563eb", "#d9480f", "#0f766e", "#9333ea", "#b45309", "#be185d")
 _WARM_UP = 2  # first steps that compile: their times are not typical
+_MAX_NUMBER = 1e100  # larger numbers are no measurements, and sums of them would overflow
+_MAX_TEXT = 400  # characters of a text from a file
 
 
 class UnreadableRun(ValueError):
@@ -30,14 +36,14 @@ class UnreadableRun(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What a run has written."""
+    """What a run has written, as far as it could be read. `problems` says what could not."""
 
     name: str
     steps: tuple[Record, ...]
     evaluations: tuple[Record, ...]
     stats: tuple[Record, ...]
     plan: Record | None
-    skipped_lines: int
+    problems: tuple[str, ...]
 
     def series(self, metric: str) -> list[Point]:
         """A metric of the training steps, over the steps."""
@@ -49,15 +55,17 @@ class RunRecord:
 
 
 def _points(records: Iterable[Record], metric: str) -> list[Point]:
-    return [
-        (record["step"], record[metric])
-        for record in records
-        if isinstance(record.get(metric), int | float) and math.isfinite(record[metric])
-    ]
+    numbers = ((record["step"], _as_number(record.get(metric))) for record in records)
+    return [(step, number) for step, number in numbers if number is not None]
 
 
-def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Writes the report of some runs, and returns its path: `report.html` in the first folder by default."""
+def write_report(
+    folders: Sequence[Path], out: Path | None = None, warn: Callable[[str], None] = lambda _: None
+) -> Path:
+    """Writes the report of some runs, and returns its path: `report.html` in the first folder by default.
+
+    `warn` is called with each problem that left something out of the page.
+    """
     runs = [read_run(folder) for folder in folders]
     path = out or folders[0] / "report.html"
     page = render_page(runs).encode(errors="replace")  # JSON can hold a surrogate, which UTF-8 cannot
@@ -66,42 +74,130 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> Path:
             stream.write(page)
     except OSError as error:
         raise UnreadableRun(f"'{path}' cannot be written: {error.strerror}") from None
+    for run in runs:
+        for problem in run.problems:
+            warn(f"{run.name}: {problem}")
     return path
+
+
+# ---- reading
 
 
 def read_run(folder: Path) -> RunRecord:
     """Reads `metrics.jsonl`, and `stats.jsonl` and `plan.json` if they are there."""
     if not folder.is_dir():
         raise UnreadableRun(f"'{folder}' is not a folder")
-    metrics, skipped_metrics = _read_lines(folder / "metrics.jsonl")
-    stats, skipped_stats = _read_lines(folder / "stats.jsonl")
-    if not metrics:
+    if not (folder / "metrics.jsonl").exists():
         raise UnreadableRun(f"'{folder}' has no metrics.jsonl with a step in it: is it the folder of a run?")
-    plan = folder / "plan.json"
+    problems: list[str] = []
+    metrics = _read_records(folder / "metrics.jsonl", problems, _is_metric)
+    stats = _read_records(folder / "stats.jsonl", problems, _is_measurement)
     return RunRecord(
         name=folder.resolve().name,
         steps=tuple(record for record in metrics if "loss" in record),
         evaluations=tuple(record for record in metrics if "validation_loss" in record),
         stats=stats,
-        plan=json.loads(plan.read_text()) if plan.exists() else None,
-        skipped_lines=skipped_metrics + skipped_stats,
+        plan=_read_plan(folder / "plan.json", problems),
+        problems=tuple(problems),
     )
 
 
-def _read_lines(path: Path) -> tuple[tuple[Record, ...], int]:
-    """The records of a file, and the number of lines that are not records."""
+def _read_text(path: Path, problems: list[str]) -> str | None:
+    """The text of a file, or None if there is none. Reports a file that cannot be read."""
     if not path.exists():
-        return (), 0
-    lines = path.read_text(errors="replace").splitlines()
+        return None
+    if not path.is_file():
+        problems.append(f"{path.name} is not a file")
+        return None
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return None
+
+
+def _read_records(path: Path, problems: list[str], is_valid: Callable[[Record], bool]) -> tuple[Record, ...]:
+    """The valid records of a file, one per line. Reports how many lines are left out."""
+    text = _read_text(path, problems)
+    lines = [] if text is None else text.splitlines()
     records = []
     for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return tuple(records), len(lines) - len(records)
+        value = _parse_json(line)
+        if isinstance(value, dict) and _is_count(value.get("step")) and is_valid(value):
+            records.append(value)
+    if len(records) < len(lines):
+        problems.append(f"{len(lines) - len(records)} lines could not be read in {path.name}")
+    elif text is not None and not records:
+        problems.append(f"{path.name} is empty")
+    return tuple(records)
+
+
+def _read_plan(path: Path, problems: list[str]) -> Record | None:
+    text = _read_text(path, problems)
+    if text is None:
+        return None
+    plan = _parse_json(text)
+    if not isinstance(plan, dict) or not _as_records(plan.get("sites")):
+        problems.append(f"{path.name} is not a plan with sites")
+        return None
+    return plan
+
+
+def _parse_json(text: str) -> Any:
+    """The value of a JSON text, or None if it is not JSON or nested too deeply."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_metric(record: Record) -> bool:
+    """Are the losses in a record numbers? A loss may be nan: then the run has diverged."""
+    return all(isinstance(record.get(name, 0), int | float) for name in ("loss", "validation_loss"))
+
+
+def _is_measurement(record: Record) -> bool:
+    """Does a record of `stats.jsonl` have the site or the parameter, and the layer, that it is about?"""
+    has_name = isinstance(record.get("site" if "operand" in record else "parameter"), str)
+    return has_name and all(_is_count(index) for index in _layer_key(record))
+
+
+def _layer_key(record: Record) -> LayerKey:
+    layer = record.get("layer")
+    if layer is None:
+        return ()
+    return tuple(layer) if isinstance(layer, list) else (layer,)
+
+
+def _is_count(value: object) -> bool:
+    """Is it an integer that a float can hold exactly?"""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def _as_number(value: object) -> float | None:
+    """A number that can be plotted, or None. Tiny numbers become 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    if not -_MAX_NUMBER < value < _MAX_NUMBER:  # also false for nan
+        return None
+    return float(value) if abs(value) > 1 / _MAX_NUMBER else 0.0
+
+
+def _as_record(value: object) -> Record:
+    return value if isinstance(value, dict) else {}
+
+
+def _as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _as_records(value: object) -> list[Record]:
+    return [item for item in _as_list(value) if isinstance(item, dict)]
+
+
+def _as_text(value: object) -> str:
+    """A text for the page: a string, a number, or nothing."""
+    return str(value)[:_MAX_TEXT] if isinstance(value, str | int | float) else ""
 
 
 # ---- page
@@ -118,10 +214,11 @@ def render_page(runs: Sequence[RunRecord]) -> str:
         parts += _heat_maps(run, suffix)
         if run.plan is not None:
             parts.append(_plan_table(run.plan, suffix))
-    skipped = sum(run.skipped_lines for run in runs)
-    if skipped:
-        parts.append(f"<p class=note>{skipped} lines could not be read and were left out.</p>")
-    return _PAGE.replace("{title}", escape(title)).replace("{body}", "\n".join(parts))
+        parts += [f"<p class=note>Left out{escape(suffix)}: {escape(p)}.</p>" for p in run.problems]
+    before, middle, after = re.split(
+        r"\{(?:title|body)\}", _PAGE
+    )  # not `replace`: a run may be named "{body}"
+    return before + escape(title) + middle + "\n".join(parts) + after
 
 
 def _plots(runs: Sequence[RunRecord], colors: Sequence[str]) -> list[str]:
@@ -151,7 +248,7 @@ def _without_warm_up(points: Sequence[Point]) -> Sequence[Point]:
 
 def _cards(run: RunRecord) -> str:
     cards = "".join(
-        f"<div><b>{value}</b><span>{escape(label)}</span></div>" for label, value in _key_figures(run)
+        f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for label, value in _key_figures(run)
     )
     return f"<div class=cards>{cards}</div>"
 
@@ -159,7 +256,7 @@ def _cards(run: RunRecord) -> str:
 def _key_figures(run: RunRecord) -> list[tuple[str, str]]:
     """The most important numbers of a run: label and value."""
     last = run.steps[-1] if run.steps else {}
-    figures = [("steps", f"{last.get('step', 0)}"), ("last loss", _format_number(last.get("loss")))]
+    figures = [("steps", _as_text(last.get("step", 0))), ("last loss", _format_number(last.get("loss")))]
     for metric, label in (
         ("validation_loss", "validation loss"),
         ("validation_loss_plain", "the same, in plain bf16"),
@@ -177,7 +274,7 @@ def _key_figures(run: RunRecord) -> list[tuple[str, str]]:
     if stall is not None:
         figures.append(("input stall", f"{stall:.2%}"))
     if last.get("skipped", 0):
-        figures.append(("skipped steps", f"{last['skipped']}"))
+        figures.append(("skipped steps", _as_text(last["skipped"])))
     return figures
 
 
@@ -188,7 +285,7 @@ def _comparison(runs: Sequence[RunRecord], colors: Sequence[str]) -> str:
     head = "".join(f"<th>{escape(label)}</th>" for label in labels)
     body = ""
     for run, color, row in zip(runs, colors, figures, strict=True):
-        cells = "".join(f"<td class=number>{row.get(label, '–')}</td>" for label in labels)
+        cells = "".join(f"<td class=number>{escape(row.get(label, '–'))}</td>" for label in labels)
         body += f"<tr><td>{_legend_key(run.name, color)}</td>{cells}</tr>"
     return f"<table><tr><th>run</th>{head}</tr>{body}</table>"
 
@@ -200,13 +297,15 @@ def _median(run: RunRecord, metric: str) -> float | None:
 
 def _stall_fraction(run: RunRecord) -> float | None:
     """The fraction of the time spent waiting for data. The first step compiles, so it does not count."""
-    records = [record for record in run.steps[1:] if "stall_seconds" in record]
-    total = sum(record["step_seconds"] for record in records)
-    return sum(record["stall_seconds"] for record in records) / total if total else None
+    times = [(_as_number(r.get("stall_seconds")), _as_number(r.get("step_seconds"))) for r in run.steps[1:]]
+    measured = [(stall, step) for stall, step in times if stall is not None and step is not None]
+    total = sum(step for _, step in measured)
+    return sum(stall for stall, _ in measured) / total if total else None
 
 
-def _format_number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "–"
+def _format_number(value: object) -> str:
+    number = value if isinstance(value, float) else _as_number(value)
+    return "–" if number is None else f"{number:.4g}"
 
 
 # ---- plots
@@ -263,23 +362,23 @@ def _heat_maps(run: RunRecord, suffix: str) -> list[str]:
         return []
     step = max(record["step"] for record in run.stats)
     latest = [record for record in run.stats if record["step"] == step]
-    operands: dict[str, dict[int | None, Record]] = {}
-    gradients: dict[str, dict[int | None, Record]] = {}
+    operands: dict[str, dict[LayerKey, Record]] = {}
+    gradients: dict[str, dict[LayerKey, Record]] = {}
     for record in latest:
         if "operand" in record:
-            label = f"{escape(record['site'])} <em>{record['operand']}</em>"
-            operands.setdefault(label, {})[record["layer"]] = record
-        if "cosine" in record:
-            gradients.setdefault(escape(record["parameter"]), {})[record["layer"]] = record
+            label = f"{escape(_as_text(record['site']))} <em>{escape(_as_text(record['operand']))}</em>"
+            operands.setdefault(label, {})[_layer_key(record)] = record
+        elif "cosine" in record:
+            gradients.setdefault(escape(_as_text(record["parameter"])), {})[_layer_key(record)] = record
     maps = [_heat_table(heat_map, operands, step, suffix) for heat_map in _OPERAND_MAPS if operands]
     return [*maps, _heat_table(_GRADIENT_MAP, gradients, step, suffix)] if gradients else maps
 
 
-def _heat_table(heat_map: _HeatMap, rows: dict[str, dict[int | None, Record]], step: int, suffix: str) -> str:
+def _heat_table(heat_map: _HeatMap, rows: dict[str, dict[LayerKey, Record]], step: int, suffix: str) -> str:
     """A colored table: a row per site or parameter, a column per layer. A value of no layer has the last column."""
     layers = {layer for cells in rows.values() for layer in cells}
-    columns = sorted(layers, key=lambda layer: (layer is None, layer or 0))
-    head = "".join(f"<th>{'–' if layer is None else layer}</th>" for layer in columns)
+    columns = sorted(layers, key=lambda layer: (not layer, layer))
+    head = "".join(f"<th>{'.'.join(map(str, layer)) or '–'}</th>" for layer in columns)
     body = ""
     for label, cells in rows.items():
         marks = "".join(_heat_cell(heat_map, cells.get(layer, {}).get(heat_map.field)) for layer in columns)
@@ -288,11 +387,12 @@ def _heat_table(heat_map: _HeatMap, rows: dict[str, dict[int | None, Record]], s
     return _section(heat_map.title + suffix, heat_map.note.format(step=step), table)
 
 
-def _heat_cell(heat_map: _HeatMap, value: float | None) -> str:
-    if value is None:
+def _heat_cell(heat_map: _HeatMap, value: object) -> str:
+    number = _as_number(value)
+    if number is None:
         return "<td class=cell></td>"
-    text = heat_map.format.format(value * heat_map.factor)
-    return f'<td class=cell style="{_cell_style(heat_map, value)}">{text}</td>'
+    text = escape(heat_map.format.format(number * heat_map.factor))
+    return f'<td class=cell style="{_cell_style(heat_map, number)}">{text}</td>'
 
 
 def _cell_style(heat_map: _HeatMap, value: float) -> str:
@@ -311,35 +411,51 @@ def _cell_style(heat_map: _HeatMap, value: float) -> str:
 def _plan_table(plan: Record, suffix: str) -> str:
     """The rule that decides each site, and the formats of its products."""
     body = ""
-    for site in plan["sites"]:
-        for phase, layer_groups in site["decisions"].items():
-            shown_phase = phase if len(plan["phases"]) > 1 else ""
-            for group in layer_groups:
-                body += _plan_row(site, shown_phase, group, plan["rules"])
+    has_phases = len(_as_list(plan.get("phases"))) > 1
+    rules = [_as_text(rule) for rule in _as_list(plan.get("rules"))]
+    for site in _as_records(plan.get("sites")):
+        for phase, layer_groups in _as_record(site.get("decisions")).items():
+            for group in _as_records(layer_groups):
+                body += _plan_row(site, phase if has_phases else "", group, rules)
     head = "".join(f"<th>{name}</th>" for name in ("site", "layers", "fprop", "dgrad", "wgrad", "rule"))
-    note = f"policy {plan['policy']['path']}, sha256 {plan['policy']['sha256'][:12]}"
+    policy = _as_record(plan.get("policy"))
+    note = f"policy {_as_text(policy.get('path'))}, sha256 {_as_text(policy.get('sha256'))[:12]}"
     return _section(f"Plan{suffix}", note, f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>")
 
 
 def _plan_row(site: Record, phase: str, group: Record, rules: Sequence[str]) -> str:
     """The row of consecutive layers of a site that have the same decision."""
-    name = (site["parameters"] or [site["scope"]])[0] or site["place"] or ""
-    layers = "–"
-    if "layers" in group:
-        first, last = (".".join(map(str, index)) for index in group["layers"])
-        layers = first if first == last else f"{first} to {last}"
+    names = (*_as_list(site.get("parameters"))[:1], site.get("scope"), site.get("place"))
+    name = next((text for text in map(_as_text, names) if text), "")
+    products = _as_record(group.get("products"))
     cells = ""
     for gemm in ("fprop", "dgrad", "wgrad"):
-        formats = list(dict.fromkeys(group["products"].get(gemm, {}).get("formats", ())))
+        product = _as_record(products.get(gemm))
+        formats = list(dict.fromkeys(map(_as_text, _as_list(product.get("formats")))))
         is_quantized = any(name not in ("keep", "bf16", "f32") for name in formats)
         cells += f"<td{' class=quantized' if is_quantized else ''}>{escape(' × '.join(formats)) or '–'}</td>"
-    winners = dict.fromkeys(product["rule"] for product in group["products"].values())
-    rule = "; ".join("no rule" if index is None else rules[index] for index in winners)
-    phase_note = f" <small>{escape(phase)}</small>" if phase else ""
+    winners = dict.fromkeys(_rule_text(_as_record(p).get("rule"), rules) for p in products.values())
+    phase_note = f" <small>{escape(_as_text(phase))}</small>" if phase else ""
     return (
-        f"<tr><td class=site>{escape(name)}{phase_note}</td><td>{layers}</td>{cells}"
-        f"<td><code>{escape(rule)}</code></td></tr>"
+        f"<tr><td class=site>{escape(name)}{phase_note}</td><td>{escape(_layers_text(group))}</td>{cells}"
+        f"<td><code>{escape('; '.join(winners))}</code></td></tr>"
     )
+
+
+def _rule_text(index: object, rules: Sequence[str]) -> str:
+    """The text of a rule by its index in the policy."""
+    if index is None:
+        return "no rule"
+    is_known = isinstance(index, int) and 0 <= index < len(rules)
+    return rules[index] if is_known and isinstance(index, int) else "unknown rule"
+
+
+def _layers_text(group: Record) -> str:
+    """The first and the last layer of a group, each an index or several."""
+    bounds = [".".join(map(_as_text, _as_list(index))) for index in _as_list(group.get("layers"))]
+    if len(bounds) != 2:
+        return "–"
+    return bounds[0] if bounds[0] == bounds[1] else f"{bounds[0]} to {bounds[1]}"
 
 
 _PAGE = """<!doctype html>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -107,3 +108,138 @@ def test_a_dash_writes_the_page_to_standard_output(tmp_path: Path) -> None:
     assert result.out.startswith("<!doctype html>")
     assert result.out.endswith("</html>\n")
     assert not (run / "report.html").exists()
+
+
+# ---- malformed and hostile files
+
+MARKUP = "<script>alert(1)</script>\"'&"
+DEEP = "[" * 100_000
+BIG = "9" * 400
+MALFORMED = {
+    "open brace": "{",
+    "empty": "",
+    "empty list": "[]",
+    "null": "null",
+    "text": "hello",
+    "deep nest": DEEP,
+    "deep nest of objects": '{"step": 1, "sites": ' + '{"a": ' * 5000,
+    "numbers of 1e308": '{"step": 1, "loss": 1e308, "sites": [{"decisions": {"p": [{"layers": [[1e308], [2]]}]}}]}',
+    "many digits": f'{{"step": {BIG}, "loss": {BIG}}}\n{{"step": 2, "loss": {BIG}, "grad_norm": -{BIG}}}',
+    "nan": '{"step": 1, "loss": NaN, "step_seconds": Infinity, "stall_seconds": NaN}',
+    "wrong types": '{"step": "one", "loss": [], "site": {}, "layer": [], "sites": 3, "phases": {}, "rules": null}',
+    "wrong inner types": (
+        '{"step": 1, "loss": true, "operand": [], "site": 1, "layer": {}, "phases": 1, "policy": [], "rules": "x", '
+        '"sites": [1, {"decisions": {"p": [2, {"layers": 3, "products": {"fprop": 4, "dgrad": {"formats": 5, '
+        '"rule": "six"}}}]}}]}'
+    ),
+    "denormal numbers": '{"step": 1, "loss": 5e-324}\n{"step": 2, "loss": 1e-323}',
+    "a surrogate": '{"step": 1, "loss": 1, "operand": "\\ud800", "site": "\\ud800", "sqnr_db": 1}',
+    "binary": "\x00\x01\x7f",
+}
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "stats.jsonl", "plan.json"])
+@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_file_gives_a_page_of_the_others_and_says_so(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    run = write_run(tmp_path / "run")
+    (run / name).write_text(text)
+    problems: list[str] = []
+    texts = texts_of(write_report([run], warn=problems.append))
+    if name != "metrics.jsonl":
+        assert {"40", "2.345"} <= set(texts)
+    if name != "stats.jsonl":
+        assert {"19.5", "0.987"} <= set(texts)
+    assert len(problems) == sum("Left out" in text for text in texts)
+    assert problems or (name, text) not in {
+        (name, MALFORMED[kind]) for kind in ("open brace", "empty list", "text")
+    }
+
+
+def test_what_is_no_file_is_reported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", stats=False)
+    (run / "plan.json").mkdir()
+    assert any("plan.json is not a file" in text for text in texts_of(write_report([run])))
+    assert "policyc: warning: run: plan.json is not a file" in policyc("report", run).err
+
+
+def plan_with(text: str) -> dict[str, Any]:
+    """A plan that has a text wherever a plan has one."""
+    group = {"layers": [[0], [text]], "products": {"fprop": {"formats": [text], "rule": 0}}}
+    site = {
+        "parameters": [text],
+        "scope": text,
+        "place": text,
+        "decisions": {text: [group], "second": [group]},
+    }
+    return {"policy": {"path": text, "sha256": text}, "rules": [text], "phases": [text, 1], "sites": [site]}
+
+
+def test_every_text_is_escaped_wherever_it_comes_from(tmp_path: Path) -> None:
+    run = write_run(tmp_path / MARKUP.replace("/", "_"))
+    metric = {"step": 41, "loss": 1.0, "skipped": MARKUP, "mfu": MARKUP, "grad_norm": MARKUP}
+    stat = {"step": 41, "site": MARKUP, "layer": 0, "operand": MARKUP, "format": MARKUP, "sqnr_db": 1.0}
+    gradient = {"step": 41, "parameter": MARKUP, "layer": 0, "cosine": 0.5}
+    for name, records in (("metrics.jsonl", [metric]), ("stats.jsonl", [stat, gradient])):
+        with (run / name).open("a") as stream:
+            stream.writelines(json.dumps(record) + "\n" for record in records)
+    (run / "plan.json").write_text(json.dumps(plan_with(MARKUP)))
+    page = write_report([run, write_run(tmp_path / "{body}{title}")])
+    texts = texts_of(page)
+    assert "<script" not in page.read_text()
+    assert sum(MARKUP in text for text in texts) >= 8
+    single = write_report([run])
+    assert "<script" not in single.read_text()
+    assert MARKUP in texts_of(single)
+
+
+def mutate(rng: random.Random, value: Any) -> Any:
+    """Replaces, removes or nests random parts of a JSON value."""
+    odd = [
+        None,
+        True,
+        -1,
+        10**400,
+        1e308,
+        float("nan"),
+        5e-324,
+        "",
+        MARKUP,
+        "\ud800",
+        [],
+        {},
+        [[]],
+        {"step": 1},
+    ]
+    if rng.random() < 0.08:
+        return rng.choice(odd)
+    if isinstance(value, dict):
+        return {k: mutate(rng, v) for k, v in value.items() if rng.random() > 0.05}
+    if isinstance(value, list):
+        return [mutate(rng, v) for v in value if rng.random() > 0.05]
+    return value
+
+
+def test_five_hundred_mutated_runs_give_well_formed_pages(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=12)
+    originals = {name: (run / name).read_text() for name in ("metrics.jsonl", "stats.jsonl")}
+    for seed in range(500):
+        rng = random.Random(seed)
+        for name, text in originals.items():
+            lines = [json.dumps(mutate(rng, json.loads(line))) for line in text.splitlines()]
+            text = "\n".join(lines)
+            (run / name).write_text(text[: rng.randrange(len(text))] if rng.random() < 0.2 else text)
+        (run / "plan.json").write_text(json.dumps(mutate(rng, plan_with("a"))))
+        page = write_report([run])
+        texts_of(page)
+        assert "<script" not in page.read_text(), f"seed {seed}"
+
+
+def test_a_site_in_two_stacks_has_a_column_for_each_pair_of_layers(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", stats=False)
+    records = [
+        {"step": 1, "site": "a", "layer": [0, i], "operand": "x", "sqnr_db": 9.5 + i} for i in range(2)
+    ]
+    (run / "stats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert {"0.0", "0.1", "9.5", "10.5"} <= set(texts_of(write_report([run])))
