@@ -11,9 +11,9 @@ from jax.extend.core import JaxprEqn
 
 from policyc.compiler.paths import DATA_NAMES
 from policyc.compiler.provenance.graph import Source, parameters_of
-from policyc.compiler.sites import Weight
 from policyc.compiler.var_info import VarInfo, shape_of
 from policyc.jaxcore import jaxprs
+from policyc.numerics.products import Weight
 
 GEMMS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
 """The products that the compiler rewrites."""

@@ -21,14 +21,12 @@ from policyc.jaxcore.transform import Address
 from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment
+from policyc.numerics.products import Weight
 
 T = TypeVar("T")
 
 Layer = tuple[int, ...]
 """An index in each of the stacks around a site, the outermost first."""
-
-Weight = Literal["lhs", "rhs"] | None
-"""Which operand of a GEMM is a parameter."""
 
 
 @dataclass(frozen=True, slots=True)

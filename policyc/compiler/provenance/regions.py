@@ -11,10 +11,10 @@ from policyc.compiler.provenance.graph import LayoutSource, ShardSource
 from policyc.compiler.provenance.integers import MOST_INDICES, Iterations
 from policyc.jaxcore import jaxprs
 
-Indices = range | np.ndarray
+DimIndices = range | np.ndarray
 """Indices along one dimension, in the order in which a variable has them."""
 
-Region = tuple[Indices, ...]
+Region = tuple[DimIndices, ...]
 """A box of elements: indices along each dimension."""
 
 
@@ -32,7 +32,7 @@ def without_dim(region: Region, dim: int) -> Region:
 
 def shard_region(source: ShardSource, region: Region, iterations: Iterations) -> Region:
     """The first dimension divides a stack over devices. Of others, only whole ones are followed."""
-    out: list[Indices] = []
+    out: list[DimIndices] = []
     for dim, (indices, parts) in enumerate(zip(region, source.parts, strict=True)):
         if parts == 1:
             out.append(indices)
@@ -45,13 +45,13 @@ def shard_region(source: ShardSource, region: Region, iterations: Iterations) ->
     return tuple(out)
 
 
-def _shift(indices: Indices, offset: int) -> Indices:
+def _shift(indices: DimIndices, offset: int) -> DimIndices:
     if isinstance(indices, range):
         return range(indices.start + offset, indices.stop + offset, indices.step)
     return indices + offset
 
 
-def _scale(indices: Indices, start: int, step: int) -> Indices:
+def _scale(indices: DimIndices, start: int, step: int) -> DimIndices:
     """start + step * i, for each index."""
     if isinstance(indices, range) and len(indices):
         first, last = start + step * indices[0], start + step * indices[-1]
@@ -60,7 +60,7 @@ def _scale(indices: Indices, start: int, step: int) -> Indices:
     return start + step * np.asarray(indices)
 
 
-def compact(indices: np.ndarray) -> Indices:
+def compact(indices: np.ndarray) -> DimIndices:
     """The same indices, as a range where they are evenly spaced."""
     if indices.size == 1:
         return range(int(indices[0]), int(indices[0]) + 1)
@@ -131,7 +131,7 @@ def _unstack(source: LayoutSource, region: Region, _: Iterations) -> Region:
 
 
 def _dynamic_slice(source: LayoutSource, region: Region, iterations: Iterations) -> Region:
-    starts: list[Indices] = []
+    starts: list[DimIndices] = []
     for dim, (indices, integers) in enumerate(zip(region, source.integers, strict=True)):
         size, whole = source.shape[dim], source.operand.shape[dim]
         if size == whole:
@@ -165,7 +165,7 @@ def _gather(source: LayoutSource, region: Region, iterations: Iterations) -> Reg
     chosen = values[np.ix_(*(np.asarray(region[d]) for d in batch_dims))] if batch_dims else values
     collapsed = set(numbers.collapsed_slice_dims)
     kept = iter(offset_dims)
-    out: list[Indices] = []
+    out: list[DimIndices] = []
     for operand_dim in range(rank):
         indices = None if operand_dim in collapsed else region[next(kept)]
         if operand_dim == dim:
@@ -176,7 +176,7 @@ def _gather(source: LayoutSource, region: Region, iterations: Iterations) -> Reg
 
 
 def _pad(source: LayoutSource, region: Region, _: Iterations) -> Region:
-    out: list[Indices] = []
+    out: list[DimIndices] = []
     pairs = zip(region, source.eqn.params["padding_config"], source.operand.shape, strict=True)
     for indices, (low, high, inner), size in pairs:
         if (low, high, inner) == (0, 0, 0):
@@ -193,7 +193,7 @@ def _reshape(source: LayoutSource, region: Region, _: Iterations) -> Region:
     """Follows each group of dimensions that a reshape merges or splits."""
     if source.eqn.params.get("dimensions") is not None:
         raise Unknown("it is reshaped in another order of dimensions")
-    out: list[Indices] = []
+    out: list[DimIndices] = []
     for before, after in _reshape_groups(source.operand.shape, source.shape):
         own = [region[d] for d in after]
         if all(len(i) == source.shape[d] for i, d in zip(own, after, strict=True)) and all(
