@@ -334,7 +334,7 @@ def test_every_layer_has_a_number_of_its_own():
         made = program(seed, 4)
         sites = policyc.plan("* -> nvfp4", made.loss, made.params, made.batch).sites
         for site in sites:
-            numbers = site.layer_ordinals()
+            numbers = site.loop_ordinals()
             assert len(set(numbers)) == len(numbers) == site.count
             found.add(len(site.stacks))
     assert found >= {0, 1, 2}

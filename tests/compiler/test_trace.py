@@ -24,7 +24,7 @@ class Config:
 
 def trace_call(fn: Any, *args: Any, param_argnums: tuple[int, ...] = (0,), **kwargs: Any) -> TracedFunction:
     names = [f"arg{i}" for i in param_argnums]
-    return trace(fn, args, kwargs, param_argnums, names)
+    return trace(fn, args, kwargs, param_argnums, names, {})
 
 
 def input_shapes(traced: TracedFunction) -> list[tuple[int, ...]]:
@@ -165,3 +165,17 @@ def test_python_that_reads_a_parameter_is_refused_with_a_remedy() -> None:
         trace_call(loss, W)
     assert "Use jax.lax.cond or jnp.where instead" in "".join(caught.value.__notes__)
     assert "loss" in str(caught.value), "JAX names the function of the user"
+
+
+# ---- weights that are not differentiated
+
+
+def test_matrices_of_other_arguments_are_named_as_frozen_weights() -> None:
+    def loss(adapter: Any, base: Any, batch: Any) -> Any:
+        return batch["x"] @ base["w"] @ adapter
+
+    base, batch = {"w": W, "bias": W[0]}, {"x": X}
+    traced = LossCall(loss, (W.T, base, batch), {}, (0,)).trace()
+    assert path_texts(traced) == ["adapter"]
+    # A batch is data, and a vector is no weight.
+    assert [dotted(path) for path in traced.frozen.values()] == ["base.w"]

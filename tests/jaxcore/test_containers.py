@@ -20,11 +20,12 @@ from policyc.jaxcore.containers import (
     CONTAINERS,
     OPAQUE,
     SCAN,
+    CarryChange,
     ExtraInputs,
     IterationRange,
     NewBody,
     container_of,
-    leading_dim_parts,
+    shard_map_parts,
 )
 from tests.support.jaxpr_tools import struct
 
@@ -64,8 +65,10 @@ class Reaching:
     def join(self, values: Sequence[Names]) -> Names:
         return frozenset[str]().union(*values)
 
-    def enter_loop(self, value: Names, invariant: bool) -> Names:
-        return value | {"invariant"} if invariant else value
+    def enter_loop(self, value: Names, change: CarryChange) -> Names:
+        if change.increment is not None:
+            return value | {f"by {change.increment}"}
+        return value | {"invariant"} if change.invariant else value
 
     def may_change(self, carry: Sequence[Names], others: Sequence[Names]) -> bool:
         return True
@@ -136,6 +139,17 @@ def test_a_carry_that_a_loop_hands_on_is_invariant() -> None:
     jaxpr = jaxprs.replace_equations(jaxpr, [jaxprs.replace_sub_jaxprs(scan, [(sub, exchanged)])])
     values = Reaching().run(jaxpr, [frozenset({"a"}), frozenset({"b"})])
     assert values == [{"a", "invariant"}, {"b", "sliced", "stacked"}]
+
+
+def test_a_carry_that_counts_is_told_from_the_others() -> None:
+    def program(a: Any, b: Any) -> Any:
+        def body(carry: Any) -> Any:
+            count, sum, product = carry
+            return count + 3, sum + a, product * 2
+
+        return lax.while_loop(lambda c: c[1] < 9, body, (jnp.int32(0), a, b))
+
+    assert reaching(program, (), ()) == ["by 3", "a", "b"]
 
 
 def test_the_condition_and_the_body_of_a_while_have_constants_of_their_own() -> None:
@@ -251,12 +265,12 @@ def test_loops_and_remats_are_known() -> None:
     assert {"checkpoint", "remat2"} <= {name for name, c in CONTAINERS.items() if c.is_remat}
 
 
-def test_how_a_shard_map_divides_the_first_dimension() -> None:
+def test_how_a_shard_map_divides_its_operands() -> None:
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     specs = (P("a"), P(None, "a"), P(("a", "b")), P())
     program = jax.shard_map(lambda *xs: xs[3], mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     eqn = only_container(program, *[struct(8, 8)] * 4)
-    assert leading_dim_parts(eqn) == [2, 1, 8, 1]
+    assert shard_map_parts(eqn) == [(2, 1), (1, 2), (8, 1), (1, 1)]
 
 
 def test_the_size_of_a_range() -> None:

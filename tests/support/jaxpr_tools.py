@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from policyc.compiler.analysis import analyze
+from policyc.compiler.pipeline import LossCall
 from policyc.compiler.sites import Sites
-from policyc.compiler.trace import trace
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
 from policyc.jaxcore.transform import Address
@@ -24,8 +24,8 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 def find_sites(loss: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Sites:
     """The sites of a loss whose first argument holds its parameters."""
-    traced = trace(loss, (params, *args), kwargs, (0,), ("params",), {})
-    return analyze(traced.jaxpr, traced.paths)
+    traced = LossCall(loss, (params, *args), kwargs, (0,)).trace()
+    return analyze(traced.jaxpr, traced.paths, traced.frozen)
 
 
 def primitive_counts(jaxpr: Any) -> Counter[str]:
