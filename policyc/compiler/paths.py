@@ -48,7 +48,11 @@ def leaf_paths(arguments: Sequence[tuple[str, Any]], *, always_named: bool = Fal
 
 
 def add_stack_sizes(paths: Sequence[DottedPath]) -> list[DottedPath]:
-    """Sets the size of every unrolled stack in the paths: one more than the largest index seen in any of them."""
+    """Sets the size of every unrolled stack in the paths: one more than the largest index seen in any of them.
+
+    A name without an index beside others of the same name with one (`dense`, `dense_1`) has index 0.
+    """
+    paths = _number_first_members(paths)
     sizes: dict[tuple[DottedPath, str], int] = {}
     for path in dict.fromkeys(paths):
         for depth, segment in enumerate(path):
@@ -60,6 +64,24 @@ def add_stack_sizes(paths: Sequence[DottedPath]) -> list[DottedPath]:
             segment
             if segment.index is None
             else PathSegment(segment.text, segment.index, sizes[path[:depth], segment.text])
+            for depth, segment in enumerate(path)
+        )
+        for path in paths
+    ]
+
+
+def _number_first_members(paths: Sequence[DottedPath]) -> list[DottedPath]:
+    """Gives index 0 to names without an index, where the same name has the indices 1, 2, ... and no 0."""
+    indices: dict[tuple[DottedPath, str], set[int | None]] = {}
+    for path in dict.fromkeys(paths):
+        for depth, segment in enumerate(path):
+            indices.setdefault((path[:depth], segment.text), set()).add(segment.index)
+    first = {stack for stack, seen in indices.items() if {None, 1} <= seen and 0 not in seen}
+    return [
+        tuple(
+            PathSegment(segment.text, 0)
+            if segment.index is None and (path[:depth], segment.text) in first
+            else segment
             for depth, segment in enumerate(path)
         )
         for path in paths

@@ -126,3 +126,14 @@ def test_plan_takes_abstract_arguments() -> None:
     w, x = struct(1024, 1024, dtype=jnp.bfloat16), struct(64, 1024, dtype=jnp.bfloat16)
     plan = policyc.plan("* -> nvfp4", loss, w, x)
     assert [(s.m, s.n, s.k) for s in plan.sites] == [(64, 1024, 1024)] * 2
+
+
+def test_parameters_may_be_the_last_argument() -> None:
+    def loss(x, params):
+        return jnp.sum(x @ params["up"])
+
+    x, params = jnp.ones((4, 16)), {"up": jnp.ones((16, 16))}
+    plan = policyc.plan("up -> fp8 expect 1", loss, x, params, param_argnums=-1)
+    assert plan.counts == (1,)
+    quantized = policyc.apply("up -> fp8 expect 1", loss, param_argnums=-1)
+    assert "fp8_quantize" in str(jax.make_jaxpr(jax.grad(quantized, argnums=1))(x, params))
