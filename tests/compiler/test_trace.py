@@ -172,10 +172,10 @@ def test_python_that_reads_a_parameter_is_refused_with_a_remedy() -> None:
 
 def test_matrices_of_other_arguments_are_named_as_frozen_weights() -> None:
     def loss(adapter: Any, base: Any, batch: Any) -> Any:
-        return batch["x"] @ base["w"] @ adapter
+        return (batch["x"] @ adapter) @ base["w"] + base["bias"]
 
-    base, batch = {"w": W, "bias": W[0]}, {"x": X}
-    traced = LossCall(loss, (W.T, base, batch), {}, (0,)).trace()
+    base = {"w": jnp.ones((32, 64)), "bias": jnp.ones(64)}
+    traced = LossCall(loss, (W, base, {"x": jnp.asarray(X)}), {}, (0,)).trace()
     assert path_texts(traced) == ["adapter"]
     # A batch is data, and a vector is no weight.
     assert [dotted(path) for path in traced.frozen.values()] == ["base.w"]
