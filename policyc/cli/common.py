@@ -170,11 +170,15 @@ def print_diagnostics(error: PolicyError) -> None:
 
 
 def print_error(error: Exception) -> None:
-    click.echo(str(error), err=True)
+    from policyc.language.diagnostics import escape_lines
+
+    click.echo(escape_lines(str(error)), err=True)
 
 
 def exit_with_message(message: str) -> NoReturn:
-    click.echo(f"policyc: error: {message}", err=True)
+    from policyc.language.diagnostics import escape_lines
+
+    click.echo(f"policyc: error: {escape_lines(message)}", err=True)
     sys.stdout.flush()
     sys.exit(EXIT_FAILURE)
 

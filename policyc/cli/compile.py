@@ -65,6 +65,7 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a GPU
     from policyc.compiler.execution import execution_options
     from policyc.hardware.deviceless import CannotCompile
+    from policyc.language.diagnostics import escape_lines
 
     try:
         with exit_on_error():
@@ -79,7 +80,7 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
     if options["dump_hlo"]:
         _dump(options["dump_hlo"], report, title)
     format_report = _as_json if options["output_format"] == "json" else _as_table
-    click.echo(format_report(report, title), nl=False)
+    click.echo(escape_lines(format_report(report, title)), nl=False)
     _fail_if_wrong(report)
 
 

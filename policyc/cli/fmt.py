@@ -44,7 +44,7 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool, stdin_filename: str | N
     Aligns arrows, indents blocks, and keeps comments. '-' reads standard input and writes standard output. A folder
     stands for every file in it, or below it, that ends in '.policy'.
     """
-    from policyc.language.diagnostics import PolicyError
+    from policyc.language.diagnostics import PolicyError, escape_controls
 
     check_stdin_filename(files, stdin_filename)
     changed, has_failed = [], False
@@ -64,7 +64,7 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool, stdin_filename: str | N
             has_failed = True
             print_diagnostics(error)
     for name in changed:
-        click.echo(f"{name}: {'would be changed' if check or diff else 'changed'}", err=True)
+        click.echo(f"{escape_controls(name)}: {'would be changed' if check or diff else 'changed'}", err=True)
     sys.exit(EXIT_USAGE if has_failed else EXIT_FAILURE if changed and (check or diff) else EXIT_OK)
 
 
@@ -72,12 +72,12 @@ def _read_and_format(name: str, shown: str) -> tuple[str, str]:
     """The text of a file before and after formatting. Raises PolicyError if it does not parse."""
     from policyc.language.diagnostics import PolicyError, SourceText
     from policyc.language.formatter import format_file
-    from policyc.language.loader import locate, read_policy_text
+    from policyc.language.loader import locate, read_policy_text, withhold_lines
     from policyc.language.parser import read_statements
 
     text = read_stdin() if name == "-" else read_policy_text(check_writable(name, locate(name)))
     source = SourceText(text.removeprefix("\ufeff"), shown)
     file, diagnostics = read_statements(source)
     if diagnostics:
-        raise PolicyError(diagnostics)
+        raise PolicyError(diagnostics if name == "-" else withhold_lines(Path(name), diagnostics))
     return text, format_file(file)

@@ -13,6 +13,7 @@ from typing import Any
 
 from policyc.compiler.plan import Phase, Plan, PlanRun
 from policyc.compiler.sites import Layer, Site, dotted
+from policyc.language.diagnostics import escape_controls
 from policyc.language.recipes import OPERANDS, Gemm
 from policyc.numerics.backends.choice import Lowering, Obstacle
 
@@ -28,7 +29,8 @@ def summary(plan: Plan) -> str:
     for phase in plan.phases:
         title = "rule" if len(plan.phases) == 1 else f"rule ({plan.label(phase)})"
         rows += [[title, "sites", "products", "FLOPs", "backend"], *_rule_rows(plan, phase)]
-    return "".join(f"policyc: {line}\n" for line in (*align_columns(rows), *emulation_reasons(plan)))
+    lines = (*align_columns(rows), *map(escape_controls, emulation_reasons(plan)))
+    return "".join(f"policyc: {line}\n" for line in lines)
 
 
 @dataclass(slots=True)
@@ -143,7 +145,8 @@ def _shorten(text: str) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows as lines, their cells aligned."""
+    """Rows as lines, their cells aligned. Names come from programs, so control characters are escaped."""
+    rows = [[escape_controls(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -163,7 +166,7 @@ def as_json(plan: Plan) -> str:
         "phases": [plan.label(phase) for phase in plan.phases],
         "sites": [_site_json(plan, site) for site in plan.sites],
     }
-    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(data, indent=1) + "\n"
 
 
 def _site_json(plan: Plan, site: Site) -> dict[str, Any]:

@@ -213,6 +213,11 @@ def escape_controls(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c == "\t" else f"\\x{ord(c):02x}" for c in text)
 
 
+def escape_lines(text: str) -> str:
+    """Replaces the control characters of a text of several lines, but not its line breaks."""
+    return "\n".join(map(escape_controls, text.split("\n")))
+
+
 def _format_message(text: str) -> str:
     """Escapes a message and cuts it to the longest length printed."""
     return escape_controls(text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…")

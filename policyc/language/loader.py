@@ -1,11 +1,13 @@
 """Loads policies: reads files, expands imports, separates variants, checks names.
 
 An import is looked for beside the importing file, then among the bundled policies. Its path must be relative and end
-in `.policy`, so no import reads any other file.
+in `.policy`, and links must not lead elsewhere, so no import reads any other file.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -64,7 +66,7 @@ def parse_with_diagnostics(
     loader.expand(file.statements, None if path is None else Path(path))
     policy = loader.build_policy(source)
     diagnostics = sorted(dict.fromkeys(loader.diagnostics), key=lambda d: d.sort_key)
-    return LoadedPolicy(policy, file, tuple(diagnostics))
+    return LoadedPolicy(policy, file, withhold_lines(Path(path), diagnostics) if path else tuple(diagnostics))
 
 
 def locate(policy: str | Path) -> Path:
@@ -315,6 +317,11 @@ class _Loader(DiagnosticCollector):
         for candidate in folders:
             try:
                 if (candidate / relative).is_file():
+                    if candidate is folder and _leaves_folder(candidate, relative):
+                        message = f"'{relative}' is a link to a file outside the folder, or to no policy"
+                        help = "import the file that it leads to, or copy it"
+                        self.report("bad-import-path", statement.span, message, help)
+                        return None
                     return candidate / relative
             except OSError:  # a name that the file system cannot hold does not exist
                 continue
@@ -323,6 +330,33 @@ class _Loader(DiagnosticCollector):
         help = self.did_you_mean(name, bundled.bundled_policies()) or "check the path"
         self.report("import-not-found", statement.span, f"no '{relative}' {places}", help)
         return None
+
+
+def _leaves_folder(folder: Path, relative: str) -> bool:
+    """Do links lead from a relative path to a file outside the folder that the path names, or to no policy?
+
+    A path may name a file in a folder above with `..`. Then links may lead anywhere below the common folder.
+    """
+    base, resolved = _resolve_links(folder), _resolve_links(folder / relative)
+    written = Path(os.path.normpath(base / relative))
+    if resolved == written:
+        return False
+    allowed = Path(os.path.commonpath([base, written]))
+    return resolved.suffix != bundled.POLICY_SUFFIX or not resolved.is_relative_to(allowed)
+
+
+def withhold_lines(path: Path, diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """Replaces the syntax errors of a file that is no policy by one that quotes nothing: the file may hold secrets.
+
+    A file is a policy if it ends in `.policy`, also behind links, or if it has no syntax errors.
+    """
+    first = next((d for d in diagnostics if d.code == "syntax-error"), None)
+    if first is None or _resolve_links(path).suffix == bundled.POLICY_SUFFIX:
+        return tuple(diagnostics)
+    message = f"this file is not a policy: line {first.span.line} is not a statement"
+    help = f"the name of a policy ends in '{bundled.POLICY_SUFFIX}'; rename the file to see its lines in messages"
+    span = Span(SourceText("", first.span.source.path), 0, 0)
+    return (Diagnostic(code="syntax-error", message=message, span=span, help=help),)
 
 
 def _resolve_links(path: Path) -> Path:

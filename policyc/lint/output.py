@@ -14,7 +14,16 @@ from typing import Any
 from urllib.parse import quote
 
 from policyc import __version__
-from policyc.language.diagnostics import Diagnostic, Fix, Paint, Severity, Span, render, render_headline
+from policyc.language.diagnostics import (
+    Diagnostic,
+    Fix,
+    Paint,
+    Severity,
+    Span,
+    escape_controls,
+    render,
+    render_headline,
+)
 from policyc.lint.rule import LintRule
 from policyc.lint.rules import load_rules
 
@@ -151,7 +160,7 @@ def _escape(text: str, extra: str = "") -> str:
     """Escapes the characters that end a workflow command or one of its values, as GitHub specifies."""
     for character in ("%", "\r", "\n", *extra):
         text = text.replace(character, f"%{ord(character):02X}")
-    return text
+    return escape_controls(text)
 
 
 def _sarif_rule(rule: LintRule) -> dict[str, Any]:

@@ -236,3 +236,23 @@ def test_json_is_the_same_however_often_it_is_traced() -> None:
         for _ in range(2)
     }
     assert len(texts) == 1
+
+
+# ---- names from programs
+
+
+HOSTILE = "\x1b]0;title\x07\x9b31m\u202e"
+
+
+def test_control_characters_in_names_are_escaped() -> None:
+    """A program chooses the names of its scopes and parameters. A terminal must not act on them."""
+
+    def loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        with jax.named_scope(f"scope{HOSTILE}"):
+            return (x @ weights[f"w{HOSTILE}"]).sum()
+
+    sites = find_sites(loss, {f"w{HOSTILE}": struct(8, 4)}, struct(16, 8))
+    made = make_plan(parse("* -> fp8"), sites, execution_options("emulate"))
+    for text in (sites_table(made), summary(made), as_json(made)):
+        assert all(line.isprintable() for line in text.split("\n"))
+    assert r"\x1b]0;title\x07\x9b31m" in sites_table(made)

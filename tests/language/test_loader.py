@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from policyc import PolicyError, load, parse
 from policyc.language.bundled import bundled_policies, data_folder
 from policyc.language.loader import locate, parse_with_diagnostics
 from tests.support.audit import recording
+from tests.support.command import policyc
 
 
 def load_errors(path) -> list[tuple[str, str, int]]:
@@ -185,6 +187,76 @@ def test_a_cycle_of_imports_is_reported_with_its_files(write, files, chain):
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "import-cycle"
     assert diagnostic.message.endswith(chain)
+
+
+@pytest.mark.parametrize("name", ["secret.policy", "secret.txt"])
+def test_an_import_does_not_follow_a_link_out_of_its_folder(write, tmp_path_factory, name):
+    secret = tmp_path_factory.mktemp("elsewhere") / name
+    secret.write_text("password -> hunter2 hunter2\n")
+    folder = write(main='import "link"')
+    (folder / "link.policy").symlink_to(secret)
+    assert load_errors(folder / "main.policy") == [("bad-import-path", "main.policy", 1)]
+    with pytest.raises(PolicyError) as caught:
+        load(folder / "main.policy")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_an_import_does_not_follow_a_linked_folder_out_of_its_folder(write, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "x.policy").write_text("a -> bf16\n")
+    folder = write(main='import "linked/x"')
+    (folder / "linked").symlink_to(elsewhere)
+    assert load_errors(folder / "main.policy") == [("bad-import-path", "main.policy", 1)]
+
+
+def test_an_import_does_not_follow_a_link_to_what_is_no_policy(write):
+    folder = write(main='import "link"')
+    (folder / "notes.txt").write_text("a -> bf16\n")
+    (folder / "link.policy").symlink_to("notes.txt")
+    assert load_errors(folder / "main.policy") == [("bad-import-path", "main.policy", 1)]
+
+
+def test_an_import_follows_links_inside_its_folder_and_names_folders_above(write):
+    folder = write(
+        main='import "link"', sub__real="a -> bf16", sub__up='import "../sub/real"\nimport "../other/link"'
+    )
+    (folder / "link.policy").symlink_to("sub/real.policy")
+    (folder / "other").mkdir()
+    (folder / "other" / "link.policy").symlink_to("../sub/real.policy")
+    assert heads(load(folder / "main.policy")) == ["a"]
+    assert heads(load(folder / "sub" / "up.policy")) == ["a", "a"]
+
+
+def test_a_folder_that_is_itself_a_link_can_be_used(write, tmp_path_factory):
+    folder = write(main='import "other"', other="a -> bf16")
+    link = tmp_path_factory.mktemp("links") / "link"
+    link.symlink_to(folder)
+    assert heads(load(link / "main.policy")) == ["a"]
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_the_lines_of_a_file_that_is_no_policy_are_not_printed(tmp_path, is_link):
+    path = tmp_path / "shadow"
+    path.write_text("root:hunter2:19000\nuser:hunter2:19000\n")
+    if is_link:
+        (tmp_path / "link.policy").symlink_to(path)
+        path = tmp_path / "link.policy"
+    with pytest.raises(PolicyError) as caught:
+        load(path)
+    assert "this file is not a policy: line 1" in str(caught.value)
+    assert not {"user", "hunter2", "19000"} & set(re.findall(r"\w+", str(caught.value)))
+    for command in ("lint", "fmt", "show"):
+        result = policyc(command, path)
+        assert result.code in (1, 2)
+        assert "hunter2" not in result.out + result.err
+
+
+def test_a_policy_may_have_another_ending(tmp_path):
+    path = tmp_path / "rules.txt"
+    path.write_text("mlp.* -> fp8\n")
+    assert heads(load(path)) == ["mlp.*"]
+    path.write_text("mlp.* -> fp9\n")
+    assert load_errors(path) == [("unknown-format", "rules.txt", 1)]
 
 
 def test_a_cycle_through_a_symbolic_link_is_reported(write):

@@ -157,14 +157,14 @@ def test_github_escapes_characters_that_end_a_value_or_the_command() -> None:
     source = SourceText("x", "a:b,c%d\ne.policy")
     odd = Diagnostic(
         code="c",
-        message="100% wrong::error\r\n::set-output",
+        message="100% wrong::error\r\n::set-output\x1b[31m",
         span=Span(source, 0, 1),
         severity=Severity.WARNING,
     )
     text = format_diagnostics("github", odd)
     assert text.count("\n") == 1
     assert text.startswith("::warning file=a%3Ab%2Cc%25d%0Ae.policy,line=1,")
-    assert text.endswith("::100%25 wrong::error%0D%0A::set-output\n")
+    assert text.endswith("::100%25 wrong::error%0D%0A::set-output\\x1b[31m\n")
 
 
 # ---- sarif

@@ -284,8 +284,8 @@ RULES = (
         """An import is not a relative path to a policy file.
 
         An import reads only files that end in `.policy`. The path is relative to the importing file and uses `/`
-        between directories. The ending may be omitted. These limits make it safe to lint a policy from an unknown
-        source: it cannot read other files.
+        between directories. The ending may be omitted. A symbolic link must not lead out of the directory. These limits
+        make it safe to lint a policy from an unknown source: it cannot read other files.
         """,
         bad='import "/etc/passwd"',
         good='import "fp8.policy"',
