@@ -14,10 +14,12 @@ from typing import Any
 from policyc.compiler.plan import Phase, Plan, PlanRun
 from policyc.compiler.sites import Layer, Site, dotted
 from policyc.language.diagnostics import escape_controls
+from policyc.language.policy import Rule
 from policyc.language.recipes import OPERANDS, Gemm
 from policyc.numerics.backends.choice import Lowering, Obstacle
 
 _MAX_RULE_WIDTH = 60
+_MIN_HEAD_WIDTH = 20  # enough to recognize the first name
 
 
 def summary(plan: Plan) -> str:
@@ -67,7 +69,7 @@ def _rule_rows(plan: Plan, phase: Phase) -> Iterator[list[str]]:
         names = ", ".join(g for g in Gemm if g in share.products)
         if index is not None and not names:
             names = "- (overridden)" if plan.counts[index] else "- (NO SITE MATCHES)"
-        text = "(no rule)" if index is None else _shorten(str(plan.policy.rules[index]))
+        text = "(no rule)" if index is None else _shorten_rule(plan.policy.rules[index])
         lowerings = "; ".join(share.lowerings) or "-"
         yield [text, str(share.sites), names, f"{share.flops / total:.1%}", lowerings]
 
@@ -125,7 +127,7 @@ def _rule_cells(plan: Plan, run: PlanRun) -> tuple[str, str]:
     overridden: dict[int, None] = {}
     for product in run.products():
         choice = product.choice
-        text = "kept" if choice.rule is None else _shorten(str(rules[choice.rule]))
+        text = "kept" if choice.rule is None else _shorten_rule(rules[choice.rule])
         products_of.setdefault(text, []).append(product.gemm)
         overridden.update(dict.fromkeys(choice.overridden))
     one_rule = len(products_of) == 1
@@ -140,8 +142,14 @@ def _layer_range(layers: Sequence[Layer]) -> str:
     return first if first == last else f"{first}-{last}"
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_RULE_WIDTH else f"{text[: _MAX_RULE_WIDTH - 1]}…"
+def _shorten_rule(rule: Rule) -> str:
+    """A rule with its selectors cut, so that the recipe stays visible."""
+    tail = f" -> {rule.tail}"
+    return _shorten(_shorten(rule.head, max(_MAX_RULE_WIDTH - len(tail), _MIN_HEAD_WIDTH)) + tail)
+
+
+def _shorten(text: str, width: int = _MAX_RULE_WIDTH) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:

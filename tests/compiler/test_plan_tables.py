@@ -72,10 +72,10 @@ def test_every_reason_for_emulation_is_given_once() -> None:
     ]
 
 
-def test_a_long_rule_is_cut() -> None:
+def test_a_long_rule_is_cut_before_its_recipe() -> None:
     rule = "layers[0].up, layers[1].up, layers[2].up, layers[3].up -> nvfp4(rounding=ms_eden)"
     first = summary(plan(rule)).splitlines()[1]
-    assert "layers[0].up, layers[1].up, layers[2].up, layers[3].up -> n…  " in first
+    assert " layers[0].up, layers[1].up, laye… -> nvfp4(rounding=ms_eden)  " in first
 
 
 # ---- the table of sites
