@@ -145,7 +145,7 @@ def write_output(option: str, path: str, text: str) -> None:
         with open_output(path) as stream:
             stream.write(text.encode("utf-8"))
     except OSError as error:
-        exit_with_message(f"{option}: '{path}' cannot be written: {error.strerror}")
+        exit_with_message(f"{option}: '{path}' cannot be written: {error.strerror}", EXIT_USAGE)
 
 
 def unified_diff(name: str, before: str, after: str) -> str:
@@ -175,12 +175,12 @@ def print_error(error: Exception) -> None:
     click.echo(escape_lines(str(error)), err=True)
 
 
-def exit_with_message(message: str) -> NoReturn:
+def exit_with_message(message: str, code: int = EXIT_FAILURE) -> NoReturn:
     from policyc.language.diagnostics import escape_lines
 
     click.echo(f"policyc: error: {escape_lines(message)}", err=True)
     sys.stdout.flush()
-    sys.exit(EXIT_FAILURE)
+    sys.exit(code)
 
 
 def exit_with_diagnostics(error: PolicyError) -> NoReturn:

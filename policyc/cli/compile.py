@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import exit_with_message, load_policy, write_output
+from policyc.cli.common import EXIT_USAGE, exit_with_message, load_policy, write_output
 from policyc.cli.options import (
     ProgramCommand,
     StepOptions,
@@ -20,7 +20,7 @@ from policyc.cli.options import (
     step_options,
     variant_option,
 )
-from policyc.cli.program import check_order, exit_on_error, parse_program
+from policyc.cli.program import check_order, exit_on_error, parse_execution, parse_program
 
 if TYPE_CHECKING:
     from policyc.compiler.execution import ExecutionOptions
@@ -63,13 +63,12 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
         options["dump_hlo"] = os.path.abspath(options["dump_hlo"])  # the program may change the folder
     loaded = load_policy(policy, options["variant"])
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a GPU
-    from policyc.compiler.execution import execution_options
     from policyc.hardware.deviceless import CannotCompile
     from policyc.language.diagnostics import escape_lines
 
     try:
         with exit_on_error():
-            execution = execution_options(options["backend"], step.target, options["require_native"])
+            execution = parse_execution(options["backend"], step.target, options["require_native"])
             if step.config:
                 report = _compile_config(loaded, step.config, execution, step)
             else:
@@ -143,7 +142,7 @@ def _dump(folder: str, report: CompileReport, title: str) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        exit_with_message(f"--dump-hlo: cannot create '{folder}': {error.strerror}")
+        exit_with_message(f"--dump-hlo: cannot create '{folder}': {error.strerror}", EXIT_USAGE)
     name = "".join(
         c if c.isalnum() or c in "-_." else "_" for c in f"{title}_{report.target}x{report.devices}"
     )

@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import EXIT_FAILURE, exit_with_message, load_policy, print_error, write_output
+from policyc.cli.common import (
+    EXIT_FAILURE,
+    EXIT_USAGE,
+    exit_with_message,
+    load_policy,
+    print_error,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from policyc.cli.options import RunOptions
+    from policyc.compiler.execution import ExecutionOptions
     from policyc.compiler.plan import Plan
     from policyc.experiments.program import Program
     from policyc.language.policy import Policy
@@ -73,8 +81,20 @@ def exit_on_error() -> Iterator[None]:
     except PolicyError as error:
         print_error(error)
         sys.exit(EXIT_FAILURE)
-    except (BadProgram, ValueError) as error:
+    except BadProgram as error:
+        exit_with_message(str(error), EXIT_USAGE)
+    except ValueError as error:
         exit_with_message(str(error))
+
+
+def parse_execution(backend: str, target: str | None, require_native: bool) -> ExecutionOptions:
+    """How quantized products run. Raises a usage error if there is no such backend or target."""
+    from policyc.compiler.execution import execution_options
+
+    try:
+        return execution_options(backend, target, require_native)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def plan_program(policy: Policy, words: Sequence[str]) -> Plan:
@@ -94,12 +114,11 @@ def plan_program(policy: Policy, words: Sequence[str]) -> Plan:
 def run_under_policy(program: Program, policy_name: str, options: RunOptions) -> None:
     """Runs a program under a policy, and prints what the policy did. Exits if the policy was not applied."""
     policy = load_policy(policy_name, options.variant)
-    from policyc.compiler.execution import execution_options
     from policyc.experiments import runner
     from policyc.language.diagnostics import PolicyError
 
+    execution = parse_execution(options.backend, None, options.require_native)
     with exit_on_error():
-        execution = execution_options(options.backend, None, options.require_native)
         session = runner.run(
             program,
             policy,

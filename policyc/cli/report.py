@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from policyc.cli.common import ExampleCommand, exit_with_message
+from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message
 
 
 @click.command(
@@ -40,4 +40,4 @@ def report(out: str | None, runs: tuple[str, ...]) -> None:
         path = write_report([Path(run) for run in runs], None if out is None else Path(out), warn)
         click.echo(path, err=out == STANDARD_OUTPUT)
     except UnreadableRun as error:
-        exit_with_message(str(error))
+        exit_with_message(str(error), EXIT_USAGE)

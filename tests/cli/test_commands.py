@@ -659,3 +659,54 @@ def test_from_another_folder_as_a_process(tmp_path: Path) -> None:
     (tmp_path / "my.policy").write_text('import "te_nvfp4"\nlayers[-4:].* -> bf16\n')
     result = spawn("lint", "my.policy", "llama_nvfp4", cwd=tmp_path)
     assert (result.code, result.out, result.err) == (0, "", "2 policies: no findings\n")
+
+
+# ---- exit codes
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        *((0, f"{name} --help") for name in load_commands()),
+        *((2, f"{name} --no-such-option") for name in load_commands() if name != "train"),
+        (0, "lint good.policy"),
+        (0, "fmt --check good.policy"),
+        *((2, f"{words} absent.policy") for words in ("lint", "fmt", "show")),
+        (2, "apply absent.policy program.py"),
+        (2, "sites --policy absent.policy program.py"),
+        (2, "estimate absent.policy --target b200 program.py"),
+        (2, "compile absent.policy --target b200 program.py"),
+        (2, "train --policy absent.policy"),
+        (2, "report absent"),
+        *((1, f"{words} faulty.policy") for words in ("lint", "show")),
+        (2, "fmt faulty.policy"),
+        (1, "apply faulty.policy program.py"),
+        (1, "sites --policy faulty.policy program.py"),
+        (1, "estimate faulty.policy --target b200 program.py"),
+        (1, "compile faulty.policy --target b200 program.py"),
+        (1, "train --policy faulty.policy"),
+        (2, "apply good.policy absent.py"),
+        (2, "apply good.policy -m absent"),
+        (2, "apply good.policy -m package"),
+        (2, "apply good.policy --backend abacus program.py"),
+        (2, "apply program.py good.policy"),
+        (2, "sites absent.py"),
+        (2, "compile good.policy --target abacus program.py"),
+        (2, "estimate good.policy --target abacus program.py"),
+        (2, "targets abacus"),
+        (2, "explain no-such-rule"),
+        (1, "apply good.policy program.py"),
+        (1, "sites program.py"),
+        (7, "apply good.policy seven.py"),
+    ],
+)
+def test_exit_codes_mean_the_same_in_every_command(tmp_path: Path, code: int, words: str) -> None:
+    """One meaning per code, in every command: the table of docs/cli.md."""
+    (tmp_path / "good.policy").write_text("mlp -> fp8\n")
+    (tmp_path / "faulty.policy").write_text("mlp => fp8\n")
+    (tmp_path / "program.py").write_text("print('nothing')\n")
+    (tmp_path / "seven.py").write_text("raise SystemExit(7)\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    result = policyc(*words.split(), cwd=tmp_path)
+    assert result.code == code, result.err
