@@ -62,7 +62,7 @@ def find_uncovered_path(pattern: Pattern, others: Iterable[Pattern], budget: Bud
     Searches the product of the pattern's automaton and the subset construction of the others, breadth first.
     """
     automaton, other_automata = _Automaton(pattern), [_Automaton(p) for p in others]
-    alphabet = _Alphabet([automaton, *other_automata])
+    alphabet = _Alphabet([automaton, *other_automata], budget)
     start = frozenset((n, state) for n, a in enumerate(other_automata) for state in a.close({a.start}))
     queue: deque[_Node] = deque()
     predecessors: dict[_Node, tuple[_Node | None, Symbol]] = {}
@@ -165,12 +165,12 @@ def _next_shape(shape: str, symbol: Symbol) -> str:
 class _Alphabet:
     """The symbols that some automata distinguish."""
 
-    def __init__(self, automata: list[_Automaton]) -> None:
+    def __init__(self, automata: list[_Automaton], budget: Budget) -> None:
         segments = [p for automaton in automata for p in automaton.segments]
         letters = {c for p in segments for c in p.glob} - {"*", "?"}
         other = next(c for c in map(chr, itertools.count(ord("x"))) if c not in letters and c.isalpha())
         slices = frozenset(p.indices for p in segments if p.indices is not None)
-        self.index_classes = index_classes(slices) if slices else ((frozenset[Indices](), (0, 1)),)
+        self.index_classes = index_classes(slices, budget) if slices else ((frozenset[Indices](), (0, 1)),)
         self.symbols: tuple[Symbol, ...] = (
             other, ".", "_", *sorted(letters - {"_"}), *range(len(self.index_classes)),
         )  # fmt: skip
@@ -265,9 +265,25 @@ _SMALL_NUMBER = 40  # bounds up to here are covered by trying every depth up to 
 _MAX_STEP_REACH = 40  # indices tried beside each edge of a slice with a step
 
 
-@lru_cache(maxsize=4096)
-def index_classes(slices: frozenset[Indices]) -> tuple[IndexClass, ...]:
+_EVALUATIONS_PER_STEP = 20  # tests of one index with one slice, in the time of one step
+_MAX_EVALUATIONS = 400_000  # for one set of slices
+
+
+def index_classes(slices: frozenset[Indices], budget: Budget) -> tuple[IndexClass, ...]:
     """Returns every combination of slices that some index of some stack is in, each with an example."""
+    try:
+        classes, evaluations = _find_index_classes(slices)
+    except SearchTooLarge:
+        budget.spend(_MAX_EVALUATIONS // _EVALUATIONS_PER_STEP)
+        raise
+    budget.spend(evaluations // _EVALUATIONS_PER_STEP)
+    return classes
+
+
+@lru_cache(maxsize=4096)
+def _find_index_classes(slices: frozenset[Indices]) -> tuple[tuple[IndexClass, ...], int]:
+    """Returns the index classes, and how many indices were tested with how many slices."""
+    evaluations = 0
     examples: dict[frozenset[Indices], tuple[int, int]] = {}
     ordered = sorted(slices, key=str)
     small_numbers = (abs(n) for s in ordered for n in _numbers(s) if abs(n) <= _SMALL_NUMBER)
@@ -284,12 +300,16 @@ def index_classes(slices: frozenset[Indices]) -> tuple[IndexClass, ...]:
             }
             near = {e + d for e in edges for d in range(-reach, reach + 1)}
             candidates = sorted(i for i in near if 0 <= i < depth)
+        candidates = tuple(candidates)
+        evaluations += len(candidates) * len(ordered)
+        if evaluations > _MAX_EVALUATIONS:
+            raise SearchTooLarge
         for index in candidates:
             members = frozenset(
                 s for s, selected in zip(ordered, selections, strict=True) if index in selected
             )
             examples.setdefault(members, (index, depth))
-    return tuple(examples.items())
+    return tuple(examples.items()), evaluations
 
 
 _MAX_DEPTH = 160  # with percentages, every depth up to here is tried: no model has more layers

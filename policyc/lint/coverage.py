@@ -74,7 +74,7 @@ class ResolvedRule:
         self.variant_recipes = variant_recipes
         self.index = index
         self.patterns = tuple((p, s.products) for s in rule.selectors for p in expand_selector(s))
-        self.match_steps = 1 + _count_comparisons(rule.where) // _EVALUATIONS_PER_STEP
+        self.match_steps = len(self.patterns) + _count_comparisons(rule.where) // _EVALUATIONS_PER_STEP
 
     def is_active(self, moment: tuple[int, int], attributes: SiteAttributes) -> bool:
         """Returns whether the schedule and the condition of the rule hold."""
@@ -205,15 +205,26 @@ def _find_uncovered_point(rule: ResolvedRule, others: list[ResolvedRule], budget
         if not rule.is_active(moment, attributes):
             continue
         active = [other for other in others if other.is_active(moment, attributes)]
+        covering_by_gemm = {
+            gemm: [p for other in active for p, gemms in other.patterns if gemm in gemms] for gemm in Gemm
+        }
         for pattern, products in rule.patterns:
             for gemm in (g for g in Gemm if g in products):
-                covering = [p for other in active for p, gemms in other.patterns if gemm in gemms]
-                if any(is_obviously_contained(pattern, p) for p in covering):
+                covering = covering_by_gemm[gemm]
+                if _is_obviously_covered(pattern, covering, budget):
                     continue
                 path = find_uncovered_path(pattern, covering, budget) if covering else example_path(pattern)
                 if path is not None:
                     return Point(path, gemm, moment, attributes)
     return None
+
+
+def _is_obviously_covered(pattern: Pattern, covering: Sequence[Pattern], budget: Budget) -> bool:
+    for other in covering:
+        budget.spend(1)
+        if is_obviously_contained(pattern, other):
+            return True
+    return False
 
 
 _Key = tuple[str, int | None]

@@ -10,7 +10,7 @@ import pytest
 
 from policyc import parse
 from policyc.language.selectors import Indices
-from policyc.lint.automata import example_index, index_classes
+from policyc.lint.automata import Budget, example_index, index_classes
 
 SLICES = (
     "[0]", "[7]", "[-1]", "[-8]", "[:4]", "[4:]", "[-4:]", "[:-4]", "[4:8]", "[-8:-4]", "[::2]", "[1::3]", "[2:20:5]",
@@ -41,7 +41,7 @@ def selects(text: str) -> tuple[bool, ...]:
 def test_every_combination_of_slices_in_a_real_stack_has_a_class(seed: int) -> None:
     texts = random.Random(seed).sample(SLICES, 4)
     slices = [parse_indices(text) for text in texts]
-    classes = {members for members, _ in index_classes(frozenset(slices))}
+    classes = {members for members, _ in index_classes(frozenset(slices), Budget(10**9))}
     for flags in set(zip(*map(selects, texts), strict=True)):
         assert frozenset(itertools.compress(slices, flags)) in classes, f"{flags} of {texts}"
 
@@ -49,7 +49,7 @@ def test_every_combination_of_slices_in_a_real_stack_has_a_class(seed: int) -> N
 @pytest.mark.parametrize("seed", range(10))
 def test_the_example_of_a_class_is_in_its_slices_and_in_no_other(seed: int) -> None:
     slices = frozenset(parse_indices(text) for text in random.Random(seed).sample(SLICES, 4))
-    for members, (index, depth) in index_classes(slices):
+    for members, (index, depth) in index_classes(slices, Budget(10**9)):
         assert members == {s for s in slices if index in s.select(depth)}
 
 

@@ -339,3 +339,24 @@ def test_a_large_condition_does_not_use_up_the_limit_of_the_others() -> None:
     large = " or ".join(f"k == {7 * i}" for i in range(1_500))
     text = f"a where {large} -> fp8\nb where k > 4096 and k < 1024 -> bf16\n"
     assert [d.code for d in lint(parse_with_diagnostics(text)).diagnostics] == ["impossible-predicate"]
+
+
+def hostile_policies() -> dict[str, str]:
+    """Policies with many selectors, slices or alternatives, which are compared in pairs."""
+    names = [f"a{i}" for i in range(2000)]
+    return {
+        "selectors": f"{', '.join(f'{n}.*' for n in names)} -> fp8\n{', '.join(names)} -> bf16\n",
+        "braces": f"{'{a,b}' * 10}.x -> fp8\n" * 20,
+        "slices": "".join(f"layers[{i * 7}:{i * 11 + 3}:{i % 13 + 1}] -> fp8\n" for i in range(300)),
+        "percentages": "".join(f"layers[{i * 0.7:.1f}%:{i * 0.9 + 3:.1f}%] -> fp8\n" for i in range(100)),
+    }
+
+
+@pytest.mark.parametrize("name", hostile_policies())
+def test_policies_with_many_pairs_to_compare_are_linted_in_seconds(name: str) -> None:
+    loaded = parse_with_diagnostics(hostile_policies()[name])
+    start = time.process_time()
+    result = lint(loaded)
+    assert time.process_time() - start < 15
+    assert loaded.diagnostics == ()
+    assert result.undecided > 0
