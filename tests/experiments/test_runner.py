@@ -160,10 +160,9 @@ def outlive():
     time.sleep(0.3)
     step.clear_cache()
     print("outliving thread", is_quantized(step, w, x))
-    pool.submit(lambda: print("executor", is_quantized(step, w, x)))
 
 threading.Thread(target=outlive).start()
-pool.submit(time.sleep, 1)
+pool.submit(lambda: (time.sleep(1), print("executor", is_quantized(jax.grad(loss), w, x))))
 main_ended.set()
 """
 
@@ -177,6 +176,7 @@ def test_policy_and_schedule_hold_in_every_thread(home: Path) -> None:
     assert "run_in_thread [0, 2]" in result.out
     assert "run_in_loop [0, 2]" in result.out
     assert "outliving thread True" in result.out
+    assert "executor True" in result.out
 
 
 CHILDREN = """
