@@ -21,6 +21,8 @@ Params = dict[str, Any]
 Batch = dict[str, Any]  # tokens, targets, mask
 LossSums = tuple[jax.Array, jax.Array]
 
+# JAX does not annotate the functions that are called below with `type: ignore[no-untyped-call]`.
+
 AXES = ("data", "fsdp", "tensor", "context")
 # The mesh axes that divide each logical axis. Attention needs whole sequences, so inside it the context axis divides
 # heads instead.
