@@ -26,6 +26,9 @@ from policyc.numerics.quantize.layout import TILE
 
 Array = npt.NDArray[Any]
 
+# Compiled: op by op they take longer than the measurement itself.
+_codes_of, _dequantize = jax.jit(codes_of), jax.jit(dequantize)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandStats:
@@ -118,8 +121,8 @@ def measure(
     if treatment.rht:
         q = keep_padding(q)
         signs = key.fold(operand.partition(".")[0] + ".signs")
-        return _measure_quantized(q, rotate_reference(array, q, treatment, signs), dequantize(q))
-    return _measure_quantized(q, reference, dequantize(q) + mean)
+        return _measure_quantized(q, rotate_reference(array, q, treatment, signs), _dequantize(q))
+    return _measure_quantized(q, reference, _dequantize(q) + mean)
 
 
 def _split_mean(
@@ -132,7 +135,7 @@ def _split_mean(
     plain = replace(treatment, mean_split=False, rht=0)
     # The blocks of the mean run along its features.
     features_last = mean.T if contracts_tokens else mean
-    rounded = dequantize(quantize(features_last, plain, Axes(), operand=operand + ".mean"))
+    rounded = _dequantize(quantize(features_last, plain, Axes(), operand=operand + ".mean"))
     return residual, rounded.T if contracts_tokens else rounded
 
 
@@ -178,7 +181,7 @@ def _error_stats(
 
 
 def _measure_quantized(q: Quantized, reference: jax.Array, values: jax.Array) -> Measurement:
-    codes = np.asarray(codes_of(q))
+    codes = np.asarray(_codes_of(q))
     exact, near = np.asarray(reference).astype(np.float64), np.asarray(values).astype(np.float64)
     scales = np.zeros(0, np.uint8) if q.scales is None else np.asarray(q.scales)
     if q.layout.tile_axis is not None:

@@ -1,15 +1,18 @@
-"""Bit for bit against the vendor's reference vectors, op by op, compiled, and inside larger programs.
+"""Bit for bit against the vendor's reference vectors: op by op, compiled, and inside larger programs.
 
-There are two bodies, one for CPUs and one for all else. The fast lane runs each case alone in the first, and inside a
-larger program in the second; the slow lane the other way round.
+The quantizers have two implementations, one for CPU and one for all other platforms. The fast lane runs each case
+alone on the first one, and in a batch inside a larger program on the second. The slow lane runs each case alone in all
+other combinations.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,20 +32,23 @@ REFERENCE = np.load(DATA / "nvfp4_reference.npz")
 KERNEL = np.load(DATA / "nvfp4_kernel_semantics.npz")
 
 DENORMAL = ("tiny1e_36", "min_normal", "denorm", "min_denorm")
-"""Tensors whose decoding scale is an fp32 denormal: no bits are promised."""
+"""Tensors whose decoding scale is an fp32 denormal: their bits are not specified."""
 
 NONFINITE = [c for c, m in CASES.items() if "nonfinite" in m["tags"]]
 EXACT = [c for c in CASES if c + "/q" in REFERENCE and not c.startswith("4over6")]
 FUSED = [c for c in EXACT if "1e38" not in c and "fltmax" not in c]
 EAGER = "normal_16x16_bfloat16_1d"
 EAGER_TOO = ("ties_and_scale_rounding_16x32_f32_1d", "lognormal_64x128_f32_2d")
-AXES = Axes(axis=-1, tile=-2)
-# Compiled: op by op they would cost more than what is tested.
+ROWS, COLUMNS = Axes(axis=-1, tile=-2), Axes(axis=-2, tile=-1)
+# Compiled, since they would take longer than the test if they ran op by op.
 codes_of, dequantize = (
     jax.jit(policyc.numerics.quantize.codes_of),
     jax.jit(policyc.numerics.quantize.dequantize),
 )
 block_values = jax.jit(policyc.numerics.quantize.block_values, static_argnums=1)
+
+HERE: Method = "cpu" if jax.default_backend() == "cpu" else "matmul_bf16"
+"""The implementation for the machine that runs the tests. The one for CPU is exact nowhere else."""
 
 
 def load(case: str) -> np.ndarray:
@@ -60,42 +66,111 @@ def treatment_of(case: str, *, rotated: bool = False) -> Treatment:
     )
 
 
-HERE: Method = "cpu" if jax.default_backend() == "cpu" else "matmul_bf16"
-"""The body of the machine that the tests run on; the one for CPUs is exact nowhere else."""
+class Result(NamedTuple):
+    """A quantized case in the form of the vectors: packed codes, one scale per row and block, amax, values."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    amax: np.ndarray
+    values: np.ndarray
+
+
+def as_result(q: Quantized) -> Result:
+    """The vectors repeat the scales of 2D tiles for each row."""
+    axis, tile_axis = q.layout.axis, q.layout.tile_axis
+    scales = np.asarray(q.scales)
+    if tile_axis is not None:
+        scales = np.repeat(scales, 16, tile_axis).take(range(q.layout.tile_size), tile_axis)
+    codes, values = np.asarray(q.codes), np.asarray(dequantize(q))
+    if axis == -2:
+        codes, scales, values = codes.T, scales.T, values.T
+    return Result(codes, scales, np.ravel(q.amax), values)
+
+
+# --- programs -------------------------------------------------------------------------------------
 
 
 @cache
-def compiled(treatment: Treatment, axes: Axes = AXES, method: Method = HERE) -> Any:
+def compiled(treatment: Treatment, axes: Axes = ROWS, method: Method = HERE) -> Any:
     return jax.jit(partial(quantize, treatment=treatment, axes=axes, method=method))
 
 
 @cache
-def fused(treatment: Treatment, method: Method) -> Any:
-    return jax.jit(partial(buried, treatment=treatment, method=method))
+def fused(treatment: Treatment, axes: Axes, method: Method) -> Any:
+    """A larger program around the quantizer: XLA can fuse it with producers and consumers."""
+
+    def program(x: jax.Array) -> tuple[Quantized, jax.Array]:
+        doubled = jnp.tanh(x.astype(jnp.float32)) * 0 + x.astype(jnp.float32) * 2
+        q = quantize((doubled * 0.5).astype(x.dtype), treatment, axes, method=method)
+        return q, jnp.sum(dequantize(q)) + jnp.sum(block_values(q).astype(jnp.float32))
+
+    run = jax.jit(program)
+    return lambda x: run(x)[0]
 
 
-def rows(q: Quantized, count: int) -> np.ndarray:
-    """Scales of 2D tiles are repeated over their rows in the vectors."""
-    s = np.asarray(q.scales)
-    return np.repeat(s, 16, 0)[:count] if q.layout.tile_axis is not None else s
+BATCH_SHAPE = (64, 128)
+"""All cases fit into this shape. Padding with zeros changes neither blocks nor maxima."""
 
 
-def codes_equal(mine: np.ndarray, theirs: np.ndarray, x: np.ndarray) -> None:
-    """An input of -0.0 is code 8 here, as in the kernels, and 0 in the reference; so is a negative denormal
-    whose product with the scale underflows.
+def run_batched(cases: list[str], run: Callable[[np.ndarray], Quantized]) -> dict[str, Result]:
+    """Runs cases of one treatment and dtype as a batch: each index of the batch is one tensor."""
+    arrays = [load(c) for c in cases]
+    padded = [np.pad(x, [(0, n - m) for m, n in zip(x.shape, BATCH_SHAPE, strict=True)]) for x in arrays]
+    q = jax.tree.map(np.asarray, run(np.stack(padded)))
+    values = np.asarray(dequantize(q))
+    results = {}
+    for i, (case, x) in enumerate(zip(cases, arrays, strict=True)):
+        rows, columns = x.shape
+        codes, scales, value, amax = q.codes[i], q.scales[i], values[i, :rows, :columns], q.amax[i]
+        if q.layout.axis == -2:
+            codes, scales, value, rows, columns = codes.T, scales.T, value.T, columns, rows
+        if q.layout.tile_axis is not None:
+            scales = np.repeat(scales, 16, 0)
+        # A scale per row has as many as the padded shape.
+        amax = np.ravel(amax)[:rows] if amax.size > 1 else np.ravel(amax)
+        results[case] = Result(codes[:rows, : columns // 2], scales[:rows, : columns // 16], amax, value)
+    return results
+
+
+@cache
+def fused_batch(treatment: Treatment, dtype: str) -> dict[str, Result]:
+    cases = [c for c in FUSED if (treatment_of(c), str(load(c).dtype)) == (treatment, dtype)]
+    return run_batched(cases, fused(treatment, Axes(axis=-1, tile=-2, batch=(-3,)), "matmul"))
+
+
+@cache
+def column_batch(treatment: Treatment, dtype: str) -> dict[str, Result]:
+    """Along the columns, in place."""
+    cases = [c for c in COLUMN_CASES if (wgrad_treatment(c), str(load(c).dtype)) == (treatment, dtype)]
+    return run_batched(cases, compiled(treatment, Axes(axis=-2, tile=-1, batch=(-3,))))
+
+
+@contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Op by op, every operation is a program of its own: there is nothing to fuse, and optimizing changes no bit."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+# --- whole tensors --------------------------------------------------------------------------------
+
+
+def check(result: Result, case: str, x: np.ndarray, suffix: str = "", amax: str = "/amax_row") -> None:
+    np.testing.assert_array_equal(result.scales, REFERENCE[f"{case}/s{suffix}"])
+    np.testing.assert_array_equal(result.amax, REFERENCE[case + amax])
+    check_codes(result.codes, REFERENCE[f"{case}/q{suffix}"], x)
+
+
+def check_codes(mine: np.ndarray, theirs: np.ndarray, x: np.ndarray) -> None:
+    """An input of -0.0 has code 8 here, as in the kernels, and code 0 in the reference. The same is true of a negative
+    denormal whose product with the scale underflows.
     """
     theirs = np.stack([theirs & 15, theirs >> 4], -1).reshape(x.shape)
     mine = np.stack([mine & 15, mine >> 4], -1).reshape(x.shape)
-    negative_zero = (np.abs(x.astype(np.float32)) < 1e-44) & np.signbit(x.astype(np.float32))
-    np.testing.assert_array_equal(mine[~negative_zero], theirs[~negative_zero])
-    assert (mine[negative_zero] == 8).all()
-
-
-def buried(x: jax.Array, treatment: Treatment, method: Method) -> tuple[Quantized, jax.Array]:
-    """A larger program around the quantizer: producers and consumers for XLA to fuse it with."""
-    doubled = jnp.tanh(x.astype(jnp.float32)) * 0 + x.astype(jnp.float32) * 2
-    q = quantize((doubled * 0.5).astype(x.dtype), treatment, AXES, method=method)
-    return q, jnp.sum(dequantize(q)) + jnp.sum(block_values(q).astype(jnp.float32))
+    is_negative_zero = (np.abs(x.astype(np.float32)) < 1e-44) & np.signbit(x.astype(np.float32))
+    np.testing.assert_array_equal(mine[~is_negative_zero], theirs[~is_negative_zero])
+    assert (mine[is_negative_zero] == 8).all()
 
 
 def slow(*values: Any) -> Any:
@@ -103,97 +178,111 @@ def slow(*values: Any) -> Any:
 
 
 EXECUTIONS = [
-    (EAGER, "eager", "matmul"), *(slow(c, "eager", m) for c in EAGER_TOO for m in ("matmul", HERE)),
-    *((c, "jit", HERE) for c in EXACT), *(slow(c, "jit", "matmul") for c in EXACT),
-    *((c, "fused", "matmul") for c in FUSED), *(slow(c, "fused", HERE) for c in FUSED),
-]  # fmt: skip
+    (EAGER, "eager", "matmul"),
+    *(slow(c, "eager", m) for c in EAGER_TOO for m in ("matmul", HERE)),
+    *((c, "jit", HERE) for c in EXACT),
+    *(slow(c, "jit", "matmul") for c in EXACT),
+    *((c, "fused batch", "matmul") for c in FUSED),
+    *(slow(c, "fused", m) for c in FUSED for m in ("matmul", HERE)),
+]
 
 
 @pytest.mark.parametrize(("case", "execution", "method"), EXECUTIONS)
-def test_rows(case: str, execution: str, method: Method) -> None:
+def test_rows_equal_the_reference(case: str, execution: str, method: Method) -> None:
     x, t = load(case), treatment_of(case)
     if execution == "eager":
-        q = quantize(jnp.asarray(x), t, AXES, method=method)
+        with quick_compilation():
+            result = as_result(quantize(jnp.asarray(x), t, ROWS, method=method))
+    elif execution == "fused batch":
+        result = fused_batch(t, str(x.dtype))[case]
     else:
-        q = compiled(t, method=method)(x) if execution == "jit" else fused(t, method)(x)[0]
-    np.testing.assert_array_equal(rows(q, len(x)), REFERENCE[case + "/s"])
-    np.testing.assert_array_equal(np.ravel(q.amax), REFERENCE[case + "/amax_row"])
-    codes_equal(np.asarray(q.codes), REFERENCE[case + "/q"], x)
+        result = as_result((compiled if execution == "jit" else fused)(t, ROWS, method)(x))
+    check(result, case, x)
     if case + "/dq" in REFERENCE:
-        np.testing.assert_array_equal(np.asarray(dequantize(q)), REFERENCE[case + "/dq"])
+        np.testing.assert_array_equal(result.values, REFERENCE[case + "/dq"])
 
 
-COLUMNS = [c for c in EXACT if c + "/q_t" in REFERENCE and CASES[c]["random_sign"]]
-TRANSPOSED = [c for c in COLUMNS if "32x64" in c or "rht" in c]
+COLUMN_CASES = [c for c in EXACT if c + "/q_t" in REFERENCE and CASES[c]["random_sign"]]
+TRANSPOSED = [c for c in COLUMN_CASES if "32x64" in c or "rht" in c]
 
 
-ALONG = [
-    *((c, False, HERE) for c in COLUMNS), *((c, True, HERE) for c in TRANSPOSED),
-    *(slow(c, False, "matmul") for c in COLUMNS),
-]  # fmt: skip
+def wgrad_treatment(case: str) -> Treatment:
+    return treatment_of(case, rotated=CASES[case]["rht"])
 
 
-@pytest.mark.parametrize(("case", "transposed", "method"), ALONG)
-def test_columns(case: str, transposed: bool, method: Method) -> None:
-    """The operand of wgrad: along the other axis in place, or along the last axis of the transpose."""
-    x, t = load(case), treatment_of(case, rotated=CASES[case]["rht"])
-    if transposed:
-        q = compiled(t, method=method)(x.T)
-        codes, scales = np.asarray(q.codes), rows(q, x.shape[1])
+COLUMN_EXECUTIONS = [
+    *((c, "batch", HERE) for c in COLUMN_CASES),
+    *((c, "transposed", HERE) for c in TRANSPOSED),
+    *(slow(c, "in place", m) for c in COLUMN_CASES for m in (HERE, "matmul")),
+]
+
+
+@pytest.mark.parametrize(("case", "execution", "method"), COLUMN_EXECUTIONS)
+def test_columns_equal_the_reference(case: str, execution: str, method: Method) -> None:
+    """The operands of wgrad: along the first axis in place, or along the last axis of the transpose."""
+    x, t = load(case), wgrad_treatment(case)
+    if execution == "batch":
+        result = column_batch(t, str(x.dtype))[case]
+    elif execution == "transposed":
+        result = as_result(compiled(t, ROWS, method)(x.T))
     else:
-        q = compiled(t, Axes(axis=-2, tile=-1), method)(x)
-        codes = np.asarray(q.codes).T
-        scales = np.asarray(q.scales).T
-        scales = np.repeat(scales, 16, 0)[: x.shape[1]] if t.tile2d else scales
-    np.testing.assert_array_equal(scales, REFERENCE[case + "/s_t"])
-    np.testing.assert_array_equal(np.ravel(q.amax), REFERENCE[case + "/amax_col"])
-    codes_equal(codes, REFERENCE[case + "/q_t"], x.T)
-    if case + "/dq_t" in REFERENCE and transposed:
-        np.testing.assert_array_equal(np.asarray(dequantize(q)), REFERENCE[case + "/dq_t"])
+        result = as_result(compiled(t, COLUMNS, method)(x))
+    check(result, case, x.T, "_t", "/amax_col")
+    if case + "/dq_t" in REFERENCE:
+        np.testing.assert_array_equal(result.values, REFERENCE[case + "/dq_t"])
+
+
+# --- the transform --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c + "/x_t_rht" in REFERENCE])
 @pytest.mark.parametrize("method", ["matmul", slow("butterfly"), "matmul_bf16"])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_rotation(case: str, method: Any, axis: int) -> None:
+def test_rotation_equals_the_reference(case: str, method: Any, axis: int) -> None:
     x = load(case)
     signs = None if CASES[case]["random_sign"] else jnp.ones(16)
-    turned = jax.jit(partial(rotate, axis=axis, size=16, signs=signs, method=method))(x if axis == 0 else x.T)
-    turned = np.asarray(turned).view(np.uint16)
-    np.testing.assert_array_equal(turned.T if axis == 0 else turned, REFERENCE[case + "/x_t_rht"])
+    rotated = jax.jit(partial(rotate, axis=axis, size=16, signs=signs, method=method))(
+        x if axis == 0 else x.T
+    )
+    rotated = np.asarray(rotated).view(np.uint16)
+    np.testing.assert_array_equal(rotated.T if axis == 0 else rotated, REFERENCE[case + "/x_t_rht"])
 
 
-def test_rotation_matrix() -> None:
-    turned = rotate(jnp.eye(16, dtype=jnp.float32), 1, 16)
-    np.testing.assert_array_equal(np.asarray(turned, np.float32), REFERENCE["rht_matrix_f32"])
+def test_rotation_of_the_identity_is_the_reference_matrix() -> None:
+    rotated = jax.jit(partial(rotate, axis=1, size=16))(np.eye(16, dtype=np.float32))
+    np.testing.assert_array_equal(np.asarray(rotated, np.float32), REFERENCE["rht_matrix_f32"])
+
+
+# --- scales, kernels, special values --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c + "/s_swizzled" in REFERENCE])
-def test_swizzle(case: str) -> None:
-    np.testing.assert_array_equal(swizzle(REFERENCE[case + "/s"]), REFERENCE[case + "/s_swizzled"])
-    np.testing.assert_array_equal(swizzle(REFERENCE[case + "/s_t"]), REFERENCE[case + "/s_t_swizzled"])
+def test_swizzled_scales_equal_the_reference(case: str) -> None:
+    run = jax.jit(swizzle)
+    np.testing.assert_array_equal(run(REFERENCE[case + "/s"]), REFERENCE[case + "/s_swizzled"])
+    np.testing.assert_array_equal(run(REFERENCE[case + "/s_t"]), REFERENCE[case + "/s_t_swizzled"])
 
 
 @pytest.mark.parametrize("case", [c for c in EXACT if c + "/s" in KERNEL])
-def test_kernels(case: str) -> None:
-    """Negative zeros included: the choice here is the kernels'."""
+def test_codes_and_scales_equal_those_of_the_kernels(case: str) -> None:
+    """Negative zeros included: their code is that of the kernels."""
     q = compiled(treatment_of(case))(load(case))
     np.testing.assert_array_equal(np.asarray(q.codes), KERNEL[case + "/q"])
     np.testing.assert_array_equal(np.asarray(q.scales), KERNEL[case + "/s"])
 
 
 @pytest.mark.parametrize("case", NONFINITE)
-def test_nonfinite(case: str) -> None:
-    """Our own decision: one NaN or infinity makes every value of the tensor NaN."""
+def test_nonfinite_tensors_become_nan(case: str) -> None:
+    """Unlike in the kernels, one NaN or infinity makes every value of the tensor NaN."""
     q = compiled(treatment_of(case))(load(case))
     assert np.isnan(np.asarray(dequantize(q))).all()
     assert np.isnan(np.asarray(block_values(q), np.float32)).all()
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.startswith(DENORMAL)])
-def test_denormal(case: str) -> None:
-    """Finite, and as near as four bits allow: an element is off by at most a twelfth of its block's maximum
-    (half the widest step, 1, over 6), and 1/16 of that again from the rounding of the scale. The CPU reads
+def test_tensors_with_a_denormal_scale_are_accurate(case: str) -> None:
+    """Values are finite, and as near as four bits allow: an element is off by at most a twelfth of the maximum of its
+    block (half the widest step, 1, over 6), and by 1/16 of that again from the rounding of the scale. The CPU reads
     denormal inputs as zeros.
     """
     x = load(case).astype(np.float64)
@@ -205,12 +294,15 @@ def test_denormal(case: str) -> None:
     assert np.isfinite(np.asarray(dequantize(q))).all()
     if np.abs(x).max() < 2.0**-126:
         return
-    normal = np.abs(x) >= 2.0**-126
+    is_normal = np.abs(x) >= 2.0**-126
     top = np.abs(x).max() if t.tile2d else np.abs(x).reshape(len(x), -1, 16).max(-1).repeat(16, -1)
-    assert (np.abs(values - x)[normal] <= (top * np.ones_like(x))[normal] * (1 / 6 + 1 / 16)).all()
+    assert (np.abs(values - x)[is_normal] <= (top * np.ones_like(x))[is_normal] * (1 / 6 + 1 / 16)).all()
 
 
-def test_conversions() -> None:
+# --- rounding -------------------------------------------------------------------------------------
+
+
+def test_conversions_equal_those_of_the_kernels() -> None:
     x = KERNEL["conv/x"]
 
     def convert(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -218,22 +310,25 @@ def test_conversions() -> None:
         e4m3 = round_nearest(jnp.abs(x), E4M3) | sign_bit(x, E4M3)
         return e2m1, e4m3
 
-    number = ~np.isnan(x)
+    is_number = ~np.isnan(x)
     for f in (convert, jax.jit(convert)):
         e2m1, e4m3 = (np.asarray(c) for c in f(jnp.asarray(x)))
-        np.testing.assert_array_equal(e2m1[number], KERNEL["conv/e2m1"][number])
-        np.testing.assert_array_equal(e4m3[number], KERNEL["conv/e4m3"][number])
+        np.testing.assert_array_equal(e2m1[is_number], KERNEL["conv/e2m1"][is_number])
+        np.testing.assert_array_equal(e4m3[is_number], KERNEL["conv/e4m3"][is_number])
 
 
-def test_stochastic_table() -> None:
-    """All 256 random bytes. A NaN saturates, as in the kernels; the scale is what carries it."""
+def test_stochastic_rounding_equals_that_of_the_kernels() -> None:
+    """For all 256 random bytes. A NaN saturates, as in the kernels; the scale carries it."""
     x = jnp.asarray(KERNEL["sr/x"])[:, None]
     byte = jnp.arange(256, dtype=jnp.int32)[None]
     codes = jax.jit(lambda x: round_stochastic(jnp.abs(x), byte, 8, E2M1) | sign_bit(x, E2M1))(x)
     np.testing.assert_array_equal(np.asarray(codes), KERNEL["sr/e2m1"])
 
 
-def test_vendor_four_over_six() -> None:
+FOUR_OVER_SIX = Treatment(format="nvfp4", element="e2m1", scale="four_over_six_mae448")
+
+
+def test_four_over_six_equals_the_reference() -> None:
     """The vectors choose by the sum of absolute errors, under the full bound."""
     from tests.support.rounding_oracle import four_over_six, pack
 
@@ -245,6 +340,3 @@ def test_vendor_four_over_six() -> None:
     np.testing.assert_array_equal(np.asarray(q.scales), REFERENCE[case + "/s"])
     np.testing.assert_array_equal(np.asarray(q.codes), REFERENCE[case + "/q"])
     np.testing.assert_array_equal(np.asarray(codes_of(q)), theirs["codes"])
-
-
-FOUR_OVER_SIX = Treatment(format="nvfp4", element="e2m1", scale="four_over_six_mae448")

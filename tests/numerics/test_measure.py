@@ -1,4 +1,4 @@
-"""Measurements against the oracle and the published figures."""
+"""Measurements of one array, against the oracle and the published numbers."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ from policyc.language.recipes import OPERAND_GROUPS, Gemm, Role, Treatment, make
 from policyc.numerics.measure import measure, measure_operand
 from tests.support import rounding_oracle as oracle
 
+# That the quantizers are exact when compiled in full is in test_quantize.py.
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 X = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32)
+NVFP4 = Treatment(format="nvfp4", element="e2m1")
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_arrays_have_the_quantized_axis_last(axis: int) -> None:
-    m = measure(X, Treatment(format="nvfp4", element="e2m1"), axis=axis)
-    want = oracle.nvfp4(X.T if axis == 0 else X)
-    np.testing.assert_array_equal(m.codes, want["codes"])
-    np.testing.assert_array_equal(m.packed, oracle.pack(want["codes"]))
-    np.testing.assert_array_equal(m.scales, want["scales"])
-    np.testing.assert_array_equal(m.amax, [want["amax"]])
-    np.testing.assert_array_equal(m.dequantized, want["dequantized"])
+    m = measure(X, NVFP4, axis=axis)
+    expected = oracle.nvfp4(X.T if axis == 0 else X)
+    np.testing.assert_array_equal(m.codes, expected["codes"])
+    np.testing.assert_array_equal(m.packed, oracle.pack(expected["codes"]))
+    np.testing.assert_array_equal(m.scales, expected["scales"])
+    np.testing.assert_array_equal(m.amax, [expected["amax"]])
+    np.testing.assert_array_equal(m.dequantized, expected["dequantized"])
     assert set(m.arrays()) == {"codes", "packed", "scales", "amax", "dequantized"}
 
 
-def test_figures() -> None:
-    m = measure(X, Treatment(format="nvfp4", element="e2m1"))
-    value = oracle.nvfp4(X)["dequantized"].astype(np.float64)
-    noise, power = np.sum((value - X) ** 2), np.sum(X.astype(np.float64) ** 2)
+def test_statistics_are_those_of_the_oracles_values() -> None:
+    m = measure(X, NVFP4)
+    values = oracle.nvfp4(X)["dequantized"].astype(np.float64)
+    noise, power = np.sum((values - X) ** 2), np.sum(X.astype(np.float64) ** 2)
     assert m.stats.sqnr_db == pytest.approx(10 * np.log10(power / noise))
     assert m.stats.relative_error == pytest.approx(np.sqrt(noise / power))
-    assert m.stats.gain == pytest.approx(np.sum(value * X) / power)
-    assert m.stats.flushed == pytest.approx(np.mean((value == 0) & (X != 0)))
+    assert m.stats.gain == pytest.approx(np.sum(values * X) / power)
+    assert m.stats.flushed == pytest.approx(np.mean((values == 0) & (X != 0)))
     assert m.stats.zero_blocks == 0
     assert 19 < m.stats.sqnr_db < 22
     assert "SQNR" in str(m.stats)
@@ -40,11 +44,11 @@ def test_figures() -> None:
 def test_zero_blocks_are_counted() -> None:
     x = X.copy()
     x[3] = 0
-    assert measure(x, Treatment(format="nvfp4", element="e2m1")).stats.zero_blocks == 6
+    assert measure(x, NVFP4).stats.zero_blocks == 6
 
 
-def test_saturation_is_seen() -> None:
-    """MXFP4's rounded-down scale cuts maxima above 6; rounded up, it cuts none."""
+def test_saturation_is_counted() -> None:
+    """The scale of MXFP4, rounded down, saturates maxima above 6. Rounded up, it saturates none."""
     floor = measure(X, Treatment(format="mxfp4", element="e2m1"))
     up = measure(X, Treatment(format="mxfp4", element="e2m1", scale_rounding="rceil"))
     assert floor.stats.saturated > 0.01
@@ -73,15 +77,25 @@ def test_operands_of_the_vendors_recipe(gemm: Gemm, role: Role, axis: int, scale
 
 
 @pytest.mark.parametrize("name", ["fp8", "mxfp8", "bf16", "f32", "keep"])
-def test_other_formats(name: str) -> None:
+def test_other_formats_are_accurate(name: str) -> None:
     m = measure_operand(X, make_recipe(name), Gemm.FPROP, Role.ACTIVATION)
     assert m.stats.sqnr_db > 30
     np.testing.assert_allclose(m.dequantized, X, rtol=0.07, atol=1e-2)
 
 
-def test_a_mean_is_added_back() -> None:
+def test_a_split_mean_is_added_back() -> None:
     m = measure_operand(X + 50, make_recipe("nvfp4", {"mean_split": True}), Gemm.FPROP, Role.ACTIVATION)
     plain = measure_operand(X + 50, make_recipe("nvfp4"), Gemm.FPROP, Role.ACTIVATION)
-    # What is left of the mean's own rounding is a bias per feature; the rest is rounded at its own size.
-    left, before = (np.std(v.dequantized - X - 50, axis=0).mean() for v in (m, plain))
-    assert left < 0.5 * before
+    # The rounding of the mean leaves a bias per feature. The residual is rounded at its own, smaller size.
+    error, plain_error = (np.std(v.dequantized - X - 50, axis=0).mean() for v in (m, plain))
+    assert error < 0.5 * plain_error
+
+
+def test_lengths_that_are_not_multiples_of_a_tile_or_block() -> None:
+    """Padding is not part of the result, except for a rotated operand, whose numbers spread into it."""
+    tiled = measure(X[:40, :64], Treatment(format="nvfp4", element="e2m1", tile2d=True))
+    assert tiled.codes.shape == tiled.dequantized.shape == (40, 64)
+    assert tiled.scales.shape == (40, 4)
+    rotated = measure(X[:, :40], Treatment(format="mxfp4", element="e2m1", rht=16))
+    assert rotated.codes.shape == rotated.dequantized.shape == (64, 64)
+    assert 15 < rotated.stats.sqnr_db < 22

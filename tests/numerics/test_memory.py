@@ -1,6 +1,4 @@
-"""What a training step keeps in memory: less than bf16 does, since quantized operands are kept and not
-their sources.
-"""
+"""A training step needs less memory than in bf16, since the backward pass keeps quantized operands."""
 
 from __future__ import annotations
 
@@ -12,16 +10,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from policyc.language.recipes import OPERAND_GROUPS, make_recipe
 from policyc.numerics.gemm import quantized_dot_general
+from tests.support.gemms import FULL, MATMUL
 
-pytestmark = pytest.mark.usefixtures("quick_compile")  # what is kept is decided before code is written
+pytestmark = pytest.mark.usefixtures("quick_compile")  # memory is assigned before code is generated
 
 LAYERS, TOKENS, D, FF, HEADS = 8, 512, 256, 1024, 4
-FULL = make_recipe(
-    "nvfp4",
-    {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]},
-)
 
 
 def block(product: Any, h: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
@@ -42,30 +36,31 @@ def block(product: Any, h: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 
 
 def loss(weights: dict[str, jax.Array], h: jax.Array, product: Any) -> jax.Array:
-    # What is inside attention and between the linears is recomputed in both; what the linears keep is
-    # compared.
+    # Both recompute attention and what is between the linears. The comparison is of what the linears keep.
     policy = jax.checkpoint_policies.save_only_these_names("quantization", "operand")
     body = jax.checkpoint(lambda h, w: (block(product, h, w), None), policy=policy)
     return jnp.mean(lax.scan(body, h, weights)[0].astype(jnp.float32) ** 2)
 
 
-def named(x: jax.Array, w: jax.Array, dims: Any) -> jax.Array:
-    """bf16, with the operands of its linears kept: what a step without recomputation of GEMMs needs."""
+def bf16_product(x: jax.Array, w: jax.Array, dims: Any) -> jax.Array:
+    """A bf16 product that keeps its operands, as a step without recomputation of GEMMs does."""
     from jax.ad_checkpoint import checkpoint_name
 
     return lax.dot_general(checkpoint_name(x, "operand"), checkpoint_name(w, "operand"), dims)
 
 
-def test_a_linear_keeps_a_quarter() -> None:
-    """4.5 bits an element in place of 16, of both operands, and some scalars."""
+def test_a_linear_keeps_a_quarter_of_the_bytes() -> None:
+    """4.5 bits instead of 16 for each element of both operands, and some scalars."""
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((512, 256), (256, 512)))
-    dims = (((1,), (0,)), ((), ()))
 
-    def kept(product: Any) -> int:
-        saved = jax.eval_shape(lambda x, w: jax.vjp(lambda x, w: product(x, w, dims), x, w)[1], x, w)
-        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(saved))
+    def residual_bytes(product: Any) -> int:
+        residuals = jax.eval_shape(lambda x, w: jax.vjp(lambda x, w: product(x, w, MATMUL), x, w)[1], x, w)
+        return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(residuals))
 
-    ours, theirs = kept(partial(quantized_dot_general, recipe=FULL)), kept(lax.dot_general)
+    ours, theirs = (
+        residual_bytes(partial(quantized_dot_general, recipe=FULL)),
+        residual_bytes(lax.dot_general),
+    )
     assert ours / theirs == pytest.approx(4.5 / 16, rel=0.1)
 
 
@@ -75,11 +70,11 @@ def test_a_step_needs_less_memory_than_bf16() -> None:
     weights = {n: jax.ShapeDtypeStruct((LAYERS, *s), jnp.float32) for n, s in shapes.items()}
     h = jax.ShapeDtypeStruct((4, TOKENS // 4, D), jnp.bfloat16)
 
-    def temporary(product: Any) -> int:
+    def temporary_bytes(product: Any) -> int:
         step = jax.jit(jax.value_and_grad(partial(loss, product=product)))
         return int(step.lower(weights, h).compile().memory_analysis().temp_size_in_bytes)
 
-    ours = temporary(partial(quantized_dot_general, recipe=FULL))
-    theirs = temporary(named)
+    ours = temporary_bytes(partial(quantized_dot_general, recipe=FULL))
+    theirs = temporary_bytes(bf16_product)
     print(f"temporary bytes: bf16 {theirs}, nvfp4 {ours}, ratio {ours / theirs:.2f}")
     assert ours < 0.8 * theirs

@@ -1,8 +1,8 @@
-"""Whole tensors against independent implementations, where they are installed.
+"""Whole tensors against independent implementations, if they are installed.
 
     pip install torch torchao compressed-tensors && pytest -m peers
 
-What agrees and what does not, and why, is said by each test.
+Each test says what agrees, what does not, and why.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def bf16_valued(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("x", [X, bf16_valued(X)], ids=["f32", "bf16"])
 def test_torchao_nvfp4(x: np.ndarray) -> None:
-    """torchao divides the block maximum by 6 and then by the tensor's scale, where the vendor multiplies by
-    one factor. On fp32 numbers nothing differs. On bfloat16 numbers, whose ratios often fall on a midpoint
-    of E4M3, some scales (0.63 % of these) come out one step apart, and with them the codes of those blocks;
-    no others differ.
+    """torchao divides the block maximum by 6 and then by the tensor's scale. The vendor multiplies it by one factor.
+
+    On fp32 numbers nothing differs. Ratios of bfloat16 numbers are often a midpoint of E4M3: some scales (0.63 % of
+    these) differ by one step, and with them the codes of those blocks. No other codes differ.
     """
     module = pytest.importorskip(NVFP4_TENSOR, reason="torchao is not installed")
     t = torch.from_numpy(x)
     scales, packed = module.nvfp4_quantize(t, 16, module.per_tensor_amax_to_scale(t.abs().max()))
     scales, packed = scales.view(torch.uint8).numpy().reshape(256, 32), packed.numpy()
-    # That its order of operations is all there is to it: the same in NumPy gives its bits.
+    # Only the order of operations differs: the same order in NumPy gives its bits.
     outer = np.abs(x).max() / np.float32(2688)
     model = oracle.e4m3(np.abs(x).reshape(256, 32, 16).max(-1) / np.float32(6) / outer)
     np.testing.assert_array_equal(model.view(np.uint8), scales)
@@ -55,7 +55,7 @@ def test_torchao_nvfp4(x: np.ndarray) -> None:
     q = ours(x, format="nvfp4", element="e2m1")
     apart = np.abs(np.asarray(q.scales).astype(int) - scales)
     assert apart.max() <= 1
-    # Twice what was seen; none at all on fp32 numbers.
+    # At most twice what was measured, and none at all on fp32 numbers.
     assert (apart != 0).mean() <= (0 if x is X else 0.0127)
     same = np.repeat(apart == 0, 8, axis=1)
     np.testing.assert_array_equal(np.asarray(q.codes)[same], packed[same])
@@ -80,9 +80,10 @@ def test_torchao_mx(mode: str, element: str) -> None:
 
 @pytest.mark.parametrize("x", [X, bf16_valued(X)], ids=["f32", "bf16"])
 def test_compressed_tensors_nvfp4(x: np.ndarray) -> None:
-    """It divides the block maximum by 6 before it multiplies by the tensor's factor: as with torchao, no
-    difference on fp32 numbers, and on bfloat16 numbers some scales one step apart, with the codes of their
-    blocks.
+    """It divides the block maximum by 6 before it multiplies by the tensor's factor.
+
+    As with torchao, nothing differs for fp32 numbers. For bfloat16 numbers some scales differ by one step, with the
+    codes of their blocks.
     """
     forward = pytest.importorskip(
         "compressed_tensors.quantization.lifecycle.forward", reason="compressed-tensors is not installed"
@@ -90,20 +91,20 @@ def test_compressed_tensors_nvfp4(x: np.ndarray) -> None:
     args = pytest.importorskip("compressed_tensors.quantization.quant_args")
     helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
     # Without `scale_dtype` its scales stay in fp32, which is another format.
-    execution = args.QuantizationArgs(
+    config = args.QuantizationArgs(
         num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True, dynamic=False,
         scale_dtype=torch.float8_e4m3fn, zp_dtype=torch.float8_e4m3fn,
     )  # fmt: skip
     t = torch.from_numpy(x)
     outer = helpers.generate_gparam(t.min(), t.max())
     blocks = t.reshape(256, 32, 16)
-    scale, zero = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), execution, global_scale=outer)
-    value = forward.quantize(t, scale, zero, execution, dtype=torch.float32, global_scale=outer).numpy()
+    scale, zero = helpers.calculate_qparams(blocks.amin(-1), blocks.amax(-1), config, global_scale=outer)
+    value = forward.quantize(t, scale, zero, config, dtype=torch.float32, global_scale=outer).numpy()
     q = ours(x, format="nvfp4", element="e2m1")
     theirs = scale.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     apart = np.abs(np.asarray(q.scales).astype(int) - theirs)
     assert apart.max() <= 1
-    # Twice what was seen; none at all on fp32 numbers.
+    # At most twice what was measured, and none at all on fp32 numbers.
     assert (apart != 0).mean() <= (0 if x is X else 0.0127)
     codes = np.asarray(codes_of(q))
     mine = oracle.GRID[codes & 7] * np.where(codes & 8, -1, 1)

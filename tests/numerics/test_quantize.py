@@ -1,4 +1,4 @@
-"""The quantizers against an independent oracle, compiled, fused, at size; and what holds for any input."""
+"""The quantizers, compiled in full, against an independent oracle; and properties that hold for any input."""
 
 from __future__ import annotations
 
@@ -29,30 +29,40 @@ from policyc.numerics.quantize.bits import (
     round_nearest,
     round_stochastic,
 )
-from policyc.numerics.quantize.hadamard import Method, rotate
+from policyc.numerics.quantize.hadamard import Method, random_signs, rotate, sylvester
 from policyc.numerics.quantize.random import random_words
 from tests.support import rounding_oracle as oracle
 
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
-# Compiled: op by op they would cost more than what is tested.
+# Compiled, since they would take longer than the test if they ran op by op.
 codes_of, dequantize = (
     jax.jit(policyc.numerics.quantize.codes_of),
     jax.jit(policyc.numerics.quantize.dequantize),
 )
 block_values = jax.jit(policyc.numerics.quantize.block_values)
 
-
 HERE: Method = "cpu" if jax.default_backend() == "cpu" else "matmul"
+TILED = Axes(tile=-2)
 
 
 @cache
-def compiled(treatment: Treatment, axes: Axes | None = None, method: Method = HERE) -> Any:
+def compiled(treatment: Treatment, axes: Axes = TILED, method: Method = HERE) -> Any:
     run = jax.jit(partial(quantize, treatment=treatment, axes=axes, method=method))
-    # The body for CPUs divides as they do, and a GPU does not.
+    # The implementation for CPU relies on the CPU's exact division.
     return run if method != "cpu" else lambda x: run(jax.device_put(x, jax.devices("cpu")[0]))
 
 
+SMALL = (16, 128)
+"""Tests that can use any shape use this one: a quantizer is compiled once for each shape."""
+
+
 def samples(name: str, shape: tuple[int, ...] = (1024, 1024)) -> np.ndarray:
+    """Random numbers that a test may change."""
+    return _samples(name, shape).copy()
+
+
+@cache
+def _samples(name: str, shape: tuple[int, ...]) -> np.ndarray:
     rng = np.random.default_rng(7)
     draw = {
         "normal": rng.standard_normal,
@@ -67,7 +77,7 @@ def samples(name: str, shape: tuple[int, ...] = (1024, 1024)) -> np.ndarray:
 
 
 def test_division_is_exact() -> None:
-    """Against NumPy's, which the processor rounds correctly."""
+    """Against NumPy, whose division is correctly rounded."""
     rng = np.random.default_rng(0)
     exponent = rng.integers(-60, 60, (2, 1 << 18))
     a, b = (rng.uniform(1, 2, exponent.shape) * np.exp2(exponent)).astype(np.float32)
@@ -78,28 +88,28 @@ def test_division_is_exact() -> None:
         np.testing.assert_array_equal(np.asarray(divide(ones, b)), ones / b)
 
 
-def test_division_does_not_need_a_good_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's quotient is off by an ulp or two: so is this one."""
+def test_division_corrects_an_inexact_quotient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quotient of a GPU is off by up to two ulps, and so is this one."""
     rng = np.random.default_rng(1)
     a, b = rng.uniform(1, 2, (2, 1 << 16)).astype(np.float32)
-    true = jnp.divide
-    for off in (-2, -1, 1, 2):
+    for ulps in (-2, -1, 1, 2):
 
-        def crooked(x: Any, y: Any, off: int = off) -> jax.Array:
-            q = jax.lax.bitcast_convert_type(true(x, y), jnp.int32) + off
+        def inexact_div(x: Any, y: Any, ulps: int = ulps) -> jax.Array:
+            q = jax.lax.bitcast_convert_type(x / y, jnp.int32) + ulps
             return jax.lax.bitcast_convert_type(q, jnp.float32)
 
-        monkeypatch.setattr("policyc.numerics.quantize.bits.machine_div", crooked)
-        np.testing.assert_array_equal(np.asarray(exact_div(a, b)), a / b)
+        monkeypatch.setattr("policyc.numerics.quantize.bits.machine_div", inexact_div)
+        divide = jax.jit(lambda a, b: exact_div(a, b))  # a new function, which JAX traces again
+        np.testing.assert_array_equal(np.asarray(divide(a, b)), a / b)
 
 
 @pytest.mark.parametrize("bound", [448, 57344, 6 * 448, 6 * 256])
-def test_quotients_of_every_mantissa(bound: int) -> None:
-    """By all that an outer scale is divided by; numpy divides as IEEE says."""
+def test_division_of_every_mantissa_by_a_bound(bound: int) -> None:
+    """By every bound that an outer scale is divided by, against NumPy."""
     mantissa = np.arange(2**23, 2**24, dtype=np.int32)
-    want = mantissa.astype(np.float32) * np.float32(2.0**-23) / np.float32(bound)
+    expected = mantissa.astype(np.float32) * np.float32(2.0**-23) / np.float32(bound)
     np.testing.assert_array_equal(
-        np.asarray(jax.jit(exact_div_by_constant, static_argnums=1)(mantissa, bound)), want
+        np.asarray(jax.jit(exact_div_by_constant, static_argnums=1)(mantissa, bound)), expected
     )
 
 
@@ -114,21 +124,21 @@ def test_division_saturates() -> None:
     ("element", "dtype"),
     [(E2M1, ml_dtypes.float4_e2m1fn), (E4M3, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2)],
 )
-def test_rounding_is_that_of_ml_dtypes(element: Element, dtype: Any) -> None:
+def test_rounding_and_decoding_equal_ml_dtypes(element: Element, dtype: Any) -> None:
     codes = np.arange(1 << element.bits, dtype=np.uint8)
     values = codes.view(dtype).astype(np.float32)
-    got = np.asarray(decode(jnp.asarray(codes), element))
-    finite = np.isfinite(values) & (np.abs(values) <= element.top)
-    np.testing.assert_array_equal(got[finite], values[finite])
-    # Every midpoint between neighbours and its own neighbours, and noise over all magnitudes.
-    grid = np.unique(np.abs(values[finite]))
+    decoded = np.asarray(jax.jit(partial(decode, element=element))(codes))
+    is_finite = np.isfinite(values) & (np.abs(values) <= element.top)
+    np.testing.assert_array_equal(decoded[is_finite], values[is_finite])
+    # Every value, every midpoint between two values and the numbers next to it, and noise of all magnitudes.
+    grid = np.unique(np.abs(values[is_finite]))
     middle = (grid[1:] + grid[:-1]) / 2
     rng = np.random.default_rng(0)
     noise = np.exp(rng.uniform(np.log(grid[1] / 8), np.log(element.top), 1 << 16))
     x = np.concatenate([grid, middle, np.nextafter(middle, 0), np.nextafter(middle, 1e9), noise])
     x = np.minimum(x.astype(np.float32), np.float32(element.top))
-    want = x.astype(dtype).view(np.uint8) & ((1 << element.bits) - 1)
-    np.testing.assert_array_equal(np.asarray(jax.jit(partial(round_nearest, element=element))(x)), want)
+    expected = x.astype(dtype).view(np.uint8) & ((1 << element.bits) - 1)
+    np.testing.assert_array_equal(np.asarray(jax.jit(partial(round_nearest, element=element))(x)), expected)
 
 
 # --- whole tensors, against the oracle ------------------------------------------------------------
@@ -137,39 +147,40 @@ def test_rounding_is_that_of_ml_dtypes(element: Element, dtype: Any) -> None:
 @pytest.mark.parametrize("method", ["cpu", pytest.param("matmul", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tile", [1, 16])
-def test_nvfp4(tile: int, dtype: str, method: Method) -> None:
+def test_nvfp4_equals_the_oracle(tile: int, dtype: str, method: Method) -> None:
     t, axes = nvfp4(tile2d=tile == 16), Axes(axis=-1, tile=-2)
 
     @jax.jit
     def fused(x: jax.Array) -> tuple[Any, ...]:
-        # The input is produced and the result used in the same program.
+        # The same program produces the input and uses the result.
         q = quantize((x.astype(jnp.float32) * 4).astype(x.dtype), t, axes, method=method)
         return codes_of(q), q.scales, q.amax, block_values(q), dequantize(q), jnp.sum(dequantize(q))
 
     for name in ("normal", "wide"):
-        x = np.asarray(jnp.asarray(samples(name) * np.float32(0.37)).astype(dtype))
+        x = samples(name, (512, 512)) * np.float32(0.37)
         if dtype == "float16" and name == "wide":
-            x = np.clip(x, -6e4, 6e4).astype(np.float16)
-        codes, scales, amax, block, value, _ = fused(jnp.asarray(x) / 4)
-        want = oracle.nvfp4(np.asarray(jnp.asarray(x) / 4 * 4), tile)
-        np.testing.assert_array_equal(np.asarray(codes), want["codes"])
-        np.testing.assert_array_equal(np.asarray(scales), want["scales"])
-        np.testing.assert_array_equal(np.ravel(amax), want["amax"])
-        np.testing.assert_array_equal(np.asarray(block, np.float32), want["block"])
-        np.testing.assert_array_equal(np.asarray(value), want["dequantized"])
+            x = np.clip(x, -6e4, 6e4)
+        x = x.astype(jnp.dtype(dtype)) / 4
+        codes, scales, amax, block, value, _ = fused(x)
+        expected = oracle.nvfp4(x * 4, tile)
+        np.testing.assert_array_equal(np.asarray(codes), expected["codes"])
+        np.testing.assert_array_equal(np.asarray(scales), expected["scales"])
+        np.testing.assert_array_equal(np.ravel(amax), expected["amax"])
+        np.testing.assert_array_equal(np.asarray(block, np.float32), expected["block"])
+        np.testing.assert_array_equal(np.asarray(value), expected["dequantized"])
 
 
 @pytest.mark.slow
-def test_nvfp4_large() -> None:
+def test_nvfp4_of_a_large_tensor_equals_the_oracle() -> None:
     x = np.asarray(jnp.asarray(np.random.default_rng(5).standard_normal((4096, 4096))).astype(jnp.bfloat16))
-    want = oracle.nvfp4(x)
+    expected = oracle.nvfp4(x)
     for method in ("cpu", "matmul"):
         q = compiled(nvfp4(), method=method)(x)
-        np.testing.assert_array_equal(np.asarray(q.codes), oracle.pack(want["codes"]))
-        np.testing.assert_array_equal(np.asarray(q.scales), want["scales"])
+        np.testing.assert_array_equal(np.asarray(q.codes), oracle.pack(expected["codes"]))
+        np.testing.assert_array_equal(np.asarray(q.scales), expected["scales"])
 
 
-BODIES = [
+OPTIONS = [
     (nvfp4(rounding="sr", rht=16), Axes(axis=-2)),
     (nvfp4(rounding="ms_eden", rht=32), Axes()),
     (nvfp4(scale="four_over_six", tile2d=True), Axes(tile=-2)),
@@ -179,9 +190,9 @@ BODIES = [
 ]
 
 
-@pytest.mark.parametrize(("t", "axes"), BODIES)
-def test_both_bodies_have_the_same_bits(t: Treatment, axes: Axes) -> None:
-    """That for CPUs and that for all else, random bits and all."""
+@pytest.mark.parametrize(("t", "axes"), OPTIONS)
+def test_both_implementations_have_the_same_bits(t: Treatment, axes: Axes) -> None:
+    """The implementation for CPU and the one for other platforms, including random bits."""
     x = jnp.asarray(samples("wide", (2, 64, 96) if axes.batch else (64, 96))).astype(jnp.bfloat16)
     one, other = (compiled(t, axes, m)(x) for m in ("cpu", "matmul"))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -190,46 +201,46 @@ def test_both_bodies_have_the_same_bits(t: Treatment, axes: Axes) -> None:
 
 @pytest.mark.parametrize("element", ["e2m1", "e4m3"])
 @pytest.mark.parametrize("rounding", ["floor", "rceil", "even"])
-def test_mx(element: str, rounding: str) -> None:
+def test_mx_equals_the_oracle(element: str, rounding: str) -> None:
     if element == "e4m3" and rounding != "rceil":
         pytest.skip("mxfp8 rounds its scales up")
     x = np.concatenate([samples("wide", (64, 256)), np.zeros((1, 256), np.float32)])
     x[0, :32] = np.exp2(np.arange(-16, 16)) * 1.75
     x[1, :32], x[1, 32:64] = 6, 448
     t = Treatment(format="mxfp4" if element == "e2m1" else "mxfp8", element=element, scale_rounding=rounding)
-    q, want = compiled(t)(x), oracle.mx(x, element, rounding)
-    np.testing.assert_array_equal(np.asarray(q.scales), want["scales"])
-    np.testing.assert_array_equal(np.asarray(codes_of(q)), want["codes"])
-    np.testing.assert_array_equal(np.asarray(dequantize(q)), want["dequantized"])
+    q, expected = compiled(t)(x), oracle.mx(x, element, rounding)
+    np.testing.assert_array_equal(np.asarray(q.scales), expected["scales"])
+    np.testing.assert_array_equal(np.asarray(codes_of(q)), expected["codes"])
+    np.testing.assert_array_equal(np.asarray(dequantize(q)), expected["dequantized"])
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-def test_fp8(element: str) -> None:
+def test_fp8_equals_the_oracle(element: str) -> None:
     x = samples("wide", (64, 250))
-    q, want = compiled(Treatment(format="fp8", element=element))(x), oracle.fp8(x, element)
-    np.testing.assert_array_equal(np.asarray(q.codes), want["codes"])
-    np.testing.assert_array_equal(np.asarray(dequantize(q)), want["dequantized"])
-    assert np.asarray(q.amax).item() == want["amax"]
+    q, expected = compiled(Treatment(format="fp8", element=element))(x), oracle.fp8(x, element)
+    np.testing.assert_array_equal(np.asarray(q.codes), expected["codes"])
+    np.testing.assert_array_equal(np.asarray(dequantize(q)), expected["dequantized"])
+    assert np.asarray(q.amax).item() == expected["amax"]
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-90, 448.0, 3.3895314e38])
 @pytest.mark.parametrize("method", ["cpu", "matmul"])
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
-def test_fp8_of_every_bfloat16(element: str, method: Method, scale: float) -> None:
-    """Up to the one that is the largest here. Not on a CPU, codes are made four in a word."""
+def test_fp8_of_every_bfloat16_equals_the_oracle(element: str, method: Method, scale: float) -> None:
+    """For all numbers up to the scale. On platforms other than CPU, codes are computed four in a word."""
     every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     x = np.where(np.abs(every) <= scale, every, 0).reshape(128, 512)
     q = compiled(Treatment(format="fp8", element=element), method=method)(x.astype(ml_dtypes.bfloat16))
-    want = oracle.fp8(x, element)
-    assert np.asarray(q.amax).item() == want["amax"]
-    np.testing.assert_array_equal(np.asarray(q.codes), want["codes"])
+    expected = oracle.fp8(x, element)
+    assert np.asarray(q.amax).item() == expected["amax"]
+    np.testing.assert_array_equal(np.asarray(q.codes), expected["codes"])
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("outer", ["tensor", "row"])
 @pytest.mark.parametrize("columns", [96, 90])
-def test_both_bodies_of_fp8(axis: int, outer: str, columns: int) -> None:
-    """Scales per row and per column, whole words and not, and a matrix with a NaN in it."""
+def test_both_implementations_of_fp8(axis: int, outer: str, columns: int) -> None:
+    """Scales per row and per column, with whole words and without, and a NaN in one matrix."""
     x = jnp.asarray(samples("wide", (3, 64, columns))).astype(jnp.bfloat16).at[1, 5, 7].set(jnp.nan)
     t = Treatment(format="fp8", element="e4m3", outer=outer)
     one, other = (compiled(t, Axes(axis=axis, batch=(-3,)), m)(x) for m in ("cpu", "matmul"))
@@ -237,36 +248,37 @@ def test_both_bodies_of_fp8(axis: int, outer: str, columns: int) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_four_over_six() -> None:
-    x = samples("normal", (256, 256))
-    q, want = compiled(nvfp4(scale="four_over_six"))(x), oracle.four_over_six(x)
-    # The oracle sums in fp64: where the two errors agree to 1e-5, fp32 may choose the other.
-    clear = np.abs(want["margin"]) > 1e-5
-    assert clear.mean() > 0.99
-    np.testing.assert_array_equal(np.asarray(q.scales)[clear], want["scales"][clear])
-    same = np.repeat(clear, 16, 1)
-    np.testing.assert_array_equal(np.asarray(codes_of(q))[same], want["codes"][same])
+def test_four_over_six_equals_the_oracle() -> None:
+    x = samples("normal")
+    q, expected = compiled(nvfp4(scale="four_over_six"))(x), oracle.four_over_six(x)
+    # The oracle sums in fp64. If the two errors agree to 1e-5, fp32 may choose the other scale.
+    is_clear = np.abs(expected["margin"]) > 1e-5
+    assert is_clear.mean() > 0.99
+    np.testing.assert_array_equal(np.asarray(q.scales)[is_clear], expected["scales"][is_clear])
+    same = np.repeat(is_clear, 16, 1)
+    np.testing.assert_array_equal(np.asarray(codes_of(q))[same], expected["codes"][same])
 
 
 def test_row_scales_are_those_of_single_rows() -> None:
-    x = samples("wide", (8, 64))
+    x = samples("wide", SMALL)
     q = compiled(nvfp4(outer="row"))(x)
-    for i in range(8):
-        want = oracle.nvfp4(x[i : i + 1])
-        np.testing.assert_array_equal(np.asarray(q.scales)[i], want["scales"][0])
-        np.testing.assert_array_equal(np.asarray(codes_of(q))[i], want["codes"][0])
-        assert q.amax[i, 0] == want["amax"]
+    codes = np.asarray(codes_of(q))
+    for i in range(len(x)):
+        expected = oracle.nvfp4(x[i : i + 1])
+        np.testing.assert_array_equal(np.asarray(q.scales)[i], expected["scales"][0])
+        np.testing.assert_array_equal(codes[i], expected["codes"][0])
+        assert np.asarray(q.amax)[i, 0] == expected["amax"]
 
 
-def test_batches_are_tensors_of_their_own() -> None:
+def test_each_index_of_a_batch_is_a_tensor() -> None:
     x = samples("wide", (3, 16, 32))
     q = compiled(nvfp4(), Axes(batch=(-3,)))(x)
     mapped = jax.vmap(compiled(nvfp4()))(x)
     for i in range(3):
-        want = oracle.nvfp4(x[i])
-        np.testing.assert_array_equal(np.asarray(q.scales)[i], want["scales"])
-        np.testing.assert_array_equal(np.asarray(q.codes)[i], oracle.pack(want["codes"]))
-        np.testing.assert_array_equal(np.asarray(mapped.codes)[i], oracle.pack(want["codes"]))
+        expected = oracle.nvfp4(x[i])
+        np.testing.assert_array_equal(np.asarray(q.scales)[i], expected["scales"])
+        np.testing.assert_array_equal(np.asarray(q.codes)[i], oracle.pack(expected["codes"]))
+        np.testing.assert_array_equal(np.asarray(mapped.codes)[i], oracle.pack(expected["codes"]))
 
 
 # --- the transform --------------------------------------------------------------------------------
@@ -277,27 +289,32 @@ def test_batches_are_tensors_of_their_own() -> None:
     "method", ["matmul", "matmul_bf16", pytest.param("butterfly", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("axis", [0, 2, pytest.param(1, marks=pytest.mark.slow)])
-def test_rotation(size: int, method: Any, axis: int) -> None:
+def test_rotation_equals_the_definition(size: int, method: Any, axis: int) -> None:
     signs = np.resize([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], size)
     x = np.asarray(jnp.asarray(samples("normal", (4, 3, 128))).astype(jnp.bfloat16))
     x = np.moveaxis(x, -1, axis)
-    got = jax.jit(partial(rotate, axis=axis, size=size, method=method))(x)
+    rotated = jax.jit(partial(rotate, axis=axis, size=size, method=method))(x)
     groups = np.moveaxis(x, axis, -1).astype(np.float64).reshape(4, 3, -1, size)
     exact = (groups @ (signs[:, None] * oracle.hadamard(size)) / np.sqrt(size)).reshape(4, 3, 128)
-    got = np.moveaxis(np.asarray(got), axis, -1)
+    rotated = np.moveaxis(np.asarray(rotated), axis, -1)
     if size in (16, 64):
-        np.testing.assert_array_equal(got, exact.astype(ml_dtypes.bfloat16))
+        np.testing.assert_array_equal(rotated, exact.astype(ml_dtypes.bfloat16))
     else:
-        # 1/sqrt(size) is rounded to fp32 first: one value in thousands lands on the other side of a tie.
-        np.testing.assert_allclose(got.astype(np.float64), exact, rtol=2.0**-8)
+        # 1/sqrt(size) is rounded to fp32 first: one value in thousands is on the other side of a tie.
+        np.testing.assert_allclose(rotated.astype(np.float64), exact, rtol=2.0**-8)
 
 
 # --- stochastic rounding --------------------------------------------------------------------------
 
 
+@cache
+def stochastic_quantizer() -> Any:
+    return jax.jit(lambda x, step: quantize(x, nvfp4(rounding="sr"), key=make_key(0, "site", step)))
+
+
 @pytest.mark.parametrize("bits", [8, 16])
-def test_stochastic_mean(bits: int) -> None:
-    """Over all random values at once, the mean is the input, short of one quantum of the step."""
+def test_mean_over_all_random_bits_is_the_input(bits: int) -> None:
+    """To within one quantum of the step."""
     x = jnp.concatenate([jnp.linspace(0, 6, 97), jnp.float32([0.01, 0.26, 4.999])])[:, None]
     random = jnp.arange(1 << bits, dtype=jnp.int32)[None]
     f = jax.jit(lambda x, r: decode(round_stochastic(x, r, bits, E2M1), E2M1))
@@ -310,29 +327,28 @@ def test_stochastic_mean(bits: int) -> None:
 def test_stochastic_codes_are_neighbours_and_all_reachable() -> None:
     x = np.linspace(-6, 6, 1 << 16).astype(np.float32).reshape(256, 256)
     x[:, ::16] = 6
-    t = nvfp4(rounding="sr")
-    codes = np.asarray(codes_of(compiled(t)(x)))
+    q = stochastic_quantizer()(x, 0)
+    codes = np.asarray(codes_of(q))
     assert set(codes.ravel()) == set(range(16))
-    value = np.asarray(dequantize(compiled(t)(x)))
+    value = np.asarray(dequantize(q))
     up = oracle.GRID[np.searchsorted(oracle.GRID, np.minimum(np.abs(x), 6))]
     down = oracle.GRID[np.searchsorted(oracle.GRID, np.abs(x), side="right") - 1]
     # The outer scale, 6/2688 in fp32, is off by a part in 2**24.
     assert np.minimum(np.abs(np.abs(value) - up), np.abs(np.abs(value) - down)).max() < 1e-6
 
 
-def test_stochastic_rounding_is_reproducible_and_keyed() -> None:
-    x = samples("normal", (128, 256))
-    f = jax.jit(lambda x, s: quantize(x, nvfp4(rounding="sr"), key=make_key(0, "site", s)).codes)
-    a, b, c = f(x, 0), f(x, 0), f(x, 1)
-    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    assert (np.asarray(a) != np.asarray(c)).mean() > 0.2
-    # With no step, the bits of amax change the stream: here, of one element in another block.
+def test_stochastic_rounding_is_reproducible_and_depends_on_the_key() -> None:
+    x = samples("normal", (256, 256))
+    a, b, c = (np.asarray(stochastic_quantizer()(x, step).codes) for step in (0, 0, 1))
+    np.testing.assert_array_equal(a, b)
+    assert (a != c).mean() > 0.2
+    # In the same step, the bits of amax change the stream. Here one element in another block changes it.
     y = x.copy()
     y[0, 0] = 9
-    assert (np.asarray(f(y, 0))[1:] != np.asarray(a)[1:]).mean() > 0.2
+    assert (np.asarray(stochastic_quantizer()(y, 0).codes)[1:] != a[1:]).mean() > 0.2
 
 
-def test_stochastic_rounding_is_unbiased_through_the_quantizer() -> None:
+def test_stochastic_quantization_is_unbiased() -> None:
     """Averaging B samples, the squared error falls as 1/B."""
     x = samples("normal", (64, 64))
     t = nvfp4(rounding="sr", headroom=Fraction(17, 16))
@@ -344,12 +360,12 @@ def test_stochastic_rounding_is_unbiased_through_the_quantizer() -> None:
         assert few / many == pytest.approx(ratio, rel=0.12)
 
 
-def test_random_words_look_random() -> None:
+def test_random_words_are_unbiased_and_uncorrelated() -> None:
     w = np.asarray(random_words(make_key(1, "a"), (1 << 16,)))
     v = np.asarray(random_words(make_key(1, "b"), (1 << 16,)))
     for array in (w, v, w ^ v, w[1:] ^ w[:-1], w[256:] ^ w[:-256]):
         ones = np.unpackbits(np.ascontiguousarray(array).view(np.uint8).reshape(-1, 4), axis=1).mean(0)
-        # 65536 draws: a bit's mean is known to .002; five deviations.
+        # The mean of 65536 bits is known to .002. This allows five deviations.
         assert np.abs(ones - 0.5).max() < 0.01
     assert abs(np.corrcoef(w, v)[0, 1]) < 0.02
     assert np.unique(w).size > 65530
@@ -357,23 +373,22 @@ def test_random_words_look_random() -> None:
 
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_ms_eden_is_unbiased(axis: int) -> None:
-    x = np.asarray(jnp.asarray(samples("normal", (128, 128))).astype(jnp.bfloat16))
+    shape = (32, 128) if axis == -1 else (128, 32)
+    x = samples("normal", shape).astype(ml_dtypes.bfloat16)
     t = nvfp4(rounding="ms_eden", rht=128)
 
-    def back(s: jax.Array) -> jax.Array:
-        q = quantize(jnp.asarray(x), t, Axes(axis=axis), key=make_key(0, s), signs=make_key(1, s))
-        from policyc.numerics.quantize.hadamard import random_signs, sylvester
-
-        h = random_signs(make_key(1, s), 128)[:, None] * sylvester(128) / np.sqrt(128)
+    def quantize_and_rotate_back(step: jax.Array) -> jax.Array:
+        q = quantize(jnp.asarray(x), t, Axes(axis=axis), key=make_key(0, step), signs=make_key(1, step))
+        h = random_signs(make_key(1, step), 128)[:, None] * sylvester(128) / np.sqrt(128)
         value = dequantize(q)
         return value @ h.T if axis == -1 else h @ value
 
-    f = jax.jit(jax.vmap(back))
+    f = jax.jit(jax.vmap(quantize_and_rotate_back))
     draws = np.concatenate([np.asarray(f(jnp.arange(64) + 64 * i), np.float64) for i in range(4)])
     one, many = (np.mean((draws[:n].mean(0) - x.astype(np.float64)) ** 2) for n in (1, 256))
-    # Unbiased but for the bfloat16 rounding of the rotated numbers (2**-18 of a variance of 1).
+    # Unbiased except for the bfloat16 rounding of the rotated numbers (2**-18 of a variance of 1).
     assert one / many == pytest.approx(256, rel=0.2)
-    # Better than stochastic rounding of the elements (1.88e-2), as it is there to be.
+    # Better than stochastic rounding of the elements (1.88e-2), which is its purpose.
     assert one < 1.6e-2
 
 
@@ -393,18 +408,17 @@ KNOWN: dict[str, tuple[Treatment, tuple[float, float, float]]] = {
 @pytest.mark.parametrize("row", KNOWN)
 @pytest.mark.parametrize(("column", "name"), [*enumerate(("normal", "laplace", "student"))])
 def test_known_values(row: str, column: int, name: str) -> None:
-    """Relative mean squared error over 2**20 samples, published to three digits. The samples differ: for
-    normal and Laplace the error is reproduced to 2 %; of Student's t(3), whose fourth moment is infinite,
-    to 8 %.
+    """The relative mean squared error over 2**20 samples is published to three digits. The samples differ: normal and
+    Laplace samples reproduce it to 2 %, those of Student's t(3), whose fourth moment is infinite, to 8 %.
     """
-    t, want = KNOWN[row]
+    t, expected = KNOWN[row]
     x = samples(name)
-    value = np.asarray(dequantize(compiled(t, Axes(tile=-2))(x)), np.float64)
+    value = np.asarray(dequantize(compiled(t)(x)), np.float64)
     error = np.sum((value - x) ** 2) / np.sum(x.astype(np.float64) ** 2)
-    assert error == pytest.approx(want[column], rel=0.08 if name == "student" else 0.02)
+    assert error == pytest.approx(expected[column], rel=0.08 if name == "student" else 0.02)
 
 
-# --- for any input --------------------------------------------------------------------------------
+# --- any input -------------------------------------------------------------------------------------
 
 
 IDEMPOTENT = [nvfp4(), nvfp4(tile2d=True), Treatment(format="mxfp4", element="e2m1")]
@@ -412,26 +426,25 @@ IDEMPOTENT = [nvfp4(), nvfp4(tile2d=True), Treatment(format="mxfp4", element="e2
 
 @pytest.mark.parametrize("t", IDEMPOTENT)
 def test_idempotent(t: Treatment) -> None:
-    """What has been quantized is representable, and quantizing it again changes nothing. The maximum of the
-    tensor must be among its values for its scale to come out again: here it is 2688 times a power of two.
+    """Quantizing a quantized tensor again changes nothing. The tensor must contain its own maximum for the scale to be
+    the same: here it is 2688 times a power of two.
     """
-    x = samples("normal", (64, 64))
+    x = samples("normal", SMALL)
     x[0, 0] = 5.25
-    once = dequantize(compiled(t, Axes(tile=-2))(x))
-    np.testing.assert_array_equal(np.asarray(dequantize(compiled(t, Axes(tile=-2))(once))), np.asarray(once))
+    once = dequantize(compiled(t)(x))
+    np.testing.assert_array_equal(np.asarray(dequantize(compiled(t)(once))), np.asarray(once))
 
 
-def test_stochastic_rounding_leaves_representable_values() -> None:
-    x = samples("normal", (64, 64))
+def test_stochastic_rounding_does_not_change_representable_values() -> None:
+    x = samples("normal", (256, 256))
     x[0, 0] = 5.25
     once = oracle.nvfp4(x)["dequantized"]
-    draw = jax.jit(lambda x, s: quantize(x, nvfp4(rounding="sr"), key=make_key(s)))
-    for s in range(4):
-        again = draw(once, s)
+    for step in range(4):
+        again = stochastic_quantizer()(once, step)
         np.testing.assert_array_equal(np.asarray(dequantize(again)), once)
 
 
-def test_tiles_do_not_see_a_transpose() -> None:
+def test_tiles_of_the_transpose_are_the_same() -> None:
     x = samples("wide", (48, 80))
     q = compiled(nvfp4(tile2d=True), Axes(axis=-1, tile=-2))(x)
     r = compiled(nvfp4(tile2d=True), Axes(axis=-1, tile=-2))(np.ascontiguousarray(x.T))
@@ -451,18 +464,17 @@ FORMATS = [
 
 @pytest.mark.parametrize("t", FORMATS)
 def test_zeros_stay_zeros(t: Treatment) -> None:
-    q = compiled(t, Axes(tile=-2))(np.zeros((16, 128), np.float32))
+    q = compiled(t)(np.zeros(SMALL, np.float32))
     assert (np.asarray(dequantize(q)) == 0).all()
     assert (np.asarray(codes_of(q)) == 0).all()
 
 
 @pytest.mark.parametrize("t", FORMATS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nonfinite_is_not_laundered(t: Treatment, bad: float) -> None:
-    """Where the scale spans it: of a block or row it is enough that the block or row is not finite."""
-    x = samples("normal", (16, 128))
+def test_nonfinite_elements_stay_nonfinite(t: Treatment, bad: float) -> None:
+    x = samples("normal", SMALL)
     x[3, 5] = bad
-    q = compiled(t, Axes(tile=-2))(x)
+    q = compiled(t)(x)
     assert not np.isfinite(np.asarray(dequantize(q))[3, 5])
 
 
@@ -472,8 +484,8 @@ def test_extremes_are_finite_and_accurate(t: Treatment, size: float) -> None:
     if size == 1e38 and t.rht:
         pytest.skip("the transform overflows, to infinity")
     with np.errstate(under="ignore"):
-        x = (samples("normal", (16, 128)) / 4 * np.float32(size)).astype(np.float32)
-    value = np.asarray(dequantize(compiled(t, Axes(tile=-2))(x)), np.float64)
+        x = (samples("normal", SMALL) / 4 * np.float32(size)).astype(np.float32)
+    value = np.asarray(dequantize(compiled(t)(x)), np.float64)
     assert np.isfinite(value).all()
     if size >= 1e-31 and not t.rht:
         error = np.sum((value - x) ** 2.0) / np.sum(x.astype(np.float64) ** 2)
@@ -482,31 +494,32 @@ def test_extremes_are_finite_and_accurate(t: Treatment, size: float) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=32))
-def test_any_block_matches_the_oracle(values: list[float]) -> None:
-    x = np.zeros((1, 32), np.float32)
+def test_any_block_equals_the_oracle(values: list[float]) -> None:
+    x = np.zeros(SMALL, np.float32)
     x[0, : len(values)] = values
     if 0 < np.abs(x).max() < 1e-30:
         return
     x = np.where(np.abs(x) < 2.0**-126, np.float32(0), x)
-    q, want = compiled(nvfp4())(x), oracle.nvfp4(x)
-    np.testing.assert_array_equal(np.asarray(q.scales), want["scales"])
+    q, expected = compiled(nvfp4())(x), oracle.nvfp4(x)
+    np.testing.assert_array_equal(np.asarray(q.scales), expected["scales"])
     codes = np.asarray(codes_of(q))
-    zero = (codes & 7 == 0) & (want["codes"] & 7 == 0)
-    np.testing.assert_array_equal(codes[~zero], want["codes"][~zero])
+    is_zero = (codes & 7 == 0) & (expected["codes"] & 7 == 0)
+    np.testing.assert_array_equal(codes[~is_zero], expected["codes"][~is_zero])
 
 
 def test_odd_lengths_are_padded() -> None:
     x = samples("normal", (5, 23))
     q = compiled(nvfp4())(x)
-    want = oracle.nvfp4(np.pad(x, ((0, 0), (0, 9))))
-    np.testing.assert_array_equal(np.asarray(codes_of(q)), want["codes"][:, :23])
-    np.testing.assert_array_equal(np.asarray(dequantize(q)), want["dequantized"][:, :23])
+    expected = oracle.nvfp4(np.pad(x, ((0, 0), (0, 9))))
+    np.testing.assert_array_equal(np.asarray(codes_of(q)), expected["codes"][:, :23])
+    np.testing.assert_array_equal(np.asarray(dequantize(q)), expected["dequantized"][:, :23])
 
 
-def test_packing_is_its_own_inverse() -> None:
+def test_unpacking_inverts_packing() -> None:
     codes = np.random.default_rng(0).integers(0, 16, (6, 32), dtype=np.uint8)
     packed = pack(jnp.asarray(codes[:, ::2]), jnp.asarray(codes[:, 1::2]))
     np.testing.assert_array_equal(np.asarray(packed), oracle.pack(codes))
+    run = jax.jit(unpack, static_argnames=("axis", "cpu"))
     for cpu in (False, True):
-        np.testing.assert_array_equal(np.asarray(unpack(packed, cpu=cpu)), codes)
-        np.testing.assert_array_equal(np.asarray(unpack(packed.T, -2, cpu=cpu)), codes.T)
+        np.testing.assert_array_equal(np.asarray(run(packed, axis=-1, cpu=cpu)), codes)
+        np.testing.assert_array_equal(np.asarray(run(packed.T, axis=-2, cpu=cpu)), codes.T)

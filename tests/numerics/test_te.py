@@ -1,6 +1,6 @@
-"""The te backend without Transformer Engine: what it takes, what the plan says, and where its operands lie.
+"""The te backend without Transformer Engine: its limits, the plan, the layouts of its operands, and its errors.
 
-That Transformer Engine is called as it should be is tested by `make test-te`.
+`make test-te` tests the calls of Transformer Engine itself.
 """
 
 from __future__ import annotations
@@ -24,24 +24,32 @@ from policyc.numerics import backends
 from policyc.numerics.backends import te
 from policyc.numerics.backends.choice import GemmQuery, Lowering, Machine, choose
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
-from tests.numerics.test_gemm import MATMUL, NEAREST, RECIPES, normal, off, three
 from tests.support import te_kernels
+from tests.support.gemms import (
+    MATMUL,
+    NEAREST,
+    RECIPES,
+    normal,
+    quick_jit,
+    relative_error,
+    three_products,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 BLACKWELL = Machine("gb200", frozenset({"nvfp4", "mxfp8", "fp8"}))
 HERE = ("te_here", "te_here", "te_here")
-SUMS = 1e-6
-"""The order of fp32 sums of at most 256 products, relative to the norm."""
+SUM_ORDER = 1e-6
+"""The effect of the order of fp32 sums of at most 256 products, relative to the norm."""
 
 
-# ---- what it takes
+# ---- limits
 
 
-def ask(r: Recipe = NEAREST, gemm: Gemm = Gemm.WGRAD, **more: Any) -> GemmQuery:
+def query(r: Recipe = NEAREST, gemm: Gemm = Gemm.WGRAD, **fields: Any) -> GemmQuery:
     left, right = r.gemm_treatments(gemm)
-    return GemmQuery(**({"gemm": gemm, "left": left, "right": right, "m": 128, "n": 256, "k": 64} | more))
+    return GemmQuery(**({"gemm": gemm, "left": left, "right": right, "m": 128, "n": 256, "k": 64} | fields))
 
 
 def option(**options: Any) -> Recipe:
@@ -49,45 +57,45 @@ def option(**options: Any) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("gemm", "reason"),
     [
-        (ask(), None),
-        (ask(gemm=Gemm.FPROP, m=16, n=48, k=32), None),
-        (ask(option(), types=("float32", "bfloat16")), None),
-        (ask(RECIPES["mxfp8"]), "the te backend runs nvfp4 and not mxfp8"),
-        (ask(batch=4), "Transformer Engine has no NVFP4 GEMM with batch dimensions"),
-        (ask(ragged=True), "Transformer Engine has no NVFP4 GEMM over ragged groups"),
-        (ask(types=("bfloat16", "float32")), "rotates bfloat16, and this operand is float32"),
-        (ask(types=("int8", "bfloat16")), "does not quantize int8"),
-        (ask(option(rht=OPERAND_GROUPS["wgrad"], rht_size=32)), "no rht_size=32"),
-        (ask(option(rounding="ms_eden")), "no rht_size=128"),
-        (ask(option(mean_split=True)), "no mean_split"),
-        (ask(option(outer="row")), "no outer=row"),
-        (ask(option(scale="four_over_six"), Gemm.FPROP), "no scale=four_over_six"),
-        (ask(k=96), "wants contracted % 64 == 0 where it rotates, and wgrad has 96"),
-        (ask(m=192), "wants rows % 128 == 0 where it rotates, and wgrad has 192"),
-        (ask(n=64), "wants columns % 128 == 0 where it rotates, and wgrad has 64"),
-        (ask(gemm=Gemm.FPROP, k=48), "wants contracted % 32 == 0, and fprop has 48"),
-        (ask(gemm=Gemm.DGRAD, m=40), "wants rows % 16 == 0, and dgrad has 40"),
+        (query(), None),
+        (query(gemm=Gemm.FPROP, m=16, n=48, k=32), None),
+        (query(option(), types=("float32", "bfloat16")), None),
+        (query(RECIPES["mxfp8"]), "the te backend runs nvfp4 and not mxfp8"),
+        (query(batch=4), "Transformer Engine has no NVFP4 GEMM with batch dimensions"),
+        (query(ragged=True), "Transformer Engine has no NVFP4 GEMM over ragged groups"),
+        (query(types=("bfloat16", "float32")), "rotates bfloat16, and this operand is float32"),
+        (query(types=("int8", "bfloat16")), "does not quantize int8"),
+        (query(option(rht=OPERAND_GROUPS["wgrad"], rht_size=32)), "no rht_size=32"),
+        (query(option(rounding="ms_eden")), "no rht_size=128"),
+        (query(option(mean_split=True)), "no mean_split"),
+        (query(option(outer="row")), "no outer=row"),
+        (query(option(scale="four_over_six"), Gemm.FPROP), "no scale=four_over_six"),
+        (query(k=96), "wants contracted % 64 == 0 where it rotates, and wgrad has 96"),
+        (query(m=192), "wants rows % 128 == 0 where it rotates, and wgrad has 192"),
+        (query(n=64), "wants columns % 128 == 0 where it rotates, and wgrad has 64"),
+        (query(gemm=Gemm.FPROP, k=48), "wants contracted % 32 == 0, and fprop has 48"),
+        (query(gemm=Gemm.DGRAD, m=40), "wants rows % 16 == 0, and dgrad has 40"),
     ],
 )
-def test_what_it_takes(asked: GemmQuery, reason: str | None) -> None:
-    found = te.obstacle(asked)
-    assert (found is None) if reason is None else (found is not None and reason in found.reason)
-    assert found is None or found.remedy
+def test_limits(gemm: GemmQuery, reason: str | None) -> None:
+    obstacle = te.obstacle(gemm)
+    assert (obstacle is None) if reason is None else (obstacle is not None and reason in obstacle.reason)
+    assert obstacle is None or obstacle.remedy
 
 
-def test_another_backend_takes_the_rest() -> None:
-    assert choose("te", ask(), BLACKWELL) == Lowering("te", True, None)
-    batched = choose("te", ask(batch=2), BLACKWELL)
-    assert (str(batched), batched.obstacle) == ("xla, native", te.obstacle(ask(batch=2)))
-    here = choose("te", ask(), Machine("h200", frozenset({"fp8"})))
-    assert str(here) == "emulate, emulated"
-    assert here.obstacle is not None
-    assert here.obstacle.reason == "h200 does not multiply nvfp4"
+def test_another_backend_runs_what_is_beyond_the_limits() -> None:
+    assert choose("te", query(), BLACKWELL) == Lowering("te", True, None)
+    batched = choose("te", query(batch=2), BLACKWELL)
+    assert (str(batched), batched.obstacle) == ("xla, native", te.obstacle(query(batch=2)))
+    emulated = choose("te", query(), Machine("h200", frozenset({"fp8"})))
+    assert str(emulated) == "emulate, emulated"
+    assert emulated.obstacle is not None
+    assert emulated.obstacle.reason == "h200 does not multiply nvfp4"
 
 
-# ---- in a program
+# ---- programs
 
 
 def loss(p: Any, x: Any) -> Any:
@@ -106,36 +114,44 @@ def arguments(dtype: Any = jnp.bfloat16) -> Any:
     return p, normal(2, 64, 128, seed=9, dtype=dtype)
 
 
-def applied(backend: str, **execution: Any) -> Any:
+def apply(backend: str, **execution: Any) -> Any:
     return policyc.apply(VENDOR, loss, backend=backend, target="gb200", **execution)
 
 
-def test_the_plan_says_who_runs_what() -> None:
+def test_the_plan_names_the_backend_of_each_gemm() -> None:
     plan = policyc.plan(VENDOR, loss, *arguments(), backend="te", target="gb200")
-    found = {site.name: d for site, d in zip(plan.sites, plan.decisions().values(), strict=True)}
-    assert [str(r) for r in found["up"].lowerings] == ["te, native"] * 3
-    assert [str(r) for r in found["narrow"].lowerings] == ["te, native", "xla, native", "xla, native"]
-    for runs, reason in zip(found["narrow"].lowerings[1:], ("contracted % 32", "columns % 128"), strict=True):
-        assert runs.obstacle is not None
-        assert reason in runs.obstacle.reason
+    decisions = {site.name: d for site, d in zip(plan.sites, plan.decisions().values(), strict=True)}
+    assert [str(lowering) for lowering in decisions["up"].lowerings] == ["te, native"] * 3
+    assert [str(lowering) for lowering in decisions["narrow"].lowerings] == [
+        "te, native",
+        "xla, native",
+        "xla, native",
+    ]
+    for lowering, reason in zip(
+        decisions["narrow"].lowerings[1:], ("contracted % 32", "columns % 128"), strict=True
+    ):
+        assert lowering.obstacle is not None
+        assert reason in lowering.obstacle.reason
 
 
 def equations(backend: str) -> list[str]:
-    """Every quantizer and product of a step, in order, with all that it does but for who does it."""
-    jaxpr = jax.make_jaxpr(jax.grad(applied(backend), argnums=(0, 1)))(*arguments())
+    """Every quantizer and GEMM of a step, in order, with all its parameters except the backend."""
+    jaxpr = jax.make_jaxpr(jax.grad(apply(backend), argnums=(0, 1)))(*arguments())
     kinds = ("quantize", "scaled_gemm")
-    found = [e for e in jaxpr.jaxpr.eqns if e.primitive.name.endswith(kinds)]
+    eqns = [e for e in jaxpr.jaxpr.eqns if e.primitive.name.endswith(kinds)]
     return [
         f"{e.source_info.name_stack} {e.primitive.name} "
         f"{ {k: v for k, v in e.params.items() if k != 'backend'} } {[str(v.aval) for v in e.invars]}"
-        for e in found
+        for e in eqns
     ]
 
 
 def test_backends_treat_operands_alike() -> None:
-    """The same sites, products and operands, whoever runs them."""
+    """Sites, GEMMs and operands are the same for every backend."""
     emulated = equations("emulate")
-    assert len(emulated) == 3 * (5 + 3)  # five quantizers a site, since 2D weights are shared; three products
+    assert len(emulated) == 3 * (
+        5 + 3
+    )  # five quantizers a site, since both GEMMs of a 2D weight share its codes, and three GEMMs
     assert sum("'dgrad.dy'" in e and "16,sr@" in e for e in emulated) == 3
     assert sum("'wgrad." in e and ",rht16@" in e for e in emulated) == 6
     assert equations("xla") == emulated
@@ -143,7 +159,7 @@ def test_backends_treat_operands_alike() -> None:
 
 
 @pytest.mark.slow
-def test_elsewhere_than_on_cuda_it_is_the_emulation() -> None:
+def test_on_other_platforms_it_is_the_emulation() -> None:
     def linear(p: Any, x: Any) -> Any:
         return jnp.sum((x @ p["up"]).astype(jnp.float32) ** 2)
 
@@ -157,7 +173,7 @@ def test_elsewhere_than_on_cuda_it_is_the_emulation() -> None:
         np.testing.assert_array_equal(a, b)
 
 
-# ---- where operands lie
+# ---- layouts of operands
 
 
 @pytest.fixture
@@ -187,39 +203,32 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("kernels")
 def test_three_products(name: str, left: Any, right: Any, dims: Any, weight: Any) -> None:
-    """The kernels write what they are documented to write: it must reach the GEMM as the recipe has it."""
+    """The kernels write documented layouts. The GEMM must receive the operands that the recipe asks for. A NaN or an
+    infinity leaves no result finite that depends on it, although kernels may lose a NaN in their maxima.
+    """
     x, w = normal(*left, dtype=jnp.bfloat16), normal(*right, seed=1, dtype=jnp.bfloat16)
     options = GemmOptions(weight=weight, preferred_element_type=jnp.bfloat16)
     f = partial(quantized_dot_general, dimension_numbers=dims, recipe=RECIPES[name], options=options)
     dy = normal(*jax.eval_shape(f, x, w).shape, seed=2)
-    ours = jax.jit(partial(three, partial(f, options=replace(options, backends=HERE))))(x, w, dy)
-    emulated = jax.jit(partial(three, f))(x, w, dy)
-    for a, b in zip(ours, emulated, strict=True):
+    run = quick_jit(partial(three_products, partial(f, options=replace(options, backends=HERE))))
+    emulated = quick_jit(partial(three_products, f))(x, w, dy)
+    for a, b in zip(run(x, w, dy), emulated, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
-        # One result in a thousand may be rounded to bfloat16 the other way.
+        # One result in a thousand may round to bfloat16 in the other direction.
         assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
-        assert off(a, b) < SUMS + 2**-8 * 1e-3
-
-
-@pytest.mark.usefixtures("kernels")
-def test_nothing_is_laundered() -> None:
-    """Kernels may lose a NaN in their maxima; no result of the product is finite all the same."""
-    options = GemmOptions(backends=HERE)
-    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=NEAREST, options=options)
-    step = jax.jit(partial(three, f))
+        assert relative_error(a, b) < SUM_ORDER + 2**-8 * 1e-3
     for bad in (jnp.nan, jnp.inf):
-        x = normal(64, 128, dtype=jnp.bfloat16).at[3, 5].set(bad)
-        y, dx, dw = step(x, normal(128, 128, dtype=jnp.bfloat16), normal(64, 128, seed=2))
+        y, dx, dw = run(x.at[(0,) * (x.ndim - 1) + (5,)].set(bad), w, dy)
         assert not np.isfinite(y.astype(jnp.float32)).any()
         assert np.isfinite(dx.astype(jnp.float32)).all()
         assert not np.isfinite(dw.astype(jnp.float32)).any()
 
 
-# ---- what it refuses
+# ---- errors
 
 
-def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
@@ -227,28 +236,28 @@ def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "machine_here", lambda: BLACKWELL)
     with pytest.raises(policyc.PolicyError, match="needs Transformer Engine") as caught:
         jax.grad(policyc.apply(VENDOR, loss, backend="te"))(*arguments())
-    (fault,) = caught.value.diagnostics
-    assert fault.code == "missing-library"
-    assert te.INSTALL in fault.message
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.code == "missing-library"
+    assert te.INSTALL in diagnostic.message
     with pytest.raises(ImportError, match="needs Transformer Engine"):
-        lowered(applied("te"))
+        lower(apply("te"))
 
 
-def lowered(f: Any, *given: Any) -> Any:
-    return jax.jit(jax.grad(f)).trace(*(given or arguments())).lower(lowering_platforms=("cuda",))
+def lower(f: Any, *args: Any) -> Any:
+    return jax.jit(jax.grad(f)).trace(*(args or arguments())).lower(lowering_platforms=("cuda",))
 
 
-def test_no_vmap_around_the_loss() -> None:
+def test_a_vmap_around_the_loss_is_an_error() -> None:
     p, x = arguments()
-    f = jax.vmap(applied("te"), (None, 0))
+    f = jax.vmap(apply("te"), (None, 0))
     with pytest.raises(NotImplementedError, match="backend te cannot run a GEMM under a vmap"):
         jax.grad(lambda p, x: jnp.sum(f(p, x)))(p, jnp.stack([x, x]))
 
 
-def test_xla_is_not_to_divide_it() -> None:
+def test_a_partitioned_program_is_an_error() -> None:
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
     p, x = arguments()
     x = jax.device_put(x, NamedSharding(mesh, P("data")))
     p = jax.device_put(p, NamedSharding(mesh, P()))
     with pytest.raises(NotImplementedError, match="XLA partitions this program over 2 devices"):
-        lowered(applied("te"), p, x)
+        lower(apply("te"), p, x)

@@ -1,6 +1,6 @@
-"""The te backend with Transformer Engine: its calls in a step lowered for CUDA, with no GPU. Run by `make test-te`.
+"""The te backend with Transformer Engine: its calls in a step lowered for CUDA, without a GPU. Run by `make test-te`.
 
-The numbers that its kernels give are not tested here: that needs a Blackwell GPU. What they are given is.
+The tests check what Transformer Engine's kernels receive. What they compute is not tested: that needs a Blackwell GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from policyc.hardware import deviceless
 from policyc.numerics import backends, targets
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize.hadamard import SIGNS
-from tests.numerics.test_gemm import NEAREST, normal, off, three
 from tests.support import te_kernels, te_without_gpu
-from tests.support.te_without_gpu import Call, calls, for_cuda
+from tests.support.gemms import NEAREST, normal, relative_error, three_products
+from tests.support.te_without_gpu import Call, find_calls, lower_for_cuda
 
 pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -40,7 +40,7 @@ TABLE = Path(__file__).parents[2] / "docs" / "transformer_engine.md"
 @pytest.fixture(scope="module", autouse=True)
 def engine() -> Any:
     try:
-        return te_without_gpu.imported()
+        return te_without_gpu.import_engine()
     except te_without_gpu.CannotImport as reason:
         pytest.skip(str(reason))
 
@@ -66,38 +66,43 @@ def step(policy: str, f: Any = loss) -> Any:
 
 
 def site_of(call: Call) -> str:
-    (found,) = set(re.findall(r"\b(up|down|narrow|kept)\b", call.scope))
-    return str(found)
+    (site,) = set(re.findall(r"\b(up|down|narrow|kept)\b", call.scope))
+    return str(site)
 
 
 def treatment(call: Call) -> str:
-    """What a quantizer is told, in a recipe's words."""
+    """The attributes of a quantizer, in the words of a recipe."""
     words = [{4: "1D", 5: "2D"}[call.attributes["scaling_mode"]]]
     words += ["sr"] * call.attributes["stochastic_rounding"] + ["rht"] * call.attributes["use_rht"]
     return " ".join(words)
 
 
-def by_site(found: list[Call], name: str) -> dict[str, list[Call]]:
+def quantizer_calls(calls: list[Call]) -> list[Call]:
+    return [c for c in calls if c.name == "dbias_quantize"]
+
+
+def by_site(calls: list[Call], name: str) -> dict[str, list[Call]]:
     sites = collections.defaultdict(list)
-    for call in (c for c in found if c.name == name):
+    for call in (c for c in calls if c.name == name):
         sites[site_of(call)].append(call)
     return sites
 
 
 def test_calls_are_those_of_the_plan() -> None:
+    """Each site has the GEMM, quantizer and RHT calls that its plan and recipe ask for."""
     policy = f"{VENDOR}; kept -> keep"
     plan = policyc.plan(policy, loss, *arguments(), backend="te", target="gb200")
-    found = calls(for_cuda(step(policy), *arguments()))
-    gemms = by_site(found, "gemm_v2")
+    calls = find_calls(lower_for_cuda(step(policy), *arguments()))
+    gemms = by_site(calls, "gemm_v2")
     for site, decision in zip(plan.sites, plan.decisions().values(), strict=True):
         assert len(gemms[site.name]) == sum(r.backend == "te" for r in decision.lowerings)
     assert {name: len(c) for name, c in gemms.items()} == {"up": 3, "down": 3, "narrow": 1, "kept": 0}
-    quantizers = by_site(found, "dbias_quantize")
-    whole = ["1D", "2D", "1D rht", "1D sr", "1D sr rht"]
+    quantizers = by_site(calls, "dbias_quantize")
+    all_five = ["1D", "2D", "1D rht", "1D sr", "1D sr rht"]
     assert {s: [treatment(c) for c in quantizers[s]] for s in quantizers} == {
-        "up": whole, "down": whole, "narrow": ["1D", "2D"],
+        "up": all_five, "down": all_five, "narrow": ["1D", "2D"],
     }  # fmt: skip
-    rotated = by_site(found, "rht_amax")
+    rotated = by_site(calls, "rht_amax")
     assert {s: [c.attributes["rht_matrix_random_sign_mask_t"] for c in rotated[s]] for s in rotated} == {
         "up": [MASK] * 2, "down": [MASK] * 2,
     }  # fmt: skip
@@ -113,29 +118,31 @@ def test_calls_are_those_of_the_plan() -> None:
     ],
 )
 def test_each_option_reaches_its_operands(recipe: str, expected: list[str]) -> None:
-    found = calls(for_cuda(step(f"up -> {recipe}"), *arguments()))
-    assert [treatment(c) for c in found if c.name == "dbias_quantize"] == expected
-    assert {site_of(c) for c in found} == {"up"}
+    calls = find_calls(lower_for_cuda(step(f"up -> {recipe}"), *arguments()))
+    assert [treatment(c) for c in quantizer_calls(calls)] == expected
+    assert {site_of(c) for c in calls} == {"up"}
 
 
-def test_what_the_quantizers_are_given() -> None:
-    """Which operand it is can be read from its shape: weights are 128 x 256, tokens 128, features in and out."""
-    found = calls(for_cuda(step("up -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"), *arguments((4, 64))))
-    given = {c.operands[0]: [] for c in found if c.name == "dbias_quantize"}
-    for call in (c for c in found if c.name == "dbias_quantize"):
-        given[call.operands[0]].append(treatment(call))
-        # Seed and offset of a generator, 64 bits each; nothing where nothing is random.
+def test_each_operand_reaches_its_quantizer_and_its_gemm() -> None:
+    """The shape identifies an operand: there are 256 tokens, 128 input features and 256 output features."""
+    calls = find_calls(
+        lower_for_cuda(step("up -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"), *arguments((4, 64)))
+    )
+    treatments: dict[str, list[str]] = collections.defaultdict(list)
+    for call in quantizer_calls(calls):
+        treatments[call.operands[0]].append(treatment(call))
+        # The seed and offset of a generator, 64 bits each. Empty if nothing is random.
         assert call.operands[3] == (
             "tensor<4xui32>" if call.attributes["stochastic_rounding"] else "tensor<0xui32>"
         )
-    assert given == {
+    assert treatments == {
         "tensor<256x128xbf16>": ["1D", "1D rht"],
         "tensor<128x256xbf16>": ["2D"],
         "tensor<256x256xbf16>": ["1D sr", "1D sr rht"],
     }
-    products = [(c.operands[0], c.operands[2], c.results[0]) for c in found if c.name == "gemm_v2"]
-    four = [tuple(t.replace("f4E2M1FN", "f4") for t in p) for p in products]
-    assert four == [
+    products = [(c.operands[0], c.operands[2], c.results[0]) for c in calls if c.name == "gemm_v2"]
+    products = [tuple(t.replace("f4E2M1FN", "f4") for t in p) for p in products]
+    assert products == [
         ("tensor<256x128xf4>", "tensor<256x128xf4>", "tensor<256x256xbf16>"),
         ("tensor<256x256xf4>", "tensor<128x256xf4>", "tensor<256x128xbf16>"),
         ("tensor<128x256xf4>", "tensor<256x256xf4>", "tensor<128x256xbf16>"),
@@ -143,8 +150,8 @@ def test_what_the_quantizers_are_given() -> None:
 
 
 def test_in_a_scan_with_remat() -> None:
-    """One body for all layers: its calls once forward, and backward what the remat recomputes besides. The weights are
-    quantized before it, once.
+    """All layers share one body: its calls appear once in the forward pass and, with the recomputed ones, once in the
+    backward pass. The weights are quantized once, before the scan.
     """
 
     def stacked(p: Any, x: Any) -> Any:
@@ -157,14 +164,15 @@ def test_in_a_scan_with_remat() -> None:
         return jnp.sum(jax.lax.scan(layer, x, p["up"])[0].astype(jnp.float32) ** 2)
 
     w = jax.ShapeDtypeStruct((4, 128, 128), jnp.bfloat16)
-    found = calls(for_cuda(step(VENDOR, stacked), {"up": w}, jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)))
-    counts = collections.Counter(treatment(c) for c in found if c.name == "dbias_quantize")
+    x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+    calls = find_calls(lower_for_cuda(step(VENDOR, stacked), {"up": w}, x))
+    counts = collections.Counter(treatment(c) for c in quantizer_calls(calls))
     assert counts == {"1D": 2, "2D": 1, "1D rht": 1, "1D sr": 1, "1D sr rht": 1}
-    assert sum(c.name == "gemm_v2" for c in found) == 4  # fprop twice
+    assert sum(c.name == "gemm_v2" for c in calls) == 4  # fprop twice
 
 
 def test_inside_a_shard_map() -> None:
-    """Each device quantizes its own share, with a generator's state of its own."""
+    """Each device quantizes its own shard, with its own generator state."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
 
     def mean(p: Any, x: Any) -> Any:
@@ -174,77 +182,78 @@ def test_inside_a_shard_map() -> None:
         return local(p, x)
 
     with jax.set_mesh(mesh):
-        found = calls(
-            for_cuda(step("up -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)", mean), *arguments((4, 64)))
+        calls = find_calls(
+            lower_for_cuda(
+                step("up -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)", mean), *arguments((4, 64))
+            )
         )
-    assert collections.Counter(c.name for c in found) == {"dbias_quantize": 5, "rht_amax": 2, "gemm_v2": 3}
-    given = {c.operands[0] for c in found if c.name == "dbias_quantize"}
-    assert given == {"tensor<128x128xbf16>", "tensor<128x256xbf16>"}
+    assert collections.Counter(c.name for c in calls) == {"dbias_quantize": 5, "rht_amax": 2, "gemm_v2": 3}
+    assert {c.operands[0] for c in quantizer_calls(calls)} == {"tensor<128x128xbf16>", "tensor<128x256xbf16>"}
 
 
 def test_compiled_for_gb200() -> None:
-    """XLA keeps the calls, and adds no pass over an activation: only 4-bit weights are packed anew, for dgrad."""
+    """XLA keeps the calls and adds no pass over an activation: it only packs 4-bit weights again, for dgrad."""
     plan = policyc.plan(VENDOR, loss, *arguments((4, 64)), backend="te", target="gb200")
     (device,) = deviceless.make_devices(targets.get_target("gb200"), 1)
     report = deviceless.compile_loss(plan, device)
-    found = collections.Counter(
+    calls = collections.Counter(
         (p.backend, p.call) for p in report.products if p.calls_found == p.calls_expected
     )
-    assert found == {("te", "te_gemm_v2_ffi"): 7, ("xla", "__cudnn$blockScaledDot"): 4}
+    assert calls == {("te", "te_gemm_v2_ffi"): 7, ("xla", "__cudnn$blockScaledDot"): 4}
     assert len(report.products) == 11  # the first layer needs no dgrad
     transposed = re.findall(r"= (\w+)\[[\d,]*\]\S* (?:transpose|copy)\(", report.text)
     assert "u8" in transposed
     assert "bf16" not in transposed
 
 
-def test_switched_off_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own JAX code would run instead, which is wrong."""
+def test_switched_off_kernels_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine's own JAX code would run instead, which is wrong."""
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
     with pytest.raises(ImportError, match="unset NVTE_JAX_CUSTOM_CALLS"):
-        for_cuda(step("up -> nvfp4(rht=wgrad)"), *arguments((8, 64)))
+        lower_for_cuda(step("up -> nvfp4(rht=wgrad)"), *arguments((8, 64)))
 
 
-# ---- with kernels that run on a CPU, under all of its Python
+# ---- with substitute kernels on CPU, under all of Transformer Engine's Python code
 
 
-def run_on_cpu() -> None:
+def register_cpu_kernels() -> None:
     amaxes, gemms, quantization = (
         importlib.import_module(f"transformer_engine.jax.cpp_extensions.{name}")
         for name in ("amax", "gemm", "quantization")
     )
 
-    def rht_amax(x: Any, **execution: Any) -> Any:
-        assert execution["rht_matrix_random_sign_mask_t"] == MASK
+    def rht_amax(x: Any, **params: Any) -> Any:
+        assert params["rht_matrix_random_sign_mask_t"] == MASK
         top = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1)
-        return [top, te_kernels.written(x.T, rotated=True).amax]
+        return [top, te_kernels.quantize_rows(x.T, rotated=True).amax]
 
     def quantize(
-        x: Any, scale: Any, amax: Any, state: Any, rotated_amax: Any, matrix: Any, **execution: Any
+        x: Any, scale: Any, amax: Any, state: Any, rotated_amax: Any, matrix: Any, **params: Any
     ) -> Any:
-        two_d = execution["scaling_mode"].value == 5
-        rows = te_kernels.written(x, two_d)
-        columns = te_kernels.written(x.T, two_d, execution["use_rht"])
+        two_d = params["scaling_mode"].value == 5
+        rows = te_kernels.quantize_rows(x, two_d)
+        columns = te_kernels.quantize_rows(x.T, two_d, params["use_rht"])
         shapes = quantization.BaseDBiasQuantizePrimitive.abstract(
-            *(jax.typeof(a) for a in (x, scale, amax, state, rotated_amax, matrix)), **execution
+            *(jax.typeof(a) for a in (x, scale, amax, state, rotated_amax, matrix)), **params
         )
         return [
-            _fitted(a, s)
+            _fit_declared_shape(a, s)
             for a, s in zip(
                 (rows.data, columns.data, rows.scale_inv, columns.scale_inv, amax), shapes, strict=False
             )
         ] + [jnp.zeros(s.shape, s.dtype) for s in shapes[5:]]
 
     def multiply(
-        a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, alpha: Any, beta: Any, **execution: Any
+        a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, alpha: Any, beta: Any, **params: Any
     ) -> Any:
         left, right = (
-            te_kernels.Written(d, s[: d.shape[0], : d.shape[1] // 16], alpha)
+            te_kernels.KernelResult(d, s[: d.shape[0], : d.shape[1] // 16], alpha)
             for d, s in ((a, a_scales), (b, b_scales))
         )
         (_, workspace) = gemms.GemmPrimitive.abstract(
-            *(jax.typeof(v) for v in (a, a_scales, b, b_scales, bias, alpha, beta)), **execution
+            *(jax.typeof(v) for v in (a, a_scales, b, b_scales, bias, alpha, beta)), **params
         )
-        out = te_kernels.product(left, right, alpha, execution["out_dtype"])
+        out = te_kernels.multiply_rows(left, right, alpha, params["out_dtype"])
         return [out, jnp.zeros(workspace.shape, workspace.dtype)]
 
     for kind, kernel in (
@@ -257,8 +266,8 @@ def run_on_cpu() -> None:
         )
 
 
-def _fitted(a: Any, like: Any) -> Any:
-    """A result as large as it is declared: nothing where it is not asked for, padded where it is."""
+def _fit_declared_shape(a: Any, like: Any) -> Any:
+    """A result in its declared shape: zeros if it was not requested, padded if it is larger."""
     if a.ndim != len(like.shape):
         return jnp.zeros(like.shape, like.dtype)
     if a.shape == like.shape:
@@ -268,8 +277,8 @@ def _fitted(a: Any, like: Any) -> Any:
     return jax.lax.bitcast_convert_type(padded, a.dtype)
 
 
-def test_three_products_through_its_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_on_cpu()
+def test_three_products_through_its_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_cpu_kernels()
     monkeypatch.setitem(backends.MODULES, "te_here", "tests.support.te_here")
     x, w, dy = (
         normal(2, 32, 128, dtype=jnp.bfloat16),
@@ -277,17 +286,19 @@ def test_three_products_through_its_python(monkeypatch: pytest.MonkeyPatch) -> N
         normal(2, 32, 256),
     )
     f = partial(quantized_dot_general, dimension_numbers=(((2,), (0,)), ((), ())), recipe=NEAREST)
-    ours = jax.jit(partial(three, partial(f, options=GemmOptions(backends=("te_here",) * 3))))(x, w, dy)
-    for a, b in zip(ours, jax.jit(partial(three, f))(x, w, dy), strict=True):
-        # One result in a thousand may be rounded to bfloat16 the other way.
+    ours = jax.jit(partial(three_products, partial(f, options=GemmOptions(backends=("te_here",) * 3))))(
+        x, w, dy
+    )
+    for a, b in zip(ours, jax.jit(partial(three_products, f))(x, w, dy), strict=True):
+        # One result in a thousand may round to bfloat16 in the other direction.
         assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
-        assert off(a, b) < 1e-5
+        assert relative_error(a, b) < 1e-5
 
 
-# ---- what Transformer Engine does by itself
+# ---- Transformer Engine's own Flax module
 
 
-def by_itself() -> list[Call]:
+def flax_module_calls() -> list[Call]:
     import flax.linen as nn
     from transformer_engine.common.recipe import NVFP4BlockScaling
     from transformer_engine.jax import MeshResource, autocast
@@ -306,7 +317,7 @@ def by_itself() -> list[Call]:
     key = jax.eval_shape(lambda: jax.random.key(0))
     with autocast(enabled=True, recipe=NVFP4BlockScaling(), mesh_resource=MeshResource()):
         p = jax.eval_shape(lambda k, x: model.init({"params": k, "sr_rng": k}, x), key, x)
-        return calls(for_cuda(jax.grad(theirs, argnums=(0, 1)), p, x, key))
+        return find_calls(lower_for_cuda(jax.grad(theirs, argnums=(0, 1)), p, x, key))
 
 
 LAYOUTS = {0: "rows", 1: "columns", 2: "rows and columns"}
@@ -319,12 +330,12 @@ def size(of_type: str) -> int:
     return math.prod(int(n) for n in re.findall(r"(\d+)x", of_type))
 
 
-def place(call: Call) -> str:
-    """The operand or product that a call is about, by its size."""
+def row_of(call: Call) -> str:
+    """The operand or product of a call, by its size."""
     return PRODUCTS[size(call.results[0])] if call.name == "gemm_v2" else OPERANDS[size(call.operands[0])]
 
 
-def words(call: Call) -> str:
+def describe(call: Call) -> str:
     a = call.attributes
     if call.name == "gemm_v2":
         return "`te_gemm_v2`"
@@ -334,31 +345,31 @@ def words(call: Call) -> str:
     return f"`te_dbias_quantize` {', '.join(treatment(call).split())}, {LAYOUTS[a['q_layout']]}"
 
 
-def table(*found: list[Call]) -> str:
+def table(*columns: list[Call]) -> str:
     lines = ["| | policyc | Transformer Engine by itself |", "|---|---|---|"]
     for name in ("x", "w", "fprop", "dy", "dgrad", "wgrad"):
-        cells = ("<br>".join(words(c) for c in calls if place(c) == name) for calls in found)
+        cells = ("<br>".join(describe(c) for c in calls if row_of(c) == name) for calls in columns)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def test_beside_transformer_engine_itself() -> None:
-    """Call by call, as the documentation has it."""
+def test_calls_are_those_of_transformer_engine_itself() -> None:
+    """The table of calls in the documentation is correct, and both programs run the same quantizing kernels."""
 
     def linear(p: Any, x: Any) -> Any:
         with jax.named_scope("up"):
             return jnp.sum((x @ p["up"]).astype(jnp.float32) ** 2)
 
     w, x = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((IN, OUT), (2, TOKENS // 2, IN)))
-    ours, theirs = calls(for_cuda(step(VENDOR, linear), {"up": w}, x)), by_itself()
+    ours, theirs = find_calls(lower_for_cuda(step(VENDOR, linear), {"up": w}, x)), flax_module_calls()
     assert table(ours, theirs) in TABLE.read_text()
 
-    def kernels(found: list[Call]) -> collections.Counter[tuple[str, ...]]:
-        """A call for rows and columns with RHT is two kernels, and only the second rotates."""
-        counted: collections.Counter[tuple[str, ...]] = collections.Counter()
-        for call in (c for c in found if c.name == "dbias_quantize"):
+    def count_kernels(calls: list[Call]) -> collections.Counter[str]:
+        """A call for rows and columns with RHT runs two kernels, and only the second one rotates."""
+        counts: collections.Counter[str] = collections.Counter()
+        for call in quantizer_calls(calls):
             both = call.attributes["q_layout"] == 2 and call.attributes["use_rht"]
-            counted.update([treatment(call)] + [treatment(call).replace(" rht", "")] * both)
-        return counted
+            counts.update([treatment(call)] + [treatment(call).replace(" rht", "")] * both)
+        return counts
 
-    assert kernels(ours) == kernels(theirs)
+    assert count_kernels(ours) == count_kernels(theirs)

@@ -1,5 +1,6 @@
-"""An oracle for the tests, in NumPy and ml_dtypes alone: fp32 arithmetic as it is written in the formats'
-definitions, casts by ml_dtypes. It shares no code with policyc.
+"""An oracle for the tests: the definitions of the formats in NumPy, with casts by ml_dtypes.
+
+It shares no code with policyc.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ f32 = np.float32
 
 
 def e4m3(x: np.ndarray) -> np.ndarray:
+    """Non-negative numbers as E4M3, saturating."""
     return np.minimum(x, f32(448)).astype(ml_dtypes.float8_e4m3fn)
 
 
 def e2m1(x: np.ndarray) -> np.ndarray:
-    """Codes, one to a byte."""
+    """The E2M1 codes of numbers, saturating, one to a byte."""
     return np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
 
 
 def nvfp4(x: np.ndarray, tile: int = 1, bound: float = 448) -> dict[str, np.ndarray]:
-    """Rows of x in blocks of 16. With tile=16, one scale for each 16x16 tile. x has whole blocks."""
+    """Quantizes the rows of x in blocks of 16, or in 16x16 tiles if `tile` is 16. x has whole blocks."""
     x = np.asarray(x).astype(f32)
     m, n = x.shape
     with np.errstate(all="ignore"):
@@ -46,7 +48,7 @@ def nvfp4(x: np.ndarray, tile: int = 1, bound: float = 448) -> dict[str, np.ndar
 
 
 def mx(x: np.ndarray, element: str, rounding: str) -> dict[str, np.ndarray]:
-    """Rows in blocks of 32 with power-of-two scales, by way of float64 logarithms."""
+    """Quantizes rows in blocks of 32 with power-of-two scales, computed by float64 logarithms."""
     x = np.asarray(x).astype(f32)
     m, n = x.shape
     four = element == "e2m1"
@@ -56,7 +58,7 @@ def mx(x: np.ndarray, element: str, rounding: str) -> dict[str, np.ndarray]:
         if rounding == "rceil":
             e = np.ceil(np.log2(amax / top))
         elif rounding == "even":
-            # The maximum is rounded to the element's own mantissa, half up, before its exponent is read.
+            # Round the maximum to the mantissa of the element, half up, before taking its exponent.
             mantissa, exponent = np.frexp(amax)
             bits = 2 if four else 4
             rounded = np.floor(np.log2(np.floor(mantissa * 2**bits + 0.5))) - bits + exponent
@@ -72,6 +74,7 @@ def mx(x: np.ndarray, element: str, rounding: str) -> dict[str, np.ndarray]:
 
 
 def fp8(x: np.ndarray, element: str) -> dict[str, np.ndarray]:
+    """Quantizes a tensor under one fp32 scale."""
     x = np.asarray(x).astype(f32)
     wide = element == "e5m2"
     top, dtype = (f32(57344), ml_dtypes.float8_e5m2) if wide else (f32(448), ml_dtypes.float8_e4m3fn)
@@ -82,34 +85,36 @@ def fp8(x: np.ndarray, element: str) -> dict[str, np.ndarray]:
 
 
 def four_over_six(x: np.ndarray, bound: float = 256, error: str = "mse") -> dict[str, np.ndarray]:
+    """NVFP4 with the better of two scales per block. `margin` is how much worse the scale for 4 is, relatively."""
     x = np.asarray(x).astype(f32)
     m, n = x.shape
     blocks = x.reshape(m, n // 16, 16)
     amax = np.abs(x).max()
     s_enc = f32(bound * 6) / amax
     s_dec = f32(1) / s_enc
-    tried = []
+    candidates = []
     for fraction in (1 / 6, 1 / 4):
         s = e4m3(np.abs(blocks).max(-1) * (s_enc * f32(fraction)))
         with np.errstate(all="ignore"):
             enc = np.minimum(f32(1) / (s.astype(f32) * s_dec), F32_MAX)
             codes = e2m1(blocks * enc[..., None])
         value = GRID[codes & 7] * np.where(codes & 8, -1, 1) * s.astype(np.float64)[..., None] * s_dec
-        off = np.abs(value - blocks)
-        tried.append((s.view(np.uint8), codes, (off**2 if error == "mse" else off).sum(-1)))
-    four = tried[1][2] < tried[0][2]
+        distance = np.abs(value - blocks)
+        candidates.append((s.view(np.uint8), codes, (distance**2 if error == "mse" else distance).sum(-1)))
+    four = candidates[1][2] < candidates[0][2]
     return {
-        "scales": np.where(four, tried[1][0], tried[0][0]),
-        "codes": np.where(four[..., None], tried[1][1], tried[0][1]).reshape(m, n),
-        "margin": (tried[1][2] - tried[0][2]) / np.maximum(tried[0][2], 1e-30),
+        "scales": np.where(four, candidates[1][0], candidates[0][0]),
+        "codes": np.where(four[..., None], candidates[1][1], candidates[0][1]).reshape(m, n),
+        "margin": (candidates[1][2] - candidates[0][2]) / np.maximum(candidates[0][2], 1e-30),
     }
 
 
 def hadamard(size: int) -> np.ndarray:
-    """Sylvester's matrix from its definition: the parity of the bits that two indices share."""
+    """Sylvester's matrix by its definition: the parity of the bits that two indices share."""
     i = np.arange(size)
     return np.array([[(-1.0) ** int(a & b).bit_count() for b in i] for a in i])
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
+    """Two codes to a byte, the even one in the low nibble."""
     return codes[..., ::2] | codes[..., 1::2] << 4

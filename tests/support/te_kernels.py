@@ -1,7 +1,7 @@
-"""What Transformer Engine's kernels write, for machines that cannot run them: the emulation of plain 2D arrays.
+"""Substitutes for Transformer Engine's kernels on machines that cannot run them: the emulation of plain 2D arrays.
 
-Layouts as in its sources: rows in blocks along the last dimension; columns as the transpose, in blocks along the rows
-of what was given, and rotated first where it says so; a 2D scale repeated for each row of its tile.
+The layouts follow its sources. Rows have blocks along the last dimension. Columns are the transpose, with blocks along
+the rows of the input, rotated first if requested. The scale of a 2D tile is repeated for each of its rows.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ ROWS, COLUMNS, BOTH = "rows", "columns", "both"
 ONE, TWO = "1D", "2D"
 
 
-class Written(NamedTuple):
+class KernelResult(NamedTuple):
+    """What a quantizing kernel writes."""
+
     data: jax.Array
     scale_inv: jax.Array
     amax: jax.Array
 
 
-def written(x: jax.Array, two_d: bool = False, rotated: bool = False) -> Written:
-    """One of the kernel's results: (rows, length) of float4, and a scale for each 16 of them."""
+def quantize_rows(x: jax.Array, two_d: bool = False, rotated: bool = False) -> KernelResult:
+    """One result of a kernel: (rows, length) of float4, and a scale for each 16 of them."""
     treatment = Treatment(format="nvfp4", element="e2m1", rht=16 * rotated, tile2d=two_d)
     q = quantize(x, treatment, Axes(axis=-1, contract=(-1,), tile=-2))
     assert q.scales is not None and q.amax is not None  # noqa: PT018
     scales = repeat_axis(q.scales, -2, 16) if two_d else q.scales
     data = lax.bitcast_convert_type(q.codes, jnp.float4_e2m1fn).reshape(x.shape)
-    return Written(data, lax.bitcast_convert_type(scales, jnp.float8_e4m3fn), q.amax.reshape(1))
+    return KernelResult(data, lax.bitcast_convert_type(scales, jnp.float8_e4m3fn), q.amax.reshape(1))
 
 
-def product(left: Any, right: Any, alpha: jax.Array, out: Any) -> jax.Array:
-    """What cuBLAS gives: rows by rows, all contracted along the last dimension, times alpha."""
+def multiply_rows(left: Any, right: Any, alpha: jax.Array, out: Any) -> jax.Array:
+    """The cuBLAS product: both operands contracted along the last dimension, times alpha."""
 
     def values(operand: Any) -> jax.Array:
         rows, length = operand.data.shape
@@ -52,34 +54,36 @@ def product(left: Any, right: Any, alpha: jax.Array, out: Any) -> jax.Array:
 
 
 def engine() -> Any:
-    """Stands in for Transformer Engine, with as much of it as the backend uses."""
+    """A substitute for the parts of Transformer Engine that the backend uses."""
 
-    def quantized(x: Any, quantizer: Any, flatten_axis: int) -> Any:
+    def quantize(x: Any, quantizer: Any, flatten_axis: int) -> Any:
         assert flatten_axis == 1
         two_d = quantizer.scaling_mode == TWO
-        columns = Pair(written(x.data.T, two_d, quantizer.use_rht))
-        # It has no kernel for columns alone, unless they are rotated, nor one that rotates rows.
+        columns = RowsAndColumns(quantize_rows(x.data.T, two_d, quantizer.use_rht))
+        # Transformer Engine has no kernel for columns alone, unless they are rotated, and none that rotates rows.
         if quantizer.q_layout == COLUMNS:
             assert quantizer.use_rht
             return columns.colwise_tensor
-        return columns if quantizer.q_layout == BOTH else written(x.data, two_d)
+        return columns if quantizer.q_layout == BOTH else quantize_rows(x.data, two_d)
 
-    def multiplied(left: Any, right: Any, contracting_dims: Any) -> jax.Array:
+    def gemm(left: Any, right: Any, contracting_dims: Any) -> jax.Array:
         assert contracting_dims == ((1,), (1,))
-        return product(left, right, left.amax / 2688 * (right.amax / 2688), left.dq_dtype)
+        return multiply_rows(left, right, left.amax / 2688 * (right.amax / 2688), left.dq_dtype)
 
-    made = SimpleNamespace(create=lambda **given: SimpleNamespace(**given))
+    factory = SimpleNamespace(create=lambda **fields: SimpleNamespace(**fields))
     return SimpleNamespace(
-        quantize=quantized,
-        gemm=multiplied,
-        NoScaleTensor=lambda **given: SimpleNamespace(**given),
+        quantize=quantize,
+        gemm=gemm,
+        NoScaleTensor=lambda **fields: SimpleNamespace(**fields),
         QuantizeLayout=SimpleNamespace(ROWWISE=ROWS, COLWISE=COLUMNS, ROWWISE_COLWISE=BOTH),
-        QuantizerFactory=made,
-        ScaledTensor2x=Pair,
-        ScaledTensorFactory=SimpleNamespace(create_1x=made.create),
+        QuantizerFactory=factory,
+        ScaledTensor2x=RowsAndColumns,
+        ScaledTensorFactory=SimpleNamespace(create_1x=factory.create),
         ScalingMode=SimpleNamespace(NVFP4_1D_SCALING=ONE, NVFP4_2D_SCALING=TWO),
     )
 
 
-class Pair(NamedTuple):
-    colwise_tensor: Written
+class RowsAndColumns(NamedTuple):
+    """What a kernel for rows and columns writes. The backend reads only the columns."""
+
+    colwise_tensor: KernelResult

@@ -1,4 +1,4 @@
-"""Transformer Engine on a machine without a GPU: it is imported, traced and lowered for CUDA; no kernel can run."""
+"""Imports Transformer Engine on a machine without a GPU and lowers its calls for CUDA. No kernel can run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BLACKWELL = 100
 
 
 class CannotImport(Exception):
-    """Why Transformer Engine is not to be had here."""
+    """Why Transformer Engine cannot be imported here."""
 
 
-def imported() -> Any:
-    """`transformer_engine.jax`, told that the GPU is a Blackwell one."""
+def import_engine() -> Any:
+    """Imports `transformer_engine.jax`, with a Blackwell GPU as its answer for the compute capability."""
     try:
-        _driver()
+        _load_driver()
         import nvidia.nccl
 
         ctypes.CDLL(str(Path(next(iter(nvidia.nccl.__path__))) / "lib/libnccl.so.2"), mode=ctypes.RTLD_GLOBAL)
@@ -40,7 +40,8 @@ def imported() -> Any:
     return te
 
 
-def _driver() -> None:
+def _load_driver() -> None:
+    """Loads the CUDA driver, or a stub of it if there is none."""
     try:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     except OSError:
@@ -55,9 +56,9 @@ def _driver() -> None:
             ctypes.CDLL(stub, mode=ctypes.RTLD_GLOBAL)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Call:
-    """A call of Transformer Engine in a lowered program: in which scope, with which attributes and operands."""
+    """A call of Transformer Engine in a lowered program: its scope, attributes, operands and results."""
 
     name: str
     scope: str
@@ -66,40 +67,40 @@ class Call:
     results: tuple[str, ...]
 
 
-def calls(lowered: Any) -> list[Call]:
-    """All of them, in their order: one in a function that is called twice, twice; one in a loop's body, once."""
+def find_calls(lowered: Any) -> list[Call]:
+    """All calls in program order. A call in a function that is called twice counts twice, one in a loop body once."""
     functions = {
         op.attributes["sym_name"].value: op for op in lowered.compiler_ir(dialect="stablehlo").body.operations
     }
-    return list(_calls(functions["main"], functions, ""))
+    return list(_find_calls(functions["main"], functions, ""))
 
 
-def _calls(op: Any, functions: dict[str, Any], scope: str) -> Iterator[Call]:
+def _find_calls(op: Any, functions: dict[str, Any], scope: str) -> Iterator[Call]:
     for inner in (i for region in op.regions for block in region.blocks for i in block.operations):
         operation = inner.operation
-        here = scope + str(operation.location)
+        inner_scope = scope + str(operation.location)
         if operation.name == "func.call":
-            yield from _calls(functions[operation.attributes["callee"].value], functions, here)
+            yield from _find_calls(functions[operation.attributes["callee"].value], functions, inner_scope)
         elif operation.name == "stablehlo.custom_call":
             name = operation.attributes["call_target_name"].value
             if name.startswith("te_"):
                 yield Call(
                     name.removeprefix("te_").removesuffix("_ffi"),
-                    here,
-                    _plain(operation.attributes["mhlo.backend_config"]),
+                    inner_scope,
+                    _as_python(operation.attributes["mhlo.backend_config"]),
                     tuple(str(o.type) for o in operation.operands),
                     tuple(str(r.type) for r in operation.results),
                 )
         else:
-            yield from _calls(operation, functions, scope)
+            yield from _find_calls(operation, functions, scope)
 
 
-def _plain(attribute: Any) -> Any:
-    """An attribute of MLIR as Python has it."""
+def _as_python(attribute: Any) -> Any:
+    """An MLIR attribute as a Python value."""
     if hasattr(attribute, "value"):
         return attribute.value
-    return {entry.name: _plain(entry.attr) for entry in attribute}
+    return {entry.name: _as_python(entry.attr) for entry in attribute}
 
 
-def for_cuda(f: Any, *args: Any) -> Any:
+def lower_for_cuda(f: Any, *args: Any) -> Any:
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",))

@@ -1,0 +1,93 @@
+"""The primitives `quantize` and `scaled_gemm`: how they print, their abstract shapes and their shardings."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from policyc.language.recipes import Treatment
+from policyc.language.treatments import normalize_recipe
+from policyc.numerics import primitives, quantize
+from policyc.numerics.gemm import quantized_dot_general
+from tests.support.gemms import FULL, MATMUL, RECIPES, normal
+
+pytestmark = pytest.mark.usefixtures("quick_compile")  # both sides of a comparison are compiled the same way
+
+needs_eight_devices = pytest.mark.skipif(
+    len(jax.devices()) < 8, reason="needs 8 devices: XLA_FLAGS in conftest"
+)
+
+
+def test_the_jaxpr_is_readable() -> None:
+    product = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=FULL)
+    text = str(jax.make_jaxpr(jax.grad(lambda w: jnp.sum(product(normal(16, 32), w))))(normal(32, 16)))
+    assert "nvfp4_quantize[" in text
+    assert "spec=1x16,sr,rht16@-2" in text
+    assert "operand=wgrad.dy" in text
+    assert "scaled_gemm[" in text
+    assert "shift_right" not in text
+
+
+def test_abstract_shapes_are_those_of_the_implementation() -> None:
+    def shapes(q: Any) -> list[tuple[Any, Any]]:
+        return [(a.shape, a.dtype) for a in jax.tree.leaves(q)]
+
+    for t in {t for r in RECIPES.values() for t in normalize_recipe(r).treatments if t.bits in (4, 8)}:
+        for shape in ((5, 30), (3, 16, 64)):
+            axes = quantize.Axes(axis=-1, tile=-2, batch=(-3,) if len(shape) == 3 else ())
+            x = jax.ShapeDtypeStruct(shape, jnp.float32)
+            abstract = jax.eval_shape(partial(primitives.quantize, treatment=t, axes=axes), x)
+            traced = jax.eval_shape(partial(quantize.quantize, treatment=t, axes=axes), x)
+            assert shapes(abstract) == shapes(traced)
+            assert abstract.layout == traced.layout
+
+
+@needs_eight_devices
+@pytest.mark.parametrize("compiled", [True, False])
+def test_shardings_in_types(compiled: bool) -> None:
+    """Codes and scales are sharded like their operand and equal those of one device. Nothing is gathered for them."""
+    treatment = Treatment(format="nvfp4", element="e2m1")
+    f = partial(primitives.quantize, treatment=treatment, axes=quantize.Axes())
+
+    def quantize_and_multiply(x: jax.Array) -> tuple[Any, jax.Array]:
+        q = jax.vmap(f)(x)
+        return q, jax.vmap(lambda q: primitives.scaled_gemm(q, q, (((1,), (1,)), ((), ())), jnp.float32))(q)
+
+    x = normal(4, 32, 64)
+    expected = jax.jit(quantize_and_multiply)(x)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        shards = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
+        run = jax.jit(quantize_and_multiply) if compiled else quantize_and_multiply
+        q, y = run(shards)
+        if compiled:
+            assert "all-gather" not in run.lower(shards).compile().as_text()
+    specs = [jax.typeof(a).sharding.spec for a in (q.codes, q.scales, q.amax, y)]
+    like_operand = P("data", None, "model")
+    # The product is summed over the dimension that "model" shards.
+    assert specs == [like_operand, like_operand, P("data", None, None), P("data", None, None)]
+    for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(expected[0]), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    np.testing.assert_allclose(np.asarray(y), np.asarray(expected[1]), rtol=1e-5, atol=1e-4)
+
+
+@needs_eight_devices
+def test_shardings_in_types_of_codes_in_both_orders() -> None:
+    treatment, x = Treatment(format="fp8", element="e4m3"), normal(4, 32, 64)
+    axes = quantize.Axes(both_orders=True)
+    f = jax.jit(partial(primitives.quantize, treatment=treatment, axes=axes, backend="xla"))
+    expected = f(x)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        q = f(jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))))
+    assert jax.typeof(q.codes).sharding.spec == P("data", None, "model")
+    assert jax.typeof(q.transposed_codes).sharding.spec == P("model", "data", None)
+    for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -1,0 +1,72 @@
+"""Recipes, arrays and comparisons for tests of quantized GEMMs."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, make_recipe, make_split_recipe
+
+MATMUL = (((1,), (0,)), ((), ()))
+VENDOR = {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]}
+FULL = make_recipe("nvfp4", VENDOR)
+NEAREST = make_recipe("nvfp4", {"rht": OPERAND_GROUPS["wgrad"], "scale2d": OPERAND_GROUPS["weights"]})
+RECIPES: dict[str, Recipe] = {
+    "full": FULL,
+    "nearest": NEAREST,
+    "plain": make_recipe("nvfp4"),
+    "row": make_recipe("nvfp4", {"outer": "row"}),
+    "mean": make_recipe("nvfp4", {"mean_split": True, "rht": OPERAND_GROUPS["wgrad"]}),
+    "four_over_six": make_recipe("nvfp4", {"scale": "four_over_six", "scale2d": OPERAND_GROUPS["weights"]}),
+    "ms_eden": make_recipe("nvfp4", {"rounding": "ms_eden"}),
+    "mxfp4": make_recipe(
+        "mxfp4", {"rht": OPERAND_GROUPS["wgrad"], "rht_size": 32, "sr": OPERAND_GROUPS["grad"]}
+    ),
+    "mxfp8": make_recipe("mxfp8"),
+    "fp8": make_recipe("fp8"),
+    "bf16": make_recipe("bf16"),
+    "f32": make_recipe("f32"),
+    "keep": make_recipe("keep"),
+    "mixed": make_split_recipe({Gemm.FPROP: FULL, Gemm.DGRAD: make_recipe("fp8")}),
+    "forward": make_split_recipe(
+        {Gemm.FPROP: FULL, Gemm.DGRAD: make_recipe("bf16"), Gemm.WGRAD: make_recipe("f32")}
+    ),
+}
+
+
+def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def relative_error(a: jax.Array, b: jax.Array) -> float:
+    """The norm of the difference, relative to the norm of b."""
+    a, b = (np.asarray(v, np.float64) for v in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def three_products(
+    f: Any, x: jax.Array, w: jax.Array, dy: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The result of f, and the gradients of x and w."""
+    y, vjp = jax.vjp(f, x, w)
+    return (y, *vjp(dy.astype(y.dtype)))
+
+
+def quick_jit(f: Any) -> Any:
+    """`jax.jit` for programs that run a few small steps and are compared within a tolerance."""
+    return jax.jit(f, compiler_options=_quick_options())
+
+
+@cache
+def _quick_options() -> dict[str, bool]:
+    # XLA's older code generator for CPU takes 40 % less time to compile a quantized product.
+    options = {"xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=options)(1)
+    except jax.errors.JaxRuntimeError:  # this version of XLA does not have the option
+        return {}
+    return options
