@@ -130,8 +130,8 @@ def prequantize(
     if operand == options.weight:
         # A cast makes the weight. Written to memory first, it is read again in half the bytes.
         array = materialize(array)
-    own = shape_dtype_struct(array)
-    lhs, rhs = (own, other) if is_lhs else (other, own)
+    this = shape_dtype_struct(array)
+    lhs, rhs = (this, other) if is_lhs else (other, this)
     spec = GemmSpec(dims=canonical.dims, recipe=recipe, lhs=lhs, rhs=rhs, options=options)
     products = gemm_products(spec)
     # lhs is an operand of fprop and of the gradient of rhs, and rhs of the gradient of lhs.

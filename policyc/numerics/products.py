@@ -148,7 +148,7 @@ class GemmSpec:
 class OperandSpec:
     """An operand of one GEMM: what it is, how it is treated, and by which backend.
 
-    `label` is lhs, rhs or dy. `tokens` are the dimensions that run over tokens.
+    `label` is lhs, rhs or dy, or in a ragged product the role. `tokens` are the dimensions that run over tokens.
     """
 
     gemm: Gemm

@@ -134,10 +134,10 @@ def test_the_shapes_of_transformer_engine_matter_only_in_4_bits():
 
     assert obstacles("w -> nvfp4(rht=wgrad)", "bfloat16", 256) == []
     (rotated,) = obstacles("w -> nvfp4(rht=wgrad)", "float32", 256)
-    assert rotated == "Transformer Engine rotates bfloat16, and this operand is float32"
+    assert rotated == "Transformer Engine rotates only bfloat16, but this operand is float32"
     assert obstacles("w -> nvfp4", "float32", 256) == []
     (uneven,) = obstacles("w -> nvfp4", "bfloat16", 144)
-    assert uneven == "Transformer Engine wants contracted % 32 == 0, and wgrad has 144"
+    assert uneven == "Transformer Engine requires contracted % 32 == 0, but wgrad has 144"
     assert obstacles("w -> mxfp8", "bfloat16", 144) == []
 
 

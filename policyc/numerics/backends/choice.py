@@ -74,7 +74,7 @@ def choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
     if not FORMATS[query.format].is_quantized:
         return PLAIN
     if backend == "emulate":
-        return Lowering("emulate", False, Obstacle("emulation was asked for", "--backend auto"))
+        return Lowering("emulate", False, Obstacle("emulation was requested", "--backend auto"))
     not_native = None if query.format in machine.formats else _missing_format(query.format, machine)
     first = "xla" if backend == "auto" else backend
     obstacle = backends.load(first).obstacle(query)

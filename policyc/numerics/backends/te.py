@@ -51,7 +51,7 @@ _TYPES = ("bfloat16", "float16", "float32")
 def obstacle(query: GemmQuery) -> Obstacle | None:
     """The first of its limits that a GEMM exceeds."""
     if query.format != "nvfp4" or query.right.format != "nvfp4":
-        return Obstacle(f"the te backend runs nvfp4 and not {query.format}", "--backend auto")
+        return Obstacle(f"backend te runs only nvfp4, not {query.format}", "--backend auto")
     return shape_obstacle(query) or _option_obstacle(query.left) or _option_obstacle(query.right)
 
 
@@ -69,7 +69,7 @@ def _type_obstacle(treatment: Treatment, dtype: str) -> Obstacle | None:
         return Obstacle(f"Transformer Engine does not quantize {dtype}", "compute in bfloat16")
     if treatment.rht and dtype != "bfloat16":
         return Obstacle(
-            f"Transformer Engine rotates bfloat16, and this operand is {dtype}",
+            f"Transformer Engine rotates only bfloat16, but this operand is {dtype}",
             "compute in bfloat16, or rht=none",
         )
     return None
@@ -101,8 +101,10 @@ def _size_obstacle(query: GemmQuery) -> Obstacle | None:
     }
     for name, (size, unit) in units.items():
         if size % unit:
-            condition = " where it rotates" if rotates else ""
-            reason = f"Transformer Engine wants {name} % {unit} == 0{condition}, and {query.gemm} has {size}"
+            condition = " with rht" if rotates else ""
+            reason = (
+                f"Transformer Engine requires {name} % {unit} == 0{condition}, but {query.gemm} has {size}"
+            )
             return Obstacle(reason, f"pad {size} to {size + -size % unit}, or --backend auto")
     return None
 

@@ -86,7 +86,7 @@ class Axes:
     Attributes:
       axis: the axis that is cut into blocks.
       contract: all contracted axes. A scale per row spans them.
-      batch: each index of these axes is a tensor of its own.
+      batch: each index of these axes is a separate tensor.
       tile: the other axis of 2D tiles.
       both_orders: whether to also write the codes transposed: one GEMM contracts the last axis, another all before it.
     """
