@@ -1,8 +1,10 @@
-"""What must hold of every program: keeping changes nothing, splitting changes nothing, and a plan is what runs."""
+"""Properties of every program: keeping changes nothing, splitting a scan changes nothing, and a plan is what runs."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,190 +19,192 @@ from policyc.jaxcore import jaxprs, transform
 from policyc.jaxcore.containers import IterationRange
 from policyc.jaxcore.transform import Transform
 from policyc.language.recipes import Gemm
-from tests.support.programs import Program, program
+from tests.support.jaxpr_tools import without_dead_code
+from tests.support.programs import Program, program, with_rule_if_applicable
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-SEEDS = [pytest.param(seed, id=str(seed)) for seed in (0, 3)]
 DEEP = settings(max_examples=12, phases=[Phase.generate], print_blob=True)
 seeds = integers(0, 2**32 - 1)
-KEEPING = ["* -> keep", "* @ fprop -> keep; layers[-1:] -> keep", "nothing.here -> nvfp4"]
+KEEPING = ["* -> keep", "* @ fprop -> keep; layers[-1:] -> keep", "nothing.here -> nvfp4 expect 0"]
 
 
-def same(a: Any, b: Any) -> bool:
+def same_bits(a: Any, b: Any) -> bool:
     return all(
         np.array_equal(np.asarray(x), np.asarray(y))
         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_keeping_everything_changes_nothing(seed):
-    keeping(seed)
+# ---- keeping
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_keeping_everything_changes_nothing(seed: int) -> None:
+    check_keeping(seed)
 
 
 @pytest.mark.slow
 @DEEP
 @given(seeds)
-def test_keeping_everything_changes_nothing_of_any_program(seed):
-    keeping(seed)
+def test_keeping_everything_changes_nothing_of_any_program(seed: int) -> None:
+    check_keeping(seed)
 
 
-def keeping(seed: int) -> None:
-    made = program(seed)
-    policy = KEEPING[seed % len(KEEPING)]
-    plain = jax.jit(jax.value_and_grad(made.loss))
-    kept = jax.jit(jax.value_and_grad(policyc.apply(policy, made.loss)))
-    args = (made.params, made.batch)
-    assert str(jax.make_jaxpr(policyc.apply(policy, made.loss))(*args)) == str(
-        jax.make_jaxpr(made.loss)(*args)
-    )
-    assert hlo(plain, args) == hlo(kept, args)
-    assert same(plain(*args), kept(*args))
+def check_keeping(seed: int) -> None:
+    random_program = program(seed)
+    loss, args = random_program.loss, random_program.args
+    *rules, last = KEEPING[seed % len(KEEPING)].split("; ")
+    policy = with_rule_if_applicable(random_program, rules[0], last) if rules else last
+    plain = jax.jit(jax.value_and_grad(loss))
+    kept = jax.jit(jax.value_and_grad(policyc.apply(policy, loss)))
+    assert str(jax.make_jaxpr(policyc.apply(policy, loss))(*args)) == str(jax.make_jaxpr(loss)(*args))
+    assert lowered_text(plain, args) == lowered_text(kept, args)
+    assert same_bits(plain(*args), kept(*args))
     with policyc.active(policy):
-        assert same(plain(*args), kept(*args))
+        assert same_bits(plain(*args), kept(*args))
 
 
-def hlo(f: Any, args: Any) -> str:
+def lowered_text(f: Any, args: Any) -> str:
     text = f.lower(*args).as_text()
     return text.partition("\n")[2]  # the first line has the function's name
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_split_scan_equals_the_unsplit_one(seed):
-    splitting(seed)
+# ---- splitting scans
+
+
+def test_a_split_scan_equals_the_unsplit_one() -> None:
+    """A scan in reverse, unrolled by two, with a remat and a branch."""
+    check_splitting(0)
 
 
 @pytest.mark.slow
 @DEEP
 @given(seeds)
-def test_a_split_scan_equals_the_unsplit_one_of_any_program(seed):
-    splitting(seed)
+def test_a_split_scan_equals_the_unsplit_one_in_any_program(seed: int) -> None:
+    check_splitting(seed)
 
 
-def splitting(seed: int) -> None:
-    made = program(seed)
-    args = (made.params, made.batch)
-    policy = "* -> fp8; layers -> mxfp4(sr=grad)"  # whose random bits are each layer's own
+def check_splitting(seed: int) -> None:
+    random_program = program(seed)
+    loss, args = random_program.loss, random_program.args
+    policy = "* -> bf16; layers -> mxfp4(sr=grad)"  # each layer has its own random bits
 
     def run() -> Any:
-        return jax.jit(jax.value_and_grad(policyc.apply(policy, made.loss)))(*args)
+        return jax.jit(jax.value_and_grad(policyc.apply(policy, loss)))(*args)
 
     whole = run()
-    ranges = Transform.iteration_ranges
-    split = Counter()
+    find_ranges = Transform.iteration_ranges
+    split_scans = Counter[int]()
 
-    def one_by_one(self, scan, position):
-        iterations = [
-            IterationRange(i, i + 1) for r in ranges(self, scan, position) for i in range(r.start, r.stop)
-        ]
+    def split_further(self: Any, scan: Any, position: Any) -> list[IterationRange]:
+        iterations = [i for r in find_ranges(self, scan, position) for i in range(r.start, r.stop)]
         if self.is_stack(position.address):
-            split[len(iterations)] += 1
-        return iterations[:1] and [IterationRange(0, iterations[0].stop), *_rest(iterations)]
+            split_scans[len(iterations)] += 1
+        return list(one_one_and_rest(len(iterations)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transform, "iteration_ranges", one_by_one)
+        patch.setattr(Transform, "iteration_ranges", split_further)
         transform._transformed.clear()
-        apart = run()
+        split = run()
         transform._transformed.clear()
-    if not any(s.stacks for s in policyc.plan(policy, made.loss, *args).sites):
-        assert not split
-    assert same(whole, apart)
+    if not any(s.stacks for s in policyc.plan(policy, loss, *args).sites):
+        assert not split_scans
+    assert same_bits(whole, split)
 
 
-def _rest(found):
-    """Two layers and then the others, where there are so many."""
-    return found[1:] if len(found) < 4 else [found[1], IterationRange(found[2].start, found[-1].stop)]
+def one_one_and_rest(length: int) -> Iterator[IterationRange]:
+    """The first iteration, the second one, and all others: three ranges, or fewer."""
+    bounds = sorted({0, min(1, length), min(2, length), length})
+    yield from (IterationRange(start, stop) for start, stop in itertools.pairwise(bounds))
 
 
-def products_found(closed: Any) -> Counter:
+# ---- the plan and the gradient
+
+
+def quantized_products(jaxpr: Any) -> Counter[tuple[str, Gemm]]:
     """The quantized products in a jaxpr, by the scope of the GEMM and by product."""
-    found: Counter = Counter()
-    for stack, eqn in scoped(closed, ()):
+    counts: Counter[tuple[str, Gemm]] = Counter()
+    for scopes, eqn in equations_with_scopes(jaxpr, ()):
         if jaxprs.primitive_name(eqn) == "scaled_gemm":
-            (name,) = [s for s in stack if s.startswith("g") and s[1:].isdigit()]
-            (gemm,) = [s.partition(".")[0] for s in stack if s.partition(".")[0] in set(Gemm)]
-            found[name, Gemm(gemm)] += 1
-    return found
+            (name,) = [s for s in scopes if is_gemm_scope(s)]
+            (gemm,) = [s.partition(".")[0] for s in scopes if s.partition(".")[0] in set(Gemm)]
+            counts[name, Gemm(gemm)] += 1
+    return counts
 
 
-def scoped(held: Any, outer: tuple[str, ...]) -> Any:
-    for eqn in jaxprs.equations(held):
-        stack = (*outer, *jaxprs.name_scopes(eqn))
-        yield stack, eqn
-        for body in jaxprs.sub_jaxprs(eqn):
-            yield from scoped(body.jaxpr, stack)
+def equations_with_scopes(jaxpr: Any, outer: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for eqn in jaxprs.equations(jaxpr):
+        scopes = (*outer, *jaxprs.name_scopes(eqn))
+        yield scopes, eqn
+        for sub in jaxprs.sub_jaxprs(eqn):
+            yield from equations_with_scopes(sub.jaxpr, scopes)
 
 
-def scope_of(site: Site) -> str:
-    (name,) = [str(n) for n in site.scope.path if n.text.startswith("g") and n.text[1:].isdigit()]
+def is_gemm_scope(name: str) -> bool:
+    return name.startswith("g") and name[1:].isdigit()
+
+
+def gemm_scope(site: Site) -> str:
+    (name,) = [str(n) for n in site.scope.path if is_gemm_scope(n.text)]
     return name
 
 
-def without_dead_code(closed: Any) -> Any:
-    """What is left of a jaxpr when nothing is computed in vain."""
-    from jax._src.interpreters import partial_eval as pe
+def count_by_scope(jaxpr: Any, primitive: str) -> Counter[str]:
+    """How often a primitive is in a jaxpr, by the scope of the GEMM it belongs to."""
+    counts: Counter[str] = Counter()
+    for scopes, eqn in equations_with_scopes(jaxpr, ()):
+        names = [s for s in scopes if is_gemm_scope(s)]
+        if jaxprs.primitive_name(eqn) == primitive and names:
+            counts[names[0]] += 1
+    return counts
 
-    opened, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    return opened
 
-
-def check_counts(made: Program, policy: str) -> None:
+def check_counts(random_program: Program, policy: str) -> None:
     """Every product of the plan is in the gradient, by site and by product, as often as in the original's gradient.
 
-    A backward product stands there once, however deep in scans, branches and remats its site is. A forward one stands
-    there once, and once more where a remat computes it again: the original says where.
+    A backward product is there once, however deep in scans, branches and remats its site is. A forward one is there
+    once, and once more where a remat computes it again: the original says where.
     """
-    args = (made.params, made.batch)
-    plan = policyc.plan(policy, made.loss, *args)
-    original = by_scope(without_dead_code(jax.make_jaxpr(jax.grad(made.loss))(*args)), "dot_general")
-    gradient = without_dead_code(jax.make_jaxpr(jax.grad(policyc.apply(policy, made.loss)))(*args))
-    expected: Counter = Counter()
+    loss, args = random_program.loss, random_program.args
+    plan = policyc.plan(policy, loss, *args)
+    original = count_by_scope(without_dead_code(jax.make_jaxpr(jax.grad(loss))(*args)), "dot_general")
+    gradient = without_dead_code(jax.make_jaxpr(jax.grad(policyc.apply(policy, loss)))(*args))
+    expected: Counter[tuple[str, Gemm]] = Counter()
     for site in plan.sites:
         backward = site.products - {Gemm.FPROP}
-        expected.update({(scope_of(site), g): 1 for g in backward})
-        expected[scope_of(site), Gemm.FPROP] = original[scope_of(site)] - len(backward)
-    assert products_found(gradient) == expected
-    assert by_scope(gradient, "scaled_gemm") == original
-    assert not by_scope(gradient, "dot_general")
-
-
-def by_scope(closed: Any, primitive: str) -> Counter:
-    """How often a primitive is in a jaxpr, by the scope of the GEMM it belongs to."""
-    found: Counter = Counter()
-    for stack, eqn in scoped(closed, ()):
-        names = [s for s in stack if s.startswith("g") and s[1:].isdigit()]
-        if jaxprs.primitive_name(eqn) == primitive and names:
-            found[names[0]] += 1
-    return found
+        expected.update({(gemm_scope(site), g): 1 for g in backward})
+        expected[gemm_scope(site), Gemm.FPROP] = original[gemm_scope(site)] - len(backward)
+    assert quantized_products(gradient) == expected
+    assert count_by_scope(gradient, "scaled_gemm") == original
+    assert not count_by_scope(gradient, "dot_general")
 
 
 @settings(DEEP, max_examples=6)
 @given(seeds)
-def test_products_are_counted(seed):
+def test_the_gradient_has_the_products_of_the_plan(seed: int) -> None:
     check_counts(program(seed), "* -> nvfp4")
 
 
 @pytest.mark.slow
 @settings(DEEP, max_examples=100)
 @given(seeds, integers(2, 5))
-def test_products_are_counted_in_any_program(seed, depth):
+def test_the_gradient_of_any_program_has_the_products_of_the_plan(seed: int, depth: int) -> None:
     check_counts(program(seed, depth), "* -> nvfp4")
 
 
 @settings(DEEP, max_examples=4)
 @given(seeds)
-def test_layers_and_products_apart(seed):
-    """Which products run where layers are treated differently, and some are kept."""
-    made = program(seed)
-    args = (made.params, made.batch)
-    policy = "* @ bwd -> fp8; layers[0] @ dgrad -> keep"
-    plan = policyc.plan(policy, made.loss, *args)
+def test_which_products_run_where_layers_are_treated_differently(seed: int) -> None:
+    """Some products are kept, and some only in some layers."""
+    random_program = program(seed)
+    policy = with_rule_if_applicable(random_program, "* @ bwd -> fp8", "layers[0] @ dgrad -> keep")
+    plan = policyc.plan(policy, random_program.loss, *random_program.args)
     planned = set()
     for site in plan.sites:
         for layer in site.layers():
             recipe = plan.decisions()[site.address, layer].recipe
             if recipe is not None:
-                planned |= {(scope_of(site), g) for g in site.products if recipe.bits(g)}
-    gradient = jax.make_jaxpr(jax.grad(policyc.apply(policy, made.loss)))(*args)
-    assert set(products_found(without_dead_code(gradient))) == planned
+                planned |= {(gemm_scope(site), g) for g in site.products if recipe.bits(g)}
+    gradient = jax.make_jaxpr(jax.grad(policyc.apply(policy, random_program.loss)))(*random_program.args)
+    assert set(quantized_products(without_dead_code(gradient))) == planned

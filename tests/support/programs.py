@@ -1,6 +1,6 @@
 """Random programs for the compiler's property tests: nested scans, conds, remats, jits and dot_generals.
 
-Every GEMM stands in a name scope of its own (`g0`, `g1`, ...), so that it can be found again in a gradient's jaxpr.
+Every GEMM is in a name scope of its own (`g0`, `g1`, ...), so that it can be found again in a gradient's jaxpr.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import policyc
+from policyc.compiler.plan_checks import opaque_indices
+
 WIDTH, ROWS = 8, 4
 Block = Callable[[Any, jax.Array], jax.Array]
 
@@ -26,9 +29,15 @@ class Program:
     params: Any
     batch: jax.Array
 
+    @property
+    def args(self) -> tuple[Any, jax.Array]:
+        return self.params, self.batch
+
 
 @dataclass
 class Builder:
+    """Makes blocks: functions of parameters and an activation, which give an activation of the same shape."""
+
     random: np.random.Generator
     gemms: int = 0
     stacked: int = 0
@@ -46,8 +55,8 @@ class Builder:
     def block(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
         leaves = [self.dense, self.left, self.einsum, self.pair, self.attention]
         nests = [self.scanned, self.checkpointed, self.jitted, self.conditional, self.chained, self.looped]
-        made = leaves if depth == 0 else [*leaves[:2], *nests, *nests]
-        return made[self.random.integers(len(made))](depth, lead)
+        kinds = leaves if depth == 0 else [*leaves[:2], *nests, *nests]
+        return kinds[self.random.integers(len(kinds))](depth, lead)
 
     def dense(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
         name = self.name()
@@ -122,8 +131,8 @@ class Builder:
 
     def checkpointed(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
         params, inner = self.block(depth - 1, lead)
-        saved = [None, jax.checkpoint_policies.dots_saveable]
-        return params, jax.checkpoint(inner, policy=saved[self.random.integers(2)])
+        policies = [None, jax.checkpoint_policies.dots_saveable]
+        return params, jax.checkpoint(inner, policy=policies[self.random.integers(2)])
 
     def jitted(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
         params, inner = self.block(depth - 1, lead)
@@ -143,7 +152,7 @@ class Builder:
         return {"a": first, "b": second}, lambda p, h: g(p["b"], f(p["a"], h))
 
     def looped(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
-        """The same weights, again and again."""
+        """A loop whose iterations all read the same weights."""
         params, inner = self.block(depth - 1, lead)
         return params, lambda p, h: lax.fori_loop(0, 2, lambda _, h: inner(p, h), h)
 
@@ -161,3 +170,10 @@ def program(seed: int, depth: int = 3) -> Program:
         return jnp.mean(jnp.square(block(p["block"], h)))
 
     return Program(loss, {"first": first, "block": params}, batch)
+
+
+def with_rule_if_applicable(random_program: Program, policy: str, rule: str) -> str:
+    """The policy with a further rule about layers, if the program has such layers and their indices are known."""
+    extended = f"{policy}; {rule}"
+    plan = policyc.plan(extended, random_program.loss, *random_program.args)
+    return extended if plan.counts[-1] and not any(opaque_indices(plan)) else policy

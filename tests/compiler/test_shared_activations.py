@@ -1,0 +1,88 @@
+"""An activation that several GEMMs of a block quantize alike is quantized once, to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import pytest
+
+import policyc
+from policyc.compiler.rewrite import SiteRewriter
+from policyc.jaxcore import jaxprs
+from tests.support.jaxpr_tools import without_dead_code
+from tests.support.layered_models import GATED, X, assert_same_bits, gated_model
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+FP8, MXFP8, RANDOM = "* -> fp8", "* -> mxfp8", "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
+"""The codes of whole tensors serve fprop and wgrad. Blocks run along what each of the two contracts."""
+
+CASES = [
+    (FP8, "none", False), (FP8, "full", False), (FP8, "dots", True), (MXFP8, "named", False), (MXFP8, "full", True),
+    (RANDOM, "none", False), (RANDOM, "named", True), (RANDOM, "dots", False),
+]  # fmt: skip
+FAST = [(FP8, "full", False), (MXFP8, "named", False)]
+
+
+@pytest.fixture
+def quantize_separately(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """A function that turns sharing off: from then on, every GEMM quantizes its own activation."""
+
+    def switch() -> None:
+        monkeypatch.setattr(SiteRewriter, "share", lambda *_: {})
+        jax.clear_caches()
+
+    yield switch
+    jax.clear_caches()
+
+
+def step(policy: str, remat: str, unrolled: bool) -> Callable[..., Any]:
+    loss = policyc.apply(policy, gated_model(remat, unrolled))
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+
+
+def activations_quantized(f: Callable[..., Any], *args: Any) -> int:
+    """How many equations quantize an activation. Dead code does not count."""
+    live = without_dead_code(jax.make_jaxpr(f)(*args))
+    quantizers = [e for e in jaxprs.all_equations(live) if jaxprs.primitive_name(e).endswith("_quantize")]
+    return sum(e.params["operand"].endswith(".lhs") for e in quantizers)
+
+
+@pytest.mark.parametrize(("policy", "remat", "unrolled"), CASES)
+def test_what_two_gemms_read_is_quantized_once(
+    policy: str, remat: str, unrolled: bool, quantize_separately: Callable[[], None]
+) -> None:
+    shared = activations_quantized(step(policy, remat, unrolled), GATED, X[0])
+    quantize_separately()
+    separate = activations_quantized(step(policy, remat, unrolled), GATED, X[0])
+    assert shared < separate
+    if remat in ("none", "named"):
+        # Of the three GEMMs of a block, two read the same activation.
+        blocks = (1 if policy == FP8 else 2) * (2 if unrolled else 1)
+        assert (shared, separate) == (2 * blocks, 3 * blocks)
+
+
+@pytest.mark.parametrize(
+    ("policy", "remat", "unrolled"),
+    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_sharing_changes_no_bit(
+    policy: str, remat: str, unrolled: bool, quantize_separately: Callable[[], None]
+) -> None:
+    shared = step(policy, remat, unrolled)(GATED, X[0])
+    quantize_separately()
+    assert_same_bits(shared, step(policy, remat, unrolled)(GATED, X[0]))
+
+
+def test_what_is_treated_differently_is_quantized_separately() -> None:
+    def quantized(policy: str) -> int:
+        loss = policyc.apply(policy, gated_model("none"))
+        return activations_quantized(jax.value_and_grad(loss), GATED, X[0])
+
+    assert quantized("* -> mxfp8") == 2 * 2
+    assert quantized("* -> mxfp8; gate -> fp8") == 2 + 1 + 2
+    assert quantized("* -> mxfp8; gate -> keep") == 2 + 2
+    # The codes of fprop are alike, those of wgrad are not.
+    assert quantized("* -> mxfp8; gate @ wgrad -> bf16") == 2 + 1 + 2
