@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
 import os
 import shutil
 import sys
@@ -15,6 +13,8 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.quick_options import known_quick_options
 
 # Sharding is tested on eight host devices. This must be set before JAX starts.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -57,25 +57,6 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path
 
     return write_files
-
-
-QUICK_OPTIONS = {
-    "xla_cpu_use_fusion_emitters": False,  # the former emitters compile unoptimized programs in half the time
-    "xla_cpu_parallel_codegen_split_count": 1,  # the tests already use every core
-}
-
-
-@functools.cache
-def known_quick_options() -> tuple[tuple[str, Any], ...]:
-    """Those of `QUICK_OPTIONS` that the installed XLA has."""
-    import jax
-
-    known = []
-    for name, value in QUICK_OPTIONS.items():
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
-            known.append((name, value))
-    return tuple(known)
 
 
 @pytest.fixture(scope="module")
