@@ -1,4 +1,4 @@
-"""Jitted functions moved to other devices: from the first four host devices to the last four, in reverse."""
+"""Jitted functions are compiled for other devices: for the last four host devices, in reverse, instead of the first."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from jax.sharding import PartitionSpec as P
 from policyc.jaxcore import relocate
 
 
-class Caught(BaseException):
+class LoweringStopped(BaseException):
     pass
 
 
-def caught(call: Callable[[], Any]) -> relocate.JittedFunction:
-    """What is about to be lowered."""
-    found: list[relocate.JittedFunction] = []
+def intercept(call: Callable[[], Any]) -> relocate.JittedFunction:
+    """The jitted function that a call is about to lower."""
+    intercepted: list[relocate.JittedFunction] = []
 
     def stop(jitted: relocate.JittedFunction) -> None:
-        found.append(jitted)
-        raise Caught
+        intercepted.append(jitted)
+        raise LoweringStopped
 
-    with relocate.intercept_lowering(stop), pytest.raises(Caught):
+    with relocate.intercept_lowering(stop), pytest.raises(LoweringStopped):
         call()
-    return found[0]
+    return intercepted[0]
 
 
 def mesh(kind: AxisType) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(kind,) * 2)
 
 
-def placed(kind: AxisType, *spec: str | None) -> jax.Array:
+def sharded_ones(kind: AxisType, *spec: str | None) -> jax.Array:
     return jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh(kind), P(*spec)))
 
 
 def constrained() -> tuple[Any, tuple[Any, ...]]:
-    where = NamedSharding(mesh(AxisType.Auto), P("b", "a"))
+    sharding = NamedSharding(mesh(AxisType.Auto), P("b", "a"))
 
     def body(h: Any, _: Any) -> Any:
-        return jax.lax.with_sharding_constraint(h @ h, where), None
+        return jax.lax.with_sharding_constraint(h @ h, sharding), None
 
-    return jax.jit(lambda x: jax.lax.scan(body, x, None, length=3)[0]), (placed(AxisType.Auto, "a"),)
+    return jax.jit(lambda x: jax.lax.scan(body, x, None, length=3)[0]), (sharded_ones(AxisType.Auto, "a"),)
 
 
 def explicit() -> tuple[Any, tuple[Any, ...]]:
     def step(x: Any, y: Any) -> Any:
         return jnp.einsum("ij,jk->ik", x, y, out_sharding=P("a", "b"))
 
-    x, y = placed(AxisType.Explicit, "a", None), placed(AxisType.Explicit, None, "b")
+    x, y = sharded_ones(AxisType.Explicit, "a", None), sharded_ones(AxisType.Explicit, None, "b")
     return jax.jit(step), (x, y)
 
 
@@ -63,69 +63,68 @@ def manual() -> tuple[Any, tuple[Any, ...]]:
     inside = jax.shard_map(
         lambda x: jax.lax.psum(x, "b"), mesh=mesh(AxisType.Auto), in_specs=P("a", "b"), out_specs=P("a")
     )
-    return jax.jit(inside), (placed(AxisType.Auto, "a", "b"),)
+    return jax.jit(inside), (sharded_ones(AxisType.Auto, "a", "b"),)
 
 
-def jitted_for_a_place() -> tuple[Any, tuple[Any, ...]]:
-    where = NamedSharding(mesh(AxisType.Auto), P("a"))
-    step = jax.jit(lambda x: x @ x.T, in_shardings=where, out_shardings=where, donate_argnums=0)
+def jitted_with_shardings() -> tuple[Any, tuple[Any, ...]]:
+    sharding = NamedSharding(mesh(AxisType.Auto), P("a"))
+    step = jax.jit(lambda x: x @ x.T, in_shardings=sharding, out_shardings=sharding, donate_argnums=0)
     return step, (jax.ShapeDtypeStruct((8, 8), jnp.float32),)
 
 
-def on_one() -> tuple[Any, tuple[Any, ...]]:
+def on_one_device() -> tuple[Any, tuple[Any, ...]]:
     return jax.jit(lambda x: x @ x), (jax.device_put(jnp.ones((8, 8)), jax.devices()[2]),)
 
 
 def computations(executable: Any) -> str:
-    """A compiled program, without where its lines come from."""
+    """The text of a compiled program, without source locations."""
     text = executable.as_text()
     return re.sub(r", metadata=\{[^}]*\}", "", text[re.search(r"^(%|ENTRY)", text, re.MULTILINE).start() :])
 
 
-@pytest.mark.parametrize("program", [constrained, explicit, manual, jitted_for_a_place, on_one])
-def test_moved(program: Callable[[], tuple[Any, tuple[Any, ...]]]) -> None:
-    """The same program, on other devices and on no others."""
+@pytest.mark.parametrize("program", [constrained, explicit, manual, jitted_with_shardings, on_one_device])
+def test_a_function_runs_on_other_devices_only(program: Callable[[], tuple[Any, tuple[Any, ...]]]) -> None:
+    """The compiled program is the same, and so are the shardings, but for the devices."""
     step, args = program()
     with jax.set_mesh(mesh(AxisType.Explicit)) if program is explicit else contextlib.nullcontext():
-        stayed = step.lower(*args).compile()
-        jitted = caught(lambda: step.lower(*args))
+        unmoved = step.lower(*args).compile()
+        jitted = intercept(lambda: step.lower(*args))
     here = relocate.devices_used(jitted)
     there = jax.devices()[::-1][: len(here)]
     moved = relocate.lower_for(jitted, there, "cpu").compile()
-    assert computations(moved) == computations(stayed)
+    assert computations(moved) == computations(unmoved)
     for before, after in (
-        (jax.tree.leaves(stayed.input_shardings), jax.tree.leaves(moved._in_shardings)),
-        (jax.tree.leaves(stayed.output_shardings), jax.tree.leaves(moved._out_shardings)),
+        (jax.tree.leaves(unmoved.input_shardings), jax.tree.leaves(moved._in_shardings)),
+        (jax.tree.leaves(unmoved.output_shardings), jax.tree.leaves(moved._out_shardings)),
     ):
         assert len(before) == len(after)
         for old, new in zip(before, after, strict=True):
             assert old.device_set == set(here)
             assert new.device_set == set(there)
-            # Which part of an array lies on which device.
-            parts = dict(zip(here, there, strict=True))
-            shares = new.devices_indices_map((8, 8))
-            assert {parts[d]: i for d, i in old.devices_indices_map((8, 8)).items()} == shares
+            # Each new device holds the part of an array that its counterpart held.
+            counterpart = dict(zip(here, there, strict=True))
+            parts = new.devices_indices_map((8, 8))
+            assert {counterpart[d]: i for d, i in old.devices_indices_map((8, 8)).items()} == parts
 
 
-def test_a_function_that_names_no_device() -> None:
-    """It is compiled for the first that is given, not for the first that is here."""
-    jitted = caught(lambda: jax.jit(lambda x: x @ x)(np.ones((8, 8), np.float32)))
+def test_a_function_that_names_no_device_runs_on_the_first_given_one() -> None:
+    jitted = intercept(lambda: jax.jit(lambda x: x @ x)(np.ones((8, 8), np.float32)))
     assert relocate.devices_used(jitted) == []
     moved = relocate.lower_for(jitted, [jax.devices()[5]], "cpu").compile()
     assert jax.tree.leaves(moved._in_shardings) == [SingleDeviceSharding(jax.devices()[5])]
 
 
-def test_what_it_prints_stays_here() -> None:
+def test_debug_prints_are_left_out() -> None:
     def step(x: Any) -> Any:
         jax.debug.print("{}", x)
         return x * 2
 
-    jitted = caught(lambda: jax.jit(step)(np.float32(1)))
+    jitted = intercept(lambda: jax.jit(step)(np.float32(1)))
     moved = relocate.lower_for(jitted, [jax.devices()[5]], "cpu")
     assert "callback" not in str(moved.stablehlo())
 
 
-def test_a_call_back_is_named() -> None:
-    jitted = caught(lambda: jax.jit(lambda x: jax.pure_callback(lambda v: v, x, x))(np.float32(1)))
+def test_a_callback_is_refused_with_its_place() -> None:
+    jitted = intercept(lambda: jax.jit(lambda x: jax.pure_callback(lambda v: v, x, x))(np.float32(1)))
     with pytest.raises(relocate.HasCallback, match=r"pure_callback \(.*test_relocate\.py:\d+\)"):
         relocate.devices_used(jitted)
