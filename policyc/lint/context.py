@@ -17,7 +17,7 @@ from policyc.language.selectors import DottedPath
 from policyc.lint.automata import Budget, SearchTooLarge
 from policyc.lint.coverage import Coverage, Point, ResolvedRule
 from policyc.lint.edits import set_option
-from policyc.lint.rule import Finding
+from policyc.lint.finding import Finding
 from policyc.numerics.targets import TARGETS, Target
 
 if TYPE_CHECKING:

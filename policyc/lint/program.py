@@ -16,7 +16,7 @@ from policyc.language.diagnostics import Diagnostic
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context
-from policyc.lint.rule import Finding
+from policyc.lint.finding import Finding
 from policyc.lint.site_names import HEAD_NAMES
 
 _MAX_BITS = 8  # a product counts as quantized if its narrower operand has at most this many bits

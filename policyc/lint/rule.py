@@ -1,30 +1,16 @@
-"""What a lint rule is made of: `LintRule` (a code, a page and a check) and the `Finding`s that its check yields."""
+"""What a lint rule is: a code, a page and a check."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from inspect import cleandoc
-from typing import TYPE_CHECKING
 
-from policyc.language.diagnostics import Diagnostic, Fix, Note, Severity, Span
+from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.lint.context import Context
+from policyc.lint.finding import Finding
 
-if TYPE_CHECKING:
-    from policyc.lint.context import Context
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One fault that a check found. The engine adds the code and the severity of the rule."""
-
-    span: Span
-    message: str
-    help: str = ""
-    notes: tuple[Note, ...] = ()
-    fix: Fix | None = None
-
-
-Check = Callable[["Context"], Iterable[Finding]]
+Check = Callable[[Context], Iterable[Finding]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

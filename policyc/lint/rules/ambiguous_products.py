@@ -26,7 +26,8 @@ from policyc.language.diagnostics import Edit, Fix, Span, closest_name
 from policyc.language.recipes import GEMM_GROUPS, Gemm
 from policyc.language.selectors import Selector
 from policyc.lint.context import Context
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 _ALL_PRODUCTS = frozenset(Gemm)
 

@@ -28,7 +28,8 @@ from collections.abc import Iterator
 from policyc.language.policy import RecipeCall, option_values
 from policyc.language.recipes import OPTIONS, Gemm, make_recipe
 from policyc.lint.context import Context
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:

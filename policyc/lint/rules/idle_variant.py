@@ -27,7 +27,8 @@ from collections.abc import Iterator
 from policyc.language.policy import Variant
 from policyc.lint.context import Context
 from policyc.lint.coverage import Coverage
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 _MAX_WORK = 200_000  # rules times variants
 

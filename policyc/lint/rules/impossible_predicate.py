@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from policyc.lint.automata import SearchTooLarge
 from policyc.lint.context import Context
 from policyc.lint.coverage import count_evaluations, sample_attributes
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 _MAX_EVALUATIONS = 400_000  # comparisons evaluated for all conditions of a policy
 

@@ -14,7 +14,8 @@ from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import parse_path
 from policyc.lint.context import Context
-from policyc.lint.rule import Finding, LintRule, format_page
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule, format_page
 from policyc.lint.site_names import EMBEDDING_NAMES, HEAD_NAMES, ROUTER_NAMES, SCORE_NAMES
 
 

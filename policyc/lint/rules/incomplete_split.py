@@ -24,7 +24,8 @@ from policyc.language.diagnostics import Edit, Fix, Span
 from policyc.language.policy import SplitRecipe
 from policyc.language.recipes import Gemm
 from policyc.lint.context import Context
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:

@@ -26,7 +26,8 @@ from collections.abc import Iterator
 
 from policyc.language.diagnostics import Edit, Fix
 from policyc.lint.context import Context
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 _WORDS = frozenset({"default", "all", "any", "everything", "else", "otherwise"})
 

@@ -25,7 +25,8 @@ from collections.abc import Iterator
 
 from policyc.language.recipes import Gemm
 from policyc.lint.context import Context
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:

@@ -26,7 +26,8 @@ from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector
 from policyc.lint.automata import example_path
 from policyc.lint.context import Context
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 from policyc.lint.site_names import SENSITIVE_NAMES
 
 _DEPTH = 32  # of the example stack; the answer does not depend on it

@@ -27,7 +27,8 @@ from policyc.language.diagnostics import Fix, Note
 from policyc.lint.context import Context
 from policyc.lint.coverage import ResolvedRule
 from policyc.lint.edits import remove_statement
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:

@@ -31,7 +31,8 @@ from collections.abc import Iterator
 from policyc.language.diagnostics import Fix, Note
 from policyc.lint.context import Context
 from policyc.lint.edits import remove_statement
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 _MAX_NOTES = 3
 

@@ -28,7 +28,8 @@ from policyc.language.diagnostics import Fix
 from policyc.language.policy import recipe_calls
 from policyc.lint.context import Context
 from policyc.lint.edits import remove_statement
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:

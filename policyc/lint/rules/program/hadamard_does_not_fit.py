@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.lint.context import Context
+from policyc.lint.finding import Finding
 from policyc.lint.program import QuantizedProduct, contracted_size, report_sites
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:

@@ -25,7 +25,8 @@ from collections.abc import Iterator
 from policyc.compiler.plan import Plan
 from policyc.language.diagnostics import Note
 from policyc.lint.context import Context
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 
 _MAX_NOTES = 3
 

@@ -24,8 +24,9 @@ from collections.abc import Iterator
 
 from policyc.language.formats import FORMATS
 from policyc.lint.context import Context
+from policyc.lint.finding import Finding
 from policyc.lint.program import QuantizedProduct, contracted_size, report_sites
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:

@@ -24,8 +24,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.lint.context import Context
+from policyc.lint.finding import Finding
 from policyc.lint.program import find_quantizing_rules, has_name
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.rule import LintRule
 from policyc.lint.site_names import EMBEDDING_NAMES
 
 

@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.lint.context import Context
+from policyc.lint.finding import Finding
 from policyc.lint.program import find_scan_splits
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.rule import LintRule
 
 _MAX_PARTS = 3  # first layers, middle, last layers
 

@@ -31,7 +31,8 @@ from policyc.hardware import step_cost
 from policyc.hardware.step_cost import LayerGroup, MeshShape
 from policyc.language.recipes import Recipe, make_recipe
 from policyc.lint.context import Context
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.finding import Finding
+from policyc.lint.rule import LintRule
 from policyc.numerics.targets import Target
 
 _SINGLE_DEVICE = MeshShape()

@@ -24,8 +24,9 @@ from collections.abc import Iterator
 
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
+from policyc.lint.finding import Finding
 from policyc.lint.program import find_scan_splits
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.rule import LintRule
 
 _MAX_SHOWN = 6  # parts named in a message
 

@@ -28,8 +28,9 @@ from collections.abc import Iterator
 from policyc.compiler.plan import gemm_queries
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
+from policyc.lint.finding import Finding
 from policyc.lint.program import QuantizedProduct, report_sites
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.rule import LintRule
 from policyc.numerics.backends import te
 
 

@@ -23,8 +23,9 @@ from collections.abc import Iterator
 
 from policyc.compiler.plan_checks import unmatched_rules
 from policyc.lint.context import Context
+from policyc.lint.finding import Finding
 from policyc.lint.program import to_findings
-from policyc.lint.rule import Finding, LintRule
+from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
