@@ -7,6 +7,7 @@ Equations that do not change, and that contain none that does, stay the same obj
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,31 +101,31 @@ _transformed: WeakKeyDictionary[Any, dict[Hashable, TransformedJaxpr]] = WeakKey
 are equal: otherwise XLA would compile it once per call."""
 
 
-class Transform:
+class Transform(ABC):
     """Replaces equations of a jaxpr and of the jaxprs inside it."""
 
     # ---- what a subclass decides
 
+    @abstractmethod
     def key(self, position: Position) -> Hashable | None:
         """Everything that decides what becomes of the equations below a position; None if nothing changes there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def replace_equation(self, eqn: JaxprEqn, position: Position, shared: Any) -> Replacement | None:
         """The replacement of an equation; None if it is not one to replace. `shared`: see `share`."""
-        raise NotImplementedError
 
     def share(self, jaxpr: AnyJaxpr, position: Position) -> Mapping[Address, Any]:
         """What equations of one jaxpr share, by the address of each of them."""
         del jaxpr, position
         return {}
 
+    @abstractmethod
     def is_stack(self, address: Address) -> bool:
         """May the iterations of the scan at this address differ?"""
-        raise NotImplementedError
 
+    @abstractmethod
     def slices(self, scan: Address, extra: ExtraInput) -> bool:
         """Does a scan slice this input, or is it the same in every iteration?"""
-        raise NotImplementedError
 
     def change_container(self, eqn: JaxprEqn) -> JaxprEqn:
         """Adapts the parameters of a container whose jaxprs were transformed."""
