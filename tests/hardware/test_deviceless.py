@@ -126,6 +126,7 @@ def test_the_step_of_a_program_is_the_jitted_function_that_differentiates_the_lo
 def test_programs_that_cannot_be_compiled_are_refused(
     program: Callable[..., Path], rest: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
+    assert len(jax.devices()) == 8  # JAX counts them once: the command cannot change that any more
     policy = tmp_path / "fp8.policy"
     policy.write_text("mlp -> fp8\n", encoding="utf-8")
     ran = command("compile", str(policy), "--target", "gb200", "--devices", "4", program(LOSS, *rest))
