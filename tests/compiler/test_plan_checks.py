@@ -19,7 +19,7 @@ from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.loader import parse
 from policyc.numerics.backends.choice import Machine
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.planned_model import X, plan
+from tests.support.planned_model import X, plan_model
 
 
 def diagnostics_of(plan: Plan, **options: Any) -> list[Diagnostic]:
@@ -40,11 +40,11 @@ def spanned(diagnostic: Diagnostic) -> str:
 
 
 def test_a_plan_without_faults_passes() -> None:
-    check_plan(plan("* -> fp8 expect 9; layers[-1:] -> mxfp8 expect 2; head -> keep expect 1"))
+    check_plan(plan_model("* -> fp8 expect 9; layers[-1:] -> mxfp8 expect 2; head -> keep expect 1"))
 
 
 def test_an_expectation_that_is_not_met() -> None:
-    (diagnostic,) = diagnostics_of(plan("* -> fp8 expect 9; layers.up -> mxfp8 expect 3"))
+    (diagnostic,) = diagnostics_of(plan_model("* -> fp8 expect 9; layers.up -> mxfp8 expect 3"))
     assert diagnostic.code == "expect-violated"
     assert diagnostic.message == "this rule expects 3 sites and matches 4"
     assert spanned(diagnostic) == "layers.up -> mxfp8 expect 3"
@@ -52,28 +52,28 @@ def test_an_expectation_that_is_not_met() -> None:
 
 
 def test_one_site_is_singular() -> None:
-    (diagnostic,) = diagnostics_of(plan("layers.up -> mxfp8 expect 1"))
+    (diagnostic,) = diagnostics_of(plan_model("layers.up -> mxfp8 expect 1"))
     assert diagnostic.message == "this rule expects 1 site and matches 4"
 
 
 def test_a_rule_that_matches_nothing_may_be_about_another_loss() -> None:
-    made = plan("layer.up -> mxfp8 expect 4; head -> fp8 expect 1")
-    (diagnostic,) = diagnostics_of(made)
+    plan = plan_model("layer.up -> mxfp8 expect 4; head -> fp8 expect 1")
+    (diagnostic,) = diagnostics_of(plan)
     assert diagnostic.message == "this rule expects 4 sites and matches 0"
     assert diagnostic.help == (
         "did you mean 'layers' for 'layer'?; or, if another loss of the program has these sites: --multiple-losses"
     )
-    check_plan(made, may_miss=True)
+    check_plan(plan, may_miss=True)
 
 
 def test_a_rule_may_not_match_half_of_what_it_expects() -> None:
-    (diagnostic,) = diagnostics_of(plan("layers.up -> fp8 expect 5"), may_miss=True)
+    (diagnostic,) = diagnostics_of(plan_model("layers.up -> fp8 expect 5"), may_miss=True)
     assert diagnostic.code == "expect-violated"
 
 
 def test_all_faults_are_raised_together() -> None:
-    made = plan("layers.up -> mxfp8 expect 3; head -> fp8 expect 2; * -> nvfp4", require_native=True)
-    codes = [d.code for d in diagnostics_of(made)]
+    plan = plan_model("layers.up -> mxfp8 expect 3; head -> fp8 expect 2; * -> nvfp4", require_native=True)
+    codes = [d.code for d in diagnostics_of(plan)]
     assert codes.count("expect-violated") == 2
     assert "not-native" in codes
 
@@ -112,8 +112,8 @@ def test_the_selector_for_an_opaque_site_without_a_name() -> None:
         product.defvjp(lambda x: (x @ x.T, x), lambda kept, g: (kept,))
         return product(x * p["scale"])
 
-    made = make_plan(parse("* -> fp8"), find_sites(loss, {"scale": struct(16)}, X))
-    (diagnostic,) = diagnostics_of(made)
+    plan = make_plan(parse("* -> fp8"), find_sites(loss, {"scale": struct(16)}, X))
+    (diagnostic,) = diagnostics_of(plan)
     assert diagnostic.help == "keep it with a rule after this one: * where k == 16 and n == 8 -> keep"
 
 
@@ -135,8 +135,8 @@ SHARED_OUT = find_sites(shared_out, {"layers": struct(8, 16, 16)}, X)
 
 
 def test_devices_cannot_treat_their_layers_differently() -> None:
-    made = make_plan(parse("layers -> fp8; layers[-1:] -> keep; layers[0] -> bf16"), SHARED_OUT)
-    first, second = diagnostics_of(made)
+    plan = make_plan(parse("layers -> fp8; layers[-1:] -> keep; layers[0] -> bf16"), SHARED_OUT)
+    first, second = diagnostics_of(plan)
     assert (first.code, second.code) == ("opaque-site", "opaque-site")
     assert "'layers' are divided over 4 devices" in first.message
     assert (spanned(first), spanned(second)) == ("layers[-1:] -> keep", "layers[0] -> bf16")
@@ -147,26 +147,48 @@ def test_layers_at_the_same_place_on_every_device_may_be_chosen(policy: str) -> 
     check_plan(make_plan(parse(policy), SHARED_OUT))
 
 
+# ---- layers whose index is not known
+
+
+def routed(p: Any, x: Any) -> Any:
+    """Which layer it reads depends on the data."""
+    return x @ lax.dynamic_index_in_dim(p["layers"]["w"], jnp.argmax(x[0]), keepdims=False)
+
+
+ROUTED = find_sites(routed, {"layers": {"w": struct(4, 16, 16), "v": struct(4, 16, 16)}}, X)
+
+
+def test_a_rule_cannot_choose_layers_by_an_index_that_is_not_known() -> None:
+    (diagnostic,) = diagnostics_of(make_plan(parse("layers -> fp8; layers[0] -> keep"), ROUTED))
+    assert diagnostic.code == "opaque-index"
+    assert diagnostic.message.startswith("it is not known which layer of 'layers.w' (")
+    assert spanned(diagnostic) == "layers[0] -> keep"
+
+
+def test_all_layers_may_be_chosen_without_an_index() -> None:
+    check_plan(make_plan(parse("layers -> fp8"), ROUTED))
+
+
 # ---- recipes and machines
 
 
 def test_a_recipe_that_contradicts_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_checks, "find_recipe_problems", lambda recipe: ["two options contradict"])
-    (diagnostic,) = diagnostics_of(plan("head -> nvfp4(rht=wgrad)"))
+    (diagnostic,) = diagnostics_of(plan_model("head -> nvfp4(rht=wgrad)"))
     assert (diagnostic.code, diagnostic.message) == ("contradictory-options", "two options contradict")
     assert spanned(diagnostic) == "nvfp4(rht=wgrad)"
 
 
 def test_emulation_is_a_fault_where_native_products_are_required() -> None:
-    made = plan("layers -> fp8; head -> nvfp4", target="h100", require_native=True)
-    (decision,) = [run.decision for run in made.runs() if run.site.name == "head"]
+    plan = plan_model("layers -> fp8; head -> nvfp4", target="h100", require_native=True)
+    (decision,) = [run.decision for run in plan.runs() if run.site.name == "head"]
     obstacle = decision.lowerings[0].obstacle
     assert obstacle is not None
-    diagnostics = [d for d in diagnostics_of(made) if spanned(d) == "head -> nvfp4"]
+    diagnostics = [d for d in diagnostics_of(plan) if spanned(d) == "head -> nvfp4"]
     assert [(d.code, d.message, d.help) for d in diagnostics] == [
         ("not-native", f"fprop of 'head' would be emulated, and 2 more: {obstacle.reason}", obstacle.remedy)
     ]
-    check_plan(plan("layers -> fp8; head -> nvfp4", target="h100"))
+    check_plan(plan_model("layers -> fp8; head -> nvfp4", target="h100"))
 
 
 def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,13 +196,13 @@ def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
         def missing(self) -> str:
             return "install the library"
 
-    made = plan("* -> fp8; head -> mxfp8", backend="emulate")
-    made.decisions()
+    plan = plan_model("* -> fp8; head -> mxfp8", backend="emulate")
+    plan.decisions()
     monkeypatch.setattr(plan_checks.backends, "load", lambda name: Missing())
-    (diagnostic,) = diagnostics_of(made)
+    (diagnostic,) = diagnostics_of(plan)
     assert (diagnostic.code, diagnostic.message) == ("missing-library", "install the library")
     assert spanned(diagnostic) == "* -> fp8", "the first rule that needs it"
-    elsewhere = plan("* -> fp8", backend="emulate", target="gb200")
+    elsewhere = plan_model("* -> fp8", backend="emulate", target="gb200")
     monkeypatch.undo()
     elsewhere.decisions()
     monkeypatch.setattr(plan_checks.backends, "load", lambda name: Missing())
@@ -191,15 +213,26 @@ def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unmatched(policy: str, sites: Any = None) -> list[tuple[str, str | None]]:
-    made = plan(policy) if sites is None else make_plan(parse(policy), sites, execution_options())
-    return [(spanned(d), d.help) for d in plan_checks.unmatched_rules(made)]
+    plan = plan_model(policy) if sites is None else make_plan(parse(policy), sites, execution_options())
+    return [(spanned(d), d.help) for d in plan_checks.unmatched_rules(plan)]
 
 
 def test_rules_that_match_nothing_are_listed() -> None:
-    (diagnostic,) = plan_checks.unmatched_rules(plan("* -> fp8; heed -> bf16; tail -> fp8 expect 0"))
+    (diagnostic,) = plan_checks.unmatched_rules(plan_model("* -> fp8; heed -> bf16; tail -> fp8 expect 0"))
     assert (diagnostic.code, diagnostic.severity) == ("unmatched-rule", Severity.WARNING)
     assert spanned(diagnostic) == "heed -> bf16"
     assert diagnostic.help == "did you mean 'head' for 'heed'?"
+
+
+def test_a_quantizing_rule_must_match_something_where_that_is_asked() -> None:
+    plan = plan_model("* -> fp8; heed -> nvfp4; tail -> bf16; nose -> fp8 expect 0")
+    check_plan(plan)
+    check_plan(plan, must_match=True, may_miss=True)
+    (diagnostic,) = diagnostics_of(plan, must_match=True)
+    assert (diagnostic.code, diagnostic.severity) == ("unmatched-rule", Severity.ERROR)
+    assert spanned(diagnostic) == "heed -> nvfp4"
+    assert "did you mean 'head' for 'heed'?" in diagnostic.help
+    assert "'expect 0'" in diagnostic.help
 
 
 def test_what_the_author_may_have_meant() -> None:
@@ -228,4 +261,4 @@ def test_many_paths_are_cut() -> None:
 
 def test_a_machine_has_a_name() -> None:
     """Plans for the devices here are plans for the first of them."""
-    assert plan("* -> fp8").machine == Machine(jax.devices()[0].platform)
+    assert plan_model("* -> fp8").machine == Machine(jax.devices()[0].platform)

@@ -12,7 +12,7 @@ from policyc.compiler.plan import make_plan
 from policyc.compiler.plan_tables import align_columns, as_json, emulation_reasons, sites_table, summary
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
-from tests.support.planned_model import HEAD, SCHEDULE, X, plan
+from tests.support.planned_model import HEAD, SCHEDULE, X, plan_model
 
 POLICY = "* -> mxfp8; layers[1:3].up -> bf16; head @ wgrad -> nvfp4; head @ dgrad -> keep"
 
@@ -21,10 +21,10 @@ POLICY = "* -> mxfp8; layers[1:3].up -> bf16; head @ wgrad -> nvfp4; head @ dgra
 
 
 def test_the_summary_has_a_line_for_each_rule() -> None:
-    made = plan(POLICY, backend="emulate")
-    (reason,) = emulation_reasons(made)
+    plan = plan_model(POLICY, backend="emulate")
+    (reason,) = emulation_reasons(plan)
     assert (
-        summary(made)
+        summary(plan)
         == f"""\
 policyc: rule                    sites  products             FLOPs  backend
 policyc: * -> mxfp8              7      fprop, dgrad, wgrad  66.7%  emulate, emulated
@@ -37,10 +37,10 @@ policyc: {reason}
 
 
 def test_the_summary_has_a_part_for_each_phase() -> None:
-    made = plan("* -> fp8\nuntil 10 { head -> keep }", backend="emulate")
-    (reason,) = emulation_reasons(made)
+    plan = plan_model("* -> fp8\nuntil 10 { head -> keep }", backend="emulate")
+    (reason,) = emulation_reasons(plan)
     assert (
-        summary(made)
+        summary(plan)
         == f"""\
 policyc: rule (until 10)  sites  products             FLOPs   backend
 policyc: * -> fp8         8      fprop, dgrad, wgrad  80.0%   emulate, emulated
@@ -54,7 +54,7 @@ policyc: {reason}
 
 def test_the_summary_says_what_no_rule_matches() -> None:
     assert (
-        summary(plan("head -> keep; other -> fp8"))
+        summary(plan_model("head -> keep; other -> fp8"))
         == """\
 policyc: rule          sites  products             FLOPs  backend
 policyc: head -> keep  1      fprop, dgrad, wgrad  20.0%  -
@@ -65,8 +65,8 @@ policyc: (no rule)     8      fprop, dgrad, wgrad  80.0%  -
 
 
 def test_every_reason_for_emulation_is_given_once() -> None:
-    made = plan(POLICY, target="h100")
-    assert [line.partition(":")[0] for line in emulation_reasons(made)] == [
+    plan = plan_model(POLICY, target="h100")
+    assert [line.partition(":")[0] for line in emulation_reasons(plan)] == [
         "emulated (fprop, dgrad, wgrad)",
         "emulated (wgrad)",
     ]
@@ -74,7 +74,7 @@ def test_every_reason_for_emulation_is_given_once() -> None:
 
 def test_a_long_rule_is_cut_before_its_recipe() -> None:
     rule = "layers[0].up, layers[1].up, layers[2].up, layers[3].up -> nvfp4(rounding=ms_eden)"
-    first = summary(plan(rule)).splitlines()[1]
+    first = summary(plan_model(rule)).splitlines()[1]
     assert " layers[0].up, layers[1].up, laye… -> nvfp4(rounding=ms_eden)  " in first
 
 
@@ -83,7 +83,7 @@ def test_a_long_rule_is_cut_before_its_recipe() -> None:
 
 def test_the_table_of_sites() -> None:
     assert (
-        sites_table(plan("layers -> fp8; layers[1:3].up -> bf16"))
+        sites_table(plan_model("layers -> fp8; layers[1:3].up -> bf16"))
         == """\
 scope  parameter    layers  batch x m x n x k  GFLOP     weight  products           rule                    beat
 -      layers.up    0       1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  layers -> fp8           -
@@ -97,7 +97,7 @@ scope  parameter    layers  batch x m x n x k  GFLOP     weight  products       
 
 
 def test_products_with_different_rules_are_told_apart() -> None:
-    row = sites_table(plan("* -> fp8; head @ bwd -> mxfp8; head @ wgrad -> keep")).splitlines()[-2]
+    row = sites_table(plan_model("* -> fp8; head @ bwd -> mxfp8; head @ wgrad -> keep")).splitlines()[-2]
     cells = row.split("fprop dgrad wgrad  ")[1]
     assert (
         cells == "* -> fp8 @ fprop; head @ bwd -> mxfp8 @ dgrad; head @ wgrad -> keep @ wgrad  *; head @ bwd"
@@ -106,7 +106,7 @@ def test_products_with_different_rules_are_told_apart() -> None:
 
 def test_without_rules_the_table_has_one_line_for_each_site() -> None:
     assert (
-        sites_table(plan(""))
+        sites_table(plan_model(""))
         == """\
 scope  parameter    layers  batch x m x n x k  GFLOP     weight  products
 -      layers.up    4       1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad
@@ -118,7 +118,7 @@ scope  parameter    layers  batch x m x n x k  GFLOP     weight  products
 
 
 def test_a_schedule_has_a_line_for_each_phase() -> None:
-    table = sites_table(plan(SCHEDULE)).splitlines()
+    table = sites_table(plan_model(SCHEDULE)).splitlines()
     assert table[0].split()[-3:] == ["phase", "rule", "beat"]
     head = [line for line in table if " head " in line]
     assert [line.partition("wgrad")[2].strip() for line in head] == [
@@ -154,10 +154,10 @@ def test_columns_are_aligned_without_trailing_spaces() -> None:
 
 
 def test_a_plan_as_json() -> None:
-    made = plan("* -> mxfp8; layers[1:3].up @ dgrad -> bf16; layers.down -> keep", target="gb200")
-    data = json.loads(as_json(made))
-    assert data["policy"] == {"path": "<policy>", "sha256": made.policy.sha256}
-    assert data["jaxpr"] == {"sha256": made.sites.hash}
+    plan = plan_model("* -> mxfp8; layers[1:3].up @ dgrad -> bf16; layers.down -> keep", target="gb200")
+    data = json.loads(as_json(plan))
+    assert data["policy"] == {"path": "<policy>", "sha256": plan.policy.sha256}
+    assert data["jaxpr"] == {"sha256": plan.sites.hash}
     assert (data["backend"], data["machine"]) == ("auto", "gb200")
     assert data["rules"] == ["* -> mxfp8", "layers[1:3].up @ dgrad -> bf16", "layers.down -> keep"]
     assert data["phases"] == ["always"]
@@ -192,8 +192,8 @@ NATIVE = {"backend": "xla", "native": True}
 
 
 def test_the_decisions_of_a_stack_as_json() -> None:
-    made = plan("* -> mxfp8; layers[1:3].up @ dgrad -> bf16; layers.down -> keep", target="gb200")
-    up, down, head = (site["decisions"]["always"] for site in json.loads(as_json(made))["sites"])
+    plan = plan_model("* -> mxfp8; layers[1:3].up @ dgrad -> bf16; layers.down -> keep", target="gb200")
+    up, down, head = (site["decisions"]["always"] for site in json.loads(as_json(plan))["sites"])
     mxfp8 = product(0, "mxfp8", **NATIVE)
     assert up == [
         {"layers": [[0], [0]], "products": {"fprop": mxfp8, "dgrad": mxfp8, "wgrad": mxfp8}},
@@ -209,11 +209,11 @@ def test_the_decisions_of_a_stack_as_json() -> None:
 
 
 def test_json_says_why_a_product_is_emulated() -> None:
-    made = plan("head -> nvfp4", target="h100")
-    (decision,) = made.site_runs(HEAD)
+    plan = plan_model("head -> nvfp4", target="h100")
+    (decision,) = plan.site_runs(HEAD)
     obstacle = decision.decision.lowerings[0].obstacle
     assert obstacle is not None
-    *_, head = json.loads(as_json(made))["sites"]
+    *_, head = json.loads(as_json(plan))["sites"]
     (run,) = head["decisions"]["always"]
     assert run["products"]["fprop"] == product(
         0, "nvfp4", backend="emulate", native=False, reason=obstacle.reason, remedy=obstacle.remedy
@@ -221,7 +221,7 @@ def test_json_says_why_a_product_is_emulated() -> None:
 
 
 def test_json_has_every_phase() -> None:
-    *_, head = json.loads(as_json(plan("* -> fp8\nuntil 10 { head -> keep }")))["sites"]
+    *_, head = json.loads(as_json(plan_model("* -> fp8\nuntil 10 { head -> keep }")))["sites"]
     rules = {label: run["products"]["fprop"]["rule"] for label, (run,) in head["decisions"].items()}
     assert rules == {"until 10": 1, "after 10": 0}
 
@@ -252,7 +252,7 @@ def test_control_characters_in_names_are_escaped() -> None:
             return (x @ weights[f"w{HOSTILE}"]).sum()
 
     sites = find_sites(loss, {f"w{HOSTILE}": struct(8, 4)}, struct(16, 8))
-    made = make_plan(parse("* -> fp8"), sites, execution_options("emulate"))
-    for text in (sites_table(made), summary(made), as_json(made)):
+    plan = make_plan(parse("* -> fp8"), sites, execution_options("emulate"))
+    for text in (sites_table(plan), summary(plan), as_json(plan)):
         assert all(line.isprintable() for line in text.split("\n"))
-    assert r"\x1b]0;title\x07\x9b31m" in sites_table(made)
+    assert r"\x1b]0;title\x07\x9b31m" in sites_table(plan)

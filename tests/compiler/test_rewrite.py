@@ -158,8 +158,8 @@ def test_a_function_that_layers_share_stays_shared_where_they_are_treated_alike(
     plan = policyc.plan("layers[-1:] -> nvfp4 expect 1; layers[0] @ wgrad -> fp8", f, p, X)
     check_plan(plan)
     assert [bool(plan.decisions()[s.address, ()].recipe) for s in plan.sites] == [True, False, False, True]
-    made = traced(policyc.apply("* -> fp8; layers[0] -> nvfp4", f), p, X)
-    calls = [sub.jaxpr for e in jaxprs.equations(made) for sub in jaxprs.sub_jaxprs(e)]
+    rewritten_jaxpr = traced(policyc.apply("* -> fp8; layers[0] -> nvfp4", f), p, X)
+    calls = [sub.jaxpr for e in jaxprs.equations(rewritten_jaxpr) for sub in jaxprs.sub_jaxprs(e)]
     assert len(calls) == 4
     assert len({id(jaxpr) for jaxpr in calls}) == 2
 
@@ -230,6 +230,6 @@ def test_names_stay_with_their_equations() -> None:
         with jax.named_scope("outer"):
             return jax.jit(loss)(w, x)
 
-    made = traced(policyc.apply("* -> nvfp4", f), W, X)
-    (call,) = [e for e in jaxprs.equations(made) if jaxprs.sub_jaxprs(e)]
+    rewritten_jaxpr = traced(policyc.apply("* -> nvfp4", f), W, X)
+    (call,) = [e for e in jaxprs.equations(rewritten_jaxpr) if jaxprs.sub_jaxprs(e)]
     assert jaxprs.name_scopes(call) == ("outer",)

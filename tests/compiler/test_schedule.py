@@ -14,7 +14,7 @@ from policyc.compiler.schedule import SCHEDULE as PROCESS_SCHEDULE
 from policyc.compiler.schedule import Schedule, current_phase, set_step
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse
-from tests.support.planned_model import SCHEDULE, plan
+from tests.support.planned_model import SCHEDULE, plan_model
 
 
 @pytest.fixture
@@ -46,28 +46,28 @@ def traces(schedule: Schedule, steps: list[int], total: int | None = None) -> li
 
 
 def test_a_policy_without_a_schedule_needs_no_step(schedule: Schedule) -> None:
-    assert schedule.phase(plan("* -> fp8")) == ()
+    assert schedule.phase(plan_model("* -> fp8")) == ()
 
 
 def test_a_policy_with_a_schedule_needs_a_step(schedule: Schedule) -> None:
-    made = plan("* -> fp8\nafter 10 { head -> keep }")
+    plan = plan_model("* -> fp8\nafter 10 { head -> keep }")
     with pytest.raises(PolicyError, match="does not say which step it is at") as caught:
-        schedule.phase(made)
+        schedule.phase(plan)
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.code == "schedule-without-step"
     assert diagnostic.help == "call policyc.set_step(n, total=N) before each step"
     schedule.set_step(10, None)
-    assert schedule.phase(made) == (True,)
+    assert schedule.phase(plan) == (True,)
 
 
 def test_the_total_is_given_once(schedule: Schedule) -> None:
-    made = plan(SCHEDULE)
+    plan = plan_model(SCHEDULE)
     schedule.set_step(3, 100)
-    assert made.label(schedule.phase(made)) == "until 10 and until 50%"
+    assert plan.label(schedule.phase(plan)) == "until 10 and until 50%"
     schedule.set_step(60, None)
-    assert made.label(schedule.phase(made)) == "after 10 and after 50%"
+    assert plan.label(schedule.phase(plan)) == "after 10 and after 50%"
     schedule.set_step(60, 200)
-    assert made.label(schedule.phase(made)) == "after 10 and until 50%"
+    assert plan.label(schedule.phase(plan)) == "after 10 and until 50%"
 
 
 def test_reset_forgets_the_step(schedule: Schedule) -> None:
@@ -111,9 +111,9 @@ def test_a_step_is_a_number_of_the_training(step: int, total: int | None) -> Non
 
 
 def test_set_step_sets_the_step_of_the_process() -> None:
-    made = plan("* -> fp8\nafter 3 { head -> keep }")
+    plan = plan_model("* -> fp8\nafter 3 { head -> keep }")
     set_step(np.int64(5), total=10)
     assert (PROCESS_SCHEDULE.step, PROCESS_SCHEDULE.total) == (5, 10)
-    assert current_phase(made) == (True,)
+    assert current_phase(plan) == (True,)
     policyc.set_step(2)
-    assert current_phase(made) == (False,)
+    assert current_phase(plan) == (False,)

@@ -28,6 +28,6 @@ UP, DOWN, HEAD = SITES
 SCHEDULE = "* -> fp8\nuntil 10 { head -> keep }\nafter 50% { layers -> bf16 }"
 
 
-def plan(policy: str, **execution: Any) -> Plan:
+def plan_model(policy: str, **execution: Any) -> Plan:
     """The plan of the model under a policy."""
     return make_plan(parse(policy), SITES, execution_options(**execution))
