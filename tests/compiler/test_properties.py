@@ -88,7 +88,7 @@ def test_a_split_scan_equals_the_unsplit_one_in_any_program(seed: int) -> None:
 def check_splitting(seed: int) -> None:
     random_program = program(seed)
     loss, args = random_program.loss, random_program.args
-    policy = "* -> bf16; layers -> mxfp4(sr=grad)"  # each layer has its own random bits
+    policy = "* -> fp8; layers -> mxfp4(sr=grad)"  # each layer has its own random bits
 
     def run() -> Any:
         return jax.jit(jax.value_and_grad(policyc.apply(policy, loss)))(*args)
