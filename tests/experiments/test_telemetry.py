@@ -162,11 +162,13 @@ def test_only_the_branch_that_is_taken_is_measured() -> None:
     branched = policyc.stats("* -> mxfp8", loss, w, x)
     plain = policyc.stats("* -> mxfp8", lambda w, x: jnp.mean((x @ w) ** 2), w, x)
     assert len(_rows(branched, site="w")) == 6
-    # The same operands, measured in another program: sums of some thousand float32.
     for one, other in zip(_rows(branched, site="w"), _rows(plain, site="w"), strict=True):
-        assert one["operand"] == other["operand"]
-        for figure in ("sqnr_db", "flushed", "saturated", "amax"):
-            assert one[figure] == pytest.approx(other[figure], rel=1e-5, abs=1e-6)
+        assert one.keys() == other.keys()
+        # The same operands, measured in another program: sums of some thousand float32.
+        assert all(
+            value == (pytest.approx(other[key], rel=1e-5) if isinstance(value, float) else other[key])
+            for key, value in one.items()
+        )
     (losses,) = [r for r in branched if "loss" in r]
     assert losses["loss"] == float(jax.jit(policyc.apply("* -> mxfp8", loss))(w, x)) != losses["plain_loss"]
 
