@@ -226,6 +226,7 @@ os.execv(sys.executable, [sys.executable, "-c", "import os; print('POLICYC_POLIC
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_replaces_its_process_leaves_the_policy_and_says_so(home: Path) -> None:
     (home / "program.py").write_text(REEXEC)
     result = apply(home, "fp8.policy", "program.py")
@@ -284,6 +285,7 @@ for derivative in (
 """
 
 
+@pytest.mark.slow
 def test_derivatives_that_a_quantized_gemm_lacks_are_named(home: Path) -> None:
     (home / "program.py").write_text(DERIVATIVES)
     result = apply(home, "fp8.policy", "program.py")
