@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis.strategies import integers
@@ -19,7 +18,8 @@ from policyc.jaxcore import jaxprs, transform
 from policyc.jaxcore.containers import IterationRange
 from policyc.jaxcore.transform import Transform
 from policyc.language.recipes import Gemm
-from tests.support.jaxpr_tools import without_dead_code
+from tests.support.jaxpr_tools import lowered_text, without_dead_code
+from tests.support.layered_models import assert_same_bits
 from tests.support.programs import Program, program, with_rule_if_applicable
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -27,13 +27,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 DEEP = settings(max_examples=12, phases=[Phase.generate], print_blob=True)
 seeds = integers(0, 2**32 - 1)
 KEEPING = ["* -> keep", "* @ fprop -> keep; layers[-1:] -> keep", "nothing.here -> nvfp4 expect 0"]
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    return all(
-        np.array_equal(np.asarray(x), np.asarray(y))
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
 
 
 # ---- keeping
@@ -59,15 +52,10 @@ def check_keeping(seed: int) -> None:
     plain = jax.jit(jax.value_and_grad(loss))
     kept = jax.jit(jax.value_and_grad(policyc.apply(policy, loss)))
     assert str(jax.make_jaxpr(policyc.apply(policy, loss))(*args)) == str(jax.make_jaxpr(loss)(*args))
-    assert lowered_text(plain, args) == lowered_text(kept, args)
-    assert same_bits(plain(*args), kept(*args))
+    assert lowered_text(plain.lower(*args)) == lowered_text(kept.lower(*args))
+    assert_same_bits(plain(*args), kept(*args))
     with policyc.active(policy):
-        assert same_bits(plain(*args), kept(*args))
-
-
-def lowered_text(f: Any, args: Any) -> str:
-    text = f.lower(*args).as_text()
-    return text.partition("\n")[2]  # the first line has the function's name
+        assert_same_bits(plain(*args), kept(*args))
 
 
 # ---- splitting scans
@@ -110,7 +98,7 @@ def check_splitting(seed: int) -> None:
         transform._transformed.clear()
     if not any(s.stacks for s in policyc.plan(policy, loss, *args).sites):
         assert not split_scans
-    assert same_bits(whole, split)
+    assert_same_bits(whole, split)
 
 
 def one_one_and_rest(length: int) -> Iterator[IterationRange]:

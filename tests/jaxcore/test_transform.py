@@ -29,6 +29,8 @@ from policyc.jaxcore.transform import (
 )
 from tests.support.jaxpr_tools import addresses_of, primitive_counts
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 Function = Callable[[jax.Array], jax.Array]
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), jnp.float32)
 

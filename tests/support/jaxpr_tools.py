@@ -49,3 +49,8 @@ def without_dead_code(jaxpr: Any) -> Any:
 
     live, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     return live
+
+
+def lowered_text(lowered: jax.stages.Lowered) -> str:
+    """A lowered program without its first line, which has the name of the function."""
+    return lowered.as_text().partition("\n")[2]
