@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -139,6 +139,23 @@ class Context:
     def count_undecided(self) -> int:
         """Returns the number of questions that rules gave up, including those about coverage."""
         return self.undecided + (self.coverage.undecided if "coverage" in vars(self) else 0)
+
+    def report_products(
+        self,
+        describe_fault: Callable[[Recipe, Gemm], str | None],
+        option: str,
+        *,
+        help: str,
+        replacement: str = "",
+    ) -> Iterator[Finding]:
+        """Yields a finding for each product of each applied recipe in which `describe_fault` sees a fault."""
+        for applied in self.applied_recipes:
+            for gemm in (gemm for gemm in Gemm if gemm in applied.products):
+                message = describe_fault(applied.recipe, gemm)
+                if message is not None:
+                    yield self.report_option(
+                        applied, gemm, option, message=message, help=help, replacement=replacement
+                    )
 
     def report_option(
         self,

@@ -24,24 +24,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.recipes import Gemm
+from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
 from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    for applied in context.applied_recipes:
-        for gemm in (Gemm.DGRAD, Gemm.WGRAD):
-            is_set = any(t.scale == "four_over_six" for t in applied.recipe.gemm_treatments(gemm))
-            if gemm in applied.products and is_set:
-                yield context.report_option(
-                    applied,
-                    gemm,
-                    "scale",
-                    message=f"four_over_six is not applied to {gemm}",
-                    help="use it for fprop: split(fprop=nvfp4(scale=four_over_six), dgrad=..., wgrad=...)",
-                )
+    help = "use it for fprop: split(fprop=nvfp4(scale=four_over_six), dgrad=..., wgrad=...)"
+    return context.report_products(_describe_fault, "scale", help=help)
+
+
+def _describe_fault(recipe: Recipe, gemm: Gemm) -> str | None:
+    if gemm is Gemm.FPROP or all(t.scale != "four_over_six" for t in recipe.gemm_treatments(gemm)):
+        return None
+    return f"four_over_six is not applied to {gemm}"
 
 
 RULES = (LintRule(code="four-over-six-on-backward", doc=__doc__, check=check),)

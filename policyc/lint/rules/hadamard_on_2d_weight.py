@@ -22,23 +22,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.recipes import Role
+from policyc.language.recipes import Gemm, Recipe, Role
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
 from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    for applied, gemm, role, treatment in context.operand_treatments():
-        if role is Role.WEIGHT and treatment.rht and treatment.tile2d:
-            yield context.report_option(
-                applied,
-                gemm,
-                "rht",
-                message=f"the weight of {gemm} has 2D scales and a Hadamard transform",
-                help="transform wgrad only, which has no weight: rht=wgrad",
-                replacement="rht=wgrad",
-            )
+    help = "transform wgrad only, which has no weight: rht=wgrad"
+    return context.report_products(_describe_fault, "rht", help=help, replacement="rht=wgrad")
+
+
+def _describe_fault(recipe: Recipe, gemm: Gemm) -> str | None:
+    if gemm is Gemm.WGRAD:  # it has no weight
+        return None
+    weight = recipe.treatment(gemm, Role.WEIGHT)
+    has_both = weight.rht and weight.tile2d
+    return f"the weight of {gemm} has 2D scales and a Hadamard transform" if has_both else None
 
 
 RULES = (LintRule(code="hadamard-on-2d-weight", doc=__doc__, check=check),)

@@ -23,27 +23,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.recipes import Gemm
+from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
 from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    for applied in context.applied_recipes:
-        for gemm in (Gemm.FPROP, Gemm.DGRAD):
-            operands = applied.recipe.gemm_treatments(gemm)
-            has_transform = any(t.rht and t.rounding != "ms_eden" for t in operands)
-            has_2d_weight = any(t.rht and t.tile2d for t in operands)  # reported by hadamard-on-2d-weight
-            if gemm in applied.products and has_transform and not has_2d_weight:
-                yield context.report_option(
-                    applied,
-                    gemm,
-                    "rht",
-                    message=f"{gemm} has a Hadamard transform",
-                    help="transform wgrad only: rht=wgrad",
-                    replacement="rht=wgrad",
-                )
+    help = "transform wgrad only: rht=wgrad"
+    return context.report_products(_describe_fault, "rht", help=help, replacement="rht=wgrad")
+
+
+def _describe_fault(recipe: Recipe, gemm: Gemm) -> str | None:
+    operands = recipe.gemm_treatments(gemm)
+    has_transform = any(t.rht and t.rounding != "ms_eden" for t in operands)
+    has_2d_weight = any(t.rht and t.tile2d for t in operands)  # reported by hadamard-on-2d-weight
+    if gemm is Gemm.WGRAD or has_2d_weight or not has_transform:
+        return None
+    return f"{gemm} has a Hadamard transform"
 
 
 RULES = (LintRule(code="hadamard-outside-wgrad", doc=__doc__, check=check),)

@@ -23,23 +23,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.recipes import Gemm
+from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
 from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    for applied in context.applied_recipes:
-        is_set = any(t.rounding == "ms_eden" for t in applied.recipe.gemm_treatments(Gemm.FPROP))
-        if Gemm.FPROP in applied.products and is_set:
-            yield context.report_option(
-                applied,
-                Gemm.FPROP,
-                "rounding",
-                message="MS-EDEN is not applied to fprop, which is rounded to nearest",
-                help="use it for the backward products: split(fprop=nvfp4, dgrad=..., wgrad=...)",
-            )
+    help = "use it for the backward products: split(fprop=nvfp4, dgrad=..., wgrad=...)"
+    return context.report_products(_describe_fault, "rounding", help=help)
+
+
+def _describe_fault(recipe: Recipe, gemm: Gemm) -> str | None:
+    if gemm is not Gemm.FPROP or all(t.rounding != "ms_eden" for t in recipe.gemm_treatments(gemm)):
+        return None
+    return "MS-EDEN is not applied to fprop, which is rounded to nearest"
 
 
 RULES = (LintRule(code="ms-eden-on-forward", doc=__doc__, check=check),)

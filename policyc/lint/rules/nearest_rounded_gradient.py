@@ -23,23 +23,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.recipes import Role
+from policyc.language.recipes import Gemm, Recipe, Role
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
 from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    for applied, gemm, role, treatment in context.operand_treatments():
-        if role is Role.GRADIENT and treatment.bits == 4 and treatment.rounding == "rne":
-            yield context.report_option(
-                applied,
-                gemm,
-                "sr",
-                message=f"the gradient of {gemm} is rounded to nearest in {treatment.format}",
-                help="add sr=grad",
-                replacement="sr=grad",
-            )
+    return context.report_products(_describe_fault, "sr", help="add sr=grad", replacement="sr=grad")
+
+
+def _describe_fault(recipe: Recipe, gemm: Gemm) -> str | None:
+    if gemm is Gemm.FPROP:  # it has no gradient
+        return None
+    treatment = recipe.treatment(gemm, Role.GRADIENT)
+    if treatment.bits != 4 or treatment.rounding != "rne":
+        return None
+    return f"the gradient of {gemm} is rounded to nearest in {treatment.format}"
 
 
 RULES = (LintRule(code="nearest-rounded-gradient", doc=__doc__, check=check),)

@@ -23,25 +23,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from policyc.language.diagnostics import Severity
-from policyc.language.recipes import Gemm
+from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
 from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    for applied in context.applied_recipes:
-        for gemm in (g for g in Gemm if g in applied.products):
-            left, right = applied.recipe.gemm_treatments(gemm)
-            if left.rht != right.rht:
-                yield context.report_option(
-                    applied,
-                    gemm,
-                    "rht",
-                    message=f"only one operand of {gemm} has a Hadamard transform",
-                    help="transform both or none: rht=wgrad",
-                    replacement="rht=wgrad",
-                )
+    help = "transform both or none: rht=wgrad"
+    return context.report_products(_describe_fault, "rht", help=help, replacement="rht=wgrad")
+
+
+def _describe_fault(recipe: Recipe, gemm: Gemm) -> str | None:
+    left, right = recipe.gemm_treatments(gemm)
+    return None if left.rht == right.rht else f"only one operand of {gemm} has a Hadamard transform"
 
 
 RULES = (LintRule(code="one-sided-hadamard", doc=__doc__, check=check, severity=Severity.ERROR),)
