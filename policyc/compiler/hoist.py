@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from policyc.compiler.sites import Site
 from policyc.jaxcore import autodiff, jaxprs
 from policyc.jaxcore.containers import IterationRange
-from policyc.jaxcore.transform import Address, ExtraInput
+from policyc.jaxcore.transform import Address, ExtraInput, Replacement
 from policyc.language.recipes import Recipe
 from policyc.numerics.gemm import Backends, GemmOptions, Prequantized, prequantize
 from policyc.numerics.quantize import make_key
@@ -96,11 +96,15 @@ ROUNDING_KEY = RoundingKey()
 
 @dataclass(frozen=True, slots=True)
 class RewrittenLoss:
-    """A loss with the inputs of the original, and behind them those that `extra_inputs` computes."""
+    """A loss with the inputs of the original, and behind them those that `extra_inputs` computes.
+
+    `replacements` says what became of each equation of the original; it is empty if nothing changed.
+    """
 
     jaxpr: ClosedJaxpr
     hoisted: tuple[ExtraInput, ...] = ()
     sites: dict[Address, Site] = field(default_factory=dict)
+    replacements: tuple[Replacement, ...] = ()
 
     def extra_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """The extra inputs for these inputs of the loss.

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -151,7 +151,7 @@ class PlannedLoss:
     def compile(self) -> Callable[..., Any]:
         """The loss as a function of its positional arguments, with its GEMMs run as planned in the current phase."""
         inputs = self.call.inputs(self.call.args)
-        rewritten = compile_plan(self.plan, inputs)
+        rewritten = compile_plan(self.plan)
         extra = rewritten.extra_inputs(inputs)
 
         def quantized(*args: Any) -> Any:
@@ -164,21 +164,23 @@ class PlannedLoss:
 def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> PlannedLoss:
     """Traces a loss, finds its sites, and plans them."""
     traced = call.trace()
-    return PlannedLoss(
-        call, traced, make_plan(policy, analyze(traced.jaxpr, traced.paths, traced.frozen), execution)
-    )
+    plan = make_plan(policy, analyze(traced.jaxpr, traced.paths, traced.frozen), execution)
+    return PlannedLoss(call, traced, replace(plan, constant_inputs=_constant_inputs(call.inputs(call.args))))
 
 
-def compile_plan(plan: Plan, inputs: Sequence[Any] = ()) -> RewrittenLoss:
-    """The plan's loss in the current phase, to be called with these inputs."""
-    constant = {
+def _constant_inputs(inputs: Sequence[Any]) -> frozenset[int]:
+    return frozenset(
         i
         for i, x in enumerate(inputs)
         # What is hoisted has no tangent: a forward-mode derivative must meet the GEMM and its error.
         if not autodiff.is_forward_differentiated(x)
         and autodiff.is_from_outer_trace(autodiff.primal_value(x))
-    }
-    return rewrite(plan.sites, plan.decisions(current_phase(plan)), constant)
+    )
+
+
+def compile_plan(plan: Plan) -> RewrittenLoss:
+    """The plan's loss in the current phase."""
+    return rewrite(plan.sites, plan.decisions(current_phase(plan)), plan.constant_inputs)
 
 
 def as_policy(policy: Any) -> Policy:

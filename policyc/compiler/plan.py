@@ -100,6 +100,8 @@ class Plan:
     policy: Policy
     sites: Sites
     execution: ExecutionOptions
+    constant_inputs: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
+    """The inputs of the loss that do not change from one of its calls to the next."""
     _decisions: dict[Phase, Decisions] = field(default_factory=dict, compare=False, repr=False)
 
     # ---- phases of the schedule

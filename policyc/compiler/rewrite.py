@@ -36,9 +36,8 @@ def rewrite(sites: Sites, decisions: Decisions, constant_inputs: Collection[int]
     hoisted = {s.address for s in sites if s.origin and (s.is_reused or s.origin.input in constant_inputs)}
     rewriter = SiteRewriter(sites, decisions, hoisted)
     result = rewriter.transform(sites.jaxpr)
-    return RewrittenLoss(
-        result.jaxpr, result.inputs, {i.address: rewriter.sites[i.address] for i in result.inputs}
-    )
+    sites_of_inputs = {i.address: rewriter.sites[i.address] for i in result.inputs}
+    return RewrittenLoss(result.jaxpr, result.inputs, sites_of_inputs, result.replacements)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -193,7 +192,9 @@ class SiteRewriter(Transform):
                 shared.variables = tuple(jaxprs.new_var(a) for a in quantizer.avals)
                 eqns = jaxprs.inline(quantizer.jaxpr, [shared.activation], eqn, shared.variables)
             operands += shared.variables
-        return Replacement((*eqns, *jaxprs.inline(template.jaxpr, operands, eqn)), inputs)
+        readers = tuple(address[-1] for address in shared.readers) if shared is not None and eqns else ()
+        new = jaxprs.inline(template.jaxpr, operands, eqn)
+        return Replacement((*eqns, *new), inputs, added=len(eqns), readers=readers)
 
     # ---- sites
 

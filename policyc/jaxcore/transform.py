@@ -81,19 +81,40 @@ class BoundInput:
 
 
 @dataclass(frozen=True, slots=True)
+class NewScope:
+    """A transformed jaxpr inside a container: its number there, and the iterations if it is a piece of a split scan."""
+
+    number: int
+    transformed: TransformedJaxpr
+    iterations: IterationRange | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Replacement:
-    """The equations in the place of one, and the additional inputs that they use."""
+    """The equations in the place of one, and the additional inputs that they use.
+
+    An equation that does not change is replaced by itself. A container that is entered has a `NewScope` for each of
+    its jaxprs, and a scan that is split one for each piece, in the order in which the pieces run. The first `added`
+    equations compute what the equations with the numbers `readers`, in the same jaxpr, share.
+    """
 
     eqns: tuple[JaxprEqn, ...]
     inputs: tuple[BoundInput, ...] = ()
+    scopes: tuple[NewScope, ...] = ()
+    added: int = 0
+    readers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TransformedJaxpr:
-    """A jaxpr, and the inputs that it has behind those of the original."""
+    """A jaxpr, its inputs behind those of the original, and the replacement of each equation of the original.
+
+    There are no replacements if nothing changed.
+    """
 
     jaxpr: Any
     inputs: tuple[ExtraInput, ...] = ()
+    replacements: tuple[Replacement, ...] = ()
 
 
 _transformed: WeakKeyDictionary[Any, dict[Hashable, TransformedJaxpr]] = WeakKeyDictionary()
@@ -146,17 +167,17 @@ class Transform(ABC):
 
     def _transform_equations(self, jaxpr: AnyJaxpr, position: Position) -> TransformedJaxpr:
         shared = self.share(jaxpr, position)
-        eqns: list[JaxprEqn] = []
-        inputs: list[BoundInput] = []
+        replacements: list[Replacement] = []
         for number, eqn in enumerate(jaxprs.equations(jaxpr)):
             here = position.enter(number)
-            replacement = self.transform_equation(eqn, here, shared.get(here.address))
-            eqns += replacement.eqns
-            inputs += replacement.inputs
+            replacements.append(self.transform_equation(eqn, here, shared.get(here.address)))
+        eqns = [eqn for replacement in replacements for eqn in replacement.eqns]
+        inputs = [i for replacement in replacements for i in replacement.inputs]
         variables = [v for i in inputs for v in i.variables]
         return TransformedJaxpr(
             jaxprs.replace_equations(jaxpr, eqns, variables),
             tuple(i.input.seen_from(position.address) for i in inputs),
+            tuple(replacements),
         )
 
     def transform_equation(self, eqn: JaxprEqn, position: Position, shared: Any = None) -> Replacement:
@@ -179,18 +200,22 @@ class Transform(ABC):
             position = replace(position, axis_env=position.axis_env.enter_shard_map(eqn))
         inputs: list[BoundInput] = []
         bodies: list[NewBody] = []
+        scopes: list[NewScope] = []
         for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
             transformed = self.transform(sub.jaxpr, position.enter(number))
+            scopes.append(NewScope(number, transformed))
             bound = [BoundInput.new(i) for i in transformed.inputs]
             operands = tuple(v for i in bound for v in i.variables)
             bodies.append(NewBody(sub, transformed.jaxpr, ExtraInputs(operands, (False,) * len(operands))))
             inputs += bound
-        return Replacement((self.change_container(container.rebuild(eqn, bodies)),), tuple(inputs))
+        rebuilt = self.change_container(container.rebuild(eqn, bodies))
+        return Replacement((rebuilt,), tuple(inputs), tuple(scopes))
 
     def _transform_scan(self, eqn: JaxprEqn, position: Position) -> Replacement:
         """A scan, as one scan for each range of iterations in which the same happens."""
         (sub,) = jaxprs.sub_jaxprs(eqn)
         pieces: list[tuple[IterationRange, NewBody]] = []
+        scopes: list[NewScope] = []
         inputs: list[BoundInput] = []
         is_stack = self.is_stack(position.address)
         for piece in self.iteration_ranges(eqn, position):
@@ -204,13 +229,15 @@ class Transform(ABC):
             flags = tuple(s for s, i in zip(sliced, bound, strict=True) for _ in i.variables)
             operands = tuple(v for i in bound for v in i.variables)
             pieces.append((piece, NewBody(sub, transformed.jaxpr, ExtraInputs(operands, flags))))
+            scopes.append(NewScope(0, transformed, piece))
             inputs += bound
         if len(pieces) == 1:
             ((_, body),) = pieces
-            return Replacement((SCAN.rebuild(eqn, [body]),), tuple(inputs))
+            return Replacement((SCAN.rebuild(eqn, [body]),), tuple(inputs), tuple(scopes))
         atoms = [*eqn.invars, *(v for _, body in pieces for v in body.extra.operands)]
         split = jaxprs.trace_at(SCAN.split(eqn, pieces), [a.aval for a in atoms], eqn, position.axis_env)
-        return Replacement(tuple(jaxprs.inline(split, atoms, eqn)), tuple(inputs))
+        order = scopes[::-1] if eqn.params["reverse"] else scopes
+        return Replacement(tuple(jaxprs.inline(split, atoms, eqn)), tuple(inputs), tuple(order))
 
     def iteration_ranges(self, scan: JaxprEqn, position: Position) -> list[IterationRange]:
         """The iterations of a scan, those together in which the same happens."""
