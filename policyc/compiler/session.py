@@ -59,7 +59,7 @@ class Session:
 
     def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[..., Any]:
         """The function to differentiate instead of `fun`."""
-        if is_compiling() or getattr(fun, "_policyc", False) or _is_internal(fun):
+        if is_compiling() or getattr(fun, "_policyc", False) or autodiff.is_internal(fun):
             return fun
         call = LossCall(fun, primals, {}, tuple(range(len(primals))))
         try:
@@ -112,12 +112,6 @@ class Session:
             if count
         }
         return [diagnostic for span, diagnostic in diagnostics.items() if span not in met]
-
-
-def _is_internal(fun: Callable[..., Any]) -> bool:
-    """Does JAX differentiate this function for its own purposes?"""
-    module = getattr(fun, "__module__", None) or ""
-    return module.startswith("jax._src.") and module != "jax._src.api_util"
 
 
 @accept_old_keyword("several", "multiple_losses")

@@ -54,6 +54,15 @@ def intercept_reverse_mode(hook: Hook) -> Iterator[None]:
 # ---- the function that is differentiated
 
 
+def is_internal(fun: Callable[..., Any]) -> bool:
+    """Does JAX differentiate this function for its own purposes, for example in a solver?
+
+    `jax._src.api_util` defines the wrapper that `jax.grad` differentiates instead of a program's function.
+    """
+    module = getattr(fun, "__module__", None) or ""
+    return module.startswith("jax._src.") and module != "jax._src.api_util"
+
+
 def argument_names(fun: Callable[..., Any], count: int) -> tuple[str, ...]:
     """The names of the first `count` arguments of a function; `arg0`, `arg1`, ... where it gives none."""
     names = [f"arg{i}" for i in range(count)]
@@ -156,7 +165,7 @@ def trace_of(value: Any) -> Iterator[None]:
     if not is_from_outer_trace(value):
         yield
         return
-    with core.set_current_trace(value._trace):  # type: ignore[no-untyped-call]
+    with core.set_current_trace(value._trace):
         yield
 
 

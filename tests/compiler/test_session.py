@@ -160,6 +160,13 @@ def test_a_derivative_taken_by_a_backward_rule_is_no_loss_of_its_own() -> None:
 # ---- what a loss may take and return
 
 
+def test_what_jax_differentiates_for_its_own_purposes_is_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    with policyc.active("* -> fp8") as session:
+        jax.ad_checkpoint.print_saved_residuals(loss, *ABSTRACT)
+    assert "f32[16,16]" in capsys.readouterr().out, "JAX differentiated the function"
+    assert not session.plans
+
+
 def test_arguments_and_results_that_are_no_arrays() -> None:
     class Config:
         depth = 2
