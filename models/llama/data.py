@@ -114,7 +114,7 @@ def make_encoder(tokenizer: str | None) -> tuple[Callable[[Iterator[bytes]], Ite
     read = import_library("tokenizers", "data").Tokenizer.from_file
     try:
         bpe = read(tokenizer)
-    except Exception as error:  # noqa: BLE001  # the library raises no narrower one
+    except Exception as error:  # noqa: BLE001  # the library raises `Exception` itself
         raise ConfigError(f"'{tokenizer}' is not a tokenizer.json: {error}") from None
     end = next((token for token in map(bpe.token_to_id, END_TOKENS) if token is not None), None)
     if end is None:

@@ -21,8 +21,6 @@ Params = dict[str, Any]
 Batch = dict[str, Any]  # tokens, targets, mask
 LossSums = tuple[jax.Array, jax.Array]
 
-# JAX does not annotate the functions that are called below with `type: ignore[no-untyped-call]`.
-
 AXES = ("data", "fsdp", "tensor", "context")
 # The mesh axes that divide each logical axis. Attention needs whole sequences, so inside it the context axis divides
 # heads instead.
@@ -67,7 +65,7 @@ def make_mesh(config: ModelConfig, run: RunConfig) -> Mesh:
 
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
     """The sharding of an array with these logical axes."""
-    spec = PartitionSpec(*(AXIS_RULES[name] for name in axes))  # type: ignore[no-untyped-call]
+    spec = PartitionSpec(*(AXIS_RULES[name] for name in axes))
     return NamedSharding(mesh, spec)
 
 
@@ -75,7 +73,8 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
     """`x` with a sharding constraint, unless there is only one device."""
     if mesh is None or mesh.size == 1:
         return x
-    return lax.with_sharding_constraint(x, sharding(mesh, axes))  # type: ignore[no-untyped-call,no-any-return]
+    constrained: jax.Array = lax.with_sharding_constraint(x, sharding(mesh, axes))
+    return constrained
 
 
 def split_interleaved(x: jax.Array, axis: int, count: int) -> jax.Array:
@@ -90,7 +89,7 @@ def abstract_batch(run: RunConfig, mesh: Mesh) -> Batch:
 
 
 def abstract_array(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ def init_params(key: jax.Array, config: ModelConfig) -> Params:
     params: Params = jax.tree.map_with_path(draw, param_specs(replace(config, scan=True)))
     if not config.scan:
         # Stops XLA from drawing all layers again for each layer.
-        params = lax.optimization_barrier(params)  # type: ignore[no-untyped-call]
+        params = lax.optimization_barrier(params)
         params["layers"] = [jax.tree.map(lambda a, i=i: a[i], params["layers"]) for i in range(config.layers)]
     return params
 

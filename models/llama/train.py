@@ -124,7 +124,7 @@ class Trainer:
                     self.state, measured = self.train_step(self.state, batch)
                 log.record(step, measured, stall)
                 if step == last:
-                    jax.block_until_ready(self.state)  # type: ignore[no-untyped-call]  # JAX does not annotate it
+                    jax.block_until_ready(self.state)
                     profile.close()
                 interrupted = bool(interrupts)
                 self.run_due_actions(step, batch, log, interrupted)

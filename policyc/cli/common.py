@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -23,7 +23,7 @@ EXIT_OK = 0
 EXIT_FAILURE = 1  # lint findings, a faulty policy, or a request that cannot be met
 EXIT_USAGE = 2  # wrong usage, or a file that cannot be read or written
 
-_STYLES = {
+_STYLES: dict[str, dict[str, Any]] = {
     "error": {"fg": "red", "bold": True}, "warning": {"fg": "yellow", "bold": True}, "path": {"bold": True},
     "gutter": {"fg": "blue"}, "caret": {"fg": "red"}, "help": {"fg": "cyan"}, "note": {"fg": "blue"},
 }  # fmt: skip
@@ -31,7 +31,7 @@ _STYLES = {
 
 def paint(kind: str, text: str) -> str:
     """Colors text by its kind. A `Paint` for the diagnostics."""
-    return click.style(text, **_STYLES.get(kind, {}))  # type: ignore[arg-type]  # the table above holds style names
+    return click.style(text, **_STYLES.get(kind, {}))
 
 
 def use_color() -> bool | None:
@@ -44,8 +44,8 @@ def use_color() -> bool | None:
 class ExampleCommand(click.Command):
     """A command whose help ends with examples, printed exactly as written."""
 
-    def __init__(self, *args: object, examples: str = "", **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # passed on to click
+    def __init__(self, *args: Any, examples: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.examples = examples
 
     def format_epilog(self, _: click.Context, formatter: click.HelpFormatter) -> None:

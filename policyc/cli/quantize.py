@@ -116,12 +116,12 @@ def _load_array(name: str) -> npt.NDArray[Any]:
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
-def _save_arrays(path: str, arrays: dict[str, npt.NDArray[Any]]) -> None:
+def _save_arrays(path: str, arrays: dict[str, Any]) -> None:
     """Writes an npz file atomically, or to standard output."""
     import numpy as np
 
     try:
         with open_output(path) as stream:
-            np.savez(stream, **arrays)  # type: ignore[arg-type]  # the stubs take the names for options
+            np.savez(stream, **arrays)
     except OSError as error:
         raise click.UsageError(f"cannot write '{path}': {error.strerror}") from None

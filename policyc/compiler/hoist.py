@@ -68,7 +68,7 @@ def make_quantizer(site: Site, site_recipe: SiteRecipe, operand: Literal["lhs", 
         prequantized = prequantize(
             # The codes of an activation have no derivative; the activation itself has one.
             array if operand == site.weight else lax.stop_gradient(array),
-            jax.ShapeDtypeStruct(other.shape, other.dtype),  # type: ignore[no-untyped-call]
+            jax.ShapeDtypeStruct(other.shape, other.dtype),
             eqn.params["dimension_numbers"],
             site_recipe.recipe,
             GemmOptions(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -50,13 +51,14 @@ class _Finder(MetaPathFinder):
             self._is_searching = False
         if spec is None or spec.loader is None:
             return None
-        loader, run = spec.loader, spec.loader.exec_module
+        loader: Any = spec.loader  # a method of this one loader is replaced, until it has run
+        run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            loader.exec_module = run  # type: ignore[method-assign]  # set on this one loader, below
+            loader.exec_module = run
             run(module)
             self.remove()
             self._callback()
 
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        loader.exec_module = exec_module
         return spec

@@ -121,7 +121,7 @@ def _run_to_end(program: Program) -> SystemExit | None:
             return None  # `run` knows the reason
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001  # as the interpreter itself does
+        except BaseException as error:  # noqa: BLE001  # Python too prints every exception and ends
             if isinstance(error, ImportError) and _skip_hidden_frames(error.__traceback__) is None:
                 raise BadProgram(str(error)) from None  # the program itself has not started
             _print_traceback(error)

@@ -72,7 +72,7 @@ class MeasuredGemm:
             )
 
         avals: list[Any] = [v.aval for v in (*self.site.eqn.invars[:2], self.site.eqn.outvars[0])]
-        jax.eval_shape(record, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))  # type: ignore[no-untyped-call]
+        jax.eval_shape(record, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
         return names
 
 

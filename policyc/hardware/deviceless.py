@@ -114,7 +114,7 @@ def compile_loss(plan: Plan, device: jax.Device) -> CompileReport:
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def shapes(variables: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding) for v in variables]  # type: ignore[no-untyped-call]
+        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding) for v in variables]
 
     def step(consts: list[jax.Array], inputs: list[jax.Array]) -> Any:
         extra_inputs = rewritten.extra_inputs(inputs)

@@ -67,8 +67,8 @@ def define(name: str, rules: PrimitiveRules) -> Primitive:
     if rules.needs_devices:
         dispatch.prim_requires_devices_during_lowering.add(primitive)
     ad.primitive_jvps[primitive] = _raise_not_differentiable
-    primitive.def_abstract_eval(partial(_abstract_eval, rules))  # type: ignore[no-untyped-call]
-    primitive.def_impl(partial(_run, primitive))  # type: ignore[no-untyped-call]
+    primitive.def_abstract_eval(partial(_abstract_eval, rules))
+    primitive.def_impl(partial(_run, primitive))
     batching.primitive_batchers[primitive] = partial(_batch, primitive, rules.unshardable_backend)
     mlir.register_lowering(primitive, _lowering_rule(rules.body, None, rules.unshardable_backend))
     for platform, body in rules.platform_bodies.items():
@@ -83,9 +83,7 @@ def bind(primitive: Primitive, *args: jax.Array, **params: Any) -> list[jax.Arra
     Inside `shard_map` a result varies over the mesh axes that any operand varies over: the operands are cast to that
     first, so that the abstract evaluation rule can read it from any of them.
     """
-    out: list[jax.Array] = primitive.bind(  # type: ignore[no-untyped-call]
-        *match_varying_axes(*args), mapped=(), **params
-    )
+    out: list[jax.Array] = primitive.bind(*match_varying_axes(*args), mapped=(), **params)
     return out
 
 
@@ -179,7 +177,7 @@ def _batch(
         )
     level = tuple(d is not None for d in dims)
     moved = [a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
-    out = primitive.bind(*moved, mapped=(level, *mapped), **params)  # type: ignore[no-untyped-call]
+    out = primitive.bind(*moved, mapped=(level, *mapped), **params)
     return out, [0] * len(out)
 
 
@@ -201,7 +199,8 @@ def _vmap_body(body: Implementation) -> Implementation:
 def _run(primitive: Primitive, *args: Any, **params: Any) -> Sequence[jax.Array]:
     # Outside `jit`, run one compiled program: op by op would be slow and keep every intermediate in memory.
     with jax.disable_jit(False):
-        return _jit(primitive.bind, tuple(sorted(params.items())))(*args)  # type: ignore[no-any-return]
+        results: Sequence[jax.Array] = _jit(primitive.bind, tuple(sorted(params.items())))(*args)
+        return results
 
 
 @cache

@@ -9,7 +9,7 @@ from jax._src import config, core, dispatch, pjit, sharding_impls
 from jax._src import source_info_util as sources
 from jax._src import traceback_util as tracebacks
 from jax._src.interpreters import ad, partial_eval
-from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined]
+from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined]  # JAX does not export it
 
 try:
     from jax._src import flattree  # type: ignore[attr-defined]  # not in JAX 0.10

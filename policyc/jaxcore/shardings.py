@@ -31,7 +31,7 @@ def valid_partition_spec(
         fits = not used & set(names) and size % prod(axis_sizes[n] for n in names) == 0
         entries.append(axes if fits else None)
         used |= set(names) if fits else set()
-    return PartitionSpec(*entries)  # type: ignore[no-untyped-call]
+    return PartitionSpec(*entries)
 
 
 def match_varying_axes(*args: Any) -> list[jax.Array]:
@@ -49,7 +49,7 @@ def shape_dtype_struct(x: jax.Array) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an array, and its sharding if its type says that it is sharded."""
     aval = jax.typeof(x)
     sharding = aval.sharding if any(mesh_axes_of(aval)) else None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def reshard_like(x: jax.Array, operand: jax.ShapeDtypeStruct) -> jax.Array:
@@ -57,7 +57,8 @@ def reshard_like(x: jax.Array, operand: jax.ShapeDtypeStruct) -> jax.Array:
     sharding = operand.sharding
     if sharding is None or mesh_axes_of(jax.typeof(x)) == mesh_axes_of(operand):
         return x
-    return jax.sharding.reshard(x, sharding)  # type: ignore[no-untyped-call,no-any-return]
+    resharded: jax.Array = jax.sharding.reshard(x, sharding)
+    return resharded
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ if jax.__version_info__ >= (0, 12):
 def set_cpu_device_count(count: int) -> None:
     """Makes the CPU platform have `count` devices. Does nothing if JAX has initialized its devices already."""
     with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", count)  # type: ignore[no-untyped-call]
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 _GPU_FIELDS_SINCE_0_11 = (

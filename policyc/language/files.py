@@ -66,7 +66,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         if mode is not None:
             os.chmod(temporary, stat.S_IMODE(mode))
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException:  # also when the user interrupts: no temporary file stays
         os.unlink(temporary)
         raise
 

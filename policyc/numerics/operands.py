@@ -71,7 +71,7 @@ def _split_mean(x: jax.Array, spec: OperandSpec, keys: Keys) -> tuple[Quantized,
 
 
 def _name_for_checkpoint(q: Quantized) -> Quantized:
-    return cast("Quantized", checkpoint_name(q, CHECKPOINT_NAME))  # type: ignore[no-untyped-call]
+    return cast("Quantized", checkpoint_name(q, CHECKPOINT_NAME))
 
 
 def has_same_codes(one: Treatment, other: Treatment) -> bool:

@@ -80,7 +80,7 @@ def _multiply(
 
 def _contract_groups(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, **options: Any) -> jax.Array:
     """(m, k), (m, n), (g,) -> (g, k, n)."""
-    dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])  # type: ignore[no-untyped-call]
+    dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     return lax.ragged_dot_general(lhs, rhs, sizes, dims, **options)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from policyc import parse
+from policyc import PolicyError, parse
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
 from policyc.lint.rules import LINT_RULES
@@ -52,7 +52,7 @@ def test_every_policy_parses(path: Path) -> None:
     for line, block in fenced_blocks(document, "policy"):
         try:
             parse(block)
-        except Exception as error:
+        except PolicyError as error:
             raise AssertionError(f"{path.name}, the block at line {line}:\n{error}") from error
 
 

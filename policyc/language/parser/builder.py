@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal, cast
 
 from lark import Token, Tree
 
@@ -23,6 +23,7 @@ from policyc.language.predicates import (
     Comparison,
     HasWeight,
     Not,
+    Operator,
     Predicate,
     Term,
 )
@@ -80,7 +81,8 @@ class StatementBuilder:
     def _schedule(self, tree: Any) -> BlockStatement:
         kind, point, block = tree.children
         bound = self._bound(point)
-        condition = StepCondition(kind=str(kind), bound=bound, span=self.span(kind).to(bound.span))  # type: ignore[arg-type]  # the grammar accepts only these two
+        word = cast(Literal["after", "until"], str(kind))  # the grammar accepts only these two
+        condition = StepCondition(kind=word, bound=bound, span=self.span(kind).to(bound.span))
         return BlockStatement(condition, self.statements(block.children), self.span(tree))
 
     def _variant(self, tree: Any) -> BlockStatement:
@@ -195,7 +197,8 @@ class StatementBuilder:
 
     def _compare(self, tree: Any) -> Predicate:
         terms = tuple(self._term(c) for c in tree.children if isinstance(c, Tree))
-        operators = tuple(str(c) for c in tree.children if isinstance(c, Token))
+        # The grammar accepts only operators here.
+        operators = tuple(cast(Operator, str(c)) for c in tree.children if isinstance(c, Token))
         boolean_terms = [t for t in terms if "weight" in t.variables]
         if len(terms) == 1:
             is_known = terms[0].variables <= {*NUMERIC_ATTRIBUTES, "weight"}  # otherwise it has been reported
@@ -209,7 +212,7 @@ class StatementBuilder:
             self._report(
                 "bad-predicate", boolean_terms[0].span, "'weight' is true or false, not a number", help
             )
-        return Comparison(terms=terms, operators=operators, span=self.span(tree))  # type: ignore[arg-type]  # the grammar accepts only these six
+        return Comparison(terms=terms, operators=operators, span=self.span(tree))
 
     def _term(self, tree: Any) -> Term:
         value, modulus = tree.children

@@ -143,7 +143,7 @@ def scaled_ragged_gemm(
     dimensions = _CONTRACT_ROWS if contracting else _CONTRACT_COLUMNS
     a, b = _match_operands(_values(lhs, contract, dtype), _values(rhs, contract, dtype), dimensions)
     if contracting:
-        ragged = lax.RaggedDotDimensionNumbers(_CONTRACT_ROWS, [0], [])  # type: ignore[no-untyped-call]
+        ragged = lax.RaggedDotDimensionNumbers(_CONTRACT_ROWS, [0], [])
         product = lax.ragged_dot_general(a, b, sizes, ragged, preferred_element_type=jnp.float32)
         # The scales are those of a plain product of (m, k) and (m, n), the same for each group.
         return jax.vmap(lambda p: apply_outer_scales(p, lhs, rhs, _CONTRACT_ROWS, 1))(product)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def materialize(x: T) -> T:
     """Optimization barrier: stops XLA from recomputing this for every consumer."""
-    return cast("T", lax.optimization_barrier(x))  # type: ignore[no-untyped-call]
+    return cast("T", lax.optimization_barrier(x))
 
 
 def bits_of(x: jax.Array) -> jax.Array:

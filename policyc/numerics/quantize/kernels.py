@@ -118,11 +118,12 @@ def _call(
         out_specs=spec(block, True),
         **_compiler_options(_WARPS, interpret),
     )
-    return run(x, matrix, *rest)  # type: ignore[no-any-return]
+    result: jax.Array = run(x, matrix, *rest)
+    return result
 
 
 def _shape_dtype(shape: tuple[int, int], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]  # JAX does not annotate it
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _compiler_options(warps: int, interpret: bool) -> dict[str, Any]:
