@@ -1,6 +1,6 @@
 """jaxpr -> Sites: finds every GEMM of a loss in one forward pass.
 
-The pass knows, for each variable, how it is laid out from parameters and whether a gradient flows through it. A site
+The pass knows, for each variable, how it is laid out from parameters and whether it has a derivative. A site
 is a GEMM together with the calls that lead to it: a function that is jitted once and called for every layer has a site
 for each call.
 """
@@ -8,13 +8,14 @@ for each call.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from policyc.compiler.activity import find_wanted
 from policyc.compiler.dots import (
     GEMMS,
     OTHER_PRODUCTS,
@@ -37,9 +38,11 @@ from policyc.compiler.provenance.graph import (
 )
 from policyc.compiler.provenance.integers import loop_counter, loop_slice
 from policyc.compiler.sites import Origin, Site, Sites, Stack
-from policyc.compiler.var_info import UNKNOWN, VarInfo, constant_value, is_float, propagate_equation, shape_of
+from policyc.compiler.var_info import UNKNOWN, VarInfo, constant_value, propagate_equation, shape_of
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import OPAQUE, CarryChange, container_of, shard_map_parts
+from policyc.jaxcore.containers import OPAQUE, container_of, shard_map_parts
+from policyc.jaxcore.dataflow import CarryChange
+from policyc.jaxcore.derivatives import is_float
 from policyc.jaxcore.jaxprs import AnyJaxpr, AxisEnv
 from policyc.jaxcore.transform import Address
 from policyc.language.recipes import Gemm
@@ -77,6 +80,7 @@ def analyze(
     jaxpr: ClosedJaxpr,
     parameters: Sequence[DottedPath | None],
     frozen: Mapping[Var, DottedPath] | None = None,
+    differentiated: Sequence[bool] | None = None,
 ) -> Sites:
     """The sites of a loss.
 
@@ -84,10 +88,13 @@ def analyze(
       jaxpr: the loss.
       parameters: the path of every input that is differentiated, None for others.
       frozen: the paths of weights that are not differentiated.
+      differentiated: which results are differentiated. By default all are.
     """
+    results = [True] * len(jaxpr.jaxpr.outvars) if differentiated is None else differentiated
+    wanted = find_wanted(jaxpr, results, {*GEMMS, *OTHER_PRODUCTS})
     invars = jaxpr.jaxpr.invars
     shapes = {path: shape_of(v) for v, path in zip(invars, parameters, strict=True) if path is not None}
-    analyzer = _Analyzer(shapes | {path: shape_of(v) for v, path in (frozen or {}).items()})
+    analyzer = _Analyzer(shapes | {path: shape_of(v) for v, path in (frozen or {}).items()}, wanted)
     infos = [
         UNKNOWN
         if path is None
@@ -148,7 +155,8 @@ class _Analyzer:
     A loop's body is analyzed until the infos of its carry are stable. Each time replaces the GEMMs of the time before.
     """
 
-    def __init__(self, shapes: dict[DottedPath, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: dict[DottedPath, tuple[int, ...]], wanted: Collection[Address]) -> None:
+        self._wanted = wanted
         self.sites: dict[Address, _FoundGemm] = {}
         self.looked_up: set[DottedPath] = set()
         self.layers = LayerIndices(shapes)
@@ -211,7 +219,8 @@ class _Analyzer:
             if len(body_results) != len(results):
                 continue
             if name == "custom_jvp_call":
-                results = body_results
+                pairs = zip(results, body_results, strict=True)
+                results = [replace(of_body, active=result.active) for result, of_body in pairs]
             elif name.startswith("custom_vjp"):  # a weight that passes through unchanged is still a weight
                 results = [
                     replace(result, source=b.source, is_modified=b.is_modified)
@@ -245,7 +254,8 @@ class _Analyzer:
             return
         batch, m, n, k = sizes
         for_lhs, for_rhs = (Gemm.WGRAD, Gemm.DGRAD) if weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
-        products = {Gemm.FPROP, *([for_lhs] if lhs.active else ()), *([for_rhs] if rhs.active else ())}
+        gradients = [for_lhs] * lhs.active + [for_rhs] * rhs.active
+        products = {Gemm.FPROP, *(gradients if context.address in self._wanted else ())}
         opaque = context.opaque or why_opaque(eqn, dtypes)
         origin = None if weight is None or opaque or not context.takes_extra_inputs else operand.origin
         if name != "dot_general" or jaxprs.explicit_sharding(eqn) is not None:
@@ -278,7 +288,7 @@ class _Analyzer:
 
 
 class _ContainerDomain:
-    """How `VarInfo`s pass through one container. See `containers.Domain`."""
+    """How `VarInfo`s pass through one container. See `dataflow.Domain`."""
 
     def __init__(self, analyzer: _Analyzer, eqn: JaxprEqn, context: JaxprContext) -> None:
         self._analyzer, self._eqn = analyzer, eqn

@@ -52,6 +52,7 @@ def apply(
     fn: Callable[..., Any],
     *,
     param_argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
     backend: str = "auto",
     target: str | None = None,
     require_native: bool = False,
@@ -64,6 +65,7 @@ def apply(
       policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
       fn: the loss.
       param_argnums: which positional arguments hold parameters.
+      has_aux: as in `jax.grad`: `fn` returns a pair, and only the first of it is differentiated.
       backend: what runs quantized GEMMs. `auto` uses the native formats of the devices, and emulates the others.
       target: compile for this GPU (for example gb200) instead of for the devices here.
       require_native: raise an error instead of emulating.
@@ -76,7 +78,7 @@ def apply(
     def quantized(*args: Any, **kwargs: Any) -> Any:
         if _is_compiling.get():
             return fn(*args, **kwargs)
-        call = LossCall(fn, args, kwargs, _positive_argnums(param_argnums, args))
+        call = LossCall(fn, args, kwargs, _positive_argnums(param_argnums, args), has_aux)
         planned = plan_loss(parsed_policy, call, execution)
         check_plan(planned.plan)
         return planned.compile()(*args)
@@ -90,12 +92,13 @@ def plan(
     fn: Callable[..., Any],
     *args: Any,
     param_argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
     backend: str = "auto",
     target: str | None = None,
     **kwargs: Any,
 ) -> Plan:
     """What a policy does to `fn` called with these arguments, which may be `jax.ShapeDtypeStruct`s."""
-    call = LossCall(fn, args, kwargs, _positive_argnums(param_argnums, args))
+    call = LossCall(fn, args, kwargs, _positive_argnums(param_argnums, args), has_aux)
     return plan_loss(as_policy(policy), call, execution_options(backend, target)).plan
 
 
@@ -109,12 +112,16 @@ def _positive_argnums(param_argnums: int | Sequence[int], args: Sequence[Any]) -
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """A loss and the arguments it is called with. `param_argnums` are the arguments that hold parameters."""
+    """A loss and the arguments it is called with. `param_argnums` are the arguments that hold parameters.
+
+    With `has_aux` it returns a pair, and only the first of it is differentiated.
+    """
 
     fn: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     param_argnums: tuple[int, ...]
+    has_aux: bool = False
 
     def trace(self) -> TracedFunction:
         names = autodiff.argument_names(self.fn, len(self.args))
@@ -164,7 +171,8 @@ class PlannedLoss:
 def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> PlannedLoss:
     """Traces a loss, finds its sites, and plans them."""
     traced = call.trace()
-    plan = make_plan(policy, analyze(traced.jaxpr, traced.paths, traced.frozen), execution)
+    differentiated = traced.differentiated_results(has_aux=call.has_aux)
+    plan = make_plan(policy, analyze(traced.jaxpr, traced.paths, traced.frozen, differentiated), execution)
     return PlannedLoss(call, traced, replace(plan, constant_inputs=_constant_inputs(call.inputs(call.args))))
 
 

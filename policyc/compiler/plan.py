@@ -177,11 +177,11 @@ class Plan:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many sites each rule matches, every layer counted."""
+        """How many sites have a product that each rule matches, every layer counted."""
         counts = [0] * len(self.policy.rules)
-        for by_rule in self.matched.values():
+        for (address, _), by_rule in self.matched.items():
             for rule, products in enumerate(by_rule):
-                counts[rule] += bool(products)
+                counts[rule] += bool(products & self._site_at[address].products)
         return tuple(counts)
 
     @property

@@ -66,9 +66,9 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
             recipe = run.decision.recipe
             if not run.site.opaque or recipe is None:
                 continue
-            for gemm in Gemm:
-                rule = run.decision.choice(gemm).rule
-                if rule is not None and recipe.bits(gemm) != 0:
+            for product in run.products():
+                rule = product.choice.rule
+                if rule is not None and recipe.bits(product.gemm) != 0:
                     sites_of.setdefault(rule, {})[run.site] = None
     for index, sites in sites_of.items():
         first = next(iter(sites))
@@ -185,10 +185,9 @@ def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
     if plan.execution.target is not None:
         return
     rule_of: dict[str, int] = {}
-    for run in itertools.chain.from_iterable(map(plan.runs, plan.phases)):
-        for choice, lowering in zip(run.decision.choices, run.decision.lowerings, strict=True):
-            if choice.rule is not None and lowering.backend:
-                rule_of.setdefault(lowering.backend, choice.rule)
+    for product in itertools.chain.from_iterable(map(plan.products, plan.phases)):
+        if product.choice.rule is not None and product.lowering.backend:
+            rule_of.setdefault(product.lowering.backend, product.choice.rule)
     for backend, rule in rule_of.items():
         missing = backends.load(backend).missing()
         if missing:

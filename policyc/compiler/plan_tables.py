@@ -78,9 +78,10 @@ def emulation_reasons(plan: Plan) -> Iterator[str]:
     """Why products are not native, one line per reason, with a remedy."""
     gemms_of: dict[Obstacle, set[str]] = {}
     for run in itertools.chain.from_iterable(map(plan.runs, plan.phases)):
-        for gemm, lowering in zip(Gemm, run.decision.lowerings, strict=True):
+        for product in run.products():
+            lowering = product.lowering
             if not lowering.native and lowering.obstacle is not None:
-                gemms_of.setdefault(lowering.obstacle, set()).add(gemm)
+                gemms_of.setdefault(lowering.obstacle, set()).add(product.gemm)
     for obstacle, gemms in gemms_of.items():
         names = ", ".join(g for g in Gemm if g in gemms)
         yield f"emulated ({names}): {obstacle.reason}; {obstacle.remedy}"

@@ -126,6 +126,7 @@ class SiteRewriter(Transform):
                 site.weight,
                 site.axis_env,
                 site.number,
+                site.products,
                 self._extra_input_key(site, address),
                 self._open_recipes(site, position),
             )

@@ -57,11 +57,11 @@ class Session:
     _checked: bool = False
     _lock: Any = field(default_factory=threading.RLock)
 
-    def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[..., Any]:
+    def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...], has_aux: bool) -> Callable[..., Any]:
         """The function to differentiate instead of `fun`."""
         if is_compiling() or getattr(fun, "_policyc", False) or autodiff.is_internal(fun):
             return fun
-        call = LossCall(fun, primals, {}, tuple(range(len(primals))))
+        call = LossCall(fun, primals, {}, tuple(range(len(primals))), has_aux)
         try:
             planned = plan_loss(self.policy, call, self.execution)
             with self._lock:
@@ -208,6 +208,8 @@ class _ActiveSessions:
 _SESSIONS = _ActiveSessions()
 
 
-def _apply_current_session(fun: Callable[..., Any], primals: tuple[Any, ...]) -> Callable[..., Any]:
+def _apply_current_session(
+    fun: Callable[..., Any], primals: tuple[Any, ...], has_aux: bool
+) -> Callable[..., Any]:
     session = current_session()
-    return fun if session is None else session.hook(fun, primals)
+    return fun if session is None else session.hook(fun, primals, has_aux)

@@ -36,6 +36,12 @@ class TracedFunction:
     traced_results: tuple[int, ...]
     """Which leaves of the result the jaxpr computes. The others are in `constant_results`."""
 
+    def differentiated_results(self, *, has_aux: bool) -> list[bool]:
+        """Which results of the jaxpr are differentiated: all, or with `has_aux` those of the first of a pair."""
+        first = self.result_tree.children()[:1] if has_aux else [self.result_tree]
+        count = sum(tree.num_leaves for tree in first)
+        return [leaf < count for leaf in self.traced_results]
+
     def run(self, jaxpr: ClosedJaxpr, inputs: Sequence[Any]) -> Any:
         """The result of the function, computed by a jaxpr with the same results as its own."""
         return self.assemble_result(jaxprs.evaluate(jaxpr, *inputs))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.core import AbstractValue, Tracer
+from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from policyc.compiler.provenance.graph import ConcatenatedSource, LayoutSource, Source, StackedSource
 from policyc.compiler.provenance.integers import Integers, constant_integers, propagate_integers
 from policyc.compiler.sites import Origin
 from policyc.jaxcore import jaxprs
+from policyc.jaxcore.derivatives import active_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,6 @@ _MODIFYING = frozenset({"add", "sub", "mul", "div"})
 _MOST_CONSTANTS = 1 << 16  # elements of a constant array of indices
 
 
-def is_float(aval: AbstractValue) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
 def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
@@ -76,28 +72,28 @@ def constant_value(value: Any) -> Integers | None:
 
 
 def propagate_equation(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[VarInfo]:
-    active = name != "stop_gradient" and any(i.active for i in infos)
+    active = active_results(eqn, [i.active for i in infos])
     first = infos[0] if infos else UNKNOWN
     sources = _propagate_source(eqn, name, infos)
     integers = propagate_integers(eqn, [i.integers for i in infos])
     is_iota = name == "iota" or (name in LAYOUT and first.is_iota)
     one_hot = (name == "eq" and any(i.is_iota for i in infos)) or (name in LAYOUT and first.one_hot)
-    if not (active or any(sources) or integers or is_iota or one_hot):
+    if not (any(active) or any(sources) or integers or is_iota or one_hot):
         return [UNKNOWN] * len(eqn.outvars)
     if name == "optimization_barrier":
-        return infos
+        return [replace(info, active=is_active) for info, is_active in zip(infos, active, strict=True)]
     hoistable = name in _HOISTABLE and len(infos) == 1
     return [
         VarInfo(
             source,
             is_modified=source is not None and (name in _MODIFYING or any(i.is_modified for i in infos)),
-            active=active and is_float(v.aval),
+            active=is_active,
             integers=integers,
             one_hot=one_hot,
             is_iota=is_iota,
             origin=first.origin.then(eqn) if hoistable and first.origin is not None else None,
         )
-        for v, source in zip(eqn.outvars, sources, strict=True)
+        for is_active, source in zip(active, sources, strict=True)
     ]
 
 

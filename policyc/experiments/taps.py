@@ -54,20 +54,24 @@ class MeasuredGemm:
         return quantize_operands(lhs, rhs, dy, dims, self.site_recipe.recipe, options)
 
     def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:
-        """The `ERROR_SUMS` of the six operands. Those of an operand that is not quantized are zeros."""
+        """The `ERROR_SUMS` of the six operands. Those of an operand that is not quantized, or not read, are zeros."""
         measured = self._operands(lhs, rhs, dy)
         zeros = jnp.zeros(len(ERROR_SUMS))
-        return jnp.stack(
-            [sum_errors(o) if FORMATS[o.spec.treatment.format].is_quantized else zeros for o in measured]
-        )
+        return jnp.stack([sum_errors(o) if self._format(o) else zeros for o in measured])
+
+    def _format(self, operand: QuantizedOperand) -> str:
+        """The format in which a product of the gradient reads an operand; empty if none does, or not quantized."""
+        name = operand.spec.treatment.format
+        is_read = operand.spec.gemm in self.site.products
+        return name if is_read and FORMATS[name].is_quantized else ""
 
     def operand_names(self) -> list[tuple[str, str]]:
-        """The name and the format of each operand, in the order of `measure`."""
+        """The name and the format of each operand, in the order of `measure`. Without a format it is not measured."""
         names: list[tuple[str, str]] = []
 
         def record(lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> None:
             names.extend(
-                (f"{o.spec.gemm}.{o.role}" if self.site.weight else o.spec.name, o.spec.treatment.format)
+                (f"{o.spec.gemm}.{o.role}" if self.site.weight else o.spec.name, self._format(o))
                 for o in self._operands(lhs, rhs, dy)
             )
 

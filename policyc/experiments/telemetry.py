@@ -26,7 +26,6 @@ from policyc.compiler.schedule import current_phase
 from policyc.compiler.session import current_session
 from policyc.experiments.taps import TappedLoss
 from policyc.language.files import atomic_write
-from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy
 from policyc.language.selectors import DottedPath
 from policyc.numerics.operand_stats import summarize_errors
@@ -133,7 +132,7 @@ def _operand_rows(tapped: TappedLoss, taps: Sequence[np.ndarray]) -> Iterator[St
         path = site.layer_path(site.stack_indices(layer))
         labels = _site_and_layer(path, site.name)
         for number, (name, format) in enumerate(operand_names):
-            if FORMATS[format].is_quantized:
+            if format:
                 yield {
                     **labels,
                     "operand": name,

@@ -3,7 +3,9 @@
 __all__ = [
     "autodiff",
     "containers",
+    "dataflow",
     "define_primitive",
+    "derivatives",
     "jaxprs",
     "relocate",
     "shardings",

@@ -16,8 +16,8 @@ from jax.extend.core import ClosedJaxpr
 
 from policyc.jaxcore.internals import ad, core, partial_eval
 
-Hook = Callable[[Callable[..., Any], tuple[Any, ...]], Callable[..., Any]]
-"""(function, the values it is differentiated at) -> the function to differentiate instead."""
+Hook = Callable[[Callable[..., Any], tuple[Any, ...], bool], Callable[..., Any]]
+"""(function, the values it is differentiated at, has_aux) -> the function to differentiate instead."""
 
 _in_backward_pass: ContextVar[bool] = ContextVar("policyc_in_backward_pass", default=False)
 
@@ -33,9 +33,9 @@ def intercept_reverse_mode(hook: Hook) -> Iterator[None]:
     module: Any = ad
     linearize, backward_pass = module.linearize, module.backward_pass3
 
-    def hooked_linearize(fun: Callable[..., Any], primals: Any, *args: Any, **kwargs: Any) -> Any:
-        function = fun if _in_backward_pass.get() else hook(fun, primals.unflatten())
-        return linearize(function, primals, *args, **kwargs)
+    def hooked_linearize(fun: Callable[..., Any], primals: Any, has_aux: bool = False, **kwargs: Any) -> Any:
+        function = fun if _in_backward_pass.get() else hook(fun, primals.unflatten(), has_aux)
+        return linearize(function, primals, has_aux=has_aux, **kwargs)
 
     def marked_backward_pass(*args: Any, **kwargs: Any) -> Any:
         token = _in_backward_pass.set(True)

@@ -10,54 +10,16 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from policyc.jaxcore import jaxprs
+from policyc.jaxcore.dataflow import Domain, Enter, EnterBackwards, V, settle_carry, settle_wanted
 from policyc.jaxcore.internals import UNSPECIFIED, flattree
 from policyc.jaxcore.jaxprs import AnyJaxpr, Atom, SubJaxpr
-
-V = TypeVar("V")
-
-Enter = Callable[[int, Sequence[V]], list[V]]
-"""Propagates values through a jaxpr of an equation: (its number, the values of its inputs) -> those of its results."""
-
-
-@dataclass(frozen=True, slots=True)
-class CarryChange:
-    """What an iteration does to a carry: nothing, or it adds a constant, or something else (both unset)."""
-
-    invariant: bool = False
-    increment: int | None = None
-
-
-class Domain(Protocol[V]):
-    """What an analysis knows of a value, and how that passes through branches and loops."""
-
-    def join(self, values: Sequence[V]) -> V:
-        """The value after a `cond` whose branches give these."""
-
-    def enter_loop(self, value: V, change: CarryChange) -> V:
-        """The value of a carry inside a loop, given how an iteration changes it."""
-
-    def may_change(self, carry: Sequence[V], others: Sequence[V]) -> bool:
-        """Can another iteration change the carry? `others` are the values of the loop's other inputs."""
-
-    def widen(self, carry: V, result: V) -> V:
-        """The value of a carry after one more iteration."""
-
-    def leave_loop(self, result: V, carry: V | None) -> V:
-        """The value behind a loop: of a carry, or (without `carry`) of the stacked results of a scan."""
-
-    def slice_inputs(self, eqn: JaxprEqn, values: Sequence[V]) -> list[V]:
-        """The values of the stacked inputs of a scan in one of its iterations."""
-
-    def split_over_devices(self, eqn: JaxprEqn, values: Sequence[V]) -> list[V]:
-        """The values of the operands of a shard_map on one device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +51,11 @@ class Container:
         """The values of the results of an equation, from those of its operands."""
         del eqn, domain
         return enter(0, values)
+
+    def propagate_back(self, eqn: JaxprEqn, wanted: Sequence[bool], enter: EnterBackwards) -> list[bool]:
+        """Which operands of an equation are wanted, from which of its results are."""
+        del eqn
+        return enter(0, wanted)
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
         """The equation with other jaxprs, and with operands for their additional inputs."""
@@ -138,6 +105,10 @@ class _Cond(Container):
         branches = [enter(number, values[1:]) for number in range(len(eqn.params["branches"]))]
         return [domain.join(results) for results in zip(*branches, strict=True)]
 
+    def propagate_back(self, eqn: JaxprEqn, wanted: Sequence[bool], enter: EnterBackwards) -> list[bool]:
+        branches = [enter(number, wanted) for number in range(len(eqn.params["branches"]))]
+        return [False, *map(any, zip(*branches, strict=True))]
+
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
         """Every branch takes the additional inputs of all branches, and ignores those of the others."""
         operands = [v for body in bodies for v in body.extra.operands]
@@ -165,14 +136,23 @@ class _While(Container):
     is_loop = True
 
     def propagate(self, eqn: JaxprEqn, values: Sequence[V], enter: Enter[V], domain: Domain[V]) -> list[V]:
-        params = [sub.param for sub in jaxprs.sub_jaxprs(eqn)]
-        test, body = params.index("cond_jaxpr"), params.index("body_jaxpr")
+        test, body = self._numbers(eqn)
         ntest, nbody = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         consts, init = values[ntest : ntest + nbody], values[ntest + nbody :]
-        carry = _settle_carry(eqn.params["body_jaxpr"], init, consts, [], _bound(enter, body), domain)
+        carry = settle_carry(eqn.params["body_jaxpr"], init, consts, [], _bound(enter, body), domain)
         enter(test, [*values[:ntest], *carry])
         results = enter(body, [*consts, *carry])
         return [domain.leave_loop(r, c) for r, c in zip(results, carry, strict=True)]
+
+    def propagate_back(self, eqn: JaxprEqn, wanted: Sequence[bool], enter: EnterBackwards) -> list[bool]:
+        _, body = self._numbers(eqn)
+        inputs = settle_wanted(eqn.params["body_nconsts"], wanted, (), _bound(enter, body))
+        return [*[False] * eqn.params["cond_nconsts"], *inputs]
+
+    def _numbers(self, eqn: JaxprEqn) -> tuple[int, int]:
+        """The numbers of the condition and of the body among the jaxprs of an equation."""
+        params = [sub.param for sub in jaxprs.sub_jaxprs(eqn)]
+        return params.index("cond_jaxpr"), params.index("body_jaxpr")
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
         """The condition and the body each have constants of their own."""
@@ -238,11 +218,16 @@ class _Scan(Container):
         xs = domain.slice_inputs(eqn, parts.xs)
         body = _bound(enter, 0)
         (sub,) = jaxprs.sub_jaxprs(eqn)
-        carry = _settle_carry(sub.jaxpr, parts.carry, parts.consts, xs, body, domain)
+        carry = settle_carry(sub.jaxpr, parts.carry, parts.consts, xs, body, domain)
         results = body([*parts.consts, *carry, *xs])
         count = len(carry)
         carried = [domain.leave_loop(r, c) for r, c in zip(results[:count], carry, strict=True)]
         return [*carried, *(domain.leave_loop(r, None) for r in results[count:])]
+
+    def propagate_back(self, eqn: JaxprEqn, wanted: Sequence[bool], enter: EnterBackwards) -> list[bool]:
+        parts = self.parts(eqn, eqn.invars)
+        count = len(parts.carry)
+        return settle_wanted(len(parts.consts), wanted[:count], wanted[count:], _bound(enter, 0))
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
         """Additional inputs become constants of the scan, or, where sliced, stacked inputs."""
@@ -314,41 +299,8 @@ def _separate(items: Sequence[V], sliced: Sequence[bool]) -> tuple[list[V], list
     return [i for i, is_sliced in pairs if not is_sliced], [i for i, is_sliced in pairs if is_sliced]
 
 
-def _bound(enter: Enter[V], number: int) -> Callable[[Sequence[V]], list[V]]:
+def _bound(enter: Callable[[int, Sequence[V]], list[V]], number: int) -> Callable[[Sequence[V]], list[V]]:
     return lambda values: enter(number, values)
-
-
-def _settle_carry(
-    body: AnyJaxpr,
-    init: Sequence[V],
-    consts: Sequence[V],
-    xs: Sequence[V],
-    enter_body: Callable[[Sequence[V]], list[V]],
-    domain: Domain[V],
-) -> list[V]:
-    """The values of the carry in any iteration: the fixed point of the loop's body."""
-    opened = jaxprs.open_jaxpr(body)
-    invars = opened.invars[len(consts) : len(consts) + len(init)]
-    changes = [_carry_change(opened, var, out) for var, out in zip(invars, opened.outvars, strict=False)]
-    carry = [domain.enter_loop(value, change) for value, change in zip(init, changes, strict=True)]
-    while domain.may_change(carry, [*consts, *xs]):
-        results = enter_body([*consts, *carry, *xs])
-        widened = [domain.widen(c, r) for c, r in zip(carry, results, strict=False)]
-        if widened == carry:
-            break
-        carry = widened
-    return carry
-
-
-def _carry_change(body: Jaxpr, var: Var, out: Atom) -> CarryChange:
-    if var is out:
-        return CarryChange(invariant=True)
-    producer = next((e for e in body.eqns if out in e.outvars), None)
-    if producer is None or jaxprs.primitive_name(producer) != "add" or var not in producer.invars:
-        return CarryChange()
-    step = next((a for a in producer.invars if isinstance(a, Literal)), None)
-    is_counter = step is not None and np.ndim(step.val) == 0 and np.asarray(step.val).dtype.kind in "iu"
-    return CarryChange(increment=int(step.val)) if step is not None and is_counter else CarryChange()
 
 
 SCAN = _Scan()

@@ -428,10 +428,7 @@ def test_only_products_that_the_gradient_needs() -> None:
         "fprop wgrad",
         "fprop dgrad",
     ]
-    assert products(lambda p, x: lax.stop_gradient(x @ p["a"]) @ p["b"], params) == [
-        "fprop wgrad",
-        "fprop wgrad",
-    ]
+    assert products(lambda p, x: lax.stop_gradient(x @ p["a"]) @ p["b"], params) == ["fprop", "fprop wgrad"]
     assert products(lambda p, x: (x @ x.T) @ (x @ p["a"]), params) == ["fprop", "fprop wgrad", "fprop wgrad"]
 
 

@@ -13,12 +13,18 @@ from hypothesis import Phase, given, settings
 from hypothesis.strategies import integers
 
 import policyc
-from policyc.compiler.sites import Site
 from policyc.jaxcore import jaxprs, transform
 from policyc.jaxcore.containers import IterationRange
 from policyc.jaxcore.transform import Transform
 from policyc.language.recipes import Gemm
-from tests.support.jaxpr_tools import lowered_text, without_dead_code
+from tests.support.jaxpr_tools import (
+    count_by_scope,
+    equations_with_scopes,
+    gemm_scope,
+    is_gemm_scope,
+    lowered_text,
+    without_dead_code,
+)
 from tests.support.layered_models import assert_same_bits
 from tests.support.programs import Program, program, with_rule_if_applicable
 
@@ -118,33 +124,6 @@ def quantized_products(jaxpr: Any) -> Counter[tuple[str, Gemm]]:
             (name,) = [s for s in scopes if is_gemm_scope(s)]
             (gemm,) = [s.partition(".")[0] for s in scopes if s.partition(".")[0] in set(Gemm)]
             counts[name, Gemm(gemm)] += 1
-    return counts
-
-
-def equations_with_scopes(jaxpr: Any, outer: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for eqn in jaxprs.equations(jaxpr):
-        scopes = (*outer, *jaxprs.name_scopes(eqn))
-        yield scopes, eqn
-        for sub in jaxprs.sub_jaxprs(eqn):
-            yield from equations_with_scopes(sub.jaxpr, scopes)
-
-
-def is_gemm_scope(name: str) -> bool:
-    return name.startswith("g") and name[1:].isdigit()
-
-
-def gemm_scope(site: Site) -> str:
-    (name,) = [str(n) for n in site.scope.path if is_gemm_scope(n.text)]
-    return name
-
-
-def count_by_scope(jaxpr: Any, primitive: str) -> Counter[str]:
-    """How often a primitive is in a jaxpr, by the scope of the GEMM it belongs to."""
-    counts: Counter[str] = Counter()
-    for scopes, eqn in equations_with_scopes(jaxpr, ()):
-        names = [s for s in scopes if is_gemm_scope(s)]
-        if jaxprs.primitive_name(eqn) == primitive and names:
-            counts[names[0]] += 1
     return counts
 
 

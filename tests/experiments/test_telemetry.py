@@ -71,10 +71,10 @@ def test_each_operand_is_measured_as_the_array_itself_is(recipe: str) -> None:
     # compile once.
     x, w, c = _array(0, 64, 64), _array(1, 64, 64), _array(2, 64, 64) * 1e-25
 
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.sum((x @ w) * c)
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(((x * params["one"]) @ params["w"]) * c)
 
-    rows = policyc.stats(f"* -> {recipe}", loss, w, x)
+    rows = policyc.stats(f"* -> {recipe}", loss, {"w": w, "one": jnp.ones(())}, x)
     parsed = _recipe(recipe)
     arrays = {
         "fprop.activation": (x, -1), "fprop.weight": (w.T, -1), "dgrad.gradient": (c, -1), "dgrad.weight": (w, -1),
@@ -93,13 +93,19 @@ def test_each_operand_is_measured_as_the_array_itself_is(recipe: str) -> None:
             assert row["amax"] == pytest.approx(float(np.abs(array).max()), rel=1e-6)
 
 
+def test_operands_of_products_that_do_not_exist_are_not_measured() -> None:
+    rows = policyc.stats("* -> fp8", lambda w, x: jnp.sum(x @ w), _array(1, 16, 16), _array(0, 16, 16))
+    measured = sorted(r["operand"] for r in rows if "operand" in r)
+    assert measured == ["fprop.activation", "fprop.weight", "wgrad.activation", "wgrad.gradient"]
+
+
 @pytest.mark.slow
 def test_stochastic_rounding_loses_what_it_is_known_to_lose() -> None:
     c = _array(2, 256, 512)
     rows = policyc.stats(
         "* -> nvfp4(rht=wgrad, sr=grad)",
-        lambda w, x: jnp.sum((x @ w) * c),
-        _array(1, 64, 512),
+        lambda p, x: jnp.sum(((x * p["one"]) @ p["w"]) * c),
+        {"w": _array(1, 64, 512), "one": jnp.ones(())},
         _array(0, 256, 64),
     )
     for operand, decibels in [

@@ -20,13 +20,13 @@ from policyc.jaxcore.containers import (
     CONTAINERS,
     OPAQUE,
     SCAN,
-    CarryChange,
     ExtraInputs,
     IterationRange,
     NewBody,
     container_of,
     shard_map_parts,
 )
+from policyc.jaxcore.dataflow import CarryChange
 from tests.support.jaxpr_tools import struct
 
 Names = frozenset[str]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from policyc.compiler.analysis import analyze
 from policyc.compiler.pipeline import LossCall
-from policyc.compiler.sites import Sites
+from policyc.compiler.sites import Site, Sites
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
 from policyc.jaxcore.transform import Address
@@ -54,3 +54,35 @@ def without_dead_code(jaxpr: Any) -> Any:
 def lowered_text(lowered: jax.stages.Lowered) -> str:
     """A lowered program without its first line, which has the name of the function."""
     return lowered.as_text().partition("\n")[2]
+
+
+# ---- scopes of GEMMs
+
+
+def equations_with_scopes(jaxpr: Any, outer: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All equations of a jaxpr, with the name scopes around them."""
+    for eqn in jaxprs.equations(jaxpr):
+        scopes = (*outer, *jaxprs.name_scopes(eqn))
+        yield scopes, eqn
+        for sub in jaxprs.sub_jaxprs(eqn):
+            yield from equations_with_scopes(sub.jaxpr, scopes)
+
+
+def is_gemm_scope(name: str) -> bool:
+    """Is it the name of a GEMM in a random program: g0, g1, ...?"""
+    return name.startswith("g") and name[1:].isdigit()
+
+
+def gemm_scope(site: Site) -> str:
+    (name,) = [str(n) for n in site.scope.path if is_gemm_scope(n.text)]
+    return name
+
+
+def count_by_scope(jaxpr: Any, primitive: str) -> Counter[str]:
+    """How often a primitive is in a jaxpr, by the scope of the GEMM it belongs to."""
+    counts: Counter[str] = Counter()
+    for scopes, eqn in equations_with_scopes(jaxpr, ()):
+        names = [s for s in scopes if is_gemm_scope(s)]
+        if jaxprs.primitive_name(eqn) == primitive and names:
+            counts[names[0]] += 1
+    return counts

@@ -19,6 +19,8 @@ from policyc.compiler.plan_checks import opaque_indices
 
 WIDTH, ROWS = 8, 4
 Block = Callable[[Any, jax.Array], jax.Array]
+Maker = Callable[[int, tuple[int, ...]], tuple[Any, Block]]
+"""(how deep it may nest, the axes of the stacks around it) -> its parameters, and the block."""
 
 
 @dataclass
@@ -53,10 +55,15 @@ class Builder:
         return self.names[-1]
 
     def block(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
-        leaves = [self.dense, self.left, self.einsum, self.pair, self.attention]
-        nests = [self.scanned, self.checkpointed, self.jitted, self.conditional, self.chained, self.looped]
+        leaves, nests = self.leaves(), self.nests()
         kinds = leaves if depth == 0 else [*leaves[:2], *nests, *nests]
         return kinds[self.random.integers(len(kinds))](depth, lead)
+
+    def leaves(self) -> list[Maker]:
+        return [self.dense, self.left, self.einsum, self.pair, self.attention]
+
+    def nests(self) -> list[Maker]:
+        return [self.scanned, self.checkpointed, self.jitted, self.conditional, self.chained, self.looped]
 
     def dense(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
         name = self.name()
@@ -157,8 +164,69 @@ class Builder:
         return params, lambda p, h: lax.fori_loop(0, 2, lambda _, h: inner(p, h), h)
 
 
-def program(seed: int, depth: int = 3) -> Program:
-    builder = Builder(np.random.default_rng(seed))
+class CutGradientBuilder(Builder):
+    """Blocks through which no gradient flows to some of their GEMMs. No remat, which would run products again."""
+
+    def leaves(self) -> list[Maker]:
+        return [self.dense, self.cut, self.cut, self.cut, self.attention]
+
+    def nests(self) -> list[Maker]:
+        return [self.scanned, self.jitted, self.conditional, self.chained, self.looped, self.carried]
+
+    def cut(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        name = self.name()
+        use = USES[self.random.integers(len(USES))]
+
+        def f(p: Any, h: jax.Array) -> jax.Array:
+            with jax.named_scope(name):
+                y = h @ p["w"]
+            return use(h, y)
+
+        return {"w": self.weight(lead, WIDTH, WIDTH)}, f
+
+    def carried(self, depth: int, lead: tuple[int, ...]) -> tuple[Any, Block]:
+        """A scan whose results are used in part: two carries that exchange places, and a stack."""
+        params, inner = self.block(depth - 1, lead)
+        used = int(self.random.integers(3))
+
+        def f(p: Any, h: jax.Array) -> jax.Array:
+            def body(carry: Any, _: None) -> Any:
+                a, b = carry
+                return (jnp.sin(b), inner(p, a)), inner(p, b)
+
+            (a, b), stacked = lax.scan(body, (h, h), None, length=2)
+            return h + (a, b, stacked[-1])[used]
+
+        return params, f
+
+
+@jax.custom_jvp
+def straight_through(x: jax.Array) -> jax.Array:
+    return jnp.round(x)
+
+
+straight_through.defjvps(lambda t, _, __: t)  # type: ignore[no-untyped-call]
+
+
+USES: list[Callable[[jax.Array, jax.Array], jax.Array]] = [
+    lambda h, y: h + y,
+    lambda h, y: h,
+    lambda h, y: h + lax.stop_gradient(y),
+    lambda h, y: h + jnp.round(y),
+    lambda h, y: h + straight_through(y),
+    lambda h, y: h + y.argmax(-1)[:, None],
+    lambda h, y: jnp.where(y > 0, h, 2 * h),
+    lambda h, y: h + y.astype(jnp.int32),
+    lambda h, y: h + lax.optimization_barrier((y, jnp.cos(h)))[1],
+    lambda h, y: h + jnp.sort(y, axis=-1),
+    lambda h, y: h + lax.top_k(y, WIDTH)[1],
+    lambda h, y: h * jnp.sign(y),
+]
+"""What becomes of the result `y` of a GEMM of `h`. A gradient flows to it through some of these."""
+
+
+def program(seed: int, depth: int = 3, builder_type: type[Builder] = Builder) -> Program:
+    builder = builder_type(np.random.default_rng(seed))
     params, block = builder.block(depth, ())
     batch = jnp.asarray(builder.random.standard_normal((ROWS, WIDTH)), jnp.float32)
     first = builder.weight((), WIDTH, WIDTH)

@@ -1,0 +1,91 @@
+"""Which GEMMs get a cotangent: a backward pass over a loss, from its differentiated results.
+
+Together with the forward pass of `analysis` (through which variables a tangent flows) it tells which backward products
+the gradient has: none behind `stop_gradient`, rounding or comparisons, and none in auxiliary results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.containers import container_of
+from policyc.jaxcore.derivatives import is_float, wanted_operands
+from policyc.jaxcore.jaxprs import AnyJaxpr
+from policyc.jaxcore.transform import Address
+
+
+def find_wanted(
+    jaxpr: ClosedJaxpr, differentiated: Sequence[bool], primitives: Collection[str]
+) -> set[Address]:
+    """The addresses of the equations of these primitives whose result gets a cotangent, if it has a derivative.
+
+    `differentiated` says which results of the loss are differentiated.
+    """
+    activity = _BackwardActivity(primitives)
+    activity.run(jaxpr, differentiated, (), everything=_has_references(jaxpr))
+    return activity.wanted
+
+
+def _has_references(jaxpr: AnyJaxpr) -> bool:
+    """Does a loss write to references? What is written is read in other places, which are not followed."""
+    for eqn in jaxprs.equations(jaxpr):
+        if any(hasattr(a.aval, "inner_aval") for a in (*eqn.invars, *eqn.outvars)):
+            return True
+        if container_of(eqn) is not None and any(_has_references(s.jaxpr) for s in jaxprs.sub_jaxprs(eqn)):
+            return True
+    return False
+
+
+class _BackwardActivity:
+    """Goes backwards through jaxprs, and records which equations of some primitives get a cotangent."""
+
+    def __init__(self, primitives: Collection[str]) -> None:
+        self.wanted: set[Address] = set()
+        self._primitives = primitives
+
+    def run(
+        self, jaxpr: AnyJaxpr, results: Sequence[bool], address: Address, *, everything: bool = False
+    ) -> list[bool]:
+        """Which inputs get a cotangent, from which results get one. With `everything`, all variables do."""
+        opened = jaxprs.open_jaxpr(jaxpr)
+        wanted: set[Var] = set()
+
+        def want(atoms: Sequence[Any], are_wanted: Sequence[bool]) -> None:
+            pairs = zip(atoms, are_wanted, strict=True)
+            wanted.update(a for a, w in pairs if w and not jaxprs.is_literal(a) and is_float(a.aval))
+
+        want(opened.outvars, results)
+        for number, eqn in reversed(list(enumerate(opened.eqns))):
+            of_results = [everything or v in wanted for v in eqn.outvars]
+            want(eqn.invars, self._equation(eqn, of_results, (*address, number), everything))
+        return [everything or v in wanted for v in opened.invars]
+
+    def _equation(
+        self, eqn: JaxprEqn, results: Sequence[bool], address: Address, everything: bool
+    ) -> Sequence[bool]:
+        if any(results) and jaxprs.primitive_name(eqn) in self._primitives:
+            self.wanted.add(address)
+        enter = self._enter(eqn, address, everything)
+        container = container_of(eqn)
+        if container is not None:
+            return container.propagate_back(eqn, results, enter)
+        for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
+            # A container that the compiler does not enter. Its results need not be those of the jaxpr inside.
+            count = len(jaxprs.open_jaxpr(sub.jaxpr).outvars)
+            if count == len(results):
+                enter(number, results)
+            else:
+                self.run(sub.jaxpr, [any(results)] * count, (*address, number), everything=any(results))
+        return wanted_operands(eqn, results)
+
+    def _enter(
+        self, eqn: JaxprEqn, address: Address, everything: bool
+    ) -> Callable[[int, Sequence[bool]], list[bool]]:
+        bodies = [sub.jaxpr for sub in jaxprs.sub_jaxprs(eqn)]
+        return lambda number, results: self.run(
+            bodies[number], results, (*address, number), everything=everything
+        )

@@ -1,0 +1,61 @@
+"""What JAX's derivative rules say of one equation: which results depend differentiably on which operands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax.core import AbstractValue
+from jax.extend.core import JaxprEqn, Literal
+
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.internals import ad
+
+_RESULT_PER_OPERAND = frozenset({"psum", "psum_invariant", "pmax", "pmin", "sort"})
+"""Primitives whose n-th result depends differentiably on their n-th operand only.
+
+`optimization_barrier` is none of them: JAX differentiates all of its operands if it differentiates one.
+"""
+
+
+def is_float(aval: AbstractValue) -> bool:
+    """Can it have a derivative by its type?"""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
+    """Which results have a derivative, if these operands have one."""
+    flows = [a and d for a, d in zip(active, _differentiable_operands(eqn), strict=True)]
+    if not any(flows):
+        return [False] * len(eqn.outvars)
+    if _has_result_per_operand(eqn):
+        return [f and is_float(v.aval) for f, v in zip(flows, eqn.outvars, strict=True)]
+    return [is_float(v.aval) for v in eqn.outvars]
+
+
+def wanted_operands(eqn: JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
+    """Which operands get a cotangent if they have a derivative, and these results get one."""
+    differentiable = _differentiable_operands(eqn)
+    if _has_result_per_operand(eqn):
+        return [w and d for w, d in zip(wanted, differentiable, strict=True)]
+    return [any(wanted) and d for d in differentiable]
+
+
+def _has_result_per_operand(eqn: JaxprEqn) -> bool:
+    is_listed = jaxprs.primitive_name(eqn) in _RESULT_PER_OPERAND
+    return is_listed and len(eqn.invars) == len(eqn.outvars)
+
+
+def _differentiable_operands(eqn: JaxprEqn) -> list[bool]:
+    """Which operands have a derivative rule. Rounding, comparing and `stop_gradient` have none."""
+    rule: Any = ad.primitive_jvps.get(eqn.primitive)
+    if jaxprs.primitive_name(eqn) == "stop_gradient" or getattr(rule, "func", None) is ad.zero_jvp:
+        return [False] * len(eqn.invars)
+    by_type = [not isinstance(a, Literal) and is_float(a.aval) for a in eqn.invars]
+    if isinstance(rule, partial) and rule.func in (ad.standard_jvp, ad.standard_jvp2):
+        rules = rule.args[0]
+        if len(rules) == len(by_type):
+            return [d and r is not None for d, r in zip(by_type, rules, strict=True)]
+    return by_type
