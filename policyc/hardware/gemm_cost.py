@@ -66,9 +66,13 @@ def copy_seconds(target: Target, bytes: float) -> float:
 def gemm_seconds(target: Target, format: str, m: float, n: float, k: float, batch: float = 1) -> float:
     """Time of `batch` products of an m x k and a k x n matrix whose operands are quantized already."""
     compute = 2 * batch * m * n * k / (peak_fraction(target, format) * target.peak(format))
+    return max(compute, copy_seconds(target, gemm_bytes(target, format, m, n, k, batch))) + LAUNCH_SECONDS
+
+
+def gemm_bytes(target: Target, format: str, m: float, n: float, k: float, batch: float = 1) -> float:
+    """Bytes that such products read and write. Results are bf16."""
     element_bytes = FORMATS[target.runs_as(format)].bits / 8
-    moved_bytes = batch * ((m * k + n * k) * element_bytes + m * n * BF16_BYTES)
-    return max(compute, copy_seconds(target, moved_bytes)) + LAUNCH_SECONDS
+    return batch * ((m * k + n * k) * element_bytes + m * n * BF16_BYTES)
 
 
 def emulation_seconds(target: Target, operand_elements: float, result_elements: float) -> float:

@@ -131,17 +131,19 @@ class StepParts:
         return Estimate(parts=parts, gemms=self.gemms, flops=self.flops, devices=self.devices)
 
 
-def estimate(step: TrainingStep, target: Target, mesh: MeshShape) -> Estimate:
-    """Estimates the time of a step."""
-    return estimate_parts(step, target, mesh).combine()
+def estimate(step: TrainingStep, target: Target, mesh: MeshShape, phase: Phase | None = None) -> Estimate:
+    """Estimates the time of a step. The default phase is the first."""
+    return estimate_parts(step, target, mesh, phase).combine()
 
 
-def estimate_parts(step: TrainingStep, target: Target, mesh: MeshShape) -> StepParts:
-    """Estimates the parts of a step one by one."""
+def estimate_parts(
+    step: TrainingStep, target: Target, mesh: MeshShape, phase: Phase | None = None
+) -> StepParts:
+    """Estimates the parts of a step one by one. The default phase is the first."""
     gemms: dict[str, float] = defaultdict(float)
     quantization = attention = kernels = flops = 0.0
     readers = count_readers(step.plan)
-    for group in group_layers(step.plan):
+    for group in group_layers(step.plan, phase):
         site, products = group.site, len(group.site.products)
         product_flops = group.count * site.flops
         if site.weight is None and not is_quantized(group.recipe):

@@ -164,6 +164,12 @@ def source_place(eqn: JaxprEqn) -> str:
     return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
+def type_text(aval: AbstractValue) -> str:
+    """A type as JAX prints it: `bf16[8,128]`."""
+    make: Any = aval.str_short
+    return str(make(short_dtypes=True))
+
+
 def explicit_sharding(eqn: JaxprEqn) -> Any:
     """The sharding of an equation's result, where its type states one (explicit axes); else None."""
     sharding = cast(Any, eqn.outvars[0].aval).sharding
@@ -327,7 +333,7 @@ def _hash_jaxpr(digest: _hashlib._Hash, jaxpr: AnyJaxpr) -> None:
     def name(atom: Any) -> str:
         if isinstance(atom, Literal):
             return f"={atom.val!r}"
-        return f"{numbers.setdefault(atom, len(numbers))}:{atom.aval.str_short()}"
+        return f"{numbers.setdefault(atom, len(numbers))}:{type_text(atom.aval)}"
 
     def names(atoms: Sequence[Any]) -> str:
         return ",".join(map(name, atoms))
@@ -338,21 +344,24 @@ def _hash_jaxpr(digest: _hashlib._Hash, jaxpr: AnyJaxpr) -> None:
     write(f"({names([*opened.constvars, *opened.invars])})")
     for eqn in opened.eqns:
         write(f"{primitive_name(eqn)} {names(eqn.invars)}>{names(eqn.outvars)}")
-        subs = sub_jaxprs(eqn)
-        with_jaxpr = {sub.param for sub in subs}
-        for param, value in sorted(eqn.params.items()):
-            if param not in with_jaxpr:
-                write(f"[{param}={_stable_text(value)}]")
-        for sub in subs:
+        write(f"[{parameters_text(eqn)}]")
+        for sub in sub_jaxprs(eqn):
             _hash_jaxpr(digest, sub.jaxpr)
     write(f"<{names(opened.outvars)}>")
 
 
-def _stable_text(value: Any) -> str:
+def parameters_text(eqn: JaxprEqn) -> str:
+    """The parameters of an equation that hold no jaxpr, as `name=value`. The same in every process."""
+    with_jaxpr = {sub.param for sub in sub_jaxprs(eqn)}
+    params = sorted(item for item in eqn.params.items() if item[0] not in with_jaxpr)
+    return " ".join(f"{param}={stable_text(value)}" for param, value in params)
+
+
+def stable_text(value: Any) -> str:
     """The text of a parameter, without what changes from process to process."""
-    if isinstance(value, int | float | str | bool | np.dtype | type(None)):
+    if isinstance(value, int | float | str | bool | np.number | np.dtype | type(None)):
         return str(value)
     if isinstance(value, tuple | list):
-        return f"({','.join(map(_stable_text, value))})"
+        return f"({','.join(map(stable_text, value))})"
     text = repr(value)
     return type(value).__name__ if " at 0x" in text or callable(value) else text

@@ -1,0 +1,243 @@
+"""A diff as JSON. docs/diff.md describes the schema; `SCHEMA` changes with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import networkx as nx
+
+from policyc.diff.graph import build_graph, children_of
+from policyc.diff.model import DiffData, DiffSide, Linear, LinearLayers, ProductSide, ProductState, Stack
+from policyc.language.diagnostics import SourceText
+from policyc.language.formats import FORMATS
+from policyc.language.policy import Policy
+from policyc.language.recipes import OPERANDS, Gemm, Treatment
+
+SCHEMA = 1
+
+
+def as_json(diff: DiffData) -> str:
+    return json.dumps(as_data(diff), separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def as_data(diff: DiffData) -> dict[str, Any]:
+    """The diff as dictionaries, lists, texts and numbers."""
+    writer = _Writer(diff)
+    linears = [writer.linear(linear) for linear in diff.linears]
+    return {
+        "schema": SCHEMA,
+        "program": diff.program,
+        "mode": "gradient" if diff.is_gradient else "loss",
+        "phase": diff.phase,
+        "target": diff.target or None,
+        "devices": diff.devices,
+        "before": writer.side(diff.before),
+        "after": writer.side(diff.after),
+        "sentence": sentence(diff),
+        "totals": {
+            "products": diff.totals.products,
+            "changed": diff.totals.changed,
+            "emulated": diff.totals.emulated,
+            "opaque": diff.totals.opaque,
+            "group": diff.totals.group,
+            "time_change": diff.time_change,
+        },
+        "sources": writer.sources,
+        "states": writer.states,
+        "linears": linears,
+        "stacks": [_stack(stack) for stack in diff.stacks],
+        "graph": graph_data(build_graph(diff)),
+        "overlays": dict(diff.overlays),
+        "notes": list(diff.notes),
+    }
+
+
+def sentence(diff: DiffData) -> str:
+    """The diff in one sentence: "84 of 378 mlp products change; predicted step time -27 % on GB200; 3 emulated."."""
+    totals = diff.totals
+    group = f"{totals.group} " if totals.group else ""
+    parts = [
+        f"{totals.changed} of {totals.products} {group}products change"
+        if totals.changed
+        else f"none of {totals.products} products change"
+    ]
+    if diff.time_change is not None and diff.target:
+        parts.append(f"predicted step time {100 * diff.time_change:+.0f} % on {diff.target.upper()}")
+    if totals.emulated:
+        parts.append(f"{totals.emulated} emulated")
+    if totals.opaque:
+        parts.append(f"{totals.opaque} opaque")
+    return "; ".join(parts) + "."
+
+
+class _Writer:
+    """Writes parts of a diff. Texts of policies and states of products are numbered, and written once."""
+
+    def __init__(self, diff: DiffData) -> None:
+        self.sources: list[dict[str, Any]] = []
+        self.states: list[dict[str, Any]] = []
+        self._source_numbers: dict[int, int] = {}
+        self._state_numbers: dict[tuple[Gemm, ProductState], int] = {}
+        self._diff = diff
+
+    # ---- policies
+
+    def side(self, side: DiffSide) -> dict[str, Any]:
+        policy = side.policy
+        return {
+            "label": side.label,
+            "seconds": side.seconds,
+            "policy": None
+            if policy is None
+            else {
+                "sha256": policy.sha256,
+                "source": self._source(policy.source),
+                "rules": list(self._rules(policy)),
+            },
+        }
+
+    def _rules(self, policy: Policy) -> Iterator[dict[str, Any]]:
+        for rule in policy.rules:
+            span = rule.span
+            yield {
+                "text": str(rule),
+                "source": self._source(span.source),
+                "line": span.line,
+                "last_line": span.last_line,
+                "start": span.start,
+                "end": span.end,
+            }
+
+    def _source(self, source: SourceText) -> int:
+        if id(source) not in self._source_numbers:
+            self._source_numbers[id(source)] = len(self.sources)
+            self.sources.append({"path": source.path, "text": source.text})
+        return self._source_numbers[id(source)]
+
+    # ---- linears
+
+    def linear(self, linear: Linear) -> dict[str, Any]:
+        return {"name": linear.name, "stack": linear.stack, "runs": [self._run(run) for run in linear.runs]}
+
+    def _run(self, run: LinearLayers) -> dict[str, Any]:
+        site = run.site
+        return {
+            "layers": None if run.first is None else [run.first, run.last],
+            "batch": site.batch,
+            "m": site.m,
+            "n": site.n,
+            "k": site.k,
+            "kind": site.kind,
+            "weight": site.weight,
+            "place": site.place,
+            "repeats": site.repeats // site.count,
+            "flops": site.flops,
+            "opaque": site.opaque or None,
+            "quantization_seconds": list(run.quantization),
+            "products": {
+                str(product.gemm): {
+                    "changed": product.is_changed,
+                    "before": self._product_side(product.gemm, product.before),
+                    "after": self._product_side(product.gemm, product.after),
+                }
+                for product in run.products
+            },
+        }
+
+    def _product_side(self, gemm: Gemm, side: ProductSide | None) -> dict[str, Any] | None:
+        if side is None:
+            return None
+        return {
+            "state": self._state(gemm, side.state),
+            "rule": side.rule,
+            "overridden": list(side.overridden),
+            "seconds": side.seconds,
+            "bytes": side.moved_bytes,
+        }
+
+    def _state(self, gemm: Gemm, state: ProductState) -> int:
+        key = (gemm, state)
+        if key not in self._state_numbers:
+            self._state_numbers[key] = len(self.states)
+            self.states.append(_state_data(gemm, state))
+        return self._state_numbers[key]
+
+
+def _state_data(gemm: Gemm, state: ProductState) -> dict[str, Any]:
+    roles = [str(role) for g, role in OPERANDS if g is gemm]
+    lowering = state.lowering
+    treatments: list[Treatment | None] = [*state.treatments] or [None, None]
+    return {
+        "format": state.format,
+        "kept": state.is_kept,
+        "backend": lowering.backend or None,
+        "native": lowering.native if lowering.backend else None,
+        "reason": None if lowering.obstacle is None else lowering.obstacle.reason,
+        "remedy": None if lowering.obstacle is None else lowering.obstacle.remedy,
+        "operands": [
+            {"role": role, "format": format, "badges": [] if t is None else badges(t)}
+            for role, format, t in zip(roles, state.formats, treatments, strict=True)
+        ],
+    }
+
+
+def badges(treatment: Treatment) -> list[str]:
+    """What is special about the treatment of an operand, in short words, the format left out."""
+    format = FORMATS[treatment.format]
+    if not format.is_quantized:
+        return []
+    words = [treatment.element] if treatment.element else []
+    if treatment.tile2d:
+        words.append("2D")
+    elif format.block:
+        words.append(f"1x{format.block}")
+    if treatment.rht:
+        words.append(f"rht{treatment.rht}")
+    if treatment.rounding != "rne":
+        words.append(treatment.rounding)
+    if treatment.headroom != 1:
+        words.append(f"headroom {treatment.headroom}")
+    if treatment.scale != "amax":
+        words.append(treatment.scale)
+    if format.scale == "e8m0" and treatment.scale_rounding != "floor":
+        words.append(treatment.scale_rounding)
+    if treatment.mean_split:
+        words.append("mean split")
+    if format.tensor_scale:
+        words.append(f"outer {treatment.outer}")
+    return words
+
+
+def _stack(stack: Stack) -> dict[str, Any]:
+    return {
+        "name": stack.name,
+        "size": stack.size,
+        "linears": list(stack.linears),
+        "classes": [
+            {"label": c.label, "layers": [list(r) for r in c.ranges], "count": c.count} for c in stack.classes
+        ],
+    }
+
+
+# ---- graph
+
+
+def graph_data(graph: nx.DiGraph[int]) -> dict[str, Any]:
+    """The graph as lists: nodes in the order of their numbers, with the children of each, and the edges of data."""
+    return {
+        "nodes": [_node_data(graph, node) for node in graph],
+        "edges": [[u, v] for u, v, edge in graph.edges(data=True) if edge["kind"] == "data"],
+    }
+
+
+def _node_data(graph: nx.DiGraph[int], node: int) -> dict[str, Any]:
+    attributes = graph.nodes[node]
+    data = {key: _as_list(value) for key, value in attributes.items() if value not in (None, "", ())}
+    children = children_of(graph, node)
+    return data | {"children": children} if children else data
+
+
+def _as_list(value: Any) -> Any:
+    return [_as_list(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,368 @@
+"""The graph of a diff: scopes and equations, as a networkx graph that every output reads.
+
+Nodes are numbers. An edge of the kind `contains` leads from a scope to what is in it, with its `order`; an edge of the
+kind `data` from an equation to one that reads its result. Scopes with the same content, such as the layers of an
+unrolled stack, are one node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from policyc.diff.matching import Match, StructureTexts
+from policyc.diff.model import DiffData, as_ranges
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.jaxprs import DropVar
+from policyc.jaxcore.transform import Address
+from policyc.language.selectors import PathSegment, read_segments
+
+_MAX_LITERAL = 24  # characters of a literal in the text of an equation
+_CONTAINER_PARAMETERS = ("name", "length", "reverse", "unroll")
+_MAX_PARAMETER = 80  # characters of one parameter: a sharding or a mesh has hundreds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScopeTree:
+    """Matches that share a name scope. `members` are the indices of all scopes with this content."""
+
+    name: str
+    children: tuple[ScopeTree | Match, ...]
+    members: tuple[int, ...] = ()
+    copies: tuple[ScopeTree, ...] = ()
+    """The other scopes with this content."""
+
+
+def build_graph(diff: DiffData) -> nx.DiGraph[int]:
+    """The graph of a diff. Its root is the node 0, the loss."""
+    builder = _GraphBuilder(diff)
+    root = builder.add_scope(None, name="loss" if not diff.is_gradient else "gradient", kind="loss")
+    if diff.matched is not None:
+        if diff.matched.hoisted:
+            builder.add_hoisted(root, diff.matched.hoisted)
+        builder.add_children(root, builder.nest(diff.matched.loss.matches), _Names())
+    builder.count_changes(root)
+    return builder.graph
+
+
+# ---- name scopes
+
+
+Named = tuple[tuple[PathSegment, ...], Match]
+
+
+class Nesting:
+    """Sorts matches by name scope. Scopes that differ only in their index and have the same content become one."""
+
+    def __init__(self, sites: SiteIndex) -> None:
+        self.texts = StructureTexts()
+        self._sites = sites
+
+    def __call__(self, matches: Sequence[Match]) -> tuple[ScopeTree | Match, ...]:
+        return self._nest([(read_segments(jaxprs.name_scopes(m.equation)), m) for m in matches], 0)
+
+    def _nest(self, named: Sequence[Named], depth: int) -> tuple[ScopeTree | Match, ...]:
+        children: list[ScopeTree | Match] = []
+        indexed: dict[tuple[str, str], int] = {}
+
+        def segment(item: Named) -> PathSegment | None:
+            return item[0][depth] if depth < len(item[0]) else None
+
+        for first, group in itertools.groupby(named, segment):
+            items = list(group)
+            if first is None:
+                children += [match for _, match in items]
+                continue
+            inner = self._nest(items, depth + 1)
+            members = () if first.index is None else (first.index,)
+            tree = ScopeTree(name=first.text, children=inner, members=members)
+            if first.index is not None:
+                key = (first.text, self.signature([m for _, m in items]))
+                if key in indexed:
+                    children[indexed[key]] = _join(children[indexed[key]], tree)
+                    continue
+                indexed[key] = len(children)
+            children.append(tree)
+        return tuple(children)
+
+    def signature(self, matches: Sequence[Match]) -> str:
+        """Equal for matches with equal content, whatever their variables and layer indices are."""
+        digest = hashlib.sha256()
+        numbers: dict[Var, int] = {}
+
+        def write(matches: Sequence[Match]) -> None:
+            for match in matches:
+                names = ".".join(s.text for s in read_segments(jaxprs.name_scopes(match.equation)))
+                digest.update(f"{names} {match.reason} {match.product} {self._sites.rules(match)}".encode())
+                for eqns in (match.before, match.after) if match.reason else (match.before,):
+                    for eqn in eqns:
+                        digest.update(self.texts.line(eqn, numbers).encode())
+                    digest.update(b"|")
+                for inner in match.inside:
+                    digest.update(f"{inner.label}{inner.iterations}(".encode())
+                    write(inner.matches)
+
+        write(matches)
+        return digest.hexdigest()
+
+
+def _join(one: ScopeTree | Match, other: ScopeTree) -> ScopeTree:
+    assert isinstance(one, ScopeTree)
+    return ScopeTree(
+        name=one.name,
+        children=one.children,
+        members=(*one.members, *other.members),
+        copies=(*one.copies, other),
+    )
+
+
+# ---- nodes
+
+
+@dataclass(slots=True)
+class _Names:
+    """The variables of a jaxpr: their short names, and the nodes that compute them, before and after."""
+
+    names: dict[Var, str] = field(default_factory=dict)
+    producers: dict[Var, int] = field(default_factory=dict)
+
+    def __getitem__(self, var: Var) -> str:
+        if var not in self.names:
+            self.names[var] = _letters(len(self.names))
+        return self.names[var]
+
+
+def _letters(number: int) -> str:
+    """a, b, ..., z, ba, bb, ...: as JAX prints variables."""
+    letters = ""
+    while True:
+        number, digit = divmod(number, 26)
+        letters = chr(ord("a") + digit) + letters
+        if not number:
+            return letters
+
+
+class _GraphBuilder:
+    """Adds scopes and equations to a graph."""
+
+    def __init__(self, diff: DiffData) -> None:
+        self.graph: nx.DiGraph[int] = nx.DiGraph()
+        self._sites = SiteIndex(diff)
+        self.nest = Nesting(self._sites)
+        self._orders: dict[int, itertools.count[int]] = {}
+        self._pairs = itertools.count()
+
+    def _add(self, parent: int | None, **attributes: Any) -> int:
+        node = len(self.graph)
+        self.graph.add_node(node, **attributes)
+        self._orders[node] = itertools.count()
+        if parent is not None:
+            self.graph.add_edge(parent, node, kind="contains", order=next(self._orders[parent]))
+        return node
+
+    def add_scope(self, parent: int | None, *, name: str, kind: str, **attributes: Any) -> int:
+        return self._add(parent, type="scope", name=name, kind=kind, **attributes)
+
+    def add_children(self, parent: int, children: Sequence[ScopeTree | Match], names: _Names) -> None:
+        for child in children:
+            if isinstance(child, ScopeTree):
+                node = self.add_scope(
+                    parent, name=child.name, kind="scope", members=as_ranges(sorted(child.members))
+                )
+                self.add_children(node, child.children, names)
+                for copy in child.copies:
+                    _alias(child, copy, names)
+            else:
+                self._add_match(parent, child, names)
+
+    def add_hoisted(self, parent: int, hoisted: Sequence[Match]) -> None:
+        """The quantizations that run once per step, alike ones of different layers together."""
+        groups: dict[tuple[str, str], list[Match]] = {}
+        for match in hoisted:
+            groups.setdefault((self._sites.name(match), self.nest.signature([match])), []).append(match)
+        scope = self.add_scope(parent, name="once per step", kind="hoisted")
+        for (name, _), matches in groups.items():
+            layers = [self._sites.layer(match) for match in matches]
+            members = tuple(layer for layer in layers if layer is not None)
+            node = self.add_scope(scope, name=name, kind="hoisted", members=as_ranges(sorted(members)))
+            self._add_match(node, matches[0], _Names())
+
+    def _add_match(self, parent: int, match: Match, names: _Names) -> None:
+        pair = next(self._pairs)
+        common = {"pair": pair, **self._sites.attributes(match)}
+        if match.reason is None:
+            for eqn in match.before:
+                self._add_equation(parent, eqn, "both", names, common)
+            return
+        common["reason"] = str(match.reason)
+        nodes = [
+            self._add_equation(parent, eqn, side, names, common, opened=not match.inside)
+            for side, eqns in (("before", match.before), ("after", match.after))
+            for eqn in eqns
+        ]
+        for inner in match.inside:
+            piece = inner.iterations
+            node = self.add_scope(
+                parent,
+                name=inner.label,
+                kind=jaxprs.primitive_name(match.equation),
+                pair=pair,
+                reason=str(match.reason),
+                iterations=None if piece is None else (piece.start, piece.stop - 1),
+                containers=tuple(nodes),
+            )
+            self.add_children(node, self.nest(inner.matches), _Names())
+
+    def _add_equation(
+        self,
+        parent: int,
+        eqn: JaxprEqn,
+        side: str,
+        names: _Names,
+        common: dict[str, Any],
+        *,
+        opened: bool = False,
+    ) -> int:
+        """One equation; if `opened`, with the equations of the jaxprs inside it."""
+        subs = jaxprs.sub_jaxprs(eqn)
+        inside = sum(1 for sub in subs for _ in jaxprs.all_equations(sub.jaxpr))
+        node = self._add(
+            parent,
+            type="equation",
+            side=side,
+            op=jaxprs.primitive_name(eqn),
+            params=short_parameters(eqn),
+            inputs=tuple(_atom(a, names) for a in eqn.invars),
+            outputs=tuple(_output(v, names) for v in eqn.outvars),
+            place=jaxprs.source_place(eqn),
+            inside=inside,
+            **common,
+        )
+        for var in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
+            producer = names.producers.get(var)
+            if producer is not None and producer != node:
+                self.graph.add_edge(producer, node, kind="data")
+        names.producers.update((v, node) for v in eqn.outvars if not isinstance(v, DropVar))
+        for sub in subs if opened else ():
+            inner = _Names()
+            scope = self.add_scope(node, name=sub.param, kind=jaxprs.primitive_name(eqn))
+            for inner_eqn in jaxprs.equations(sub.jaxpr):
+                self._add_equation(scope, inner_eqn, side, inner, {"pair": common["pair"]}, opened=True)
+        return node
+
+    def count_changes(self, node: int) -> tuple[int, int]:
+        """Gives every scope the numbers of the equations in it: all of them, and those that changed."""
+        total = changed = 0
+        for child in children_of(self.graph, node):
+            if self.graph.nodes[child]["type"] == "equation":
+                total += 1
+                changed += self.graph.nodes[child]["side"] != "both"
+                inner_total, inner_changed = self.count_changes(child)
+            else:
+                inner_total, inner_changed = self.count_changes(child)
+            total, changed = total + inner_total, changed + inner_changed
+        if self.graph.nodes[node]["type"] == "scope":
+            self.graph.nodes[node].update(equations=total, changed=changed)
+        return total, changed
+
+
+def children_of(graph: nx.DiGraph[int], node: int) -> list[int]:
+    """What a node contains, in order."""
+    edges = [(d["order"], v) for _, v, d in graph.out_edges(node, data=True) if d["kind"] == "contains"]
+    return [child for _, child in sorted(edges)]
+
+
+def _alias(shown: ScopeTree, copy: ScopeTree, names: _Names) -> None:
+    """What a copy computes counts as computed by the scope that stands for it."""
+    for one, other in zip(_results(shown), _results(copy), strict=True):
+        if one in names.producers:
+            names.producers[other] = names.producers[one]
+
+
+def _results(tree: ScopeTree) -> Iterator[Var]:
+    for child in tree.children:
+        if isinstance(child, ScopeTree):
+            yield from _results(child)
+            for copy in child.copies:
+                yield from _results(copy)
+        else:
+            for eqns in (child.before, child.after) if child.reason else (child.before,):
+                yield from (v for eqn in eqns for v in eqn.outvars)
+
+
+def _atom(atom: Any, names: _Names) -> str:
+    if not isinstance(atom, Literal):
+        return names[atom]
+    text = str(atom.val).replace("\n", " ")
+    return text if len(text) <= _MAX_LITERAL else f"{text[: _MAX_LITERAL - 1]}…"
+
+
+def _output(var: Var, names: _Names) -> str:
+    name = "_" if isinstance(var, DropVar) else names[var]
+    return f"{name}:{jaxprs.type_text(var.aval)}"
+
+
+def short_parameters(eqn: JaxprEqn) -> str:
+    """The parameters that say what an equation computes, in one line. Of a container, its name and its iterations."""
+    names = _CONTAINER_PARAMETERS if jaxprs.sub_jaxprs(eqn) else eqn.params
+    words = []
+    for name in names:
+        value = eqn.params.get(name)
+        if value is None or value is False or callable(value) or (isinstance(value, tuple) and not value):
+            continue
+        text = " ".join(f"{name}={jaxprs.stable_text(value)}".split())
+        words.append(text if len(text) <= _MAX_PARAMETER else f"{text[: _MAX_PARAMETER - 1]}…")
+    return " ".join(words)
+
+
+class SiteIndex:
+    """Finds the linear and the layer of a match, and the rules that decided about it."""
+
+    def __init__(self, diff: DiffData) -> None:
+        self._diff = diff
+        self._stacks: dict[Address, tuple[Address, ...]] = {}
+        for linear in diff.linears:
+            for run in linear.runs:
+                self._stacks[run.site.address] = tuple(s.address for s in run.site.stacks)
+
+    def _locate(self, address: Address, match: Match) -> tuple[int, int | None] | None:
+        stacks = self._stacks.get(address, ())
+        layer = tuple(match.iterations.get(stack, 0) for stack in stacks)
+        return self._diff.places.get((address, layer))
+
+    def attributes(self, match: Match) -> dict[str, Any]:
+        """The linear and the layer that a match belongs to, and the linears that share it."""
+        attributes: dict[str, Any] = {}
+        place = self._locate(match.address, match)
+        if place is not None:
+            attributes |= {"linear": place[0], "layer": place[1]}
+        if match.product:
+            attributes["product"] = match.product
+        if match.readers:
+            readers = (self._locate(address, match) for address in match.readers)
+            attributes["readers"] = tuple(reader[0] for reader in readers if reader is not None)
+        return attributes
+
+    def name(self, match: Match) -> str:
+        place = self._locate(match.address, match)
+        return "" if place is None else self._diff.linears[place[0]].full_name
+
+    def layer(self, match: Match) -> int | None:
+        place = self._locate(match.address, match)
+        return None if place is None else place[1]
+
+    def rules(self, match: Match) -> str:
+        """The linear of a match and the rules that decided, as a text to compare."""
+        place = self._locate(match.address, match)
+        if place is None:
+            return ""
+        run = self._diff.linears[place[0]].run_at(place[1])
+        products = () if run is None else run.products
+        sides = [(p.before and p.before.rule, p.after and p.after.rule) for p in products]
+        return f"{place[0]} {sides}"

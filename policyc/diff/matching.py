@@ -1,0 +1,297 @@
+"""Matches the equations of two versions of a loss: the loss without a policy, or the loss under one of two policies.
+
+The rewrite keeps what became of each equation, so both versions are known by the equations of the same original.
+Nothing is matched by similarity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from jax.core import AbstractValue
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from policyc.compiler.hoist import ROUNDING_KEY, Quantizer, RewrittenLoss
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.containers import IterationRange, container_of
+from policyc.jaxcore.jaxprs import AnyJaxpr
+from policyc.jaxcore.transform import Address, ExtraInput, NewScope, Replacement
+
+
+class Reason(StrEnum):
+    """Why equations differ."""
+
+    REPLACED = "replaced"
+    """A site runs in another way."""
+    SHARED = "shared"
+    """An activation is quantized once for several sites."""
+    HOISTED = "hoisted"
+    """A weight is quantized once per step, outside the loss."""
+    SPLIT = "split"
+    """A scan runs as several scans, because its layers differ."""
+    ENTERED = "entered"
+    """A container holds equations that differ."""
+    DERIVED = "derived"
+    """An equation of the gradient that comes from one that differs."""
+
+
+Iterations = Mapping[Address, int]
+"""An iteration that stands for the whole range, for each split scan around an equation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Equations before, and those after that stand in their place. The same objects if nothing changed.
+
+    Attributes:
+      address: the equation of the original that both come from; of a hoisted quantization, the site it is for.
+      reason: None if nothing changed.
+      inside: the jaxprs of a container that holds changes.
+      readers: the addresses of the sites that read a shared quantization.
+      product: of the gradient of a site: fprop, dgrad or wgrad.
+      iterations: see `Iterations`.
+    """
+
+    address: Address
+    before: tuple[JaxprEqn, ...]
+    after: tuple[JaxprEqn, ...]
+    reason: Reason | None = None
+    inside: tuple[MatchedJaxpr, ...] = ()
+    readers: tuple[Address, ...] = ()
+    product: str = ""
+    iterations: Iterations = field(default_factory=dict)
+
+    @property
+    def equation(self) -> JaxprEqn:
+        """The equation whose names and place stand for the match."""
+        return (self.before or self.after)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchedJaxpr:
+    """The matches of a jaxpr, in the order in which they run. `iterations`: of a scan, which of them this is about."""
+
+    label: str
+    matches: tuple[Match, ...]
+    iterations: IterationRange | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchedLoss:
+    """All equations of both versions of a loss. `hoisted` are those that run outside of it, once per step."""
+
+    loss: MatchedJaxpr
+    hoisted: tuple[Match, ...] = ()
+
+    def all_matches(self) -> Iterator[Match]:
+        """Every match, at any depth."""
+        yield from self.hoisted
+        yield from _walk(self.loss)
+
+
+def _walk(matched: MatchedJaxpr) -> Iterator[Match]:
+    for match in matched.matches:
+        yield match
+        for inner in match.inside:
+            yield from _walk(inner)
+
+
+def match_losses(original: AnyJaxpr, before: RewrittenLoss, after: RewrittenLoss) -> MatchedLoss:
+    """Matches two versions of the loss `original`."""
+    matcher = _Matcher()
+    matches = matcher.match(original, (before.replacements, after.replacements), (), {})
+    hoisted = tuple(_match_hoisted(before, after))
+    return MatchedLoss(loss=MatchedJaxpr(label="loss", matches=matches), hoisted=hoisted)
+
+
+def _match_hoisted(before: RewrittenLoss, after: RewrittenLoss) -> Iterator[Match]:
+    """The quantizations that run outside the loss, those of one site and range of layers together."""
+    sides = [_hoisted_quantizers(rewritten) for rewritten in (before, after)]
+    for key in dict.fromkeys((*sides[0], *sides[1])):
+        address, ranges = key
+        old, new = (side.get(key) for side in sides)
+        same = old is not None and new is not None and old.structural_key == new.structural_key
+        yield Match(
+            address=address,
+            before=() if old is None else tuple(old.jaxpr.jaxpr.eqns),
+            after=tuple((old if same and old is not None else new).jaxpr.jaxpr.eqns)
+            if new is not None
+            else (),
+            reason=None if same else Reason.HOISTED,
+            iterations={address: ranges[0].start} if ranges else {},
+        )
+
+
+def _hoisted_quantizers(
+    rewritten: RewrittenLoss,
+) -> dict[tuple[Address, tuple[IterationRange, ...]], Quantizer]:
+    def is_quantizer(extra: ExtraInput) -> bool:
+        return extra.content is not ROUNDING_KEY
+
+    return {(e.address, e.ranges): e.content for e in rewritten.hoisted if is_quantizer(e)}
+
+
+Sides = tuple[Sequence[Replacement], Sequence[Replacement]]
+
+
+class _Matcher:
+    """Matches the replacements of a jaxpr and of the jaxprs inside it."""
+
+    def __init__(self) -> None:
+        self.structures = StructureTexts()
+
+    def match(
+        self, original: AnyJaxpr, sides: Sides, outer: Address, iterations: Iterations
+    ) -> tuple[Match, ...]:
+        eqns = jaxprs.equations(original)
+        before, after = (side or [Replacement((eqn,)) for eqn in eqns] for side in sides)
+        matches: list[Match] = []
+        for number, eqn in enumerate(eqns):
+            address = (*outer, number)
+            matches += self._match_equation(eqn, before[number], after[number], address, iterations)
+        return tuple(matches)
+
+    def _match_equation(
+        self, eqn: JaxprEqn, before: Replacement, after: Replacement, address: Address, iterations: Iterations
+    ) -> Iterator[Match]:
+        if _is_same(before, after):
+            yield Match(address=address, before=before.eqns, after=before.eqns, iterations=iterations)
+        elif before.scopes or after.scopes:
+            yield self._match_container(eqn, before, after, address, iterations)
+        else:
+            yield from self._match_site(before, after, address, iterations)
+
+    def _match_site(
+        self, before: Replacement, after: Replacement, address: Address, iterations: Iterations
+    ) -> Iterator[Match]:
+        """First what the site computes for others too, then the site."""
+        olds = before.eqns[: before.added], before.eqns[before.added :]
+        news = after.eqns[: after.added], after.eqns[after.added :]
+        numbers = before.readers if not after.readers else after.readers
+        readers = tuple((*address[:-1], number) for number in numbers)
+        for old, new, reason in zip(olds, news, (Reason.SHARED, Reason.REPLACED), strict=True):
+            if not old and not new:
+                continue
+            same = self.structures.of_equations(old) == self.structures.of_equations(new)
+            yield Match(
+                address=address,
+                before=old,
+                after=old if same else new,
+                reason=None if same else reason,
+                readers=readers if reason is Reason.SHARED else (),
+                iterations=iterations,
+            )
+
+    def _match_container(
+        self, eqn: JaxprEqn, before: Replacement, after: Replacement, address: Address, iterations: Iterations
+    ) -> Match:
+        inside: list[MatchedJaxpr] = []
+        subs = jaxprs.sub_jaxprs(eqn)
+        for number, sub in enumerate(subs):
+            for pieces, piece in _overlapping_pieces(before, after, number):
+                fixed = iterations if piece is None else {**iterations, address: piece.start}
+                matches = self.match(sub.jaxpr, pieces, (*address, number), fixed)
+                label = sub.param if sub.index is None else f"{sub.param}[{sub.index}]"
+                inside.append(MatchedJaxpr(label=label, matches=matches, iterations=piece))
+        is_split = max(len(r.scopes) if _is_scan(eqn) else 1 for r in (before, after)) > 1
+        same = all(m.reason is None for matched in inside for m in matched.matches)
+        if same and len(before.eqns) == len(after.eqns):
+            return Match(address=address, before=before.eqns, after=before.eqns, iterations=iterations)
+        return Match(
+            address=address,
+            before=before.eqns,
+            after=after.eqns,
+            reason=Reason.SPLIT if is_split else Reason.ENTERED,
+            inside=tuple(inside),
+            iterations=iterations,
+        )
+
+
+def _is_scan(eqn: JaxprEqn) -> bool:
+    container = container_of(eqn)
+    return container is not None and container.is_loop and "length" in eqn.params
+
+
+def _is_same(before: Replacement, after: Replacement) -> bool:
+    return len(before.eqns) == len(after.eqns) and all(
+        old is new for old, new in zip(before.eqns, after.eqns, strict=True)
+    )
+
+
+def _overlapping_pieces(
+    before: Replacement, after: Replacement, number: int
+) -> Iterator[tuple[Sides, IterationRange | None]]:
+    """The versions of a container's jaxpr, for each range of iterations in which both are the same."""
+    for old in _scopes(before, number):
+        for new in _scopes(after, number):
+            piece = _overlap(old, new)
+            if piece is None or piece.size > 0:
+                old_side, new_side = (() if s is None else s.transformed.replacements for s in (old, new))
+                yield (old_side, new_side), piece
+
+
+def _scopes(replacement: Replacement, number: int) -> Sequence[NewScope | None]:
+    """The versions of a container's jaxpr; None stands for the original, which a container has that is not entered."""
+    return [s for s in replacement.scopes if s.number == number] or [None]
+
+
+def _overlap(old: NewScope | None, new: NewScope | None) -> IterationRange | None:
+    """The iterations that two pieces of a scan have in common; None if it is not a scan over layers."""
+    ranges = [s.iterations for s in (old, new) if s is not None and s.iterations is not None]
+    if not ranges:
+        return None
+    return IterationRange(max(r.start for r in ranges), min(r.stop for r in ranges))
+
+
+class StructureTexts:
+    """Texts of equations that are equal if the equations are, whatever their new variables are called."""
+
+    def __init__(self) -> None:
+        self._fingerprints: dict[int, tuple[Any, str]] = {}
+        self._equations: dict[int, tuple[JaxprEqn, str]] = {}
+        self._types: dict[AbstractValue, str] = {}
+
+    def of_equations(self, eqns: Sequence[JaxprEqn]) -> str:
+        """The text of equations that stand in one place."""
+        numbers: dict[Var, int] = {}
+        return "\n".join(self.line(eqn, numbers) for eqn in eqns)
+
+    def line(self, eqn: JaxprEqn, numbers: dict[Var, int]) -> str:
+        """One equation; `numbers` has the variables seen before, and gets those of this equation."""
+
+        def name(atom: Any) -> str:
+            if isinstance(atom, Literal):
+                return f"={atom.val!r}"
+            if atom not in numbers:
+                numbers[atom] = len(numbers)
+                return f"{numbers[atom]}:{self._type(atom.aval)}"
+            return str(numbers[atom])
+
+        operands = " ".join(map(name, eqn.invars))
+        return f"{' '.join(map(name, eqn.outvars))} = {self.operation(eqn)} {operands}"
+
+    def operation(self, eqn: JaxprEqn) -> str:
+        """The primitive with its parameters."""
+        cached = self._equations.get(id(eqn))
+        if cached is None:
+            subs = jaxprs.sub_jaxprs(eqn)
+            bodies = " ".join(self._fingerprint(sub.jaxpr) for sub in subs)
+            text = f"{jaxprs.primitive_name(eqn)}[{jaxprs.parameters_text(eqn)}] {bodies}"
+            cached = self._equations[id(eqn)] = (
+                eqn,
+                text,
+            )  # the equation is kept, so that its id stays its own
+        return cached[1]
+
+    def _type(self, aval: AbstractValue) -> str:
+        if aval not in self._types:
+            self._types[aval] = jaxprs.type_text(aval)
+        return self._types[aval]
+
+    def _fingerprint(self, jaxpr: Any) -> str:
+        if id(jaxpr) not in self._fingerprints:
+            self._fingerprints[id(jaxpr)] = (jaxpr, jaxprs.fingerprint(jaxpr))
+        return self._fingerprints[id(jaxpr)][1]

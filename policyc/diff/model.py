@@ -1,0 +1,226 @@
+"""The records of a diff: linears, the products of their layers before and after, classes of layers, and totals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from policyc.compiler.sites import Layer, Site
+from policyc.diff.matching import MatchedLoss
+from policyc.jaxcore.transform import Address
+from policyc.language.policy import Policy
+from policyc.language.recipes import Gemm, Treatment
+from policyc.numerics.backends.choice import PLAIN, Lowering
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductState:
+    """How a product runs.
+
+    Attributes:
+      format: what it multiplies; the dtype of the program if the product is kept.
+      formats: of both operands, in the order of `OPERANDS`; of a kept product, their dtypes.
+      treatments: of both operands; empty if the product is kept, or if only the formats are known.
+      is_kept: does the policy leave it as it is?
+    """
+
+    format: str
+    formats: tuple[str, str]
+    treatments: tuple[Treatment, ...] = ()
+    is_kept: bool = False
+    lowering: Lowering = PLAIN
+
+    @property
+    def is_emulated(self) -> bool:
+        return bool(self.lowering.backend) and not self.lowering.native
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductSide:
+    """A product before or after: its state, the rule that decided (its number in the policy), its predicted time."""
+
+    state: ProductState
+    rule: int | None = None
+    overridden: tuple[int, ...] = ()
+    seconds: float | None = None
+    moved_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductChange:
+    """A product before and after. A side is None if the product does not exist there."""
+
+    gemm: Gemm
+    before: ProductSide | None
+    after: ProductSide | None
+
+    @property
+    def is_changed(self) -> bool:
+        """Does it run in another way? A rule that does the same as another one changes nothing."""
+        if self.before is None or self.after is None:
+            return True
+        return _numerics(self.before.state) != _numerics(self.after.state)
+
+
+def _numerics(state: ProductState) -> tuple[Any, ...]:
+    """What decides the numbers and the speed of a product.
+
+    A product that multiplies bf16 is the same whether a rule says so or the program does. The recipe f32 multiplies at
+    the highest precision, which a program in float32 need not do.
+    """
+    if state.lowering.backend:
+        return state.formats, state.treatments, state.lowering.backend, state.lowering.native
+    is_exact = not state.is_kept and "f32" in state.formats
+    return state.formats, is_exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearLayers:
+    """Consecutive layers of a linear to which the same happens. `first` and `last` are None if it is not in a stack."""
+
+    first: int | None
+    last: int | None
+    site: Site
+    layer: Layer
+    """The layer of the site that stands for all of them."""
+    products: tuple[ProductChange, ...]
+    quantization: tuple[float | None, float | None] = (None, None)
+    """Predicted seconds that one layer spends on quantizing its operands, before and after."""
+
+    @property
+    def count(self) -> int:
+        return 1 if self.first is None or self.last is None else self.last - self.first + 1
+
+    @property
+    def is_changed(self) -> bool:
+        return any(p.is_changed for p in self.products)
+
+    def product(self, gemm: Gemm) -> ProductChange | None:
+        return next((p for p in self.products if p.gemm is gemm), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """A GEMM of the model in all layers of its stack: a row of the heat map.
+
+    Attributes:
+      stack: the path of its stack ("decoder.layers"); empty if it is in none.
+      name: its path inside the stack, or the whole path.
+      runs: its layers, those together to which the same happens.
+    """
+
+    stack: str
+    name: str
+    runs: tuple[LinearLayers, ...]
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.stack}.{self.name}" if self.stack else self.name
+
+    def run_at(self, layer: int | None) -> LinearLayers | None:
+        """The run that has this layer."""
+        for run in self.runs:
+            if run.first is None or run.last is None or layer is None or run.first <= layer <= run.last:
+                return run
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerClass:
+    """Layers of a stack to which the same happens, as ranges (first, last)."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def count(self) -> int:
+        return sum(last - first + 1 for first, last in self.ranges)
+
+    @property
+    def representative(self) -> int:
+        return self.ranges[0][0]
+
+    @property
+    def label(self) -> str:
+        """`0-121 x122`."""
+        return f"{format_ranges(self.ranges)} x{self.count}"
+
+
+def as_ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending numbers as ranges (first, last)."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return tuple(ranges)
+
+
+def format_ranges(ranges: tuple[tuple[int, int], ...]) -> str:
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A stack of layers, scanned or unrolled: its linears (their numbers) and the classes of its layers."""
+
+    name: str
+    size: int
+    linears: tuple[int, ...]
+    classes: tuple[LayerClass, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffSide:
+    """One of the two versions: its name, and the policy; None for the program without a policy."""
+
+    label: str
+    policy: Policy | None
+    seconds: float | None = None
+    """Predicted time of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Counts of products, every layer counted."""
+
+    products: int
+    changed: int
+    emulated: int
+    opaque: int
+    group: str = ""
+    """The part of the model that all changed products are in ("mlp"); `products` counts that part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffData:
+    """Everything that is known of a difference, whatever it is shown as."""
+
+    program: str
+    before: DiffSide
+    after: DiffSide
+    linears: tuple[Linear, ...]
+    stacks: tuple[Stack, ...]
+    totals: Totals
+    places: Mapping[tuple[Address, Layer], tuple[int, int | None]] = field(default_factory=dict, repr=False)
+    """The linear (its number) and its layer, for each layer of each site."""
+    phase: str = "always"
+    target: str = ""
+    devices: int = 1
+    is_gradient: bool = False
+    matched: MatchedLoss | None = None
+    """None if the equations of a side are not known: those of an earlier plan."""
+    overlays: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_changed(self) -> bool:
+        return self.totals.changed > 0
+
+    @property
+    def time_change(self) -> float | None:
+        """The change of the predicted step time, as a fraction of the time before."""
+        if self.before.seconds is None or self.after.seconds is None:
+            return None
+        return self.after.seconds / self.before.seconds - 1

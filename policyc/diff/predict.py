@@ -1,0 +1,71 @@
+"""Predicted times of products and of a step, from the cost model. Without a target nothing is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from policyc.compiler.plan import Decision, Phase
+from policyc.compiler.sites import Site
+from policyc.hardware import gemm_cost, step_cost
+from policyc.hardware.step_cost import LayerGroup, MeshShape, TrainingStep
+from policyc.language.recipes import Gemm, Recipe
+from policyc.language.treatments import normalize_if_valid
+from policyc.numerics.targets import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """Seconds of one layer of a site on one device: of its products, and of quantizing their operands."""
+
+    seconds: dict[Gemm, float]
+    quantization: float | None = None
+
+
+class Prediction:
+    """The predicted times of a training step in one phase of its policy."""
+
+    def __init__(self, step: TrainingStep, phase: Phase, target: Target | None, mesh: MeshShape) -> None:
+        self._step, self._phase, self._target, self._mesh = step, phase, target, mesh
+
+    @cached_property
+    def step_seconds(self) -> float | None:
+        if self._target is None:
+            return None
+        return step_cost.estimate(self._step, self._target, self._mesh, self._phase).seconds
+
+    @cached_property
+    def _readers(self) -> step_cost.ReaderCounts:
+        return step_cost.count_readers(self._step.plan)
+
+    def products(self, site: Site, decision: Decision) -> LayerTimes:
+        """The times of one layer of a site."""
+        if self._target is None:
+            return LayerTimes(seconds={})
+        recipe = _recipe(site, decision)
+        group = LayerGroup(site=site, recipe=recipe, rule=None, count=1)
+        if site.weight is None and not step_cost.is_quantized(recipe):
+            peak = gemm_cost.ATTENTION_PEAK_FRACTION * self._target.peak("bf16")
+            flops = site.flops * (0.5 if self._step.causal else 1)
+            return LayerTimes(seconds=dict.fromkeys(site.products, flops / peak / self._mesh.devices))
+        times = step_cost.gemm_times(group, self._target, self._mesh, self._step.remat)
+        gemms = [gemm for gemm in Gemm if gemm in site.products]
+        return LayerTimes(
+            seconds={gemm: seconds for gemm, (_, seconds) in zip(gemms, times, strict=True)},
+            quantization=step_cost.quantization_seconds(
+                group, self._target, self._mesh, self._readers, self._step.backend
+            ),
+        )
+
+    def moved_bytes(self, site: Site, decision: Decision, gemm: Gemm) -> float | None:
+        """Bytes that a product reads and writes on one device."""
+        if self._target is None:
+            return None
+        format = gemm_cost.product_format(_recipe(site, decision), gemm, step_cost.unquantized_format(site))
+        m, n, k, batch = step_cost.local_shape(site, self._mesh)
+        rows, columns, contracted = gemm_cost.product_shape(gemm, m, n, k)
+        return gemm_cost.gemm_bytes(self._target, format, rows, columns, contracted, batch)
+
+
+def _recipe(site: Site, decision: Decision) -> Recipe | None:
+    return None if site.opaque or decision.recipe is None else normalize_if_valid(decision.recipe)

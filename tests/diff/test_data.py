@@ -1,0 +1,151 @@
+"""The JSON of a diff: rows, classes of layers, states, the sentence, and the graph."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import policyc
+from policyc.diff.build import DiffRequest, build_diff
+from policyc.diff.data import as_json
+from policyc.hardware.step_cost import TrainingStep
+from policyc.language.loader import parse
+from policyc.numerics.targets import get_target
+from tests.support.jaxpr_tools import struct
+
+X = struct(64, 64, dtype=jnp.bfloat16)
+LAYERS = 6
+
+
+def mlp(p: Any, h: jax.Array) -> jax.Array:
+    with jax.named_scope("mlp"):
+        return h + jnp.tanh(h @ p["up"]) @ p["down"]
+
+
+def unrolled(p: Any, x: jax.Array) -> jax.Array:
+    x = x @ p["embed"]
+    for number, layer in enumerate(p["layers"]):
+        with jax.named_scope(f"layers_{number}"):
+            x = mlp(layer, x)
+    return jnp.sum(x @ p["head"])
+
+
+def scanned(p: Any, x: jax.Array) -> jax.Array:
+    x, _ = lax.scan(lambda h, layer: (mlp(layer, h), None), x @ p["embed"], p["layers"])
+    return jnp.sum(x @ p["head"])
+
+
+W = struct(64, 64, dtype=jnp.bfloat16)
+STACKED = struct(LAYERS, 64, 64, dtype=jnp.bfloat16)
+UNROLLED = {"layers": [{"up": W, "down": W}] * LAYERS, "embed": W, "head": W}
+SCANNED = {"layers": {"up": STACKED, "down": STACKED}, "embed": W, "head": W}
+LAST = "layers.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)\nlayers[-2:] -> keep"
+
+
+def diff_data(loss: Any, params: Any, policy: str, before: str | None = None, x: Any = X) -> dict[str, Any]:
+    plan = policyc.plan(policy, loss, params, x, target="gb200")
+    request = DiffRequest(
+        step=TrainingStep(plan=plan),
+        before=None if before is None else parse(before),
+        target=get_target("gb200"),
+    )
+    return json.loads(as_json(build_diff(request)))
+
+
+@pytest.mark.parametrize(("loss", "params"), [(unrolled, UNROLLED), (scanned, SCANNED)])
+def test_layers_with_the_same_plan_are_one_class(loss: Any, params: Any) -> None:
+    data = diff_data(loss, params, LAST)
+    outside, layers = data["stacks"]
+    assert layers["name"] == "layers"
+    assert [c["label"] for c in layers["classes"]] == ["0-3 x4", "4-5 x2"]
+    assert [data["linears"][i]["name"] for i in layers["linears"]] == ["up", "down"]
+    assert (outside["name"], outside["classes"]) == ("", [])
+    # Two linears, three products, four layers. The embedding has no dgrad, and the head three products.
+    assert (data["totals"]["changed"], data["totals"]["emulated"]) == (24, 0)
+    assert data["sentence"].startswith("24 of 41 products change; predicted step time ")
+
+
+def test_scanned_and_unrolled_stacks_have_the_same_rows() -> None:
+    rows = [diff_data(*model, LAST)["linears"] for model in ((unrolled, UNROLLED), (scanned, SCANNED))]
+    for row in (*rows[0], *rows[1]):
+        for run in row["runs"]:
+            del run["place"], run["quantization_seconds"]
+    assert rows[0] == rows[1]
+
+
+def test_every_changed_product_names_its_rule_and_line() -> None:
+    data = diff_data(unrolled, UNROLLED, LAST)
+    rules = data["after"]["policy"]["rules"]
+    up = data["linears"][1]
+    first, last = up["runs"]
+    assert (first["layers"], last["layers"]) == ([0, 3], [4, 5])
+    wgrad = first["products"]["wgrad"]
+    assert wgrad["changed"]
+    assert rules[wgrad["after"]["rule"]]["line"] == 1
+    assert wgrad["before"]["rule"] is None
+    kept = last["products"]["fprop"]
+    assert not kept["changed"]
+    assert (kept["after"]["rule"], kept["after"]["overridden"]) == (1, [0])
+    state = data["states"][wgrad["after"]["state"]]
+    assert (state["format"], state["backend"], state["native"]) == ("nvfp4", "xla", True)
+    assert [(o["role"], o["badges"]) for o in state["operands"]] == [
+        ("activation", ["e2m1", "1x16", "rht16", "outer tensor"]),
+        ("gradient", ["e2m1", "1x16", "rht16", "sr", "outer tensor"]),
+    ]
+
+
+def test_a_rule_that_says_what_the_program_does_changes_no_product() -> None:
+    data = diff_data(unrolled, UNROLLED, "* -> bf16")
+    assert data["totals"]["changed"] == 0
+    assert data["sentence"].startswith("none of 41 products change")
+
+
+def test_two_policies() -> None:
+    data = diff_data(scanned, SCANNED, "layers.* -> nvfp4", before="layers.* -> nvfp4\ndown -> mxfp8")
+    changed = [row["name"] for row in data["linears"] for run in row["runs"]
+               if any(p["changed"] for p in run["products"].values())]  # fmt: skip
+    assert changed == ["down"]
+    assert data["sentence"].startswith("18 of 41 products change")
+    assert [rule["text"] for rule in data["before"]["policy"]["rules"]] == [
+        "layers.* -> nvfp4",
+        "down -> mxfp8",
+    ]
+
+
+def test_the_graph_has_one_scope_for_layers_with_the_same_content() -> None:
+    nodes = diff_data(unrolled, UNROLLED, LAST)["graph"]["nodes"]
+    layers = [n for n in nodes if n["type"] == "scope" and n["name"] == "layers"]
+    assert [n["members"] for n in layers] == [[[0, 3]], [[4, 5]]]
+    assert [n["changed"] > 0 for n in layers] == [True, False]
+    replaced = [n for n in nodes if n.get("reason") == "replaced" and n["side"] == "before"]
+    assert [n["op"] for n in replaced] == ["dot_general"] * 2
+    assert [n["linear"] for n in replaced] == [1, 2]
+
+
+def test_the_edges_of_data_follow_the_layers() -> None:
+    graph = diff_data(unrolled, UNROLLED, LAST)["graph"]
+    nodes, edges = graph["nodes"], graph["edges"]
+    head = next(i for i, n in enumerate(nodes) if n.get("linear") == 3)
+    (source,) = [u for u, v in edges if v == head]
+    assert nodes[source]["op"] == "add"  # the end of the last class of layers
+    assert all(nodes[i]["type"] == "equation" for edge in edges for i in edge)
+
+
+def test_hostile_names_are_data() -> None:
+    name = "<script>alert('x')</script>\x1b[31m\""
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope(name):
+            return jnp.sum(x @ p[name])
+
+    plan = policyc.plan("* -> mxfp8", loss, {name: W}, X)
+    text = as_json(build_diff(DiffRequest(step=TrainingStep(plan=plan), program=name)))
+    data = json.loads(text)
+    assert data["program"] == name
+    assert "\x1b" not in text
+    assert "<script>" in data["linears"][0]["name"]
