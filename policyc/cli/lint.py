@@ -32,6 +32,7 @@ from policyc.cli.options import collect_options, format_option, group_options, s
 from policyc.cli.program import plan_program
 
 if TYPE_CHECKING:
+    from policyc.compiler.plan import Plan
     from policyc.language.diagnostics import Diagnostic
     from policyc.language.loader import LoadedPolicy
     from policyc.lint.fixes import FixedText
@@ -123,6 +124,8 @@ def lint(files: tuple[str, ...], output_format: str, options: LintOptions) -> No
         if fix_count := sum(result.fix_count for result in results):
             click.echo(f"{fix_count} fixed", err=True)
         click.echo(summarize(diagnostics, len(results)), err=True)
+    for line in (line for result in results for line in result.unchanged_products):
+        click.echo(f"note: {line}", err=True)
     if undecided := sum(result.undecided for result in results):
         note = f"{undecided} questions about the reach of rules exceeded their limits: some findings may be missing"
         click.echo(f"note: {note}", err=True)
@@ -202,6 +205,7 @@ class _FileResult:
     fix_count: int = 0
     undecided: int = 0
     is_unreadable: bool = False
+    unchanged_products: tuple[str, ...] = ()
 
 
 def _lint_file(name: str, request: _Request) -> _FileResult:
@@ -224,7 +228,16 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
         fix_count=fix_count,
         undecided=result.undecided,
         is_unreadable=any(d.code == "unreadable-file" for d in result.diagnostics),  # an imported file
+        unchanged_products=_describe_unchanged_products(plan),
     )
+
+
+def _describe_unchanged_products(plan: Plan | None) -> tuple[str, ...]:
+    if plan is None:
+        return ()
+    from policyc.compiler.plan_tables import unchanged_products
+
+    return tuple(unchanged_products(plan))
 
 
 def _load(name: str, request: _Request) -> LoadedPolicy:

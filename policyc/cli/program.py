@@ -188,12 +188,15 @@ def _write_report(folder: Path) -> None:
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
     """Why a policy matched nothing in a whole run."""
     from policyc.compiler.plan_checks import suggestion
+    from policyc.compiler.plan_tables import other_products
 
     if not plans:
         return f"'{policy_name}' was not applied: the program differentiated nothing (jax.grad, vjp, ...)"
     plan = next((plan for plan in plans if len(plan.sites)), None)
     if plan is None:
-        return f"'{policy_name}' was not applied: no loss of the program has a GEMM"
+        lines = [f"'{policy_name}' was not applied: no loss of the program has a GEMM"]
+        lines += dict.fromkeys(line for plan in plans for line in other_products(plan))
+        return "; ".join(lines)
     if not plan.policy.rules:
         return f"'{policy_name}' has no rules"
     help = suggestion(plan, plan.policy.rules[-1])

@@ -6,7 +6,7 @@ the gradient has: none behind `stop_gradient`, rounding or comparisons, and none
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
@@ -18,14 +18,12 @@ from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.transform import Address
 
 
-def find_wanted(
-    jaxpr: ClosedJaxpr, differentiated: Sequence[bool], primitives: Collection[str]
-) -> set[Address]:
-    """The addresses of the equations of these primitives whose result gets a cotangent, if it has a derivative.
+def find_wanted(jaxpr: ClosedJaxpr, differentiated: Sequence[bool]) -> set[Address]:
+    """The addresses of the equations whose result gets a cotangent, if it has a derivative.
 
     `differentiated` says which results of the loss are differentiated.
     """
-    activity = _BackwardActivity(primitives)
+    activity = _BackwardActivity()
     activity.run(jaxpr, differentiated, (), everything=_has_references(jaxpr))
     return activity.wanted
 
@@ -41,11 +39,10 @@ def _has_references(jaxpr: AnyJaxpr) -> bool:
 
 
 class _BackwardActivity:
-    """Goes backwards through jaxprs, and records which equations of some primitives get a cotangent."""
+    """Goes backwards through jaxprs, and records which equations get a cotangent."""
 
-    def __init__(self, primitives: Collection[str]) -> None:
+    def __init__(self) -> None:
         self.wanted: set[Address] = set()
-        self._primitives = primitives
 
     def run(
         self, jaxpr: AnyJaxpr, results: Sequence[bool], address: Address, *, everything: bool = False
@@ -67,7 +64,7 @@ class _BackwardActivity:
     def _equation(
         self, eqn: JaxprEqn, results: Sequence[bool], address: Address, everything: bool
     ) -> Sequence[bool]:
-        if any(results) and jaxprs.primitive_name(eqn) in self._primitives:
+        if any(results):
             self.wanted.add(address)
         enter = self._enter(eqn, address, everything)
         container = container_of(eqn)

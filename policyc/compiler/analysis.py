@@ -27,6 +27,7 @@ from policyc.compiler.dots import (
     why_opaque,
 )
 from policyc.compiler.layers import LayerIndices, LoopLayers
+from policyc.compiler.other_products import kind_and_name, merge, product_flops
 from policyc.compiler.paths import add_stack_sizes
 from policyc.compiler.provenance.graph import (
     EitherSource,
@@ -37,7 +38,7 @@ from policyc.compiler.provenance.graph import (
     parameters_of,
 )
 from policyc.compiler.provenance.integers import loop_counter, loop_slice
-from policyc.compiler.sites import Origin, Site, Sites, Stack
+from policyc.compiler.sites import Origin, OtherProduct, Site, Sites, Stack
 from policyc.compiler.var_info import UNKNOWN, VarInfo, constant_value, propagate_equation, shape_of
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import OPAQUE, container_of, shard_map_parts
@@ -91,7 +92,7 @@ def analyze(
       differentiated: which results are differentiated. By default all are.
     """
     results = [True] * len(jaxpr.jaxpr.outvars) if differentiated is None else differentiated
-    wanted = find_wanted(jaxpr, results, {*GEMMS, *OTHER_PRODUCTS})
+    wanted = find_wanted(jaxpr, results)
     invars = jaxpr.jaxpr.invars
     shapes = {path: shape_of(v) for v, path in zip(invars, parameters, strict=True) if path is not None}
     analyzer = _Analyzer(shapes | {path: shape_of(v) for v, path in (frozen or {}).items()}, wanted)
@@ -117,6 +118,7 @@ def analyze(
         parameters=tuple(p for p in parameters if p is not None),
         jaxpr=jaxpr,
         looked_up=frozenset(analyzer.looked_up),
+        others=merge(analyzer.others.values()),
     )
 
 
@@ -158,6 +160,7 @@ class _Analyzer:
     def __init__(self, shapes: dict[DottedPath, tuple[int, ...]], wanted: Collection[Address]) -> None:
         self._wanted = wanted
         self.sites: dict[Address, _FoundGemm] = {}
+        self.others: dict[Address, OtherProduct] = {}
         self.looked_up: set[DottedPath] = set()
         self.layers = LayerIndices(shapes)
         self._is_quantized: dict[int, bool] = {}
@@ -190,6 +193,7 @@ class _Analyzer:
     def _equation(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> Sequence[VarInfo]:
         name = jaxprs.primitive_name(eqn)
         container = container_of(eqn)
+        self._other_product(eqn, infos, context)
         if container is not None:
             domain = _ContainerDomain(self, eqn, context)
             return container.propagate(eqn, infos, domain.enter, domain)
@@ -214,7 +218,9 @@ class _Analyzer:
             same_inputs = len(body.invars) == len(infos)
             inputs = infos if same_inputs else [VarInfo(active=active)] * len(body.invars)
             parameters = context.opaque_parameters if same_inputs else matrix_sources(eqn, infos)
-            inside = context.enter(eqn, number, opaque=reason, opaque_parameters=parameters)
+            # How often a kernel runs its products is not known.
+            repeats = 0 if name == "pallas_call" else context.repeats
+            inside = context.enter(eqn, number, opaque=reason, opaque_parameters=parameters, repeats=repeats)
             body_results = self.run(sub.jaxpr, inputs, inside)
             if len(body_results) != len(results):
                 continue
@@ -227,6 +233,20 @@ class _Analyzer:
                     for result, b in zip(results, body_results, strict=True)
                 ]
         return results
+
+    def _other_product(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> None:
+        """Records an equation that is a product and no GEMM."""
+        described = kind_and_name(eqn)
+        if described is None or not context.repeats:
+            return
+        flops = product_flops(eqn)
+        gradients = sum(i.active for i in infos[:2]) if context.address in self._wanted else 0
+        self.others[context.address] = OtherProduct(
+            kind=described[0],
+            name=described[1],
+            count=context.repeats,
+            flops=None if flops is None else flops * context.repeats * (1 + gradients),
+        )
 
     def _is_quantized_gemm(self, eqn: JaxprEqn) -> bool:
         """Is this a GEMM that was quantized before?"""

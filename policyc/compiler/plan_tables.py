@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from policyc.compiler.plan import Phase, Plan, PlanRun
@@ -25,13 +25,17 @@ _MIN_HEAD_WIDTH = 20  # enough to recognize the first name
 def summary(plan: Plan) -> str:
     """One line per rule and phase: what it decides about, its share of the FLOPs, and how its products run.
 
-    Then the reasons why products are emulated.
+    Then the reasons why products are emulated, and what is left as it is.
     """
     rows: list[list[str]] = []
     for phase in plan.phases:
         title = "rule" if len(plan.phases) == 1 else f"rule ({plan.label(phase)})"
         rows += [[title, "sites", "products", "FLOPs", "backend"], *_rule_rows(plan, phase)]
-    lines = (*align_columns(rows), *map(escape_controls, emulation_reasons(plan)))
+    lines = (
+        *align_columns(rows),
+        *map(escape_controls, emulation_reasons(plan)),
+        *unchanged_products(plan),
+    )
     return "".join(f"policyc: {line}\n" for line in lines)
 
 
@@ -54,7 +58,7 @@ class _RuleShare:
 
 
 def _rule_rows(plan: Plan, phase: Phase) -> Iterator[list[str]]:
-    total = sum(s.total_flops for s in plan.sites) or 1
+    total = plan.sites.total_flops or 1
     shares: dict[int | None, _RuleShare] = {}
     for run in plan.runs(phase):
         products_of: dict[int | None, set[Gemm]] = {}
@@ -87,6 +91,42 @@ def emulation_reasons(plan: Plan) -> Iterator[str]:
         yield f"emulated ({names}): {obstacle.reason}; {obstacle.remedy}"
 
 
+def unchanged_products(plan: Plan) -> Iterator[str]:
+    """The products that the compiler leaves as they are whatever a policy says, one line per kind."""
+    yield from other_products(plan)
+    total = plan.sites.total_flops or 1
+    by_reason: dict[str, list[Site]] = {}
+    for site in plan.sites:
+        if site.opaque and site.repeats:
+            by_reason.setdefault(site.opaque, []).append(site)
+    for reason, sites in by_reason.items():
+        share = sum(s.total_flops for s in sites) / total
+        count = sum(s.count for s in sites)
+        yield f"{share:.1%} of FLOPs are {_count(count, 'GEMM')} inside {reason}, left as {_they_are(count)}"
+
+
+def other_products(plan: Plan) -> Iterator[str]:
+    """The products that are no GEMMs, one line per kind."""
+    total = plan.sites.total_flops or 1
+    for other in plan.sites.others:
+        name = escape_controls(other.name)
+        what = f"{_count(other.count, other.kind)} ({name}), left as {_they_are(other.count)}"
+        if other.flops is None:
+            yield f"{what}: FLOPs not known, and not part of the shares"
+        else:
+            yield f"{other.flops / total:.1%} of FLOPs are {what}"
+
+
+def _count(number: int, kind: str) -> str:
+    """A number and a noun: 1 convolution, 2 products of int8."""
+    noun, of, rest = kind.partition(" of ")
+    return f"{number} {noun}{'s'[: number != 1]}{of}{rest}"
+
+
+def _they_are(number: int) -> str:
+    return "it is" if number == 1 else "they are"
+
+
 def sites_table(plan: Plan) -> str:
     """Every site with its shapes, and if there are rules, which one decides and which it overrides."""
     header = ["scope", "parameter", "layers", "batch x m x n x k", "GFLOP", "weight", "products"]
@@ -106,7 +146,8 @@ def sites_table(plan: Plan) -> str:
     total = sum(s.total_flops for s in plan.sites)
     sites = sum(s.count for s in plan.sites)
     end = f"{sites} GEMM{'s'[: sites != 1]}, {total / 1e9:.4g} GFLOP a step in their products\n"
-    return "".join(f"{line}\n" for line in align_columns(rows)) + end
+    notes = (f"{line}\n" for line in unchanged_products(plan))
+    return "".join((*(f"{line}\n" for line in align_columns(rows)), end, *notes))
 
 
 def _site_row(site: Site) -> list[str]:
@@ -115,7 +156,7 @@ def _site_row(site: Site) -> list[str]:
         ", ".join(dotted(p.path) for p in site.parameters) or "-",
         "x".join(str(s.size) for s in site.stacks) or "-",
         f"{site.batch} x {site.m} x {site.n} x {site.k}",
-        f"{site.flops * site.repeats / 1e9:.3g}",
+        f"{site.flops * site.repeats / 1e9:.3g}" if site.repeats else "?",
         site.weight or "-",
         " ".join(g for g in Gemm if g in site.products) + (" (opaque)" if site.opaque else ""),
     ]
@@ -174,6 +215,7 @@ def as_json(plan: Plan) -> str:
         "rules": [str(rule) for rule in plan.policy.rules],
         "phases": [plan.label(phase) for phase in plan.phases],
         "sites": [_site_json(plan, site) for site in plan.sites],
+        "other_products": [asdict(other) for other in plan.sites.others],
     }
     return json.dumps(data, indent=1) + "\n"
 

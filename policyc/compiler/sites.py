@@ -129,6 +129,7 @@ class Site:
     n: int
     k: int
     repeats: int
+    """How often it runs in a step, in all its layers. 0: not known, since it is in a kernel."""
     products: frozenset[Gemm]
     opaque: str = ""
     """Why the compiler cannot change it; empty if it can."""
@@ -232,6 +233,18 @@ class Site:
         return tuple(dict.fromkeys(path for template in templates for path in template.paths(indices)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherProduct:
+    """Products of one kind and name. `flops` are those of a step; None: not known."""
+
+    kind: str
+    """In words, in the singular."""
+    name: str
+    """The primitive, or what it calls."""
+    count: int
+    flops: int | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sites:
     """All GEMMs of a loss, in the order in which they run."""
@@ -241,12 +254,19 @@ class Sites:
     jaxpr: ClosedJaxpr = field(compare=False, repr=False)
     looked_up: frozenset[DottedPath] = frozenset()
     """The parameters from which rows are gathered: embeddings."""
+    others: tuple[OtherProduct, ...] = ()
+    """Products that are no GEMMs. They are left as they are."""
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)
 
     def __len__(self) -> int:
         return len(self.sites)
+
+    @property
+    def total_flops(self) -> int:
+        """Of all products in a step whose FLOPs are known."""
+        return sum(s.total_flops for s in self.sites) + sum(o.flops or 0 for o in self.others)
 
     @cached_property
     def hash(self) -> str:

@@ -170,6 +170,16 @@ def type_text(aval: AbstractValue) -> str:
     return str(make(short_dtypes=True))
 
 
+def defining_module(eqn: JaxprEqn) -> str:
+    """The module that defines the types of a primitive's results; empty if that cannot be told."""
+    rule: Any = getattr(eqn.primitive, "abstract_eval", None)
+    for cell in getattr(rule, "__closure__", None) or ():  # JAX wraps a rule that says nothing of effects
+        if callable(cell.cell_contents):
+            rule = cell.cell_contents
+    rule = getattr(rule, "func", rule)  # of a functools.partial
+    return str(getattr(rule, "__module__", None) or "")
+
+
 def explicit_sharding(eqn: JaxprEqn) -> Any:
     """The sharding of an equation's result, where its type states one (explicit axes); else None."""
     sharding = cast(Any, eqn.outvars[0].aval).sharding

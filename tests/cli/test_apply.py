@@ -352,6 +352,22 @@ def test_lint_against_a_program(home: Path) -> None:
     assert "unmatched-rule" in result.out
 
 
+def test_products_that_are_no_gemms_are_named(home: Path) -> None:
+    (home / "images.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def loss(p, x):\n"
+        "    h = jax.lax.conv(x, p['conv'], (1, 1), 'SAME').reshape(-1, 16)\n"
+        "    return (h @ p['head']).sum()\n"
+        "p = {'conv': jnp.ones((4, 4, 1, 1)), 'head': jnp.ones((16, 16))}\n"
+        "jax.eval_shape(jax.grad(loss), p, jnp.ones((1, 4, 8, 8)))\n"
+    )
+    # 2 products of 64 x 4 x 4 multiplications, and 3 of 16 x 16 x 16.
+    line = "14.3% of FLOPs are 1 convolution (conv_general_dilated), left as it is\n"
+    (home / "head.policy").write_text("head -> fp8\n")
+    assert f"note: {line}" in run(home, "lint", "head.policy", "--against", "images.py").err
+    assert f"policyc: {line}" in run(home, "apply", "head.policy", "images.py").err
+
+
 def test_a_quantizing_rule_without_sites_is_an_error_unless_it_is_expected(home: Path) -> None:
     (home / "miss.policy").write_text("* -> bf16\nmlp -> fp8\nattention -> fp8\n")
     result = run(home, "apply", "miss.policy", "train.py")
