@@ -210,8 +210,8 @@ class _Automaton:
             self._steps[key] = tuple(self.close(self._transitions(state, symbol, alphabet)))
         return self._steps[key]
 
-    def close(self, states: Iterable[State]) -> set[State]:
-        """Adds all states that are reached without reading a symbol."""
+    def close(self, states: Iterable[State]) -> list[State]:
+        """Adds all states that are reached without reading a symbol. The order does not depend on hashes."""
         reached = set(states)
         pending = list(reached)
         while pending:
@@ -227,7 +227,7 @@ class _Automaton:
             if following is not None and following not in reached:
                 reached.add(following)
                 pending.append(following)
-        return reached
+        return sorted(reached)
 
     def _transitions(self, state: State, symbol: Symbol, alphabet: _Alphabet) -> Iterator[State]:
         kind, index, offset = state

@@ -247,7 +247,8 @@ class _RuleIndex:
     def find_last_match(self, point: Point, start: int, stop: int, budget: Budget) -> ResolvedRule | None:
         """Returns the last rule from index `start` to `stop` that matches the point."""
         last = -1
-        for key in {None, *(k for name in point.path for k in _name_keys(name))}:
+        # Not a set: the order decides what is charged to the budget, and must not depend on hashes.
+        for key in dict.fromkeys((None, *(k for name in point.path for k in _name_keys(name)))):
             indices = self._by_key.get(key, [])
             for position in reversed(range(bisect_left(indices, start), bisect_left(indices, stop))):
                 budget.spend(self._rules[indices[position]].match_steps)

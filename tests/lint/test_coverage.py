@@ -21,10 +21,12 @@ from policyc import parse
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.policy import Policy, Rule
 from policyc.language.predicates import Predicate
+from policyc.language.recipes import Gemm
 from policyc.language.schedule import StepCondition, representative_steps
-from policyc.lint.automata import SearchTooLarge
+from policyc.language.selectors import expand_selector, parse_path
+from policyc.lint.automata import Budget, SearchTooLarge, _Automaton
 from policyc.lint.context import Context
-from policyc.lint.coverage import Coverage, Point, sample_attributes
+from policyc.lint.coverage import _ANY_SIZE, Coverage, Point, sample_attributes
 from policyc.lint.engine import lint
 from tests.support.policy_oracle import (
     SITE_NAMES,
@@ -360,3 +362,29 @@ def test_policies_with_many_pairs_to_compare_are_linted_in_seconds(name: str) ->
     assert time.process_time() - start < 15
     assert loaded.diagnostics == ()
     assert result.undecided > 0
+
+
+# ---- hashes
+
+
+def test_the_cost_of_a_question_does_not_depend_on_hashes() -> None:
+    """Policies that differ only in their names cost the same. The order of a set of names differs between them."""
+
+    def cost(prefix: str) -> int:
+        one, other, third = (f"{prefix}{letter}" for letter in "abc")
+        rules = [f"{one} -> fp8"] * 5 + [f"{other} where k > 9 -> fp8"] * 3 + [f"{third} -> fp8"] * 2
+        context = Context(parse_with_diagnostics("\n".join([*rules, f"{one}.x -> bf16"])))
+        budget = Budget(1_000)
+        point = Point(parse_path(f"{one}.{other}.{third}"), Gemm.FPROP, (0, 1), _ANY_SIZE)
+        assert context.coverage.find_deciding_rule(point, budget) is not None
+        return 1_000 - budget.remaining
+
+    assert len({cost(f"n{number}_") for number in range(20)}) == 1
+
+
+def test_the_states_of_an_automaton_are_in_order() -> None:
+    (pattern,) = expand_selector(parse("a*b.*.c?[-2:] -> fp8").rules[0].selectors[0])
+    automaton = _Automaton(pattern)
+    states = automaton.close({("G", 1, 1), ("B", 0, 0), ("B", 2, 0)})
+    assert len(states) > 4
+    assert states == sorted(states)
