@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from policyc.compiler.plan import Decisions, Plan
@@ -17,6 +18,11 @@ from policyc.numerics import backends
 from policyc.numerics.backends.choice import Obstacle
 
 _MOST_PATHS = 3  # examples of paths in one message
+_KEYWORDS = {"import", "recipe", "after", "until", "variant"}
+"""Words that start a statement: a selector that is one of them needs a wildcard before it."""
+
+MULTIPLE_LOSSES_HINT = "or, if another loss of the program has these sites: --multiple-losses"
+"""For a rule that matches nothing in the first loss of a program that is run."""
 
 
 def check_plan(plan: Plan, *, may_miss: bool = False, must_match: bool = False) -> None:
@@ -40,22 +46,18 @@ def check_plan(plan: Plan, *, may_miss: bool = False, must_match: bool = False) 
         raise PolicyError(diagnostics)
 
 
-def unmet_expectations(plan: Plan, *, may_miss: bool = False) -> Iterator[Diagnostic]:
-    """Rules that match another number of sites than they expect."""
+def unmet_expectations(
+    plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT
+) -> Iterator[Diagnostic]:
+    """Rules that match another number of sites than they expect. `hint` ends the help of one that matches none."""
     for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
         if rule.expect is not None and rule.expect != count and (count or not may_miss):
             yield Diagnostic(
                 code="expect-violated",
                 message=f"this rule expects {rule.expect} site{'s'[: rule.expect != 1]} and matches {count}",
                 span=rule.span,
-                help=f"expect {count}, if that is right"
-                if count
-                else _or_another_loss(suggestion(plan, rule)),
+                help=f"expect {count}, if that is right" if count else f"{suggestion(plan, rule)}; {hint}",
             )
-
-
-def _or_another_loss(help: str) -> str:
-    return f"{help}; or, if another loss of the program has these sites: --multiple-losses"
 
 
 def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
@@ -78,7 +80,8 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
             code="opaque-site",
             message=f"the GEMM '{first.name}'{place} cannot be changed: it is inside {first.opaque}{more}",
             span=plan.policy.rules[index].span,
-            help=f"keep it with a rule after this one: {_selector_of(first)} -> keep",
+            help=suggest_recipe(plan, index, sites, "keep"),
+            sites=tuple(dict.fromkeys(site.name for site in sites)),
         )
 
 
@@ -120,6 +123,7 @@ def _opaque_index(rule: Rule, sites: Sequence[Site]) -> Diagnostic:
         message=f"it is not known which layer of '{first.name}'{place} this is: {reason}{more}",
         span=rule.span,
         help="choose the whole stack, or scan over the stack, or index it with constants or a loop counter",
+        sites=tuple(dict.fromkeys(site.name for site in sites)),
     )
 
 
@@ -150,8 +154,34 @@ def _rules_that_differ(decisions: Decisions, site: Site) -> Iterator[int]:
             yield max(c.rule for d in (one, other) for c in d.choices if c.rule is not None)
 
 
+def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, exception: str = "") -> str:
+    """How to give another recipe to some of the sites that a rule decides about.
+
+    `exception` is the rule to add. Without it, the added rule names the sites.
+    """
+    products = itertools.chain.from_iterable(map(plan.products, plan.phases))
+    decided = {product.run.site for product in products if product.choice.rule == rule}
+    selectors = {_selector_of(site) for site in sites}
+    others = [s for s in decided if s not in sites and not s.opaque]  # what is opaque stays as it is
+    if (exception and others) or any(_selector_of(site) not in selectors for site in others):
+        return f"add a rule after it: {exception or write_rules(sites, recipe)}"
+    return f"write '-> {recipe}' in this rule: it decides about no other site"
+
+
+def write_rules(sites: Iterable[Site], recipe: str) -> str:
+    """The text of rules that give all these sites a recipe: one by path, and one for each shape without a path."""
+    sites = tuple(sites)
+    paths = dict.fromkeys(_selector_of(site) for site in sites if site.template.path)
+    shapes = dict.fromkeys((site.k, site.n) for site in sites if not site.template.path)
+    heads = [", ".join(paths)] if paths else []
+    heads += [f"* where k == {k} and n == {n}" for k, n in shapes]
+    return "; ".join(f"{head} -> {recipe}" for head in heads)
+
+
 def _selector_of(site: Site) -> str:
-    return ".".join(n.text for n in site.template.path) or f"* where k == {site.k} and n == {site.n}"
+    """Names that a selector cannot contain, such as those of einsums, are written with '?'."""
+    selector = ".".join(re.sub(r"[^\w~-]", "?", name.text) for name in site.template.path)
+    return f"*.{selector}" if selector in _KEYWORDS else selector
 
 
 def contradictory_recipes(plan: Plan) -> Iterator[Diagnostic]:
@@ -212,7 +242,7 @@ def unmatched_rules(plan: Plan) -> Iterator[Diagnostic]:
             )
 
 
-def unmatched_quantizing_rules(plan: Plan) -> Iterator[Diagnostic]:
+def unmatched_quantizing_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> Iterator[Diagnostic]:
     """Rules that would quantize a product to fewer than 16 bits, match no site, and do not expect that."""
     for rule, recipe, count in zip(plan.policy.rules, plan.resolved, plan.counts, strict=True):
         if not count and rule.expect is None and any(0 < recipe.bits(gemm) < 16 for gemm in Gemm):
@@ -220,7 +250,7 @@ def unmatched_quantizing_rules(plan: Plan) -> Iterator[Diagnostic]:
                 code="unmatched-rule",
                 message="this rule quantizes, and no site of this model matches it",
                 span=rule.span,
-                help=f"{_or_another_loss(suggestion(plan, rule))}; or write 'expect 0', if that is right",
+                help=f"{suggestion(plan, rule)}; {hint}; or write 'expect 0', if that is right",
             )
 
 

@@ -184,7 +184,9 @@ class _Checker:
         closest = OTHER_FORMAT_NAMES.get(other_name)
         if closest is None:
             closest = self._collector.closest_name(call.name, [*known, *FORMATS])
-        help, fix = f"formats: {', '.join(FORMATS)}", None
+        help, fix = f"define it ('recipe {call.name} = ...'), or write a format: {', '.join(FORMATS)}", None
+        if call.settings:
+            help = f"formats: {', '.join(FORMATS)}"
         if closest is not None:
             help = f"did you mean '{closest}'?"
             fix = Fix(message=f"replace it by '{closest}'", edits=(Edit(name_span, closest),), safe=False)

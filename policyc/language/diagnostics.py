@@ -135,7 +135,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnostic:
-    """One problem: where it is, what is wrong, and what to try."""
+    """One problem: where it is, what is wrong, and what to try.
+
+    `sites` are the names of all sites of a program that it is about. The message names the first.
+    """
 
     code: str
     message: str
@@ -143,6 +146,7 @@ class Diagnostic:
     severity: Severity = Severity.ERROR
     help: str = ""
     notes: tuple[Note, ...] = ()
+    sites: tuple[str, ...] = ()
     fix: Fix | None = field(default=None, compare=False)
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from policyc.language.diagnostics import Fix, Span
 from policyc.language.loader import LoadedPolicy
 from policyc.language.policy import RecipeCall, RecipeExpr, Resolver, Rule, SplitRecipe, Variant, recipe_calls
-from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.language.recipes import OPERAND_GROUPS, OPERANDS, Gemm, Recipe, Role, Treatment
 from policyc.language.selectors import DottedPath
 from policyc.lint.automata import Budget, SearchTooLarge
 from policyc.lint.coverage import Coverage, Point, ResolvedRule
@@ -98,6 +98,11 @@ class Context:
                 variant_recipes.setdefault(index, {})[variant.name] = scope.resolve(rules[index].recipe)
         return Coverage(rules, lambda rule: resolve(rule.recipe), variant_recipes)
 
+    def matches_program(self, rule: Rule) -> bool:
+        """Returns whether a rule of the policy itself, not of a variant, matches a site of the program."""
+        counts = () if self.plan is None else zip(self.policy.rules, self.plan.counts, strict=True)
+        return any(other is rule and count > 0 for other, count in counts)
+
     @cached_property
     def _budget(self) -> Budget:
         return Budget(_MAX_STEPS)
@@ -117,6 +122,18 @@ class Context:
             applied += _apply((self.policy.rules[index] for index in affected), scope)
             applied += _apply(variant.rules, scope)
         return tuple(applied)
+
+    @cached_property
+    def recipe_calls(self) -> tuple[tuple[RecipeCall, frozenset[Gemm]], ...]:
+        """Every format in the text that a rule applies, with the products that it treats under any rule or variant."""
+        calls: dict[int, RecipeCall] = {}  # by identity: equal texts in different places are different calls
+        products: dict[int, set[Gemm]] = {}
+        for applied in self.applied_recipes:
+            for gemm in applied.products:
+                call = applied.find_recipe_call(gemm)
+                calls[id(call)] = call
+                products.setdefault(id(call), set()).add(gemm)
+        return tuple((call, frozenset(products[key])) for key, call in calls.items())
 
     def operand_treatments(self) -> Iterator[tuple[AppliedRecipe, Gemm, Role, Treatment]]:
         """Yields every operand of every applied recipe with its treatment."""
@@ -170,7 +187,8 @@ class Context:
         """Returns a finding about an option of a recipe.
 
         It is located at the option, or else at the format, or at the rule if those are in another file. If
-        `replacement` is given, an unsafe fix sets the option to it: this changes the numbers of a run.
+        `replacement` is given, an unsafe fix sets the option to it: this changes the numbers of a run. Where that would
+        have no effect, the fix sets the option to none.
         """
         call = applied.find_recipe_call(gemm)
         setting = next((s for s in call.settings if s.name == option), None)
@@ -179,9 +197,18 @@ class Context:
             return Finding(span=applied.rule.span, message=message, help=help)
         fix = None
         if replacement:
+            if not self._has_effect(call, replacement):
+                replacement = f"{option}=none"
+                help = f"write {replacement}"
             edit = set_option(call, option, replacement)
             fix = Fix(message=f"write {replacement}", edits=(edit,), safe=False)
         return Finding(span=span, message=message, help=help, fix=fix)
+
+    def _has_effect(self, call: RecipeCall, setting: str) -> bool:
+        """Returns whether a setting such as `sr=grad` names an operand of the products that a format treats."""
+        products = next(products for other, products in self.recipe_calls if other is call)
+        operands = OPERAND_GROUPS[setting.partition("=")[2]]
+        return any(gemm in products for gemm, _ in operands)
 
     def _variants(
         self, variants: Iterable[Variant]

@@ -48,11 +48,28 @@ def lint(
     diagnostics: dict[object, Diagnostic] = {}  # a rule may find the same fault twice, under two variants
     for rule in (r for r in rules.values() if r.code in codes):
         for diagnostic in rule.run(context):
-            diagnostics.setdefault(diagnostic.sort_key, diagnostic)
+            diagnostics.setdefault((diagnostic.sort_key, diagnostic.sites), diagnostic)
     suppressions = Suppressions(loaded.file)
-    reported = [d for d in diagnostics.values() if not suppressions.suppress(d)]
-    checked = {code for code, rule in rules.items() if rule.check is None or code in codes}
+    reported = _drop_explained([d for d in diagnostics.values() if not suppressions.suppress(d)])
+    checked = {
+        code
+        for code, rule in rules.items()
+        if (rule.check is None or code in codes) and not rule.guesses_without_program
+    }
     reported += [d for d in suppressions.check(ALL_CODES, checked) if d.code in codes]
     return LintResult(
         diagnostics=tuple(sorted(reported, key=lambda d: d.sort_key)), undecided=context.count_undecided()
     )
+
+
+_REASONS = {"unmatched-rule": {"empty-slice", "impossible-predicate", "literal-default", "opaque-index"}}
+"""Codes that are not reported about a rule if another finding about it gives the reason, and the codes of these."""
+
+
+def _drop_explained(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+    def is_explained(diagnostic: Diagnostic) -> bool:
+        span, codes = diagnostic.span, _REASONS.get(diagnostic.code, ())
+        return any(span.start <= d.span.start < span.end for d in reasons if d.code in codes)
+
+    reasons = [d for d in diagnostics if any(d.code in codes for codes in _REASONS.values())]
+    return [d for d in diagnostics if not is_explained(d)]

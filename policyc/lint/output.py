@@ -99,12 +99,15 @@ STATISTICS_FORMATS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
 def _count_findings(diagnostics: Sequence[Diagnostic]) -> list[dict[str, Any]]:
     """Returns the number of findings of each code, the most frequent first."""
     rules = load_rules(d.code for d in diagnostics)
+    severities: dict[str, set[Severity]] = {}
+    for diagnostic in diagnostics:
+        severities.setdefault(diagnostic.code, set()).add(diagnostic.severity)
     fixable = Counter(d.code for d in diagnostics if d.fix is not None and d.fix.safe)
     counts = sorted(Counter(d.code for d in diagnostics).items(), key=lambda item: (-item[1], item[0]))
     return [
         {
             "code": code,
-            "severity": str(rules[code].severity),
+            "severity": str(next(s for s in Severity if s in severities[code])),  # the most severe one
             "count": count,
             "fixable": fixable[code],
             "title": rules[code].title,
@@ -132,6 +135,7 @@ def _json_object(diagnostic: Diagnostic) -> dict[str, Any]:
         **_location(diagnostic.span),
         "help": diagnostic.help,
         "notes": [{"message": n.message, **_location(n.span)} for n in diagnostic.notes],
+        "sites": list(diagnostic.sites),
         "fix": fix and {
             "message": fix.message,
             "safe": fix.safe,
@@ -183,6 +187,8 @@ def _sarif_result(diagnostic: Diagnostic, codes: Sequence[str]) -> dict[str, Any
         "message": {"text": message},
         "locations": [{"physicalLocation": _sarif_location(diagnostic.span)}],
     }
+    if diagnostic.sites:
+        result["properties"] = {"sites": list(diagnostic.sites)}
     if diagnostic.notes:
         result["relatedLocations"] = [
             {"id": i, "physicalLocation": _sarif_location(n.span), "message": {"text": n.message}}

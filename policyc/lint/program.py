@@ -6,26 +6,41 @@ Sites that the compiler cannot enter are skipped: they are not quantized, whatev
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.plan_checks import suggest_recipe
 from policyc.compiler.sites import Site
 from policyc.jaxcore.transform import Address
-from policyc.language.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic, Severity
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.site_names import HEAD_NAMES
+from policyc.lint.site_names import EMBEDDING_NAMES, HEAD_NAMES
 
 _MAX_BITS = 8  # a product counts as quantized if its narrower operand has at most this many bits
+_MAX_SELECTORS = 80  # characters of selectors that a suggested rule repeats
+_NAMES_AT_END = 4  # names of a path that `has_name` looks at
+
+FIRST_LOSS_HINT = "only the first loss of the program is checked"
+"""For a rule that matches nothing: another loss may have its sites."""
+
+MAX_SCAN_PARTS = 3
+"""Into how many scans a stack may be split without a warning: first layers, middle, last layers."""
 
 
-def to_findings(diagnostics: Iterable[Diagnostic]) -> Iterator[Finding]:
+def to_findings(diagnostics: Iterable[Diagnostic], severity: Severity | None = None) -> Iterator[Finding]:
     """Yields diagnostics of the compiler as findings of a rule."""
     for diagnostic in diagnostics:
-        yield Finding(span=diagnostic.span, message=diagnostic.message, help=diagnostic.help)
+        yield Finding(
+            span=diagnostic.span,
+            message=diagnostic.message,
+            help=diagnostic.help,
+            sites=diagnostic.sites,
+            severity=severity,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +51,17 @@ class QuantizedProduct:
     site: Site
     gemm: Gemm
     recipe: Recipe
+
+    @property
+    def bits(self) -> int:
+        """The bits of its narrower operand."""
+        return self.recipe.bits(self.gemm)
+
+    @property
+    def contracted(self) -> tuple[str, int]:
+        """The name and the size of the dimension that the product contracts."""
+        dimension = {Gemm.FPROP: "k", Gemm.DGRAD: "n", Gemm.WGRAD: "m"}[self.gemm]
+        return dimension, self.site.attributes[dimension]
 
 
 def quantized_products(context: Context) -> Iterator[QuantizedProduct]:
@@ -58,36 +84,93 @@ def quantized_products(context: Context) -> Iterator[QuantizedProduct]:
 
 
 def report_sites(
-    context: Context, describe: Callable[[QuantizedProduct], tuple[str, str] | None]
+    context: Context,
+    describe: Callable[[QuantizedProduct], str | None],
+    suggest: Callable[[Plan, Sequence[QuantizedProduct]], str],
 ) -> Iterator[Finding]:
-    """Yields a finding for each rule and site with a quantized product that has a fault.
+    """Yields one finding for each rule that quantizes a product with a fault.
 
-    `describe` returns the message and the help for a product, or None if it has no fault.
+    `describe` returns the message about a product, or None if it has no fault. The finding has the message of the first
+    product and the number of the other sites. `suggest` returns the help for all faulty products of the rule.
     """
-    seen: set[tuple[int, str]] = set()
+    if context.plan is None:
+        return
+    faulty: dict[int, dict[QuantizedProduct, str]] = {}
     for product in quantized_products(context):
-        key = (product.rule_index, product.site.name)
-        description = None if key in seen else describe(product)
-        if description is not None:
-            seen.add(key)
-            message, help = description
-            yield Finding(span=context.policy.rules[product.rule_index].span, message=message, help=help)
+        message = describe(product)
+        if message is not None:
+            faulty.setdefault(product.rule_index, {})[product] = message
+    for index, messages in sorted(faulty.items()):
+        names = name_sites(product.site for product in messages)
+        yield Finding(
+            span=context.policy.rules[index].span,
+            message=next(iter(messages.values())) + count_others(names),
+            help=suggest(context.plan, tuple(messages)),
+            sites=names,
+        )
 
 
-def find_quantizing_rules(context: Context, is_wanted: Callable[[Site], bool]) -> Iterator[tuple[Rule, Site]]:
-    """Yields each rule that quantizes a wanted site, with the first such site."""
-    seen: set[int] = set()
+def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
+    """Returns the names of sites, each once."""
+    return tuple(dict.fromkeys(site.name for site in sites))
+
+
+def count_others(names: Sequence[str]) -> str:
+    """Returns the end of a message that names the first of several sites."""
+    return f", and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def suggest_keeping(plan: Plan, products: Sequence[QuantizedProduct], condition: str) -> str:
+    """Returns how to keep the sites of some products of one rule. A condition holds for them and for no other.
+
+    If the selectors of the rule are too long to repeat, the suggested rule names the sites.
+    """
+    rule = plan.policy.rules[products[0].rule_index]
+    selectors = ", ".join(map(str, rule.selectors))
+    if rule.where is not None:
+        condition = f"({rule.where}) and ({condition})"
+    exception = "" if len(selectors) > _MAX_SELECTORS else f"{selectors} where {condition} -> keep"
+    sites = tuple(product.site for product in products)
+    return suggest_recipe(plan, products[0].rule_index, sites, "keep", exception)
+
+
+def find_quantizing_rules(
+    context: Context, is_wanted: Callable[[Site], bool], bits: range
+) -> Iterator[tuple[int, tuple[Site, ...]]]:
+    """Yields the index of each rule that quantizes wanted sites, with those sites.
+
+    `bits` are those of the narrowest product of a site under the rule.
+    """
+    narrowest: dict[int, dict[Site, int]] = {}
     for product in quantized_products(context):
-        if product.rule_index not in seen and is_wanted(product.site):
-            seen.add(product.rule_index)
-            yield context.policy.rules[product.rule_index], product.site
+        if is_wanted(product.site):
+            sites = narrowest.setdefault(product.rule_index, {})
+            sites[product.site] = min(product.bits, sites.get(product.site, _MAX_BITS))
+    for index, sites in sorted(narrowest.items()):
+        selected = tuple(site for site, count in sites.items() if count in bits)
+        if selected:
+            yield index, selected
+
+
+FOUR_BITS = range(4, 5)
+EIGHT_BITS = range(5, _MAX_BITS + 1)
+"""4 bits have codes of their own, which the linter also reports without a program."""
 
 
 def has_name(site: Site, names: Collection[str]) -> bool:
-    """Returns whether one of the last two names of the site's scope or parameters is in `names`, ignoring case."""
-    folded = {name.casefold() for name in names}
+    """Returns whether one of the names is at the end of the site's scope or of a parameter, ignoring case.
+
+    One more name may follow it: a parameter ends with `kernel` or `w`. A dotted name stands for several in sequence.
+    """
     paths = (site.scope.path, *(p.path for p in site.parameters))
-    return any(name.text.casefold() in folded for path in paths for name in path[-2:])
+    texts = [f".{'.'.join(n.text for n in path[-_NAMES_AT_END:]).casefold()}." for path in paths]
+    ends = [text for full in texts for text in (full, full.rstrip(".").rpartition(".")[0] + ".")]
+    return any(end.endswith(f".{name.casefold()}.") for end in ends for name in names)
+
+
+def is_embedding(site: Site) -> bool:
+    """Returns whether a site looks up tokens: it has a one-hot operand or the name of an embedding."""
+    return site.one_hot or has_name(site, EMBEDDING_NAMES)
 
 
 def is_head(context: Context, site: Site) -> bool:
@@ -108,16 +191,11 @@ def is_head(context: Context, site: Site) -> bool:
     return is_last and not site.stacks and is_widest
 
 
-def contracted_size(site: Site, gemm: Gemm) -> tuple[str, int]:
-    """Returns the name and the size of the dimension that a product contracts."""
-    return {Gemm.FPROP: ("k", site.k), Gemm.DGRAD: ("n", site.n), Gemm.WGRAD: ("m", site.m)}[gemm]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanSplit:
     """A scanned stack that a policy splits into several scans in a phase, with a rule that takes part in it."""
 
-    name: str
+    names: tuple[str, ...]
     parts: tuple[range, ...]
     rule: Rule
     phase: str
@@ -131,22 +209,22 @@ def find_scan_splits(context: Context) -> Iterator[ScanSplit]:
     splits: dict[Address, ScanSplit] = {}
     for phase in plan.phases:
         for address, cuts in _find_cuts(plan, phase).items():
-            size = next(s.size for s in cuts.site.stacks if s.address == address)
+            size = next(s.size for s in cuts.sites[0].stacks if s.address == address)
             bounds = [0, *sorted(cuts.layers), size]
             parts = tuple(range(a, b) for a, b in itertools.pairwise(bounds))
             if address not in splits or len(parts) > len(splits[address].parts):
                 rule = plan.policy.rules[cuts.rule_index]
                 splits[address] = ScanSplit(
-                    name=cuts.site.name, parts=parts, rule=rule, phase=plan.label(phase)
+                    names=name_sites(cuts.sites), parts=parts, rule=rule, phase=plan.label(phase)
                 )
     yield from splits.values()
 
 
 @dataclass(slots=True)
 class _Cuts:
-    """The layers at which a stack is cut, a site in the stack, and the last rule that causes a cut."""
+    """The layers at which a stack is cut, the sites that differ there, and the last rule that causes a cut."""
 
-    site: Site
+    sites: list[Site]
     layers: set[int]
     rule_index: int
 
@@ -162,7 +240,8 @@ def _find_cuts(plan: Plan, phase: Phase) -> dict[Address, _Cuts]:
                 pair = decisions[site.address, before], decisions[site.address, layer]
                 if pair[0].recipe != pair[1].recipe:
                     last_rule = max(c.rule for d in pair for c in d.choices if c.rule is not None)
-                    cuts = stacks.setdefault(stack.address, _Cuts(site, set(), 0))
+                    cuts = stacks.setdefault(stack.address, _Cuts([], set(), 0))
+                    cuts.sites.append(site)
                     cuts.layers.add(layer[depth])
                     cuts.rule_index = max(cuts.rule_index, last_rule)
     return stacks

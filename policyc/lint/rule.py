@@ -18,7 +18,8 @@ class LintRule:
     """A code, its documentation in Markdown, and its check.
 
     A rule without a check is reported by other code: the loader, the suppressions or the compiler. A rule that needs a
-    program runs only when `lint` has a plan.
+    program runs only when `lint` has a plan. A rule that guesses without a program looks at the sites of a program if
+    there is one, so it may find something in one case and nothing in the other.
     """
 
     code: str
@@ -26,6 +27,7 @@ class LintRule:
     check: Check | None = None
     severity: Severity = Severity.WARNING
     needs_program: bool = False
+    guesses_without_program: bool = False
 
     @property
     def page(self) -> str:
@@ -48,9 +50,10 @@ class LintRule:
                     code=self.code,
                     message=finding.message,
                     span=finding.span,
-                    severity=self.severity,
+                    severity=finding.severity or self.severity,
                     help=finding.help,
                     notes=finding.notes,
+                    sites=finding.sites,
                     fix=finding.fix,
                 )
 

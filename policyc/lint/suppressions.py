@@ -70,7 +70,7 @@ class Suppressions:
     def check(self, known: Collection[str], checked: Collection[str]) -> Iterator[Diagnostic]:
         """Yields the codes that do not exist, and the checked codes that suppress nothing.
 
-        A code that was not checked is not reported: its rule did not run, so its findings are unknown.
+        A code that was not checked is not reported: its rule did not run, or finds other things if there is a program.
         """
         suggest = cache(lambda name: did_you_mean(name, known))
         codes_in_comment = Counter(s.comment.start for s in self._suppressions)

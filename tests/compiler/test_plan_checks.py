@@ -98,7 +98,7 @@ def test_a_rule_that_changes_what_cannot_be_reached() -> None:
     assert "test_plan_checks.py:" in diagnostic.message
     assert diagnostic.message.endswith("a function with its own backward rule (jax.custom_vjp), and 1 more")
     assert spanned(diagnostic) == "* -> nvfp4"
-    assert diagnostic.help == "keep it with a rule after this one: own -> keep"
+    assert diagnostic.help == "add a rule after it: own -> keep"
 
 
 @pytest.mark.parametrize("policy", ["* -> nvfp4; own -> keep", "body -> fp8", "* -> keep"])
@@ -114,7 +114,8 @@ def test_the_selector_for_an_opaque_site_without_a_name() -> None:
 
     plan = make_plan(parse("* -> fp8"), find_sites(loss, {"scale": struct(16)}, X))
     (diagnostic,) = diagnostics_of(plan)
-    assert diagnostic.help == "keep it with a rule after this one: * where k == 16 and n == 8 -> keep"
+    assert diagnostic.help == "write '-> keep' in this rule: it decides about no other site"
+    assert plan_checks.write_rules(plan.sites, "keep") == "* where k == 16 and n == 8 -> keep"
 
 
 # ---- layers on several devices

@@ -470,7 +470,7 @@ INVALID = [
     ("mlp.* -> nvfp5(sr=grad)", "unknown-format", 1, 10, "did you mean 'nvfp4'?"),
     ("mlp.* -> nvfp5", "unknown-format", 1, 10, "did you mean 'nvfp4'?"),
     ("recipe mine = bf16; a -> mime", "unknown-recipe", 1, 26, "did you mean 'mine'?"),
-    ("a -> zzzzzz", "unknown-recipe", 1, 6, "formats: nvfp4"),
+    ("a -> zzzzzz", "unknown-recipe", 1, 6, "a format: nvfp4"),
     ("a -> nvfp4(sd=grad)", "unknown-option", 1, 12, "known: rht"),
     ("a -> nvfp4(rouding=rne)", "unknown-option", 1, 12, "did you mean 'rounding'?"),
     ("a -> mxfp8(rht=wgrad)", "unknown-option", 1, 12, "an option of nvfp4, mxfp4"),

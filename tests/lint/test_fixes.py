@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
 from policyc.language.parser import comment_ranges
 from policyc.lint.engine import LintResult, lint
 from policyc.lint.fixes import FixedText, apply_fixes
-from tests.support.linting import TAIL, fix_text, lint_codes
+from tests.support.linting import TAIL, fix_text, follow_help, lint_codes
 from tests.support.policy_oracle import policies_differ, random_policy
 
 
@@ -75,6 +76,51 @@ def test_unsafe_fixes_are_applied_only_on_request(before: str, after: str) -> No
     assert fix_text(before) == before
     assert fix_text(before, unsafe=True) == after
     assert lint_codes(after) == []
+
+
+FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*.policy"))
+FIXED = [
+    # one per line: a fix that would have no effect in these products is not offered
+    f"attention.wo @ fprop -> nvfp4(rht=fprop)\n{TAIL}\n",
+    f"attention.wo @ fprop -> nvfp4(sr=all)\n{TAIL}\n",
+    f"attention.wo -> split(fprop=nvfp4(rht=fprop), bwd=nvfp4(sr=grad))\n{TAIL}\n",
+    f"attention.wo @ dgrad -> nvfp4(rht=dgrad.grad, sr=grad)\n{TAIL}\n",
+    *(path.read_text(encoding="utf-8") for path in FIXTURES if path.stem != "unreadable-file"),
+]
+
+
+@pytest.mark.parametrize("before", FIXED, ids=lambda text: text.partition("\n")[0][:40])
+def test_a_fix_removes_its_finding_and_adds_none(before: str) -> None:
+    """With one exception: a policy that could not be read may have findings when it can."""
+    findings = lint(parse_with_diagnostics(before)).diagnostics
+    fixed = apply_fixes(before, parse_with_diagnostics, lint, unsafe=True)
+    remaining = lint(parse_with_diagnostics(fixed.text)).diagnostics
+    assert (fixed.count > 0) == any(d.fix is not None for d in findings)
+    assert not [d for d in remaining if d.fix is not None], fixed.text
+    was_readable = not parse_with_diagnostics(before).diagnostics
+    assert not was_readable or {d.code for d in remaining} <= {d.code for d in findings}, fixed.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "* -> nvfp4(sr=grad)",
+        "mlp.* -> nvfp4(sr=grad)",
+        "lm_head -> mxfp4(sr=grad)",
+        "embed*, wte -> nvfp4(sr=grad)",
+        "moe where k > 1 -> nvfp4(sr=grad)",
+        "attention where k > 1 -> nvfp4(sr=grad)",
+    ],
+)
+def test_following_a_remedy_removes_the_finding_and_adds_none(text: str) -> None:
+    before = lint(parse_with_diagnostics(text)).diagnostics
+    assert before
+    for finding in before:
+        remedied = follow_help(text, finding.help)
+        assert remedied is not None, finding
+        after = set(lint_codes(remedied))
+        assert finding.code not in after, remedied
+        assert after < {d.code for d in before} | {finding.code}, remedied
 
 
 def test_only_selected_codes_are_fixed() -> None:

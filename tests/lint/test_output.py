@@ -105,6 +105,7 @@ def test_json_has_every_field() -> None:
         **LOCATION,
         "help": "did you mean 'fp8'?",
         "notes": [{"message": "elsewhere", **NOTE_LOCATION}],
+        "sites": [],
         "fix": {"message": "replace it", "safe": False, "edits": [{**LOCATION, "text": "fp8"}]},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection
 from functools import cache
@@ -14,12 +15,15 @@ import pytest
 
 import policyc
 from policyc.compiler.plan import Plan, make_plan
-from policyc.language.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic, plain
 from policyc.language.loader import parse_with_diagnostics
 from policyc.lint.engine import lint
-from policyc.lint.rules import LINT_RULES, PROGRAM_CODES, load_program_rules, program
+from policyc.lint.output import format_json
+from policyc.lint.rules import ALL_CODES, LINT_RULES, PROGRAM_CODES, load_program_rules, program
 from policyc.numerics.targets import get_target
 from tests.support.command import policyc as run_policyc
+from tests.support.command import spawn
+from tests.support.linting import follow_help
 
 
 def array(*shape, dtype="float32"):
@@ -155,9 +159,172 @@ def test_which_sites_are_slower_depends_on_the_target():
     (native,), (emulated,) = findings("b200"), findings("h200")
     assert "'narrow'" in native
     assert "more" not in native
-    assert "where n <= 64 -> bf16" in native
+    assert "add a rule after it: narrow -> bf16" in native
     assert ", and 1 more" in emulated
-    assert "h200 has no native nvfp4" in emulated
+    assert "h200 has no native nvfp4; write '-> bf16' in this rule" in emulated
+
+
+# ---- every site, once
+
+
+def lint_all(text: str) -> tuple[Diagnostic, ...]:
+    """All findings about `model`, static ones too, except those about speed."""
+    return lint_model(text, set(ALL_CODES) - {"slower-than-bf16"})
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "sites"),
+    [
+        ("mlp, narrow -> mxfp8", "padded-gemm", ["layers.mlp.up", "layers.mlp.down", "narrow"]),
+        (FAULTY_POLICIES["hadamard-does-not-fit"], "hadamard-does-not-fit", ["layers.mlp.up", "layers.mlp.down"]),
+        ("table, stages -> fp8; * where k > 9 -> fp8", "overridden-rule", ["table", "stages"]),
+        ("loss, mlp -> fp8", "opaque-site", ["loss"]),
+        ("layers[-2:].mlp -> fp8", "split-scan", ["layers.mlp.up", "layers.mlp.down"]),
+    ],
+)  # fmt: skip
+def test_a_finding_names_the_first_site_and_counts_the_others(text, code, sites):
+    (finding,) = [d for d in lint_model(text) if d.code == code]
+    assert list(finding.sites) == sites
+    assert json.loads(format_json([finding], plain))[0]["sites"] == sites
+    if code not in ("overridden-rule", "split-scan"):  # their messages are about all sites together
+        assert f"'{sites[0]}'" in finding.message
+        assert (f", and {len(sites) - 1} more" in finding.message) == (len(sites) > 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "absent"),
+    [
+        # one kind of site in 4 bits has one code, with a program or without
+        ("* -> nvfp4(sr=grad)", "embedding-in-4-bits", "quantized-embedding"),
+        ("* -> nvfp4(sr=grad)", "head-in-4-bits", "quantized-head"),
+        ("* -> fp8", "quantized-head", "head-in-4-bits"),
+        # the reason instead of its effect
+        ("layers[8:4] -> fp8", "empty-slice", "unmatched-rule"),
+        ("mlp where k < 0 -> fp8", "impossible-predicate", "unmatched-rule"),
+        ("default -> fp8", "literal-default", "unmatched-rule"),
+        ("stages[-1] -> fp8", "opaque-index", "unmatched-rule"),
+        ("mlp.up -> fp8; mlp -> bf16", "shadowed-rule", "overridden-rule"),
+        ("mlp -> fp8; until 0 { mlp -> bf16 }", "phase-never-holds", "overridden-rule"),
+        ("layers[::2] -> fp8", "shredded-scan", "split-scan"),
+        (FAULTY_POLICIES["transformer-engine-shape"], "padded-gemm", "hadamard-does-not-fit"),
+    ],
+)
+def test_one_fault_has_one_finding(text, code, absent):
+    codes = [d.code for d in lint_all(text)]
+    assert codes.count(code) == 1
+    assert absent not in codes
+
+
+def test_a_suppression_may_be_needed_only_without_a_program():
+    text = "narrow -> nvfp4(sr=grad)  # allow: no-high-precision-tail, embedding-in-4-bits -- without a program\n"
+    assert "unused-suppression" not in {d.code for d in lint_all(text)}
+    assert "unused-suppression" not in {d.code for d in lint(parse_with_diagnostics(text)).diagnostics}
+
+
+def test_with_a_program_names_are_not_guessed():
+    """`model` has no site of the common names, but an embedding ('table') and a stack ('layers')."""
+    messages = {d.code: f"{d.message}: {d.help}" for d in lint_all("* -> nvfp4(sr=grad)")}
+    assert "('table')" in messages["embedding-in-4-bits"]
+    assert "layers[-1:] -> bf16" in messages["no-high-precision-tail"]
+    assert "attention-scores-in-4-bits" not in messages
+    assert "router-in-4-bits" not in messages
+    assert "no-high-precision-tail" not in {d.code for d in lint_all("narrow -> nvfp4(sr=grad)")}
+
+
+def test_scores_and_routers_are_found_in_the_program():
+    def loss(p, x):
+        q = x @ p["moe"]["gate"]["kernel"]
+        return jnp.sum(q @ q.T)
+
+    params = {"moe": {"gate": {"kernel": array(64, 64)}}}
+    loaded = parse_with_diagnostics("* where k > 1 -> nvfp4(sr=grad)")
+    plan = policyc.plan(loaded.policy, loss, params, array(64, 64))
+    helps = {d.code: d.help for d in lint(loaded, {*ALL_CODES} - {"slower-than-bf16"}, plan).diagnostics}
+    assert helps["router-in-4-bits"] == "add a rule after it: moe.gate.kernel -> bf16"
+    assert helps["attention-scores-in-4-bits"] == "add 'and weight' to match only the projections"
+
+
+# ---- remedies
+
+
+FOLLOWED = (
+    *FAULTY_POLICIES.values(),
+    "* -> nvfp4(rht=wgrad, sr=grad)",
+    "* -> mxfp4(sr=grad)",
+    "* -> fp8",
+    "mlp, narrow -> mxfp8",
+    "mlp where k > 10 -> nvfp4(rht=wgrad, rht_size=64, sr=grad)",
+    "mlp, stages, narrow @ wgrad -> mxfp8",
+)
+
+
+def test_following_a_remedy_removes_the_finding_and_adds_no_error():
+    """A remedy may make another finding visible, such as a split, but no error and no rule without effect."""
+    followed = set()
+    for text in FOLLOWED:
+        findings = lint_model(text, ALL_CODES)
+        for finding in findings:
+            remedied = follow_help(text, finding.help)
+            if remedied is None:
+                continue
+            followed.add(finding.code)
+            after = lint_model(remedied, ALL_CODES)
+            hint = f"{text} -> {finding.code} -> {remedied}"
+            assert finding.code not in {d.code for d in after}, hint
+            new = {d.code for d in after} - {d.code for d in findings}
+            assert not new & {d.code for d in after if d.severity == "error"}, hint
+            assert not new & {"shadowed-rule", "overridden-rule", "redundant-rule", "unmatched-rule"}, hint
+    without_text = {"unmatched-rule", "overridden-rule", "opaque-index", "split-scan", "shredded-scan"}
+    assert followed >= FAULTY_POLICIES.keys() - without_text - {"transformer-engine-shape"}
+    assert followed >= {"embedding-in-4-bits", "head-in-4-bits", "no-high-precision-tail"}
+
+
+def test_a_shorter_transform_is_suggested_only_if_it_fits():
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(x @ p["w"]) @ p["w"])
+
+    def suggest(recipe, rows):
+        (finding,) = (d for d in lint_loss(f"w -> {recipe}", loss, {"w": array(256, 256)}, array(rows, 256))
+                      if d.code == "hadamard-does-not-fit")  # fmt: skip
+        return finding.help
+
+    assert suggest("nvfp4(rht=wgrad, rht_size=128, sr=grad)", 160).startswith("write rht_size=32, or ")
+    assert "rht_size" not in suggest("nvfp4(rht=wgrad, rht_size=128, sr=grad)", 136)
+    assert "rht_size" not in suggest("split(bwd=nvfp4(rounding=ms_eden))", 160)
+    codes = {
+        d.code for d in lint_loss("w -> nvfp4(rht=wgrad)", loss, {"w": array(256, 256)}, array(136, 256))
+    }
+    assert codes >= {"padded-gemm"}
+    assert "hadamard-does-not-fit" not in codes
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe", "contract embed -> batch", "[bold]x", "a*b", "where", "k[0]", "größe", "!"]
+)
+def test_suggested_rules_match_whatever_a_program_calls_its_parameters(name):
+    def loss(p, x):
+        return cross_entropy(p[name], x) + jnp.sum(x @ p["other"])
+
+    sites = policyc.plan(
+        policyc.parse(""), loss, {name: array(16, 16), "other": array(16, 16)}, array(8, 16)
+    ).sites
+    loaded = parse_with_diagnostics("* -> fp8")
+    (finding,) = lint(loaded, {"opaque-site"}, make_plan(loaded.policy, sites)).diagnostics
+    remedied = parse_with_diagnostics(follow_help("* -> fp8", finding.help) or "")
+    assert not remedied.diagnostics
+    assert not lint(remedied, {"opaque-site"}, make_plan(remedied.policy, sites)).diagnostics
+
+
+# ---- rules that match nothing
+
+
+def test_a_quantizing_rule_without_sites_is_an_error():
+    (quantizing,) = lint_all("mpl -> fp8")
+    assert (quantizing.code, quantizing.severity) == ("unmatched-rule", "error")
+    assert "--multiple-losses" not in quantizing.help  # an option that `lint` does not have
+    (keeping,) = lint_all("mpl -> bf16")
+    assert (keeping.code, keeping.severity) == ("unmatched-rule", "warning")
+    assert not lint_all("mpl -> fp8 expect 0")
 
 
 def test_a_target_requires_a_program():
@@ -188,3 +355,35 @@ def test_without_a_program_these_rules_do_not_run():
     loaded = parse_with_diagnostics("mpl -> fp8  # allow: unmatched-rule -- another model\n")
     assert not lint(loaded, PROGRAM_CODES).diagnostics
     assert not [d for d in lint(loaded).diagnostics if "suppression" in d.code]
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+
+def loss(p, x):
+    def body(h, w):
+        return jnp.tanh(h @ w["mlp"]["up"]) @ w["mlp"]["down"], None
+
+    return jnp.sum(jax.lax.scan(body, x @ p["embed"], p["layers"])[0] @ p["lm_head"])
+
+layers = {"mlp": {"up": jnp.ones((4, 24, 40)), "down": jnp.ones((4, 40, 24))}}
+jax.grad(loss)({"embed": jnp.ones((8, 24)), "layers": layers, "lm_head": jnp.ones((24, 72))}, jnp.ones((6, 8)))
+"""
+
+
+@pytest.mark.slow
+def test_what_is_found_in_a_program_does_not_depend_on_the_hash_seed(tmp_path):
+    """With all static rules too. Two processes: the seed is fixed when Python starts."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    rules = [
+        "* -> nvfp4(rht=wgrad, rht_size=64, sr=grad)",
+        "{a,b}*.mlp[:2] -> bf16",
+        "mlp.* -> mxfp8",
+        "m?p -> fp8",
+    ]
+    (tmp_path / "a.policy").write_text("\n".join([*rules, "layers[::2].mlp -> bf16", "*l*.up, up* -> fp8"]))
+    arguments = ("lint", "a.policy", "--against", "train.py", "--format", "json")
+    results = [spawn(*arguments, cwd=tmp_path, env={"PYTHONHASHSEED": seed}) for seed in "123"]
+    assert results[0].code == 1
+    assert len(json.loads(results[0].out)) > 5
+    assert {result.out for result in results} == {results[0].out}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from policyc.language.loader import parse_with_diagnostics
@@ -21,3 +22,21 @@ def lint_codes(text: str, codes: Collection[str] = ALL_CODES) -> list[str]:
 def fix_text(text: str, *, unsafe: bool = False, codes: Collection[str] = ALL_CODES) -> str:
     """The text after its fixes."""
     return apply_fixes(text, parse_with_diagnostics, lambda loaded: lint(loaded, codes), unsafe=unsafe).text
+
+
+def follow_help(text: str, help: str) -> str | None:
+    """The text of a policy after the remedy that a help offers for its last rule. None: it cannot be copied."""
+    text = text.rstrip("\n")
+    if added := re.search(r"add a rule after it: (.*)", help):
+        return f"{text}\n{added[1]}\n"
+    if replaced := re.search(r"write '(-> \w+)' in this rule", help):
+        return re.sub(r"-> [^;\n]*\Z", replaced[1], text)
+    if option := re.search(r"write (rht_size=\d+)", help):
+        return re.sub(r"rht_size=\d+", option[1], text)
+    if condition := re.search(r"add '(.*)' to match", help):
+        return re.sub(r" (?=->[^;\n]*\Z)", f" {condition[1]} ", text)
+    return (
+        f"{text[: text.rindex('expect')]}{expected[1]}"
+        if (expected := re.match(r"(expect \d+)", help))
+        else None
+    )

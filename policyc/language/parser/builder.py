@@ -203,8 +203,9 @@ class StatementBuilder:
         if len(terms) == 1:
             is_known = terms[0].variables <= {*NUMERIC_ATTRIBUTES, "weight"}  # otherwise it has been reported
             if is_known and (terms[0].value != "weight" or terms[0].modulus is not None):
+                comparison = f"{terms[0]} >= 1024" if terms[0].modulus is None else f"{terms[0]} == 0"
                 self._report(
-                    "bad-predicate", tree, f"'{terms[0]}' is not true or false", "compare it: k >= 1024"
+                    "bad-predicate", tree, f"'{terms[0]}' is not true or false", f"compare it: {comparison}"
                 )
             return HasWeight(span=self.span(tree))
         if boolean_terms:
@@ -222,7 +223,7 @@ class StatementBuilder:
             span=self.span(tree),
         )
         if term.modulus == 0:
-            self._report("bad-predicate", modulus, "a remainder of division by zero", "no GEMM would match")
+            self._report("bad-predicate", modulus, "a remainder of division by zero", "divide by 1 or more")
         return term
 
     def _operand(self, token: Any) -> str | int:

@@ -33,18 +33,11 @@ from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    calls: dict[int, RecipeCall] = {}  # by identity: equal texts in different places are different calls
-    products: dict[int, set[Gemm]] = {}
-    for applied in context.applied_recipes:
-        for gemm in applied.products:
-            call = applied.find_recipe_call(gemm)
-            calls[id(call)] = call
-            products.setdefault(id(call), set()).add(gemm)
-    for key, call in calls.items():
-        yield from _find_idle_options(call, products[key])
+    for call, products in context.recipe_calls:
+        yield from _find_idle_options(call, products)
 
 
-def _find_idle_options(call: RecipeCall, products: set[Gemm]) -> Iterator[Finding]:
+def _find_idle_options(call: RecipeCall, products: frozenset[Gemm]) -> Iterator[Finding]:
     options = option_values(call)
     for setting in call.settings:
         others = {name: value for name, value in options.items() if name != setting.name}

@@ -1,22 +1,28 @@
 """Rules against 4 bits for the sites that they harm most: attention scores, the embedding, the head and the router.
 
-Without a program, these rules know a site by the names that models commonly give it.
+Without a program, these rules know a site by the names that models commonly give it. With one, they look at its sites.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from inspect import cleandoc
+from typing import TYPE_CHECKING
 
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import parse_path
+from policyc.language.selectors import expand_selector, parse_path
+from policyc.lint.automata import example_path
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
 from policyc.lint.rule import LintRule, format_page
 from policyc.lint.site_names import EMBEDDING_NAMES, HEAD_NAMES, ROUTER_NAMES, SCORE_NAMES
+
+if TYPE_CHECKING:
+    from policyc.compiler.plan import Plan
+    from policyc.compiler.sites import Site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,18 +110,56 @@ _SITES = (
     ),
 )
 
-_DECIDED_BY_NAME = "This rule knows the names that models commonly use. Your model may use others."
+_DECIDED_BY_NAME = """\
+This rule knows the names that models commonly use. Your model may use others. With `--against`, it looks at the sites
+of the program instead."""
 
 
 def _check(site: _SensitiveSite, context: Context) -> Iterator[Finding]:
+    if context.plan is not None:
+        yield from _check_program(site, context, context.plan)
+        return
     for rule, names in _find_rules_in_4_bits(site, context):
         yield Finding(
             span=rule.span,
             message=f"this rule puts the {site.noun} ('{names[0]}') in 4 bits",
-            help=f"add a rule after it: {_format_exception(names)}"
-            if site.has_weight
-            else "add 'where weight' to match only the projections",
+            help=_suggest_by_name(rule, names) if site.has_weight else _suggest_weight(rule),
         )
+
+
+def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterator[Finding]:
+    """Checks the sites of the program instead of common names."""
+    from policyc.compiler.plan_checks import suggest_recipe  # loads JAX
+    from policyc.lint import program
+
+    is_wanted: dict[str, Callable[[Site], bool]] = {
+        "score products of attention": lambda s: s.weight is None,
+        "embedding": program.is_embedding,
+        "head": lambda s: program.is_head(context, s),
+        "router": lambda s: program.has_name(s, ROUTER_NAMES),
+    }
+    for index, sites in program.find_quantizing_rules(context, is_wanted[kind.noun], program.FOUR_BITS):
+        rule = plan.policy.rules[index]
+        names = program.name_sites(sites)
+        noun = kind.noun if kind.has_weight else "products without a parameter"
+        yield Finding(
+            span=rule.span,
+            message=f"this rule puts the {noun} ('{names[0]}') in 4 bits{program.count_others(names)}",
+            help=suggest_recipe(plan, index, sites, "bf16") if kind.has_weight else _suggest_weight(rule),
+            sites=names,
+        )
+
+
+def _suggest_by_name(rule: Rule, names: tuple[str, ...]) -> str:
+    patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
+    if all(".".join(map(str, example_path(pattern))) in names for pattern in patterns):
+        return "write '-> bf16' in this rule"  # it is about nothing else
+    return f"add a rule after it: {_format_exception(names)}"
+
+
+def _suggest_weight(rule: Rule) -> str:
+    condition = "where weight" if rule.where is None else "and weight"
+    return f"add '{condition}' to match only the projections"
 
 
 def _find_rules_in_4_bits(site: _SensitiveSite, context: Context) -> Iterator[tuple[Rule, tuple[str, ...]]]:
@@ -145,5 +189,8 @@ def _format_page(site: _SensitiveSite) -> str:
 
 
 RULES = tuple(
-    LintRule(code=site.code, doc=_format_page(site), check=partial(_check, site)) for site in _SITES
+    LintRule(
+        code=site.code, doc=_format_page(site), check=partial(_check, site), guesses_without_program=True
+    )
+    for site in _SITES
 )

@@ -38,6 +38,8 @@ def check(context: Context) -> Iterator[Finding]:
             segment, *others = selector.segments
             if others or selector.anchored or segment.indices or segment.glob.lower() not in _WORDS:
                 continue
+            if context.matches_program(rule):  # the program has such a scope
+                continue
             fix = Fix(message="replace it by '*'", edits=(Edit(segment.span, "*"),), safe=False)
             yield Finding(
                 span=segment.span,
@@ -47,4 +49,4 @@ def check(context: Context) -> Iterator[Finding]:
             )
 
 
-RULES = (LintRule(code="literal-default", doc=__doc__, check=check),)
+RULES = (LintRule(code="literal-default", doc=__doc__, check=check, guesses_without_program=True),)

@@ -25,13 +25,13 @@ from policyc.compiler.plan_checks import unmet_expectations
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import to_findings
+from policyc.lint.program import FIRST_LOSS_HINT, to_findings
 from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
     if context.plan is not None:
-        yield from to_findings(unmet_expectations(context.plan))
+        yield from to_findings(unmet_expectations(context.plan, hint=FIRST_LOSS_HINT))
 
 
 RULES = (LintRule(code="expect-violated", doc=__doc__, check=check, severity=Severity.ERROR),)

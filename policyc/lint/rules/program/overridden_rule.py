@@ -26,6 +26,7 @@ from policyc.compiler.plan import Plan
 from policyc.language.diagnostics import Note
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
+from policyc.lint.program import name_sites
 from policyc.lint.rule import LintRule
 
 _MAX_NOTES = 3
@@ -37,14 +38,23 @@ def check(context: Context) -> Iterator[Finding]:
         return
     deciding, overriding = _find_deciding_rules(plan)
     for index, rule in enumerate(plan.policy.rules):
-        if plan.counts[index] and index not in deciding:
-            later = sorted(overriding.get(index, ()))[:_MAX_NOTES]
+        if index in deciding or index not in overriding:  # without a phase, a rule is not overridden either
+            continue
+        if not context.coverage.find_overriding_rules(context.coverage.rules[index]):  # else a shadowed-rule
+            count = plan.counts[index]
+            sites = f"all of its {count} sites" if count > 1 else "its only site"
+            later = sorted(overriding[index])[:_MAX_NOTES]
             yield Finding(
                 span=rule.span,
-                message=f"later rules override this rule on all of its {plan.counts[index]} sites in this model",
+                message=f"later rules override this rule on {sites} in this model",
                 help="move it below the rules that override it, or remove it",
                 notes=tuple(Note(plan.policy.rules[i].span, "this rule is later") for i in later),
+                sites=_name_matched_sites(plan, index),
             )
+
+
+def _name_matched_sites(plan: Plan, rule: int) -> tuple[str, ...]:
+    return name_sites(s for s in plan.sites if any(plan.matched[s.address, la][rule] for la in s.layers()))
 
 
 def _find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:

@@ -20,30 +20,38 @@ size. Keep such GEMMs, or change the size. Checked only with `--against`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from policyc.compiler.plan import Plan
 from policyc.language.formats import FORMATS
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import QuantizedProduct, contracted_size, report_sites
+from policyc.lint.program import QuantizedProduct, report_sites, suggest_keeping
 from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    return report_sites(context, _describe)
+    return report_sites(context, _describe, _suggest)
 
 
-def _describe(product: QuantizedProduct) -> tuple[str, str] | None:
-    block = max(FORMATS[t.format].block for t in product.recipe.gemm_treatments(product.gemm))
-    dimension, size = contracted_size(product.site, product.gemm)
+def _describe(product: QuantizedProduct) -> str | None:
+    block, (dimension, size) = _block_size(product), product.contracted
     if not block or size % block == 0:
         return None
     padding = -size % block
-    message = (
+    return (
         f"{dimension} = {size} of '{product.site.name}' is padded to {size + padding} in {product.gemm} "
         f"({padding / size:.0%} more work)"
     )
-    return message, f"keep it: * where {dimension} % {block} != 0 -> keep"
+
+
+def _suggest(plan: Plan, products: Sequence[QuantizedProduct]) -> str:
+    uneven = dict.fromkeys(f"{p.contracted[0]} % {_block_size(p)} != 0" for p in products)
+    return f"change the size, or {suggest_keeping(plan, products, ' or '.join(uneven))}"
+
+
+def _block_size(product: QuantizedProduct) -> int:
+    return max(FORMATS[t.format].block for t in product.recipe.gemm_treatments(product.gemm))
 
 
 RULES = (LintRule(code="padded-gemm", doc=__doc__, check=check),)

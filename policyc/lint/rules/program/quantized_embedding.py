@@ -1,9 +1,10 @@
-"""A rule quantizes the embedding of this model to 8 bits or fewer.
+"""A rule quantizes the embedding of this model to 8 bits.
 
 Some models look up tokens by a GEMM with one-hot rows. A broad rule matches this GEMM too. It takes almost no time,
 and every token passes through it. Add a rule that keeps it.
 
-The embedding is recognized by its one-hot operand or by its name. Checked only with `--against`.
+The embedding is recognized by its one-hot operand or by its name. In 4 bits it is an `embedding-in-4-bits`. Checked
+only with `--against`.
 
 ## Bad
 
@@ -23,19 +24,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from policyc.compiler.plan_checks import suggest_recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import find_quantizing_rules, has_name
+from policyc.lint.program import EIGHT_BITS, count_others, find_quantizing_rules, is_embedding, name_sites
 from policyc.lint.rule import LintRule
-from policyc.lint.site_names import EMBEDDING_NAMES
 
 
 def check(context: Context) -> Iterator[Finding]:
-    for rule, site in find_quantizing_rules(context, lambda s: s.one_hot or has_name(s, EMBEDDING_NAMES)):
+    if context.plan is None:
+        return
+    for rule, sites in find_quantizing_rules(context, is_embedding, EIGHT_BITS):
+        names = name_sites(sites)
         yield Finding(
-            span=rule.span,
-            message=f"this rule quantizes the embedding ('{site.name}')",
-            help="add a rule after it that keeps the embedding",
+            span=context.policy.rules[rule].span,
+            message=f"this rule quantizes the embedding ('{names[0]}'){count_others(names)}",
+            help=suggest_recipe(context.plan, rule, sites, "keep"),
+            sites=names,
         )
 
 

@@ -1,10 +1,10 @@
-"""A rule quantizes the output head of this model to 8 bits or fewer.
+"""A rule quantizes the output head of this model to 8 bits.
 
 The head computes the logits from the last hidden state. It is a few percent of the FLOPs, and its errors go directly
 into the loss. Published recipes keep it in high precision. Add a rule that keeps it.
 
 The head is recognized by its name, by a weight that it shares with the embedding, or as the last and widest GEMM of
-the loss. Checked only with `--against`.
+the loss. In 4 bits it is a `head-in-4-bits`. Checked only with `--against`.
 
 ## Bad
 
@@ -24,18 +24,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from policyc.compiler.plan_checks import suggest_recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import find_quantizing_rules, is_head
+from policyc.lint.program import EIGHT_BITS, count_others, find_quantizing_rules, is_head, name_sites
 from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    for rule, site in find_quantizing_rules(context, lambda s: is_head(context, s)):
+    if context.plan is None:
+        return
+    for rule, sites in find_quantizing_rules(context, lambda s: is_head(context, s), EIGHT_BITS):
+        names = name_sites(sites)
         yield Finding(
-            span=rule.span,
-            message=f"this rule quantizes the output head ('{site.name}')",
-            help="add a rule after it that keeps the head",
+            span=context.policy.rules[rule].span,
+            message=f"this rule quantizes the output head ('{names[0]}'){count_others(names)}",
+            help=suggest_recipe(context.plan, rule, sites, "keep"),
+            sites=names,
         )
 
 

@@ -22,19 +22,18 @@ from collections.abc import Iterator
 
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import find_scan_splits
+from policyc.lint.program import MAX_SCAN_PARTS, find_scan_splits
 from policyc.lint.rule import LintRule
-
-_MAX_PARTS = 3  # first layers, middle, last layers
 
 
 def check(context: Context) -> Iterator[Finding]:
     for split in find_scan_splits(context):
-        if len(split.parts) > _MAX_PARTS:
+        if len(split.parts) > MAX_SCAN_PARTS:
             yield Finding(
                 span=split.rule.span,
-                message=f"the stack of '{split.name}' becomes {len(split.parts)} scans, each compiled separately",
+                message=f"the stack of '{split.names[0]}' becomes {len(split.parts)} scans, each compiled separately",
                 help="select layers that are next to each other",
+                sites=split.names,
             )
 
 

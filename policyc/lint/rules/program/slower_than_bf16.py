@@ -23,15 +23,18 @@ The cost model decides this for all products of a site together, with the cheape
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from policyc.compiler.plan import Plan
+from policyc.compiler.plan_checks import suggest_recipe
+from policyc.compiler.sites import Site
 from policyc.hardware import step_cost
 from policyc.hardware.step_cost import LayerGroup, MeshShape
 from policyc.language.recipes import Recipe, make_recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
+from policyc.lint.program import count_others, name_sites
 from policyc.lint.rule import LintRule
 from policyc.numerics.targets import Target
 
@@ -51,23 +54,24 @@ def check(context: Context) -> Iterator[Finding]:
     if context.plan is None:
         return
     target = context.target
-    for rule_index, slow_sites in _find_slow_sites(context.plan, target).items():
+    for rule_index, slow_sites in sorted(_find_slow_sites(context.plan, target).items()):
         slowest = max(slow_sites.values(), key=lambda slow: slow.ratio)
         site = slowest.group.site
-        others = f", and {len(slow_sites) - 1} more" if len(slow_sites) > 1 else ""
+        names = name_sites((site, *slow_sites))
         sizes = f"m = {site.m}, n = {site.n}, k = {site.k}"
         yield Finding(
             span=context.policy.rules[rule_index].span,
             message=f"'{site.name}' ({sizes}) takes {slowest.ratio:.1f} times as long as in bf16 "
-            f"on {target.name}{others}",
-            help=_suggest(slowest.group, target),
+            f"on {target.name}{count_others(names)}",
+            help=_suggest(context.plan, rule_index, [slow.group for slow in slow_sites.values()], target),
+            sites=names,
         )
 
 
-def _find_slow_sites(plan: Plan, target: Target) -> dict[int, dict[str, _SlowSite]]:
-    """Returns the sites that each rule makes slower than bf16, by name."""
+def _find_slow_sites(plan: Plan, target: Target) -> dict[int, dict[Site, _SlowSite]]:
+    """Returns the sites that each rule makes slower than bf16."""
     readers = step_cost.count_readers(plan)
-    slow_sites: dict[int, dict[str, _SlowSite]] = {}
+    slow_sites: dict[int, dict[Site, _SlowSite]] = {}
     for phase in plan.phases:
         for group in step_cost.group_layers(plan, phase):
             if group.rule is None or group.recipe is None or not step_cost.is_quantized(group.recipe):
@@ -76,7 +80,7 @@ def _find_slow_sites(plan: Plan, target: Target) -> dict[int, dict[str, _SlowSit
             ratio = _seconds(group, group.recipe, target, readers) / bf16_seconds
             if ratio > 1:
                 slow = _SlowSite(ratio=ratio, group=group)
-                slow_sites.setdefault(group.rule, {}).setdefault(group.site.name, slow)
+                slow_sites.setdefault(group.rule, {}).setdefault(group.site, slow)
     return slow_sites
 
 
@@ -87,14 +91,12 @@ def _seconds(group: LayerGroup, recipe: Recipe, target: Target, readers: step_co
     return gemms + step_cost.quantization_seconds(layer, target, _SINGLE_DEVICE, readers, "te")
 
 
-def _suggest(group: LayerGroup, target: Target) -> str:
-    treatments = group.recipe.treatments if group.recipe else ()
-    emulated = {t.format for t in treatments if not target.is_native(t.format)}
-    if emulated:
-        return f"{target.name} has no native {' or '.join(sorted(emulated))}: it is emulated there"
-    sizes = {"m": group.site.m, "n": group.site.n, "k": group.site.k}
-    smallest = min(sizes, key=lambda name: sizes[name])
-    return f"leave it in bf16: * where {smallest} <= {sizes[smallest]} -> bf16"
+def _suggest(plan: Plan, rule: int, groups: Sequence[LayerGroup], target: Target) -> str:
+    """How to leave all these sites in bf16. The reason comes first if the GPU lacks the format."""
+    formats = {t.format for group in groups if group.recipe for t in group.recipe.treatments}
+    emulated = sorted(f for f in formats if not target.is_native(f))
+    reason = f"{target.name} has no native {' or '.join(emulated)}; " if emulated else ""
+    return reason + suggest_recipe(plan, rule, tuple(group.site for group in groups), "bf16")
 
 
 RULES = (LintRule(code="slower-than-bf16", doc=__doc__, check=check),)

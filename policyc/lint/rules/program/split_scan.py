@@ -2,8 +2,8 @@
 
 A scan has one body for all its layers. If a policy treats layers differently, the scan becomes consecutive scans,
 each with its own body. The results are the same, and compilation takes a little longer. This is not a fault: the note
-makes a split at an unexpected layer visible. If you did not intend it, correct the slice. Checked only with
-`--against`.
+makes a split at an unexpected layer visible. If you did not intend it, correct the slice. More than three parts are
+reported as `shredded-scan`. Checked only with `--against`.
 
 ## Bad
 
@@ -25,20 +25,20 @@ from collections.abc import Iterator
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import find_scan_splits
+from policyc.lint.program import MAX_SCAN_PARTS, find_scan_splits
 from policyc.lint.rule import LintRule
-
-_MAX_SHOWN = 6  # parts named in a message
 
 
 def check(context: Context) -> Iterator[Finding]:
     for split in find_scan_splits(context):
+        if len(split.parts) > MAX_SCAN_PARTS:
+            continue  # a shredded-scan
         parts = [f"{p.start}-{p.stop - 1}" if len(p) > 1 else str(p.start) for p in split.parts]
-        shown = ", ".join(parts[:_MAX_SHOWN] + ["..."] * (len(parts) > _MAX_SHOWN))
         phase = f" ({split.phase})" if split.phase != "always" else ""
         yield Finding(
             span=split.rule.span,
-            message=f"the stack of '{split.name}' becomes {len(parts)} scans: layers {shown}{phase}",
+            message=f"the stack of '{split.names[0]}' becomes {len(parts)} scans: layers {', '.join(parts)}{phase}",
+            sites=split.names,
         )
 
 
