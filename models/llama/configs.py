@@ -53,7 +53,7 @@ class ModelConfig:
     scan: bool = setting(True, "scan over the layers instead of unrolling them")
     remat: str = setting("none", "what the backward pass recomputes: nothing; all; all but GEMMs and attention; all "
                          "but quantized operands", choices=("none", "full", "dots", "quantized"))  # fmt: skip
-    loss_chunks: int = setting(1, "chunks of the logits, each computed twice; 1: no chunks", least=1)
+    loss_chunks: int = setting(1, "chunks of the logits, to save memory; each is computed twice", least=1)
     attention: str = setting("auto", "implementation of attention", choices=("auto", "cudnn", "xla"))
 
 
@@ -113,7 +113,7 @@ def _model(*sizes: int, **options: Any) -> ModelConfig:
     return ModelConfig(**options)
 
 
-_LLAMA3: dict[str, Any] = {"loss_chunks": 8, "remat": "dots"}
+_LLAMA3: dict[str, Any] = {"remat": "dots"}
 _SHORT: dict[str, Any] = {"batch": 512, "sequence": 512}
 _LONG: dict[str, Any] = {"steps": 10000, "batch": 1024, "sequence": 8192, "warmup": 0.02}
 CONFIGS: dict[str, tuple[ModelConfig, RunConfig]] = {

@@ -24,8 +24,9 @@ LossSums = tuple[jax.Array, jax.Array]
 AXES = ("data", "fsdp", "tensor", "context")
 # The mesh axes that divide each logical axis. Attention needs whole sequences, so inside it the context axis divides
 # heads instead.
-AXIS_RULES: dict[str | None, Any] = {"batch": ("data", "fsdp"), "sequence": "context", "width": "fsdp",
-                                     "inner": "tensor", "heads": ("tensor", "context"), None: None}  # fmt: skip
+AXIS_RULES: dict[str | None, Any] = {"batch": ("data", "fsdp"), "rows": "data", "sequence": "context",
+                                     "width": "fsdp", "inner": "tensor", "heads": ("tensor", "context"),
+                                     None: None}  # fmt: skip
 
 
 def check_divisible(config: ModelConfig, run: RunConfig, axes: Mapping[str, int]) -> None:
@@ -215,11 +216,21 @@ REMAT_POLICIES: dict[str, Any] = {
 }
 
 
+def embed(table: jax.Array, tokens: jax.Array, compute: str, mesh: Mesh | None) -> jax.Array:
+    """The embeddings of tokens.
+
+    Each device looks up its columns of the table for the tokens of all devices that share the table, and sends them on.
+    These are fewer bytes than the table, which would have to be gathered otherwise.
+    """
+    x = table[constrain(tokens, mesh, "rows", "sequence")]
+    x = constrain(x, mesh, "rows", "sequence", "width").astype(compute)
+    return constrain(x, mesh, "batch", "sequence", None)
+
+
 def hidden(params: Params, tokens: jax.Array, config: ModelConfig, mesh: Mesh | None = None) -> jax.Array:
     """The input of the head."""
     with jax.named_scope("embed"):
-        x = gather_weight(params["embed"], mesh, ("inner", None))[tokens].astype(config.compute)
-    x = constrain(x, mesh, "batch", "sequence", None)
+        x = embed(params["embed"], tokens, config.compute, mesh)
     rope = rotary(config, tokens.shape[1])
     layer: Callable[..., jax.Array] = partial(block, rope=rope, config=config, mesh=mesh)
     if config.remat != "none":

@@ -136,6 +136,21 @@ def test_a_chunked_head_is_gathered_once():
     assert constraint.params["sharding"].spec == jax.sharding.PartitionSpec(None, "tensor")
 
 
+def test_tokens_are_sent_to_the_table_and_not_the_table_to_the_tokens():
+    """The table stays sharded: a gathered one would be many times as large as the embeddings of a batch."""
+    mesh = llama_runs.make_mesh(fsdp=8)
+    table = llama.abstract_array((SMALL.vocab, SMALL.width), jnp.float32)
+    tokens = llama.abstract_array((8, 16), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda table, tokens: llama.embed(table, tokens, "bfloat16", mesh))(table, tokens)
+    constraints = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
+    assert [(str(e.invars[0].aval.dtype), e.params["sharding"].spec) for e in constraints] == [
+        ("int32", jax.sharding.PartitionSpec("data", "context")),
+        ("float32", jax.sharding.PartitionSpec("data", "context", "fsdp")),
+        ("bfloat16", jax.sharding.PartitionSpec(("data", "fsdp"), "context", None)),
+    ]
+    assert not any(v is jaxpr.jaxpr.invars[0] for e in constraints for v in e.invars)
+
+
 # ---- faulty steps
 
 

@@ -20,6 +20,7 @@ from policyc.jaxcore.versions import FP8_DOT_PRECISION
 from policyc.language.recipes import Treatment
 from policyc.numerics import quantize as q
 from policyc.numerics.backends import LoweringContext, emulate
+from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, as_values, multiply_rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import apply_outer_scales, missing
 from policyc.numerics.products import DimensionNumbers, free_dims
@@ -42,11 +43,6 @@ __all__ = ["NEEDS_DEVICES", "UNSHARDABLE", "as_rows", "gemm", "missing", "obstac
 NEEDS_DEVICES = True
 UNSHARDABLE = False
 
-_BLOCK_SCALED = {
-    "nvfp4": (jnp.float4_e2m1fn, jnp.float8_e4m3fn),
-    "mxfp8": (jnp.float8_e4m3fn, jnp.float8_e8m0fnu),
-}
-"""The dtypes of elements and of block scales."""
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
 
@@ -57,7 +53,7 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
             "XLA has no block-scaled GEMM over ragged groups",
             "keep it in bf16, or pad the groups to a dense GEMM",
         )
-    if query.format not in (*_BLOCK_SCALED, "fp8"):
+    if query.format not in (*DTYPES, "fp8"):
         return Obstacle(f"XLA has no block-scaled GEMM of {query.format}", "nvfp4 or mxfp8")
     return None
 
@@ -94,67 +90,68 @@ def gemm(
             return emulate.gemm(lhs, rhs, dimensions, out, context)
         return _multiply_fp8(lhs, rhs, dimensions, out)
     (lc, rc), (lb, rb) = dimensions
-    left, left_scales, left_free = as_rows(lhs, lc, lb)
-    right, right_scales, right_free = as_rows(rhs, rc, rb)
-    # The product stays fp32 if it is scaled once more afterwards.
-    is_scaled = lhs.amax is not None or rhs.amax is not None or out not in (jnp.bfloat16, jnp.float32)
-    multiply = jax.nn.scaled_matmul if context.platform == "cuda" else _multiply_block_scaled
-    product = multiply(left, right, left_scales, right_scales, jnp.float32 if is_scaled else out)
+    (left, left_free), (right, right_free) = _as_rows(lhs, lc, lb), _as_rows(rhs, rc, rb)
+    spec = BlockScaledSpec(format=lhs.layout.format, out=jnp.dtype(out), native=context.platform == "cuda")
     batch = tuple(lhs.codes.shape[i] for i in lb)
-    product = product.reshape(*batch, *left_free, *right_free)
-    return apply_outer_scales(product, lhs, rhs, dimensions, len(left_free)).astype(out)
-
-
-def _multiply_block_scaled(
-    a: jax.Array, b: jax.Array, a_scales: jax.Array, b_scales: jax.Array, out: Any
-) -> jax.Array:
-    """`jax.nn.scaled_matmul` on other platforms: what XLA does on a GPU that has no such GEMM."""
-
-    def values(x: jax.Array, scales: jax.Array) -> jax.Array:
-        blocks = x.astype(jnp.float32).reshape(*scales.shape, -1)
-        return (blocks * scales.astype(jnp.float32)[..., None]).reshape(x.shape)
-
-    dims = (((2,), (2,)), ((0,), (0,)))
-    product = lax.dot_general(values(a, a_scales), values(b, b_scales), dims, precision=lax.Precision.HIGHEST)
-    return product.astype(out)
+    return multiply_rows(left, right, spec).reshape(*batch, *left_free, *right_free)
 
 
 def as_rows(
     operand: Quantized, contract: tuple[int, ...], batch: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
-    """An operand as (batch, rows, contracted), its scales likewise, and the sizes of its free dimensions."""
+    """An operand as (batch, rows, contracted), one scale for each block of each row, and its free sizes."""
+    rows, free_shape = _as_rows(operand, contract, batch)
+    return *as_values(rows, operand.layout.format), free_shape
+
+
+def _as_rows(
+    operand: Quantized, contract: tuple[int, ...], batch: tuple[int, ...]
+) -> tuple[Rows, tuple[int, ...]]:
+    """An operand in rows, and the sizes of its free dimensions."""
     layout, ndim = operand.layout, operand.codes.ndim
-    element, scale = _BLOCK_SCALED[layout.format]
     free = free_dims(ndim, contract, batch)
-    codes, scales = _arrange_along(operand, contract[-1] - ndim)
+    codes, scales, row_axis = _arrange_along(operand, contract[-1] - ndim)
     sizes = {layout.axis: layout.size, layout.tile_axis: layout.tile_size}
+    # Rows that share scales stay together if they are neighbours, and none is padding.
+    if row_axis is not None and (free[-1] - ndim != row_axis or sizes[row_axis] % TILE):
+        scales, row_axis = repeat_axis(scales, row_axis, TILE), None
     for i in free:
-        if i - ndim in sizes:
+        if i - ndim in sizes and i - ndim != row_axis:
             codes = lax.slice_in_dim(codes, 0, sizes[i - ndim], axis=i)
             scales = lax.slice_in_dim(scales, 0, sizes[i - ndim], axis=i)
     free_shape = tuple(codes.shape[i] for i in free)
-    lead = (prod(codes.shape[i] for i in batch), prod(free_shape))
+    count = prod(codes.shape[i] for i in batch)
     order = (*batch, *free, *contract)
-    codes, scales = (a.transpose(order).reshape(*lead, -1) for a in (codes, scales))
-    values = lax.bitcast_convert_type(codes, element).reshape(*lead, -1)
-    return values, lax.bitcast_convert_type(scales, scale), free_shape
+    lead = (count, prod(free_shape))
+    scale_lead = (count, prod(scales.shape[i] for i in free))
+    scale = outer_scale(operand)
+    outer = () if scale is None else tuple(_scale_rows(part, free, order, lead) for part in scale)
+    arrays = codes.transpose(order).reshape(*lead, -1), scales.transpose(order).reshape(*scale_lead, -1)
+    return Rows(*arrays, *outer), free_shape
 
 
-def _arrange_along(operand: Quantized, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Codes packed along an axis, and one scale per block along it in each row."""
+def _scale_rows(
+    scale: jax.Array, free: tuple[int, ...], order: tuple[int, ...], lead: tuple[int, int]
+) -> jax.Array:
+    """An outer scale as (batch, rows or 1, 1)."""
+    rows = lead[1] if any(scale.shape[i] > 1 for i in free) else 1
+    return scale.transpose(order).reshape(lead[0], rows, 1)
+
+
+def _arrange_along(operand: Quantized, axis: int) -> tuple[jax.Array, jax.Array, int | None]:
+    """Codes packed along an axis, one scale per block along it, and the axis along which a tile shares its scales."""
     layout: Layout = operand.layout
     codes, scales = operand.codes, operand.scales
     assert scales is not None
     if axis == layout.axis:
-        return codes, scales if layout.tile_axis is None else repeat_axis(scales, layout.tile_axis, TILE)
+        return codes, scales, layout.tile_axis
     # Square tiles, contracted along their other axis: the scales serve as they are.
     assert axis == layout.tile_axis
-    scales = repeat_axis(scales, layout.axis, TILE)
     if layout.packed:
         pairs = split_axis(unpack(codes, layout.axis), axis, codes.shape[axis] // 2, 2)
         index = pairs.ndim + axis
         codes = pack(*(lax.index_in_dim(pairs, i, index, keepdims=False) for i in range(2)))
-    return codes, scales
+    return codes, scales, layout.axis
 
 
 # ---- FP8
