@@ -29,10 +29,13 @@ class LoopLayers:
 
 @dataclass(slots=True)
 class _LoopIndex:
-    """The indices that the parameters in a loop's body have, as far as they are known."""
+    """The indices that the parameters in a loop's body have, as far as they are known.
 
-    slots: dict[tuple[int, LayerTable[int]], None] = field(default_factory=dict)
-    prefixes: list[DottedPath] = field(default_factory=list)
+    `slots` has those of each parameter that depend on the loop: a size and a table for each of its axes. Parameters
+    with the same indices are one entry.
+    """
+
+    slots: dict[tuple[tuple[int, LayerTable[int]], ...], None] = field(default_factory=dict)
     unknown: str = ""
 
 
@@ -69,9 +72,10 @@ class LayerIndices:
                 self._loops.setdefault(stack.address, _LoopIndex())
             for template in self._templates(source, (), stacks, loops):
                 innermost.unknown = innermost.unknown or template.unknown_index
-                for slot in template.slots:
-                    if slot.index.stacks:
-                        innermost.slots[slot.size, slot.index] = None
+                # What depends on outer loops only is an index of theirs.
+                slots = tuple((s.size, s.index) for s in template.slots if stacks[-1] in s.index.stacks)
+                if slots:
+                    innermost.slots[slots] = None
 
     # ---- what a site asks
 
@@ -116,7 +120,7 @@ class LayerIndices:
             if len(index.slots) > 1:
                 unknown = unknown or "each iteration of the loop around it reads several layers"
             unknown = unknown or index.unknown
-            for size, table in index.slots if len(index.slots) == 1 else ():
+            for size, table in next(iter(index.slots)) if len(index.slots) == 1 else ():
                 if weight_stacks is None or set(table.stacks) <= set(weight_stacks):
                     slots.append(IndexSlot(places, size, table))
         return PathTemplate(scope, tuple(slots), unknown_index=unknown)
@@ -183,8 +187,7 @@ class LayerIndices:
                     unknown = f"one product reads several of the {size} members of axis {axis} at once"
                 continue
             values = tuple(0 if i is None else i for i in indices)
-            table = LayerTable((), values[:1]) if len(set(values)) == 1 else LayerTable(stacks, values)
-            slots.append(IndexSlot(places, size, table, axis))
+            slots.append(IndexSlot(places, size, LayerTable(stacks, values).simplify(), axis))
         if not slots and not unknown and self._looks_stacked(parameter):
             unknown = f"one product reads all {parameter.shape[0]} members of axis 0 at once"
         return PathTemplate(parameter.path, tuple(slots), unknown_index=unknown)

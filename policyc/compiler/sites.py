@@ -52,6 +52,18 @@ class LayerTable(Generic[T]):
             position = position * stack.size + indices[stack.address]
         return self.values[position]
 
+    def simplify(self) -> LayerTable[T]:
+        """The same table without the stacks on which its values do not depend."""
+        stacks, values = list(self.stacks), self.values
+        for stack in reversed(self.stacks):
+            inner = math.prod(s.size for s in stacks[stacks.index(stack) + 1 :])
+            rows = [values[start : start + inner] for start in range(0, len(values), inner)]
+            members = [rows[start : start + stack.size] for start in range(0, len(rows), stack.size)]
+            if all(row == group[0] for group in members for row in group):
+                values = tuple(value for group in members for value in group[0])
+                stacks.remove(stack)
+        return LayerTable(tuple(stacks), values)
+
 
 @dataclass(frozen=True, slots=True)
 class IndexSlot:

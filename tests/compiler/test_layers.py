@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import policyc
-from policyc.compiler.plan_checks import check_plan
+from policyc.compiler.plan_checks import check_plan, opaque_indices
 from policyc.language.recipes import Gemm
 
 D = 4
@@ -273,6 +273,36 @@ def test_products_of_activations_have_the_index_of_the_layer_around_them():
     for site in scores:
         decided = [plan.decisions()[site.address, la].recipe is not None for la in site.layers()]
         assert decided == [True] + [False] * 7  # the last layer runs first
+
+
+def nested_activations(p, x):
+    """Two stacks in one: a product of activations in the inner loop."""
+
+    def block(h, q):
+        with jax.named_scope("attention"):
+            return h + jnp.einsum("rd,sd->rs", h, h * q["s"]) @ h @ q["w"], None
+
+    with jax.named_scope("layers"):
+        return lax.scan(lambda h, q: (lax.scan(block, h, q)[0], None), x, p["layers"])[0].sum()
+
+
+@pytest.mark.parametrize(
+    ("policy", "layers"),
+    [
+        ("attention -> fp8", [(i, j) for i in range(2) for j in range(3)]),
+        ("layers[1].attention[0] -> fp8", [(1, 0)]),
+        ("layers[5].attention -> fp8", [(1, 2)]),  # all six counted as one stack
+    ],
+)
+def test_products_of_activations_in_nested_stacks_have_both_indices(policy, layers):
+    scales = jax.ShapeDtypeStruct((2, 3, D), "float32")
+    plan = policyc.plan(policy, nested_activations, {"layers": {"s": scales, "w": weights(2, 3)}}, X)
+    scores = [s for s in plan.sites if s.weight is None]
+    assert [s.count for s in scores] == [6, 6]
+    assert not list(opaque_indices(plan))
+    for site in scores:
+        decided = [la for la in site.layers() if plan.decisions()[site.address, la].recipe is not None]
+        assert decided == layers
 
 
 # ---- which operand is the weight, and what it is called
