@@ -35,10 +35,12 @@ from policyc.compiler.provenance.graph import (
     ParameterSource,
     ShardSource,
     Source,
+    UnknownSource,
     parameters_of,
 )
 from policyc.compiler.provenance.integers import loop_counter, loop_slice
 from policyc.compiler.sites import Origin, OtherProduct, Site, Sites, Stack
+from policyc.compiler.trace import FrozenWeight
 from policyc.compiler.var_info import UNKNOWN, VarInfo, constant_value, propagate_equation, shape_of
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import OPAQUE, container_of, shard_map_parts
@@ -80,7 +82,7 @@ _QUANTIZED = ("_quantize", "scaled_gemm", "scaled_ragged_gemm")
 def analyze(
     jaxpr: ClosedJaxpr,
     parameters: Sequence[DottedPath | None],
-    frozen: Mapping[Var, DottedPath] | None = None,
+    frozen: Mapping[Var, FrozenWeight] | None = None,
     differentiated: Sequence[bool] | None = None,
 ) -> Sites:
     """The sites of a loss.
@@ -88,14 +90,14 @@ def analyze(
     Args:
       jaxpr: the loss.
       parameters: the path of every input that is differentiated, None for others.
-      frozen: the paths of weights that are not differentiated.
+      frozen: the weights that are not differentiated.
       differentiated: which results are differentiated. By default all are.
     """
     results = [True] * len(jaxpr.jaxpr.outvars) if differentiated is None else differentiated
     wanted = find_wanted(jaxpr, results)
     invars = jaxpr.jaxpr.invars
     shapes = {path: shape_of(v) for v, path in zip(invars, parameters, strict=True) if path is not None}
-    analyzer = _Analyzer(shapes | {path: shape_of(v) for v, path in (frozen or {}).items()}, wanted)
+    analyzer = _Analyzer(shapes | {w.path: w.shape for w in (frozen or {}).values()}, wanted)
     infos = [
         UNKNOWN
         if path is None
@@ -104,10 +106,7 @@ def analyze(
         )
         for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
     ]
-    weights = {
-        var: VarInfo(ParameterSource(shape=shape_of(var), path=path, is_frozen=True))
-        for var, path in (frozen or {}).items()
-    }
+    weights = {var: VarInfo(_frozen_source(var, weight)) for var, weight in (frozen or {}).items()}
     analyzer.run(jaxpr, infos, JaxprContext(), weights)
     sites = [found.site(analyzer.layers) for found in analyzer.sites.values()]
     scopes = add_stack_sizes([s.scope.path for s in sites])
@@ -119,6 +118,15 @@ def analyze(
         jaxpr=jaxpr,
         looked_up=frozenset(analyzer.looked_up),
         others=merge(analyzer.others.values()),
+    )
+
+
+def _frozen_source(var: Var, weight: FrozenWeight) -> Source:
+    if not weight.is_part:
+        return ParameterSource(shape=shape_of(var), path=weight.path, is_frozen=True)
+    whole = ParameterSource(shape=weight.shape, path=weight.path, is_frozen=True)
+    return UnknownSource(
+        shape=shape_of(var), operands=(whole,), reason="NumPy takes a part of it, which JAX does not see"
     )
 
 

@@ -24,13 +24,22 @@ _ARRAY_TYPES = (jax.Array, np.ndarray, np.generic, float, complex, jax.ShapeDtyp
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenWeight:
+    """A weight that is not differentiated. `is_part`: the variable is a part that NumPy took of it."""
+
+    path: DottedPath
+    shape: tuple[int, ...]
+    is_part: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TracedFunction:
     """A function as a jaxpr. `paths` has the path of every input, None for what is not a parameter."""
 
     jaxpr: ClosedJaxpr
     paths: tuple[DottedPath | None, ...]
-    frozen: Mapping[Var, DottedPath]
-    """The paths of weights that are not differentiated."""
+    frozen: Mapping[Var, FrozenWeight]
+    """The weights that are not differentiated."""
     result_tree: Any
     constant_results: tuple[Any, ...]
     traced_results: tuple[int, ...]
@@ -112,7 +121,7 @@ def trace(
 
 def _frozen_weights(
     jaxpr: ClosedJaxpr, inputs: Sequence[Any], fixed: Mapping[str, Any]
-) -> dict[Var, DottedPath]:
+) -> dict[Var, FrozenWeight]:
     """The variables of a jaxpr that are leaves of arguments which are not differentiated.
 
     Only trees of arrays count, and not those whose name says that they hold data: a batch is no weight.
@@ -121,14 +130,47 @@ def _frozen_weights(
     if not trees:
         return {}
     leaves = [leaf for _, tree in trees for leaf in jax.tree.leaves(tree)]
-    path_of = {
-        id(leaf): path for leaf, path in zip(leaves, leaf_paths(trees, always_named=True), strict=True)
-    }
+    paths = leaf_paths(trees, always_named=True)
+    path_of = {id(leaf): path for leaf, path in zip(leaves, paths, strict=True)}
+    in_numpy = [
+        (leaf, path)
+        for leaf, path in zip(leaves, paths, strict=True)
+        if isinstance(leaf, np.ndarray) and leaf.ndim > 1
+    ]
+    weights: dict[Var, FrozenWeight] = {}
     values = [
         *zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True),
         *zip(jaxpr.jaxpr.invars, inputs, strict=True),
     ]
-    return {var: path_of[id(v)] for var, v in values if id(v) in path_of and len(np.shape(v)) > 1}
+    for var, value in values:
+        if len(np.shape(value)) < 2:
+            continue
+        if id(value) in path_of:
+            weights[var] = FrozenWeight(path_of[id(value)], np.shape(value))
+        elif not isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct | jax.Array):
+            weight = _numpy_weight(np.asarray(value), in_numpy)
+            weights |= {} if weight is None else {var: weight}
+    return weights
+
+
+def _numpy_weight(
+    constant: np.ndarray, leaves: Sequence[tuple[np.ndarray, DottedPath]]
+) -> FrozenWeight | None:
+    """The weight that JAX has made a constant of: in the same memory, or, where it was converted, the one equal to it.
+
+    None if several could be it.
+    """
+    matching = [(leaf, path) for leaf, path in leaves if np.may_share_memory(constant, leaf)]
+    if not matching:
+        matching = [
+            (leaf, path)
+            for leaf, path in leaves
+            if leaf.shape == constant.shape and np.array_equal(leaf.astype(constant.dtype), constant)
+        ]
+    if len(matching) != 1:
+        return None
+    ((leaf, path),) = matching
+    return FrozenWeight(path, leaf.shape, is_part=constant.size != leaf.size)
 
 
 def _is_leaf(tree: Any) -> bool:

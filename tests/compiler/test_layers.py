@@ -378,6 +378,49 @@ def test_frozen_weights_have_names_in_a_program_that_differentiates_something_el
     assert session.plans[0].counts == (1, 4)
 
 
+def as_numpy(tree: Any, dtype: str = "float32") -> Any:
+    """Each leaf with other values, so that they can be told apart."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [np.full(a.shape, i, dtype) for i, a in enumerate(leaves)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_frozen_weights_in_numpy_have_names(dtype):
+    base = as_numpy(FROZEN, dtype)
+    with policyc.active("base.layers[-1] -> fp8 expect 1; lora -> keep") as session:
+        jax.eval_shape(lambda lora: jax.grad(adapted)(lora, base, jnp.ones((3, D))), LORA)
+    assert [p.counts for p in session.plans] == [(1, 4)]
+    plan = policyc.plan("base.* -> fp8", adapted, LORA, base, jnp.ones((3, D)))
+    assert plan.counts == (2,)
+
+
+def test_a_transposed_frozen_weight_in_numpy_has_its_name():
+    def loss(p, base, x):
+        return (x @ p @ base["w"].T).sum()
+
+    base = {"w": np.arange(D * D, dtype="float32").reshape(D, D)}
+    assert [n for n, _ in weight_names(loss, weights(), base, X)] == ["p", "base.w"]
+
+
+def test_a_part_of_a_frozen_stack_in_numpy_has_a_name_and_no_index():
+    def loss(p, base, x):
+        return (x @ p @ base["w"][1]).sum()
+
+    base = {"w": np.zeros((3, D, D), "float32")}
+    plan = policyc.plan("base.w[1] -> fp8", loss, weights(), base, X)
+    assert [s.name for s in plan.sites] == ["p", "base.w"]
+    (diagnostic,) = opaque_indices(plan)
+    assert "NumPy takes a part" in diagnostic.message
+
+
+def test_equal_frozen_weights_that_were_converted_are_not_told_apart():
+    def loss(p, base, x):
+        return (x @ p @ base["a"] @ base["b"]).sum()
+
+    base = {"a": np.zeros((D, D)), "b": np.zeros((D, D))}  # float64: JAX copies them
+    assert [n.startswith("(") for n, _ in weight_names(loss, weights(), base, X)] == [False, True, True]
+
+
 def test_a_batch_is_no_weight():
     def loss(w, batch):
         return (batch["x"]["y"] @ w).sum() + (batch["x"]["y"] @ batch["x"]["y"].T).sum()

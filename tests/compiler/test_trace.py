@@ -178,4 +178,4 @@ def test_matrices_of_other_arguments_are_named_as_frozen_weights() -> None:
     traced = LossCall(loss, (W, base, {"x": jnp.asarray(X)}), {}, (0,)).trace()
     assert path_texts(traced) == ["adapter"]
     # A batch is data, and a vector is no weight.
-    assert [dotted(path) for path in traced.frozen.values()] == ["base.w"]
+    assert [dotted(weight.path) for weight in traced.frozen.values()] == ["base.w"]
