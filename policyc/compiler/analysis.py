@@ -117,6 +117,12 @@ def analyze(
         parameters=tuple(p for p in parameters if p is not None),
         jaxpr=jaxpr,
         looked_up=frozenset(analyzer.looked_up),
+        differentiated_inputs=tuple(
+            number
+            for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
+            if path is not None and is_float(var.aval)
+        ),
+        differentiated_results=tuple(number for number, is_wanted in enumerate(results) if is_wanted),
         others=merge(analyzer.others.values()),
     )
 

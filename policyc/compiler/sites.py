@@ -268,6 +268,8 @@ class Sites:
     """The parameters from which rows are gathered: embeddings."""
     others: tuple[OtherProduct, ...] = ()
     """Products that are no GEMMs. They are left as they are."""
+    differentiated_inputs: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    differentiated_results: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from policyc.compiler.plan import Decision, Phase, Plan, gemm_queries, make_plan
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.sites import Layer, Site
-from policyc.diff.matching import match_losses
+from policyc.diff.gradient import match_gradients
+from policyc.diff.matching import MatchedLoss, match_losses
 from policyc.diff.model import (
     DiffData,
     DiffSide,
@@ -44,6 +45,7 @@ class DiffRequest:
       before: the policy before; None: no policy.
       labels: the names of both sides.
       phase: the number of the phase.
+      is_gradient: compare the gradients of the loss, where dgrad and wgrad show.
     """
 
     step: TrainingStep
@@ -53,6 +55,7 @@ class DiffRequest:
     target: Target | None = None
     mesh: MeshShape = MeshShape()
     phase: int = 0
+    is_gradient: bool = False
 
 
 def build_diff(request: DiffRequest) -> DiffData:
@@ -70,10 +73,6 @@ def build_diff(request: DiffRequest) -> DiffData:
     ]
     table = _LinearTable(plans, phases, predictions)
     linears = tuple(table.linears())
-    rewritten = [
-        rewrite(plan.sites, plan.decisions(phase), plan.constant_inputs)
-        for plan, phase in zip(plans, phases, strict=True)
-    ]
     policies = request.before, after.policy
     sides = [
         DiffSide(label=label, policy=policy, seconds=prediction.step_seconds)
@@ -90,8 +89,17 @@ def build_diff(request: DiffRequest) -> DiffData:
         phase=after.label(phases[1]),
         target="" if request.target is None else request.target.name,
         devices=request.mesh.devices,
-        matched=match_losses(after.sites.jaxpr, rewritten[0], rewritten[1]),
+        is_gradient=request.is_gradient,
+        matched=match_gradients(plans, phases) if request.is_gradient else _match_losses(plans, phases),
     )
+
+
+def _match_losses(plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLoss:
+    before, after = (
+        rewrite(plan.sites, plan.decisions(phase), plan.constant_inputs)
+        for plan, phase in zip(plans, phases, strict=True)
+    )
+    return match_losses(plans[1].sites.jaxpr, before, after)
 
 
 def _phase(plan: Plan, number: int) -> Phase:

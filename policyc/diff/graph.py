@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 import networkx as nx
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from policyc.diff.matching import Match, StructureTexts
+from policyc.diff.matching import Match, MatchedJaxpr, StructureTexts
 from policyc.diff.model import DiffData, as_ranges
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import DropVar
+from policyc.jaxcore.product_tags import is_tag
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import PathSegment, read_segments
 
@@ -42,16 +44,26 @@ class ScopeTree:
 def build_graph(diff: DiffData) -> nx.DiGraph[int]:
     """The graph of a diff. Its root is the node 0, the loss."""
     builder = _GraphBuilder(diff)
-    root = builder.add_scope(None, name="loss" if not diff.is_gradient else "gradient", kind="loss")
+    kind = "gradient" if diff.is_gradient else "loss"
+    root = builder.add_scope(None, name=kind, kind=kind)
     if diff.matched is not None:
         if diff.matched.hoisted:
             builder.add_hoisted(root, diff.matched.hoisted)
-        builder.add_children(root, builder.nest(diff.matched.loss.matches), _Names())
+        builder.add_jaxpr(root, diff.matched.loss)
     builder.count_changes(root)
     return builder.graph
 
 
 # ---- name scopes
+
+
+_PRODUCT_SCOPE = re.compile(r"(fprop|dgrad|wgrad)\.\d+")
+
+
+def scope_segments(eqn: JaxprEqn) -> tuple[PathSegment, ...]:
+    """The name scopes of the program around an equation, without those that policyc adds."""
+    names = jaxprs.name_scopes(eqn)
+    return read_segments([n for n in names if not is_tag(n) and not _PRODUCT_SCOPE.fullmatch(n)])
 
 
 Named = tuple[tuple[PathSegment, ...], Match]
@@ -65,7 +77,7 @@ class Nesting:
         self._sites = sites
 
     def __call__(self, matches: Sequence[Match]) -> tuple[ScopeTree | Match, ...]:
-        return self._nest([(read_segments(jaxprs.name_scopes(m.equation)), m) for m in matches], 0)
+        return self._nest([(scope_segments(m.equation), m) for m in matches], 0)
 
     def _nest(self, named: Sequence[Named], depth: int) -> tuple[ScopeTree | Match, ...]:
         children: list[ScopeTree | Match] = []
@@ -98,12 +110,14 @@ class Nesting:
 
         def write(matches: Sequence[Match]) -> None:
             for match in matches:
-                names = ".".join(s.text for s in read_segments(jaxprs.name_scopes(match.equation)))
+                names = ".".join(s.text for s in scope_segments(match.equation))
                 digest.update(f"{names} {match.reason} {match.product} {self._sites.rules(match)}".encode())
                 for eqns in (match.before, match.after) if match.reason else (match.before,):
                     for eqn in eqns:
                         digest.update(self.texts.line(eqn, numbers).encode())
                     digest.update(b"|")
+                for old, new in _renamed(match):
+                    numbers[new] = numbers[old]
                 for inner in match.inside:
                     digest.update(f"{inner.label}{inner.iterations}(".encode())
                     write(inner.matches)
@@ -122,6 +136,14 @@ def _join(one: ScopeTree | Match, other: ScopeTree) -> ScopeTree:
     )
 
 
+def _renamed(match: Match) -> Iterator[tuple[Var, Var]]:
+    """The results of a match that changed nothing, where they are different variables before and after."""
+    if match.reason is None:
+        for one, other in zip(match.before, match.after, strict=True):
+            if one is not other:
+                yield from zip(one.outvars, other.outvars, strict=True)
+
+
 # ---- nodes
 
 
@@ -131,6 +153,13 @@ class _Names:
 
     names: dict[Var, str] = field(default_factory=dict)
     producers: dict[Var, int] = field(default_factory=dict)
+    readers: list[tuple[Var, int]] = field(default_factory=list)
+
+    def same(self, one: Var, other: Var) -> None:
+        """Two variables that are the same, before and after."""
+        self.names[other] = self[one]
+        if one in self.producers:
+            self.producers[other] = self.producers[one]
 
     def __getitem__(self, var: Var) -> str:
         if var not in self.names:
@@ -181,6 +210,20 @@ class _GraphBuilder:
             else:
                 self._add_match(parent, child, names)
 
+    def add_jaxpr(self, parent: int, matched: MatchedJaxpr) -> None:
+        """The equations of a jaxpr by name scope; at the top of a gradient, first by pass."""
+        names = _Names()
+        for old, new in matched.inputs:
+            names.same(old, new)
+        is_gradient = self.graph.nodes[parent]["kind"] == "gradient"
+        for backward, group in itertools.groupby(matched.matches, lambda m: m.is_backward and is_gradient):
+            matches = list(group)
+            scope = parent
+            if is_gradient:
+                scope = self.add_scope(parent, name="backward" if backward else "forward", kind="pass")
+            self.add_children(scope, self.nest(matches), names)
+        self._add_data_edges(names)
+
     def add_hoisted(self, parent: int, hoisted: Sequence[Match]) -> None:
         """The quantizations that run once per step, alike ones of different layers together."""
         groups: dict[tuple[str, str], list[Match]] = {}
@@ -191,14 +234,19 @@ class _GraphBuilder:
             layers = [self._sites.layer(match) for match in matches]
             members = tuple(layer for layer in layers if layer is not None)
             node = self.add_scope(scope, name=name, kind="hoisted", members=as_ranges(sorted(members)))
-            self._add_match(node, matches[0], _Names())
+            names = _Names()
+            self._add_match(node, matches[0], names)
+            self._add_data_edges(names)
 
     def _add_match(self, parent: int, match: Match, names: _Names) -> None:
         pair = next(self._pairs)
         common = {"pair": pair, **self._sites.attributes(match)}
         if match.reason is None:
-            for eqn in match.before:
-                self._add_equation(parent, eqn, "both", names, common)
+            for eqn, twin in zip(match.before, match.after, strict=True):
+                node = self._add_equation(parent, eqn, "both", names, common)
+                names.readers += [(a, node) for a in twin.invars if isinstance(a, Var)]
+            for old, new in _renamed(match):
+                names.same(old, new)
             return
         common["reason"] = str(match.reason)
         nodes = [
@@ -217,7 +265,7 @@ class _GraphBuilder:
                 iterations=None if piece is None else (piece.start, piece.stop - 1),
                 containers=tuple(nodes),
             )
-            self.add_children(node, self.nest(inner.matches), _Names())
+            self.add_jaxpr(node, inner)
 
     def _add_equation(
         self,
@@ -244,17 +292,21 @@ class _GraphBuilder:
             inside=inside,
             **common,
         )
-        for var in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
-            producer = names.producers.get(var)
-            if producer is not None and producer != node:
-                self.graph.add_edge(producer, node, kind="data")
+        names.readers += [(a, node) for a in eqn.invars if isinstance(a, Var)]
         names.producers.update((v, node) for v in eqn.outvars if not isinstance(v, DropVar))
         for sub in subs if opened else ():
             inner = _Names()
             scope = self.add_scope(node, name=sub.param, kind=jaxprs.primitive_name(eqn))
             for inner_eqn in jaxprs.equations(sub.jaxpr):
                 self._add_equation(scope, inner_eqn, side, inner, {"pair": common["pair"]}, opened=True)
+            self._add_data_edges(inner)
         return node
+
+    def _add_data_edges(self, names: _Names) -> None:
+        for var, node in names.readers:
+            producer = names.producers.get(var)
+            if producer is not None and producer != node:
+                self.graph.add_edge(producer, node, kind="data")
 
     def count_changes(self, node: int) -> tuple[int, int]:
         """Gives every scope the numbers of the equations in it: all of them, and those that changed."""
@@ -314,7 +366,8 @@ def short_parameters(eqn: JaxprEqn) -> str:
     words = []
     for name in names:
         value = eqn.params.get(name)
-        if value is None or value is False or callable(value) or (isinstance(value, tuple) and not value):
+        is_default = value is None or value is False or (isinstance(value, tuple) and not value)
+        if is_default or callable(value) or "sharding" in name:
             continue
         text = " ".join(f"{name}={jaxprs.stable_text(value)}".split())
         words.append(text if len(text) <= _MAX_PARAMETER else f"{text[: _MAX_PARAMETER - 1]}…")

@@ -44,7 +44,7 @@ Iterations = Mapping[Address, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Equations before, and those after that stand in their place. The same objects if nothing changed.
+    """Equations before, and those after that stand in their place.
 
     Attributes:
       address: the equation of the original that both come from; of a hoisted quantization, the site it is for.
@@ -52,6 +52,7 @@ class Match:
       inside: the jaxprs of a container that holds changes.
       readers: the addresses of the sites that read a shared quantization.
       product: of the gradient of a site: fprop, dgrad or wgrad.
+      is_backward: in a gradient: does it belong to the backward pass?
       iterations: see `Iterations`.
     """
 
@@ -62,6 +63,7 @@ class Match:
     inside: tuple[MatchedJaxpr, ...] = ()
     readers: tuple[Address, ...] = ()
     product: str = ""
+    is_backward: bool = False
     iterations: Iterations = field(default_factory=dict)
 
     @property
@@ -72,11 +74,17 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedJaxpr:
-    """The matches of a jaxpr, in the order in which they run. `iterations`: of a scan, which of them this is about."""
+    """The matches of a jaxpr, in the order in which they run.
+
+    Attributes:
+      iterations: of a scan, which of them this is about.
+      inputs: inputs that are the same before and after, where they are different variables.
+    """
 
     label: str
     matches: tuple[Match, ...]
     iterations: IterationRange | None = None
+    inputs: tuple[tuple[Var, Var], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +187,7 @@ class _Matcher:
             yield Match(
                 address=address,
                 before=old,
-                after=old if same else new,
+                after=new,
                 reason=None if same else reason,
                 readers=readers if reason is Reason.SHARED else (),
                 iterations=iterations,
@@ -199,7 +207,7 @@ class _Matcher:
         is_split = max(len(r.scopes) if _is_scan(eqn) else 1 for r in (before, after)) > 1
         same = all(m.reason is None for matched in inside for m in matched.matches)
         if same and len(before.eqns) == len(after.eqns):
-            return Match(address=address, before=before.eqns, after=before.eqns, iterations=iterations)
+            return Match(address=address, before=before.eqns, after=after.eqns, iterations=iterations)
         return Match(
             address=address,
             before=before.eqns,

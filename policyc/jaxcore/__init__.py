@@ -7,6 +7,7 @@ __all__ = [
     "define_primitive",
     "derivatives",
     "jaxprs",
+    "product_tags",
     "relocate",
     "shardings",
     "transform",

@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from policyc.jaxcore.internals import config, core, sources, tracebacks
+from policyc.jaxcore.internals import config, core, partial_eval, sources, tracebacks
 
 if TYPE_CHECKING:
     import hashlib as _hashlib
@@ -129,6 +129,12 @@ def map_equations(jaxpr: J, change: Callable[[JaxprEqn], JaxprEqn | None]) -> J:
             subs = [(sub, map_equations(sub.jaxpr, change)) for sub in sub_jaxprs(eqn)]
             eqns.append(replace_sub_jaxprs(changed, subs) if subs else changed)
     return replace_equations(jaxpr, eqns)
+
+
+def eliminate_dead_code(jaxpr: AnyJaxpr) -> Jaxpr:
+    """The jaxpr without the equations whose results nothing uses."""
+    opened: Any = open_jaxpr(jaxpr)
+    return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)[0]
 
 
 # ---- equations

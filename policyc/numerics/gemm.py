@@ -225,7 +225,8 @@ def _forward(
     """The result, and both operands as fprop read them."""
     fprop = gemm_products(spec).fprop
     if fprop.is_kept:
-        return _original_dot(spec, lhs, rhs), (lhs,), (rhs,)
+        with jax.named_scope(fprop.scope):
+            return _original_dot(spec, lhs, rhs), (lhs,), (rhs,)
     keys = key, key
     left = _as_parts(prequantized[0].fprop) or _quantize(lhs, fprop.left, fprop, keys, save=save)
     right = _as_parts(prequantized[1].fprop) or _quantize(rhs, fprop.right, fprop, keys, save=save)
@@ -306,7 +307,8 @@ def _gradient(
         def linear(x: jax.Array) -> jax.Array:
             return _original_dot(spec, x, other) if is_lhs else _original_dot(spec, other, x)
 
-        return cast("jax.Array", jax.linear_transpose(linear, operand)(dy)[0])
+        with jax.named_scope(product.scope):
+            return cast("jax.Array", jax.linear_transpose(linear, operand)(dy)[0])
     tokens = prod(dy.shape[i] for i in (product.left if is_lhs else product.right).tokens)
     left, right = (quantize_dy(), saved) if is_lhs else (saved, quantize_dy())
     return reshard_like(_multiply(product, left, right, operand.dtype, tokens), operand)

@@ -6,6 +6,7 @@ moved to start at a whole block, with rows of zeros in between.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -59,8 +60,14 @@ def quantized_ragged_dot(
 def _quantize(x: jax.Array, spec: GemmSpec, gemm: Gemm, role: Role, axes: Axes, key: Key) -> Operand:
     treatment = spec.recipe.treatment(gemm, role)
     operand = OperandSpec(gemm=gemm, label=role, treatment=treatment, axes=axes)
-    (quantized,) = quantize_operand(x, operand, (key, key), save=True)
+    with _product_scope(spec, gemm):
+        (quantized,) = quantize_operand(x, operand, (key, key), save=True)
     return quantized
+
+
+def _product_scope(spec: GemmSpec, gemm: Gemm) -> contextlib.AbstractContextManager[None]:
+    """The name of a product in profiles and compiled programs, as `Product.scope` has it."""
+    return jax.named_scope(f"{gemm}.{spec.options.site}")
 
 
 def _multiply(
@@ -68,14 +75,16 @@ def _multiply(
 ) -> jax.Array:
     contracting = gemm is Gemm.WGRAD
     if isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
-        return primitives.scaled_ragged_gemm(lhs, rhs, sizes, contracting=contracting, out=out)
+        with _product_scope(spec, gemm):
+            return primitives.scaled_ragged_gemm(lhs, rhs, sizes, contracting=contracting, out=out)
     is_kept = spec.recipe.gemm_treatments(gemm)[0].format == "keep"
     multiply = partial(
         _contract_groups if contracting else lax.ragged_dot,
         precision=spec.options.precision if is_kept else None,
         preferred_element_type=jnp.float32,
     )
-    return multiply(lhs, rhs, sizes).astype(out)
+    with _product_scope(spec, gemm):
+        return multiply(lhs, rhs, sizes).astype(out)
 
 
 def _contract_groups(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, **options: Any) -> jax.Array:
@@ -137,7 +146,8 @@ def _forward(
     """The result, and the weight as fprop read it."""
     if spec.recipe.treatment(Gemm.FPROP, Role.ACTIVATION).format == "keep":
         precision = spec.options.precision
-        y = lax.ragged_dot(lhs, rhs, sizes, precision=precision, preferred_element_type=spec.out_dtype)
+        with _product_scope(spec, Gemm.FPROP):
+            y = lax.ragged_dot(lhs, rhs, sizes, precision=precision, preferred_element_type=spec.out_dtype)
         return y, rhs
     a = _quantize(_mask_unused_rows(lhs, sizes), spec, Gemm.FPROP, Role.ACTIVATION, _ROWS, key)
     b = _quantize(rhs, spec, Gemm.FPROP, Role.WEIGHT, _WEIGHT, key)

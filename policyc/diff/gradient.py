@@ -1,0 +1,222 @@
+"""Matches the equations of the gradients of two versions of a loss.
+
+Each equation of a gradient is derived from one equation of the loss, and says so by its tag. Equations of both sides
+are matched if they are derived from the same equation, as the same product, in the same pass. If their numbers differ,
+they are shown as removed and added.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jax.extend.core import JaxprEqn, Var
+
+from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.rewrite import rewrite
+from policyc.compiler.sites import Site, Sites
+from policyc.diff.matching import Iterations, Match, MatchedJaxpr, MatchedLoss, Reason, StructureTexts
+from policyc.jaxcore import jaxprs, product_tags
+from policyc.jaxcore.containers import IterationRange, container_of
+from policyc.jaxcore.jaxprs import AnyJaxpr
+from policyc.jaxcore.product_tags import Tag
+from policyc.jaxcore.transform import Address
+from policyc.language.recipes import Gemm
+
+_PRODUCT_SCOPE = re.compile(r"(fprop|dgrad|wgrad)\.\d+")
+
+
+def match_gradients(plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLoss:
+    """Matches the gradients of a loss under two plans."""
+    before, after = (tagged_gradient(plan, phase) for plan, phase in zip(plans, phases, strict=True))
+    return match_tagged(before, after, plans[1].sites)
+
+
+def match_tagged(before: AnyJaxpr, after: AnyJaxpr, sites: Sites) -> MatchedLoss:
+    """Matches two gradients of a loss with these sites."""
+    matches = _GradientMatcher({site.address: site for site in sites}).match(before, after, {})
+    return MatchedLoss(loss=MatchedJaxpr(label="gradient", matches=matches, inputs=_inputs(before, after)))
+
+
+def tagged_gradient(plan: Plan, phase: Phase) -> AnyJaxpr:
+    """The gradient of a plan's loss, with a tag on every equation."""
+    sites = plan.sites
+    products = {site.address for site in sites if not site.opaque}
+    tagged = replace(
+        sites,
+        jaxpr=product_tags.tag_equations(sites.jaxpr, products),
+        sites=tuple(replace(s, eqn=product_tags.tag_equation(s.eqn, s.address)) for s in sites),
+    )
+    rewritten = rewrite(tagged, plan.decisions(phase), plan.constant_inputs)
+
+    def loss(consts: Sequence[object], inputs: Sequence[object]) -> Sequence[object]:
+        extra = rewritten.extra_inputs(inputs)
+        return jaxprs.evaluate_with_consts(rewritten.jaxpr, consts, *inputs, *extra)
+
+    return product_tags.trace_gradient(
+        loss, tagged.jaxpr, sites.differentiated_inputs, sites.differentiated_results
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What must be equal for equations of two gradients to correspond."""
+
+    address: Address | None
+    product: str
+    is_backward: bool
+    is_recomputed: bool
+
+
+class _GradientMatcher:
+    """Matches two jaxprs of gradients, and the jaxprs inside them."""
+
+    def __init__(self, sites: Mapping[Address, Site]) -> None:
+        self._sites = sites
+        self._texts = StructureTexts()
+
+    def match(
+        self, before: AnyJaxpr, after: AnyJaxpr, iterations: Iterations, *, backward: bool = False
+    ) -> tuple[Match, ...]:
+        olds, news = (self._by_key(jaxprs.equations(side), backward) for side in (before, after))
+        matches = {
+            key: list(self._match_key(key, olds.get(key, ()), news.get(key, ()), iterations))
+            for key in (*olds, *(k for k in news if k not in olds))
+        }
+        return tuple(_in_order(itertools.chain.from_iterable(matches.values()), before, after))
+
+    def _by_key(self, eqns: Sequence[JaxprEqn], backward: bool) -> dict[_Key, tuple[JaxprEqn, ...]]:
+        by_key: dict[_Key, list[JaxprEqn]] = {}
+        for eqn in eqns:
+            tag = product_tags.read_tag(eqn)
+            key = _Key(tag.address, self._product(eqn, tag), backward or tag.is_backward, tag.is_recomputed)
+            by_key.setdefault(key, []).append(eqn)
+        return {key: tuple(members) for key, members in by_key.items()}
+
+    def _product(self, eqn: JaxprEqn, tag: Tag) -> str:
+        """The product that an equation belongs to; empty if it belongs to none."""
+        site = None if tag.address is None else self._sites.get(tag.address)
+        if (
+            site is None or jaxprs.primitive_name(eqn) == "add_any"
+        ):  # the sum of two gradients is part of neither
+            return ""
+        if tag.part == "result":
+            return Gemm.FPROP
+        if tag.part:
+            return Gemm.WGRAD if (site.weight == "lhs") == (tag.part == "lhs") else Gemm.DGRAD
+        names = [_PRODUCT_SCOPE.fullmatch(name) for name in jaxprs.name_scopes(eqn)]
+        return next((m[1] for m in reversed(names) if m is not None), "")
+
+    def _match_key(
+        self, key: _Key, old: Sequence[JaxprEqn], new: Sequence[JaxprEqn], iterations: Iterations
+    ) -> Iterator[Match]:
+        address = () if key.address is None else key.address
+        if address in self._sites:
+            same = self._texts.of_equations(old) == self._texts.of_equations(new)
+            yield Match(
+                address=address,
+                before=tuple(old),
+                after=tuple(new),
+                reason=None if same else Reason.REPLACED,
+                product=key.product,
+                iterations=iterations,
+                is_backward=key.is_backward,
+            )
+        elif [*map(jaxprs.primitive_name, old)] == [*map(jaxprs.primitive_name, new)]:
+            for one, other in zip(old, new, strict=True):
+                yield self._match_pair(key, one, other, iterations)
+        elif len([*_scans(old)]) == 1 and len([*_scans(new)]) > 1:
+            yield self._match_split(key, old, new, iterations)
+        else:
+            for side, eqns in enumerate((old, new)):
+                for eqn in eqns:
+                    sides = ((eqn,), ()) if side == 0 else ((), (eqn,))
+                    yield self._make(key, sides[0], sides[1], Reason.DERIVED, iterations)
+
+    def _make(
+        self,
+        key: _Key,
+        old: tuple[JaxprEqn, ...],
+        new: tuple[JaxprEqn, ...],
+        reason: Reason | None,
+        iterations: Iterations,
+        inside: tuple[MatchedJaxpr, ...] = (),
+    ) -> Match:
+        return Match(
+            address=key.address or (),
+            before=old,
+            after=new,
+            reason=reason,
+            iterations=iterations,
+            inside=inside,
+            is_backward=key.is_backward,
+        )
+
+    def _match_pair(self, key: _Key, old: JaxprEqn, new: JaxprEqn, iterations: Iterations) -> Match:
+        subs = [*zip(jaxprs.sub_jaxprs(old), jaxprs.sub_jaxprs(new), strict=False)]
+        if container_of(old) is None or not subs:
+            same = self._texts.of_equations([old]) == self._texts.of_equations([new])
+            return self._make(key, (old,), (new,), None if same else Reason.DERIVED, iterations)
+        inside = tuple(
+            MatchedJaxpr(
+                label=sub.param if sub.index is None else f"{sub.param}[{sub.index}]",
+                matches=self.match(sub.jaxpr, other.jaxpr, iterations, backward=key.is_backward),
+                inputs=_inputs(sub.jaxpr, other.jaxpr),
+            )
+            for sub, other in subs
+        )
+        same = self._texts.of_equations([old]) == self._texts.of_equations([new])
+        if same and all(m.reason is None for inner in inside for m in inner.matches):
+            return self._make(key, (old,), (new,), None, iterations)
+        return self._make(key, (old,), (new,), Reason.ENTERED, iterations, inside)
+
+    def _match_split(
+        self, key: _Key, old: Sequence[JaxprEqn], new: Sequence[JaxprEqn], iterations: Iterations
+    ) -> Match:
+        """A scan before, and the scans after into which it is split, in the order in which they run."""
+        (whole,) = _scans(old)
+        scans = list(_scans(new))
+        total = sum(scan.params["length"] for scan in scans)
+        inside: list[MatchedJaxpr] = []
+        position = 0
+        for scan in scans:
+            length = scan.params["length"]
+            start = total - position - length if whole.params["reverse"] else position
+            position += length
+            piece = IterationRange(start, start + length)
+            before, after = (jaxprs.sub_jaxprs(eqn)[0].jaxpr for eqn in (whole, scan))
+            fixed = {**iterations, key.address or (): start}
+            matches = self.match(before, after, fixed, backward=key.is_backward)
+            inside.append(MatchedJaxpr(label="jaxpr", matches=matches, iterations=piece))
+        return self._make(key, tuple(old), tuple(new), Reason.SPLIT, iterations, tuple(inside))
+
+
+def _inputs(before: AnyJaxpr, after: AnyJaxpr) -> tuple[tuple[Var, Var], ...]:
+    """The inputs of two jaxprs, in pairs. None if one has more: it is not known which."""
+    old, new = (jaxprs.open_jaxpr(side).invars for side in (before, after))
+    return tuple(zip(old, new, strict=True)) if len(old) == len(new) else ()
+
+
+def _scans(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
+    return (eqn for eqn in eqns if jaxprs.primitive_name(eqn) == "scan")
+
+
+def _in_order(matches: Iterable[Match], before: AnyJaxpr, after: AnyJaxpr) -> Iterator[Match]:
+    """Matches in the order of the equations after. What is only before stands in front of what follows it there."""
+    places = [{id(eqn): n for n, eqn in enumerate(jaxprs.equations(side))} for side in (before, after)]
+    removed: list[Match] = []
+    in_front: dict[int, list[Match]] = {}
+    present: list[Match] = []
+    for match in sorted(matches, key=lambda m: places[0][id(m.before[0])] if m.before else -1):
+        if not match.after:
+            removed.append(match)
+            continue
+        present.append(match)
+        if match.before:
+            in_front[id(match)], removed = removed, []
+    for match in sorted(present, key=lambda m: places[1][id(m.after[0])]):
+        yield from in_front.get(id(match), ())
+        yield match
+    yield from removed

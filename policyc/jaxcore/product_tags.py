@@ -1,0 +1,178 @@
+"""Tags equations with their addresses, so that each equation of a gradient says which equation of the loss it is from.
+
+A tag is a name scope. JAX gives what it derives from an equation the equation's name scopes. A product is wrapped into
+a primitive whose derivative is JAX's own, one operand at a time, each under a scope: so the gradient also says which of
+its products belongs to which operand. The gradient has the same equations as without tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
+
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.containers import container_of
+from policyc.jaxcore.internals import ad, core, sources
+from policyc.jaxcore.jaxprs import AnyJaxpr, J
+from policyc.jaxcore.transform import Address
+
+_TAG = "policyc:"
+_PART = "policyc."
+_RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to what it computes again
+
+Part = Literal["result", "lhs", "rhs", ""]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tag:
+    """What an equation of a gradient is derived from.
+
+    Attributes:
+      address: the equation of the loss; None if JAX made it for no equation.
+      part: of a product: its result, or the gradient of lhs or rhs.
+      is_backward: does it belong to the backward pass of its jaxpr?
+      is_recomputed: does `jax.checkpoint` compute it again?
+    """
+
+    address: Address | None = None
+    part: Part = ""
+    is_backward: bool = False
+    is_recomputed: bool = False
+
+
+def read_tag(eqn: JaxprEqn) -> Tag:
+    stack = eqn.source_info.name_stack.stack
+    names = [s.name for s in stack if isinstance(s, sources.Scope)]
+    tags = [name for name in names if name.startswith(_TAG)]
+    parts = [name.removeprefix(_PART) for name in names if name.startswith(_PART)]
+    part = next((p for p in parts[-1:] if p in ("result", "lhs", "rhs")), "")
+    return Tag(
+        address=tuple(map(int, tags[-1].removeprefix(_TAG).split("."))) if tags else None,
+        part=part,  # type: ignore[arg-type]  # one of the three names
+        is_backward=any(not isinstance(s, sources.Scope) and s.name == "transpose" for s in stack),
+        is_recomputed=_RECOMPUTED in names,
+    )
+
+
+def is_tag(name: str) -> bool:
+    """Is a name scope a tag, or part of one?"""
+    return name.startswith((_TAG, _PART)) or name == _RECOMPUTED
+
+
+def tag_equations(jaxpr: ClosedJaxpr, products: Collection[Address]) -> ClosedJaxpr:
+    """The jaxpr with a tag on every equation, and with the equations at `products` wrapped."""
+    return _tag(jaxpr, products, ())
+
+
+def tag_equation(eqn: JaxprEqn, address: Address) -> JaxprEqn:
+    """The equation with its tag."""
+    info = eqn.source_info
+    stack = info.name_stack.extend(f"{_TAG}{'.'.join(map(str, address))}")
+    return jaxprs.replace_eqn(eqn, source_info=info.replace(name_stack=stack))
+
+
+def _tag(jaxpr: J, products: Collection[Address], outer: Address) -> J:
+    eqns: list[JaxprEqn] = []
+    for number, eqn in enumerate(jaxprs.equations(jaxpr)):
+        address = (*outer, number)
+        tagged = tag_equation(eqn, address)
+        if container_of(eqn) is not None:
+            subs = enumerate(jaxprs.sub_jaxprs(eqn))
+            tagged = jaxprs.replace_sub_jaxprs(
+                tagged, [(sub, _tag(sub.jaxpr, products, (*address, index))) for index, sub in subs]
+            )
+        elif address in products:
+            params = {"primitive": eqn.primitive, "params": tuple(eqn.params.items())}
+            tagged = jaxprs.replace_eqn(tagged, primitive=_wrapped_product_p, params=params)
+        eqns.append(tagged)
+    return jaxprs.replace_equations(jaxpr, eqns)
+
+
+def trace_gradient(
+    function: Callable[..., Sequence[Any]],
+    jaxpr: ClosedJaxpr,
+    inputs: Collection[int],
+    results: Collection[int],
+) -> AnyJaxpr:
+    """The jaxpr of a function's results and gradient, without dead code.
+
+    `function` takes the constants and the inputs of `jaxpr`, and returns its results. It is differentiated with respect
+    to these inputs, and by these results.
+    """
+    variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
+    first = len(jaxpr.jaxpr.constvars)
+
+    def gradient(*values: Any) -> Any:
+        differentiated = [values[first + number] for number in inputs]
+
+        def loss(*replaced: Any) -> list[Any]:
+            merged = dict(zip(inputs, replaced, strict=True))
+            arguments = [merged.get(number, value) for number, value in enumerate(values[first:])]
+            return list(function(values[:first], arguments))
+
+        outputs, pullback = jax.vjp(loss, *differentiated)
+        cotangents = [_cotangent(value, number in results) for number, value in enumerate(outputs)]
+        return outputs, pullback(cotangents)
+
+    traced = jax.make_jaxpr(gradient)(*(v.aval for v in variables))
+    return jaxprs.eliminate_dead_code(_unwrap(traced))
+
+
+def _cotangent(value: Any, is_differentiated: bool) -> Any:
+    """One for a result that is differentiated, else zero."""
+    if not jax.numpy.issubdtype(value.dtype, jax.numpy.inexact):
+        return jax.numpy.zeros(value.shape, jax.dtypes.float0)
+    return jax.numpy.full_like(value, float(is_differentiated))
+
+
+def _unwrap(jaxpr: Any) -> Any:
+    """Replaces products that were not differentiated by the original ones."""
+
+    def change(eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive is not _wrapped_product_p:
+            return eqn
+        return jaxprs.replace_eqn(eqn, primitive=eqn.params["primitive"], params=dict(eqn.params["params"]))
+
+    return jaxprs.map_equations(jaxpr, change)
+
+
+# ---- the wrapped product
+
+_wrapped_product_p = Primitive("policyc_tagged_product")
+_Zero: Any = vars(ad)["Zero"]  # JAX does not export it
+
+
+def _abstract_product(*avals: Any, primitive: Any, params: Any) -> Any:
+    return primitive.abstract_eval(*avals, **dict(params))[0]
+
+
+def _differentiate_product(
+    primals: Sequence[Any], tangents: Sequence[Any], *, primitive: Any, params: Any
+) -> tuple[Any, Any]:
+    """JAX's derivative of a product, for one operand after the other."""
+    rule = ad.primitive_jvps[primitive]
+    with jax.named_scope(f"{_PART}result"):
+        result = primitive.bind(*primals, **dict(params))
+    total: Any = _zero(result)
+    for number, part in enumerate(("lhs", "rhs")):
+        if type(tangents[number]) is _Zero:
+            continue
+        only = [
+            t if i == number else _zero(p) for i, (p, t) in enumerate(zip(primals, tangents, strict=True))
+        ]
+        with jax.named_scope(f"{_PART}{part}"):
+            _, tangent = rule(primals, only, **dict(params))
+        total = ad.add_tangents(total, tangent)
+    return result, total
+
+
+def _zero(value: Any) -> Any:
+    return _Zero(core.typeof(value).to_tangent_aval())
+
+
+_wrapped_product_p.def_abstract_eval(_abstract_product)
+ad.primitive_jvps[_wrapped_product_p] = _differentiate_product

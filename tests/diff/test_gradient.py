@@ -1,0 +1,173 @@
+"""Gradients before and after: tags change no equation, and each equation is in one match, by site and product."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis.strategies import integers, sampled_from
+from jax import lax
+
+import policyc
+from policyc.compiler.plan import Plan, make_plan
+from policyc.diff.gradient import match_tagged, tagged_gradient
+from policyc.diff.matching import Match, MatchedLoss, Reason
+from policyc.jaxcore import jaxprs
+from policyc.language.loader import parse
+from policyc.language.policy import Policy
+from tests.support.jaxpr_tools import struct, without_dead_code
+from tests.support.programs import program, with_rule_if_applicable
+
+POLICIES = ("* -> mxfp8", "* @ bwd -> nvfp4(sr=grad)", "* -> fp8; layers[0] -> keep")
+W, X = struct(16, 16), struct(8, 16)
+
+
+def plain_gradient(plan: Plan) -> Any:
+    """The gradient of a plan's loss as `jax.vjp` alone makes it."""
+    closed, inputs = plan.sites.jaxpr, plan.sites.differentiated_inputs
+
+    def gradient(*values: Any) -> Any:
+        constants = values[: len(closed.jaxpr.constvars)]
+        arguments = [*values[len(constants) :]]
+
+        def loss(*replaced: Any) -> Any:
+            for number, value in zip(inputs, replaced, strict=True):
+                arguments[number] = value
+            return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
+
+        outputs, pullback = jax.vjp(loss, *(arguments[number] for number in inputs))
+        return outputs, pullback([jnp.full_like(o, 1.0) for o in outputs])
+
+    variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    return without_dead_code(jax.make_jaxpr(gradient)(*(v.aval for v in variables)))
+
+
+def match_plans(plan: Plan, policy: str = "") -> MatchedLoss:
+    """Matches the gradients of a loss under another policy and under that of a plan."""
+    before = make_plan(parse(policy) if policy else Policy(), plan.sites)
+    sides = [tagged_gradient(p, p.phases[0]) for p in (before, plan)]
+    matched = match_tagged(sides[0], sides[1], plan.sites)
+    check_level(matched.loss.matches, sides[0], sides[1])
+    return matched
+
+
+def check_level(matches: tuple[Match, ...], before: Any, after: Any) -> None:
+    """Every equation of both jaxprs is in one match; so are those of the jaxprs inside."""
+    for side, jaxpr in (("before", before), ("after", after)):
+        matched = Counter(id(eqn) for match in matches for eqn in getattr(match, side))
+        assert matched == Counter(id(eqn) for eqn in jaxprs.equations(jaxpr))
+    for match in matches:
+        if match.reason is Reason.ENTERED:
+            subs = zip(*(jaxprs.sub_jaxprs(e) for e in (*match.before, *match.after)), strict=True)
+            for inner, (old, new) in zip(match.inside, subs, strict=True):
+                check_level(inner.matches, old.jaxpr, new.jaxpr)
+
+
+def check_gradient(plan: Plan) -> None:
+    before = make_plan(Policy(), plan.sites)
+    tagged = tagged_gradient(before, before.phases[0])
+    assert jaxprs.fingerprint(tagged) == jaxprs.fingerprint(plain_gradient(plan))
+    matched = match_plans(plan)
+    products = {
+        (m.address, m.product)
+        for m in matched.all_matches()
+        if m.reason is Reason.REPLACED and m.before and m.after and m.product
+    }
+    decisions = plan.decisions(plan.phases[0])
+    planned = {
+        (site.address, gemm)
+        for site in plan.sites
+        for layer in site.layers()
+        for gemm in site.products
+        if (recipe := decisions[site.address, layer].recipe) is not None and recipe.bits(gemm)
+    }
+    assert planned <= products
+
+
+@settings(max_examples=5, phases=[Phase.generate], deadline=None)
+@given(integers(0, 2**32 - 1), sampled_from(POLICIES))
+def test_the_gradient_of_a_random_program_is_matched(seed: int, policy: str) -> None:
+    random_program = program(seed, 2)
+    first, _, rule = policy.partition("; ")
+    policy = with_rule_if_applicable(random_program, first, rule) if rule else first
+    check_gradient(policyc.plan(policy, random_program.loss, *random_program.args))
+
+
+@pytest.mark.slow
+@settings(max_examples=100, phases=[Phase.generate], deadline=None)
+@given(integers(0, 2**32 - 1), integers(2, 4), sampled_from(POLICIES))
+def test_the_gradient_of_any_program_is_matched(seed: int, depth: int, policy: str) -> None:
+    random_program = program(seed, depth)
+    first, _, rule = policy.partition("; ")
+    policy = with_rule_if_applicable(random_program, first, rule) if rule else first
+    check_gradient(policyc.plan(policy, random_program.loss, *random_program.args))
+
+
+# ---- products
+
+
+def square(p: Any, x: jax.Array) -> jax.Array:
+    """All operands have the same shape, so that a product cannot be told by its shape."""
+    h = jnp.tanh(x @ p["first"])
+    return jnp.sum(jnp.tanh(p["left"] @ h))
+
+
+SQUARE = {"first": W, "left": W}
+
+
+def replaced(matched: MatchedLoss, plan: Plan) -> list[tuple[str, str]]:
+    names = {site.address: site.name for site in plan.sites}
+    return [
+        (names[m.address], m.product)
+        for m in matched.all_matches()
+        if m.before and any(jaxprs.primitive_name(eqn) == "scaled_gemm" for eqn in m.after)
+    ]
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_only_the_product_that_a_rule_takes_is_replaced(gemm: str) -> None:
+    plan = policyc.plan(f"left @ {gemm} -> mxfp8", square, SQUARE, W)
+    assert replaced(match_plans(plan), plan) == [("left", gemm)]
+
+
+def test_the_weight_may_be_the_left_operand() -> None:
+    """dgrad of a weight on the left contracts the weight: it reads the weight's quantized codes."""
+    plan = policyc.plan("* -> mxfp8", square, SQUARE, W)
+    matched = match_plans(plan)
+    operands = {}
+    for match in matched.all_matches():
+        for eqn in match.after:
+            if jaxprs.primitive_name(eqn) == "mxfp8_quantize" and match.product:
+                operands.setdefault(match.product, set()).add(eqn.params["operand"])
+    assert operands["wgrad"] <= {"wgrad.lhs", "wgrad.rhs", "wgrad.dy"}
+    assert operands["dgrad"] <= {"dgrad.lhs", "dgrad.rhs", "dgrad.dy"}
+
+
+def test_a_split_scan_of_a_gradient_is_compared_by_layers() -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0])
+
+    plan = policyc.plan("* -> mxfp8; layers[0] -> keep", loss, {"layers": struct(4, 16, 16)}, X)
+    split = [m for m in match_plans(plan).all_matches() if m.reason is Reason.SPLIT]
+    pieces = [
+        [(i.iterations.start, i.iterations.stop) for i in m.inside if i.iterations is not None] for m in split
+    ]
+    assert pieces == [[(0, 1), (1, 4)], [(1, 4), (0, 1)]]  # forward, then backward from the last layer
+    for match in split:
+        changed = [any(m.reason for m in inner.matches) for inner in match.inside]
+        kept = [i.iterations is not None and i.iterations.start == 0 for i in match.inside]
+        assert [not c for c in changed] == kept
+
+
+def test_two_policies_with_hoisted_weights() -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        body = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+        return jnp.sum(lax.scan(body, x, p["layers"])[0])
+
+    plan = policyc.plan("* -> mxfp8", loss, {"layers": struct(4, 16, 16)}, X)
+    assert any(m.reason for m in match_plans(plan, "* -> fp8").all_matches())
+    assert not any(m.reason for m in match_plans(plan, "* -> mxfp8").all_matches())
