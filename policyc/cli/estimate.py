@@ -162,11 +162,13 @@ def _print_table(named: NamedEstimates, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from policyc.language.policy_tables import literal
+
     estimates = [estimate for _, estimate in named]
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=literal(title), title_justify="left", title_style="bold")
     table.add_column("seconds per step")
     for name, _ in named:
-        table.add_column(name, justify="right")
+        table.add_column(literal(name), justify="right")
         table.add_column("share", justify="right")
 
     def add_row(label: str, seconds: list[float], style: str | None = None) -> None:
@@ -175,7 +177,7 @@ def _print_table(named: NamedEstimates, title: str) -> None:
             for part, estimate in zip(seconds, estimates, strict=True)
             for cell in (f"{part:.4g}", f"{part / estimate.seconds:.1%}")
         ]
-        table.add_row(label, *cells, style=style)
+        table.add_row(literal(label), *cells, style=style)
 
     for part in estimates[0].parts:
         add_row(part, [estimate.parts[part] for estimate in estimates])

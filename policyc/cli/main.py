@@ -6,10 +6,12 @@ A command's module is imported when the command is looked up, and a command impo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 import click
 
@@ -33,7 +35,17 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are looked up."""
+    """A group whose commands are imported when they are looked up. Errors are printed without control characters."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        with _escape_errors():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _escape_errors():
+            return super().invoke(ctx)
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -43,6 +55,18 @@ class LazyGroup(click.Group):
             return None
         module, _, function = COMMANDS[cmd_name].partition(":")
         return cast(click.Command, getattr(import_module(module), function))
+
+
+@contextlib.contextmanager
+def _escape_errors() -> Iterator[None]:
+    """Escapes what click and the commands quote from the command line."""
+    try:
+        yield
+    except click.ClickException as error:
+        from policyc.language.diagnostics import escape_lines
+
+        vars(error)["message"] = escape_lines(error.message)  # click declares it final
+        raise
 
 
 @click.group(

@@ -178,11 +178,12 @@ class _PlanPrinter:
 def _write_report(folder: Path) -> None:
     """Writes the report of a run. A run that recorded nothing has none."""
     from policyc.experiments.run_report import UnreadableRun, write_report
+    from policyc.language.diagnostics import escape_controls
 
     try:
-        click.echo(f"policyc: report: {write_report([folder])}", err=True)
+        click.echo(f"policyc: report: {escape_controls(str(write_report([folder])))}", err=True)
     except UnreadableRun as error:
-        click.echo(f"policyc: no report: {error}", err=True)
+        click.echo(f"policyc: no report: {escape_controls(str(error))}", err=True)
 
 
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:

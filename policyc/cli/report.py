@@ -38,6 +38,6 @@ def report(out: str | None, runs: tuple[str, ...]) -> None:
 
     try:
         path = write_report([Path(run) for run in runs], None if out is None else Path(out), warn)
-        click.echo(path, err=out == STANDARD_OUTPUT)
+        click.echo(escape_controls(str(path)), err=out == STANDARD_OUTPUT)
     except UnreadableRun as error:
         exit_with_message(str(error), EXIT_USAGE)

@@ -17,6 +17,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from policyc.language.diagnostics import escape_controls
+
 POLICY_HASH_VARIABLE = "POLICYC_POLICY_SHA256"
 """Environment variable with the hash of the policy, so that a program can record it with its results."""
 
@@ -116,5 +118,5 @@ def _warn_if_python(executable: Any, words: Any) -> None:
     if Path(command).name.startswith("python") or command == sys.executable:
         sys.stderr.write(
             f"policyc: warning: the program starts another Python, which does not run under the policy: "
-            f"{' '.join(texts)[:200]}\n"
+            f"{escape_controls(' '.join(texts)[:200])}\n"
         )

@@ -9,6 +9,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span, closest_name, did_you_mean
 from policyc.language.formats import FORMATS, MISSING_FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.parser import comment_ranges
@@ -21,7 +22,7 @@ from policyc.language.policy import (
     option_values,
     recipe_calls,
 )
-from policyc.language.recipes import OPERANDS, OPTIONS
+from policyc.language.recipes import OPERANDS, OPTIONS, OTHER_OPTION_NAMES
 from policyc.language.selectors import count_alternatives
 
 # Limits that keep the time to check any text in proportion to its length.
@@ -181,6 +182,10 @@ class _Checker:
             help = f"{MISSING_FORMATS[other_name]}; 'keep' leaves the operands as they are"
             self._report("unknown-format", name_span, f"no format named '{call.name}'", help)
             return
+        if call.name in bundled.bundled_policies():
+            help = f'it is a bundled policy: import "{call.name}" has its rules and recipes'
+            self._report("unknown-recipe", name_span, f"no recipe named '{call.name}'", help)
+            return
         closest = OTHER_FORMAT_NAMES.get(other_name)
         if closest is None:
             closest = self._collector.closest_name(call.name, [*known, *FORMATS])
@@ -216,8 +221,14 @@ class _Checker:
     def _report_unknown_option(self, call: RecipeCall, setting: Setting) -> None:
         format, name = FORMATS[call.name], setting.name
         formats_with_option = [f.name for f in FORMATS.values() if name in f.options]
+        known_name = OTHER_OPTION_NAMES.get(name.lower())
+        takes_value = [o for o in format.options if not setting.words and name in OPTIONS[o].choices]
         if formats_with_option:
             help = f"it is an option of {', '.join(formats_with_option)}"
+        elif known_name in format.options:
+            help = f"did you mean '{known_name}'?"
+        elif takes_value:
+            help = f"write {takes_value[0]}={name}"
         elif format.options:
             help = self._collector.did_you_mean(name, format.options)
         else:
@@ -237,7 +248,9 @@ class _Checker:
         else:
             message = f"'{setting.name}' cannot be '{invalid}'"
             closest = closest_name(invalid, option.choices)
-            if closest is not None:
+            if option.kind == "operands" and invalid in ("true", "on", "yes", "1"):
+                help = f"name the operands: {option.name}={'grad' if option.name == 'sr' else 'wgrad'}"
+            elif closest is not None:
                 help = f"did you mean '{closest}'?"
         self._report("unknown-value", setting.span, message, help)
 

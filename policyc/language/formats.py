@@ -85,7 +85,7 @@ OTHER_FORMAT_NAMES = {
     **dict.fromkeys(("fp32", "float32", "float", "single"), "f32"),
     **dict.fromkeys(("e4m3", "e4m3fn", "e5m2", "float8", "f8", "f8e4m3fn", "f8e5m2", "f8e4m3"), "fp8"),
     **dict.fromkeys(("float8_e4m3", "float8_e4m3fn", "float8_e5m2", "fp8_e4m3", "fp8_e5m2"), "fp8"),
-    "none": "keep",
+    **dict.fromkeys(("none", "off", "skip", "ignore", "original"), "keep"),
 }
 """What other libraries call the formats."""
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from policyc.language.bundled import bundled_policies
-from policyc.language.diagnostics import Paint
+from policyc.language.diagnostics import Paint, escape_lines
 from policyc.language.loader import load
 from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Treatment
@@ -74,15 +74,22 @@ def describe_treatment(treatment: Treatment) -> str:
     return " ".join([*words, *(word for word, applies in extras.items() if applies)])
 
 
+def literal(text: str, style: str = "") -> Text:
+    """A cell or a title of a rich table, printed as it is: no markup, and control characters escaped."""
+    return Text(escape_lines(text), style=style)
+
+
 def print_table(policy: Policy, title: str, color: bool | None = None) -> None:
     """Prints the rules, and for each the treatment of both operands of each product."""
     console = Console(force_terminal=color)
     resolve = policy.resolver()
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
+    table = Table(
+        title=literal(title), title_justify="left", title_style="bold", header_style="bold", expand=False
+    )
     table.add_column("rule", overflow="fold")
     for gemm in Gemm:
         roles = " x ".join(role for g, role in OPERANDS if g is gemm)
-        table.add_column(Text(f"{gemm}\n{roles}"), overflow="fold")
+        table.add_column(literal(f"{gemm}\n{roles}"), overflow="fold")
     for rule in policy.rules:
         recipe = normalize_if_valid(resolve(rule.recipe))
         table.add_row(_rule_cell(rule), *(_product_cell(rule, recipe, gemm) for gemm in Gemm))
@@ -93,7 +100,7 @@ def print_table(policy: Policy, title: str, color: bool | None = None) -> None:
 
 
 def _rule_cell(rule: Rule) -> Text:
-    text = Text(rule.head)
+    text = literal(rule.head)
     for condition in rule.when:
         text.append(f"\n{condition}", style="magenta")
     if rule.expect is not None:
@@ -105,7 +112,7 @@ def _product_cell(rule: Rule, recipe: Recipe, gemm: Gemm) -> Text:
     if gemm not in rule.products:
         return Text("-", style="dim")
     treatments = dict.fromkeys(describe_treatment(t) for t in recipe.gemm_treatments(gemm))
-    cell = Text("\n".join(treatments), style=_COLORS_BY_BITS[recipe.bits(gemm)])
+    cell = literal("\n".join(treatments), style=_COLORS_BY_BITS[recipe.bits(gemm)])
     if not all(gemm in s.products for s in rule.selectors):
         cell.append(f"\nof {', '.join(str(s) for s in rule.selectors if gemm in s.products)}", style="dim")
     return cell

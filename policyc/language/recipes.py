@@ -65,6 +65,8 @@ _OTHER_GEMM_NAMES = {
 
 def suggest_gemm(word: str) -> str:
     """Returns the help for a word that is not a product."""
+    if word.lower() in ("all", "any", "both"):
+        return "leave it out: without '@', a selector takes all three products"
     other_name = _OTHER_GEMM_NAMES.get(word.lower())
     return f"did you mean '{other_name}'?" if other_name else did_you_mean(word, GEMM_GROUPS)
 
@@ -228,6 +230,15 @@ OPTIONS: dict[str, Option] = {
         ),
     )
 }
+
+OTHER_OPTION_NAMES = {
+    **dict.fromkeys(("stochastic_rounding", "stochastic", "sround"), "sr"),
+    **dict.fromkeys(("hadamard", "random_hadamard", "hadamard_transform", "rotate", "rotation"), "rht"),
+    **dict.fromkeys(("hadamard_size", "rht_length"), "rht_size"),
+    **dict.fromkeys(("2d", "tile2d", "block2d", "scaling2d", "two_d"), "scale2d"),
+    **dict.fromkeys(("dtype", "element", "gradient", "grads"), "grad"),
+}
+"""What other libraries call the options."""
 
 MS_EDEN_RHT_SIZE = 128
 """The length of the Hadamard transform that is part of MS-EDEN."""

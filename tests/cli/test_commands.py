@@ -639,6 +639,40 @@ def test_terminal_escapes_in_a_policy_are_printed_escaped(folder: Path) -> None:
     assert "\\x1b[2J" in result.out
 
 
+EVIL = "[bold]\x1b[31mx[/nonsense]"
+"""A name with markup of rich, an escape sequence, and a closing tag that rich would refuse."""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("show", f"{EVIL}.policy"),
+        ("show", "fp8", "--variant", EVIL),
+        ("show", EVIL),
+        ("lint", f"{EVIL}.policy", "--diff"),
+        ("lint", "fp8", "--select", EVIL),
+        ("lint", "fp8", "--against", f"{EVIL}.py"),
+        ("lint", f"--{EVIL}"),
+        ("fmt", f"{EVIL}.policy", "--diff"),
+        ("explain", EVIL),
+        ("targets", EVIL),
+        ("sites", f"{EVIL}.py"),
+        ("apply", "fp8", "-m", EVIL),
+        ("quantize", EVIL, "--recipe", EVIL, "--role", "weight", "--gemm", "fprop", "--out", EVIL),
+        ("report", EVIL),
+        ("estimate", f"{EVIL}.policy", "--config", "tiny", "--target", "b200"),
+        (EVIL,),
+    ],
+    ids=lambda words: " ".join(words).replace(EVIL, "EVIL"),
+)
+def test_names_are_printed_as_they_are_and_escaped(folder: Path, arguments: tuple[str, ...]) -> None:
+    (folder / "[bold]\x1b[31mx[").mkdir()
+    (folder / f"{EVIL}.policy").write_text(SHADOWED.replace("->", "  ->"))
+    ran = policyc(*arguments, env={"COLUMNS": "400"})
+    assert "\x1b[31m" not in ran.out + ran.err
+    assert "[bold]\\x1b[31mx[/nonsense]" in ran.out + ran.err
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs a shell with pipes")
 @pytest.mark.parametrize(
     "arguments", ["lint many.policy", "explain --markdown", "show many.policy --format text"]

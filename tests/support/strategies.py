@@ -7,6 +7,7 @@ the lists of words below are copied by hand from docs/.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import groupby, pairwise
@@ -45,7 +46,9 @@ words = st.one_of(
     ),
 )
 names = words.filter(lambda w: w not in RESERVED)
-_plain = st.text("ab10_-~?*é", min_size=1, max_size=5)
+_plain = st.text("ab10_-~?*é", min_size=1, max_size=5).filter(
+    lambda text: not re.fullmatch(r"-\d+", text)  # an index without brackets
+)
 _braces = st.lists(st.text("ab1_-?*~", max_size=3), min_size=1, max_size=3).map(
     lambda w: "{" + ",".join(w) + "}"
 )

@@ -32,6 +32,7 @@ from policyc.language.schedule import StepCondition
 from policyc.language.selectors import Indices, Selector, SelectorSegment
 
 _MAX_SPLIT_DEPTH = 4  # splits in splits: `bwd=` stands for two products, so each level may double the recipe
+_TRUTH_VALUES = ("true", "false")
 _VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|\d[\w./]*")
 """A value that the grammar accepts without braces. One value in braces prints without them, so it must match."""
 
@@ -123,6 +124,13 @@ class StatementBuilder:
     def _segment(self, tree: Any) -> SelectorSegment:
         token = tree.children[0]
         glob = re.sub(r"\*+", "*", token)
+        if re.fullmatch(r"-\d+", token):
+            self._report(
+                "bad-slice",
+                token,
+                f"'{token}' is read as a name, not as an index",
+                f"write it in brackets: [{token}]",
+            )
         if "{" in glob:
             glob = re.sub(
                 r"\{[^}]*\}", lambda m: "{" + ",".join(w.strip() for w in m[0][1:-1].split(",")) + "}", glob
@@ -199,9 +207,12 @@ class StatementBuilder:
         terms = tuple(self._term(c) for c in tree.children if isinstance(c, Tree))
         # The grammar accepts only operators here.
         operators = tuple(cast(Operator, str(c)) for c in tree.children if isinstance(c, Token))
-        boolean_terms = [t for t in terms if "weight" in t.variables]
+        boolean_terms = [t for t in terms if t.variables & {"weight", *_TRUTH_VALUES}]
         if len(terms) == 1:
             is_known = terms[0].variables <= {*NUMERIC_ATTRIBUTES, "weight"}  # otherwise it has been reported
+            if terms[0].value in _TRUTH_VALUES:
+                help = "leave 'where' out, or compare a size: k >= 1024"
+                self._report("bad-predicate", tree, f"'{terms[0]}' is always the same", help)
             if is_known and (terms[0].value != "weight" or terms[0].modulus is not None):
                 comparison = f"{terms[0]} >= 1024" if terms[0].modulus is None else f"{terms[0]} == 0"
                 self._report(
@@ -210,9 +221,8 @@ class StatementBuilder:
             return HasWeight(span=self.span(tree))
         if boolean_terms:
             help = "write 'weight' or 'not weight'"
-            self._report(
-                "bad-predicate", boolean_terms[0].span, "'weight' is true or false, not a number", help
-            )
+            message = f"'{boolean_terms[0]}' is true or false, not a number"
+            self._report("bad-predicate", boolean_terms[0].span, message, help)
         return Comparison(terms=terms, operators=operators, span=self.span(tree))
 
     def _term(self, tree: Any) -> Term:
@@ -229,7 +239,7 @@ class StatementBuilder:
     def _operand(self, token: Any) -> str | int:
         if token.type == "NUMBER":
             return self._integer(token)
-        if token not in (*NUMERIC_ATTRIBUTES, "weight"):
+        if token not in (*NUMERIC_ATTRIBUTES, "weight", *_TRUTH_VALUES):
             help = did_you_mean(token, (*NUMERIC_ATTRIBUTES, "weight"))
             self._report("unknown-variable", token, f"a site has no '{token}'", help)
         return str(token)
@@ -254,7 +264,8 @@ class StatementBuilder:
         for argument in arguments:
             name, value = argument.children
             if name not in GEMM_GROUPS:
-                self._report("unknown-product", name, f"no product named '{name}'", suggest_gemm(name))
+                help = suggest_gemm(name) if value is not None else f"name its product: fprop={name}"
+                self._report("unknown-product", name, f"no product named '{name}'", help)
             elif not isinstance(value, Tree):
                 self._report("unknown-recipe", argument, f"'{name}' has no recipe", f"write {name}=bf16")
             else:

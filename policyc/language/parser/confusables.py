@@ -1,7 +1,8 @@
 """Finds letters that look like ASCII letters but are others: a name with one matches nothing that it seems to match.
 
 Names in other scripts are valid. A Cyrillic or Greek letter is reported only where it can be mistaken for a Latin one:
-in a word that also has ASCII letters, or that consists of such letters only.
+in a word that also has ASCII letters, or that consists of such letters only. Any Cyrillic letter is reported in a word
+with ASCII letters: such a word is a slip of the keyboard.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ def check_confusables(source: SourceText) -> tuple[Diagnostic, ...]:
     for offset, character, twin in _find_confusables(source.text):
         span = Span(source, offset, offset + 1)
         name = unicodedata.name(character, "without a name").lower()
+        fix = Fix(message=f"replace it by '{twin}'", edits=(Edit(span, twin),), safe=False)
+        expected = f"'{twin}'" if twin else "an ASCII letter"
         diagnostics.append(
             Diagnostic(
                 code="confusable-letter",
-                message=f"'{character}' is not '{twin}': it is U+{ord(character):04X} ({name})",
+                message=f"'{character}' is not {expected}: it is U+{ord(character):04X} ({name})",
                 span=span,
-                help=f"write the ASCII '{twin}'",
-                fix=Fix(message=f"replace it by '{twin}'", edits=(Edit(span, twin),), safe=False),
+                help=f"write the ASCII '{twin}'" if twin else "write the name in ASCII letters only",
+                fix=fix if twin else None,
             )
         )
         if len(diagnostics) == _MAX_REPORTED:
@@ -61,7 +64,9 @@ def _find_confusables(text: str) -> Iterator[tuple[int, str, str]]:
                 or any(c.isascii() and c.isalpha() for c in word.group())
                 or _has_wide(word.group())
             ):
-                index = next((i for i, c in enumerate(word.group()) if not c.isascii() and twins[i]), None)
+                suspects = [i for i, c in enumerate(word.group()) if not c.isascii() and twins[i]]
+                suspects += [i for i, c in enumerate(word.group()) if "\u0400" <= c <= "\u052f"]  # Cyrillic
+                index = next(iter(suspects), None)
                 if index is not None:
                     yield word.start() + index, word.group()[index], twins[index]
         position = end if skipped is None else skipped.end()

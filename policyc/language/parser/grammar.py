@@ -22,6 +22,7 @@ MAX_DEPTH = 32
 """The most brackets inside brackets. The builder recurses, so deeper nesting could overflow the stack."""
 
 _MAX_QUOTED = 40  # characters of a token or a line in a message
+_MAX_EXPECTED = 5  # more would not help
 
 
 class _NewlineFilter:
@@ -87,13 +88,15 @@ def explain_syntax_error(source: SourceText, error: UnexpectedInput, offset: int
 
 
 def _list_expected(expected: set[str]) -> str:
-    """Lists the expected terminals, if they are few enough to help."""
+    """Lists the expected terminals. Of many, only the end of the statement, or the first ones."""
     names = sorted({_TERMINAL_NAMES.get(name, name) for name in expected - {"MORE_PRODUCTS"}})
     if "'->'" in names:
         names = ["'->'"]
     if "a statement" in names:
         names = ["a statement", *(n for n in names if n == "'}'")]
-    return f"expected {' or '.join(names)}" if 0 < len(names) <= 5 else ""
+    if len(names) > _MAX_EXPECTED:
+        names = ["end of line"] if "_SEP" in expected else [*names[:_MAX_EXPECTED], "..."]
+    return f"expected {' or '.join(names)}" if names else ""
 
 
 def shorten(text: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 _WINDOW = 200  # characters before and after an error that are looked at
 _BLANK = " \t\r\f"
 
+_PRODUCTS = ("fprop", "dgrad", "wgrad", "bwd")
 _KEYWORDS = {
     "before": "'before' is written 'until'",
     "include": "'include' is written 'import'",
@@ -24,8 +25,11 @@ _KEYWORDS = {
     "def": "'def' is written 'recipe'",
     "define": "'define' is written 'recipe'",
     "set": "'set' is written 'recipe'",
+    "between": "write after 10% { until 50% { ... } }",
+    "if": "a condition stands in its rule: SELECTOR where CONDITION -> RECIPE",
     "not": "a selector cannot be negated: write a rule for '*', then a later rule for the exception",
     "-": "a statement has no '-' before it",
+    "--": "a comment starts with '#'",
 }
 """Help by the first word of a statement that is not a keyword of the language."""
 
@@ -51,6 +55,11 @@ class SyntaxErrorSite:
         return bool({"SEGMENT", "ARROW"} & expected) and not {"AND", "OR", "NOT", "COMPARE"} & expected
 
     @property
+    def is_in_condition(self) -> bool:
+        """Is it after 'where' and before the arrow?"""
+        return re.search(r"\bwhere\b", self.before) is not None and "->" not in self.before
+
+    @property
     def written(self) -> str:
         """The characters around the error up to the next blanks, as one word."""
         head = re.search(r"[^\s,;]*\Z", self.before)
@@ -72,11 +81,19 @@ def explain_habit(site: SyntaxErrorSite) -> str:
 
 
 def _explain_brackets(site: SyntaxErrorSite) -> str:
-    """`layers[0,1,2]`, `layers[0..4]`, `layers[0-4]`."""
+    """`layers[0,1,2]`, `layers[0..4]`, `layers[0-4]`, `layers[*]`, `layers.[0]`, `p['layers']`."""
+    if site.before.endswith(".") and re.match(r"\[-?\d", site.after) and site.is_in_selector:
+        return f"an index stands directly behind a name: {site.written.replace('.[', '[')}"
     opening = re.search(r"\[[^\[\]]*\Z", site.before)
-    if opening is None or "RSQB" not in site.expected:
+    if opening is None:
         return ""
     content = (opening.group() + site.after).partition("]")[0][1:].strip()
+    if content in ("", "*", "all"):
+        return "leave the brackets out: a name alone takes every layer"
+    if content[:1] in ("'", '"'):
+        return "names are separated by dots, and only indices stand in brackets"
+    if "RSQB" not in site.expected:
+        return ""
     bounds = re.fullmatch(r"(\d+)\s*(?:\.\.\.?|-)\s*=?\s*(\d+)", content)
     if bounds:
         return f"a slice is written [{bounds[1]}:{bounds[2]}]; its end is not included"
@@ -116,8 +133,10 @@ def _explain_late_condition(site: SyntaxErrorSite) -> str:
 def _explain_comment(site: SyntaxErrorSite) -> str:
     """`// ...`, `/* ... */`. In `mlp/*`, the slash separates names."""
     is_after_name = site.before[-1:].strip(_BLANK) != ""
-    is_comment = re.match(r"//|/\*", site.after) and not (is_after_name and site.after.startswith("/*"))
-    return "a comment starts with '#' and ends at the end of its line" if is_comment else ""
+    help = "a comment starts with '#' and ends at the end of its line"
+    if site.after.startswith("/*") and not is_after_name:
+        return f"{help}: write '#' before each line of it"
+    return help if site.after.startswith("//") else ""
 
 
 def _explain_slash(site: SyntaxErrorSite) -> str:
@@ -136,6 +155,10 @@ def _explain_quotes(site: SyntaxErrorSite) -> str:
     first = re.match(r"\s*(\S+)", site.before)
     if first and first[1] in _KEYWORDS:
         return _KEYWORDS[first[1]]
+    if site.is_in_condition:
+        return "a condition compares sizes: names are matched by the selector"
+    if re.match(r"\{\s*[\"']", site.before):
+        return "a rule is written SELECTOR -> RECIPE"
     kind = "a selector is" if site.is_in_selector else "a name is"
     return f"{kind} written without quotes: {quoted[1]}" if quoted[1] else f"{kind} written without quotes"
 
@@ -171,10 +194,79 @@ def _to_glob(expression: str) -> str:
     return "{" + glob.replace("|", ",") + "}" if re.fullmatch(r"\w+(\|\w+)+", glob) else glob
 
 
+def _explain_selector(site: SyntaxErrorSite) -> str:
+    """`mlp and attn`, `@ fprop+dgrad`, `@wgrad ->`, `.mlp`, `mlp..up`, `{q,k ->`, and a backslash at a line's end."""
+    if not site.is_in_selector or "->" in site.before:
+        return ""
+    if re.match(r"\\[ \t\r]*(\n|\Z)", site.after):
+        return "a line continues after a comma, an arrow or an operator, without '\\'"
+    if re.search(r"@\s*[\w,{}\s]*\Z", site.before) and re.match(r"[+|&/]|[^\W\d]", site.after):
+        return "products are separated by commas: @ fprop, dgrad"
+    if re.match(r"(if|when|for)\b", site.after):
+        return "a condition starts with 'where'"
+    if re.match(r"(and|or)\b|&|[|+]\s", site.after):
+        return "selectors are separated by commas"
+    if site.after.startswith("@") and not site.before.strip():
+        return "a selector stands before '@': '*' takes every site"
+    if re.match(r"\{[^}]*(->|\n|\Z)", site.after):
+        return "close the brace: {a,b}"
+    if re.match(r"\{\s*[\"']", site.after):
+        return "a rule is written SELECTOR -> RECIPE"
+    dotted = re.sub(r"\.+", ".", site.written).strip(".")
+    is_extra_dot = re.match(r"\.[\w.]", site.after) and (not site.before.strip() or site.before.endswith("."))
+    return f"names are separated by one dot: {dotted}" if is_extra_dot else ""
+
+
+def _explain_recipe(site: SyntaxErrorSite) -> str:
+    """`nvfp4[sr=grad]`, `nvfp4 sr=grad`, `-> {fprop: fp8}`, `-> fprop=fp8`, `fp8 + bf16`, `fp8,`."""
+    recipe = re.search(r"(?:->|\brecipe\s+\w+\s*=)\s*(\w*)\s*\Z", site.before)
+    if recipe is None:
+        return ""
+    if not recipe[1]:
+        if site.after.startswith(("{", "[")):
+            return "each product gets its recipe by split(fprop=..., dgrad=..., wgrad=...)"
+        return "a recipe stands without parentheses" if site.after.startswith("(") else ""
+    if site.after.startswith("=") and recipe[1] in _PRODUCTS:
+        return f"each product gets its recipe by split({recipe[1]}=...)"
+    if re.match(r"[\[{]|\w+\s*=", site.after):
+        return f"options stand in parentheses: {recipe[1]}(OPTION=VALUE)"
+    if site.after.startswith(("+", "/", "|", "&")):
+        return "a rule has one recipe: split(fprop=..., dgrad=..., wgrad=...) has one for each product"
+    return "the rule ends here: remove the comma" if site.after.startswith(",") else ""
+
+
+def _explain_name(site: SyntaxErrorSite) -> str:
+    """`recipe my-nv = ...`, `recipe 4bit = ...`, `import "a", "b"`."""
+    if re.match(r"\s*import\b", site.before) and site.after.startswith(","):
+        return "write one import for each file"
+    if set(site.expected) == {"WORD"} and site.after[:1].isdigit():
+        return "a name starts with a letter"
+    is_name = re.search(r"(?:->|=|\brecipe\b|\bvariant\b)\s*\w+\Z", site.before)
+    hyphenated = re.match(r"-[\w-]*\w", site.after)
+    if is_name and hyphenated and not re.match(r"-\d*\.?\d*%", site.after):
+        word = re.search(r"\w+\Z", site.before)
+        name = f"{word.group() if word else ''}{hyphenated.group()}".replace("-", "_")
+        return f"a name has letters, digits and '_': {name}"
+    return ""
+
+
+def _explain_condition(site: SyntaxErrorSite) -> str:
+    """`where k * n > 10`, `where k > 1K`, `where k in (1, 2)`, `where weight = 1`."""
+    if not site.is_in_condition:
+        return ""
+    if re.search(r"\bweight\s*\Z", site.before) and re.match(r"=|is\b", site.after):
+        return "write 'weight' or 'not weight'"
+    if re.search(r"\d\Z", site.before) and re.match(r"[^\W\d]|\*\*|\^", site.after):
+        return "write the number in full"
+    if re.match(r"(in|is)\b", site.after):
+        return "a comparison is written ==, !=, <, <=, > or >=, and several are joined by 'or'"
+    return "the only arithmetic is '%'" if re.match(r"[*+/-](?!>)", site.after) else ""
+
+
 def _explain_operator(site: SyntaxErrorSite) -> str:
     """`&&`, `||`, `=` in a condition, `nv = nvfp4`."""
     if site.after.startswith("&"):
-        return "write 'and'"
+        return "write 'and' in a condition, a comma between selectors"
     if site.after.startswith("|"):
         return "write 'or' in a condition, {a,b} in a selector"
     if site.after.startswith("=") and "COMPARE" in site.expected:
@@ -200,7 +292,7 @@ def _explain_arrow(site: SyntaxErrorSite) -> str:
 
 def _explain_keyword(site: SyntaxErrorSite) -> str:
     """`before 82% {`, `include "x"`, `not mlp`, `- mlp`."""
-    first = re.fullmatch(r"\s*([^\W\d]\w*|-)\s+", site.before)
+    first = re.fullmatch(r"\s*([^\W\d]\w*|--?)\s+", site.before)
     return _KEYWORDS.get(first[1], "") if first and "ARROW" in site.expected else ""
 
 
@@ -213,6 +305,9 @@ def _explain_character(site: SyntaxErrorSite) -> str:
     remedy = ": write a normal space" if character.isspace() else ""
     if not remedy and not character.isprintable():
         remedy = ": remove it"
+    plain = unicodedata.normalize("NFKC", character)
+    if not remedy and plain.isascii():
+        remedy = f": write '{plain}'"
     return f"this is U+{ord(character):04X} ({name}){remedy}"
 
 
@@ -224,6 +319,10 @@ _EXPLANATIONS: tuple[Callable[[SyntaxErrorSite], str], ...] = (
     _explain_slash,
     _explain_quotes,
     _explain_negation,
+    _explain_selector,
+    _explain_recipe,
+    _explain_name,
+    _explain_condition,
     _explain_regular_expression,
     _explain_operator,
     _explain_arrow,

@@ -30,7 +30,10 @@ _CLOSING_BRACKET_IN_LINE = re.compile(r"(?:(?!->)[^\n#(){}\[\]])*[)\]]")
 _ARROW_FIRST = re.compile(r"[ \t\r\f]*->")
 _BLANK = " \t\r\f\n"  # the grammar's whitespace; Python's `strip` knows more characters
 _BETWEEN_STATEMENTS = re.compile(rf"(?:[{_BLANK};]|#[^\n]*)+")
-_TOKEN = re.compile(rf"""{STRING_PATTERN}|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;-]+|.""", re.DOTALL)
+_TOKEN = re.compile(
+    rf"""{STRING_PATTERN}|(?<!\S)/\*|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;/-]+|.""", re.DOTALL
+)
+_MAX_BLOCK_COMMENT = 20_000  # characters: a limit, so that the search for the end of each of many is cheap
 _OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
 _OPEN_END_WINDOW = 16  # characters: longer than any match of _OPEN_ENDED; a constant, so that lines are cheap
 
@@ -115,6 +118,10 @@ def _find_statement_end(text: str, start: int) -> int:
         match = _TOKEN.match(text, position)
         assert match is not None
         token = match.group()
+        if token == "/*":  # not a comment here: but the lines in it are one error, not one each
+            close = text.find("*/", match.end(), match.end() + _MAX_BLOCK_COMMENT)
+            position = end = close + 2 if close >= 0 else match.end()
+            continue
         if token in ("(", "[", "{"):
             depth += 1
         elif token in (")", "]", "}"):
