@@ -18,6 +18,9 @@ IN := cd "$(ROOT)" &&
 BIN := "$(VENV)/bin"
 PIP := -m pip --disable-pip-version-check --no-input
 
+# The tests start many processes. Each would compile JAX's Python code again if none may keep the result.
+unexport PYTHONDONTWRITEBYTECODE
+
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-cuda test-trainers test-te check format wheel clean
