@@ -9,12 +9,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.quick_options import known_quick_options
+from tests.support.quick_options import quick_compilation
 
 # Sharding is tested on eight host devices. This must be set before JAX starts.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -61,28 +60,16 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def quick_compile() -> Iterator[None]:
-    """Turns most XLA optimizations off: compilation takes a sixth of the time. For programs that run a few small steps.
+    """Compiles with `QUICK_OPTIONS`, in a sixth of the time. For programs that run a few small steps.
 
     The last bit of a result may differ from that of the optimized program. So the in-memory caches are cleared before
     and after such a module: a test may compare two programs bit for bit.
     """
     import jax
-    from jax._src import compiler
 
-    get_compile_options = compiler.get_compile_options
-
-    def get_quick_options(*args: Any, **kwargs: Any) -> Any:
-        options = get_compile_options(*args, **kwargs)
-        options.env_option_overrides = [*options.env_option_overrides, *known_quick_options()]
-        return options
-
-    known_quick_options()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "get_compile_options", get_quick_options)
-        jax.config.update("jax_disable_most_optimizations", True)
+    with quick_compilation():
         jax.clear_caches()
         yield
-        jax.config.update("jax_disable_most_optimizations", False)
         jax.clear_caches()
 
 

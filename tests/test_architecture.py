@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -48,10 +49,17 @@ def module_files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
 
+@cache
+def syntax_nodes(path: Path) -> tuple[ast.AST, ...]:
+    """The imports and attributes in a file: the nodes that these tests read."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute))
+
+
 def imports_of_others(package: str) -> Iterator[PackageImport]:
     """Every import, also inside functions, of another package of policyc."""
     for path in module_files(package):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in syntax_nodes(path):
             file = path.relative_to(ROOT).as_posix()
             if isinstance(node, ast.Import):
                 imports = [PackageImport(file, node.lineno, alias.name) for alias in node.names]
@@ -155,7 +163,7 @@ def test_a_package_uses_no_private_attribute_of_an_imported_module(package: str)
         f"{file}:{node.lineno}: {node.value.id}.{node.attr}"
         for path in module_files(package)
         for file in [path.relative_to(ROOT).as_posix()]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in syntax_nodes(path)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.attr.startswith("_")

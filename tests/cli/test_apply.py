@@ -20,11 +20,10 @@ import pytest
 
 import policyc
 from tests.support import command
-from tests.support.command import ROOT, CommandResult, spawn
+from tests.support.command import CommandResult, spawn
+from tests.support.quick_options import quick_environment
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-QUICK = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 TRAIN = """
 import sys
@@ -48,10 +47,6 @@ if __name__ == "__main__":
     print("loss", float(value))
     if "--fail" in sys.argv:
         jax.grad(lambda p: undefined_name)(1.0)
-    if "--wait" in sys.argv:
-        import time
-        print("waiting", flush=True)
-        time.sleep(60)
     sys.exit(5 if "--five" in sys.argv else 0)
 """
 
@@ -80,7 +75,9 @@ def run(home: Path, *words: str) -> CommandResult:
 
 def test_a_script_in_a_process_runs_as_under_python(home: Path) -> None:
     words = "apply good.policy --plan-out plan.json train.py --plan-out x --five"
-    result = spawn(*words.split(), cwd=home, stdin=b"hello\n", env={**QUICK, "NO_COLOR": "1"}, timeout=300)
+    result = spawn(
+        *words.split(), cwd=home, stdin=b"hello\n", env={**quick_environment(), "NO_COLOR": "1"}, timeout=300
+    )
     assert result.code == 5, result.err
     assert "args ['--plan-out', 'x', '--five'] stdin hello" in result.out
     assert "mlp -> fp8 expect 2" in result.err
@@ -302,6 +299,12 @@ def test_a_schedule_with_a_real_optimizer(home: Path) -> None:
     assert losses == str(by_hand["train"](lambda n: early if n < 3 else late))
 
 
+WAITING = """
+import time
+print("waiting", flush=True)
+time.sleep(60)
+"""
+
 # A test runner in the background ignores interrupts, and so do the processes it starts. This one listens again.
 LISTENING = """
 import signal, sys
@@ -312,8 +315,9 @@ main()
 
 
 def test_an_interrupt_ends_the_process_by_the_signal(home: Path) -> None:
-    env = {**os.environ, **QUICK, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", LISTENING, "apply", "good.policy", "train.py", "--wait"]
+    env = {**os.environ, **quick_environment(), "PYTHONPATH": command.python_path()}
+    (home / "waiting.py").write_text(WAITING)
+    words = [sys.executable, "-c", LISTENING, "apply", "good.policy", "waiting.py"]
     with subprocess.Popen(
         words,
         cwd=home,

@@ -10,12 +10,12 @@ import pytest
 
 from policyc.language.bundled import data_folder
 from tests.support.command import policyc, spawn
+from tests.support.quick_options import quick_environment
 
 SMALL = shlex.split(
     "--layers 2 --width 32 --hidden 64 --heads 2 --kv-heads 1 --head-dim 16 --steps 4 --batch 2 --sequence 32 "
     "--data synthetic --checkpoint-every 0"
 )
-QUICK = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def read_losses(run: Path) -> list[float]:
@@ -36,7 +36,7 @@ def test_train_is_the_run_of_apply_and_measuring_does_not_change_it(tmp_path: Pa
         "plain": ["train", *SMALL, "--out", "plain"],
     }
     for name, words in commands.items():
-        result = spawn(*words, cwd=tmp_path, env=QUICK, timeout=600)
+        result = spawn(*words, cwd=tmp_path, env=quick_environment(), timeout=600)
         assert result.code == 0, f"{name}: {result.err}"
     losses = {name: read_losses(tmp_path / name) for name in commands}
     assert losses["trained"] == losses["applied"] == losses["measured"]

@@ -19,14 +19,13 @@ import policyc
 from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.plan_tables import as_json
 from tests.support import distributed_program, parallel_programs
+from tests.support.command import python_path
 from tests.support.jaxpr_tools import lowered_text, primitive_counts
 from tests.support.layered_models import assert_same_bits
 from tests.support.parallel_programs import BATCHES, LAYERS, SHARDED_LOSSES, ShardedLoss, W, X
 from tests.support.quick_options import quick_environment
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-
-ROOT = Path(__file__).parents[2]
 
 
 # ---- eight devices
@@ -168,7 +167,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
     def start(number: int) -> subprocess.Popen[str]:
         options = ["apply", "p.policy", "--plan-out", f"{number}.json", distributed_program.__file__]
         command = [sys.executable, "-m", "policyc.cli.main", *options, "2", str(number), str(port)]
-        env = {**os.environ, **quick_environment(), "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, **quick_environment(), "PYTHONPATH": python_path()}
         return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     processes = [start(0), start(1)]

@@ -14,6 +14,7 @@ import random
 import time
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -311,6 +312,11 @@ def test_all_questions_share_one_budget() -> None:
 # ---- limits
 
 
+def lane(policies: dict[str, str], fast: tuple[str, ...]) -> list[Any]:
+    """The names of all policies. Those that are not named in `fast` run only in the slow lane."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in policies]
+
+
 def large_policies() -> dict[str, str]:
     """Policies whose conditions have ten thousand terms in all."""
     terms = [f"k == {7 * i}" for i in range(10_000)]
@@ -326,7 +332,7 @@ def large_policies() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", large_policies())
+@pytest.mark.parametrize("name", lane(large_policies(), fast=("or", "chain", "many rules of one name")))
 def test_conditions_with_ten_thousand_terms_are_linted_in_seconds(name: str) -> None:
     """Without limits, the time is quadratic: 1,600 terms took 19 seconds."""
     loaded = parse_with_diagnostics(large_policies()[name])
@@ -354,7 +360,7 @@ def hostile_policies() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", hostile_policies())
+@pytest.mark.parametrize("name", lane(hostile_policies(), fast=("selectors", "braces")))
 def test_policies_with_many_pairs_to_compare_are_linted_in_seconds(name: str) -> None:
     loaded = parse_with_diagnostics(hostile_policies()[name])
     start = time.process_time()

@@ -8,8 +8,7 @@ other combinations.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, Quantized, quantize, swizzle
 from policyc.numerics.quantize.bits import E2M1, E4M3, round_nearest, round_stochastic, sign_bit
 from policyc.numerics.quantize.hadamard import Method, rotate
+from tests.support.quick_options import quick_compilation
 
 DATA = Path(__file__).parents[1] / "data"
 CASES: dict[str, dict[str, Any]] = json.loads((DATA / "nvfp4_reference.json").read_text())
@@ -145,14 +145,6 @@ def column_batch(treatment: Treatment, dtype: str) -> dict[str, Result]:
     return run_batched(cases, compiled(treatment, Axes(axis=-2, tile=-1, batch=(-3,))))
 
 
-@contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Op by op, every operation is a program of its own: there is nothing to fuse, and optimizing changes no bit."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 # --- whole tensors --------------------------------------------------------------------------------
 
 
@@ -191,6 +183,7 @@ EXECUTIONS = [
 def test_rows_equal_the_reference(case: str, execution: str, method: Method) -> None:
     x, t = load(case), treatment_of(case)
     if execution == "eager":
+        # Op by op, every operation is a program of its own: there is nothing to fuse, and optimizing changes no bit.
         with quick_compilation():
             result = as_result(quantize(jnp.asarray(x), t, ROWS, method=method))
     elif execution == "fused batch":

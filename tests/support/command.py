@@ -102,6 +102,11 @@ def _forget_modules(folder: Path) -> None:
             del sys.modules[name]
 
 
+def python_path() -> str:
+    """PYTHONPATH of a new process: it imports this checkout, wherever it starts."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
 def spawn(
     *arguments: str | Path,
     stdin: bytes = b"",
@@ -110,12 +115,11 @@ def spawn(
     timeout: float = 120,
 ) -> CommandResult:
     """Runs the command in a new process."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     process = subprocess.run(
         [sys.executable, "-m", "policyc.cli.main", *map(str, arguments)],
         input=stdin,
         capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(env or {})},
+        env={**os.environ, "PYTHONPATH": python_path(), **(env or {})},
         cwd=cwd,
         check=False,
         timeout=timeout,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, make_recipe, make_split_recipe
+from tests.support.quick_options import known_quick_options
 
 MATMUL = (((1,), (0,)), ((), ()))
 VENDOR = {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"], "scale2d": OPERAND_GROUPS["weights"]}
@@ -58,15 +58,4 @@ def three_products(
 
 def quick_jit(f: Any) -> Any:
     """`jax.jit` for programs that run a few small steps and are compared within a tolerance."""
-    return jax.jit(f, compiler_options=_quick_options())
-
-
-@cache
-def _quick_options() -> dict[str, bool]:
-    # XLA's older code generator for CPU takes 40 % less time to compile a quantized product.
-    options = {"xla_cpu_use_fusion_emitters": False}
-    try:
-        jax.jit(lambda x: x + 1, compiler_options=options)(1)
-    except jax.errors.JaxRuntimeError:  # this version of XLA does not have the option
-        return {}
-    return options
+    return jax.jit(f, compiler_options=dict(known_quick_options()))

@@ -13,6 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+from tests.support.command import python_path
+from tests.support.quick_options import quick_environment
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "models" / "llama" / "train.py"
 
@@ -61,14 +64,13 @@ def spawn(
 
     `prefix` is put before the command.
     """
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    xla_flags = f"--xla_force_host_platform_device_count={devices}"
-    quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    quick = quick_environment()
+    quick["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     apply = ["-m", "policyc.cli.main", "apply", str(policy)] if policy else []
     program = ["-m", "policyc.models.llama.train"] if as_module else [str(TRAIN)]
     return subprocess.Popen(
         [*prefix, sys.executable, *apply, *program, *arguments], text=True,
-        env={**os.environ, "PYTHONPATH": paths, **quick, **environment},
+        env={**os.environ, "PYTHONPATH": python_path(), **quick, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 

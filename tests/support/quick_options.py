@@ -1,12 +1,17 @@
-"""Options of XLA with which tests compile fast. See the fixture `quick_compile`."""
+"""Options of XLA with which tests compile fast: for one function, a module of tests, or another process."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 QUICK_OPTIONS = {
+    "xla_backend_optimization_level": 0,  # LLVM's optimizations take most of the time; those of HLO still run
+    "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,  # the former emitters compile unoptimized programs in half the time
     "xla_cpu_parallel_codegen_split_count": 1,  # the tests already use every core
 }
@@ -25,7 +30,25 @@ def known_quick_options() -> tuple[tuple[str, Any], ...]:
     return tuple(known)
 
 
+@contextlib.contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Compiles every program with `QUICK_OPTIONS`. The last bit of a result may differ from the optimized program's."""
+    from jax._src import compiler
+
+    options = list(known_quick_options())
+    get_compile_options = compiler.get_compile_options
+
+    def get_quick_options(*args: Any, **kwargs: Any) -> Any:
+        compile_options = get_compile_options(*args, **kwargs)
+        compile_options.env_option_overrides = [*compile_options.env_option_overrides, *options]
+        return compile_options
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", get_quick_options)
+        yield
+
+
 def quick_environment() -> dict[str, str]:
-    """The variables by which another process compiles like this one under `quick_compile`."""
+    """The variables by which another process compiles like this one under `quick_compile`, on one device."""
     flags = (f"--{name}={str(value).lower()}" for name, value in known_quick_options())
-    return {"XLA_FLAGS": " ".join(flags), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
+    return {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}
