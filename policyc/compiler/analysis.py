@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from policyc.compiler.dots import (
     pick_weight,
     why_opaque,
 )
+from policyc.compiler.found_gemm import FoundGemm, JaxprContext
 from policyc.compiler.layers import LayerIndices, LoopLayers
 from policyc.compiler.other_products import kind_and_name, merge, product_flops
 from policyc.compiler.paths import add_stack_sizes
@@ -39,41 +40,25 @@ from policyc.compiler.provenance.graph import (
     parameters_of,
 )
 from policyc.compiler.provenance.integers import loop_counter, loop_slice
-from policyc.compiler.sites import Origin, OtherProduct, Site, Sites, Stack
+from policyc.compiler.sites import Origin, OtherProduct, Sites, Stack
 from policyc.compiler.trace import FrozenWeight
-from policyc.compiler.var_info import UNKNOWN, VarInfo, constant_value, propagate_equation, shape_of
+from policyc.compiler.var_info import (
+    MANY_PROJECTIONS,
+    UNKNOWN,
+    VarInfo,
+    constant_value,
+    join_projections,
+    propagate_equation,
+    shape_of,
+)
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import OPAQUE, container_of, shard_map_parts
 from policyc.jaxcore.dataflow import CarryChange
 from policyc.jaxcore.derivatives import is_float
-from policyc.jaxcore.jaxprs import AnyJaxpr, AxisEnv
+from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.transform import Address
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, read_segments
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JaxprContext:
-    """The containers around a jaxpr, and what follows from them for the sites in it."""
-
-    address: Address = ()
-    scope: tuple[str, ...] = ()
-    loops: tuple[LoopLayers, ...] = ()
-    """The scans around it, the outermost first."""
-    repeats: int = 1
-    opaque: str = ""
-    opaque_parameters: tuple[Source, ...] = ()
-    """The parameters that an opaque container reads, where it is not known which of its GEMMs reads them."""
-    axis_env: AxisEnv = AxisEnv()
-    loop_depth: int = 0
-    in_remat: bool = False
-    takes_extra_inputs: bool = True
-
-    def enter(self, eqn: JaxprEqn, number: int, **changes: Any) -> JaxprContext:
-        """The context of a jaxpr inside an equation. `self.address` must be that of the equation."""
-        scope = (*self.scope, *jaxprs.name_scopes(eqn))
-        return replace(self, address=(*self.address, number), scope=scope, **changes)
-
 
 _QUANTIZED = ("_quantize", "scaled_gemm", "scaled_ragged_gemm")
 """How the names of our own primitives end."""
@@ -108,7 +93,7 @@ def analyze(
     ]
     weights = {var: VarInfo(_frozen_source(var, weight)) for var, weight in (frozen or {}).items()}
     analyzer.run(jaxpr, infos, JaxprContext(), weights)
-    sites = [found.site(analyzer.layers) for found in analyzer.sites.values()]
+    sites = [gemm.site(analyzer.layers) for gemm in analyzer.sites.values()]
     scopes = add_stack_sizes([s.scope.path for s in sites])
     return Sites(
         sites=tuple(
@@ -136,35 +121,6 @@ def _frozen_source(var: Var, weight: FrozenWeight) -> Source:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FoundGemm:
-    """A GEMM that was found. Its layers are known once the whole loss is analyzed."""
-
-    fields: dict[str, Any]
-    scope: DottedPath
-    context: JaxprContext
-    sources: tuple[Source, ...] = ()
-    batch_dims: tuple[int, ...] = ()
-
-    def site(self, layers: LayerIndices) -> Site:
-        loops = tuple(loop for loop in self.context.loops if layers.is_layered(loop))
-        parameters = layers.weight_templates(self.sources, self.batch_dims, self.context.loops)
-        weight_stacks = layers.stacks(self.sources, self.context.loops)
-        scope = layers.scope_template(self.scope, loops, weight_stacks if parameters else None)
-        stacks = weight_stacks if parameters else layers.scope_stacks(scope)
-        return Site(
-            **self.fields,
-            address=self.context.address,
-            scope=scope,
-            parameters=parameters,
-            stacks=stacks,
-            loops=tuple(loop.stack for loop in loops),
-            repeats=self.context.repeats,
-            axis_env=self.context.axis_env,
-            takes_extra_inputs=self.context.takes_extra_inputs,
-        )
-
-
 class _Analyzer:
     """Propagates `VarInfo`s through a jaxpr, and records its GEMMs by address.
 
@@ -173,7 +129,7 @@ class _Analyzer:
 
     def __init__(self, shapes: dict[DottedPath, tuple[int, ...]], wanted: Collection[Address]) -> None:
         self._wanted = wanted
-        self.sites: dict[Address, _FoundGemm] = {}
+        self.sites: dict[Address, FoundGemm] = {}
         self.others: dict[Address, OtherProduct] = {}
         self.looked_up: set[DottedPath] = set()
         self.layers = LayerIndices(shapes)
@@ -212,7 +168,9 @@ class _Analyzer:
             domain = _ContainerDomain(self, eqn, context)
             return container.propagate(eqn, infos, domain.enter, domain)
         if name in GEMMS or name in OTHER_PRODUCTS:
-            self._gemm(eqn, infos, context)
+            weights = self._gemm(eqn, infos, context)
+            results = propagate_equation(eqn, name, infos)
+            return [replace(r, projections=frozenset(weights)) for r in results] if weights else results
         elif jaxprs.sub_jaxprs(eqn):
             return self._opaque_container(eqn, infos, context)
         elif name == "gather" and infos[0].source is not None:
@@ -223,7 +181,8 @@ class _Analyzer:
         """A container that the compiler does not enter: its sites are opaque."""
         name = jaxprs.primitive_name(eqn)
         active = any(i.active for i in infos)
-        results = [VarInfo(active=active and is_float(v.aval)) for v in eqn.outvars]
+        projections = join_projections(infos)
+        results = [VarInfo(active=active and is_float(v.aval), projections=projections) for v in eqn.outvars]
         if self._is_quantized_gemm(eqn):
             return results
         reason = context.opaque or OPAQUE.get(name, f"'{name}', which the compiler does not know")
@@ -273,19 +232,20 @@ class _Analyzer:
             self._is_quantized[key] = any(n.endswith(_QUANTIZED) for n in names)
         return self._is_quantized[key]
 
-    def _gemm(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> None:
+    def _gemm(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> tuple[Source, ...]:
+        """Records a GEMM. Returns how its weight is laid out."""
         lhs, rhs = infos[:2]
         name = jaxprs.primitive_name(eqn)
         dtypes = [operand_dtype(a) for a in eqn.invars[:2]]
         if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
-            return
+            return ()
         weight = pick_weight(lhs, rhs)
         if weight is None and context.opaque_parameters:
             weight = "rhs"
         operand = lhs if weight == "lhs" else rhs
         sizes = gemm_sizes(eqn, weight)
         if sizes is None:
-            return
+            return ()
         batch, m, n, k = sizes
         for_lhs, for_rhs = (Gemm.WGRAD, Gemm.DGRAD) if weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
         gradients = [for_lhs] * lhs.active + [for_rhs] * rhs.active
@@ -311,14 +271,16 @@ class _Analyzer:
         sources: tuple[Source, ...] = () if weight is None else context.opaque_parameters
         if weight is not None and operand.source is not None:
             sources = (operand.source,)
-        self.sites[context.address] = _FoundGemm(
+        self.sites[context.address] = FoundGemm(
             fields=fields,
             scope=read_segments((*context.scope, *jaxprs.name_scopes(eqn))),
             context=context,
             sources=sources,
+            projections=join_projections(infos) if weight is None else frozenset(),
             batch_dims=batch_dims(eqn, weight),
         )
         self.layers.note_sources(sources, context.loops)
+        return sources
 
 
 class _ContainerDomain:
@@ -356,8 +318,12 @@ class _ContainerDomain:
         if len(sources) == len(values):
             same = all(s is sources[0] for s in sources)
             source = sources[0] if same else EitherSource(shape=sources[0].shape, operands=tuple(sources))
-        modified = any(v.is_modified for v in values)
-        return VarInfo(source, is_modified=modified, active=any(v.active for v in values))
+        return VarInfo(
+            source,
+            is_modified=any(v.is_modified for v in values),
+            active=any(v.active for v in values),
+            projections=join_projections(values),
+        )
 
     def enter_loop(self, value: VarInfo, change: CarryChange) -> VarInfo:
         if change.invariant:
@@ -366,7 +332,7 @@ class _ContainerDomain:
         if change.increment is not None and value.integers is not None and "length" in self._eqn.params:
             length, reverse = self._eqn.params["length"], bool(self._eqn.params["reverse"])
             integers = loop_counter(value.integers, change.increment, self._context.address, length, reverse)
-        return VarInfo(active=value.active, integers=integers)
+        return VarInfo(active=value.active, integers=integers, projections=MANY_PROJECTIONS)
 
     def may_change(self, carry: Sequence[VarInfo], others: Sequence[VarInfo]) -> bool:
         return not all(c.active for c in carry) and any(v.active for v in (*carry, *others))
@@ -375,7 +341,8 @@ class _ContainerDomain:
         return replace(carry, active=carry.active or result.active)
 
     def leave_loop(self, result: VarInfo, carry: VarInfo | None) -> VarInfo:
-        return VarInfo(active=result.active or (carry is not None and carry.active))
+        active = result.active or (carry is not None and carry.active)
+        return VarInfo(active=active, projections=MANY_PROJECTIONS)
 
     def slice_inputs(self, eqn: JaxprEqn, values: Sequence[VarInfo]) -> list[VarInfo]:
         del eqn

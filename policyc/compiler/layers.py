@@ -6,8 +6,8 @@ a part, over a reshaped or a gathered stack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from policyc.compiler.provenance.elements import AxisIndex, axis_indices, iterations_of
 from policyc.compiler.provenance.graph import ParameterSource, Source, loops_of, parameters_of, shard_maps_of
@@ -17,6 +17,7 @@ from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
 
 _MOST_LAYERS = 1 << 16  # combinations of iterations that are followed one by one
+_NO_LAYER = "its operands do not come from the weights of one layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,38 @@ class LayerIndices:
                     slots.append(IndexSlot(places, size, table))
         return PathTemplate(scope, tuple(slots), unknown_index=unknown)
 
-    def scope_stacks(self, scope: PathTemplate) -> tuple[Stack, ...]:
-        """The stacks on which the indices of a scope depend."""
-        stacks = dict.fromkeys(stack for slot in scope.slots for stack in slot.index.stacks)
+    def template_around(
+        self, projections: Collection[Source], loops: Sequence[LoopLayers]
+    ) -> PathTemplate | None:
+        """The module whose weights made the operands of a product of activations; None if no weight did.
+
+        Its path is what the paths of these weights have in common. It is not that of one of the weights itself: a
+        rule for a projection is not about the product of its results.
+        """
+        if not projections:
+            return None
+        templates = self.weight_templates(sorted(projections, key=_first_path), (), loops)
+        if not templates or any(t.unknown_index or t.in_layer is not None for t in templates):
+            return PathTemplate((), unknown_index=_NO_LAYER)
+        slots = {tuple((s.size, s.index) for s in t.slots) for t in templates}
+        paths = [t.path for t in templates]
+        end = _common_prefix(paths) if len(set(paths)) > 1 else len(paths[0]) - 2
+        last_index = max((i for i, name in enumerate(paths[0]) if name.index is not None), default=-1)
+        if len(set(paths)) == 1:
+            end = max(end, min(last_index + 1, len(paths[0]) - 1))
+        path = paths[0][: max(end, 0)]
+        around = tuple(
+            replace(slot, places=tuple(p for p in slot.places if p < len(path)), axis=None)
+            for slot in templates[0].slots
+        )
+        has_all_indices = last_index < len(path) and all(slot.places for slot in around)
+        if not path or len(slots) > 1 or not has_all_indices:
+            return PathTemplate((), unknown_index=_NO_LAYER)
+        return PathTemplate(path, around)
+
+    def template_stacks(self, templates: Sequence[PathTemplate]) -> tuple[Stack, ...]:
+        """The stacks on which the indices of some paths depend."""
+        stacks = dict.fromkeys(stack for t in templates for slot in t.slots for stack in slot.index.stacks)
         return tuple(sorted(stacks, key=lambda s: (not s.is_shard_map, s.address)))
 
     # ---- templates
@@ -227,6 +257,10 @@ class LayerIndices:
                 last = max(top + 1, _common_prefix(list(under)))
                 return tuple(i for i in range(top, last) if path[i].index is None)
         return ()
+
+
+def _first_path(source: Source) -> str:
+    return min((".".join(map(str, p.path)) for p in parameters_of(source)), default="")
 
 
 def _common_prefix(paths: Sequence[DottedPath]) -> int:

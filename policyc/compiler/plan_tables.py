@@ -34,6 +34,7 @@ def summary(plan: Plan) -> str:
     lines = (
         *align_columns(rows),
         *map(escape_controls, emulation_reasons(plan)),
+        *_unknown_layers(plan),
         *unchanged_products(plan),
     )
     return "".join(f"policyc: {line}\n" for line in lines)
@@ -89,6 +90,17 @@ def emulation_reasons(plan: Plan) -> Iterator[str]:
     for obstacle, gemms in gemms_of.items():
         names = ", ".join(g for g in Gemm if g in gemms)
         yield f"emulated ({names}): {obstacle.reason}; {obstacle.remedy}"
+
+
+def _unknown_layers(plan: Plan) -> Iterator[str]:
+    """Says which sites have no layer, where rules choose layers by index."""
+    has_index = any(s.indices for r in plan.policy.rules for sel in r.selectors for s in sel.segments)
+    sites = [site for site in plan.sites if site.has_no_layer]
+    if has_index and sites:
+        place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
+        more = f", and {len(sites) - 1} more" if len(sites) > 1 else ""
+        reason = sites[0].around.unknown_index if sites[0].around is not None else ""
+        yield f"a product of activations{place} has no layer, so that no index matches it: {reason}{more}"
 
 
 def unchanged_products(plan: Plan) -> Iterator[str]:
@@ -153,13 +165,20 @@ def sites_table(plan: Plan) -> str:
 def _site_row(site: Site) -> list[str]:
     return [
         dotted(site.scope.path) or "-",
-        ", ".join(dotted(p.path) for p in site.parameters) or "-",
+        ", ".join(dotted(p.path) for p in site.parameters) or _module_around(site),
         "x".join(str(s.size) for s in site.stacks) or "-",
         f"{site.batch} x {site.m} x {site.n} x {site.k}",
         f"{site.flops * site.repeats / 1e9:.3g}" if site.repeats else "?",
         site.weight or "-",
         " ".join(g for g in Gemm if g in site.products) + (" (opaque)" if site.opaque else ""),
     ]
+
+
+def _module_around(site: Site) -> str:
+    """Of a product of activations: in which module it is."""
+    if site.around is None:
+        return "-"
+    return f"(in {dotted(site.around.path)})" if site.around.path else "(layer not known)"
 
 
 def _rule_cells(plan: Plan, run: PlanRun) -> tuple[str, str]:
@@ -225,6 +244,7 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "address": list(site.address),
         "scope": dotted(site.scope.path),
         "parameters": [dotted(p.path) for p in site.parameters],
+        "around": None if site.around is None else dotted(site.around.path) or None,
         "place": site.place,
         "kind": site.kind,
         "weight": site.weight,

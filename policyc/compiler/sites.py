@@ -132,6 +132,8 @@ class Site:
     parameters: tuple[PathTemplate, ...]
     stacks: tuple[Stack, ...]
     """The stacks whose layers a policy can tell apart here: those that its weight, or else its scope, is indexed by."""
+    around: PathTemplate | None = None
+    """Of a product of activations: the module whose weights made its operands. Without a path, it is not known."""
     loops: tuple[Stack, ...] = ()
     """All scans over layers around it. A weight that all iterations share is in a loop without being in a stack."""
     weight: Weight
@@ -176,6 +178,13 @@ class Site:
     def is_layered(self) -> bool:
         """Is it one of several layers, scanned or unrolled?"""
         return bool(self.loops) or any(n.index is not None for n in self.template.path)
+
+    @property
+    def has_no_layer(self) -> bool:
+        """Is it a product of activations in a layer that is not known?"""
+        if self.around is None or self.around.path:
+            return False
+        return not self.scope.slots and all(name.index is None for name in self.scope.path)
 
     def layer_path(self, indices: Mapping[Address, int]) -> DottedPath:
         """The path of a layer: of its parameter, else its scope. Its index is at the innermost name but the last."""
@@ -241,7 +250,8 @@ class Site:
     def paths(self, layer: Layer) -> tuple[DottedPath, ...]:
         """Every path by which a selector may name a layer of this site."""
         indices = self.stack_indices(layer)
-        templates = (self.scope, *self.parameters)
+        around = (self.around,) if self.around is not None and self.around.path else ()
+        templates = (self.scope, *self.parameters, *around)
         return tuple(dict.fromkeys(path for template in templates for path in template.paths(indices)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
-from policyc.compiler.provenance.graph import ConcatenatedSource, LayoutSource, Source, StackedSource
+from policyc.compiler.provenance.graph import (
+    ConcatenatedSource,
+    LayoutSource,
+    Source,
+    StackedSource,
+    UnknownSource,
+)
 from policyc.compiler.provenance.integers import Integers, constant_integers, propagate_integers
 from policyc.compiler.sites import Origin
 from policyc.jaxcore import jaxprs
@@ -33,9 +40,21 @@ class VarInfo:
     is_iota: bool = False
     origin: Origin | None = None
     """How to compute it from one input of the loss, where that costs no more outside than here."""
+    projections: frozenset[Source] = frozenset()
+    """The weights of the last products that it comes from."""
 
 
 UNKNOWN = VarInfo()
+
+MANY_PROJECTIONS = frozenset({UnknownSource(shape=(), operands=(), reason="it comes from other iterations")})
+_MOST_PROJECTIONS = 16  # a residual stream comes from all layers before; attention from a few projections
+
+
+def join_projections(infos: Iterable[VarInfo]) -> frozenset[Source]:
+    joined = frozenset[Source]().union(*(i.projections for i in infos))
+    is_unknown = len(joined) > _MOST_PROJECTIONS or joined & MANY_PROJECTIONS
+    return MANY_PROJECTIONS if is_unknown else joined
+
 
 LAYOUT = frozenset({
     "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "copy",
@@ -78,7 +97,8 @@ def propagate_equation(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[V
     integers = propagate_integers(eqn, [i.integers for i in infos])
     is_iota = name == "iota" or (name in LAYOUT and first.is_iota)
     one_hot = (name == "eq" and any(i.is_iota for i in infos)) or (name in LAYOUT and first.one_hot)
-    if not (any(active) or any(sources) or integers or is_iota or one_hot):
+    projections = join_projections(infos)
+    if not (any(active) or any(sources) or integers or is_iota or one_hot or projections):
         return [UNKNOWN] * len(eqn.outvars)
     if name == "optimization_barrier":
         return [replace(info, active=is_active) for info, is_active in zip(infos, active, strict=True)]
@@ -92,6 +112,7 @@ def propagate_equation(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[V
             one_hot=one_hot,
             is_iota=is_iota,
             origin=first.origin.then(eqn) if hoistable and first.origin is not None else None,
+            projections=projections,
         )
         for is_active, source in zip(active, sources, strict=True)
     ]

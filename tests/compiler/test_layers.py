@@ -16,6 +16,8 @@ from jax import lax
 
 import policyc
 from policyc.compiler.plan_checks import check_plan, opaque_indices
+from policyc.compiler.plan_tables import sites_table, summary
+from policyc.compiler.sites import dotted
 from policyc.language.recipes import Gemm
 
 D = 4
@@ -303,6 +305,111 @@ def test_products_of_activations_in_nested_stacks_have_both_indices(policy, laye
     for site in scores:
         decided = [la for la in site.layers() if plan.decisions()[site.address, la].recipe is not None]
         assert decided == layers
+
+
+# ---- products of activations without a scope, as in Flax NNX and Equinox
+
+
+def attention(p: Any, h: Any) -> Any:
+    if "qkv" in p:
+        q, k, v = jnp.split(h @ p["qkv"]["kernel"], 3, axis=-1)
+    else:
+        q, k, v = h @ p["q"], h @ p["k"], h @ p["v"]
+    return jax.nn.softmax(q @ k.T) @ v @ p["o"]
+
+
+def block(p: Any, h: Any) -> Any:
+    h = h + attention(p["attn"], h)
+    return h + jnp.tanh(h @ p["up"])
+
+
+def unrolled_blocks(p, x):
+    for q in p["layers"]:
+        x = block(q, x)
+    return x.sum()
+
+
+def jitted_blocks(p, x):
+    for q in p["layers"]:
+        x = jax.checkpoint(jax.jit(block))(q, x)
+    return x.sum()
+
+
+def scanned_blocks(p, x):
+    return lax.scan(lambda h, q: (block(q, h), None), x, p["layers"])[0].sum()
+
+
+def reversed_blocks(p, x):
+    return lax.scan(lambda h, q: (block(q, h), None), x, each(lambda a: a[::-1], p["layers"]))[0].sum()
+
+
+def block_params(*lead: int, fused: bool = False) -> Any:
+    names = ("o",) if fused else ("q", "k", "v", "o")
+    attn: Any = {name: weights(*lead) for name in names}
+    if fused:
+        attn["qkv"] = {"kernel": jax.ShapeDtypeStruct((*lead, D, 3 * D), "float32")}
+    return {"attn": attn, "up": weights(*lead)}
+
+
+def attention_layers(policy: str, loss: Callable[..., Any], params: Any) -> list[str]:
+    """The paths of the modules of the products of activations that a policy quantizes."""
+    plan = policyc.plan(policy, loss, {"layers": params}, X)
+    decisions = plan.decisions()
+    pairs = [(s, index) for s in plan.sites if s.weight is None for index in s.layers()]
+    return sorted(dotted(s.paths(i)[-1]) for s, i in pairs if decisions[s.address, i].recipe is not None)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "stacked"),
+    [(unrolled_blocks, False), (jitted_blocks, False), (scanned_blocks, True), (reversed_blocks, True)],
+)
+def test_products_without_a_scope_have_the_layer_of_the_weights_around_them(loss, stacked, fused):
+    params = block_params(3, fused=fused) if stacked else [block_params(fused=fused) for _ in range(3)]
+    assert attention_layers("layers[-1] -> fp8", loss, params) == ["layers[2].attn"] * 2
+    assert attention_layers("layers[:2].attn -> fp8", loss, params) == [
+        "layers[0].attn",
+        "layers[0].attn",
+        "layers[1].attn",
+        "layers[1].attn",
+    ]
+    # A rule for a projection is not about the products of its results.
+    assert attention_layers("{q,k,v,qkv,kernel} -> fp8", loss, params) == []
+
+
+def shared_keys(p, x):
+    """All layers read the keys of the first one."""
+    k = x @ p["layers"][0]["attn"]["k"]
+    for q in p["layers"]:
+        x = x + jax.nn.softmax((x @ q["attn"]["q"]) @ k.T) @ (x @ q["attn"]["v"])
+    return x.sum()
+
+
+def without_projections(p, x):
+    for q in p["layers"]:
+        x = jnp.tanh(x + x @ q["up"])
+        x = x + (x @ x.T) @ x
+    return x.sum()
+
+
+def without_weights(p, x):
+    return ((x @ x.T) @ x @ p["layers"][0]["up"]).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "modules"),
+    [
+        (shared_keys, ["layers[0].attn"] * 2 + [""] * 4),
+        (without_projections, ["layers[0]"] * 2 + [""] * 4),
+        (without_weights, []),
+    ],
+)
+def test_a_layer_that_is_not_certain_is_not_claimed(loss, modules):
+    plan = policyc.plan("layers[0] -> fp8", loss, {"layers": [block_params() for _ in range(3)]}, X)
+    sites = [s for s in plan.sites if s.weight is None]
+    assert [dotted(s.around.path) for s in sites if s.around is not None] == modules
+    assert ("has no layer, so that no index matches it" in summary(plan)) == ("" in modules)
+    assert ("(layer not known)" in sites_table(plan)) == ("" in modules)
 
 
 # ---- which operand is the weight, and what it is called

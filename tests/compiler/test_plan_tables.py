@@ -168,6 +168,7 @@ def test_a_plan_as_json() -> None:
         "address": [0, 0, 0],
         "scope": "",
         "parameters": ["layers.up"],
+        "around": None,
         "kind": "dot",
         "weight": "rhs",
         "batch": 1,
