@@ -32,6 +32,7 @@ from policyc.numerics.quantize.bits import (
 from policyc.numerics.quantize.hadamard import Method, random_signs, rotate, sylvester
 from policyc.numerics.quantize.random import random_words
 from tests.support import rounding_oracle as oracle
+from tests.support.gemms import quick_jit
 
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
 # Compiled, since they would take longer than the test if they ran op by op.
@@ -190,11 +191,23 @@ OPTIONS = [
 ]
 
 
+@cache
+def quickly_compiled(treatment: Treatment, axes: Axes, method: Method) -> Any:
+    return quick_jit(partial(quantize, treatment=treatment, axes=axes, method=method))
+
+
+COMPILERS = pytest.mark.parametrize(
+    "compiler", [quickly_compiled, pytest.param(compiled, marks=pytest.mark.slow)]
+)
+"""Two programs are compared in the fast lane as they are compiled quickly, in the slow lane as in full."""
+
+
+@COMPILERS
 @pytest.mark.parametrize(("t", "axes"), OPTIONS)
-def test_both_implementations_have_the_same_bits(t: Treatment, axes: Axes) -> None:
+def test_both_implementations_have_the_same_bits(t: Treatment, axes: Axes, compiler: Any) -> None:
     """The implementation for CPU and the one for other platforms, including random bits."""
-    x = jnp.asarray(samples("wide", (2, 64, 96) if axes.batch else (64, 96))).astype(jnp.bfloat16)
-    one, other = (compiled(t, axes, m)(x) for m in ("cpu", "matmul"))
+    x = samples("wide", (2, 64, 96) if axes.batch else (64, 96)).astype(ml_dtypes.bfloat16)
+    one, other = (compiler(t, axes, m)(x) for m in ("cpu", "matmul"))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -236,14 +249,16 @@ def test_fp8_of_every_bfloat16_equals_the_oracle(element: str, method: Method, s
     np.testing.assert_array_equal(np.asarray(q.codes), expected["codes"])
 
 
+@COMPILERS
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("outer", ["tensor", "row"])
 @pytest.mark.parametrize("columns", [96, 90])
-def test_both_implementations_of_fp8(axis: int, outer: str, columns: int) -> None:
+def test_both_implementations_of_fp8(axis: int, outer: str, columns: int, compiler: Any) -> None:
     """Scales per row and per column, with whole words and without, and a NaN in one matrix."""
-    x = jnp.asarray(samples("wide", (3, 64, columns))).astype(jnp.bfloat16).at[1, 5, 7].set(jnp.nan)
+    x = samples("wide", (3, 64, columns)).astype(ml_dtypes.bfloat16)
+    x[1, 5, 7] = np.nan
     t = Treatment(format="fp8", element="e4m3", outer=outer)
-    one, other = (compiled(t, Axes(axis=axis, batch=(-3,)), m)(x) for m in ("cpu", "matmul"))
+    one, other = (compiler(t, Axes(axis=axis, batch=(-3,)), m)(x) for m in ("cpu", "matmul"))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -383,7 +398,7 @@ def test_ms_eden_is_unbiased(axis: int) -> None:
         value = dequantize(q)
         return value @ h.T if axis == -1 else h @ value
 
-    f = jax.jit(jax.vmap(quantize_and_rotate_back))
+    f = quick_jit(jax.vmap(quantize_and_rotate_back))
     draws = np.concatenate([np.asarray(f(jnp.arange(64) + 64 * i), np.float64) for i in range(4)])
     one, many = (np.mean((draws[:n].mean(0) - x.astype(np.float64)) ** 2) for n in (1, 256))
     # Unbiased except for the bfloat16 rounding of the rotated numbers (2**-18 of a variance of 1).

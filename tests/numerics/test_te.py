@@ -185,7 +185,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "left", "right", "dims", "weight"),
     [
-        pytest.param("plain", (64, 128), (128, 128), MATMUL, "rhs", id="matmul"),
+        pytest.param("plain", (64, 128), (128, 128), MATMUL, "rhs", id="plain", marks=pytest.mark.slow),
         pytest.param(
             "nearest", (2, 32, 8, 16), (8, 16, 128), (((2, 3), (0, 1)), ((), ())), "rhs", id="several of each"
         ),

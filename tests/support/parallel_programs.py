@@ -89,7 +89,7 @@ def sharded_arrays() -> ShardedLoss:
         "down": jax.device_put(W, NamedSharding(mesh, P("model", None))),
     }
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
-    return ShardedLoss(loss=loss, args=(params, x), sites=2, policy="up -> nvfp4; down -> mxfp8")
+    return ShardedLoss(loss=loss, args=(params, x), sites=2, policy="up -> fp8; down -> mxfp8")
 
 
 def explicit_shardings() -> ShardedLoss:
