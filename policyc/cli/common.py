@@ -23,6 +23,8 @@ EXIT_OK = 0
 EXIT_FAILURE = 1  # lint findings, a faulty policy, or a request that cannot be met
 EXIT_USAGE = 2  # wrong usage, or a file that cannot be read or written
 
+_MAX_SIMILAR = 4  # names in one suggestion
+
 _STYLES: dict[str, dict[str, Any]] = {
     "error": {"fg": "red", "bold": True}, "warning": {"fg": "yellow", "bold": True}, "path": {"bold": True},
     "gutter": {"fg": "blue"}, "caret": {"fg": "red"}, "help": {"fg": "cyan"}, "note": {"fg": "blue"},
@@ -110,6 +112,10 @@ def suggest_code(code: str, known: Iterable[str]) -> str:
     """Help for an unknown lint code."""
     from policyc.language.diagnostics import did_you_mean
 
+    known = tuple(known)
+    similar = [name for name in known if code.lower() in name.split("-") or name.startswith(code.lower())]
+    if 0 < len(similar) <= _MAX_SIMILAR:
+        return f"did you mean {' or '.join(map(repr, similar))}?"
     return did_you_mean(code, known) or "'policyc explain' lists them all"
 
 

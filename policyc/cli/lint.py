@@ -6,7 +6,7 @@ import gc
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,9 @@ lint_options = collect_options(
     LintOptions,
     "options",
     group_options(
-        click.option("--select", multiple=True, metavar="CODES", help="Check only these codes (comma-separated)."),
+        click.option(
+            "--select", multiple=True, metavar="CODES", help="Check only these codes (comma-separated), or ALL."
+        ),
         click.option("--ignore", multiple=True, metavar="CODES", help="Do not check these codes."),
         click.option(
             "--against",
@@ -70,7 +72,10 @@ lint_options = collect_options(
             "--target", metavar="GPU", show_default="b200",
             help="With --against: the GPU on which speed is judged.",
         ),
-        click.option("--fix", is_flag=True, help="Apply the safe fixes. The file is replaced atomically."),
+        click.option(
+            "--fix", is_flag=True,
+            help="Apply the safe fixes. The file is replaced atomically. The text of '-' goes to stdout.",
+        ),
         click.option(
             "--unsafe-fixes",
             is_flag=True,
@@ -114,12 +119,13 @@ def lint(files: tuple[str, ...], output_format: str, options: LintOptions) -> No
     request = _make_request(files, options)
     if options.diff:
         sys.exit(_print_diffs(request, EXIT_OK if options.exit_zero else EXIT_FAILURE))
-    results = [_lint_file(name, request) for name in request.files]
-    diagnostics = [d for result in results for d in result.diagnostics]
     formats = STATISTICS_FORMATS if options.statistics else OUTPUT_FORMATS
     if output_format not in formats:
         raise click.UsageError(f"--statistics has no format '{output_format}': use {' or '.join(formats)}")
-    click.echo(formats[output_format](diagnostics, paint), nl=False, color=use_color())
+    results = [_lint_file(name, request) for name in request.files]
+    diagnostics = [d for result in results for d in result.diagnostics]
+    fixes_stdin = options.fix and "-" in request.files  # then standard output is the fixed text
+    click.echo(formats[output_format](diagnostics, paint), nl=False, err=fixes_stdin, color=use_color())
     if output_format in ("full", "concise"):
         if fix_count := sum(result.fix_count for result in results):
             click.echo(f"{fix_count} fixed", err=True)
@@ -154,8 +160,10 @@ def _make_request(files: tuple[str, ...], options: LintOptions) -> _Request:
         raise click.UsageError("--unsafe-fixes requires --fix or --diff")
     if options.fix and options.diff:
         raise click.UsageError("--diff writes nothing: leave out --fix")
-    if options.fix and "-" in files:
-        raise click.UsageError("--fix needs a file to write, and '-' is standard input")
+    if options.statistics and options.diff:
+        raise click.UsageError("choose one of --statistics and --diff")
+    if options.fix and "-" in files and len(files) > 1:
+        raise click.UsageError("--fix writes the text from '-' to standard output: name no other file")
     check_stdin_filename(files, options.stdin_filename)
     codes = _parse_codes(options)
     against = options.against
@@ -167,7 +175,7 @@ def _make_request(files: tuple[str, ...], options: LintOptions) -> _Request:
     if against is not None and len(files) != 1:
         raise click.UsageError("--against takes one policy")
     return _Request(
-        files=expand_folders(files),
+        files=tuple(dict.fromkeys(expand_folders(files))),
         codes=codes,
         program=None if against is None else tuple(shlex.split(against)),
         target=target,
@@ -192,6 +200,8 @@ def _parse_codes(options: LintOptions) -> frozenset[str]:
 
     def split(values: Sequence[str]) -> frozenset[str]:
         codes = frozenset(code.strip() for value in values for code in value.split(",") if code.strip())
+        if "ALL" in codes:
+            return frozenset(ALL_CODES)
         for code in sorted(codes.difference(ALL_CODES)):
             raise click.UsageError(f"no rule has the code '{code}': {suggest_code(code, ALL_CODES)}")
         return codes
@@ -214,9 +224,11 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
 
     fix_count = 0
     try:
+        source = _read_source(name, request)
         if request.fix:
-            fix_count = _fix_file(name, request)
-        loaded = _load(name, request)
+            fixed = _write_fixes(name, source, request)
+            source, fix_count = replace(source, text=fixed.text), fixed.count
+        loaded = source.parse(source.text)
         plan = None
         if request.program is not None and not loaded.diagnostics:
             plan = plan_program(loaded.policy, request.program)
@@ -238,11 +250,6 @@ def _describe_unchanged_products(plan: Plan | None) -> tuple[str, ...]:
     from policyc.compiler.plan_tables import unchanged_products
 
     return tuple(unchanged_products(plan))
-
-
-def _load(name: str, request: _Request) -> LoadedPolicy:
-    source = _read_source(name, request)
-    return source.parse(source.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,24 +289,26 @@ def _compute_fixes(source: _Source, request: _Request) -> FixedText:
     )
 
 
-def _fix_file(name: str, request: _Request) -> int:
-    """Applies the fixes to a file. Returns their number."""
-    from policyc.language.loader import locate
-
-    path = check_writable(name, locate(name))
-    source = _read_source(name, request)
+def _write_fixes(name: str, source: _Source, request: _Request) -> FixedText:
+    """Applies the fixes to a file. The fixed text of standard input goes to standard output, changed or not."""
+    byte_order_mark = "\ufeff" if source.text.startswith("\ufeff") else ""
+    if name == "-":
+        fixed = _compute_fixes(source, request)
+        click.echo(byte_order_mark + fixed.text, nl=False)
+        return fixed
+    assert source.path is not None
+    path = check_writable(name, source.path)
     fixed = _compute_fixes(source, request)
     if fixed.count:
-        byte_order_mark = "\ufeff" if source.text.startswith("\ufeff") else ""
         replace_file(path, byte_order_mark + fixed.text)
-    return fixed.count
+    return fixed
 
 
 def _print_diffs(request: _Request, code_if_changed: int) -> int:
     """Prints what the fixes would change. Returns the exit code."""
     from policyc.language.diagnostics import PolicyError
 
-    has_changes = is_unreadable = False
+    fix_count, is_unreadable = 0, False
     for name in request.files:
         try:
             source = _read_source(name, request)
@@ -309,7 +318,9 @@ def _print_diffs(request: _Request, code_if_changed: int) -> int:
             continue
         fixed = _compute_fixes(source, request)
         if fixed.count:
-            has_changes = True
+            fix_count += fixed.count
             before = source.text.removeprefix("\ufeff")
             click.echo(unified_diff(source.shown, before, fixed.text), nl=False, color=use_color())
-    return EXIT_USAGE if is_unreadable else code_if_changed if has_changes else EXIT_OK
+    if fix_count:
+        click.echo(f"{fix_count} would be fixed", err=True)
+    return EXIT_USAGE if is_unreadable else code_if_changed if fix_count else EXIT_OK

@@ -92,7 +92,8 @@ def read_policy_text(path: Path) -> str:
         with path.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
     except IsADirectoryError:
-        raise unreadable_file_error(str(path), "this is a directory", "name the policy file in it") from None
+        help = f"name a policy: a file that ends in '{bundled.POLICY_SUFFIX}'"
+        raise unreadable_file_error(str(path), "this is a directory, and no policy is in it", help) from None
     except PermissionError:
         raise unreadable_file_error(str(path), "no permission to read this file") from None
     except (OSError, ValueError) as error:

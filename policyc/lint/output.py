@@ -92,6 +92,7 @@ def format_statistics_json(diagnostics: Sequence[Diagnostic], _: Paint) -> str:
 
 STATISTICS_FORMATS: dict[str, Callable[[Sequence[Diagnostic], Paint], str]] = {
     "full": format_statistics,
+    "concise": format_statistics,
     "json": format_statistics_json,
 }
 

@@ -74,7 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("lint --format xml clean.policy", 2),
         ("lint --select no-such-code clean.policy", 2),
         ("lint --unsafe-fixes shadowed.policy", 2),
-        ("lint --fix -", 2),
+        ("lint --fix - clean.policy", 2),
         ("lint --fix shadowed.policy", 0),
         ("lint --fix faulty.policy", 1),
         ("lint --fix --unsafe-fixes faulty.policy", 0),
@@ -344,6 +344,8 @@ def test_lint_diff_prints_the_fixes_and_writes_nothing(folder: Path) -> None:
     assert "+mlp.* -> fp8" in policyc("lint", "--diff", "--unsafe-fixes", "faulty.policy").out
     assert policyc("lint", "--diff", "-", stdin=SHADOWED).out.startswith("--- <stdin>\n")
     assert policyc("lint", "--diff", "--fix", "clean.policy").code == 2
+    assert policyc("lint", "--diff", "--statistics", "clean.policy").code == 2
+    assert result.err == "1 would be fixed\n"
     assert policyc("lint", "--diff", "shadowed.policy", "missing.policy").code == 2
 
 
@@ -362,6 +364,7 @@ def test_lint_statistics_count_the_findings_of_each_code(folder: Path) -> None:
         ("literal-default", 1, 0),
     ]
     assert policyc(*arguments, "--format", "sarif").code == 2
+    assert policyc(*arguments, "--format", "concise").out == result.out
 
 
 def test_exit_zero_hides_findings_but_not_unreadable_files(folder: Path) -> None:
@@ -370,6 +373,24 @@ def test_exit_zero_hides_findings_but_not_unreadable_files(folder: Path) -> None
     assert "shadowed-rule" in result.out
     assert policyc("lint", "--exit-zero", "--diff", "shadowed.policy").code == 0
     assert policyc("lint", "--exit-zero", "missing.policy").code == 2
+
+
+def test_fix_of_standard_input_writes_standard_output(folder: Path) -> None:
+    result = policyc("lint", "--fix", "-", stdin=SHADOWED + "default -> bf16\n")
+    assert (result.code, result.out) == (1, "mlp.* -> fp8\ndefault -> bf16\n")
+    assert "warning[literal-default]" in result.err
+    assert policyc("lint", "--fix", "-", stdin=CLEAN).out == CLEAN
+    assert policyc("lint", "--fix", "-", "clean.policy", stdin=CLEAN).code == 2
+
+
+def test_a_file_that_is_named_twice_is_linted_once(folder: Path) -> None:
+    assert policyc("lint", "shadowed.policy", "shadowed.policy").err.startswith("1 policy: 1 warning")
+
+
+def test_codes_are_selected_as_in_other_linters(folder: Path) -> None:
+    assert policyc("lint", "shadowed.policy", "--select", "ALL").code == 1
+    assert policyc("lint", "shadowed.policy", "--ignore", "ALL").code == 0
+    assert "did you mean 'shadowed-rule'?" in policyc("lint", "clean.policy", "--select", "shadowed").err
 
 
 def test_stdin_filename_is_printed_and_imports_are_relative_to_it(folder: Path) -> None:
