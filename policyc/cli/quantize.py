@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from policyc.cli.common import ExampleCommand, exit_with_diagnostics
-from policyc.language.files import STANDARD_OUTPUT, open_output
+from policyc.language.files import is_standard_output, open_output
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -69,7 +70,7 @@ def quantize(array: str, recipe: str, role_name: str, gemm_name: str, out: str, 
     except ValueError as error:
         raise click.UsageError(f"--recipe: {error}") from None
     _save_arrays(out, operand.arrays())
-    click.echo(str(operand.stats), err=out == STANDARD_OUTPUT)
+    click.echo(str(operand.stats), err=is_standard_output(out))
 
 
 def _check_operand(gemm: Gemm, role: Role) -> None:
@@ -120,8 +121,10 @@ def _save_arrays(path: str, arrays: dict[str, Any]) -> None:
     """Writes an npz file atomically, or to standard output."""
     import numpy as np
 
+    archive = io.BytesIO()  # zip needs to seek, which a device only pretends to do
+    np.savez(archive, **arrays)
     try:
         with open_output(path) as stream:
-            np.savez(stream, **arrays)
+            stream.write(archive.getbuffer())
     except OSError as error:
         raise click.UsageError(f"cannot write '{path}': {error.strerror}") from None

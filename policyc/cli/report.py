@@ -31,13 +31,13 @@ def report(out: str | None, runs: tuple[str, ...]) -> None:
     """
     from policyc.experiments.run_report import UnreadableRun, write_report
     from policyc.language.diagnostics import escape_controls
-    from policyc.language.files import STANDARD_OUTPUT
+    from policyc.language.files import is_standard_output
 
     def warn(problem: str) -> None:
         click.echo(f"policyc: warning: {escape_controls(problem)}", err=True)
 
     try:
         path = write_report([Path(run) for run in runs], None if out is None else Path(out), warn)
-        click.echo(escape_controls(str(path)), err=out == STANDARD_OUTPUT)
+        click.echo(escape_controls(str(path)), err=out is not None and is_standard_output(out))
     except UnreadableRun as error:
         exit_with_message(str(error), EXIT_USAGE)

@@ -25,6 +25,11 @@ _MAX_LINKS = 40  # as the Linux kernel follows
 _MAX_PREFIX = 64  # characters of the name in the name of the temporary file: names have at most 255 bytes
 
 
+def is_standard_output(name: str) -> bool:
+    """Does the name of an output stand for standard output? Then messages belong on standard error."""
+    return name == STANDARD_OUTPUT or _find_descriptor(Path(name)) == _STANDARD_DESCRIPTORS["stdout"]
+
+
 @contextmanager
 def open_output(name: str) -> Iterator[BinaryIO]:
     """Opens the file that a command-line option names. `-` is standard output; see `atomic_write` for the others."""

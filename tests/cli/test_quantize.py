@@ -107,3 +107,15 @@ def test_a_file_that_is_not_an_array_is_an_error(tmp_path: Path) -> None:
         result = policyc("quantize", tmp_path / name, *options)
         assert result.code == 2
         assert name in result.err
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="needs /dev/stdout")
+@pytest.mark.usefixtures("capfdbinary")
+@pytest.mark.parametrize("out", ["/dev/null", "/dev/stdout", "-"])
+def test_a_device_as_output(tmp_path: Path, out: str) -> None:
+    """An archive can be written to a device, and the error is not printed into an archive on standard output."""
+    np.save(tmp_path / "in.npy", np.ones((16, 16), np.float32))
+    result = policyc("quantize", tmp_path / "in.npy", "--recipe", "fp8", *WEIGHT, "--out", out)
+    assert result.code == 0
+    assert "SQNR" in (result.out if out == "/dev/null" else result.err)
+    assert "SQNR" not in (result.err if out == "/dev/null" else result.out)
