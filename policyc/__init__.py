@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
     from policyc.compiler.schedule import set_step
     from policyc.compiler.session import active
-    from policyc.experiments.telemetry import observe, set_output_dir, should_observe, stats
+    from policyc.experiments.hooks import observe, set_output_dir, should_observe
+    from policyc.experiments.telemetry import stats
     from policyc.language.diagnostics import Diagnostic, PolicyError, Span
     from policyc.language.loader import load, parse
     from policyc.language.policy import Policy, Rule
@@ -31,12 +32,12 @@ _MODULES = {
     "active": "compiler.session",
     "apply": "compiler.pipeline",
     "load": "language.loader",
-    "observe": "experiments.telemetry",
+    "observe": "experiments.hooks",
     "parse": "language.loader",
     "plan": "compiler.pipeline",
-    "set_output_dir": "experiments.telemetry",
+    "set_output_dir": "experiments.hooks",
     "set_step": "compiler.schedule",
-    "should_observe": "experiments.telemetry",
+    "should_observe": "experiments.hooks",
     "stats": "experiments.telemetry",
 }
 

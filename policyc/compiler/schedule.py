@@ -1,19 +1,25 @@
 """The current step of the training, and the phase of each schedule that follows from it.
 
 JAX traces a jitted step once. The phase is part of the key of JAX's caches, in every thread, so that a new phase traces
-it again.
+it again. A program may call `set_step` without any policy: this module loads neither JAX nor the compiler.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from policyc.compiler.plan import Phase, Plan
-from policyc.jaxcore import autodiff
-from policyc.language.diagnostics import Diagnostic, PolicyError
-from policyc.language.policy import Policy
+if TYPE_CHECKING:
+    from policyc.compiler.plan import Phase, Plan
+    from policyc.language.policy import Policy
 
-_PHASES = autodiff.jit_cache_context()
+
+@cache
+def _phase_context() -> Any:
+    """The phases of all schedules, as part of the key of JAX's caches."""
+    from policyc.jaxcore import autodiff
+
+    return autodiff.jit_cache_context()
 
 
 class Schedule:
@@ -23,7 +29,7 @@ class Schedule:
         self.step: int | None = None
         self.total: int | None = None
         self._policies: list[Policy] = []
-        self._phases: tuple[Any, ...] | None = None
+        self._phases: tuple[tuple[bool, ...], ...] = ()
 
     def watch(self, policy: Policy) -> None:
         """Makes the phase of a policy part of the key of JAX's caches."""
@@ -43,7 +49,7 @@ class Schedule:
             for p in self._policies
         )
         if phases != self._phases:
-            _PHASES.set_global(phases)
+            _phase_context().set_global(phases)
             self._phases = phases
 
     def phase(self, plan: Plan) -> Phase:
@@ -52,6 +58,8 @@ class Schedule:
         if not conditions:
             return ()
         if self.step is None:
+            from policyc.language.diagnostics import Diagnostic, PolicyError
+
             diagnostic = Diagnostic(
                 code="schedule-without-step",
                 message="this policy has a schedule, and the program does not say which step it is at",
@@ -62,9 +70,11 @@ class Schedule:
         return plan.phase(self.step, self.total)
 
     def reset(self) -> None:
-        """Forgets the step."""
-        _PHASES.set_global(None)
-        self.__init__()  # type: ignore[misc]  # the state of a new schedule
+        """Forgets the step and the policies."""
+        if self._phases:
+            _phase_context().set_global(None)
+        self.step, self.total = None, None
+        self._policies, self._phases = [], ()
 
 
 SCHEDULE = Schedule()

@@ -21,9 +21,8 @@ from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.pipeline import LossCall, as_policy, no_reentry, plan_loss
 from policyc.compiler.plan import Phase, Plan
 from policyc.compiler.plan_checks import check_plan
-from policyc.compiler.plan_tables import as_json
 from policyc.compiler.schedule import current_phase
-from policyc.compiler.session import current_session
+from policyc.compiler.session import Session
 from policyc.experiments.taps import TappedLoss
 from policyc.language.files import atomic_write
 from policyc.language.policy import Policy
@@ -38,32 +37,8 @@ def stats(policy: Policy | str | Path, loss: Callable[..., Any], *args: Any) -> 
     return StatsRecorder(policy, loss)(*args)
 
 
-def set_output_dir(folder: Path | str) -> None:
-    """For training programs: says where they put their results. The plan and the measurements go there too.
-
-    Does nothing without an active policy.
-    """
-    session = current_session()
-    if session is None:
-        return
-    session.output_dir = Path(folder).absolute()  # the program may change its folder later
-    if session.plans and jax.process_index() == 0:
-        session.output_dir.mkdir(parents=True, exist_ok=True)
-        with atomic_write(session.output_dir / "plan.json") as stream:
-            stream.write(as_json(max(session.plans, key=lambda p: sum(p.counts))).encode())
-
-
-def should_observe(step: int) -> bool:
-    """For training programs: is this a step to measure? `--stats-every` says which are."""
-    session = current_session()
-    return session is not None and session.stats_every > 0 and step % session.stats_every == 0
-
-
-def observe(step: int, loss: Callable[..., Any], *args: Any) -> None:
-    """For training programs: measures a step, if it is one to measure, and appends the rows to `stats.jsonl`."""
-    session = current_session()
-    if session is None or not should_observe(step):
-        return
+def measure_step(session: Session, step: int, loss: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Measures a loss under the policy of a session, and appends the rows to `stats.jsonl`."""
     if loss not in session.recorders:
         session.recorders[loss] = StatsRecorder(session.policy, loss, session.execution)
     rows = session.recorders[loss](*args)

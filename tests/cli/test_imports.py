@@ -82,6 +82,25 @@ def test_the_list_of_codes_is_printed_without_tables(tmp_path: Path) -> None:
     assert not loaded & {"rich", "policyc.language.tables"}
 
 
-def test_importing_the_package_loads_nothing_of_it() -> None:
-    code = "import sys, policyc; print(sorted(m for m in sys.modules if m.startswith('policyc')))"
-    assert run_python(code).strip() == "['policyc']"
+HOOKS = """
+import sys, policyc
+
+def print_modules():
+    print(*sorted(name for name in sys.modules if name.partition(".")[0] in ("policyc", "jax", "numpy")))
+
+print_modules()
+policyc.set_step(0, total=2)
+policyc.set_output_dir("results")
+assert not policyc.should_observe(0)
+policyc.observe(0, None)
+print_modules()
+"""
+
+
+def test_a_program_that_calls_policyc_without_a_policy_loads_next_to_nothing() -> None:
+    at_import, after_hooks = run_python(HOOKS).splitlines()
+    assert at_import == "policyc"
+    modules = (
+        "policyc policyc.compiler policyc.compiler.schedule policyc.experiments policyc.experiments.hooks"
+    )
+    assert after_hooks == modules

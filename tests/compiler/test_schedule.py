@@ -80,6 +80,15 @@ def test_reset_forgets_the_step(schedule: Schedule) -> None:
 # ---- JAX's caches
 
 
+def test_steps_without_a_schedule_trace_nothing_again(schedule: Schedule) -> None:
+    calls: list[int] = []
+    step = jax.jit(lambda x: calls.append(1) or x)
+    jax.eval_shape(step, 1.0)
+    schedule.set_step(0, 10)
+    jax.eval_shape(step, 1.0)
+    assert calls == [1]
+
+
 def test_a_new_phase_traces_again(schedule: Schedule) -> None:
     schedule.watch(parse("* -> fp8\nafter 3 { * -> keep }"))
     assert traces(schedule, [0, 1, 2, 3, 4]) == [1, 1, 1, 2, 2]

@@ -1,0 +1,59 @@
+"""What a training program calls: where its results are, which steps are measured.
+
+Without an active policy these functions do nothing, and load neither JAX nor the compiler.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from policyc.compiler.session import Session
+
+
+def _current_session() -> Session | None:
+    """The active session. Before its module is loaded there is none."""
+    if "policyc.compiler.session" not in sys.modules:
+        return None
+    from policyc.compiler.session import current_session
+
+    return current_session()
+
+
+def set_output_dir(folder: Path | str) -> None:
+    """For training programs: says where they put their results. The plan and the measurements go there too.
+
+    Does nothing without an active policy.
+    """
+    session = _current_session()
+    if session is None:
+        return
+    import jax
+
+    from policyc.compiler.plan_tables import as_json
+    from policyc.language.files import atomic_write
+
+    session.output_dir = Path(folder).absolute()  # the program may change its folder later
+    if session.plans and jax.process_index() == 0:
+        session.output_dir.mkdir(parents=True, exist_ok=True)
+        with atomic_write(session.output_dir / "plan.json") as stream:
+            stream.write(as_json(max(session.plans, key=lambda p: sum(p.counts))).encode())
+
+
+def should_observe(step: int) -> bool:
+    """For training programs: is this a step to measure? `--stats-every` says which are."""
+    session = _current_session()
+    return session is not None and session.stats_every > 0 and step % session.stats_every == 0
+
+
+def observe(step: int, loss: Callable[..., Any], *args: Any) -> None:
+    """For training programs: measures a step, if it is one to measure, and appends the rows to `stats.jsonl`."""
+    session = _current_session()
+    if session is None or not should_observe(step):
+        return
+    from policyc.experiments.telemetry import measure_step
+
+    measure_step(session, step, loss, args)
