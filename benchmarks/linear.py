@@ -3,7 +3,7 @@
     python -m benchmarks.linear --json linear.json
 
 The designs are those of the random bits and of the Hadamard transform. On a GPU the layer is 16384 x 4096 x 14336;
-elsewhere it is small.
+on a CPU it is small.
 """
 
 from __future__ import annotations

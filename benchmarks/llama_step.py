@@ -3,7 +3,7 @@
     python -m benchmarks.llama_step --json llama_step.json
 
 On a GPU it is the 1b configuration at sequence 4096. Unless a layout of the step (batch, remat, scan) is given, several
-are tried in bf16 and the fastest is taken. Elsewhere it is a tiny model, to try the script. The policies run one after
+are tried in bf16 and the fastest is taken. On a CPU it is a tiny model, to try the script. The policies run one after
 the other on one training state, so that they need no more memory than one. Of the extra train it needs optax and grain.
 """
 

@@ -1,6 +1,6 @@
 """Pretrains a Llama: `python models/llama/train.py --config tiny`. `--help` lists the options.
 
-A run writes metrics, checkpoints and exports to a folder. It knows nothing of number formats: `policyc apply` runs it
+A run writes metrics, checkpoints and exports to a folder. It has no code for number formats: `policyc apply` runs it
 under a policy. The calls of `policyc` below tell the policy about the run; without a policy they do nothing.
 """
 

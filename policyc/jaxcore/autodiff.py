@@ -27,7 +27,7 @@ def intercept_reverse_mode(hook: Hook) -> Iterator[None]:
     """Differentiates what `hook` returns instead of the function that a program differentiates.
 
     `jax.grad`, `value_and_grad`, `vjp`, `linearize` and `jacrev` all call `ad.linearize`, however a program imported
-    them. A derivative taken during a backward pass belongs to somebody's backward rule and is not that of a loss:
+    them. A derivative taken during a backward pass is part of a backward rule, not the derivative of a loss:
     `ad.backward_pass3` is patched to recognize it.
     """
     module: Any = ad

@@ -1,7 +1,7 @@
 """Loads policies: reads files, expands imports, separates variants, checks names.
 
 An import is looked for beside the importing file, then among the bundled policies. Its path must be relative and end
-in `.policy`, and links must not lead elsewhere, so no import reads any other file.
+in `.policy`, and links must not lead out of these folders, so no import reads any other file.
 """
 
 from __future__ import annotations
