@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,11 +91,22 @@ def _number_first_members(paths: Sequence[DottedPath]) -> list[DottedPath]:
 
 def _strip_packing(key_paths: list[_KeyPath]) -> list[_KeyPath]:
     """Removes a tuple of one around all leaves: some frameworks pack their arguments in one."""
-    key_paths = [_strip_node_states(keys) for keys in key_paths]
+    key_paths = _strip_boxes([_strip_node_states(keys) for keys in key_paths])
     first = {
         keys[0].idx if len(keys) > 1 and isinstance(keys[0], SequenceKey) else None for keys in key_paths
     }
     return [keys[1:] for keys in key_paths] if first == {0} else key_paths
+
+
+def _strip_boxes(key_paths: list[_KeyPath]) -> list[_KeyPath]:
+    """Removes the last key of a node without names that holds one leaf, such as a named array of Haliax."""
+    leaf_counts = Counter(keys[:-1] for keys in key_paths)
+    return [
+        keys[:-1]
+        if len(keys) > 1 and isinstance(keys[-1], FlattenedIndexKey) and leaf_counts[keys[:-1]] == 1
+        else keys
+        for keys in key_paths
+    ]
 
 
 def _strip_node_states(keys: _KeyPath) -> _KeyPath:

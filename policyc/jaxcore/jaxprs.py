@@ -155,10 +155,12 @@ def primitive_name(eqn: JaxprEqn) -> str:
 def name_scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The name scopes of an equation inside its jaxpr, without those that transformations add.
 
-    A scope with a blank in it describes an operation (Haliax: `contract embed -> batch`) and names no module.
+    A scope with a blank or an arrow in it describes an operation (Haliax: `contract embed -> batch`, `jnp.einsum`:
+    `bte,eh->bth`) and names no module.
     """
     scopes = (s.name for s in eqn.source_info.name_stack.stack if isinstance(s, sources.Scope))
-    return tuple(part for scope in scopes for part in scope.split("/") if part and " " not in part)
+    parts = (part for scope in scopes for part in scope.split("/"))
+    return tuple(part for part in parts if part and " " not in part and "->" not in part)
 
 
 def source_place(eqn: JaxprEqn) -> str:

@@ -185,6 +185,10 @@ def _multiply_parts(product: Product, left: Parts, right: Parts, out: Any, token
 def _multiply_plain(product: Product, left: jax.Array, right: jax.Array, out: Any) -> jax.Array:
     precision = lax.Precision.HIGHEST if product.left.treatment.format == "f32" else None
     wide = out if out in (jnp.bfloat16, jnp.float32) else jnp.float32
+    if left.dtype == right.dtype == jnp.bfloat16 and wide == jnp.float32:
+        # XLA has no kernel on CPU for some of these products, for example where it swaps the operands to save a
+        # transpose. The primitive multiplies the same values in fp32 there.
+        return primitives.scaled_gemm(left, right, product.dims, wide)
     return lax.dot_general(left, right, product.dims, precision=precision, preferred_element_type=wide)
 
 

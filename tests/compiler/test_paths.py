@@ -51,6 +51,21 @@ class Wrapper:
         return cls(*leaves, attribute)
 
 
+@jax.tree_util.register_pytree_node_class
+class Box:
+    """Leaves in a node without names, as Haliax has it: the last key of a path is a number."""
+
+    def __init__(self, *leaves: Any) -> None:
+        self.leaves = leaves
+
+    def tree_flatten(self):
+        return self.leaves, None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class NodeStates:
     """The object that Flax NNX puts around the states of a differentiated module."""
@@ -257,3 +272,9 @@ def test_a_key_of_an_unknown_kind_prints_itself():
             return cls(*leaves)
 
     assert names({"outer": Custom(0)}) == ["outer.mine"]
+
+
+def test_a_node_without_names_that_holds_one_leaf_adds_nothing() -> None:
+    assert names({"proj": {"weight": Box(1)}, "norm": Box(2)}) == ["norm", "proj.weight"]
+    assert names({"linear": Box(1, 2)}) == ["linear[0]", "linear[1]"]
+    assert names(Box(1)) == ["a[0]"]

@@ -48,6 +48,16 @@ def slow(*values: Any) -> Any:
 # --- against the vectors and the oracle -----------------------------------------------------------
 
 
+def test_every_cpu_multiplies_bf16_of_an_fp32_program() -> None:
+    """XLA swaps the operands of a transposed product, and has no CPU kernel for that one in bfloat16 with fp32 sums."""
+    x, w = normal(16, 32, seed=1), normal(32, 48, seed=2)
+    bf16 = make_recipe("bf16")
+    y = jax.jit(lambda x, w: quantized_dot_general(x, w, MATMUL, bf16).T)(x, w)
+    a, b = (np.asarray(v.astype(jnp.bfloat16), np.float64) for v in (x, w))
+    # The products of bfloat16 are exact in fp32: only 32 terms are rounded when they are added.
+    np.testing.assert_allclose(y, (a @ b).T, rtol=0, atol=32 * 2**-24 * np.max(np.abs(a) @ np.abs(b)))
+
+
 def test_products_equal_the_vendors() -> None:
     """The three products of the default recipe without stochastic rounding."""
     x, w, dy = (jnp.asarray(GOLDEN[f"gemm/{n}"].view(ml_dtypes.bfloat16)) for n in ("X", "W", "DY"))

@@ -66,7 +66,7 @@ def gemm(
 def _values(operand: Operand, contract: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
     """What the product multiplies. Padding is zero: it stays along contracted dimensions and is removed elsewhere."""
     if not isinstance(operand, Quantized):
-        return operand
+        return operand.astype(jnp.promote_types(operand.dtype, dtype))
     values = block_values(operand, dtype)
     layout = operand.layout
     for axis, size in ((layout.axis, layout.size), (layout.tile_axis, layout.tile_size)):
