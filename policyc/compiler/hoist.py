@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import AbstractValue
@@ -116,7 +117,8 @@ class RewrittenLoss:
         for hoisted in self.hoisted:
             site = self.sites[hoisted.address]
             if hoisted.content is ROUNDING_KEY:
-                arrays += rounding_keys(site, hoisted.ranges)
+                # As arrays of JAX: a scan saves slices of other constants again, for its backward pass.
+                arrays += map(jnp.asarray, rounding_keys(site, hoisted.ranges))
                 continue
             origin = site.origin
             assert origin is not None

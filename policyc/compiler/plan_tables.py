@@ -33,7 +33,7 @@ def summary(plan: Plan) -> str:
         rows += [[title, "sites", "products", "FLOPs", "backend"], *_rule_rows(plan, phase)]
     lines = (
         *align_columns(rows),
-        *map(escape_controls, emulation_reasons(plan)),
+        *map(escape_controls, lowering_reasons(plan)),
         *_unknown_layers(plan),
         *unchanged_products(plan),
     )
@@ -79,17 +79,18 @@ def _rule_rows(plan: Plan, phase: Phase) -> Iterator[list[str]]:
         yield [text, str(share.sites), names, f"{share.flops / total:.1%}", lowerings]
 
 
-def emulation_reasons(plan: Plan) -> Iterator[str]:
-    """Why products are not native, one line per reason, with a remedy."""
-    gemms_of: dict[Obstacle, set[str]] = {}
+def lowering_reasons(plan: Plan) -> Iterator[str]:
+    """Why products are not native, or run on another backend than the fastest: one line per reason, with a remedy."""
+    gemms_of: dict[tuple[str, Obstacle], set[str]] = {}
     for run in itertools.chain.from_iterable(map(plan.runs, plan.phases)):
         for product in run.products():
             lowering = product.lowering
-            if not lowering.native and lowering.obstacle is not None:
-                gemms_of.setdefault(lowering.obstacle, set()).add(product.gemm)
-    for obstacle, gemms in gemms_of.items():
+            if lowering.obstacle is not None:
+                label = f"by {lowering.backend}" if lowering.native else "emulated"
+                gemms_of.setdefault((label, lowering.obstacle), set()).add(product.gemm)
+    for (label, obstacle), gemms in gemms_of.items():
         names = ", ".join(g for g in Gemm if g in gemms)
-        yield f"emulated ({names}): {obstacle.reason}; {obstacle.remedy}"
+        yield f"{label} ({names}): {obstacle.reason}; {obstacle.remedy}"
 
 
 def _unknown_layers(plan: Plan) -> Iterator[str]:

@@ -7,6 +7,7 @@ __all__ = [
     "define_primitive",
     "derivatives",
     "jaxprs",
+    "partition",
     "product_tags",
     "relocate",
     "shardings",

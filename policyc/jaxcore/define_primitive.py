@@ -36,6 +36,15 @@ Mapped = tuple[tuple[bool, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """Another primitive with the same operands and results: how to get it, its parameters, and why it is used."""
+
+    primitive: Callable[[], Primitive]
+    params: Mapping[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrimitiveRules:
     """How a primitive behaves. All functions take the operands (or their avals) and the parameters.
 
@@ -47,8 +56,7 @@ class PrimitiveRules:
       platform_bodies: other bodies with the same results, by platform.
       single_device_bodies: bodies for programs on one device, which nothing has to partition, by platform.
       needs_devices: whether lowering needs to know the devices. True if the body partitions itself.
-      unshardable_backend: the name of the backend if XLA cannot partition the body and `vmap` cannot batch it. Both
-        are then errors that name the backend.
+      batched: what `vmap` makes of an equation, if it cannot batch the body.
     """
 
     body: Implementation
@@ -57,7 +65,7 @@ class PrimitiveRules:
     platform_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     single_device_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     needs_devices: bool = False
-    unshardable_backend: str = ""
+    batched: Replacement | None = None
 
 
 def define(name: str, rules: PrimitiveRules) -> Primitive:
@@ -69,10 +77,10 @@ def define(name: str, rules: PrimitiveRules) -> Primitive:
     ad.primitive_jvps[primitive] = _raise_not_differentiable
     primitive.def_abstract_eval(partial(_abstract_eval, rules))
     primitive.def_impl(partial(_run, primitive))
-    batching.primitive_batchers[primitive] = partial(_batch, primitive, rules.unshardable_backend)
-    mlir.register_lowering(primitive, _lowering_rule(rules.body, None, rules.unshardable_backend))
+    batching.primitive_batchers[primitive] = partial(_batch, primitive, rules.batched)
+    mlir.register_lowering(primitive, _lowering_rule(rules.body, None))
     for platform, body in rules.platform_bodies.items():
-        rule = _lowering_rule(body, rules.single_device_bodies.get(platform), rules.unshardable_backend)
+        rule = _lowering_rule(body, rules.single_device_bodies.get(platform))
         mlir.register_lowering(primitive, rule, platform=platform)
     return primitive
 
@@ -164,17 +172,16 @@ def _strip_mapped_axes(avals: Sequence[Any], mapped: Mapped) -> tuple[list[int],
 
 def _batch(
     primitive: Primitive,
-    unshardable_backend: str,
+    replacement: Replacement | None,
     args: Sequence[jax.Array],
     dims: Sequence[int | None],
     *,
     mapped: Mapped,
     **params: Any,
 ) -> tuple[Sequence[jax.Array], list[int]]:
-    if unshardable_backend:
-        raise NotImplementedError(
-            f"backend {unshardable_backend} cannot run a GEMM under a vmap around the loss: use --backend auto there"
-        )
+    if replacement is not None:
+        warnings.warn(replacement.reason, stacklevel=2)
+        primitive, params = replacement.primitive(), params | dict(replacement.params)
     level = tuple(d is not None for d in dims)
     moved = [a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
     out = primitive.bind(*moved, mapped=(level, *mapped), **params)
@@ -208,9 +215,7 @@ def _jit(body: Implementation, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(partial(body, **dict(params)))
 
 
-def _lowering_rule(
-    body: Implementation, single_device_body: Implementation | None, unshardable_backend: str
-) -> Callable[..., Any]:
+def _lowering_rule(body: Implementation, single_device_body: Implementation | None) -> Callable[..., Any]:
     lower_general = _lower_body(_vmap_body(body))
     lower_single = (
         lower_general if single_device_body is None else _lower_body(_vmap_body(single_device_body))
@@ -220,11 +225,6 @@ def _lowering_rule(
         # Without sharding and varying axes: inside `shard_map` the body runs on one device's shard.
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
         devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-        if unshardable_backend and devices not in (None, 1):
-            raise NotImplementedError(
-                f"backend {unshardable_backend} runs on one device or inside a shard_map, but XLA partitions this "
-                f"program over {devices} devices: use --backend auto there"
-            )
         rule = lower_single if devices == 1 and not params["mapped"] else lower_general
         with warnings.catch_warnings(), explicit_axes_as_auto(ctx.avals_in[0].sharding.mesh):
             # Every supported JAX has Pallas's Triton backend. Users need not hear that a later one will drop it.

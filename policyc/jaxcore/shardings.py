@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec, use_abstract_mesh
+from jax.sharding import AxisType, PartitionSpec, use_abstract_mesh
 
 
 def mesh_axes_of(aval: Any) -> tuple[Any, ...]:
@@ -69,16 +67,4 @@ def explicit_axes_as_auto(mesh: Any) -> Iterator[None]:
         yield
         return
     with use_abstract_mesh(mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))):
-        yield
-
-
-@contextlib.contextmanager
-def without_mesh() -> Iterator[None]:
-    """Hides every surrounding mesh: the code under it is traced for one device's shard."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(use_abstract_mesh(AbstractMesh((), ())))
-        with warnings.catch_warnings():
-            # Some libraries read the mesh of the deprecated context manager first.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            stack.enter_context(Mesh(np.empty((), dtype=object), ()))
         yield

@@ -5,7 +5,7 @@ Their results have no derivative. Code that differentiates them must be inside a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from policyc.jaxcore.define_primitive import DimSource, PrimitiveRules, Shape, bind, define
+from policyc.jaxcore.define_primitive import DimSource, PrimitiveRules, Replacement, Shape, bind, define
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Treatment
 from policyc.numerics import backends
@@ -92,17 +92,24 @@ def _quantize_primitive(format: str, backend: str) -> Primitive:
                 name: partial(_quantize, context=LoweringContext(platform=name, single_device=True))
                 for name in _PLATFORMS
             },
-            **_backend_rules(backend),
+            needs_devices=backends.load(backend).NEEDS_DEVICES,
+            batched=_batched(backend, partial(_quantize_primitive, format, _BATCHING_BACKEND)),
         ),
     )
 
 
-def _backend_rules(backend: str) -> dict[str, Any]:
-    module = backends.load(backend)
-    return {
-        "needs_devices": module.NEEDS_DEVICES,
-        "unshardable_backend": backend if module.UNSHARDABLE else "",
-    }
+_BATCHING_BACKEND = "xla"
+"""Runs the products of a backend that `vmap` cannot batch."""
+
+
+def _batched(backend: str, primitive: Callable[[], Primitive]) -> Replacement | None:
+    if not backends.load(backend).UNBATCHABLE:
+        return None
+    return Replacement(
+        primitive=primitive,
+        params={"backend": _BATCHING_BACKEND},
+        reason=f"backend {backend} cannot run a GEMM under a vmap around the loss: {_BATCHING_BACKEND} runs it",
+    )
 
 
 def _quantize(
@@ -238,7 +245,8 @@ def _scaled_gemm_primitive(backend: str) -> Primitive:
             platform_bodies={
                 name: partial(_gemm, context=LoweringContext(platform=name)) for name in _PLATFORMS
             },
-            **_backend_rules(backend),
+            needs_devices=backends.load(backend).NEEDS_DEVICES,
+            batched=_batched(backend, partial(_scaled_gemm_primitive, _BATCHING_BACKEND)),
         ),
     )
 

@@ -9,7 +9,7 @@ import jax
 
 from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import make_plan
-from policyc.compiler.plan_tables import align_columns, as_json, emulation_reasons, sites_table, summary
+from policyc.compiler.plan_tables import align_columns, as_json, lowering_reasons, sites_table, summary
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.planned_model import HEAD, SCHEDULE, X, plan_model
@@ -22,7 +22,7 @@ POLICY = "* -> mxfp8; layers[1:3].up -> bf16; head @ wgrad -> nvfp4; head @ dgra
 
 def test_the_summary_has_a_line_for_each_rule() -> None:
     plan = plan_model(POLICY, backend="emulate")
-    (reason,) = emulation_reasons(plan)
+    (reason,) = lowering_reasons(plan)
     assert (
         summary(plan)
         == f"""\
@@ -38,7 +38,7 @@ policyc: {reason}
 
 def test_the_summary_has_a_part_for_each_phase() -> None:
     plan = plan_model("* -> fp8\nuntil 10 { head -> keep }", backend="emulate")
-    (reason,) = emulation_reasons(plan)
+    (reason,) = lowering_reasons(plan)
     assert (
         summary(plan)
         == f"""\
@@ -66,7 +66,7 @@ policyc: (no rule)     8      fprop, dgrad, wgrad  80.0%  -
 
 def test_every_reason_for_emulation_is_given_once() -> None:
     plan = plan_model(POLICY, target="h100")
-    assert [line.partition(":")[0] for line in emulation_reasons(plan)] == [
+    assert [line.partition(":")[0] for line in lowering_reasons(plan)] == [
         "emulated (fprop, dgrad, wgrad)",
         "emulated (wgrad)",
     ]

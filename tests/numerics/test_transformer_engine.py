@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.interpreters import mlir
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import policyc
-from policyc.hardware import deviceless
+from policyc.compiler import pipeline
+from policyc.hardware import deviceless, hlo
 from policyc.numerics import backends, targets
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize.hadamard import SIGNS
@@ -201,9 +202,77 @@ def test_compiled_for_gb200() -> None:
     )
     assert calls == {("te", "te_gemm_v2_ffi"): 7, ("xla", "__cudnn$blockScaledDot"): 4}
     assert len(report.products) == 11  # the first layer needs no dgrad
-    transposed = re.findall(r"= (\w+)\[[\d,]*\]\S* (?:transpose|copy)\(", report.text)
-    assert "u8" in transposed
-    assert "bf16" not in transposed
+    transposed = re.findall(r"= (\w+)\[([\d,]*)\]\S* (?:transpose|copy)\(", report.text)
+    assert "u8" in {element_type for element_type, _ in transposed}
+    # XLA quantizes the weight of the last layer itself, and may transpose it.
+    assert {dims for element_type, dims in transposed if element_type == "bf16"} <= {"128,48"}
+
+
+MESHES = {"fsdp": (8, 1), "tensor": (1, 8), "fsdp and tensor": (4, 2)}
+
+
+@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+def test_compiled_for_eight_gb200(shape: tuple[int, int]) -> None:
+    """Every device quantizes its own shard and multiplies its part. Weights are gathered as codes and scales, and the
+    sums of their gradients are scattered. Nothing else is communicated, except maxima and sums over `tensor`.
+    """
+    fsdp, tensor = shape
+    devices = deviceless.make_devices(targets.get_target("gb200"), 8)
+    mesh = Mesh(np.asarray(devices).reshape(shape), ("fsdp", "tensor"))
+    rows, width, hidden = 16, 1024, 2048
+
+    def mlp(p: Any, x: Any) -> Any:
+        for name in ("up", "down"):
+            with jax.named_scope(name):
+                x = jnp.tanh(x @ p[name])
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    def array(dims: tuple[int, ...], *spec: Any) -> Any:
+        return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+    p = {
+        "up": array((width, hidden), "fsdp", "tensor"),
+        "down": array((hidden, width), "tensor", "fsdp"),
+    }
+    x = array((rows, 64, width), "fsdp")
+    gradient = jax.jit(jax.grad(mlp), out_shardings={name: w.sharding for name, w in p.items()})
+    execution = pipeline.execution_options(backend="te", target="gb200")
+    report = deviceless.compile_step(gradient, (p, x), pipeline.as_policy(VENDOR), execution, devices=8)
+    assert {(c.backend, c.call, c.calls_found) for c in report.products} == {("te", "te_gemm_v2_ffi", 1)}
+    tokens, local = rows // fsdp * 64, hidden // tensor
+    assert gemm_shapes(report.text) == collections.Counter(
+        [
+            (tokens, local, width),  # up, fprop
+            (tokens, width, local),  # down, fprop
+            (tokens, local, width),  # down, dgrad
+            (local, width, tokens),  # down, wgrad
+            (width, local, tokens),  # up, wgrad
+        ]
+    )
+    kinds = {(c.kind, c.type) for c in report.collectives}
+    bulk = {k for k in kinds if k[0] != "all-reduce"}
+    assert bulk == ({("all-gather", "u8"), ("reduce-scatter", "bf16")} if fsdp > 1 else set())
+    assert {t for k, t in kinds if k == "all-reduce"} <= {"s32", "f32", "bf16"}
+    gathered = sum(c.bytes for c in report.collectives if c.kind == "all-gather")
+    # Half a byte for each element and one byte for each tile of 256, of both weights.
+    assert gathered == (2 * (width * local // 2 + width * local // 256) if fsdp > 1 else 0)
+
+
+def gemm_shapes(text: str) -> collections.Counter[tuple[int, int, int]]:
+    """Rows, columns and contracted size of every GEMM of Transformer Engine in a compiled program."""
+    module = hlo.parse_module(text)
+    shapes: collections.Counter[tuple[int, int, int]] = collections.Counter()
+    for run in module.executions:
+        call = run.instruction
+        if call.call_target != "te_gemm_v2_ffi":
+            continue
+        left, _, right = (module.computations[run.computation][name].shape for name in call.operands[:3])
+        (m, k), (n, other_k) = (
+            tuple(map(int, re.findall(r"\d+", re.findall(r"\[([\d,]*)\]", s)[0]))) for s in (left, right)
+        )
+        assert k == other_k
+        shapes[m, n, k] += run.times
+    return shapes
 
 
 def test_switched_off_kernels_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,24 +291,26 @@ def register_cpu_kernels() -> None:
         for name in ("amax", "gemm", "quantization")
     )
 
+    kernels = te_kernels.Engine()
+
     def rht_amax(x: Any, **params: Any) -> Any:
-        assert params["rht_matrix_random_sign_mask_t"] == MASK
-        top = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1)
-        return [top, te_kernels.quantize_rows(x.T, rotated=True).amax]
+        assert params["rht_matrix_random_sign_mask_t"] == MASK == te_kernels.SIGN_MASK
+        return [jnp.zeros(1, jnp.float32), kernels.rotated_amax(x).reshape(1)]
 
     def quantize(
         x: Any, scale: Any, amax: Any, state: Any, rotated_amax: Any, matrix: Any, **params: Any
     ) -> Any:
         two_d = params["scaling_mode"].value == 5
-        rows = te_kernels.quantize_rows(x, two_d)
-        columns = te_kernels.quantize_rows(x.T, two_d, params["use_rht"])
+        rows = te_kernels.quantize_rows(x, amax, two_d=two_d)
+        rotated = te_kernels.rotate_columns(x) if params["use_rht"] else x.T
+        columns = te_kernels.quantize_rows(rotated, rotated_amax if params["use_rht"] else amax, two_d=two_d)
         shapes = quantization.BaseDBiasQuantizePrimitive.abstract(
             *(jax.typeof(a) for a in (x, scale, amax, state, rotated_amax, matrix)), **params
         )
         return [
             _fit_declared_shape(a, s)
             for a, s in zip(
-                (rows.data, columns.data, rows.scale_inv, columns.scale_inv, amax), shapes, strict=False
+                (rows.codes, columns.codes, rows.scales, columns.scales, amax), shapes, strict=False
             )
         ] + [jnp.zeros(s.shape, s.dtype) for s in shapes[5:]]
 
@@ -247,7 +318,7 @@ def register_cpu_kernels() -> None:
         a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any, alpha: Any, beta: Any, **params: Any
     ) -> Any:
         left, right = (
-            te_kernels.KernelResult(d, s[: d.shape[0], : d.shape[1] // 16], alpha)
+            te_kernels.QuantizedMatrix(d, s[: d.shape[0], : d.shape[1] // 16])
             for d, s in ((a, a_scales), (b, b_scales))
         )
         (_, workspace) = gemms.GemmPrimitive.abstract(

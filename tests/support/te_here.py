@@ -7,7 +7,7 @@ from typing import Any
 
 from policyc.numerics.backends import LoweringContext, te
 
-NEEDS_DEVICES, UNSHARDABLE = True, False
+NEEDS_DEVICES, UNBATCHABLE = True, False
 obstacle, missing = te.obstacle, te.missing
 
 

@@ -1,89 +1,84 @@
-"""Substitutes for Transformer Engine's kernels on machines that cannot run them: the emulation of plain 2D arrays.
+"""Substitutes for Transformer Engine's kernels on machines that cannot run them: the emulation of matrices.
 
-The layouts follow its sources. Rows have blocks along the last dimension. Columns are the transpose, with blocks along
-the rows of the input, rotated first if requested. The scale of a 2D tile is repeated for each of its rows.
+The layouts follow its sources. Rows have blocks along the last dimension. Columns are the rows of the transpose,
+rotated first if requested. The scale of a 2D tile is repeated for each of its rows. Maxima are those that the caller
+gives: on several devices, those of the whole operand.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import Axes, block_values, quantize
+from policyc.numerics.backends.te_calls import QuantizedMatrix
+from policyc.numerics.quantize import Axes, Key, block_values, quantize
+from policyc.numerics.quantize.hadamard import rotate
 from policyc.numerics.quantize.layout import Layout, Quantized, repeat_axis
 
-ROWS, COLUMNS, BOTH = "rows", "columns", "both"
-ONE, TWO = "1D", "2D"
+SIGN_MASK = 0xD7E8
+"""The signs of the rotation: bit i is set if sign i is negative."""
 
 
-class KernelResult(NamedTuple):
-    """What a quantizing kernel writes."""
+def quantize_rows(
+    x: jax.Array, amax: jax.Array, state: jax.Array | None = None, *, two_d: bool = False
+) -> QuantizedMatrix:
+    """(rows, length) of float4, and a scale for each 16 of them."""
+    # The quantizer finds the maximum itself. So it gets more rows, one of which has it, and these are removed again.
+    more = jnp.zeros((16, x.shape[1]), jnp.float32).at[0, 0].set(amax.reshape(()))
+    rounding = "rne" if state is None else "sr"
+    treatment = Treatment(format="nvfp4", element="e2m1", tile2d=two_d, rounding=rounding)
+    key = None if state is None else Key(state[0], state[1])
+    wide = jnp.concatenate([x.astype(jnp.float32), more])
+    q = quantize(wide, treatment, Axes(axis=-1, contract=(-1,), tile=-2), key=key)
+    assert q.scales is not None
+    scales = (repeat_axis(q.scales, -2, 16) if two_d else q.scales)[: x.shape[0]]
+    data = lax.bitcast_convert_type(q.codes[: x.shape[0]], jnp.float4_e2m1fn).reshape(x.shape)
+    return QuantizedMatrix(data, lax.bitcast_convert_type(scales, jnp.float8_e4m3fn))
 
-    data: jax.Array
-    scale_inv: jax.Array
-    amax: jax.Array
+
+def rotate_columns(x: jax.Array) -> jax.Array:
+    """The rows of the transpose, rotated."""
+    # Computed from a number: `custom_partitioning` takes no constant arrays.
+    signs = 1 - 2 * ((jnp.int32(SIGN_MASK) >> lax.iota(jnp.int32, 16)) & 1).astype(jnp.float32)
+    return rotate(x.T, -1, 16, signs, method="butterfly")
 
 
-def quantize_rows(x: jax.Array, two_d: bool = False, rotated: bool = False) -> KernelResult:
-    """One result of a kernel: (rows, length) of float4, and a scale for each 16 of them."""
-    treatment = Treatment(format="nvfp4", element="e2m1", rht=16 * rotated, tile2d=two_d)
-    q = quantize(x, treatment, Axes(axis=-1, contract=(-1,), tile=-2))
-    assert q.scales is not None and q.amax is not None  # noqa: PT018
-    scales = repeat_axis(q.scales, -2, 16) if two_d else q.scales
-    data = lax.bitcast_convert_type(q.codes, jnp.float4_e2m1fn).reshape(x.shape)
-    return KernelResult(data, lax.bitcast_convert_type(scales, jnp.float8_e4m3fn), q.amax.reshape(1))
-
-
-def multiply_rows(left: Any, right: Any, alpha: jax.Array, out: Any) -> jax.Array:
+def multiply_rows(left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:
     """The cuBLAS product: both operands contracted along the last dimension, times alpha."""
 
-    def values(operand: Any) -> jax.Array:
-        rows, length = operand.data.shape
+    def values(operand: QuantizedMatrix) -> jax.Array:
+        rows, length = operand.codes.shape
         layout = Layout(format="nvfp4", element="e2m1", axis=-1, block=16, size=length)
-        codes = lax.bitcast_convert_type(operand.data.reshape(rows, length // 2, 2), jnp.uint8)
-        scales = lax.bitcast_convert_type(operand.scale_inv, jnp.uint8)
+        codes = lax.bitcast_convert_type(operand.codes.reshape(rows, length // 2, 2), jnp.uint8)
+        scales = lax.bitcast_convert_type(operand.scales, jnp.uint8)
         return block_values(Quantized(codes=codes, scales=scales, amax=None, layout=layout), jnp.float32)
 
     dims = (((1,), (1,)), ((), ()))
     return (lax.dot_general(values(left), values(right), dims, precision="highest") * alpha).astype(out)
 
 
-def engine() -> Any:
-    """A substitute for the parts of Transformer Engine that the backend uses."""
+class Engine:
+    """A substitute for `te_calls.load()`."""
 
-    def quantize(x: Any, quantizer: Any, flatten_axis: int) -> Any:
-        assert flatten_axis == 1
-        two_d = quantizer.scaling_mode == TWO
-        columns = RowsAndColumns(quantize_rows(x.data.T, two_d, quantizer.use_rht))
-        # Transformer Engine has no kernel for columns alone, unless they are rotated, and none that rotates rows.
-        if quantizer.q_layout == COLUMNS:
-            assert quantizer.use_rht
-            return columns.colwise_tensor
-        return columns if quantizer.q_layout == BOTH else quantize_rows(x.data, two_d)
+    def rotation_matrix(self) -> np.ndarray:
+        return np.zeros((16, 16), jnp.bfloat16)  # `rotate_columns` does not read it
 
-    def gemm(left: Any, right: Any, contracting_dims: Any) -> jax.Array:
-        assert contracting_dims == ((1,), (1,))
-        return multiply_rows(left, right, left.amax / 2688 * (right.amax / 2688), left.dq_dtype)
+    def rotated_amax(self, x: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(rotate_columns(x))).astype(jnp.float32)
 
-    factory = SimpleNamespace(create=lambda **fields: SimpleNamespace(**fields))
-    return SimpleNamespace(
-        quantize=quantize,
-        gemm=gemm,
-        NoScaleTensor=lambda **fields: SimpleNamespace(**fields),
-        QuantizeLayout=SimpleNamespace(ROWWISE=ROWS, COLWISE=COLUMNS, ROWWISE_COLWISE=BOTH),
-        QuantizerFactory=factory,
-        ScaledTensor2x=RowsAndColumns,
-        ScaledTensorFactory=SimpleNamespace(create_1x=factory.create),
-        ScalingMode=SimpleNamespace(NVFP4_1D_SCALING=ONE, NVFP4_2D_SCALING=TWO),
-    )
+    def quantize(
+        self, x: Any, amax: Any, state: Any, rotation: Any, *, columns: bool, two_d: bool
+    ) -> QuantizedMatrix:
+        if rotation is None:
+            return quantize_rows(x.T if columns else x, amax, state, two_d=two_d)
+        assert columns  # Transformer Engine has no kernel that rotates rows
+        assert not two_d
+        return quantize_rows(rotate_columns(x), amax, state)
 
-
-class RowsAndColumns(NamedTuple):
-    """What a kernel for rows and columns writes. The backend reads only the columns."""
-
-    colwise_tensor: KernelResult
+    def gemm(self, left: Any, right: Any, alpha: Any, out: Any) -> jax.Array:
+        return multiply_rows(left, right, alpha, out)

@@ -51,8 +51,8 @@ class Backend(Protocol):
 
     NEEDS_DEVICES: bool
     """Whether lowering needs to know the devices."""
-    UNSHARDABLE: bool
-    """Whether its calls can be neither partitioned by XLA nor batched by `vmap`."""
+    UNBATCHABLE: bool
+    """Whether `vmap` cannot batch its calls."""
 
     def obstacle(self, query: GemmQuery) -> Obstacle | None:
         """Why the backend cannot run this GEMM on any machine; None if it can."""

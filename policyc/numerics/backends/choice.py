@@ -54,7 +54,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """How a GEMM runs. `backend` is empty if nothing is quantized. `obstacle` is why it is not native."""
+    """How a GEMM runs. `backend` is empty if nothing is quantized.
+
+    `obstacle` is why it is not native, or why it runs on another backend than the one asked first.
+    """
 
     backend: str = ""
     native: bool = True
@@ -76,13 +79,19 @@ def choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
     if backend == "emulate":
         return Lowering("emulate", False, Obstacle("emulation was requested", "--backend auto"))
     not_native = None if query.format in machine.formats else _missing_format(query.format, machine)
-    first = "xla" if backend == "auto" else backend
+    first = _fastest(query, not_native is None) if backend == "auto" else backend
     obstacle = backends.load(first).obstacle(query)
     if obstacle is None and (not_native is None or backend == "xla"):
         return Lowering(first, not_native is None, not_native)
     if first != "xla" and not_native is None and backends.load("xla").obstacle(query) is None:
         return Lowering("xla", True, obstacle)
     return Lowering("emulate", False, not_native or obstacle)
+
+
+def _fastest(query: GemmQuery, is_native: bool) -> str:
+    """The backend that `auto` asks first: Transformer Engine for nvfp4, if it is installed. Its kernels read less."""
+    is_candidate = is_native and query.format == query.right.format == "nvfp4"
+    return "te" if is_candidate and not backends.load("te").missing() else "xla"
 
 
 def _missing_format(format: str, machine: Machine) -> Obstacle:

@@ -22,7 +22,7 @@ from policyc.numerics.quantize.layout import Axes, Operand, Quantized
 from policyc.numerics.quantize.values import apply_outer_scale, block_values, outer_scale
 
 NEEDS_DEVICES = False
-UNSHARDABLE = False
+UNBATCHABLE = False
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:

@@ -10,39 +10,35 @@ scales above 240. So this module lays operands out such that a kernel always tak
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.shardings import without_mesh
+from policyc.jaxcore.partition import Dim, Dims, PartitionRule, partition
 from policyc.language.recipes import Treatment
-from policyc.numerics.backends import LoweringContext, emulate, xla
+from policyc.numerics.backends import LoweringContext, emulate, te_calls, xla
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.products import DimensionNumbers, free_dims
+from policyc.numerics.quantize.bits import INFINITY, abs_bits, from_bits, materialize
 from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.hadamard import SIGNS
-from policyc.numerics.quantize.layout import TILE, Axes, Operand, Quantized
+from policyc.numerics.quantize.layout import TILE, Axes, Layout, Operand, Quantized
 from policyc.numerics.quantize.random import Key
 
 NEEDS_DEVICES = True
-UNSHARDABLE = True
-
-INSTALL = (
-    'pip install "jax[cuda13]" nvidia-nvtx nvidia-curand nvidia-cudnn-frontend pybind11 && NVTE_FRAMEWORK=jax '
-    'NVTE_BUILD_USE_NVIDIA_WHEELS=1 pip install --no-build-isolation "transformer-engine[core-cu13,jax]"'
-)
+UNBATCHABLE = True
 
 _BLOCK = 16
 # What sizes must be multiples of: the contracted one for cuBLAS, tokens and features for the kernel that rotates.
 _CONTRACTED = 32
 _ROTATED_TOKENS, _ROTATED_FEATURES = 64, 128
 _TYPES = ("bfloat16", "float16", "float32")
+_OTHER_BACKEND = "other backends run it"
 
 
 # ---- limits
@@ -51,7 +47,7 @@ _TYPES = ("bfloat16", "float16", "float32")
 def obstacle(query: GemmQuery) -> Obstacle | None:
     """The first of its limits that a GEMM exceeds."""
     if query.format != "nvfp4" or query.right.format != "nvfp4":
-        return Obstacle(f"backend te runs only nvfp4, not {query.format}", "--backend auto")
+        return Obstacle(f"backend te runs only nvfp4, not {query.format}", _OTHER_BACKEND)
     return shape_obstacle(query) or _option_obstacle(query.left) or _option_obstacle(query.right)
 
 
@@ -59,7 +55,7 @@ def shape_obstacle(query: GemmQuery) -> Obstacle | None:
     """Why it cannot run an nvfp4 GEMM of this shape and these types. Lint reports these."""
     if query.ragged or query.batch != 1:
         kind = "over ragged groups" if query.ragged else "with batch dimensions"
-        return Obstacle(f"Transformer Engine has no NVFP4 GEMM {kind}", "--backend auto")
+        return Obstacle(f"Transformer Engine has no NVFP4 GEMM {kind}", _OTHER_BACKEND)
     left, right = query.types
     return _type_obstacle(query.left, left) or _type_obstacle(query.right, right) or _size_obstacle(query)
 
@@ -88,7 +84,7 @@ def _option_obstacle(t: Treatment) -> Obstacle | None:
     if option is None:
         return None
     return Obstacle(
-        f"Transformer Engine's quantizers have no {option}", "leave the option out, or --backend auto"
+        f"Transformer Engine's quantizers have no {option}", f"leave the option out; {_OTHER_BACKEND}"
     )
 
 
@@ -105,7 +101,7 @@ def _size_obstacle(query: GemmQuery) -> Obstacle | None:
             reason = (
                 f"Transformer Engine requires {name} % {unit} == 0{condition}, but {query.gemm} has {size}"
             )
-            return Obstacle(reason, f"pad {size} to {size + -size % unit}, or --backend auto")
+            return Obstacle(reason, f"pad {size} to {size + -size % unit}; {_OTHER_BACKEND}")
     return None
 
 
@@ -115,7 +111,7 @@ def _size_obstacle(query: GemmQuery) -> Obstacle | None:
 def missing() -> str:
     """Why Transformer Engine cannot be used here; empty if it can."""
     try:
-        _engine()
+        te_calls.load()
     except ImportError as error:
         return str(error)
     return ""
@@ -129,162 +125,230 @@ def quantize(
     signs: Key | None,
     context: LoweringContext,
 ) -> Quantized:
-    """Quantizes an operand with Transformer Engine's kernels."""
+    """Quantizes an operand with Transformer Engine's kernels, each device its shard.
+
+    Maxima are those of the whole operand, so that the result does not depend on the sharding. Only the random stream
+    does: each shard has its own.
+    """
     if context.platform != "cuda":
         return emulate.quantize(x, treatment, axes, key, signs, context)
     layout, _ = layout_of(x.shape, treatment, axes)
     contract = tuple(x.ndim + i for i in (axes.contract or (axes.axis,)))
-    free = free_dims(x.ndim, contract)
-    # NaN if any element is NaN: the kernels lose a NaN in their own maxima.
-    amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    out = _run_quantizer(x, treatment, contract, free, amax, key)
-    if treatment.rht:
-        amax = jnp.where(jnp.isfinite(amax), out.amax.reshape(()), jnp.float32(jnp.nan))
-    rows, length = prod(x.shape[i] for i in free), prod(x.shape[i] for i in contract)
-    codes = lax.bitcast_convert_type(out.data.reshape(rows, length // 2, 2), jnp.uint8)
-    scales = _restore_dims(
-        lax.bitcast_convert_type(out.scale_inv, jnp.uint8), x.shape, free, contract, _BLOCK
-    )
-    if layout.tile_axis is not None:
-        # The kernel repeats the scale of a tile for each of its rows.
-        scales = lax.slice_in_dim(scales, 0, None, TILE, axis=x.ndim + layout.tile_axis)
-    return Quantized(
-        codes=_restore_dims(codes, x.shape, free, contract, 2),
-        scales=scales,
-        amax=amax.reshape((1,) * x.ndim),
-        layout=layout,
-    )
+    matrix = _Matrix(layout=layout, ndim=x.ndim, contract=contract, rotates=bool(treatment.rht))
+    # Of the bits of magnitudes: a maximum of floats may lose a NaN, in the kernels and between devices.
+    amax = from_bits(_rotated_max(x, matrix) if matrix.rotates else jnp.max(abs_bits(x)))
+    random_key = key.fold(amax) if key is not None and treatment.rounding == "sr" else None
+    codes, scales = _quantize_matrix(x, matrix, amax, random_key)
+    return Quantized(codes=codes, scales=scales, amax=amax.reshape((1,) * x.ndim), layout=layout)
 
 
-def _run_quantizer(
-    x: jax.Array,
-    treatment: Treatment,
-    contract: tuple[int, ...],
-    free: tuple[int, ...],
-    amax: jax.Array,
-    key: Key | None,
-) -> Any:
-    """Quantizes x as a matrix: rows of contracted elements."""
-    te = _engine()
-    transposed = bool(treatment.rht) or contract == tuple(range(len(contract)))
-    order = (*contract, *free) if transposed else (*free, *contract)
-    rows, length = prod(x.shape[i] for i in free), prod(x.shape[i] for i in contract)
-    flat = x.transpose(order).reshape((length, rows) if transposed else (rows, length))
-    quantizer = te.QuantizerFactory.create(
-        q_dtype=jnp.float4_e2m1fn,
-        scaling_mode=te.ScalingMode.NVFP4_2D_SCALING if treatment.tile2d else te.ScalingMode.NVFP4_1D_SCALING,
-        q_layout=_quantize_layout(te, transposed, bool(treatment.rht)),
-        use_rht=bool(treatment.rht),
-        stochastic_rounding_rng_state=_rng_state(key, amax) if treatment.rounding == "sr" else None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matrix:
+    """How the shard of an operand becomes the matrix that a kernel quantizes.
+
+    Its rows are free dimensions and its columns contracted ones, or the other way round: the kernel that rotates reads
+    it transposed, and so does every kernel if it lies in memory that way.
+    """
+
+    layout: Layout
+    ndim: int
+    contract: tuple[int, ...]
+    rotates: bool
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        return free_dims(self.ndim, self.contract)
+
+    @property
+    def is_transposed(self) -> bool:
+        return self.rotates or self.contract == tuple(range(len(self.contract)))
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The names of the dimensions in a `PartitionRule`."""
+        return tuple(f"d{i}" for i in range(self.ndim))
+
+    def flatten(self, shard: jax.Array) -> jax.Array:
+        """The shard as the kernel reads it."""
+        outer, inner = (self.contract, self.free) if self.is_transposed else (self.free, self.contract)
+        rows = prod(shard.shape[i] for i in outer)
+        return shard.transpose(*outer, *inner).reshape(rows, -1)
+
+    def restore(self, rows: jax.Array, shape: tuple[int, ...], unit: int) -> jax.Array:
+        """Rows with one byte for `unit` contracted elements, in the dimension order of a shard of this shape."""
+        order = (*self.free, *self.contract)
+        *outer, last = (shape[i] for i in order)
+        return rows.reshape(*outer, last // unit).transpose(sorted(range(self.ndim), key=order.__getitem__))
+
+    def find_limit(self, sizes: Mapping[str, int]) -> str:
+        """Why the kernel does not take a shard in which the factors have these sizes."""
+        lengths = [sizes[name] * unit for name, unit in _dims(self.layout, self.factors, "elements")]
+        rows, columns = (prod(lengths[i] for i in dims) for dims in (self.free, self.contract))
+        features, tokens = (_ROTATED_FEATURES, _ROTATED_TOKENS) if self.rotates else (_BLOCK, _BLOCK)
+        return _find_remainder({"rows": (rows, features), "contracted": (columns, tokens)})
+
+
+def _rotated_max(x: jax.Array, matrix: _Matrix) -> jax.Array:
+    """The bits of the largest magnitude of the rotated operand."""
+    rule = PartitionRule(
+        name="Transformer Engine's maximum after RHT",
+        operands=(_dims(matrix.layout, matrix.factors, "elements"),),
+        results=((),),
+        reduction="max",
+        limit=matrix.find_limit,
     )
-    with without_mesh():
-        out = te.quantize(
-            te.NoScaleTensor(data=flat, amax=amax.reshape(1)), quantizer=quantizer, flatten_axis=1
+    engine = te_calls.load()
+
+    def run(_: Any, shard: jax.Array) -> tuple[jax.Array]:
+        rotated = abs_bits(engine.rotated_amax(matrix.flatten(shard)).reshape(()))
+        before = jnp.max(abs_bits(shard))
+        return (jnp.where(before < INFINITY, rotated, before),)
+
+    return partition(run, rule)(x)[0]
+
+
+def _quantize_matrix(x: jax.Array, matrix: _Matrix, amax: jax.Array, key: Key | None) -> Sequence[jax.Array]:
+    """Codes and scales."""
+    layout, factors = matrix.layout, matrix.factors
+    rule = PartitionRule(
+        name="Transformer Engine's quantizer",
+        operands=(_dims(layout, factors, "elements"), (), (("seed", 1),), (("h0", 1), ("h1", 1))),
+        results=(_dims(layout, factors, "codes"), _dims(layout, factors, "scales")),
+        limit=matrix.find_limit,
+    )
+    engine = te_calls.load()
+    seed = jnp.zeros(2, jnp.uint32) if key is None else jnp.stack([key.a, key.b])
+
+    def run(
+        index: jax.Array | None,
+        shard: jax.Array,
+        amax: jax.Array,
+        seed: jax.Array,
+        rotation: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        codes, scales = engine.quantize(
+            matrix.flatten(shard),
+            amax,
+            None if key is None else _rng_state(seed, index),
+            rotation if matrix.rotates else None,
+            columns=matrix.is_transposed,
+            two_d=layout.tile_axis is not None,
         )
-    return out.colwise_tensor if isinstance(out, te.ScaledTensor2x) else out
+        codes, scales = (_as_bytes(codes), _as_bytes(scales))
+        scales = matrix.restore(scales, shard.shape, _BLOCK)
+        if layout.tile_axis is not None:
+            # The kernel repeats the scale of a tile for each of its rows.
+            scales = lax.slice_in_dim(scales, 0, None, TILE, axis=scales.ndim + layout.tile_axis)
+        return matrix.restore(codes, shard.shape, 2), scales
+
+    return partition(run, rule)(x, amax, seed, jnp.asarray(engine.rotation_matrix()))
+
+
+def _rng_state(seed: jax.Array, index: jax.Array | None) -> jax.Array:
+    """The seed and offset of the kernel's generator, 64 bits each. Shards of one operand have different seeds."""
+    key = Key(seed[0], seed[1])
+    if index is not None:
+        key = key.fold(index)
+    return jnp.stack([key.a, key.b, jnp.uint32(0), jnp.uint32(0)])
+
+
+def _as_bytes(rows: jax.Array) -> jax.Array:
+    """Rows of codes, two to a byte, or of scales."""
+    if rows.dtype == jnp.float4_e2m1fn:
+        rows = rows.reshape(rows.shape[0], -1, 2)
+    return lax.bitcast_convert_type(rows, jnp.uint8)
 
 
 def gemm(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:
-    """The product of two operands by Transformer Engine's cuBLAS GEMM."""
+    """The product of two operands by Transformer Engine's cuBLAS GEMM, each device its part.
+
+    What is gathered before the product are codes and scales.
+    """
     if context.platform != "cuda":
         return emulate.gemm(lhs, rhs, dimensions, out, context)
-    te = _engine()
-    (lc, rc), (lb, rb) = dimensions
-    (left, left_free), (right, right_free) = (
-        _as_scaled_tensor(te, operand, contract, batch, out)
-        for operand, contract, batch in ((lhs, lc, lb), (rhs, rc, rb))
-    )
-    with without_mesh():
-        product: jax.Array = te.gemm(left, right, contracting_dims=((1,), (1,)))
-    return product.reshape(*left_free, *right_free)
+    assert isinstance(lhs, Quantized)
+    assert isinstance(rhs, Quantized)
+    engine = te_calls.load()
+    left_contract, right_contract = dimensions[0]
+
+    def run(_: Any, *arrays: jax.Array) -> tuple[jax.Array]:
+        left_codes, left_scales, right_codes, right_scales, alpha = arrays
+        left, left_free = _as_matrix(lhs.layout, left_codes, left_scales, left_contract)
+        right, right_free = _as_matrix(rhs.layout, right_codes, right_scales, right_contract)
+        # Without the barrier, XLA multiplies twice if the product is also saved for the backward pass: once in place,
+        # among those of the other layers.
+        product = materialize(engine.gemm(left, right, alpha, out))
+        return (product.reshape(*left_free, *right_free),)
+
+    arrays = [array for operand in (lhs, rhs) for array in (operand.codes, operand.scales)]
+    multiply = partition(run, _gemm_rule(lhs, rhs, dimensions))
+    return multiply(*arrays, _outer_scale(lhs) * _outer_scale(rhs))[0]
 
 
-def _quantize_layout(te: Any, transposed: bool, rotates: bool) -> Any:
-    """What the kernel writes. Only the kernel that rotates can write columns alone."""
-    if not transposed:
-        return te.QuantizeLayout.ROWWISE
-    return te.QuantizeLayout.COLWISE if rotates else te.QuantizeLayout.ROWWISE_COLWISE
-
-
-def _rng_state(key: Key | None, amax: jax.Array) -> jax.Array:
-    """The seed and offset of the kernel's generator, 64 bits each."""
-    assert key is not None
-    folded = key.fold(amax)
-    return jnp.stack([folded.a, folded.b, jnp.uint32(0), jnp.uint32(0)])
-
-
-def _restore_dims(
-    rows: jax.Array, shape: tuple[int, ...], free: tuple[int, ...], contract: tuple[int, ...], unit: int
-) -> jax.Array:
-    """Rows with `unit` elements to a byte, in the shape and dimension order of the operand."""
-    *outer, last = (shape[i] for i in (*free, *contract))
-    order = (*free, *contract)
-    return rows.reshape(*outer, last // unit).transpose(sorted(range(len(order)), key=order.__getitem__))
-
-
-def _as_scaled_tensor(
-    te: Any, operand: Operand, contract: tuple[int, ...], batch: tuple[int, ...], out: Any
-) -> tuple[Any, tuple[int, ...]]:
-    """An operand as Transformer Engine's type, and the sizes of its free dimensions."""
-    assert isinstance(operand, Quantized)
+def _outer_scale(operand: Quantized) -> jax.Array:
     assert operand.amax is not None
-    values, scales, free = xla.as_rows(operand, contract, batch)
-    scaled = te.ScaledTensorFactory.create_1x(
-        data=values[0],
-        scale_inv=scales[0],
-        amax=operand.amax.reshape(1),
-        scaling_mode=te.ScalingMode.NVFP4_1D_SCALING,
-        dq_dtype=out,
-        data_layout="N",
-        flatten_axis=1,
+    scale: jax.Array = operand.amax.reshape(()) / jnp.float32(operand.layout.bound)
+    return scale
+
+
+def _as_matrix(
+    layout: Layout, codes: jax.Array, scales: jax.Array, contract: tuple[int, ...]
+) -> tuple[te_calls.QuantizedMatrix, tuple[int, ...]]:
+    """The shard of an operand as rows of contracted elements, and the sizes of its free dimensions."""
+    tile_size = 0 if layout.tile_axis is None else codes.shape[layout.tile_axis]
+    layout = replace(layout, size=2 * codes.shape[layout.axis], tile_size=tile_size)
+    shard = Quantized(codes=codes, scales=scales, amax=None, layout=layout)
+    values, row_scales, free = xla.as_rows(shard, contract, ())
+    return te_calls.QuantizedMatrix(values[0], row_scales[0]), free
+
+
+def _gemm_rule(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers) -> PartitionRule:
+    """Contracted dimensions of both operands have the same factors."""
+    operands: list[Dims] = []
+    free: list[tuple[Dim, ...]] = []
+    contracted: list[Dim] = []
+    for operand, contract, prefix in zip((lhs, rhs), dimensions[0], ("m", "n"), strict=True):
+        ndim = operand.codes.ndim
+        names = tuple(f"k{contract.index(i)}" if i in contract else f"{prefix}{i}" for i in range(ndim))
+        elements = _dims(operand.layout, names, "elements")
+        operands += [_dims(operand.layout, names, kind) for kind in ("codes", "scales")]
+        free.append(tuple(elements[i] for i in free_dims(ndim, contract)))
+        contracted = [elements[i] for i in contract]
+
+    def find_limit(sizes: Mapping[str, int]) -> str:
+        rows, columns, length = (
+            prod(sizes[name] * unit for name, unit in dims) for dims in (*free, contracted)
+        )
+        return _find_remainder(
+            {"contracted": (length, _CONTRACTED), "rows": (rows, _BLOCK), "columns": (columns, _BLOCK)}
+        )
+
+    return PartitionRule(
+        name="Transformer Engine's GEMM",
+        operands=(*operands, ()),
+        results=((*free[0], *free[1]),),
+        limit=find_limit,
     )
-    return scaled, free
 
 
-# ---- the library
+_UNITS = {"elements": (_BLOCK, TILE), "codes": (_BLOCK // 2, TILE), "scales": (1, 1)}
+"""The size of a block along the quantized axis and along the other axis of 2D tiles, in each of the arrays."""
 
 
-def _engine() -> Any:
-    """The parts of Transformer Engine that are used. Raises ImportError if its kernels are switched off."""
-    te = _import_engine()
-    if not all(primitive.enabled() for primitive in te.primitives):
-        raise ImportError(
-            "Transformer Engine's kernels are switched off, and its own JAX code for them is wrong: unset "
-            "NVTE_JAX_CUSTOM_CALLS and NVTE_JAX_CUSTOM_CALLS_RE"
-        )
-    return te
+def _dims(layout: Layout, names: Sequence[str], array: Literal["elements", "codes", "scales"]) -> Dims:
+    """The dimensions of an operand, of its codes or of its scales, for a `PartitionRule`."""
+    block, tile = _UNITS[array]
+    units = {len(names) + layout.axis: block}
+    if layout.tile_axis is not None:
+        units[len(names) + layout.tile_axis] = tile
+    return tuple((name, units.get(i, 1)) for i, name in enumerate(names))
 
 
-@cache
-def _import_engine() -> Any:
-    calls = "transformer_engine.jax.cpp_extensions"
-    try:
-        quantization, gemms = (
-            importlib.import_module(f"{calls}.{name}") for name in ("quantization", "gemm")
-        )
-        parts = importlib.import_module("transformer_engine.jax.quantize")
-        te = SimpleNamespace(
-            quantize=quantization.quantize,
-            gemm=gemms.gemm,
-            primitives=(quantization.QuantizePrimitive, gemms.GemmPrimitive),
-            **{name: getattr(parts, name) for name in _NAMES},
-        )
-    except (ImportError, OSError, AttributeError) as error:
-        raise ImportError(
-            f"backend te needs Transformer Engine 2.20 for JAX ({error}). To install it: {INSTALL}"
-        ) from error
-    if tuple(parts.get_wgrad_sign_vector()) != SIGNS:
-        raise ImportError("this Transformer Engine rotates by other signs than the recipe")
-    return te
-
-
-_NAMES = (
-    "NoScaleTensor",
-    "QuantizeLayout",
-    "QuantizerFactory",
-    "ScaledTensor2x",
-    "ScaledTensorFactory",
-    "ScalingMode",
-)
+def _find_remainder(sizes: Mapping[str, tuple[int, int]]) -> str:
+    """Names the first size that is not a multiple of its unit; empty if there is none."""
+    for name, (size, unit) in sizes.items():
+        if size % unit:
+            return f"requires {name} % {unit} == 0, but a device has {size}"
+    return ""

@@ -38,10 +38,10 @@ from policyc.numerics.quantize.layout import (
 )
 from policyc.numerics.quantize.values import outer_scale
 
-__all__ = ["NEEDS_DEVICES", "UNSHARDABLE", "as_rows", "gemm", "missing", "obstacle", "quantize"]
+__all__ = ["NEEDS_DEVICES", "UNBATCHABLE", "as_rows", "gemm", "missing", "obstacle", "quantize"]
 
 NEEDS_DEVICES = True
-UNSHARDABLE = False
+UNBATCHABLE = False
 
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 

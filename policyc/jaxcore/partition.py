@@ -1,0 +1,265 @@
+"""Runs a function on the shard of each device: for kernels that XLA cannot partition by itself.
+
+A `PartitionRule` says how the dimensions of the operands and results belong together. XLA propagates shardings by it,
+and `divide` decides what is gathered, what each device computes, and what is reduced over devices.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, Literal, cast
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Dim = tuple[str, int]
+"""A dimension: the name of its factor, and its number of elements for each index of the factor.
+
+Only whole indices of a factor are sharded. Dimensions of one factor are sharded alike, though their sizes may differ.
+"""
+Dims = tuple[Dim, ...]
+MeshAxes = tuple[str, ...]
+ArrayAxes = tuple[MeshAxes, ...]
+"""The mesh axes of each dimension of an array."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionRule:
+    """How a function may be divided over devices.
+
+    Attributes:
+      name: names the function in warnings.
+      operands, results: the dimensions of each array.
+      reduction: how to combine results over devices that hold parts of a factor which no result has.
+      limit: why the function cannot run on a shard in which the factors have these sizes; empty if it can.
+    """
+
+    name: str
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    reduction: Literal["sum", "max"] = "sum"
+    limit: Callable[[Mapping[str, int]], str] = lambda _: ""
+
+    @property
+    def reduced_factors(self) -> frozenset[str]:
+        """The factors that no result has."""
+        return frozenset(_factors(self.operands)) - frozenset(_factors(self.results))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How a function is divided.
+
+    Attributes:
+      factors: the mesh axes that each factor is sharded over. An axis belongs to one factor.
+      scattered: the mesh axes over which each dimension of each result is scattered when it is reduced.
+      gathered: why factors are gathered that could have stayed sharded; empty if there are none.
+    """
+
+    factors: Mapping[str, MeshAxes]
+    scattered: tuple[ArrayAxes, ...]
+    gathered: str = ""
+
+    @property
+    def axes(self) -> MeshAxes:
+        """All mesh axes that the work is divided over."""
+        return tuple(axis for axes in self.factors.values() for axis in axes)
+
+
+Body = Callable[..., Sequence[jax.Array]]
+"""Takes the index of the shard (None if nothing is divided) and the operands' shards."""
+
+
+def partition(body: Body, rule: PartitionRule) -> Callable[..., Sequence[jax.Array]]:
+    """The function of whole arrays that `body` computes, divided over devices as XLA's shardings and the rule say."""
+
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(body(None, *arrays))
+
+    def run_divided(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+        sizes = factor_sizes(rule, [o.shape for o in operands])
+        axes = [_mesh_axes(a, rule.name) for a in (*operands, *results)]
+        division = divide(rule, sizes, dict(mesh.shape), axes[: len(operands)], axes[len(operands) :])
+        if division.gathered:
+            warnings.warn(division.gathered, stacklevel=2)
+
+        def run_shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            index = lax.axis_index(division.axes) if division.axes else None
+            return _reduce(rule, division, body(index, *arrays))
+
+        none = tuple(((),) * len(dims) for dims in rule.operands)
+        return (
+            mesh,
+            run_shard,
+            _shardings(mesh, rule.results, division.factors, division.scattered),
+            _shardings(mesh, rule.operands, division.factors, none),
+        )
+
+    function = custom_partitioning(run)
+    function.def_partition(partition=run_divided, sharding_rule=partial(_shardy_rule, rule))
+    return cast("Callable[..., Sequence[jax.Array]]", function)
+
+
+def factor_sizes(rule: PartitionRule, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """The size of each factor, from the shapes of the operands."""
+    return {
+        factor: size // unit
+        for shape, dims in zip(shapes, rule.operands, strict=True)
+        for size, (factor, unit) in zip(shape, dims, strict=True)
+    }
+
+
+def divide(
+    rule: PartitionRule,
+    sizes: Mapping[str, int],
+    mesh: Mapping[str, int],
+    operands: Sequence[ArrayAxes],
+    results: Sequence[ArrayAxes],
+) -> Division:
+    """Divides a function whose operands are sharded over these mesh axes and whose results should be.
+
+    A mesh axis goes to a factor that is reduced, if all its operands are sharded over the axis. Else it goes to the
+    first of: a factor that an operand and a result shard over it, one that only an operand shards, one that only a
+    result shards, which needs no communication either. Every other use of the axis is gathered.
+    """
+    of_operands = _proposals(rule.operands, operands)
+    of_results = _proposals(rule.results, results)
+    candidates: list[tuple[int, str, str]] = []
+    for factor in sizes:
+        proposed, wanted = of_operands[factor], of_results.get(factor, [])
+        if factor in rule.reduced_factors:
+            agreed = [axis for axis in proposed[0] if all(axis in other for other in proposed)]
+            candidates += [(0, factor, axis) for axis in agreed]
+            continue
+        candidates += [(1 if axis in sum(wanted, ()) else 2, factor, axis) for axis in proposed[0]]
+        candidates += [(3, factor, axis) for axis in (wanted[0] if wanted and not proposed[0] else ())]
+    factor_of: dict[str, str] = {}
+    for _, factor, axis in sorted(candidates, key=lambda candidate: candidate[0]):
+        shards = mesh[axis] * prod(mesh[a] for a, owner in factor_of.items() if owner == factor)
+        if axis not in factor_of and sizes[factor] % shards == 0:
+            factor_of[axis] = factor
+    # In the order of the candidates, so that a device keeps the shard that it has.
+    factors = {name: tuple(a for _, f, a in candidates if f == factor_of.get(a) == name) for name in sizes}
+    gathered = _gather_to_fit(rule, sizes, mesh, factors)
+    return Division(
+        factors=factors, scattered=_scatter(rule, sizes, mesh, factors, results), gathered=gathered
+    )
+
+
+def _gather_to_fit(
+    rule: PartitionRule, sizes: Mapping[str, int], mesh: Mapping[str, int], factors: dict[str, MeshAxes]
+) -> str:
+    """Gathers factors until the function takes the shards. Returns why."""
+    reason = ""
+    for factor in reversed(list(sizes)):
+        shard = {name: sizes[name] // prod(mesh[a] for a in axes) for name, axes in factors.items()}
+        limit = rule.limit(shard)
+        if not limit:
+            break
+        if factors[factor]:
+            reason, factors[factor] = limit, ()
+    return reason and f"{rule.name}: {reason}. So it gathers an operand that is sharded more finely."
+
+
+def _scatter(
+    rule: PartitionRule,
+    sizes: Mapping[str, int],
+    mesh: Mapping[str, int],
+    factors: Mapping[str, MeshAxes],
+    results: Sequence[ArrayAxes],
+) -> tuple[ArrayAxes, ...]:
+    """The mesh axes that each dimension of each result is scattered over, where the sum over them is wanted sharded."""
+    summed = {axis for factor in rule.reduced_factors for axis in factors[factor]}
+    if rule.reduction != "sum":
+        summed = set()
+
+    def scatter(dim: Dim, wanted: MeshAxes) -> MeshAxes:
+        kept, rest = factors[dim[0]], wanted[len(factors[dim[0]]) :]
+        fits = wanted[: len(kept)] == kept and sizes[dim[0]] % prod(mesh[a] for a in wanted) == 0
+        return rest if fits and rest and summed.issuperset(rest) else ()
+
+    return tuple(tuple(map(scatter, dims, axes)) for dims, axes in zip(rule.results, results, strict=True))
+
+
+def _reduce(rule: PartitionRule, division: Division, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Reduces results over the devices that hold parts of them."""
+    axes = tuple(axis for factor in sorted(rule.reduced_factors) for axis in division.factors[factor])
+
+    def reduce(result: jax.Array, scattered: ArrayAxes) -> jax.Array:
+        rest = tuple(axis for axis in axes if axis not in sum(scattered, ()))
+        for dim, dim_axes in enumerate(scattered):
+            if dim_axes:
+                result = lax.psum_scatter(result, dim_axes, scatter_dimension=dim, tiled=True)
+        combine: Any = {"sum": lax.psum, "max": lax.pmax}[rule.reduction]
+        return combine(result, rest) if rest else result
+
+    return tuple(map(reduce, results, division.scattered))
+
+
+# ---- shardings
+
+
+def _factors(arrays: Sequence[Dims]) -> list[str]:
+    return [factor for dims in arrays for factor, _ in dims]
+
+
+def _proposals(arrays: Sequence[Dims], axes: Sequence[ArrayAxes]) -> dict[str, list[MeshAxes]]:
+    """The mesh axes of each factor, in each array that has it."""
+    proposals: dict[str, list[MeshAxes]] = {}
+    for dims, array_axes in zip(arrays, axes, strict=True):
+        for (factor, _), dim_axes in zip(dims, array_axes, strict=True):
+            proposals.setdefault(factor, []).append(dim_axes)
+    return proposals
+
+
+def _mesh_axes(array: Any, name: str) -> ArrayAxes:
+    if not isinstance(array.sharding, NamedSharding):
+        raise NotImplementedError(
+            f"{name}: the program has devices but no mesh: give the arguments of the jitted function a NamedSharding"
+        )
+    spec = [() if a is None else a if isinstance(a, tuple) else (a,) for a in array.sharding.spec]
+    return (*spec, *((),) * (len(array.shape) - len(spec)))
+
+
+def _shardings(
+    mesh: Mesh, arrays: Sequence[Dims], factors: Mapping[str, MeshAxes], scattered: Sequence[ArrayAxes]
+) -> tuple[NamedSharding, ...]:
+    specs = [
+        [(factors[factor] + extra) or None for (factor, _), extra in zip(dims, more, strict=True)]
+        for dims, more in zip(arrays, scattered, strict=True)
+    ]
+    return tuple(NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs)
+
+
+def _shardy_rule(
+    rule: PartitionRule, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
+) -> SdyShardingRule:
+    """The rule in the form of XLA's partitioner. The elements of a dimension within one index are a second factor."""
+    del mesh, results
+    sizes = factor_sizes(rule, [o.shape for o in operands])
+    arrays = (*rule.operands, *rule.results)
+    whole = {factor for dims in arrays for factor, unit in dims if unit == 1}
+    inner = {_inner(dim): dim[1] for dims in arrays for dim in dims if dim[1] != 1}
+    split = {factor: sizes[factor] for factor in _factors(arrays) if factor not in whole}
+
+    def mapping(dims: Dims) -> ArrayMapping:
+        split_dims = [(dim[0] if dim[1] == 1 else CompoundFactor(dim[0], _inner(dim))) for dim in dims]
+        return ArrayMapping(*split_dims)
+
+    factors: Any = split | inner
+    return SdyShardingRule(tuple(map(mapping, rule.operands)), tuple(map(mapping, rule.results)), **factors)
+
+
+def _inner(dim: Dim) -> str:
+    return f"{dim[0]}_by_{dim[1]}"

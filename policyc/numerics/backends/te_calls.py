@@ -1,0 +1,178 @@
+"""Transformer Engine's NVFP4 kernels as functions of matrices on one device.
+
+They are called below Transformer Engine's own sharding rules, which need its own kind of mesh and do not reduce maxima
+over all devices.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policyc.numerics.quantize.hadamard import SIGNS
+
+INSTALL = (
+    'pip install "jax[cuda13]" nvidia-nvtx nvidia-curand nvidia-cudnn-frontend pybind11 && NVTE_FRAMEWORK=jax '
+    'NVTE_BUILD_USE_NVIDIA_WHEELS=1 pip install --no-build-isolation "transformer-engine[core-cu13,jax]"'
+)
+
+_MODULES = {
+    "amax": "cpp_extensions.amax",
+    "gemm": "cpp_extensions.gemm",
+    "quantization": "cpp_extensions.quantization",
+    "quantize": "quantize",
+}
+
+
+class QuantizedMatrix(NamedTuple):
+    """Rows of float4 codes, and a float8 scale for each 16 of them."""
+
+    codes: jax.Array
+    scales: jax.Array
+
+
+class Engine(Protocol):
+    """The kernels. A matrix is quantized along its rows, or along its columns, which gives rows of its transpose."""
+
+    def rotation_matrix(self) -> np.ndarray:
+        """The matrix of the random Hadamard transform, 16 x 16."""
+
+    def rotated_amax(self, x: jax.Array) -> jax.Array:
+        """The largest magnitude of a matrix whose columns are rotated."""
+
+    def quantize(
+        self,
+        x: jax.Array,
+        amax: jax.Array,
+        state: jax.Array | None,
+        rotation: jax.Array | None,
+        *,
+        columns: bool,
+        two_d: bool,
+    ) -> QuantizedMatrix:
+        """Quantizes a matrix whose largest magnitude is `amax`, after the rotation if there is one.
+
+        `state` is that of the generator for stochastic rounding, four words. `rotation` is the matrix of the transform.
+        """
+
+    def gemm(self, left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:
+        """The product of both, contracted along their rows, times alpha."""
+
+
+class _TransformerEngine:
+    """Binds the primitives of Transformer Engine that call its kernels."""
+
+    def __init__(self, **modules: Any) -> None:
+        quantization, gemms, amaxes = modules["quantization"], modules["gemm"], modules["amax"]
+        parts = modules["quantize"]
+        self.primitives = quantization.QuantizePrimitive, gemms.GemmPrimitive
+        self._quantize, self._gemm = (primitive.impl for primitive in self.primitives)
+        self._rht_amax = amaxes.RHTAmaxCalculationPrimitive.impl
+        self._local, self._no_collective = amaxes.AmaxScope.LOCAL, gemms.CollectiveOp.NONE
+        self._modes, self._layouts = parts.ScalingMode, parts.QuantizeLayout
+        self._split_accumulator = gemms._get_high_precision_accumulation_from_env
+        if tuple(parts.get_wgrad_sign_vector()) != SIGNS:
+            raise ImportError("this Transformer Engine rotates by other signs than the recipe")
+        self._signs = parts.get_sign_from_vector(parts.get_wgrad_sign_vector())
+        with jax.ensure_compile_time_eval():
+            self._matrix = np.asarray(parts.get_rht_matrix())
+
+    def rotation_matrix(self) -> np.ndarray:
+        return self._matrix
+
+    def rotated_amax(self, x: jax.Array) -> jax.Array:
+        _, amax = self._rht_amax(
+            x,
+            amax_scope=self._local,
+            transpose_batch_sequence=False,
+            rht_matrix_random_sign_mask_t=self._signs,
+            produce_regular_amax=False,
+            flatten_axis=1,
+        )
+        rotated: jax.Array = amax
+        return rotated
+
+    def quantize(
+        self,
+        x: jax.Array,
+        amax: jax.Array,
+        state: jax.Array | None,
+        rotation: jax.Array | None,
+        *,
+        columns: bool,
+        two_d: bool,
+    ) -> QuantizedMatrix:
+        rows, column, scales, column_scales, *_ = self._quantize(
+            x,
+            jnp.zeros((1,), jnp.float32),  # a scale that NVFP4 does not use
+            amax.reshape(1),
+            jnp.zeros((0,), jnp.uint32) if state is None else state,
+            jnp.zeros((1,), jnp.float32) if rotation is None else amax.reshape(1),
+            jnp.zeros((1, 1), jnp.bfloat16) if rotation is None else rotation,
+            out_dtype=jnp.float4_e2m1fn,
+            scaling_mode=(self._modes.NVFP4_2D_SCALING if two_d else self._modes.NVFP4_1D_SCALING).value,
+            q_layout=self._layout(columns=columns, rotates=rotation is not None),
+            flatten_axis=1,
+            scale_dtype=jnp.float8_e4m3fn,
+            is_dbias=False,
+            is_outer=False,
+            stochastic_rounding=state is not None,
+            use_rht=rotation is not None,
+        )
+        return QuantizedMatrix(column, column_scales) if columns else QuantizedMatrix(rows, scales)
+
+    def _layout(self, *, columns: bool, rotates: bool) -> Any:
+        """What the kernel writes. Only the kernel that rotates can write columns alone."""
+        if not columns:
+            return self._layouts.ROWWISE
+        return self._layouts.COLWISE if rotates else self._layouts.ROWWISE_COLWISE
+
+    def gemm(self, left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:
+        (product,) = self._gemm(
+            left.codes,
+            left.scales,
+            right.codes,
+            right.scales,
+            jnp.zeros((0,), out),  # no bias
+            alpha.reshape(1),
+            jnp.zeros((1,), jnp.float32),
+            out_dtype=out,
+            contracting_dims=((1,), (1,)),
+            scaling_mode=self._modes.NVFP4_1D_SCALING,
+            use_split_accumulator=self._split_accumulator(),
+            transpose_batch_sequence=False,
+            sequence_dim=-1,
+            is_outer=False,
+            collective_op=self._no_collective,
+        )
+        result: jax.Array = product
+        return result
+
+
+def load() -> Engine:
+    """Transformer Engine. Raises ImportError if it is missing, or if its kernels are switched off."""
+    engine = _import()
+    if not all(primitive.enabled() for primitive in engine.primitives):
+        raise ImportError(
+            "Transformer Engine's kernels are switched off, and its own JAX code for them is wrong: unset "
+            "NVTE_JAX_CUSTOM_CALLS and NVTE_JAX_CUSTOM_CALLS_RE"
+        )
+    return engine
+
+
+@cache
+def _import() -> _TransformerEngine:
+    try:
+        modules = {
+            name: importlib.import_module(f"transformer_engine.jax.{path}") for name, path in _MODULES.items()
+        }
+        return _TransformerEngine(**modules)
+    except (ImportError, OSError, AttributeError) as error:
+        raise ImportError(
+            f"backend te needs Transformer Engine 2.20 for JAX ({error}). To install it: {INSTALL}"
+        ) from error
