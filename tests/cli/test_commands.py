@@ -719,6 +719,13 @@ def test_from_another_folder_as_a_process(tmp_path: Path) -> None:
 # ---- exit codes
 
 
+OPERAND = "--role weight --gemm fprop --out out.npz"
+TINY_PROGRAM = """
+import jax, jax.numpy as jnp
+jax.grad(lambda p: (jnp.ones((2, 4)) @ p["w"]).sum())({"w": jnp.ones((4, 2))})
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
@@ -753,6 +760,29 @@ def test_from_another_folder_as_a_process(tmp_path: Path) -> None:
         (1, "apply good.policy program.py"),
         (1, "sites program.py"),
         (7, "apply good.policy seven.py"),
+        (0, "show good.policy"),
+        (0, "explain shadowed-rule"),
+        (0, "targets b200"),
+        (0, "fmt untidy.policy"),
+        (1, "fmt --check untidy.policy"),
+        (1, "fmt --diff untidy.policy"),
+        (1, "lint shadowed.policy"),
+        (0, "lint shadowed.policy --exit-zero"),
+        (1, "lint shadowed.policy --diff"),
+        (0, "lint shadowed.policy --diff --exit-zero"),
+        (0, "lint shadowed.policy --fix"),
+        (0, "report run"),
+        (2, f"quantize absent.npy --recipe fp8 {OPERAND}"),
+        (1, f"quantize absent.npy --recipe fp9 {OPERAND}"),
+        (2, "lint good.policy --against absent.py"),
+        (1, "lint good.policy --against program.py"),
+        (0, "lint kept.policy --against train.py"),
+        (1, "lint misspelt.policy --against train.py"),
+        (1, "apply misspelt.policy train.py"),
+        (0, "apply kept.policy train.py"),
+        (0, "sites train.py"),
+        (0, "estimate kept.policy --target b200 train.py"),
+        (1, "estimate kept.policy --target b200 --batch 4 train.py"),
     ],
 )
 def test_exit_codes_mean_the_same_in_every_command(tmp_path: Path, code: int, words: str) -> None:
@@ -761,6 +791,13 @@ def test_exit_codes_mean_the_same_in_every_command(tmp_path: Path, code: int, wo
     (tmp_path / "faulty.policy").write_text("mlp => fp8\n")
     (tmp_path / "program.py").write_text("print('nothing')\n")
     (tmp_path / "seven.py").write_text("raise SystemExit(7)\n")
+    (tmp_path / "untidy.policy").write_text(UNTIDY)
+    (tmp_path / "shadowed.policy").write_text(SHADOWED)
+    (tmp_path / "kept.policy").write_text("w -> keep\n")
+    (tmp_path / "misspelt.policy").write_text("ww -> fp8\n")
+    (tmp_path / "train.py").write_text(TINY_PROGRAM)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     result = policyc(*words.split(), cwd=tmp_path)

@@ -33,7 +33,7 @@ _BETWEEN_STATEMENTS = re.compile(rf"(?:[{_BLANK};]|#[^\n]*)+")
 _TOKEN = re.compile(
     rf"""{STRING_PATTERN}|(?<!\S)/\*|#[^\n]*|->|[(\[{{)\]}}]|[\n;]|[^"'#()\[\]{{}}\n;/-]+|.""", re.DOTALL
 )
-_MAX_BLOCK_COMMENT = 20_000  # characters: a limit, so that the search for the end of each of many is cheap
+_MAX_BLOCK_COMMENT = 4_000  # characters: a limit, so that the search for the end of each of many is cheap
 _OPEN_ENDED = re.compile(r"(,|->|=|@|%|<|>|\.|\band|\bor|\bnot|\bwhere)\Z")
 _OPEN_END_WINDOW = 16  # characters: longer than any match of _OPEN_ENDED; a constant, so that lines are cheap
 
@@ -113,13 +113,16 @@ def _find_statement_end(text: str, start: int) -> int:
     because that is one error and not two.
     """
     depth, position, end = 0, start, start  # `end` follows the last text that is neither blank nor comment
+    searched = start  # before here, no block comment ends
     has_arrow = _KEYWORD.match(text, start) is not None  # a statement with a keyword needs no arrow
     while position < len(text):
         match = _TOKEN.match(text, position)
         assert match is not None
         token = match.group()
         if token == "/*":  # not a comment here: but the lines in it are one error, not one each
-            close = text.find("*/", match.end(), match.end() + _MAX_BLOCK_COMMENT)
+            limit = match.end() + _MAX_BLOCK_COMMENT
+            close = text.find("*/", max(match.end(), searched), limit)
+            searched = limit - 1 if close < 0 else searched
             position = end = close + 2 if close >= 0 else match.end()
             continue
         if token in ("(", "[", "{"):
