@@ -152,6 +152,20 @@ def find_quantizing_rules(
             yield index, selected
 
 
+def report_in_8_bits(context: Context, is_wanted: Callable[[Site], bool], noun: str) -> Iterator[Finding]:
+    """Yields a finding for each rule that quantizes wanted sites, but not to 4 bits."""
+    if context.plan is None:
+        return
+    for rule, sites in find_quantizing_rules(context, is_wanted, EIGHT_BITS):
+        names = name_sites(sites)
+        yield Finding(
+            span=context.policy.rules[rule].span,
+            message=f"this rule quantizes the {noun} ('{names[0]}'){count_others(names)}",
+            help=suggest_recipe(context.plan, rule, sites, "keep"),
+            sites=names,
+        )
+
+
 FOUR_BITS = range(4, 5)
 EIGHT_BITS = range(5, _MAX_BITS + 1)
 """4 bits have codes of their own, which the linter also reports without a program."""

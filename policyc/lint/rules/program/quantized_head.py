@@ -24,24 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.compiler.plan_checks import suggest_recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import EIGHT_BITS, count_others, find_quantizing_rules, is_head, name_sites
+from policyc.lint.program import is_head, report_in_8_bits
 from policyc.lint.rule import LintRule
 
 
 def check(context: Context) -> Iterator[Finding]:
-    if context.plan is None:
-        return
-    for rule, sites in find_quantizing_rules(context, lambda s: is_head(context, s), EIGHT_BITS):
-        names = name_sites(sites)
-        yield Finding(
-            span=context.policy.rules[rule].span,
-            message=f"this rule quantizes the output head ('{names[0]}'){count_others(names)}",
-            help=suggest_recipe(context.plan, rule, sites, "keep"),
-            sites=names,
-        )
+    return report_in_8_bits(context, lambda site: is_head(context, site), "output head")
 
 
 RULES = (LintRule(code="quantized-head", doc=__doc__, check=check),)
