@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from policyc.compiler.pipeline import apply, plan
     from policyc.compiler.plan import Plan
+    from policyc.compiler.run_step import rounding_step
     from policyc.compiler.schedule import set_step
     from policyc.compiler.session import active
     from policyc.experiments.hooks import observe, set_output_dir, should_observe
@@ -35,6 +36,7 @@ _MODULES = {
     "observe": "experiments.hooks",
     "parse": "language.loader",
     "plan": "compiler.pipeline",
+    "rounding_step": "compiler.run_step",
     "set_output_dir": "experiments.hooks",
     "set_step": "compiler.schedule",
     "should_observe": "experiments.hooks",
@@ -46,7 +48,7 @@ _RENAMED = {"observes": "should_observe", "results_in": "set_output_dir", "step"
 
 __all__ = [
     "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "load", "observe", "parse",
-    "plan", "set_output_dir", "set_step", "should_observe", "stats",
+    "plan", "rounding_step", "set_output_dir", "set_step", "should_observe", "stats",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
+import policyc
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ModelConfig, RunConfig
 from policyc.models.llama.model import Batch, Params
@@ -100,7 +101,8 @@ def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stag
     def step(state: State, batch: Batch) -> tuple[State, Metrics]:
         old = {name: state[name] for name in ("params", "adam", "mean")}
         scale, mean, rate = state["scale"], state["mean"], learning_rate(run, state["step"])
-        grads, nats = gradients(old["params"], batch, scale, config, run, mesh)
+        with policyc.rounding_step(state["step"], seed=run.seed):
+            grads, nats = gradients(old["params"], batch, scale, config, run, mesh)
         if run.loss_scale:
             grads = jax.tree.map(lambda g: g / scale, grads)
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))

@@ -145,6 +145,7 @@ class RunOptions:
     plan_out: str | None = None
     stats_every: int = 0
     multiple_losses: bool = False
+    rounding_seed: int | None = None
 
 
 run_options = collect_options(
@@ -162,6 +163,10 @@ run_options = collect_options(
             show_default=True,
             metavar="N",
             help="Measure the error of quantization every N steps, for the run's report. 0: never.",
+        ),
+        click.option(
+            "--rounding-seed", type=click.IntRange(0, 2**32 - 1), metavar="N", show_default="that of the policy",
+            help="Seed of stochastic rounding.",
         ),
     ),
 )  # fmt: skip

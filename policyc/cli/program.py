@@ -114,6 +114,8 @@ def plan_program(policy: Policy, words: Sequence[str]) -> Plan:
 def run_under_policy(program: Program, policy_name: str, options: RunOptions) -> None:
     """Runs a program under a policy, and prints what the policy did. Exits if the policy was not applied."""
     policy = load_policy(policy_name, options.variant)
+    if options.rounding_seed is not None:
+        policy = policy.with_seed(options.rounding_seed)
     from policyc.experiments import runner
     from policyc.language.diagnostics import PolicyError
 

@@ -8,6 +8,8 @@ __all__ = [
     "plan_checks",
     "plan_tables",
     "rewrite",
+    "rounding",
+    "run_step",
     "schedule",
     "session",
     "sites",

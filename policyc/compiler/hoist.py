@@ -13,18 +13,17 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from policyc.compiler.rounding import NO_SEED, RandomSource
 from policyc.compiler.sites import Site
 from policyc.jaxcore import autodiff, jaxprs
 from policyc.jaxcore.containers import IterationRange
 from policyc.jaxcore.transform import Address, ExtraInput, Replacement
 from policyc.language.recipes import Recipe
 from policyc.numerics.gemm import Backends, GemmOptions, Prequantized, prequantize
-from policyc.numerics.quantize import make_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +105,7 @@ class RewrittenLoss:
     hoisted: tuple[ExtraInput, ...] = ()
     sites: dict[Address, Site] = field(default_factory=dict)
     replacements: tuple[Replacement, ...] = ()
+    source: RandomSource = NO_SEED
 
     def extra_inputs(self, inputs: Sequence[Any]) -> list[Any]:
         """The extra inputs for these inputs of the loss.
@@ -118,7 +118,7 @@ class RewrittenLoss:
             site = self.sites[hoisted.address]
             if hoisted.content is ROUNDING_KEY:
                 # As arrays of JAX: a scan saves slices of other constants again, for its backward pass.
-                arrays += map(jnp.asarray, rounding_keys(site, hoisted.ranges))
+                arrays += map(jnp.asarray, self.source.layer_keys(site, hoisted.ranges))
                 continue
             origin = site.origin
             assert origin is not None
@@ -161,14 +161,3 @@ def _quantize(
         return lax.scan(quantize_layer, None, value)[1]
     with jaxprs.source_context(site.eqn):
         return jaxprs.evaluate(quantizer.jaxpr, value)
-
-
-def rounding_keys(site: Site, ranges: Sequence[IterationRange]) -> list[np.ndarray]:
-    """The two words of the rounding key of every layer in these ranges of its loops."""
-    layer_keys = [make_key(0, site.number, ordinal) for ordinal in site.loop_ordinals()]
-    sizes = tuple(s.size for s in site.loops)
-    part = tuple(slice(r.start, r.stop) for r in ranges)
-    return [
-        np.array(words, np.uint32).reshape(sizes)[part]
-        for words in ([k.a for k in layer_keys], [k.b for k in layer_keys])
-    ]

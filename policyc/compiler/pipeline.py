@@ -19,6 +19,8 @@ from policyc.compiler.hoist import RewrittenLoss
 from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.rewrite import rewrite
+from policyc.compiler.rounding import RandomSource
+from policyc.compiler.run_step import current_run_step
 from policyc.compiler.schedule import SCHEDULE, current_phase
 from policyc.compiler.trace import TracedFunction, jaxpr_inputs, trace
 from policyc.jaxcore import autodiff
@@ -188,7 +190,8 @@ def _constant_inputs(inputs: Sequence[Any]) -> frozenset[int]:
 
 def compile_plan(plan: Plan) -> RewrittenLoss:
     """The plan's loss in the current phase."""
-    return rewrite(plan.sites, plan.decisions(current_phase(plan)), plan.constant_inputs)
+    source = RandomSource(seed=plan.policy.seed, run_step=current_run_step())
+    return rewrite(plan.sites, plan.decisions(current_phase(plan)), plan.constant_inputs, source)
 
 
 def as_policy(policy: Any) -> Policy:

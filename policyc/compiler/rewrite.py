@@ -18,6 +18,7 @@ from jax.extend.core.primitives import dot_general_p
 
 from policyc.compiler.hoist import ROUNDING_KEY, Quantizer, RewrittenLoss, SiteRecipe, make_quantizer
 from policyc.compiler.plan import Decisions
+from policyc.compiler.rounding import NO_SEED, RandomSource
 from policyc.compiler.sites import Layer, Site, Sites
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
@@ -28,16 +29,22 @@ from policyc.numerics.quantize import Key
 from policyc.numerics.ragged import quantized_ragged_dot
 
 
-def rewrite(sites: Sites, decisions: Decisions, constant_inputs: Collection[int] = ()) -> RewrittenLoss:
+def rewrite(
+    sites: Sites,
+    decisions: Decisions,
+    constant_inputs: Collection[int] = (),
+    source: RandomSource = NO_SEED,
+) -> RewrittenLoss:
     """The loss with every site run as decided.
 
-    `constant_inputs` are the inputs that do not change from one call of the loss to the next.
+    `constant_inputs` are the inputs that do not change from one call of the loss to the next. Rounding keys start from
+    `source`.
     """
     hoisted = {s.address for s in sites if s.origin and (s.is_reused or s.origin.input in constant_inputs)}
-    rewriter = SiteRewriter(sites, decisions, hoisted)
+    rewriter = SiteRewriter(sites, decisions, hoisted, source)
     result = rewriter.transform(sites.jaxpr)
     sites_of_inputs = {i.address: rewriter.sites[i.address] for i in result.inputs}
-    return RewrittenLoss(result.jaxpr, result.inputs, sites_of_inputs, result.replacements)
+    return RewrittenLoss(result.jaxpr, result.inputs, sites_of_inputs, result.replacements, source)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -70,11 +77,15 @@ class SharedActivation:
 
 @dataclass(frozen=True, slots=True)
 class SiteInputs:
-    """What a quantized GEMM takes behind the operands of its equation, in this order."""
+    """What a quantized GEMM takes behind the operands of its equation, in this order.
+
+    `constant_key` is its rounding key if it takes none.
+    """
 
     weight: Quantizer | None = None
     has_rounding_key: bool = False
     activation: Quantizer | None = None
+    constant_key: Key | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +99,15 @@ class SiteTemplate:
 class SiteRewriter(Transform):
     """Replaces the sites of a loss as decided. The weights of the `hoisted` sites are quantized outside."""
 
-    def __init__(self, sites: Sites, decisions: Decisions, hoisted: Collection[Address] = ()) -> None:
+    def __init__(
+        self,
+        sites: Sites,
+        decisions: Decisions,
+        hoisted: Collection[Address] = (),
+        source: RandomSource = NO_SEED,
+    ) -> None:
         self._decisions = decisions
+        self._source = source
         self._hoisted = hoisted
         self.sites = {s.address: s for s in sites if self._is_changed(s)}
         self._sites_under: dict[Address, list[Site]] = {}
@@ -153,8 +171,8 @@ class SiteRewriter(Transform):
         return loops, slicing, site.products
 
     def _takes_rounding_key(self, site: Site) -> bool:
-        """Does it need an extra input that tells its layer from the others?"""
-        return site.takes_extra_inputs and site.is_layered
+        """Does it need an extra input that tells its layer or its step from the others?"""
+        return site.takes_extra_inputs and (site.is_layered or self._source.run_step is not None)
 
     def is_stack(self, address: Address) -> bool:
         return any(s.address == address for site in self._sites_under[address] for s in site.stacks)
@@ -216,6 +234,7 @@ class SiteRewriter(Transform):
                 weight=weight if weight is not None and weight.avals else None,
                 has_rounding_key=has_rounding_key,
                 activation=None if shared is None else shared.quantizer,
+                constant_key=self._source.site_key(site),
             )
             self._templates[key] = self.make_template(site, site_recipe, inputs)
         return self._templates[key]
@@ -285,7 +304,7 @@ def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> C
     """The function that replaces a site: of the operands of its equation, and then of `inputs`."""
     if site.kind == "ragged":
         assert inputs.weight is None
-        return _quantized_ragged_gemm(site, site_recipe, inputs.has_rounding_key)
+        return _quantized_ragged_gemm(site, site_recipe, inputs)
     params = site.eqn.params
 
     def gemm(lhs: Any, rhs: Any, *extra: Any) -> Any:
@@ -311,7 +330,7 @@ def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> C
             Precomputed(
                 lhs=weight if site.weight == "lhs" else activation,
                 rhs=activation if site.weight == "lhs" else weight,
-                rounding_key=Key(*key_words) if key_words else None,
+                rounding_key=Key(*key_words) if key_words else inputs.constant_key,
             ),
         )
 
@@ -319,7 +338,7 @@ def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> C
     return gemm if sharding is None else jax.sharding.auto_axes(gemm, out_sharding=sharding)
 
 
-def _quantized_ragged_gemm(site: Site, site_recipe: SiteRecipe, has_rounding_key: bool) -> Callable[..., Any]:
+def _quantized_ragged_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
     params = site.eqn.params
 
     def gemm(lhs: Any, rhs: Any, group_sizes: Any, *key_words: Any) -> Any:
@@ -333,7 +352,7 @@ def _quantized_ragged_gemm(site: Site, site_recipe: SiteRecipe, has_rounding_key
                 precision=params["precision"],
                 preferred_element_type=params["preferred_element_type"],
             ),
-            Key(*key_words) if has_rounding_key else None,
+            Key(*key_words) if inputs.has_rounding_key else inputs.constant_key,
         )
 
     return gemm

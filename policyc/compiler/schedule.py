@@ -6,6 +6,7 @@ it again. A program may call `set_step` without any policy: this module loads ne
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,14 @@ def set_step(number: int, *, total: int | None = None) -> None:
     """Tells policyc the current step of the training. Where a phase of a schedule begins, JAX compiles the step again.
 
     `total` is the number of all steps, which percentages in a schedule refer to. It need be given only once.
+    The step is a number, known outside `jax.jit`. `policyc.rounding_step` takes a traced step, for stochastic rounding.
     """
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(number, jax.core.Tracer):
+        raise TypeError(
+            "policyc.set_step takes a number, and this step is a traced value: call it outside jax.jit, before each "
+            "step. For stochastic rounding, use policyc.rounding_step inside."
+        )
     if number < 0 or (total is not None and total <= 0):
         raise ValueError(f"step {number} of {total}: a step is 0 or more, and the total is more than 0")
     SCHEDULE.set_step(int(number), None if total is None else int(total))

@@ -304,7 +304,7 @@ def _runs_plans(jitted: JittedFunction, plans: Sequence[Plan]) -> bool:
     primitives = {jaxprs.primitive_name(eqn) for eqn in jaxprs.all_equations(jitted.jaxpr)}
     if is_quantized:
         return any(name.endswith("_quantize") for name in primitives)
-    return bool(primitives & {"dot_general", "ragged_dot_general"})
+    return bool(primitives & {"dot_general", "ragged_dot_general", "scaled_gemm"})
 
 
 # ---- how a program ends

@@ -17,9 +17,10 @@ import numpy as np
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr
 
-from policyc.compiler.hoist import ROUNDING_KEY, SiteRecipe, rounding_keys
+from policyc.compiler.hoist import ROUNDING_KEY, SiteRecipe
 from policyc.compiler.plan import Decisions, Plan
 from policyc.compiler.rewrite import SharedActivation, SiteInputs, SiteRewriter, SiteTemplate, quantized_gemm
+from policyc.compiler.rounding import RandomSource
 from policyc.compiler.sites import Layer, Site
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import SCAN, container_of
@@ -145,7 +146,8 @@ class TappedLoss:
     def __init__(self, plan: Plan, decisions: Decisions) -> None:
         self.plan = plan
         self._decisions = decisions
-        self._rewriter = TapRewriter(plan.sites, decisions)
+        self._source = RandomSource(seed=plan.policy.seed)
+        self._rewriter = TapRewriter(plan.sites, decisions, source=self._source)
         result = self._rewriter.transform(plan.sites.jaxpr)
         self.jaxpr: ClosedJaxpr = result.jaxpr
         self._extra = result.inputs
@@ -165,7 +167,7 @@ class TappedLoss:
             if e.content is TAP:
                 extra.append(next(remaining))
             else:
-                extra += rounding_keys(self._rewriter.sites[e.address], e.ranges)
+                extra += self._source.layer_keys(self._rewriter.sites[e.address], e.ranges)
         return jaxprs.evaluate(self.jaxpr, *inputs, *extra)
 
     def measurements(

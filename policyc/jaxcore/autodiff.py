@@ -178,6 +178,14 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
+def is_staging() -> bool:
+    """Is the current computation recorded in a jaxpr, to run later and perhaps several times?"""
+    trace = core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, partial_eval.DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
+
+
 def jit_cache_context(default: Any = None) -> Any:
     """A context manager whose value is part of the key of JAX's caches of traced and compiled functions.
 

@@ -18,6 +18,7 @@ from policyc.language.policy import (
     RecipeDef,
     RecipeExpr,
     Rule,
+    Seed,
     Setting,
     option_values,
     recipe_calls,
@@ -38,8 +39,9 @@ _MAX_SUGGESTIONS = (
 
 @dataclass(slots=True)
 class Definitions:
-    """The recipes and rules of one policy, or of one variant. A later rule overrides an earlier one."""
+    """The seed, recipes and rules of one policy, or of one variant. A later rule overrides an earlier one."""
 
+    seed: Seed | None = None
     recipes: dict[str, RecipeDef] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
 

@@ -23,7 +23,7 @@ from policyc.language.parser import (
     Statement,
     read_statements,
 )
-from policyc.language.policy import Policy, RecipeDef, Rule, Variant
+from policyc.language.policy import Policy, RecipeDef, Rule, Seed, Variant
 from policyc.language.schedule import StepCondition
 
 _MAX_IMPORTS = 256
@@ -163,9 +163,16 @@ class _Loader(DiagnosticCollector):
             rules=tuple(self._base.rules),
             recipes=tuple(self._base.recipes.values()),
             variants=tuple(
-                Variant(name=name, recipes=tuple(d.recipes.values()), rules=tuple(d.rules), span=span)
+                Variant(
+                    name=name,
+                    recipes=tuple(d.recipes.values()),
+                    rules=tuple(d.rules),
+                    seed_statement=d.seed,
+                    span=span,
+                )
                 for name, (span, d) in self._variants.items()
             ),
+            seed_statement=self._base.seed,
             source=source,
         )
 
@@ -181,11 +188,19 @@ class _Loader(DiagnosticCollector):
         """
         own_recipes: dict[str, Span] = {}
         own_variants: dict[str, Span] = {}
+        own_seed: Seed | None = None
         for statement in statements:
             match statement:
                 case ImportStatement():
                     self._add_import(statement, target, context)
                     self._report_replaced(statement, target, own_recipes)
+                    if own_seed is not None and target.seed is not own_seed:
+                        self._report_second_definition("seed", "", statement.span, own_seed.span)
+                        own_seed = None
+                case Seed():
+                    if own_seed is not None:
+                        self._report_second_definition("seed", "", statement.span, own_seed.span)
+                    own_seed = target.seed = statement
                 case RecipeDef():
                     self._add_recipe(statement, target, own_recipes)
                 case Rule():
@@ -225,8 +240,9 @@ class _Loader(DiagnosticCollector):
 
     def _report_second_definition(self, kind: str, name: str, span: Span, first: Span) -> None:
         note = Note(first, "first defined here")
-        help = "choose another name, or remove one of the two"
-        self.report(f"duplicate-{kind}", span, f"a second {kind} '{name}'", help, notes=(note,))
+        help = "choose another name, or remove one of the two" if name else "remove one of the two"
+        message = f"a second {kind} '{name}'" if name else f"a second {kind}"
+        self.report(f"duplicate-{kind}", span, message, help, notes=(note,))
 
     def _report_replaced(
         self, statement: ImportStatement, target: Definitions, own_recipes: dict[str, Span]
@@ -254,6 +270,8 @@ class _Loader(DiagnosticCollector):
                     self._report_misplaced(statement.span, "an import", "a schedule")
                 case RecipeDef():
                     self._report_misplaced(statement.span, "a recipe", "a schedule")
+                case Seed():
+                    self._report_misplaced(statement.span, "a seed", "a schedule")
                 case BlockStatement():
                     self._report_misplaced(statement.span, "a variant", "a schedule")
 

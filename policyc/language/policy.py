@@ -87,6 +87,20 @@ class RecipeDef:
         return f"recipe {self.name} = {self.recipe}"
 
 
+MAX_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seed:
+    """`seed = N`: the seed of stochastic rounding."""
+
+    value: int
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        return f"seed = {self.value}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """Selectors -> recipe. `when` holds the conditions of the schedule blocks around it, outermost first."""
@@ -121,15 +135,17 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A named edit of the policy: its recipes replace those of the same name, its rules are appended."""
+    """A named edit of the policy: its seed and recipes replace those of the policy, its rules are appended."""
 
     name: str
     recipes: tuple[RecipeDef, ...] = ()
     rules: tuple[Rule, ...] = ()
+    seed_statement: Seed | None = None
     span: Span = span_field()
 
     def __str__(self) -> str:
-        body = "\n".join(f"{_INDENT}{line}" for line in _statement_lines(self.recipes, self.rules))
+        lines = _statement_lines(self.seed_statement, self.recipes, self.rules)
+        body = "\n".join(f"{_INDENT}{line}" for line in lines)
         return f"variant {self.name} {{\n{body}\n}}" if body else f"variant {self.name} {{}}"
 
 
@@ -143,16 +159,31 @@ class Policy:
     rules: tuple[Rule, ...] = ()
     recipes: tuple[RecipeDef, ...] = ()
     variants: tuple[Variant, ...] = ()
+    seed_statement: Seed | None = None
     source: SourceText = field(default=NO_SPAN.source, compare=False, repr=False)
 
     def __str__(self) -> str:
-        lines = [*_statement_lines(self.recipes, self.rules), *map(str, self.variants)]
+        lines = [
+            *_statement_lines(self.seed_statement, self.recipes, self.rules),
+            *map(str, self.variants),
+        ]
         return "".join(f"{line}\n" for line in lines)
 
     @property
     def sha256(self) -> str:
         """Identifies the policy by its printed text: imports expanded, without comments and layout."""
         return hashlib.sha256(str(self).encode()).hexdigest()
+
+    @property
+    def seed(self) -> int:
+        """The seed of stochastic rounding."""
+        return 0 if self.seed_statement is None else self.seed_statement.value
+
+    def with_seed(self, seed: int) -> Policy:
+        """Returns this policy with another seed. Raises ValueError if it has more than 32 bits."""
+        if not 0 <= seed <= MAX_SEED:
+            raise ValueError(f"the seed {seed} is not a number from 0 to {MAX_SEED}")
+        return replace(self, seed_statement=Seed(value=seed))
 
     @property
     def named_recipes(self) -> dict[str, RecipeExpr]:
@@ -170,7 +201,12 @@ class Policy:
             known = ", ".join(v.name for v in self.variants) or "none"
             raise KeyError(f"no variant named '{name}' (variants: {known})")
         redefined = {d.name: d for d in self.recipes} | {d.name: d for d in variant.recipes}
-        return replace(self, recipes=tuple(redefined.values()), rules=self.rules + variant.rules)
+        return replace(
+            self,
+            recipes=tuple(redefined.values()),
+            rules=self.rules + variant.rules,
+            seed_statement=variant.seed_statement or self.seed_statement,
+        )
 
     def resolver(self) -> Resolver:
         """Returns a function from the recipe expressions of this policy to recipes."""
@@ -198,8 +234,12 @@ class Resolver:
         return self._resolved[expr.name]
 
 
-def _statement_lines(definitions: tuple[RecipeDef, ...], rules: tuple[Rule, ...]) -> Iterator[str]:
-    """Yields the lines of recipes and rules. Neighbouring rules with the same conditions share their blocks."""
+def _statement_lines(
+    seed: Seed | None, definitions: tuple[RecipeDef, ...], rules: tuple[Rule, ...]
+) -> Iterator[str]:
+    """Yields the lines of seed, recipes and rules. Neighbouring rules with the same conditions share their blocks."""
+    if seed is not None:
+        yield str(seed)
     yield from map(str, definitions)
     for conditions, group in groupby(rules, key=lambda r: r.when):
         yield from (f"{_INDENT * depth}{c} {{" for depth, c in enumerate(conditions))

@@ -23,6 +23,7 @@ from policyc.numerics.operands import Keys, Parts, quantize_operand, select_code
 from policyc.numerics.products import (
     DEFAULT_OPTIONS,
     Backends,
+    DimensionNumbers,
     GemmOptions,
     GemmSpec,
     OperandSpec,
@@ -32,7 +33,8 @@ from policyc.numerics.products import (
     gemm_products,
 )
 from policyc.numerics.quantize import Key, Quantized, dequantize, make_key
-from policyc.numerics.quantize.bits import materialize
+from policyc.numerics.quantize.bits import abs_bits, materialize
+from policyc.numerics.quantize.random import checksum
 
 __all__ = ["Backends", "GemmOptions", "Precomputed", "Prequantized", "prequantize", "quantized_dot_general"]
 
@@ -81,7 +83,7 @@ def quantized_dot_general(
       recipe: how each of the three GEMMs treats its operands.
       options: how the product runs.
       precomputed: operands that `prequantize` has quantized, and the key of stochastic rounding (by default
-        `make_key(0, site)`; the bits of each tensor's maximum are folded into it). Gradients still go to lhs and rhs.
+        `make_key(0, site)`; the content of each tensor is folded into it). Gradients still go to lhs and rhs.
     """
     dims = as_dimension_numbers(dimension_numbers)
     preferred = options.preferred_element_type
@@ -188,8 +190,35 @@ def _multiply_plain(product: Product, left: jax.Array, right: jax.Array, out: An
     if left.dtype == right.dtype == jnp.bfloat16 and wide == jnp.float32:
         # XLA has no kernel on CPU for some of these products, for example where it swaps the operands to save a
         # transpose. The primitive multiplies the same values in fp32 there.
-        return primitives.scaled_gemm(left, right, product.dims, wide)
+        return _multiply_bf16(product.dims, jnp.dtype(wide), left, right)
     return lax.dot_general(left, right, product.dims, precision=precision, preferred_element_type=wide)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply_bf16(dims: DimensionNumbers, out: Any, left: jax.Array, right: jax.Array) -> jax.Array:
+    """A product of bfloat16 matrices, as a primitive: on CPU it is lowered to a product of fp32 matrices."""
+    return primitives.scaled_gemm(left, right, dims, out)
+
+
+def _multiply_bf16_fwd(
+    dims: DimensionNumbers, out: Any, left: jax.Array, right: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _multiply_bf16(dims, out, left, right), (left, right)
+
+
+def _multiply_bf16_bwd(
+    dims: DimensionNumbers, out: Any, operands: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """For second derivatives of a loss."""
+
+    def multiply(left: jax.Array, right: jax.Array) -> jax.Array:
+        wide = left.astype(jnp.float32), right.astype(jnp.float32)
+        return lax.dot_general(*wide, dims, precision=lax.Precision.HIGHEST).astype(out)
+
+    return cast("tuple[jax.Array, jax.Array]", jax.vjp(multiply, *operands)[1](dy))
+
+
+_multiply_bf16.defvjp(_multiply_bf16_fwd, _multiply_bf16_bwd)
 
 
 def _original_dot(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -202,19 +231,18 @@ def _original_dot(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass keeps: rhs as the gradient of lhs reads it, lhs likewise, and the keys of both GEMMs."""
+    """What the backward pass keeps: rhs as the gradient of lhs reads it, lhs likewise, and the keys."""
 
     rhs: Parts
     lhs: Parts
-    rounding_key: Key
-    sign_keys: tuple[Key, Key]
+    keys: Keys
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gemm(
     spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, prequantized: PrequantizedPair, key: Key
 ) -> jax.Array:
-    return _forward(spec, lhs, rhs, prequantized, key)[0]
+    return _forward(spec, lhs, rhs, prequantized, (key, sign_key(spec, lhs, rhs, key)))[0]
 
 
 def _forward(
@@ -222,7 +250,7 @@ def _forward(
     lhs: jax.Array,
     rhs: jax.Array,
     prequantized: PrequantizedPair,
-    key: Key,
+    keys: Keys,
     *,
     save: bool = False,
 ) -> tuple[jax.Array, Parts, Parts]:
@@ -231,7 +259,6 @@ def _forward(
     if fprop.is_kept:
         with jax.named_scope(fprop.scope):
             return _original_dot(spec, lhs, rhs), (lhs,), (rhs,)
-    keys = key, key
     left = _as_parts(prequantized[0].fprop) or _quantize(lhs, fprop.left, fprop, keys, save=save)
     right = _as_parts(prequantized[1].fprop) or _quantize(rhs, fprop.right, fprop, keys, save=save)
     return _multiply(fprop, left, right, spec.out_dtype, 1), left, right
@@ -246,27 +273,25 @@ def _gemm_fwd(
 ) -> tuple[jax.Array, _Residuals]:
     products = gemm_products(spec)
     fprop, d_lhs, d_rhs = products.fprop, products.d_lhs, products.d_rhs
-    y, left, right = _forward(spec, lhs, rhs, prequantized, key, save=True)
-    sign_keys = sign_key(rhs, d_lhs, key), sign_key(lhs, d_rhs, key)
+    keys = key, sign_key(spec, lhs, rhs, key)
+    y, left, right = _forward(spec, lhs, rhs, prequantized, keys, save=True)
     if not shares_codes(fprop.right, d_lhs.right):
-        keys = key, sign_keys[0]
         right = _as_parts(prequantized[1].backward) or _quantize(rhs, d_lhs.right, d_lhs, keys, save=True)
     if not shares_codes(fprop.left, d_rhs.left):
-        keys = key, sign_keys[1]
         left = _as_parts(prequantized[0].backward) or _quantize(lhs, d_rhs.left, d_rhs, keys, save=True)
     saved_rhs, saved_lhs = select_code_order(right, d_lhs.right), select_code_order(left, d_rhs.left)
-    return y, _Residuals(saved_rhs, saved_lhs, key, sign_keys)
+    return y, _Residuals(saved_rhs, saved_lhs, keys)
 
 
-def sign_key(operand: jax.Array, gradient: Product, key: Key) -> Key:
-    """The key of the fresh signs of a backward GEMM.
+def sign_key(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, key: Key) -> Key:
+    """The key of fresh signs, with the content of both operands folded in: they change with the batch and the step.
 
-    Both operands of the GEMM need the same signs, and the forward pass quantizes one of them before dy is known. So
-    the key comes from that operand.
+    Both operands of a GEMM need the same signs, and the forward pass quantizes one of each backward GEMM before dy is
+    known. So the key comes from what the forward pass knows. Each GEMM folds its name into it.
     """
-    if gradient.left.treatment.rounding != "ms_eden":
+    if all(t.rounding != "ms_eden" for t in spec.recipe.treatments):
         return key
-    return key.fold(jnp.max(jnp.abs(operand)).astype(jnp.float32))
+    return key.fold(checksum(abs_bits(lhs))).fold(checksum(abs_bits(rhs)))
 
 
 def _gemm_bwd(
@@ -274,16 +299,15 @@ def _gemm_bwd(
 ) -> tuple[jax.Array, jax.Array, None, None]:
     products = gemm_products(spec)
     d_lhs, d_rhs = products.d_lhs, products.d_rhs
-    lhs_keys, rhs_keys = ((residuals.rounding_key, signs) for signs in residuals.sign_keys)
     shared: Parts = ()
     if shares_codes(d_lhs.left, d_rhs.right):
-        shared = _quantize(dy, d_lhs.left, d_lhs, lhs_keys)
+        shared = _quantize(dy, d_lhs.left, d_lhs, residuals.keys)
 
     def quantize_for_lhs() -> Parts:
-        return shared or _quantize(dy, d_lhs.left, d_lhs, lhs_keys)
+        return shared or _quantize(dy, d_lhs.left, d_lhs, residuals.keys)
 
     def quantize_for_rhs() -> Parts:
-        return shared or _quantize(dy, d_rhs.right, d_rhs, rhs_keys)
+        return shared or _quantize(dy, d_rhs.right, d_rhs, residuals.keys)
 
     return (
         _gradient(spec, d_lhs, dy, residuals.rhs, quantize_for_lhs, wrt="lhs"),

@@ -67,10 +67,11 @@ def quantize_operands(
     lhs_role, rhs_role = operand_roles(options.weight)
     left, right, gradient = (lhs_role, a), (rhs_role, b), (Role.GRADIENT, dy.reshape(result.shape))
     operands = []
-    for product, signs, pair in (
-        (products.fprop, key, (left, right)),
-        (products.d_lhs, sign_key(b, products.d_lhs, key), (gradient, right)),
-        (products.d_rhs, sign_key(a, products.d_rhs, key), (left, gradient)),
+    signs = sign_key(spec, a, b, key)
+    for product, pair in (
+        (products.fprop, (left, right)),
+        (products.d_lhs, (gradient, right)),
+        (products.d_rhs, (left, gradient)),
     ):
         for operand, (role, array) in zip((product.left, product.right), pair, strict=True):
             with jax.named_scope(product.scope):

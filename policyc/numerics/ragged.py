@@ -21,7 +21,8 @@ from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives
-from policyc.numerics.operands import has_same_codes, quantize_operand
+from policyc.numerics.gemm import sign_key
+from policyc.numerics.operands import Keys, has_same_codes, quantize_operand
 from policyc.numerics.products import DEFAULT_OPTIONS, GemmOptions, GemmSpec, OperandSpec
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized, make_key
 
@@ -57,11 +58,11 @@ def quantized_ragged_dot(
     return _ragged(spec, lhs, rhs, group_sizes, rounding_key or make_key(0, options.site))
 
 
-def _quantize(x: jax.Array, spec: GemmSpec, gemm: Gemm, role: Role, axes: Axes, key: Key) -> Operand:
+def _quantize(x: jax.Array, spec: GemmSpec, gemm: Gemm, role: Role, axes: Axes, keys: Keys) -> Operand:
     treatment = spec.recipe.treatment(gemm, role)
     operand = OperandSpec(gemm=gemm, label=role, treatment=treatment, axes=axes)
     with _product_scope(spec, gemm):
-        (quantized,) = quantize_operand(x, operand, (key, key), save=True)
+        (quantized,) = quantize_operand(x, operand, keys, save=True)
     return quantized
 
 
@@ -132,16 +133,20 @@ class _Residuals(NamedTuple):
     weight: Operand
     rows: Operand
     sizes: jax.Array
-    key: Key
+    keys: Keys
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ragged(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, key: Key) -> jax.Array:
-    return _forward(spec, lhs, rhs, sizes, key)[0]
+    return _forward(spec, lhs, rhs, sizes, _keys(spec, lhs, rhs, sizes, key))[0]
+
+
+def _keys(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, key: Key) -> Keys:
+    return key, sign_key(spec, _mask_unused_rows(lhs, sizes), rhs, key)
 
 
 def _forward(
-    spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, key: Key
+    spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, keys: Keys
 ) -> tuple[jax.Array, Operand]:
     """The result, and the weight as fprop read it."""
     if spec.recipe.treatment(Gemm.FPROP, Role.ACTIVATION).format == "keep":
@@ -149,31 +154,32 @@ def _forward(
         with _product_scope(spec, Gemm.FPROP):
             y = lax.ragged_dot(lhs, rhs, sizes, precision=precision, preferred_element_type=spec.out_dtype)
         return y, rhs
-    a = _quantize(_mask_unused_rows(lhs, sizes), spec, Gemm.FPROP, Role.ACTIVATION, _ROWS, key)
-    b = _quantize(rhs, spec, Gemm.FPROP, Role.WEIGHT, _WEIGHT, key)
+    a = _quantize(_mask_unused_rows(lhs, sizes), spec, Gemm.FPROP, Role.ACTIVATION, _ROWS, keys)
+    b = _quantize(rhs, spec, Gemm.FPROP, Role.WEIGHT, _WEIGHT, keys)
     return _multiply(spec, Gemm.FPROP, a, b, sizes, spec.out_dtype), b
 
 
 def _ragged_fwd(
     spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, key: Key
 ) -> tuple[jax.Array, _Residuals]:
-    y, weight = _forward(spec, lhs, rhs, sizes, key)
+    keys = _keys(spec, lhs, rhs, sizes, key)
+    y, weight = _forward(spec, lhs, rhs, sizes, keys)
     forward, backward = (spec.recipe.treatment(gemm, Role.WEIGHT) for gemm in (Gemm.FPROP, Gemm.DGRAD))
     if not has_same_codes(backward, forward):
-        weight = _quantize(rhs, spec, Gemm.DGRAD, Role.WEIGHT, _TRANSPOSED_WEIGHT, key)
+        weight = _quantize(rhs, spec, Gemm.DGRAD, Role.WEIGHT, _TRANSPOSED_WEIGHT, keys)
     aligned = _align_groups(lhs, sizes, _alignment(spec))
-    rows = _quantize(aligned, spec, Gemm.WGRAD, Role.ACTIVATION, _COLUMNS, key)
-    return y, _Residuals(weight, rows, sizes, key)
+    rows = _quantize(aligned, spec, Gemm.WGRAD, Role.ACTIVATION, _COLUMNS, keys)
+    return y, _Residuals(weight, rows, sizes, keys)
 
 
 def _ragged_bwd(
     spec: GemmSpec, residuals: _Residuals, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array, Any, None]:
-    weight, rows, sizes, key = residuals
-    g = _quantize(_mask_unused_rows(dy, sizes), spec, Gemm.DGRAD, Role.GRADIENT, _ROWS, key)
+    weight, rows, sizes, keys = residuals
+    g = _quantize(_mask_unused_rows(dy, sizes), spec, Gemm.DGRAD, Role.GRADIENT, _ROWS, keys)
     dx = _multiply(spec, Gemm.DGRAD, g, _transpose_weight(weight), sizes, spec.lhs.dtype)
     unit = _alignment(spec)
-    g = _quantize(_align_groups(dy, sizes, unit), spec, Gemm.WGRAD, Role.GRADIENT, _COLUMNS, key)
+    g = _quantize(_align_groups(dy, sizes, unit), spec, Gemm.WGRAD, Role.GRADIENT, _COLUMNS, keys)
     dw = _multiply(spec, Gemm.WGRAD, rows, g, _pad_sizes(sizes, unit), spec.rhs.dtype)
     return dx, dw, np.zeros(sizes.shape, jax.dtypes.float0), None
 

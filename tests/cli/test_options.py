@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import click
 import pytest
 from click.testing import CliRunner
@@ -13,6 +16,7 @@ from policyc.cli.options import (
     program_argument,
     run_options,
 )
+from policyc.language.loader import parse as parse_policy
 from tests.support.command import policyc
 
 
@@ -43,6 +47,7 @@ def parse(line: str) -> object:
         ("--variant v --backend te p --backend xla train.py --plan-out x", RunOptions(variant="v", backend="xla")),
         ("p --multiple-losses -- train.py --plan-out x", RunOptions(multiple_losses=True)),
         ("p --several-losses train.py --plan-out x", RunOptions(multiple_losses=True)),
+        ("p --rounding-seed 7 train.py --plan-out x", RunOptions(rounding_seed=7)),
     ],
 )  # fmt: skip
 def test_options_end_where_the_program_begins(line: str, options: RunOptions) -> None:
@@ -65,6 +70,7 @@ def test_a_module_keeps_its_words() -> None:
         ("apply fp8 --plan-out", "Option '--plan-out' requires an argument"),
         ("apply fp8 --stats-every few train.py", "'few' is not a valid integer range"),
         ("apply fp8 --stats-every -1 train.py", "-1 is not in the range x>=0"),
+        ("apply fp8 --rounding-seed 4294967296 train.py", "4294967296 is not in the range 0<=x<=4294967295"),
         ("sites", "name a script"),
         ("sites --format yaml train.py", "'yaml' is not one of 'table', 'json'"),
         ("estimate fp8 --config tiny", "--target names the GPU"),
@@ -82,3 +88,22 @@ def test_help_is_printed_wherever_an_option_may_stand(words: str) -> None:
     result = policyc(*words.split())
     assert result.code == 0
     assert result.out.startswith(f"Usage: policyc {words.split()[0]}")
+
+
+@pytest.mark.parametrize(("options", "seed"), [("", 3), ("--rounding-seed 7", 7), ("--rounding-seed 0", 0)])
+def test_the_rounding_seed_replaces_that_of_the_policy(
+    options: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program runs under the policy with that seed, and so under its hash."""
+    policies = []
+
+    def record(program: Any, policy: Any, *_: Any, **__: Any) -> Any:
+        policies.append(policy)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("policyc.experiments.runner.run", record)
+    (tmp_path / "p.policy").write_text("seed = 3\n* -> nvfp4(sr=grad)\n")
+    (tmp_path / "train.py").touch()
+    policyc("apply", *options.split(), tmp_path / "p.policy", tmp_path / "train.py")
+    assert [p.seed for p in policies] == [seed]
+    assert policies[0].sha256 == parse_policy(f"seed = {seed}\n* -> nvfp4(sr=grad)").sha256

@@ -51,7 +51,15 @@ def test_train_is_the_run_of_apply_and_measuring_does_not_change_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "option", ["--stats-every 5", "--variant v", "--backend xla", "--require-native", "--plan-out p.json"]
+    "option",
+    [
+        "--stats-every 5",
+        "--variant v",
+        "--backend xla",
+        "--require-native",
+        "--plan-out p.json",
+        "--rounding-seed 0",
+    ],
 )
 def test_an_option_that_needs_a_policy_is_a_usage_error_without_one(option: str) -> None:
     result = policyc("train", *option.split())

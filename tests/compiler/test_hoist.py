@@ -52,9 +52,9 @@ def quantize_in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], 
     """A function that turns hoisting off: from then on, every weight is quantized where it is used."""
 
     def switch() -> None:
-        def rewrite(sites: Any, decisions: Any, constant_inputs: Any) -> Any:
+        def rewrite(sites: Any, *rest: Any) -> Any:
             blind = tuple(replace(s, origin=None) for s in sites)
-            return original(replace(sites, sites=blind), decisions, constant_inputs)
+            return original(replace(sites, sites=blind), *rest)
 
         original = pipeline.rewrite
         monkeypatch.setattr(pipeline, "rewrite", rewrite)

@@ -12,7 +12,7 @@ from policyc.language.bounds import Bound
 from policyc.language.diagnostics import PolicyError, SourceText
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.parser import BlockStatement, comment_ranges, read_statements
-from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Setting, SplitRecipe
+from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Seed, Setting, SplitRecipe
 from policyc.language.predicates import AllOf, AnyOf, Comparison, HasWeight, Not, Term
 from policyc.language.recipes import Gemm
 from policyc.language.schedule import StepCondition
@@ -259,6 +259,8 @@ def reparse(node, text: str):
     match node:
         case Rule():
             return parse_with_diagnostics(text).policy.rules[0]
+        case Seed():
+            return parse_with_diagnostics(text).policy.seed_statement
         case RecipeDef():
             return parse_with_diagnostics(text).policy.recipes[0]
         case Selector():

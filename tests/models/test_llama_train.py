@@ -191,7 +191,7 @@ def test_the_program_uses_only_the_documented_hooks_of_policyc():
                 used |= {node.attr} if node.value.id == "policyc" else set()
     ours = {name for name in imported if name.split(".")[0] == "policyc"}
     assert {name for name in ours if not name.startswith("policyc.models.llama")} == {"policyc"}
-    assert used == {"set_step", "set_output_dir", "should_observe", "observe"}
+    assert used == {"rounding_step", "set_step", "set_output_dir", "should_observe", "observe"}
 
 
 @pytest.mark.parametrize("package", ["optax", "orbax"])

@@ -45,6 +45,36 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def test_small_bf16_products_run_on_cpu() -> None:
+    """XLA has no kernel for these products, of a batch of matrices and one matrix, with an fp32 result."""
+    w, x, dy = normal(3, 8, 8), normal(4, 8, seed=1), normal(3, 4, 8, seed=2)
+    f = jax.vmap(
+        partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=make_recipe("bf16")), (None, 0)
+    )
+    results = jax.jit(lambda x, w: three_products(f, x, w, dy))(x, w)
+    exact = [np.asarray(a, ml_dtypes.bfloat16).astype(np.float64) for a in (x, w, dy)]
+    expected = (
+        np.einsum("tk,bkn->btn", exact[0], exact[1]),
+        np.einsum("btn,bkn->tk", exact[2], exact[1]),
+        np.einsum("tk,btn->bkn", exact[0], exact[2]),
+    )
+    for ours, theirs in zip(results, expected, strict=True):
+        # Products of bfloat16 numbers are exact in fp32. The sums have up to 24 terms.
+        np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=0, atol=1e-5)
+
+
+def test_bf16_products_have_second_derivatives() -> None:
+    w, x = normal(8, 8), normal(4, 8, seed=1)
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=make_recipe("bf16"))
+
+    def penalty(multiply: Any, w: jax.Array) -> jax.Array:
+        return jnp.sum(jax.grad(lambda w: jnp.sum(multiply(x, w) ** 3))(w) ** 2)
+
+    ours, plain = (jax.jit(jax.grad(partial(penalty, multiply)))(w) for multiply in (f, jnp.matmul))
+    # Operands are rounded to bfloat16, at most 2**-9 each, in three products.
+    assert relative_error(ours, plain) < 0.02
+
+
 # --- against the vectors and the oracle -----------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ from policyc.numerics.quantize.bits import (
     round_nearest,
     round_stochastic,
 )
-from policyc.numerics.quantize.hadamard import Method, random_signs, rotate, sylvester
+from policyc.numerics.quantize.hadamard import SIGNS, Method, random_signs, rotate, sylvester
 from policyc.numerics.quantize.random import random_words
 from tests.support import rounding_oracle as oracle
 from tests.support.gemms import quick_jit
@@ -319,6 +319,20 @@ def test_rotation_equals_the_definition(size: int, method: Any, axis: int) -> No
         np.testing.assert_allclose(rotated.astype(np.float64), exact, rtol=2.0**-8)
 
 
+@pytest.mark.parametrize("method", ["matmul", "butterfly", "cpu"])
+@pytest.mark.parametrize("size", [16, 128])
+def test_a_rotation_overflows_only_if_its_result_does(method: Any, size: int) -> None:
+    """The first row has one result, 3e38. The second has one that is 1.2 times the largest bfloat16."""
+    signs = np.resize(SIGNS, size)
+    top = 3e38 / np.sqrt(size)
+    x = np.stack([signs * oracle.hadamard(size)[i] * t for i, t in ((3, top), (size - 1, 1.36 * top))])
+    x = x.astype(ml_dtypes.bfloat16)
+    rotated = np.asarray(jax.jit(partial(rotate, axis=-1, size=size, method=method))(x), np.float64)
+    assert rotated[0, 3] == pytest.approx(float(np.abs(x[0, 0])) * np.sqrt(size), rel=2.0**-8)
+    assert np.count_nonzero(rotated[0]) == 1
+    assert rotated[1, -1] == np.inf
+
+
 # --- stochastic rounding --------------------------------------------------------------------------
 
 
@@ -496,8 +510,6 @@ def test_nonfinite_elements_stay_nonfinite(t: Treatment, bad: float) -> None:
 @pytest.mark.parametrize("t", FORMATS)
 @pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-38, 1e-36, 1e-33, 1e-31, 1e-20, 1e20, 1e38])
 def test_extremes_are_finite_and_accurate(t: Treatment, size: float) -> None:
-    if size == 1e38 and t.rht:
-        pytest.skip("the transform overflows, to infinity")
     with np.errstate(under="ignore"):
         x = (samples("normal", SMALL) / 4 * np.float32(size)).astype(np.float32)
     value = np.asarray(dequantize(compiled(t)(x)), np.float64)
@@ -520,6 +532,25 @@ def test_any_block_equals_the_oracle(values: list[float]) -> None:
     codes = np.asarray(codes_of(q))
     is_zero = (codes & 7 == 0) & (expected["codes"] & 7 == 0)
     np.testing.assert_array_equal(codes[~is_zero], expected["codes"][~is_zero])
+
+
+def with_denormals() -> np.ndarray:
+    """Denormals beside a block maximum that is small enough for them to have codes of their own."""
+    x = np.zeros((2, 32), np.float32)
+    x[0, 0] = 2.0**-104
+    x[1, 16:20] = 2.0**-122.5, 2.0**-126.2, -(2.0**-126.2), 2.0**-125.5
+    return x
+
+
+def test_denormals_are_zeros_on_cpu() -> None:
+    x = with_denormals()
+    flushed = np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x).astype(np.float32)
+    codes = np.asarray(codes_of(compiled(nvfp4())(x)))
+    np.testing.assert_array_equal(codes, oracle.nvfp4(flushed)["codes"])
+    assert (codes[1, 17], codes[1, 18]) == (0, 8)
+    assert (oracle.nvfp4(x)["codes"][1, 17:19] == (1, 9)).all(), (
+        "without flushing, they would have other codes"
+    )
 
 
 def test_odd_lengths_are_padded() -> None:

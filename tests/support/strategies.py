@@ -16,7 +16,17 @@ from typing import Any
 from hypothesis import strategies as st
 
 from policyc.language.bounds import Bound
-from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Setting, SplitRecipe, Variant
+from policyc.language.policy import (
+    MAX_SEED,
+    Policy,
+    RecipeCall,
+    RecipeDef,
+    Rule,
+    Seed,
+    Setting,
+    SplitRecipe,
+    Variant,
+)
 from policyc.language.predicates import AllOf, AnyOf, Comparison, HasWeight, Not, Term
 from policyc.language.recipes import Gemm
 from policyc.language.schedule import StepCondition
@@ -200,6 +210,9 @@ schedules = st.one_of(
 )
 
 
+seeds = st.none() | st.builds(Seed, value=st.integers(0, MAX_SEED))
+
+
 def rules(known: list[str]) -> st.SearchStrategy[Rule]:
     return st.builds(
         Rule,
@@ -228,12 +241,14 @@ def policies(draw: Callable[..., Any]) -> Policy:
                     for n in draw(st.permutations(redefined + own))
                 ),
                 rules=tuple(draw(st.lists(rules(base + own), max_size=2))),
+                seed_statement=draw(seeds),
             )
         )
     return Policy(
         recipes=tuple(draw(st.permutations(defined))),
         rules=tuple(draw(st.lists(rules(base), max_size=3))),
         variants=tuple(variants),
+        seed_statement=draw(seeds),
     )
 
 
@@ -546,7 +561,7 @@ class _Writer:
     def variant(self, variant: Variant) -> None:
         self.block(
             lambda: self.put("variant ", variant.name),
-            lambda: self.statements(variant.recipes, variant.rules, ()),
+            lambda: self.statements(variant.seed_statement, variant.recipes, variant.rules, ()),
         )
 
     def body(self, statements: list[Callable[[], None]]) -> None:
@@ -555,9 +570,17 @@ class _Writer:
                 self.statement_end()
             statement()
 
-    def statements(self, recipes: Any, rules: Any, variants: Any) -> None:
-        """Recipes, rules and variants, interleaved. Those of one kind keep their order."""
+    def seed(self, node: Seed) -> None:
+        self.put("seed")
+        self.optional_space()
+        self.put("=")
+        self.line_continuation()
+        self.integer(node.value)
+
+    def statements(self, seed: Any, recipes: Any, rules: Any, variants: Any) -> None:
+        """Seed, recipes, rules and variants, interleaved. Those of one kind keep their order."""
         queues: list[list[Callable[[], None]]] = [
+            [] if seed is None else [lambda: self.seed(seed)],
             [lambda d=d: self.definition(d) for d in recipes],
             [
                 lambda c=conditions, g=tuple(group): self.scheduled_rules(c, list(g))
@@ -578,7 +601,7 @@ class _Writer:
 def spelled(draw: Callable[..., Any], policy: Policy, commented: bool = True) -> tuple[str, list[str]]:
     """A text of a policy, and the comments in it."""
     writer = _Writer(draw(st.binary(max_size=300)), commented)
-    writer.statements(policy.recipes, policy.rules, policy.variants)
+    writer.statements(policy.seed_statement, policy.recipes, policy.rules, policy.variants)
     text = "".join(writer.out)
     if writer.one_of(True, False):
         text = text.removesuffix("\n")

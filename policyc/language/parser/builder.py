@@ -15,7 +15,16 @@ from policyc.language.bounds import MAX_DIGITS, Bound
 from policyc.language.diagnostics import Diagnostic, SourceText, Span, did_you_mean
 from policyc.language.parser.grammar import MAX_DEPTH
 from policyc.language.parser.statements import BlockStatement, ImportStatement, Statement
-from policyc.language.policy import RecipeCall, RecipeDef, RecipeExpr, Rule, Setting, SplitRecipe
+from policyc.language.policy import (
+    MAX_SEED,
+    RecipeCall,
+    RecipeDef,
+    RecipeExpr,
+    Rule,
+    Seed,
+    Setting,
+    SplitRecipe,
+)
 from policyc.language.predicates import (
     NUMERIC_ATTRIBUTES,
     AllOf,
@@ -74,6 +83,14 @@ class StatementBuilder:
 
     def _import(self, tree: Any) -> ImportStatement:
         return ImportStatement(str(tree.children[1][1:-1]), self.span(tree))
+
+    def _seed(self, tree: Any) -> Seed:
+        value = self._integer(tree.children[1])
+        if value > MAX_SEED:
+            self._report(
+                "number-out-of-range", tree.children[1], "this seed is too large", f"{MAX_SEED} at most"
+            )
+        return Seed(value=value, span=self.span(tree))
 
     def _definition(self, tree: Any) -> RecipeDef:
         _, name, value = tree.children

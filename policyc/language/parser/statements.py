@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from policyc.language.diagnostics import SourceText, Span
-from policyc.language.policy import RecipeDef, Rule
+from policyc.language.policy import RecipeDef, Rule, Seed
 from policyc.language.schedule import StepCondition
 
 MAX_FILE_BYTES = 16 * 2**20
@@ -45,7 +45,7 @@ class BlockStatement:
         return f"variant {self.header}" if isinstance(self.header, str) else str(self.header)
 
 
-Statement = ImportStatement | RecipeDef | Rule | BlockStatement
+Statement = ImportStatement | Seed | RecipeDef | Rule | BlockStatement
 
 
 @dataclass(frozen=True, slots=True)

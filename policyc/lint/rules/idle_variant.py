@@ -1,7 +1,7 @@
 """A variant does not change the policy.
 
-Its recipes are equal to those that they replace, and its rules repeat existing ones. A sweep would train the same
-policy twice. Remove the variant, or correct it.
+Its seed and its recipes are equal to those that they replace, and its rules repeat existing ones. A sweep would train
+the same policy twice. Remove the variant, or correct it.
 
 ## Bad
 
@@ -50,6 +50,8 @@ def check(context: Context) -> Iterator[Finding]:
 def _changes_policy(context: Context, variant: Variant) -> bool:
     before, after = context.policy, context.policy.variant(variant.name)
     resolve_before, resolve_after = before.resolver(), after.resolver()
+    if before.seed != after.seed:
+        return True
     if any(resolve_before(r.recipe) != resolve_after(r.recipe) for r in before.rules):
         return True
     coverage = Coverage(after.rules, lambda rule: resolve_after(rule.recipe))

@@ -44,10 +44,10 @@ RULES = (
         "syntax-error",
         """The text is not a statement of the policy language.
 
-        A statement is a rule (`selectors -> recipe`), a `recipe`, an `import`, a schedule (`after`, `until`) or a
-        `variant`. Statements are separated by line ends or semicolons. A statement continues on the next line inside
-        parentheses and after a comma, an arrow or an operator. Each statement is parsed separately, so the errors
-        reported below this one are real.
+        A statement is a rule (`selectors -> recipe`), a `recipe`, a `seed`, an `import`, a schedule (`after`, `until`)
+        or a `variant`. Statements are separated by line ends or semicolons. A statement continues on the next line
+        inside parentheses and after a comma, an arrow or an operator. Each statement is parsed separately, so the
+        errors reported below this one are real.
 
         If a scope has the name of a keyword and stands at the start of a line, write `*.` before it: `*.recipe`.
         """,
@@ -244,6 +244,22 @@ RULES = (
         mlp.* -> fp8
         variant a { mlp.* -> bf16 }
         variant b { mlp.* -> f32 }
+        """,
+    ),
+    _row(
+        "duplicate-seed",
+        """A file sets the seed twice.
+
+        The first seed would be lost. Remove one of them. To change an imported seed, set it again after the import.
+        """,
+        bad="""
+        seed = 1
+        seed = 2
+        mlp.* -> nvfp4(sr=grad)
+        """,
+        good="""
+        seed = 2
+        mlp.* -> nvfp4(sr=grad)
         """,
     ),
     _row(

@@ -28,7 +28,7 @@ from policyc.numerics.quantize.bits import INFINITY, abs_bits, from_bits, materi
 from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.hadamard import SIGNS
 from policyc.numerics.quantize.layout import TILE, Axes, Layout, Operand, Quantized
-from policyc.numerics.quantize.random import Key
+from policyc.numerics.quantize.random import Key, checksum
 
 NEEDS_DEVICES = True
 UNBATCHABLE = True
@@ -137,7 +137,10 @@ def quantize(
     matrix = _Matrix(layout=layout, ndim=x.ndim, contract=contract, rotates=bool(treatment.rht))
     # Of the bits of magnitudes: a maximum of floats may lose a NaN, in the kernels and between devices.
     amax = from_bits(_rotated_max(x, matrix) if matrix.rotates else jnp.max(abs_bits(x)))
-    random_key = key.fold(amax) if key is not None and treatment.rounding == "sr" else None
+    random_key = None
+    if key is not None and treatment.rounding == "sr":
+        # The kernel finds the block maxima itself, so this checksum is that of the elements.
+        random_key = key.fold(amax).fold(checksum(abs_bits(x)))
     codes, scales = _quantize_matrix(x, matrix, amax, random_key)
     return Quantized(codes=codes, scales=scales, amax=amax.reshape((1,) * x.ndim), layout=layout)
 

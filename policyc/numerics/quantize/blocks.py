@@ -41,7 +41,7 @@ from policyc.numerics.quantize.layout import (
     split_axis,
     split_blocks,
 )
-from policyc.numerics.quantize.random import Key, random_words
+from policyc.numerics.quantize.random import Key, checksum, random_words
 
 E4M3_FULL, E4M3_REDUCED = 448.0, 256.0
 """Bounds of the E4M3 block scales. The smaller one leaves room for scales that are larger than amax asks for."""
@@ -148,6 +148,16 @@ def _block_maxima(x: jax.Array, axes: Axes, layout: Layout) -> jax.Array:
         tiles = split_axis(maxima, layout.tile_axis, maxima.shape[layout.tile_axis] // TILE, TILE)
         maxima = tiles.max(axis=tiles.ndim + layout.tile_axis)
     return maxima
+
+
+def tensor_key(block_max: jax.Array, amax: jax.Array, context: QuantizeContext) -> Key:
+    """The rounding key of each outer scale: the key of the operand, with its content folded in.
+
+    The content is the bits of the maximum and a checksum of the block maxima. XLA finds both in one pass over the block
+    maxima. Maxima alone are not enough: those of bfloat16 tensors take few values.
+    """
+    spanned = outer_scale_axes(context.treatment, context.axes, context.layout, block_max.ndim)
+    return context.key.fold(amax).fold(checksum(block_max, spanned))
 
 
 # ---- outer scales

@@ -38,7 +38,7 @@ def quantize(
     """Quantizes x along `axes.axis`, padded with zeros to whole blocks.
 
     Args:
-      key: the key of stochastic rounding. The bits of amax are folded into it.
+      key: the key of stochastic rounding. The content of x is folded into it: see `tensor_key`.
       signs: the key of the fresh signs of MS-EDEN, the same for both operands of a GEMM.
       method: how it is computed. It changes no bit of the result.
     """

@@ -6,7 +6,7 @@ Both operands of a GEMM must be rotated by the same signs, otherwise their produ
 from __future__ import annotations
 
 from functools import cache
-from math import sqrt
+from math import frexp, sqrt
 from typing import Literal
 
 import jax
@@ -14,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from policyc.numerics.quantize.bits import round_bf16
+from policyc.numerics.quantize.bits import abs_bits, round_bf16
 from policyc.numerics.quantize.random import Key, random_words
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The fixed signs. A longer transform repeats them."""
+
+_LARGE = (127 + 100) << 23
+"""The bits of 2**100: sums of 128 smaller numbers are far from overflow."""
 
 Method = Literal["matmul", "matmul_bf16", "butterfly", "kernels", "interpreted", "cpu"]
 """How an operand is rotated and quantized. No method changes a bit of the result.
@@ -58,26 +61,39 @@ def rotate(
 
     The length of the axis is a multiple of `size`. fp32 sums of 16 bfloat16 numbers are exact unless their magnitudes
     span more than 16 binades, so the order of the sum, and therefore the method, does not change the result.
+
+    The power of two in the norm is applied before the sums if they might overflow. A result is infinite only if it is
+    out of range itself.
     """
     axis = axis % x.ndim
     signs = default_signs(size) if signs is None else signs
     split = x.shape[:axis] + (x.shape[axis] // size, size) + x.shape[axis + 1 :]
     groups = x.reshape(split)
     norm = 1 / sqrt(size)
-    if method == "matmul_bf16" and x.dtype == jnp.bfloat16 and norm.hex().startswith("0x1.0000000000000p"):
-        # The norm is a power of two: it goes into the matrix, and the only rounding is that of the product.
-        return _matmul(groups, axis + 1, signs * norm, jnp.bfloat16).reshape(x.shape)
+    power = 2.0 ** (frexp(norm)[1] - 1)
+    if method == "matmul_bf16" and x.dtype == jnp.bfloat16:
+        # The matrix units keep denormal products, so the power of two can always be part of the matrix.
+        if power == norm:  # then the only rounding is that of the product
+            return _matmul(groups, axis + 1, signs, jnp.bfloat16, power).reshape(x.shape)
+        rotated = _matmul(groups, axis + 1, signs, scale=power)
+        return round_bf16(rotated * jnp.float32(norm / power)).reshape(x.shape)
+    # XLA on CPU has no product of small bfloat16 matrices with an fp32 result.
+    groups = groups.astype(jnp.float32)
+    is_large = abs_bits(groups).max(axis=axis + 1, keepdims=True) >= _LARGE
     transform = _butterfly if method == "butterfly" else _matmul
-    rotated = transform(groups, axis + 1, signs)
-    return round_bf16(rotated * jnp.float32(norm)).reshape(x.shape)
+    rotated = transform(groups * jnp.where(is_large, jnp.float32(power), 1), axis + 1, signs)
+    return round_bf16(rotated * jnp.where(is_large, norm / power, norm)).reshape(x.shape)
 
 
 def _matmul(
-    groups: jax.Array, axis: int, signs: jax.Array, out: jax.typing.DTypeLike = jnp.float32
+    groups: jax.Array,
+    axis: int,
+    signs: jax.Array,
+    out: jax.typing.DTypeLike = jnp.float32,
+    scale: float = 1.0,
 ) -> jax.Array:
-    dtype = groups.dtype if groups.dtype in (jnp.bfloat16, jnp.float32) else jnp.float32
-    matrix = (signs[:, None] * sylvester(groups.shape[axis])).astype(dtype)
-    groups = groups.astype(dtype)
+    # The scale is applied on the host: XLA would move a product with a scalar behind the sums.
+    matrix = (signs[:, None] * (sylvester(groups.shape[axis]) * np.float32(scale))).astype(groups.dtype)
     if axis == groups.ndim - 1:
         return _dot(groups, matrix, (((axis,), (0,)), ((), ())), out)
     # One copy of the small matrix per group keeps the dimension order: the large array is not transposed.
@@ -96,7 +112,7 @@ def _dot(
 def _butterfly(groups: jax.Array, axis: int, signs: jax.Array) -> jax.Array:
     size = groups.shape[axis]
     shape = groups.shape
-    y = groups.astype(jnp.float32) * signs.reshape((size,) + (1,) * (len(shape) - axis - 1))
+    y = groups * signs.reshape((size,) + (1,) * (len(shape) - axis - 1))
     half = 1
     while half < size:
         pairs = y.reshape(shape[:axis] + (size // (2 * half), 2, half) + shape[axis + 1 :])

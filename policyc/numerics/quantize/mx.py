@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from policyc.numerics.quantize.bits import ELEMENTS, INFINITY, Element, bits_of, from_bits, materialize
-from policyc.numerics.quantize.blocks import QuantizeContext, encode_blocks, find_maxima
+from policyc.numerics.quantize.blocks import QuantizeContext, encode_blocks, find_maxima, tensor_key
 from policyc.numerics.quantize.layout import Quantized
 
 
@@ -17,7 +17,8 @@ def quantize_mx(x: jax.Array, context: QuantizeContext) -> Quantized:
     rounding = "rceil" if layout.format == "mxfp8" else context.treatment.scale_rounding
     byte = e8m0_scales(block_max, ELEMENTS[layout.element], rounding)
     enc = materialize(from_bits((254 - byte) << 23))
-    codes = encode_blocks(x.astype(jnp.float32), enc, context, context.key.fold(from_bits(amax)))
+    key = context.key if context.treatment.rounding == "rne" else tensor_key(block_max, amax, context)
+    codes = encode_blocks(x.astype(jnp.float32), enc, context, key)
     byte = jnp.where(block_max >= INFINITY, 255, byte)
     return Quantized(codes=codes, scales=byte.astype(jnp.uint8), amax=None, layout=layout)
 

@@ -26,6 +26,7 @@ from policyc.numerics.quantize.blocks import (
     encode_blocks,
     encode_scale,
     find_maxima,
+    tensor_key,
 )
 from policyc.numerics.quantize.layout import (
     TILE,
@@ -44,12 +45,12 @@ ScaleCandidate = tuple[jax.Array, jax.Array]
 def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
     """Quantizes to NVFP4. With kernels, x is not rotated yet: the kernels rotate it."""
     t, layout, div = context.treatment, context.layout, context.div
-    x, *maxima = find_maxima(x, context)
-    block_max, amax = (_add_headroom(bits, t) for bits in maxima)
+    x, block_max, amax = find_maxima(x, context)
+    key = context.key if t.rounding == "rne" else tensor_key(block_max, amax, context)
+    block_max, amax = _add_headroom(block_max, t), _add_headroom(amax, t)
     tensor_enc, lift = encode_scale(amax, context)
     tensor_dec = materialize(div(jnp.float32(1), tensor_enc))
     lifted_max = from_bits(block_max) * lift
-    key = context.key.fold(from_bits(amax))
 
     def block_scales(fraction: float) -> ScaleCandidate:
         ideal = lifted_max * (tensor_enc * jnp.float32(fraction))

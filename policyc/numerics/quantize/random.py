@@ -78,6 +78,15 @@ def mix(x: jax.Array, key: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
+def checksum(words: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
+    """A wrapping sum of hashed words over these axes, which keep the size 1; over all axes, a scalar, if None.
+
+    Integer sums do not depend on their order, so the checksum is the same on any sharding.
+    """
+    hashed = mix(words.astype(jnp.uint32), jnp.uint32(0))
+    return jnp.sum(hashed, axis=axis, keepdims=axis is not None, dtype=jnp.uint32)
+
+
 def random_words(key: Key, shape: tuple[int, ...], offset: int = 0) -> jax.Array:
     """A random uint32 for each index of `shape`. The arrays of the key broadcast against the shape."""
     index = jnp.zeros((), jnp.uint32)

@@ -1,0 +1,74 @@
+"""The step of a run as a traced value, for the keys of stochastic rounding.
+
+A step inside `jax.jit` enters the keys when it runs, so no step is compiled again. A program may enter `rounding_step`
+without any policy: this module does not load the compiler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunStep:
+    """A step of a run: the seed of the run, and the number of the step, traced or not."""
+
+    seed: int
+    step: Any
+
+
+_run_step: ContextVar[RunStep | None] = ContextVar("policyc_run_step", default=None)
+_entries = itertools.count()
+
+
+@contextlib.contextmanager
+def rounding_step(step: Any, *, seed: int = 0) -> Iterator[None]:
+    """Makes the step part of the key of stochastic rounding in every loss that is differentiated inside this `with`.
+
+    Enter it inside the jitted step, with the step as a traced value, for example the counter of the optimizer:
+
+        with policyc.rounding_step(state.step):
+            grads = jax.grad(loss)(params, batch)
+
+    Without it the key depends on the operand itself, which changes with every batch. With it, operands that are equal
+    in two steps are rounded differently too. GEMMs inside a `shard_map` in the loss do not receive the step.
+
+    Args:
+      step: an integer, traced if the loss is.
+      seed: the seed of the run. The seed of the policy is a separate part of the key.
+    """
+    import jax.numpy as jnp
+
+    from policyc.jaxcore import autodiff
+
+    if jnp.ndim(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
+        raise TypeError(f"a step is one integer, not {jnp.result_type(step)} of shape {jnp.shape(step)}")
+    token = _run_step.set(RunStep(seed=int(seed), step=step))
+    compiler = sys.modules.get("policyc.compiler.rounding")
+    try:
+        # Functions that are jitted inside the step, and traced before in another one, must not reuse its traced value.
+        # Before the compiler is loaded, no function has a policy.
+        key = next(_entries) if autodiff.is_tracer(step) else "number"
+        with contextlib.nullcontext() if compiler is None else compiler.CACHE_KEY(key):
+            yield
+    finally:
+        _run_step.reset(token)
+
+
+def current_run_step() -> RunStep | None:
+    """The step of the run, if the program tells it. Raises if it would be compiled into a jitted function."""
+    from policyc.jaxcore import autodiff
+
+    run_step = _run_step.get()
+    if run_step is not None and autodiff.is_staging() and not autodiff.is_tracer(run_step.step):
+        raise TypeError(
+            "policyc.rounding_step was entered with a number, and the loss inside it is traced: jax.jit would compile "
+            "that number into the step. Enter it inside the jitted function, with the step as one of its arguments."
+        )
+    return run_step

@@ -1,0 +1,166 @@
+"""The rounding keys of a loss: seed, site, layer, and the step of the run.
+
+The keys are extra inputs of the rewritten loss, or constants of its quantize equations. Most tests read them there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import policyc
+from policyc.compiler.rounding import RandomSource
+from policyc.compiler.run_step import RunStep, current_run_step
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.containers import IterationRange
+from tests.support import rounding_key_oracle as oracle
+from tests.support.gemms import quick_jit
+from tests.support.planned_model import plan_model
+
+STOCHASTIC = "* -> mxfp4(sr=grad)"
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+W, X = normal(0, 32, 32) / 4, normal(1, 32, 32)
+
+
+def loss(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.square(x @ w).astype(jnp.float32))
+
+
+def quantized(policy: str = STOCHASTIC) -> Any:
+    return jax.grad(policyc.apply(policy, loss))
+
+
+# ---- the words of a key
+
+
+@pytest.mark.parametrize("run_step", [None, RunStep(seed=5, step=11), RunStep(seed=5, step=jnp.int32(11))])
+def test_a_key_consists_of_seed_site_layer_and_step(run_step: RunStep | None) -> None:
+    source = RandomSource(seed=3, run_step=run_step)
+    extra = (5, 11) if run_step else ()
+    for site in plan_model(STOCHASTIC).sites:
+        ranges = [IterationRange(0, s.size) for s in site.loops]
+        a, b = (np.asarray(words).ravel() for words in source.layer_keys(site, ranges))
+        layers = [(o,) for o in site.loop_ordinals()] if site.is_layered else [()]
+        expected = [oracle.make_key(3, site.number, *layer, *extra) for layer in layers]
+        assert list(zip(a.tolist(), b.tolist(), strict=True)) == expected
+
+
+def key_constants(policy: str) -> set[tuple[int, ...]]:
+    """The rounding keys that are constants of the gradient."""
+    gradient = jax.make_jaxpr(quantized(policy))(W, X)
+    quantizers = [e for e in jaxprs.all_equations(gradient) if e.primitive.name.endswith("_quantize")]
+    words = [tuple(int(v.val) for v in e.invars[1:] if hasattr(v, "val")) for e in quantizers]
+    return {w for w in words if w}
+
+
+def test_the_seed_of_the_policy_is_part_of_every_key() -> None:
+    site = policyc.plan(STOCHASTIC, loss, W, X).sites.sites[0]
+    assert key_constants(STOCHASTIC) == {oracle.make_key(0, site.number)}
+    assert key_constants(f"seed = 7\n{STOCHASTIC}") == {oracle.make_key(7, site.number)}
+
+
+# ---- the step
+
+
+def test_the_step_is_a_value_of_the_compiled_program() -> None:
+    """One trace for all steps. The same numbers are rounded otherwise in another step, and alike in the same step."""
+    traces = []
+
+    @quick_jit
+    def step(w: Any, x: Any, number: Any) -> Any:
+        traces.append(number)
+        with policyc.rounding_step(number, seed=1):
+            return quantized()(w, x)
+
+    gradients = [np.asarray(step(W, X, n).astype(jnp.float32)) for n in (0, 1, 0)]
+    assert len(traces) == 1
+    np.testing.assert_array_equal(gradients[0], gradients[2])
+    assert (gradients[0] != gradients[1]).mean() > 0.5
+
+
+def test_the_step_reaches_microbatches_in_a_scan_and_is_hoisted_out_of_it() -> None:
+    def step(w: Any, xs: Any, number: Any) -> Any:
+        with policyc.rounding_step(number):
+            return jax.lax.scan(lambda total, x: (total + quantized()(w, x), None), w * 0, xs)[0]
+
+    traced = jax.make_jaxpr(step)(W, jnp.stack([X, X]), 3)
+    (scan,) = (e for e in traced.eqns if e.primitive.name == "scan")
+    inner = {str(e.primitive) for e in jaxprs.all_equations(scan.params["jaxpr"])}
+    assert "mxfp4_quantize" in inner
+    assert "shift_right_logical" not in inner, "keys are hashed in the scan"
+
+
+def test_a_function_that_is_jitted_inside_two_steps_takes_the_step_of_each() -> None:
+    """JAX keeps the trace of the inner function. It must not be used with the traced step of the first caller."""
+    inner = jax.jit(quantized())
+
+    def step(w: Any, x: Any, number: Any) -> Any:
+        with policyc.rounding_step(number):
+            return inner(w, x)
+
+    first = jax.make_jaxpr(step)(W, X, 0)
+    second = jax.make_jaxpr(lambda w, x, number: step(w, x, number))(W, X, 0)
+    for traced in (first, second):
+        (call,) = (e for e in traced.eqns if e.primitive.name in ("jit", "pjit"))
+        assert len(call.invars) == 4, "the operands and the two words of the key"
+
+
+def test_a_number_under_jit_is_an_error() -> None:
+    with policyc.rounding_step(3), pytest.raises(TypeError, match="compile that number into the step"):
+        jax.make_jaxpr(quantized())(W, X)
+    with policyc.rounding_step(3):
+        assert current_run_step() is not None, "outside jit a number is a step like any other"
+
+
+@pytest.mark.parametrize("step", [1.5, np.arange(3), True])
+def test_a_step_is_one_integer(step: Any) -> None:
+    with pytest.raises(TypeError, match="a step is one integer"), policyc.rounding_step(step):
+        pass
+
+
+def test_set_step_rejects_a_traced_step() -> None:
+    with pytest.raises(TypeError, match=r"policyc\.rounding_step"):
+        jax.make_jaxpr(policyc.set_step)(3)
+
+
+def test_the_step_changes_nothing_without_stochastic_rounding() -> None:
+    def step(number: Any, policy: str) -> Any:
+        with policyc.rounding_step(number):
+            return quantized(policy)(W, X)
+
+    traced = jax.make_jaxpr(step, static_argnums=1)(3, "* -> mxfp8")
+    assert str(traced.jaxpr.eqns) == str(
+        jax.make_jaxpr(lambda n: quantized("* -> mxfp8")(W, X))(3).jaxpr.eqns
+    )
+
+
+# ---- the same everywhere
+
+
+def test_remat_and_sharding_change_no_bit() -> None:
+    """What is recomputed, or computed in parts, is rounded by the same random bits."""
+
+    def step(f: Any) -> Any:
+        def run(w: Any, x: Any, number: Any) -> Any:
+            with policyc.rounding_step(number):
+                return jax.grad(policyc.apply(STOCHASTIC, f), argnums=1)(w, x)
+
+        return quick_jit(run)
+
+    # The gradient of x is a product whose sums are over an axis that is not sharded, so their order is the same.
+    plain, remat = step(loss)(W, X, 2), step(jax.checkpoint(loss))(W, X, 2)
+    np.testing.assert_array_equal(np.asarray(plain), np.asarray(remat))
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.device_put(X, NamedSharding(mesh, PartitionSpec("rows")))
+    sharded = step(loss)(W, rows, 2)
+    np.testing.assert_array_equal(np.asarray(plain), np.asarray(sharded))
