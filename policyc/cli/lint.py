@@ -99,6 +99,7 @@ lint_options = collect_options(
     policyc lint llama.policy                          print every finding with its source line
     policyc lint policies --format concise             a folder: print one line per finding
     policyc lint llama.policy --fix                    apply the fixes that keep the meaning of the policy
+    policyc lint llama.policy --against 'train.py --steps 1'    also check what it does to a program
     policyc lint llama_nvfp4 --format sarif > out.sarif
     """,
 )
