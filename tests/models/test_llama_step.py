@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import policyc
+from policyc.compiler import pipeline
+from policyc.compiler.run_step import current_run_step
 from tests.support import llama_runs
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
@@ -185,6 +188,26 @@ def test_a_faulty_step_changes_no_weight(entries, scale):
 
 
 # ---- learning rate, weight decay, FLOPs, sizes
+
+
+def test_a_policy_is_told_the_step_and_the_seed(monkeypatch):
+    """The step is that of the state, as a traced value: a resumed run continues with the same random bits."""
+    told = []
+
+    def record() -> Any:
+        told.append(current_run_step())
+        return told[-1]
+
+    monkeypatch.setattr(pipeline, "current_run_step", record)
+    run, mesh = dataclasses.replace(RUN, seed=5, accumulate=2), llama_runs.make_mesh()
+    step = optimizer.make_train_step(SMALL, run, mesh)
+    with policyc.active("layers.* where weight -> mxfp4(sr=grad)"):
+        traced = step.trace(optimizer.abstract_state(SMALL, run, mesh), llama.abstract_batch(run, mesh))
+    assert [(each.seed, isinstance(each.step, jax.core.Tracer)) for each in told] == [(5, True)]
+    counters = [v for v in traced.jaxpr.jaxpr.invars if v.aval.shape == () and v.aval.dtype == jnp.int32]
+    words = [e for e in traced.jaxpr.eqns if e.outvars[0].aval.dtype == jnp.uint32]
+    readers = [e for e in words if any(v is c for v in e.invars for c in counters)]
+    assert readers, "the step of the state is hashed"
 
 
 def test_the_learning_rate_follows_its_schedule():

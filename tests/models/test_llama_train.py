@@ -263,6 +263,28 @@ def test_a_run_killed_twenty_times_resumes_to_the_same_losses(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_killed_run_under_stochastic_rounding_resumes_to_the_same_losses(tmp_path, monkeypatch):
+    """Random bits depend on the step in the checkpoint, and not on where a run was interrupted."""
+
+    def kill() -> None:
+        raise Killed
+
+    def run(name: str, seed: int = 0) -> None:
+        with policyc.active(f"seed = {seed}\nlayers.* where weight -> mxfp4(sr=grad)"):
+            assert train.main(flags(out=tmp_path / name, checkpoint_every=3, compute="float32")) == 0
+
+    run("whole")
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, kill)
+        with pytest.raises(Killed):
+            run("killed")
+    run("killed")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    run("other", seed=1)
+    assert losses(tmp_path / "other") != losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -256,10 +256,12 @@ RULES = (
         seed = 1
         seed = 2
         mlp.* -> nvfp4(sr=grad)
+        layers[-4:].mlp.* -> bf16
         """,
         good="""
         seed = 2
         mlp.* -> nvfp4(sr=grad)
+        layers[-4:].mlp.* -> bf16
         """,
     ),
     _row(
