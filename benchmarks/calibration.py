@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from policyc import load, parse
+from policyc.compiler.execution import ExecutionOptions, execution_options
 from policyc.compiler.plan import make_plan
 from policyc.hardware import gemm_cost, llama_step
-from policyc.hardware.step_cost import MeshShape, StepParts, TrainingStep, estimate_parts
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.step_cost import StepParts, estimate_parts
+from policyc.hardware.training_step import TrainingStep
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 from policyc.numerics.targets import get_target
@@ -58,7 +61,7 @@ POLICIES = {"fp8": "fp8", "nvfp4": "te_nvfp4"}  # both quantize every linear of 
 @cache
 def trace_step(config: str, devices: int) -> TrainingStep:
     sizes = llama_step.Sizes(batch=SEQUENCES * devices, sequence=8192, accumulate=1, remat="none")
-    return llama_step.plan_step(Policy(), config, MeshShape(fsdp=devices), sizes, "te")
+    return llama_step.plan_step(Policy(), config, MeshShape(fsdp=devices), sizes, ExecutionOptions())
 
 
 @cache
@@ -67,14 +70,16 @@ def load_policy(format: str) -> Policy:
 
 
 @cache
-def plan_step(config: str, devices: int, format: str) -> TrainingStep:
+def plan_step(config: str, devices: int, gpu: str, format: str) -> TrainingStep:
+    """The step with Transformer Engine's kernels for NVFP4, with which the published runs were made."""
     step = trace_step(config, devices)
-    return replace(step, plan=make_plan(load_policy(format), step.plan.sites))
+    execution = execution_options("te", gpu)
+    return replace(step, plan=make_plan(load_policy(format), step.plan.sites, execution))
 
 
 @cache
 def step_parts(case: Published, format: str) -> StepParts:
-    step = plan_step(case.config, case.devices, format)
+    step = plan_step(case.config, case.devices, case.gpu, format)
     return estimate_parts(step, get_target(case.gpu), MeshShape(fsdp=case.devices))
 
 

@@ -1,9 +1,9 @@
-"""Compiles Llama 3 8B and Llama 3.1 405B for Blackwell: native products, memory, traffic and compile time.
+"""Compiles the bundled Llamas for Blackwell: native products, memory, kernels, traffic and compile time.
 
-    python -m benchmarks.compile_matrix [--config llama3_8b] [--json out.json]
+    python -m benchmarks.compile_matrix [--config llama3_8b] [--policy fp8] [--target gb200] [--reports FOLDER]
 
-Needs the extras cuda13 and train, and no GPU. Takes about ten minutes on two cores. CPU time is that of the whole
-command.
+Needs the extras cuda13 and train, and no GPU. Takes about a minute of processor time for each row. CPU time is that of
+the whole command. --reports keeps what `policyc compile --format json` says, for `policyc estimate --compiled`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-DEVICES = {"llama3_8b": 8, "llama3_405b": 128}
+from benchmarks.speed_ups import Case, report_name
+
+DEVICES = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 128}
+POLICIES = ("fp8", "llama_nvfp4", "te_nvfp4")
 
 
-def compile_step(policy: str, config: str, target: str) -> dict[str, Any]:
+def compile_step(policy: str, config: str, target: str, mesh: str | None) -> dict[str, Any]:
     words = ["compile", policy, "--config", config, "--target", target, "--devices", str(DEVICES[config])]
+    words += [] if mesh is None else ["--mesh", mesh]
     print(f"policyc {' '.join(words)}", file=sys.stderr)
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     process = subprocess.run(
@@ -47,6 +52,8 @@ def table_row(report: dict[str, Any]) -> str:
         report["policy"],
         f"{native} of {len(products)}",
         f"{memory['needed'] / 1e9:.1f} of {memory['device'] / 1e9:.1f} GB",
+        f"{report['kernels'] / 1e3:.0f} k",
+        f"{report['kernel_bytes'] / 1e12:.1f} TB",
         f"{gigabytes['reduce-scatter']:.0f} + {gigabytes['all-gather']:.0f} GB",
         f"{report['cpu_s']:.0f} s",
         f"{report['wall_s']:.0f} s",
@@ -61,18 +68,25 @@ def main() -> None:
     parser.add_argument(
         "--config", action="append", choices=DEVICES, help="only this configuration (may be repeated)"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the reports to this file")
+    parser.add_argument("--policy", action="append", help="only this policy (may be repeated)")
+    parser.add_argument("--target", action="append", help="only this GPU (default: gb200 and gb300)")
+    parser.add_argument("--mesh", metavar="AXES", help="mesh axes and sizes (default: all devices on fsdp)")
+    parser.add_argument(
+        "--reports", type=Path, metavar="FOLDER", help="also write the reports to this folder"
+    )
     options = parser.parse_args()
-    cases = itertools.product(options.config or DEVICES, ("gb200", "gb300"), ("llama_nvfp4", "fp8"))
-    reports = []
-    print("| configuration | devices | policy | native | memory | reduce-scatter + all-gather | CPU | wall |")
-    print("|---|---|---|---|---|---|---|---|")
+    cases = itertools.product(
+        options.config or DEVICES, options.target or ("gb200", "gb300"), options.policy or POLICIES
+    )
+    columns = "configuration|devices|policy|native|memory|kernels|bytes|reduce-scatter + all-gather|CPU|wall"
+    print(f"| {columns.replace('|', ' | ')} |\n|{'---|' * len(columns.split('|'))}")
     for config, target, policy in cases:
-        reports.append(compile_step(policy, config, target))
-        print(table_row(reports[-1]), flush=True)
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(reports, file, indent=1)
+        report = compile_step(policy, config, target, options.mesh)
+        print(table_row(report), flush=True)
+        if options.reports is not None:
+            options.reports.mkdir(parents=True, exist_ok=True)
+            name = report_name(policy, Case(config, target, DEVICES[config]))
+            (options.reports / name).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

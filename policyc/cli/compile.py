@@ -25,6 +25,7 @@ from policyc.cli.program import check_order, exit_on_error, parse_execution, par
 if TYPE_CHECKING:
     from policyc.compiler.execution import ExecutionOptions
     from policyc.hardware.compile_report import CompileReport, ProductCheck
+    from policyc.hardware.training_step import TrainingStep
     from policyc.language.policy import Policy
 
 
@@ -70,23 +71,27 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
         with exit_on_error():
             execution = parse_execution(options["backend"], step.target, options["require_native"])
             if step.config:
-                report = _compile_config(loaded, step.config, execution, step)
+                report, planned = _compile_config(loaded, step.config, execution, step)
             else:
-                report = _compile_program(loaded, program, execution, step)
+                report, planned = _compile_program(loaded, program, execution, step)
     except (CannotCompile, ImportError, NotImplementedError) as error:  # a backend raises the last two
         exit_with_message(str(error))
     title = f"{step.config or program[program[0] in ('-m', '-c')]} under {policy}"
     if options["dump_hlo"]:
         _dump(options["dump_hlo"], report, title)
-    format_report = _as_json if options["output_format"] == "json" else _as_table
-    click.echo(escape_lines(format_report(report, title)), nl=False)
+    if options["output_format"] == "json":
+        name = policy if options["variant"] is None else f"{policy} {options['variant']}"
+        click.echo(escape_lines(_as_json(report, title, name)), nl=False)
+    else:
+        click.echo(escape_lines(_as_table(report, title)), nl=False)
+    _warn_if_slower_than_fp8(planned, step)
     _fail_if_wrong(report)
 
 
 def _compile_config(
     policy: Policy, config: str, execution: ExecutionOptions, options: StepOptions
-) -> CompileReport:
-    """Compiles the step of a configuration of the bundled Llama."""
+) -> tuple[CompileReport, TrainingStep]:
+    """Compiles the step of a configuration of the bundled Llama. Returns it as it was planned, too."""
     from policyc.compiler.schedule import set_step
     from policyc.hardware import deviceless, llama_step
 
@@ -97,18 +102,23 @@ def _compile_config(
     devices = deviceless.make_devices(execution.target, count)
     step, arguments, run = llama_step.jit_step(config, mesh, sizes, devices)
     set_step(0, total=run.steps)
-    return deviceless.compile_step(
+    report = deviceless.compile_step(
         step, arguments, policy, execution, devices=count, microbatches=run.accumulate
     )
+    return report, llama_step.plan_step(policy, config, mesh, sizes, execution)
 
 
 def _compile_program(
     policy: Policy, program: tuple[str, ...], execution: ExecutionOptions, options: StepOptions
-) -> CompileReport:
-    """Compiles the step of a program, or its loss if it differentiates that outside jax.jit."""
+) -> tuple[CompileReport, TrainingStep]:
+    """Compiles the step of a program, or its loss if it differentiates that outside jax.jit.
+
+    Returns the loss as it was planned, too: the step of a program without microbatches.
+    """
     from policyc.compiler.plan_checks import check_plan
     from policyc.experiments import runner
     from policyc.hardware import deviceless
+    from policyc.hardware.training_step import TrainingStep
     from policyc.jaxcore import versions
 
     assert execution.target is not None
@@ -125,14 +135,15 @@ def _compile_program(
     if not plans:
         raise ValueError("the program ended, and no loss that it differentiated has a GEMM")
     if jitted is not None:
-        return deviceless.compile_jitted(jitted, plans, execution, count)
+        return deviceless.compile_jitted(jitted, plans, execution, count), TrainingStep(plan=plans[0])
     if count > 1:
         raise ValueError(
             "the program differentiates its loss outside jax.jit, which is compiled for one device only: put the step "
             "into jax.jit, or use --devices 1"
         )
     check_plan(plans[0])
-    return deviceless.compile_loss(plans[0], *deviceless.make_devices(execution.target, 1))
+    report = deviceless.compile_loss(plans[0], *deviceless.make_devices(execution.target, 1))
+    return report, TrainingStep(plan=plans[0])
 
 
 # ---- output
@@ -149,9 +160,10 @@ def _dump(folder: str, report: CompileReport, title: str) -> None:
     write_output("--dump-hlo", str(Path(folder) / f"{name}.hlo.txt"), report.text)
 
 
-def _as_json(report: CompileReport, title: str) -> str:
+def _as_json(report: CompileReport, title: str, policy: str) -> str:
     data = {
         "step": title,
+        "policy": policy,
         "target": report.target,
         "devices": report.devices,
         "products": [
@@ -164,6 +176,7 @@ def _as_json(report: CompileReport, title: str) -> str:
                 "native": product.is_native,
                 "call": product.call or None,
                 "found": product.calls_found,
+                "unproven": product.doubt or None,
                 "reason": product.reason or None,
                 "remedy": product.remedy or None,
             }
@@ -175,6 +188,16 @@ def _as_json(report: CompileReport, title: str) -> str:
         ],
         "kernels": report.kernels,
         "kernel_bytes": report.kernel_bytes,
+        "kernel_kinds": [
+            {
+                "kind": k.kind,
+                "count": k.count,
+                "bytes": k.bytes,
+                "short": k.short,
+                "short_bytes": k.short_bytes,
+            }
+            for k in report.kernel_kinds
+        ],
         "seconds": dict(report.seconds),
     }
     return json.dumps(data, indent=1) + "\n"
@@ -185,9 +208,8 @@ def _as_table(report: CompileReport, title: str) -> str:
 
     rows = [["site", "layers", "product", "format", "runs", "found"]]
     for product in report.products:
-        lowering = f"{product.backend}, {'native' if product.is_native else 'emulated'}"
         calls = f"{product.calls_found} x {product.call}" if product.call else "-"
-        rows.append([product.site, _layers(product), product.gemm, product.format, lowering, calls])
+        rows.append([product.site, _layers(product), product.gemm, product.format, product.lowering, calls])
     reasons = dict.fromkeys(f"{p.reason}; {p.remedy}" for p in report.products if p.reason)
     gb = {name: size / 1e9 for name, size in report.memory.items()}
     sizes = ", ".join(f"{name} {gb[name]:.2f}" for name in ("arguments", "outputs", "temporaries", "code"))
@@ -195,10 +217,12 @@ def _as_table(report: CompileReport, title: str) -> str:
         f"{title}, for {report.devices} x {report.target}",
         *align_columns(rows),
         *(f"not native: {reason}" for reason in reasons),
+        *(f"unproven: {doubt}" for doubt in dict.fromkeys(p.doubt for p in report.products if p.doubt)),
         f"memory per device (GB): {sizes}; {gb['shared']:.2f} of the outputs reuse the memory of arguments",
         f"  {report.needed_memory / 1e9:.2f} of {report.device_memory / 1e9:.2f}: {_memory_verdict(report)}",
         *(f"{c.count} x {c.kind} of {c.type}: {c.bytes / 1e9:.3f} GB" for c in report.collectives),
         f"{report.kernels} kernels, which read and write {report.kernel_bytes / 1e9:.1f} GB",
+        *(f"  {k.count} {k.kind}: {k.bytes / 1e9:.1f} GB" for k in report.kernel_kinds if k.count),
         ", ".join(f"{name} took {seconds:.0f} s" for name, seconds in report.seconds.items()),
     ]
     return "".join(f"{line}\n" for line in lines)
@@ -239,4 +263,18 @@ def _fail_if_wrong(report: CompileReport) -> None:
         exit_with_message(
             "the step does not fit into the memory of a device: use more devices, a smaller --batch, more "
             "microbatches (--accumulate), or --remat full"
+        )
+
+
+def _warn_if_slower_than_fp8(step: TrainingStep, options: StepOptions) -> None:
+    """Prints a warning if a policy with four bits would be slower than fp8, by the cost model."""
+    from policyc.hardware.step_cost import ratio_to_fp8
+    from policyc.language.loader import load
+
+    ratio = ratio_to_fp8(step, load("fp8"), options.mesh_shape())
+    if ratio > 1:
+        click.echo(
+            f"warning: by the cost model the step takes {ratio:.2f} times as long as under fp8, on {options.devices} x "
+            f"{options.target}: 'policyc estimate --against fp8' shows why",
+            err=True,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,19 +19,25 @@ from policyc.cli.options import (
     step_options,
     variant_option,
 )
-from policyc.cli.program import plan_program
+from policyc.cli.program import parse_execution, plan_program
 
 if TYPE_CHECKING:
-    from policyc.hardware.step_cost import Estimate, MeshShape, TrainingStep
+    from policyc.compiler.execution import ExecutionOptions
+    from policyc.hardware.compiled_cost import CompiledStep
+    from policyc.hardware.mesh import MeshShape
+    from policyc.hardware.step_cost import Estimate
+    from policyc.hardware.training_step import TrainingStep
     from policyc.language.policy import Policy
 
 ASSUMPTIONS = """\
 A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or is bound by memory.
 A copy reaches .62 of the memory bandwidth. Between GEMMs, each input is written and each output read once per pass.
 te: a tensor is read for its maximum, and once more for all of its codes.
-xla: each quantization of a tensor runs in passes of its own, as measured on an H200.
+xla: each quantization of a tensor runs in passes of its own, as measured on an H200. An NVFP4 GEMM writes fp32.
+A weight is quantized once per step, and each device quantizes its shard.
 Attention reaches half of the bf16 peak. A configuration counts causal FLOPs, a program all of them.
-fsdp gathers weights twice in bf16 and scatters gradients in fp32, for each microbatch.
+fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and else in bf16, and scatters gradients
+in bf16, for each microbatch.
 "Everything else" is a fixed fraction of every step. This fraction, and how much communication overlaps with
 computation, are fitted to four published figures. docs/estimate.md has them, and the errors on eight others.
 Speed-ups are better known than times.
@@ -43,6 +51,7 @@ Memory is not checked: a step that does not fit has an estimate too.
     policyc estimate te_nvfp4 --config llama3_405b --target gb300 --devices 128
     policyc estimate te_nvfp4 --against fp8 --config llama3_8b --target gb200 --devices 8 --batch 128
     policyc estimate te_nvfp4 --config llama3_405b --target gb200 --devices 128 --mesh 'fsdp=32 tensor=4'
+    policyc estimate fp8 --config llama3_8b --target gb200 --devices 8 --compiled fp8.json
     policyc estimate llama.policy --target b200 train.py --steps 100       any program, from its traced loss
     """,
 )
@@ -51,10 +60,16 @@ Memory is not checked: a step that does not fit has an estimate too.
 @variant_option
 @click.option(
     "--backend",
-    type=click.Choice(["te", "xla"]),
-    default="te",
+    type=click.Choice(["auto", "te", "xla"]),
+    default="auto",
     show_default=True,
-    help="Whose quantizers to assume: Transformer Engine's or XLA's.",
+    help="Backend for quantized GEMMs. 'auto' is what would run: the choice of 'apply' for this GPU.",
+)
+@click.option(
+    "--compiled",
+    metavar="FILE",
+    multiple=True,
+    help="Take bytes, kernels and collectives from a step that 'compile --format json' wrote. Once for each policy.",
 )
 @format_option("table", "json")
 @click.option("--assumptions", is_flag=True, help="Also print the assumptions of the cost model.")
@@ -67,28 +82,72 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, **options
     run. The estimate comes from a cost model, not from a measurement. docs/estimate.md says how accurate it is.
     """
     step.check_source(program)
-    from policyc.hardware import step_cost
-    from policyc.numerics.targets import get_target
-
-    try:
-        target = get_target(step.target)
-    except KeyError as missing:
-        raise click.UsageError(str(missing.args[0])) from None
+    execution = parse_execution(options["backend"], step.target, False)
     policies = _load_policies(policy, options["variant"], options["against"])
     try:
         mesh = step.mesh_shape()
-        traced = _trace_step(policies[-1][1], program, mesh, step, options["backend"])
+        compiled = _read_compiled(options["compiled"], [name for name, _ in policies], step)
+        traced = _trace_step(policies[-1][1], program, mesh, step, execution)
     except ValueError as error:
         exit_with_message(str(error))
     estimates = [
-        (name, step_cost.estimate(_under(traced, loaded), target, mesh)) for name, loaded in policies
+        _estimate(name, _under(traced, loaded, execution), mesh, compiled.get(name))
+        for name, loaded in policies
     ]
     if options["output_format"] == "json":
-        click.echo(json.dumps(_as_data(estimates, target.name, mesh), indent=2))
+        click.echo(json.dumps(_as_data(estimates, step.target, mesh), indent=2))
     else:
-        _print_table(estimates, f"{step.devices} x {target.name} ({mesh})")
+        _print_table(estimates, f"{step.devices} x {step.target} ({mesh})")
         if options["assumptions"]:
             click.echo(ASSUMPTIONS, nl=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NamedEstimate:
+    """The estimate of a policy, and the backends of its quantized products, in words."""
+
+    policy: str
+    backends: str
+    estimate: Estimate
+    is_compiled: bool
+
+
+def _estimate(name: str, step: TrainingStep, mesh: MeshShape, compiled: CompiledStep | None) -> NamedEstimate:
+    from policyc.hardware import step_cost
+    from policyc.hardware.compiled_cost import with_compiled
+    from policyc.hardware.training_step import count_backends
+
+    target = step.plan.execution.target
+    assert target is not None
+    parts = step_cost.estimate_parts(step, target, mesh)
+    if compiled is not None:
+        parts = with_compiled(parts, compiled, target, mesh)
+    counts = count_backends(step.plan)
+    backends = ", ".join(
+        backend if len(counts) == 1 else f"{backend} ({count} products)" for backend, count in counts.items()
+    )
+    return NamedEstimate(
+        policy=name, backends=backends, estimate=parts.combine(), is_compiled=compiled is not None
+    )
+
+
+def _read_compiled(
+    paths: Sequence[str], policies: Sequence[str], step: StepOptions
+) -> dict[str, CompiledStep]:
+    """The compiled steps by policy. Raises ValueError if one is of another policy, GPU or number of devices."""
+    from policyc.hardware.compiled_cost import read_compiled_step
+
+    compiled = {}
+    for path in paths:
+        report = read_compiled_step(Path(path))
+        if report.policy not in policies:
+            raise ValueError(f"'{path}' is a step under {report.policy}, not under {' or '.join(policies)}")
+        if (report.target, report.devices) != (step.target, step.devices):
+            raise ValueError(
+                f"'{path}' is for {report.devices} x {report.target}, not for {step.devices} x {step.target}"
+            )
+        compiled[report.policy] = report
+    return compiled
 
 
 def _load_policies(policy: str, variant: str | None, against: str | None) -> list[tuple[str, Policy]]:
@@ -97,21 +156,22 @@ def _load_policies(policy: str, variant: str | None, against: str | None) -> lis
     return policies if against is None else [(against, load_policy(against, None)), *policies]
 
 
-def _under(step: TrainingStep, policy: Policy) -> TrainingStep:
+def _under(step: TrainingStep, policy: Policy, execution: ExecutionOptions) -> TrainingStep:
     """The same step under another policy."""
     from policyc.compiler.plan import make_plan
 
-    return dataclasses.replace(step, plan=make_plan(policy, step.plan.sites))
+    return dataclasses.replace(step, plan=make_plan(policy, step.plan.sites, execution))
 
 
 def _trace_step(
-    policy: Policy, program: tuple[str, ...], mesh: MeshShape, step: StepOptions, backend: str
+    policy: Policy, program: tuple[str, ...], mesh: MeshShape, step: StepOptions, execution: ExecutionOptions
 ) -> TrainingStep:
     """Traces the step of a configuration or of a program. Raises ValueError if the options do not fit it."""
-    from policyc.hardware import llama_step, step_cost
+    from policyc.hardware import llama_step
+    from policyc.hardware.training_step import TrainingStep
 
     if step.config:
-        return llama_step.plan_step(policy, step.config, mesh, step.sizes(), backend)
+        return llama_step.plan_step(policy, step.config, mesh, step.sizes(), execution)
     step.reject_for_program("batch", "sequence")
     if mesh.tensor * mesh.context > 1:
         raise ValueError(
@@ -128,34 +188,34 @@ def _trace_step(
             f"{mesh.batch_shards} devices are too many for the {rows} rows of the largest GEMM: use at most "
             f"--devices {rows}"
         )
-    return step_cost.TrainingStep(
-        plan=plan, accumulate=step.accumulate or 1, remat=step.remat or "none", backend=backend
-    )
+    return TrainingStep(plan=plan, accumulate=step.accumulate or 1, remat=step.remat or "none")
 
 
 # ---- output
 
-NamedEstimates = list[tuple[str, "Estimate"]]
+NamedEstimates = Sequence[NamedEstimate]
 
 
 def _as_data(estimates: NamedEstimates, target: str, mesh: MeshShape) -> dict[str, Any]:
     rows = [
         {
-            "policy": name,
-            "seconds": estimate.seconds,
-            "tflops_per_device": estimate.tflops,
-            "parts": dict(estimate.parts),
-            "gemms": dict(estimate.gemms),
+            "policy": named.policy,
+            "backends": named.backends,
+            "compiled": named.is_compiled,
+            "seconds": named.estimate.seconds,
+            "tflops_per_device": named.estimate.tflops,
+            "parts": dict(named.estimate.parts),
+            "gemms": dict(named.estimate.gemms),
         }
-        for name, estimate in estimates
+        for named in estimates
     ]
     data: dict[str, Any] = {"target": target, "devices": mesh.devices, "mesh": str(mesh), "estimates": rows}
     return data if len(estimates) == 1 else data | {"speed_up": _speed_up(estimates)}
 
 
 def _speed_up(estimates: NamedEstimates) -> float:
-    (_, before), (_, after) = estimates
-    return before.seconds / after.seconds
+    before, after = (named.estimate.seconds for named in estimates)
+    return before / after
 
 
 def _print_table(named: NamedEstimates, title: str) -> None:
@@ -164,29 +224,35 @@ def _print_table(named: NamedEstimates, title: str) -> None:
 
     from policyc.language.policy_tables import literal
 
-    estimates = [estimate for _, estimate in named]
+    estimates = [n.estimate for n in named]
     table = Table(title=literal(title), title_justify="left", title_style="bold")
     table.add_column("seconds per step")
-    for name, _ in named:
-        table.add_column(literal(name), justify="right")
+    for n in named:
+        table.add_column(literal(n.policy), justify="right")
         table.add_column("share", justify="right")
 
-    def add_row(label: str, seconds: list[float], style: str | None = None) -> None:
+    def add_row(label: str, seconds: list[float | None], style: str | None = None) -> None:
         cells = [
             cell
             for part, estimate in zip(seconds, estimates, strict=True)
-            for cell in (f"{part:.4g}", f"{part / estimate.seconds:.1%}")
+            for cell in (("-", "") if part is None else (f"{part:.4g}", f"{part / estimate.seconds:.1%}"))
         ]
         table.add_row(literal(label), *cells, style=style)
 
-    for part in estimates[0].parts:
-        add_row(part, [estimate.parts[part] for estimate in estimates])
+    for part in dict.fromkeys(part for estimate in estimates for part in estimate.parts):
+        add_row(part, [estimate.parts.get(part) for estimate in estimates])
         if part == "gemms":
             for format in sorted({format for estimate in estimates for format in estimate.gemms}):
                 add_row(f"  {format}", [estimate.gemms.get(format, 0.0) for estimate in estimates], "dim")
     table.add_section()
-    table.add_row("step", *(cell for e in estimates for cell in (f"{e.seconds:.4g}", "")))
-    table.add_row("TFLOP/s per device", *(cell for e in estimates for cell in (f"{e.tflops:.0f}", "")))
+
+    def add_values(label: str, values: Iterable[str]) -> None:
+        table.add_row(label, *(cell for value in values for cell in (value, "")))
+
+    add_values("step", (f"{e.seconds:.4g}" for e in estimates))
+    add_values("TFLOP/s per device", (f"{e.tflops:.0f}" for e in estimates))
+    add_values("backend", (n.backends or "-" for n in named))
+    add_values("bytes from", ("the compiled step" if n.is_compiled else "the model" for n in named))
     if len(named) == 2:
-        table.add_row("speed-up", "", "", f"{_speed_up(named):.2f}x", "")
+        add_values("speed-up", ("", f"{_speed_up(named):.2f}x"))
     Console(force_terminal=use_color()).print(table)

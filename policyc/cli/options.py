@@ -17,7 +17,7 @@ from policyc.cli.common import ExampleCommand
 
 if TYPE_CHECKING:
     from policyc.hardware.llama_step import Sizes
-    from policyc.hardware.step_cost import MeshShape
+    from policyc.hardware.mesh import MeshShape
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Decorator = Callable[[_Function], _Function]
@@ -209,7 +209,7 @@ class StepOptions:
 
     def mesh_shape(self) -> MeshShape:
         """The mesh; all devices on the axis fsdp without `--mesh`. Raises ValueError if it does not fit `--devices`."""
-        from policyc.hardware.step_cost import parse_mesh
+        from policyc.hardware.mesh import parse_mesh
 
         return parse_mesh(self.mesh or f"fsdp={self.devices}", self.devices)
 

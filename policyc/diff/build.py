@@ -26,7 +26,8 @@ from policyc.diff.model import (
 )
 from policyc.diff.predict import Prediction
 from policyc.hardware.gemm_cost import product_format
-from policyc.hardware.step_cost import MeshShape, TrainingStep
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.training_step import TrainingStep
 from policyc.jaxcore.transform import Address
 from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.policy import Policy

@@ -7,8 +7,9 @@ from functools import cached_property
 
 from policyc.compiler.plan import Decision, Phase
 from policyc.compiler.sites import Site
-from policyc.hardware import gemm_cost, step_cost
-from policyc.hardware.step_cost import LayerGroup, MeshShape, TrainingStep
+from policyc.hardware import gemm_cost, step_cost, training_step
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.training_step import LayerGroup, TrainingStep
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.treatments import normalize_if_valid
 from policyc.numerics.targets import Target
@@ -43,8 +44,9 @@ class Prediction:
         if self._target is None:
             return LayerTimes(seconds={})
         recipe = _recipe(site, decision)
-        group = LayerGroup(site=site, recipe=recipe, rule=None, count=1)
-        if site.weight is None and not step_cost.is_quantized(recipe):
+        fprop, dgrad, wgrad = (lowering.backend for lowering in decision.lowerings)
+        group = LayerGroup(site=site, recipe=recipe, rule=None, count=1, backends=(fprop, dgrad, wgrad))
+        if site.weight is None and not training_step.is_quantized(recipe):
             peak = gemm_cost.ATTENTION_PEAK_FRACTION * self._target.peak("bf16")
             flops = site.flops * (0.5 if self._step.causal else 1)
             return LayerTimes(seconds=dict.fromkeys(site.products, flops / peak / self._mesh.devices))
@@ -53,7 +55,7 @@ class Prediction:
         return LayerTimes(
             seconds={gemm: seconds for gemm, (_, seconds) in zip(gemms, times, strict=True)},
             quantization=step_cost.quantization_seconds(
-                group, self._target, self._mesh, self._readers, self._step.backend
+                group, self._target, self._mesh, self._readers, self._step.accumulate
             ),
         )
 
@@ -61,8 +63,10 @@ class Prediction:
         """Bytes that a product reads and writes on one device."""
         if self._target is None:
             return None
-        format = gemm_cost.product_format(_recipe(site, decision), gemm, step_cost.unquantized_format(site))
-        m, n, k, batch = step_cost.local_shape(site, self._mesh)
+        format = gemm_cost.product_format(
+            _recipe(site, decision), gemm, training_step.unquantized_format(site)
+        )
+        m, n, k, batch = training_step.local_shape(site, self._mesh)
         rows, columns, contracted = gemm_cost.product_shape(gemm, m, n, k)
         return gemm_cost.gemm_bytes(self._target, format, rows, columns, contracted, batch)
 

@@ -17,6 +17,7 @@ from policyc.compiler.schedule import current_phase
 from policyc.compiler.sites import Layer, Site
 from policyc.hardware import hlo
 from policyc.language.recipes import Gemm
+from policyc.numerics.backends.choice import Lowering
 
 NATIVE_CALLS = {
     ("xla", "nvfp4"): "__cudnn$blockScaledDot",
@@ -25,6 +26,8 @@ NATIVE_CALLS = {
     ("te", "nvfp4"): "te_gemm_v2_ffi",
 }
 """The custom call with which a backend multiplies a format natively."""
+
+_PLAIN_GEMMS = ("__cublas$lt$matmul", "__cublas$gemm")
 
 DEFAULT_MEMORY_FRACTION = 0.75
 """The fraction of a GPU's memory that JAX allocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
@@ -35,7 +38,7 @@ class ProductCheck:
     """One product of consecutive layers of a site: how the plan runs it, and how often its call is in the program.
 
     `layers` are the first and the last layer, or None if the site is not in a stack. `call` is empty for an emulated
-    product; `reason` and `remedy` say why it is emulated.
+    product; `reason` and `remedy` say why it is emulated. `doubt` says why a native kernel may not exist.
     """
 
     site: str
@@ -49,6 +52,12 @@ class ProductCheck:
     calls_expected: int = 0
     reason: str = ""
     remedy: str = ""
+    doubt: str = ""
+
+    @property
+    def lowering(self) -> str:
+        """How it runs, in words."""
+        return str(Lowering(self.backend, self.is_native, doubt=self.doubt))
 
     @property
     def is_missing(self) -> bool:
@@ -66,6 +75,20 @@ class CollectiveTotal:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelTotal:
+    """The kernels of one kind: their number per step, and the bytes they read and write on a device.
+
+    `short` are those that move so few bytes that their launch takes longer, and `short_bytes` what these move.
+    """
+
+    kind: str
+    count: int
+    bytes: int
+    short: int
+    short_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileReport:
     """A compiled step. `memory` has bytes per device by kind; `seconds` the time of tracing and of compiling."""
@@ -76,10 +99,19 @@ class CompileReport:
     memory: Mapping[str, int]
     device_memory: int
     collectives: tuple[CollectiveTotal, ...]
-    kernels: int
-    kernel_bytes: int
+    kernel_kinds: tuple[KernelTotal, ...]
     seconds: Mapping[str, float]
     text: str = field(repr=False)
+
+    @property
+    def kernels(self) -> int:
+        """The number of kernels per step, collectives included."""
+        return sum(total.count for total in self.kernel_kinds)
+
+    @property
+    def kernel_bytes(self) -> int:
+        """The bytes that all kernels read and write on a device."""
+        return sum(total.bytes for total in self.kernel_kinds)
 
     @property
     def missing_products(self) -> tuple[ProductCheck, ...]:
@@ -143,6 +175,7 @@ def _planned_products(plan: Plan, site: Site, microbatches: int) -> Iterator[Pro
                 calls_expected=microbatches * len(layers),
                 reason=lowering.obstacle.reason if lowering.obstacle else "",
                 remedy=lowering.obstacle.remedy if lowering.obstacle else "",
+                doubt=lowering.doubt,
             )
 
 
@@ -174,3 +207,38 @@ def total_collectives(module: hlo.Module) -> Iterator[CollectiveTotal]:
         sizes[kind, types] += execution.times * max(execution.bytes_read, execution.bytes_written)
     for (kind, types), size in sorted(sizes.items(), key=lambda item: -item[1]):
         yield CollectiveTotal(kind=kind, type=types, count=counts[kind, types], bytes=size)
+
+
+# ---- kernels
+
+KERNEL_KINDS = ("GEMMs", "attention", "collectives", "other kernels")
+
+
+def total_kernels(module: hlo.Module, launch_bytes: float) -> Iterator[KernelTotal]:
+    """Yields the kernels of a program by kind. A kernel that moves fewer bytes than `launch_bytes` is short."""
+    groups: dict[str, list[hlo.Execution]] = {kind: [] for kind in KERNEL_KINDS}
+    for execution in module.executions:
+        if execution.is_kernel:
+            groups[kernel_kind(execution.instruction)].append(execution)
+    for kind, executions in groups.items():
+        sizes = [(e.times, e.bytes_read + e.bytes_written) for e in executions]
+        short = [(times, size) for times, size in sizes if size < launch_bytes]
+        yield KernelTotal(
+            kind=kind,
+            count=sum(times for times, _ in sizes),
+            bytes=sum(times * size for times, size in sizes),
+            short=sum(times for times, _ in short),
+            short_bytes=sum(times * size for times, size in short),
+        )
+
+
+def kernel_kind(instruction: hlo.Instruction) -> str:
+    """One of `KERNEL_KINDS`. A product inside a quantizer, which rotates an operand, is not a GEMM of the program."""
+    call = instruction.call_target
+    if instruction.opcode.removesuffix("-start") in hlo.COLLECTIVES:
+        return "collectives"
+    if "fmha" in call:
+        return "attention"
+    if call in NATIVE_CALLS.values() or (call in _PLAIN_GEMMS and "jit(run)" not in instruction.op_name):
+        return "GEMMs"
+    return "other kernels"

@@ -19,8 +19,8 @@ from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.pipeline import compile_plan
 from policyc.compiler.plan import Plan
 from policyc.compiler.session import Session, activate
-from policyc.hardware import gpus, hlo
-from policyc.hardware.compile_report import CompileReport, check_products, total_collectives
+from policyc.hardware import gemm_cost, gpus, hlo
+from policyc.hardware.compile_report import CompileReport, check_products, total_collectives, total_kernels
 from policyc.jaxcore import jaxprs, relocate
 from policyc.jaxcore.relocate import JittedFunction
 from policyc.jaxcore.versions import convert_gpu_description
@@ -171,7 +171,14 @@ class _CompiledProgram:
 def _compile(lowered: Lowered, start: float) -> _CompiledProgram:
     """Compiles a lowered function whose tracing began at `start`."""
     traced = time.perf_counter()
-    executable = lowered.compile(compiler_options=_COMPILER_OPTIONS)
+    try:
+        executable = lowered.compile(compiler_options=_COMPILER_OPTIONS)
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CannotCompile(
+            f"XLA cannot compile the step: {reason}. If it compiles with --backend emulate, XLA does not take one of "
+            "the native products: keep its site in bf16, or use another backend"
+        ) from None
     compiled = time.perf_counter()
     return _CompiledProgram(executable=executable, tracing=traced - start, compiling=compiled - traced)
 
@@ -188,9 +195,10 @@ def _report(
     assert text is not None  # other backends may give neither; XLA's GPU compiler gives both
     assert memory is not None
     module = hlo.parse_module(text)
-    kernels = [e for e in module.executions if e.is_kernel]
+    target = execution.target
+    launch_bytes = gemm_cost.LAUNCH_SECONDS / gemm_cost.copy_seconds(target, 1)
     return CompileReport(
-        target=execution.target.name,
+        target=target.name,
         devices=devices,
         products=tuple(product for plan in plans for product in check_products(plan, module, microbatches)),
         memory={
@@ -200,10 +208,9 @@ def _report(
             "temporaries": memory.temp_size_in_bytes,
             "code": memory.generated_code_size_in_bytes,
         },
-        device_memory=gpus.read_device_memory(execution.target),
+        device_memory=gpus.read_device_memory(target),
         collectives=tuple(total_collectives(module)),
-        kernels=sum(k.times for k in kernels),
-        kernel_bytes=sum(k.times * (k.bytes_read + k.bytes_written) for k in kernels),
+        kernel_kinds=tuple(total_kernels(module, launch_bytes)),
         seconds={"tracing": program.tracing, "compiling": program.compiling},
         text=text,
     )

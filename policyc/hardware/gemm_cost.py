@@ -36,6 +36,9 @@ docs/numerics.md has the latest measurements; the fp8 quantizer has become faste
 ATTENTION_PEAK_FRACTION = 0.5
 """Fraction of the bf16 peak that attention reaches, forward and backward, counting causal FLOPs. Assumed."""
 
+FP32_RESULT_BYTES = 4
+"""Bytes per number that a GEMM moves more if it writes fp32 instead of bf16: it writes two more, and they are read."""
+
 LAUNCH_SECONDS = 3e-6
 """The least time that a kernel takes. Assumed."""
 
@@ -44,7 +47,7 @@ LAUNCH_SECONDS = 3e-6
 HIDDEN_FRACTION = 0.0
 """Fraction of the communication that overlaps with computation."""
 
-OTHER_FRACTION = 0.21
+OTHER_FRACTION = 0.32
 """Fraction of a step that no part of the model covers: bubbles, launches, waits, clocks below their peak."""
 
 BF16_BYTES, FP32_BYTES = 2, 4
@@ -80,6 +83,20 @@ def emulation_seconds(target: Target, operand_elements: float, result_elements: 
     return copy_seconds(
         target, operand_elements * (BF16_BYTES + code_bytes("nvfp4")) + result_elements * FP32_BYTES
     )
+
+
+def writes_fp32(format: str) -> bool:
+    """Whether XLA's GEMM of this format writes fp32, to which the outer scales are applied."""
+    return FORMATS[format].block > 0 and FORMATS[format].tensor_scale
+
+
+def weight_bytes(treatment: Treatment, plain: float) -> float:
+    """Bytes of one element of a weight as devices gather it; `plain` if it is not quantized."""
+    format = FORMATS[treatment.format]
+    if not format.is_quantized:
+        return plain
+    tile = format.block**2 if treatment.tile2d else format.block
+    return format.bits / 8 + (1 / tile if tile else 0)
 
 
 def quantize_seconds(target: Target, treatments: Sequence[Treatment], elements: float, backend: str) -> float:

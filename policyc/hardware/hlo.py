@@ -21,6 +21,7 @@ _NO_KERNEL = frozenset({
 """Opcodes that launch no kernel. Neither do those that end in -done or -update: their -start does."""
 
 _FUSIONS = ("fusion", "fusion-start")
+_SLICES = ("dynamic-slice", "slice")
 _LAYOUT_ONLY = ("bitcast", "reshape", "transpose")
 """Opcodes that, inside a fusion, change how an array is indexed and read nothing."""
 
@@ -151,7 +152,7 @@ class Module:
         """Counts the bytes read and written. If only slices of an array are touched, the slices count."""
         operands = [computation[name] for name in instruction.operands if name in computation]
         written = shape_bytes(_result_shape(instruction))
-        if instruction.opcode == "dynamic-slice":
+        if instruction.opcode in _SLICES:
             return written, written
         if instruction.opcode == "dynamic-update-slice":
             return operands[1].bytes, operands[1].bytes
@@ -172,7 +173,7 @@ def _count_fusion_bytes(body: Computation, operands: list[Instruction], written:
             read += operand.bytes
             continue
         for user in slices:
-            if user.opcode == "dynamic-slice":
+            if user.opcode in _SLICES:
                 # Count the elements of the slice in the element type of the operand.
                 ((_, count),), ((element_type, _),) = shape_arrays(user.shape), shape_arrays(operand.shape)
                 read += -(-count * element_bits(element_type) // 8)
@@ -200,7 +201,7 @@ def _find_slices(body: Computation, name: str) -> list[Instruction] | None:
     for user in body.values():
         if name not in user.operands:
             continue
-        if (user.opcode == "dynamic-slice" and user.operands[0] == name) or _updates_in_place(user, name):
+        if (user.opcode in _SLICES and user.operands[0] == name) or _updates_in_place(user, name):
             slices.append(user)
         elif user.opcode in _LAYOUT_ONLY:
             slices_of_view = _find_slices(body, user.name)

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from policyc.compiler import pipeline
-from policyc.hardware.step_cost import BlockShape, MeshShape, TrainingStep
+from policyc.compiler.execution import ExecutionOptions
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.training_step import BlockShape, TrainingStep
 from policyc.language.diagnostics import did_you_mean
 from policyc.language.policy import Policy
 from policyc.models.llama import model as llama
@@ -40,12 +42,18 @@ class Sizes:
     remat: str | None = None
 
 
-def plan_step(policy: Policy, name: str, mesh: MeshShape, sizes: Sizes, backend: str) -> TrainingStep:
+def plan_step(
+    policy: Policy, name: str, mesh: MeshShape, sizes: Sizes, execution: ExecutionOptions
+) -> TrainingStep:
     """The step of a configuration under a policy, on a mesh that must divide it."""
     # Traced for one device, with plain attention so that its products are seen, and with all logits at once. None of
     # this changes a GEMM.
     config, run = _configure(name, mesh, sizes, attention="xla", loss_chunks=1)
     arguments = abstract_arguments(config, run.batch // run.accumulate, run.sequence)
+
+    def loss(params: Any, batch: Any) -> Any:
+        return llama.loss(params, batch, config)
+
     block = BlockShape(
         layers=config.layers,
         width=config.width,
@@ -53,11 +61,10 @@ def plan_step(policy: Policy, name: str, mesh: MeshShape, sizes: Sizes, backend:
         kv_width=config.kv_heads * config.head_dim,
     )
     return TrainingStep(
-        plan=pipeline.plan(policy, lambda params, batch: llama.loss(params, batch, config), *arguments),
+        plan=pipeline.plan_loss(policy, pipeline.LossCall(loss, arguments, {}, (0,), False), execution).plan,
         accumulate=run.accumulate,
         causal=True,
         remat=config.remat,
-        backend=backend,
         block=block,
     )
 

@@ -13,7 +13,7 @@ from jax import lax
 import policyc
 from policyc.diff.build import DiffRequest, build_diff
 from policyc.diff.data import as_json
-from policyc.hardware.step_cost import TrainingStep
+from policyc.hardware.training_step import TrainingStep
 from policyc.language.loader import parse
 from policyc.numerics.targets import get_target
 from tests.support.jaxpr_tools import struct

@@ -10,7 +10,7 @@ import pytest
 
 import policyc
 from policyc.hardware import hlo
-from policyc.hardware.compile_report import check_products, total_collectives
+from policyc.hardware.compile_report import KernelTotal, check_products, total_collectives, total_kernels
 from tests.support.hlo_text import SCANNED_STEP
 
 
@@ -95,3 +95,25 @@ def test_collectives_are_totalled_by_kind_and_type(plan: policyc.Plan) -> None:
     assert (gathered.kind, gathered.type, gathered.count) == ("all-gather", "f4e2m1fn", 4)
     assert gathered.bytes == 4 * 48 * 64 // 2
     assert (reduced.kind, reduced.count, reduced.bytes) == ("all-reduce", 1, 4 * 64 * 32 * 4)
+
+
+def test_kernels_are_added_up_by_kind(plan: policyc.Plan) -> None:
+    stack, product = 4 * 64 * 32 * 4, 48 * 64 // 2 + 64 * 32 * 2 + 48 * 32 * 4
+    totals = {k.kind: k for k in total_kernels(hlo.parse_module(compiled_text(plan)), launch_bytes=20_000)}
+    assert totals["GEMMs"] == KernelTotal(
+        kind="GEMMs", count=4, bytes=4 * product, short=4, short_bytes=4 * product
+    )
+    assert (totals["collectives"].count, totals["attention"].count) == (4 + 1, 0)
+    cut = 64 * 32 * 4 + 4 + 64 * 32 * 2
+    others = totals["other kernels"]
+    assert (others.count, others.bytes) == (4 + 1, 4 * cut + 2 * stack)
+    assert (others.short, others.short_bytes) == (4, 4 * cut)
+
+
+def test_a_product_that_rotates_an_operand_is_not_a_gemm(plan: policyc.Plan) -> None:
+    text = compiled_text(plan).replace("__cudnn$blockScaledDot", "__cublas$lt$matmul")
+    kinds = {k.kind: k.count for k in total_kernels(hlo.parse_module(text), 0)}
+    rotation = text.replace("/scaled_matmul", "/jit(run)/dot_general")
+    rotated = {k.kind: k.count for k in total_kernels(hlo.parse_module(rotation), 0)}
+    assert (kinds["GEMMs"], rotated["GEMMs"]) == (4, 0)
+    assert sum(kinds.values()) == sum(rotated.values())

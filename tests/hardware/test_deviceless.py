@@ -133,3 +133,15 @@ def test_programs_that_cannot_be_compiled_are_refused(
     assert ran.code == 1
     assert message in ran.err
     assert "Traceback" not in ran.err
+
+
+def test_an_error_of_xla_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: no kernel for this GEMM\n  at gemm_rewriter.cc")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    message = "XLA cannot compile the step: INTERNAL: no kernel for this GEMM. If it compiles with --backend emulate"
+    with pytest.raises(deviceless.CannotCompile, match=message) as caught:
+        deviceless._compile(lowered, 0.0)
+    assert "gemm_rewriter" not in str(caught.value)

@@ -49,6 +49,31 @@ def test_an_asynchronous_start_is_the_kernel_and_writes_its_results_only() -> No
     assert executions == {"go": (slice * 4 + 4, slice * 2 + 4), "gather": (slice * 2, 8 * slice * 2)}
 
 
+SLICED = """HloModule m
+
+%last (p: bf16[32,64], w: bf16[64]) -> bf16[64] {
+  %p = bf16[32,64]{1,0} parameter(0)
+  %w = bf16[64]{0} parameter(1)
+  %row = bf16[1,64]{1,0} slice(%p), slice={[31:32], [0:64]}
+  %flat = bf16[64]{0} bitcast(%row)
+  ROOT %sum = bf16[64]{0} add(%flat, %w)
+}
+
+ENTRY %main (stack: bf16[32,64], w: bf16[64]) -> bf16[64] {
+  %stack = bf16[32,64]{1,0} parameter(0)
+  %w.1 = bf16[64]{0} parameter(1)
+  %cut = bf16[1,64]{1,0} slice(%stack), slice={[0:1], [0:64]}
+  ROOT %last.1 = bf16[64]{0} fusion(%stack, %w.1), kind=kLoop, calls=%last
+}
+"""
+
+
+def test_a_constant_slice_of_an_array_is_all_that_is_read() -> None:
+    """XLA cuts the last layer out of a stack like this, if it takes an iteration out of a loop."""
+    executions = {name: (e.bytes_read, e.bytes_written) for name, e in kernels(SLICED).items()}
+    assert executions == {"cut": (128, 128), "last.1": (128 + 128, 128)}
+
+
 def test_bytes_of_shapes() -> None:
     assert hlo.shape_bytes("(f32[2,3]{1,0}, pred[5]{0}, s32[], u8[0]{0})") == 24 + 5 + 4
     assert hlo.shape_bytes("f4e2m1fn[3]{0:E(4)}") == 2

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import policyc as compiler
+from policyc.compiler.execution import execution_options
+from policyc.compiler.plan import make_plan
 from policyc.hardware import gemm_cost, llama_step, step_cost
-from policyc.hardware.step_cost import MeshShape, TrainingStep, parse_mesh
+from policyc.hardware.mesh import MeshShape, exchange_seconds, parse_mesh
+from policyc.hardware.training_step import TrainingStep, group_layers
 from policyc.language.loader import load
 from policyc.language.recipes import make_recipe
 from policyc.numerics.targets import get_target
@@ -27,9 +32,9 @@ SHAPES = {
 }
 
 
-def training_step(policy: str, tokens: int = 65536) -> TrainingStep:
-    plan = compiler.plan(policy, loss, SHAPES, jax.ShapeDtypeStruct((tokens, 4096), "bfloat16"))
-    return TrainingStep(plan=plan)
+def training_step(policy: str, backend: str = "xla", tokens: int = 65536) -> TrainingStep:
+    rows = jax.ShapeDtypeStruct((tokens, 4096), "bfloat16")
+    return TrainingStep(plan=compiler.plan(policy, loss, SHAPES, rows, backend=backend, target="gb200"))
 
 
 def test_the_parts_add_up_to_the_step():
@@ -55,7 +60,9 @@ def test_a_step_does_not_take_longer_on_more_devices():
     """This holds within one NVLink domain, for a model whose computation is long beside its communication."""
     meshes = [MeshShape(fsdp=n) for n in (8, 16, 32, 64)]
     sizes = llama_step.Sizes(batch=64, sequence=8192, accumulate=1)
-    step = llama_step.plan_step(load("te_nvfp4"), "llama3_8b", meshes[-1], sizes, "te")
+    step = llama_step.plan_step(
+        load("te_nvfp4"), "llama3_8b", meshes[-1], sizes, execution_options("te", "gb300")
+    )
     times = [step_cost.estimate(step, get_target("gb300"), mesh).seconds for mesh in meshes]
     assert times == sorted(times, reverse=True)
 
@@ -74,17 +81,51 @@ def test_two_readers_of_an_activation_share_one_quantization():
     together, separate = (
         step_cost.estimate_parts(TrainingStep(plan=plan), target, MeshShape()).compute for plan in plans
     )
-    one = gemm_cost.quantize_seconds(target, [make_recipe("fp8").treatments[0]], 65536 * 4096, "te")
+    one = gemm_cost.quantize_seconds(target, [make_recipe("fp8").treatments[0]], 65536 * 4096, "xla")
     assert separate["quantization"] - together["quantization"] == pytest.approx(one)
+
+
+def test_xla_reads_more_than_transformer_engine():
+    """Each quantization takes passes of its own, and an NVFP4 GEMM writes fp32, which is read again."""
+    recipe = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
+    target, mesh = get_target("gb200"), MeshShape()
+    xla, te = (
+        step_cost.estimate_parts(training_step(recipe, backend), target, mesh).compute
+        for backend in ("xla", "te")
+    )
+    assert xla["gemms"] == te["gemms"]
+    results = 65536 * (14336 + 4096) + 2 * 4096 * 14336 + 65536 * 14336  # two fprops, two wgrads, one dgrad
+    fp32 = gemm_cost.copy_seconds(target, 4 * results)
+    assert xla["quantization"] > te["quantization"] + fp32
+    fp8 = [training_step("* -> fp8", backend) for backend in ("xla", "te")]  # xla runs fp8 in both
+    assert len({step_cost.estimate(step, target, mesh).seconds for step in fp8}) == 1
+
+
+def test_only_four_bits_are_compared_with_fp8():
+    fp8, mesh = load("fp8"), MeshShape()
+    assert step_cost.ratio_to_fp8(training_step("* -> mxfp8"), fp8, mesh) == 0
+    step = training_step("* -> nvfp4(rht=wgrad, sr=grad)")
+    fp8_step = replace(step, plan=make_plan(fp8, step.plan.sites, step.plan.execution))
+    seconds = [step_cost.estimate(s, get_target("gb200"), mesh).seconds for s in (step, fp8_step)]
+    assert step_cost.ratio_to_fp8(step, fp8, mesh) == seconds[0] / seconds[1]
+
+
+def test_a_weight_is_quantized_once_per_step_on_the_devices_that_hold_it():
+    step, target = training_step("* -> split(fprop=nvfp4, dgrad=bf16, wgrad=bf16)"), get_target("gb200")
+    (group, *_), readers = tuple(group_layers(step.plan)), step_cost.count_readers(step.plan)
+    quantize = partial(step_cost.quantization_seconds, group, target, readers=readers)
+    weight = gemm_cost.quantize_seconds(target, [group.recipe.treatments[1]], 4096 * 14336, "xla")
+    saved = quantize(mesh=MeshShape(), accumulate=1) - quantize(mesh=MeshShape(), accumulate=4)
+    assert saved == pytest.approx(weight * (1 - 1 / 4))
 
 
 def test_a_gather_crosses_the_network_once_for_each_nvlink_domain():
     gb200 = get_target("gb200")  # 72 GPUs share NVLink
-    assert step_cost.exchange_seconds(gb200, 9e11, 1, 1) == 0
-    assert step_cost.exchange_seconds(gb200, 9e11, 64, 1) == pytest.approx(63 / 64)
-    across = step_cost.exchange_seconds(gb200, 9e11, 128, 1) - step_cost.exchange_seconds(gb200, 9e11, 64, 1)
+    assert exchange_seconds(gb200, 9e11, 1, 1) == 0
+    assert exchange_seconds(gb200, 9e11, 64, 1) == pytest.approx(63 / 64)
+    across = exchange_seconds(gb200, 9e11, 128, 1) - exchange_seconds(gb200, 9e11, 64, 1)
     assert across == pytest.approx(9e11 / 2 / 64 / 50e9)
-    assert step_cost.exchange_seconds(get_target("h100"), 9e11, 16, 8) == pytest.approx(9e11 * 15 / 16 / 50e9)
+    assert exchange_seconds(get_target("h100"), 9e11, 16, 8) == pytest.approx(9e11 * 15 / 16 / 50e9)
 
 
 # ---- the Llama configurations
@@ -96,7 +137,7 @@ FLOPS = {"llama3_8b": (0.657, 0.157, 0.061, 0.125), "llama3_405b": (0.784, 0.171
 @pytest.mark.parametrize("config", FLOPS)
 def test_the_shares_of_flops_are_the_published_ones(config):
     sizes = llama_step.Sizes(batch=1, sequence=8192, remat="none")
-    sites = llama_step.plan_step(load("bf16"), config, MeshShape(), sizes, "te").plan.sites
+    sites = llama_step.plan_step(load("bf16"), config, MeshShape(), sizes, execution_options()).plan.sites
     flops = [s.total_flops * (1 if s.weight else 0.5) for s in sites]
 
     def share(word: str) -> float:

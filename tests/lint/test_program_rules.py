@@ -72,13 +72,15 @@ FAULTY_POLICIES = {
     "quantized-head": "lm_head -> fp8",
     "padded-gemm": "narrow -> mxfp8",
     "slower-than-bf16": "narrow -> fp8",
+    "slower-than-fp8": "mlp -> nvfp4(sr=grad)",
     "hadamard-does-not-fit": "mlp -> nvfp4(rht=wgrad, rht_size=128, sr=grad)",
     "split-scan": "layers[-2:].mlp -> fp8",
     "shredded-scan": "layers[::2] -> fp8",
     "transformer-engine-shape": "mlp -> nvfp4(rht=wgrad, sr=grad)",
 }
 
-ALL_BUT_SPEED = PROGRAM_CODES - {"slower-than-bf16"}
+SPEED = {"slower-than-bf16", "slower-than-fp8"}
+ALL_BUT_SPEED = PROGRAM_CODES - SPEED
 """Every GEMM of these small models is slower when it is quantized."""
 
 
@@ -164,12 +166,34 @@ def test_which_sites_are_slower_depends_on_the_target():
     assert "h200 has no native nvfp4; write '-> bf16' in this rule" in emulated
 
 
+def test_four_bits_are_compared_with_fp8_on_gpus_that_have_both():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w["large"]) @ w["large"].T) + jnp.sum(x @ w["narrow"])
+
+    params = {"large": array(16384, 16384, dtype="bfloat16"), "narrow": array(16384, 1024, dtype="bfloat16")}
+    loaded = parse_with_diagnostics("* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
+    plan = policyc.plan(loaded.policy, loss, params, array(65536, 16384, dtype="bfloat16"))
+
+    def findings(target: str) -> list[str]:
+        return [str(d) for d in lint(loaded, {"slower-than-fp8"}, plan, get_target(target)).diagnostics]
+
+    (narrow,) = findings("gb200")
+    assert "'narrow' (m = 65536, n = 1024, k = 16384) takes" in narrow
+    assert "times as long as in fp8 on gb200 with backend xla" in narrow
+    assert "more" not in narrow
+    assert (
+        "install Transformer Engine, whose quantizers read less; or add a rule after it: narrow -> fp8"
+        in narrow
+    )
+    assert not findings("h200")  # emulated, which is another finding
+
+
 # ---- every site, once
 
 
 def lint_all(text: str) -> tuple[Diagnostic, ...]:
     """All findings about `model`, static ones too, except those about speed."""
-    return lint_model(text, set(ALL_CODES) - {"slower-than-bf16"})
+    return lint_model(text, set(ALL_CODES) - SPEED)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +263,7 @@ def test_scores_and_routers_are_found_in_the_program():
     params = {"moe": {"gate": {"kernel": array(64, 64)}}}
     loaded = parse_with_diagnostics("* where k > 1 -> nvfp4(sr=grad)")
     plan = policyc.plan(loaded.policy, loss, params, array(64, 64))
-    helps = {d.code: d.help for d in lint(loaded, {*ALL_CODES} - {"slower-than-bf16"}, plan).diagnostics}
+    helps = {d.code: d.help for d in lint(loaded, {*ALL_CODES} - SPEED, plan).diagnostics}
     assert helps["router-in-4-bits"] == "add a rule after it: moe.gate.kernel -> bf16"
     assert helps["attention-scores-in-4-bits"] == "add 'and weight' to match only the projections"
 

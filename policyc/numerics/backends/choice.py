@@ -6,7 +6,7 @@ which is not native.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Treatment
@@ -62,18 +62,37 @@ class Lowering:
     backend: str = ""
     native: bool = True
     obstacle: Obstacle | None = None
+    doubt: str = ""
+    """Why it is not known that a native kernel exists; empty if it is known."""
 
     def __str__(self) -> str:
         if not self.backend:
             return "-"
-        return f"{self.backend}, {'native' if self.native else 'emulated'}"
+        doubt = ", unproven" if self.doubt else ""
+        return f"{self.backend}, {'native' if self.native else 'emulated'}{doubt}"
 
 
 PLAIN = Lowering()
 
+_PROVEN_CONTRACTION = 32
+"""XLA calls cuDNN for NVFP4 GEMMs with contracted sizes that are multiples of 16. Kernels are documented for these."""
+
 
 def choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
     """How a GEMM runs on a machine, if this backend was requested."""
+    lowering = _choose(backend, query, machine)
+    padded = query.k + -query.k % (FORMATS[query.format].block or 1)
+    is_cudnn_call = lowering.backend == "xla" and lowering.native and query.format == "nvfp4"
+    if not is_cudnn_call or padded % _PROVEN_CONTRACTION == 0:
+        return lowering
+    doubt = (
+        f"XLA calls cuDNN for a contracted size of {padded}, but kernels are only documented for multiples of "
+        f"{_PROVEN_CONTRACTION}"
+    )
+    return replace(lowering, doubt=doubt)
+
+
+def _choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
     if not FORMATS[query.format].is_quantized:
         return PLAIN
     if backend == "emulate":

@@ -1,0 +1,85 @@
+"""What devices send each other in a training step, as the policy and the bundled driver do it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policyc.compiler.plan import Phase
+from policyc.hardware import gemm_cost
+from policyc.hardware.gemm_cost import BF16_BYTES, FP32_BYTES
+from policyc.hardware.mesh import MeshShape, exchange_seconds
+from policyc.hardware.training_step import (
+    RECOMPUTES_GEMMS,
+    LayerGroup,
+    TrainingStep,
+    group_layers,
+    unquantized_format,
+)
+from policyc.language.recipes import Gemm, Role
+from policyc.numerics.targets import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTraffic:
+    """Bytes per microbatch of all weights, not divided by any mesh axis: gathered, and summed as gradients."""
+
+    gathered: float
+    summed: float
+
+
+def weight_traffic(step: TrainingStep, phase: Phase | None = None) -> WeightTraffic:
+    """What fsdp gathers and sums in one microbatch. The default phase is the first.
+
+    A weight is gathered for fprop, again for dgrad, and once more if the backward pass runs fprop again: its codes and
+    block scales if the product quantizes it, else the weight in the dtype of the product. Gradients are summed in that
+    dtype.
+    """
+    gathered = summed = 0.0
+    for group in group_layers(step.plan, phase):
+        if group.site.weight is None:
+            continue
+        elements = group.count * group.site.batch * group.site.n * group.site.k
+        gathered += elements * _gathered_bytes(group, step.remat)
+        summed += elements * _plain_bytes(group) * (Gemm.WGRAD in group.site.products)
+    return WeightTraffic(gathered=gathered, summed=summed)
+
+
+def _plain_bytes(group: LayerGroup) -> int:
+    return FP32_BYTES if unquantized_format(group.site) == "f32" else BF16_BYTES
+
+
+def _gathered_bytes(group: LayerGroup, remat: str) -> float:
+    """Bytes of one element of a weight in all gathers of a microbatch."""
+    plain, products, recipe = _plain_bytes(group), group.site.products, group.recipe
+    passes = {Gemm.FPROP: 1 + (remat in RECOMPUTES_GEMMS), Gemm.DGRAD: int(Gemm.DGRAD in products)}
+    if recipe is None:
+        return float(plain * sum(passes.values()))
+    return sum(
+        count * gemm_cost.weight_bytes(recipe.treatment(gemm, Role.WEIGHT), plain)
+        for gemm, count in passes.items()
+    )
+
+
+def communication_seconds(
+    step: TrainingStep, target: Target, mesh: MeshShape, phase: Phase | None = None
+) -> float:
+    """Time of everything that devices send each other in a step, with no overlap.
+
+    fsdp gathers weights and scatters the sums of their gradients, and data adds these sums, for each microbatch. tensor
+    gathers and scatters the residual stream around attention and MLP, and context exchanges sequences for heads around
+    attention, in both passes, in bf16.
+    """
+    traffic = weight_traffic(step, phase)
+    stride = mesh.context * mesh.tensor
+    fsdp_bytes = (traffic.gathered + traffic.summed) / mesh.tensor
+    data_bytes = 2 * traffic.summed / (mesh.tensor * mesh.fsdp)
+    total = step.accumulate * exchange_seconds(target, fsdp_bytes, mesh.fsdp, stride)
+    total += step.accumulate * exchange_seconds(target, data_bytes, mesh.data, stride * mesh.fsdp)
+    if step.block is not None:
+        microbatch_tokens = max(s.m * s.batch for s in step.plan.sites if s.weight is not None)
+        tokens = microbatch_tokens * step.accumulate / mesh.batch_shards
+        stream = BF16_BYTES * tokens / mesh.context * step.block.layers
+        total += exchange_seconds(target, 2 * 4 * stream * step.block.width, mesh.tensor, 1)
+        heads = 2 * (2 * step.block.heads_width + 2 * step.block.kv_width) / mesh.tensor
+        total += exchange_seconds(target, stream * heads, mesh.context, mesh.tensor)
+    return total

@@ -1,0 +1,118 @@
+"""A training step to be estimated: its plan, and its layers grouped by what the policy does to them.
+
+A plan covers one evaluation of the loss. If a batch is computed in microbatches, the plan covers one of them, and
+`TrainingStep.accumulate` is their number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.sites import Site
+from policyc.hardware.mesh import MeshShape
+from policyc.language.recipes import Gemm, Recipe
+from policyc.language.treatments import normalize_if_valid
+from policyc.numerics.products import Backends
+
+RECOMPUTES_GEMMS = ("full", "quantized")
+"""Values of `remat` under which the backward pass runs the forward GEMMs again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockShape:
+    """Sizes of a transformer block: what the context and tensor axes move. Only known models have one."""
+
+    layers: int
+    width: int
+    heads_width: int
+    kv_width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStep:
+    """The plan of one evaluation of the loss, their number in a step, and what a plan cannot show.
+
+    The plan says which backend runs each product: it must be made for the GPU that is estimated.
+
+    `causal` says that half of the attention scores are never computed. `remat` says what the backward pass recomputes:
+    nothing (none), everything but GEMMs (dots), or everything (full; quantized, which saves operands, not results).
+    """
+
+    plan: Plan
+    accumulate: int = 1
+    causal: bool = False
+    remat: str = "none"
+    block: BlockShape | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """The layers of a site that share a recipe, and the rule that first quantizes one of their products.
+
+    `count` is how often their products run in one evaluation of the loss. `backends` run fprop, dgrad and wgrad.
+    """
+
+    site: Site
+    recipe: Recipe | None
+    rule: int | None
+    count: float
+    backends: Backends = ("xla", "xla", "xla")
+
+
+def group_layers(plan: Plan, phase: Phase | None = None) -> Iterator[LayerGroup]:
+    """Yields the layers of every site of a plan, grouped by recipe. The default phase is the first."""
+    decisions = plan.decisions(plan.phases[0] if phase is None else phase)
+    for site in plan.sites:
+        counts = Counter(decisions[site.address, layer] for layer in site.layers())
+        for decision, count in counts.items():
+            recipe = None if site.opaque or decision.recipe is None else normalize_if_valid(decision.recipe)
+            bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
+            rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
+            fprop, dgrad, wgrad = (lowering.backend for lowering in decision.lowerings)
+            yield LayerGroup(
+                site=site,
+                recipe=recipe,
+                rule=rule,
+                count=count * site.repeats / site.count,
+                backends=(fprop, dgrad, wgrad),
+            )
+
+
+def count_backends(plan: Plan, phase: Phase | None = None) -> Counter[str]:
+    """Counts the quantized products that each backend runs, in all layers. The default phase is the first."""
+    counts: Counter[str] = Counter()
+    for product in plan.products(plan.phases[0] if phase is None else phase):
+        if product.lowering.backend:
+            counts[product.lowering.backend] += len(product.run.layers)
+    return counts
+
+
+def is_quantized(recipe: Recipe | None) -> bool:
+    """Whether a recipe puts any operand into 8 bits or fewer."""
+    return recipe is not None and any(0 < t.bits <= 8 for t in recipe.treatments)
+
+
+def unquantized_format(site: Site) -> str:
+    """The format that the products of a site have without a policy."""
+    operand: Any = site.eqn.invars[0]
+    return "f32" if str(operand.aval.dtype) == "float32" else "bf16"
+
+
+def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float]:
+    """m, n, k and batch of a product on one device. The tensor axis divides the longer side of a weight."""
+    n, k = (site.n / mesh.tensor, site.k) if site.n >= site.k else (site.n, site.k / mesh.tensor)
+    return site.m / mesh.token_shards, n, k, site.batch
+
+
+def count_parameters(plan: Plan) -> float:
+    """Counts the parameters that GEMMs read."""
+    sizes = {
+        tuple(p.path for p in s.parameters): s.batch * s.n * s.k * s.count
+        for s in plan.sites
+        if s.weight is not None
+    }
+    return sum(sizes.values())

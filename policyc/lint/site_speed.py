@@ -1,0 +1,61 @@
+"""Sites that a rule makes slower than another recipe would, by the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from policyc.compiler.plan import Plan
+from policyc.compiler.sites import Site
+from policyc.hardware import step_cost
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.training_step import LayerGroup, group_layers, is_quantized
+from policyc.language.recipes import Recipe
+from policyc.numerics.products import Backends
+from policyc.numerics.targets import Target
+
+_SINGLE_DEVICE = MeshShape()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowSite:
+    """A site that its recipe makes slower, and by how much."""
+
+    ratio: float
+    group: LayerGroup
+
+
+SlowSites = dict[int, dict[Site, SlowSite]]
+"""The slow sites of each rule, by the rule's index."""
+
+
+def find_slow_sites(plan: Plan, is_slow: Callable[[LayerGroup, step_cost.ReaderCounts], float]) -> SlowSites:
+    """The sites for which `is_slow` gives a ratio above 1: how many times as long they take."""
+    readers = step_cost.count_readers(plan)
+    slow_sites: SlowSites = {}
+    for phase in plan.phases:
+        for group in group_layers(plan, phase):
+            if group.rule is None or group.recipe is None or not is_quantized(group.recipe):
+                continue
+            ratio = is_slow(group, readers)
+            if ratio > 1:
+                slow = SlowSite(ratio=ratio, group=group)
+                slow_sites.setdefault(group.rule, {}).setdefault(group.site, slow)
+    return slow_sites
+
+
+def layer_seconds(
+    group: LayerGroup, recipe: Recipe, backends: Backends, target: Target, readers: step_cost.ReaderCounts
+) -> float:
+    """The time of one layer with a recipe on one device: its GEMMs and the quantization of their operands."""
+    layer = LayerGroup(site=group.site, recipe=recipe, rule=group.rule, count=1, backends=backends)
+    gemms = sum(seconds for _, seconds in step_cost.gemm_times(layer, target, _SINGLE_DEVICE))
+    return gemms + step_cost.quantization_seconds(layer, target, _SINGLE_DEVICE, readers)
+
+
+def describe_slowest(slow_sites: dict[Site, SlowSite], than: str) -> str:
+    """The site with the largest ratio, in words."""
+    slowest = max(slow_sites.values(), key=lambda slow: slow.ratio)
+    site = slowest.group.site
+    sizes = f"m = {site.m}, n = {site.n}, k = {site.k}"
+    return f"'{site.name}' ({sizes}) takes {slowest.ratio:.1f} times as long as {than}"

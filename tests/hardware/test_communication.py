@@ -1,0 +1,53 @@
+"""What devices send each other, against the collectives of compiled steps."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from policyc.compiler.execution import execution_options
+from policyc.compiler.plan import make_plan
+from policyc.hardware import llama_step
+from policyc.hardware.communication import communication_seconds, weight_traffic
+from policyc.hardware.mesh import MeshShape, exchange_seconds
+from policyc.hardware.training_step import TrainingStep
+from policyc.language.loader import load
+from policyc.language.policy import Policy
+from policyc.numerics.targets import get_target
+
+MESH = MeshShape(fsdp=8)
+MICROBATCHES = 64
+
+
+@cache
+def traced() -> TrainingStep:
+    return llama_step.plan_step(Policy(), "llama3_8b", MESH, llama_step.Sizes(), execution_options())
+
+
+def step_under(policy: str) -> TrainingStep:
+    step = traced()
+    assert step.accumulate == MICROBATCHES
+    plan = make_plan(load(policy), step.plan.sites, execution_options("xla", "gb200"))
+    return TrainingStep(plan=plan, accumulate=step.accumulate, remat=step.remat, block=step.block)
+
+
+# GB per step of the 8B on 8 GB200: what `policyc compile` found. The compiled step gathers the head once for fprop and
+# dgrad together, 67.2 GB that the model counts twice.
+COMPILED = {"fp8": (893.4 + 67.2, 960.6), "llama_nvfp4": (410.8 + 363.6, 960.6)}
+HEAD = 128256 * 4096 * 2 * MICROBATCHES / 1e9
+
+
+@pytest.mark.parametrize("policy", COMPILED)
+def test_weights_are_gathered_and_summed_as_in_the_compiled_step(policy: str) -> None:
+    traffic = weight_traffic(step_under(policy))
+    gathered, summed = (MICROBATCHES * n / 1e9 for n in (traffic.gathered, traffic.summed))
+    assert gathered - HEAD == pytest.approx(COMPILED[policy][0], rel=1e-3)
+    assert summed == pytest.approx(COMPILED[policy][1], rel=1e-3)
+
+
+def test_data_adds_the_sums_of_every_microbatch() -> None:
+    step, target = step_under("bf16"), get_target("gb200")
+    summed = weight_traffic(step).summed
+    alone = communication_seconds(step, target, MeshShape(data=8))
+    assert alone == pytest.approx(MICROBATCHES * exchange_seconds(target, 2 * summed, 8, 1))
