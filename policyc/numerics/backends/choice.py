@@ -75,7 +75,7 @@ class Lowering:
 PLAIN = Lowering()
 
 _PROVEN_CONTRACTION = 32
-"""XLA calls cuDNN for NVFP4 GEMMs with contracted sizes that are multiples of 16. Kernels are documented for these."""
+"""XLA calls cuDNN for NVFP4 if a contracted size is a multiple of 16. Kernels are documented for multiples of 32."""
 
 
 def choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
