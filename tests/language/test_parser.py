@@ -17,7 +17,7 @@ from policyc.language.predicates import AllOf, AnyOf, Comparison, HasWeight, Not
 from policyc.language.recipes import Gemm
 from policyc.language.schedule import StepCondition
 from policyc.language.selectors import Indices, Selector, SelectorSegment
-from tests.support.strategies import policies, texts
+from tests.support.strategies import texts
 
 FPROP, DGRAD, WGRAD = Gemm
 NV = RecipeCall(
@@ -98,27 +98,23 @@ def test_a_policy_with_every_kind_of_statement():
     assert by_name["bf16"].rules == (rule(selector("*")),)
 
 
-@given(texts())
-@settings(max_examples=60)
-def test_every_spelling_of_a_policy_parses_to_it(drawn):
+def check_spelling(drawn):
     policy, text, _ = drawn
     assert parse(text) == policy
-
-
-@given(policies())
-@settings(max_examples=60)
-def test_printing_and_parsing_is_the_identity(policy):
     assert parse(str(policy)) == policy
+
+
+@given(texts())
+@settings(max_examples=60)
+def test_every_spelling_of_a_policy_and_what_it_prints_parse_to_it(drawn):
+    check_spelling(drawn)
 
 
 @pytest.mark.slow
 @given(texts())
 @settings(max_examples=400)
 def test_many_more_spellings_parse_to_their_policy(drawn):
-    policy, text, _ = drawn
-    parsed = parse(text)
-    assert parsed == policy
-    assert parse(str(parsed)) == policy
+    check_spelling(drawn)
 
 
 NUMBER = Comparison(terms=(Term(value="k"), Term(value=1)), operators=("==",))
@@ -307,7 +303,7 @@ def nodes(node):
 
 @given(texts())
 @settings(max_examples=30)
-def test_the_text_in_the_span_of_a_node_parses_to_the_node(drawn):
+def test_spans_are_in_order_and_their_text_parses_to_the_node(drawn):
     _, text, _ = drawn
     policy = parse(text)
     for node in nodes((policy.recipes, policy.rules, policy.variants)):
@@ -320,24 +316,19 @@ def test_the_text_in_the_span_of_a_node_parses_to_the_node(drawn):
                 selectors=node.selectors, recipe=node.recipe, where=node.where, expect=node.expect
             )
         assert reparse(node, node.span.text) == expected
-
-
-@given(texts())
-@settings(max_examples=30)
-def test_spans_of_statements_are_in_order_and_inside_their_blocks(drawn):
-    _, text, _ = drawn
     file, diagnostics = read_statements(SourceText(text))
     assert not diagnostics
+    check_order_of_statements(file.statements, 0, len(text))
 
-    def check(statements, start, end):
-        for statement in statements:
-            assert start <= statement.span.start < statement.span.end <= end
-            start = statement.span.end
-            if isinstance(statement, BlockStatement):
-                assert statement.span.text.endswith("}")
-                check(statement.body, statement.span.start, statement.span.end)
 
-    check(file.statements, 0, len(text))
+def check_order_of_statements(statements, start, end):
+    """Each statement begins after the one before it, and those of a block are inside the block."""
+    for statement in statements:
+        assert start <= statement.span.start < statement.span.end <= end
+        start = statement.span.end
+        if isinstance(statement, BlockStatement):
+            assert statement.span.text.endswith("}")
+            check_order_of_statements(statement.body, statement.span.start, statement.span.end)
 
 
 def test_spans_count_lines_and_columns_from_one():

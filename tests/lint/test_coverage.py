@@ -332,7 +332,7 @@ def large_policies() -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("name", lane(large_policies(), fast=("or", "chain", "many rules of one name")))
+@pytest.mark.parametrize("name", lane(large_policies(), fast=("or", "chain")))
 def test_conditions_with_ten_thousand_terms_are_linted_in_seconds(name: str) -> None:
     """Without limits, the time is quadratic: 1,600 terms took 19 seconds."""
     loaded = parse_with_diagnostics(large_policies()[name])
