@@ -58,10 +58,13 @@ def apply(
     backend: str = "auto",
     target: str | None = None,
     require_native: bool = False,
+    multiple_losses: bool = False,
 ) -> Callable[..., Any]:
     """Returns `fn` with its GEMMs run as the policy says.
 
-    The result has the signature of `fn` and composes with every transformation of JAX.
+    The result has the signature of `fn` and composes with every transformation of JAX. When it is called, it raises a
+    `PolicyError` if the policy cannot be applied: if an `expect` is not met, if a rule that quantizes matches nothing
+    and does not say `expect 0`, or if a GEMM cannot be changed.
 
     Args:
       policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
@@ -71,6 +74,7 @@ def apply(
       backend: what runs quantized GEMMs. `auto` uses the native formats of the devices, and emulates the others.
       target: compile for this GPU (for example gb200) instead of for the devices here.
       require_native: raise an error instead of emulating.
+      multiple_losses: the policy is also about other losses, so a rule may match nothing in this one.
     """
     parsed_policy = as_policy(policy)
     execution = execution_options(backend, target, require_native)
@@ -82,7 +86,7 @@ def apply(
             return fn(*args, **kwargs)
         call = LossCall(fn, args, kwargs, _positive_argnums(param_argnums, args), has_aux)
         planned = plan_loss(parsed_policy, call, execution)
-        check_plan(planned.plan)
+        check_plan(planned.plan, may_miss=multiple_losses, must_match=True)
         return planned.compile()(*args)
 
     return quantized

@@ -21,7 +21,9 @@ _MOST_PATHS = 3  # examples of paths in one message
 _KEYWORDS = {"import", "recipe", "after", "until", "variant"}
 """Words that start a statement: a selector that is one of them needs a wildcard before it."""
 
-MULTIPLE_LOSSES_HINT = "or, if another loss of the program has these sites: --multiple-losses"
+MULTIPLE_LOSSES_HINT = (
+    "or, if another loss of the program has these sites: --multiple-losses (in Python: multiple_losses=True)"
+)
 """For a rule that matches nothing in the first loss of a program that is run."""
 
 

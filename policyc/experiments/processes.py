@@ -1,7 +1,8 @@
 """Other processes that a program under a policy starts.
 
-Children of `multiprocessing` run under the policy, however they are started. Processes of `subprocess` and `os.exec*`
-do not: they do not get the environment variable with the policy's hash, and a warning is printed if they run Python.
+Children of `multiprocessing` and `os.fork` run under the policy, however they are started. They report a refusal.
+Processes of `subprocess`, `os.system`, `os.posix_spawn*` and `os.exec*` do not run under it: they do not get the
+environment variable with the policy's hash, and a warning is printed if they run Python.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ import contextlib
 import inspect
 import multiprocessing.spawn
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from policyc.language.diagnostics import escape_controls
+
+_PYTHON = re.compile(r"python[0-9.]*")
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
 
 POLICY_HASH_VARIABLE = "POLICYC_POLICY_SHA256"
 """Environment variable with the hash of the policy, so that a program can record it with its results."""
@@ -29,13 +36,46 @@ def export_policy_hash(sha256: str) -> Iterator[None]:
     previous = os.environ.get(POLICY_HASH_VARIABLE)
     os.environ[POLICY_HASH_VARIABLE] = sha256
     try:
-        with _replace(subprocess.Popen, "__init__", _without_hash), _replace(os, "execve", _without_hash), \
-                _replace(os, "execv", _exec_without_hash):  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_replace(subprocess.Popen, "__init__", _without_hash))
+            stack.enter_context(_replace(os, "execv", _exec_without_hash))
+            stack.enter_context(_replace(os, "execve", _without_hash))
+            stack.enter_context(_replace(os, "system", _system_without_hash))
+            for name in ("posix_spawn", "posix_spawnp"):
+                if hasattr(os, name):  # not on every system
+                    stack.enter_context(_replace(os, name, _spawn_without_hash))
             yield
     finally:
         os.environ.pop(POLICY_HASH_VARIABLE, None)
         if previous is not None:
             os.environ[POLICY_HASH_VARIABLE] = previous
+
+
+class ChildRefusals:
+    """Which children refused the policy. Children write it to files that the first process reads.
+
+    Can be pickled, and is the same after a fork.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="policyc-")
+        self._process = os.getpid()
+
+    @property
+    def is_in_child(self) -> bool:
+        return os.getpid() != self._process
+
+    def report(self, error: object) -> None:
+        """Prints an error, and tells the first process of it. A child's exceptions do not reach that process."""
+        sys.stderr.write(f"{error}\n")
+        with contextlib.suppress(OSError):  # the first process has ended
+            Path(self._folder, str(os.getpid())).touch()
+
+    def count(self) -> int:
+        """How many children refused the policy. Ends the record."""
+        count = len(os.listdir(self._folder))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return count
 
 
 class SpawnedChildren:
@@ -105,6 +145,26 @@ def _exec_without_hash(_: Callable[..., Any]) -> Callable[..., Any]:
     return execv
 
 
+def _spawn_without_hash(start: Callable[..., int]) -> Callable[..., int]:
+    @wraps(start)
+    def posix_spawn(path: Any, argv: Any, env: Any, /, **options: Any) -> int:
+        argv = list(argv)
+        _warn_if_python(path, argv)
+        return start(path, argv, _remove_hash(os.environ if env is None else env), **options)
+
+    return posix_spawn
+
+
+def _system_without_hash(start: Callable[..., int]) -> Callable[..., int]:
+    @wraps(start)
+    def system(command: Any) -> int:
+        text = os.fsdecode(command)
+        _warn_if_python(None, text)
+        return start(f"unset {POLICY_HASH_VARIABLE}\n{text}" if os.name == "posix" else command)
+
+    return system
+
+
 def _remove_hash(environment: Mapping[Any, Any]) -> dict[Any, Any]:
     names = (POLICY_HASH_VARIABLE, os.fsencode(POLICY_HASH_VARIABLE))
     return {name: value for name, value in environment.items() if name not in names}
@@ -114,8 +174,11 @@ def _warn_if_python(executable: Any, words: Any) -> None:
     """Says that another Python does not run under the policy."""
     is_text = isinstance(words, str | bytes | os.PathLike)
     texts: list[str] = [os.fsdecode(word) for word in ([words] if is_text else words)]
-    command = os.fsdecode(executable) if executable else texts[0].split()[0] if texts and texts[0] else ""
-    if Path(command).name.startswith("python") or command == sys.executable:
+    # A shell or a launcher may start it: `cd run && python train.py`, `mpirun -n 2 python train.py`.
+    is_shell = not is_text and len(texts) > 1 and Path(texts[0]).name in _SHELLS
+    commands = re.split(r"[\s;&|()]+", " ".join(texts)) if is_text or is_shell else list(texts)
+    commands += [] if executable is None else [os.fsdecode(executable)]
+    if any(_PYTHON.fullmatch(Path(c).name) or c == sys.executable for c in commands):
         sys.stderr.write(
             f"policyc: warning: the program starts another Python, which does not run under the policy: "
             f"{escape_controls(' '.join(texts)[:200])}\n"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from policyc.compiler.execution import ExecutionOptions
 from policyc.experiments.import_hook import on_import
-from policyc.experiments.processes import SpawnedChildren, export_policy_hash
+from policyc.experiments.processes import ChildRefusals, SpawnedChildren, export_policy_hash
 from policyc.experiments.program import BadProgram, Program
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
@@ -70,7 +70,7 @@ def run(
 
     Raises SystemExit if the program exits with an error, BadProgram if it cannot be started, and PolicyError if the
     policy could not be applied, even if the program caught that. Any other exception of the program is printed and
-    becomes SystemExit.
+    becomes SystemExit, and so does a policy that could not be applied in a child.
     """
     program.check()
     sessions: list[Session] = []
@@ -85,10 +85,17 @@ def run(
 
     settings = SessionSettings(policy, execution, multiple_losses, stats_every)
 
-    def start() -> None:
-        sessions.append(_start_session(settings, stack, end_on_error, PolicyRejected))
+    refusals = ChildRefusals()
 
-    children = SpawnedChildren(_start_in_child, settings)
+    def reject(error: PolicyError) -> BaseException:
+        if refusals.is_in_child:  # forked
+            refusals.report(error)
+        return PolicyRejected(error)
+
+    def start() -> None:
+        sessions.append(_start_session(settings, stack, end_on_error, reject))
+
+    children = SpawnedChildren(_start_in_child, settings, refusals)
     with contextlib.ExitStack() as stack:
         stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
         stack.enter_context(export_policy_hash(policy.sha256))
@@ -103,6 +110,12 @@ def run(
         raise session.refusal
     if exit is not None and exit.code not in (None, 0):
         raise exit
+    if refused := refusals.count():
+        processes = "a process" if refused == 1 else f"{refused} processes"
+        sys.stderr.write(
+            f"policyc: the policy could not be applied in {processes} that the program started\n"
+        )
+        raise SystemExit(1)
     if session is not None:
         session.children = children.count
     return session
@@ -210,7 +223,7 @@ _CHILD_STACK = contextlib.ExitStack()
 """What lasts until a spawned child ends."""
 
 
-def _start_in_child(settings: SessionSettings) -> None:
+def _start_in_child(settings: SessionSettings, refusals: ChildRefusals) -> None:
     """Runs a spawned child of the program under the policy, until the child ends."""
 
     def print_plan(plan: Plan) -> None:
@@ -222,14 +235,14 @@ def _start_in_child(settings: SessionSettings) -> None:
             )
 
     def reject(error: PolicyError) -> BaseException:
-        sys.stderr.write(f"{error}\n")  # the child may catch the exception, and its parent does not see it
+        refusals.report(error)
         return PolicyRejected(error)
 
     def start() -> None:
         _start_session(settings, stack, print_plan, reject)
 
     stack = _CHILD_STACK
-    stack.enter_context(SpawnedChildren(_start_in_child, settings).follow())
+    stack.enter_context(SpawnedChildren(_start_in_child, settings, refusals).follow())
     stack.enter_context(export_policy_hash(settings.policy.sha256))
     stack.enter_context(on_import("jax", start))
 

@@ -50,16 +50,22 @@ def exchange_seconds(target: Target, bytes: float, size: int, stride: int) -> fl
     return nvlink + network
 
 
+_MOST_DIGITS = 9  # of the size of an axis: no machine has a billion GPUs
+
+
 def parse_mesh(text: str, devices: int) -> MeshShape:
     """Parses `fsdp=8 tensor=4` (or with commas). Raises ValueError, with a remedy, if it is not for `devices`."""
     axes = [f.name for f in fields(MeshShape)]
     sizes: dict[str, int] = {}
     for word in text.replace(",", " ").split():
         name, equals, size = word.partition("=")
-        if name not in axes or not equals or not size.isdigit() or not int(size):
+        is_count = size.isascii() and size.isdigit() and len(size) <= _MOST_DIGITS and int(size) > 0
+        if name not in axes or not equals or not is_count:
             raise ValueError(
                 f"'{word}' is not an axis of a mesh: write fsdp=8 tensor=4 (axes: {', '.join(axes)})"
             )
+        if name in sizes:
+            raise ValueError(f"the mesh has the axis '{name}' twice: write it once")
         sizes[name] = int(size)
     product = math.prod(sizes.values())
     if product != devices:

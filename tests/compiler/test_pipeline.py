@@ -67,6 +67,19 @@ def test_expectations_are_checked_before_anything_runs() -> None:
     jax.eval_shape(policyc.apply("w -> mxfp8 expect 2", loss), W, X)
 
 
+def test_a_quantizing_rule_without_sites_is_an_error() -> None:
+    policy = "* -> bf16; decoder -> fp8"
+    with pytest.raises(
+        policyc.PolicyError, match="this rule quantizes, and no site of this model matches it"
+    ):
+        jax.eval_shape(policyc.apply(policy, loss), W, X)
+    with pytest.raises(policyc.PolicyError, match="the loss has no GEMM at all"):
+        jax.eval_shape(policyc.apply(policy, lambda w, x: w.sum()), W, X)
+    jax.eval_shape(policyc.apply(f"{policy} expect 0", loss), W, X)
+    jax.eval_shape(policyc.apply(policy, loss, multiple_losses=True), W, X)
+    jax.eval_shape(policyc.apply("* -> bf16; decoder -> bf16", loss), W, X)
+
+
 def test_a_gemm_that_cannot_be_changed_is_an_error() -> None:
     from jax.experimental import pallas
 

@@ -61,7 +61,8 @@ def test_a_rule_that_matches_nothing_may_be_about_another_loss() -> None:
     (diagnostic,) = diagnostics_of(plan)
     assert diagnostic.message == "this rule expects 4 sites and matches 0"
     assert diagnostic.help == (
-        "did you mean 'layers' for 'layer'?; or, if another loss of the program has these sites: --multiple-losses"
+        "did you mean 'layers' for 'layer'?; or, if another loss of the program has these sites: --multiple-losses "
+        "(in Python: multiple_losses=True)"
     )
     check_plan(plan, may_miss=True)
 

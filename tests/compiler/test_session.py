@@ -76,6 +76,12 @@ def test_active_reaches_every_entry_of_autodiff(entry: Any) -> None:
     assert quantized_gemms(derivative) == 0, "nothing stays behind"
 
 
+def test_what_is_not_differentiated_is_not_quantized() -> None:
+    with policyc.active("* -> fp8") as session:
+        assert quantized_gemms(loss, W, X) == 0
+    assert not session.plans
+
+
 def test_a_step_that_was_compiled_before_is_compiled_again() -> None:
     step = jax.jit(jax.value_and_grad(loss))
     before = step(W, X)

@@ -231,6 +231,32 @@ def test_children_run_under_the_policy_or_the_run_says_that_they_do_not(home: Pa
     assert "this process differentiated nothing" in result.err
 
 
+# The parent runs nothing: a fork of a process in which JAX has run something can deadlock.
+REFUSING = """
+import multiprocessing
+from model import *
+
+def train():
+    jax.grad(loss)({"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16)))
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context(METHOD).Process(target=train)
+    child.start()
+    child.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_a_refusal_in_a_child_is_one_of_the_run(home: Path, method: str) -> None:
+    (home / "program.py").write_text(f"METHOD = {method!r}\n{REFUSING}")
+    (home / "count.policy").write_text("up -> fp8 expect 1\ndown -> keep expect 7\n")
+    result = apply(home, "count.policy", "--multiple-losses", "program.py")
+    assert result.code == 1, result.err
+    assert "this rule expects 7 sites and matches 1" in result.err
+    assert "policyc: the policy could not be applied in a process that the program started" in result.err
+
+
 REEXEC = """
 import os, sys
 from model import *

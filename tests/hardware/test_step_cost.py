@@ -213,6 +213,31 @@ def test_a_program_is_estimated_from_its_trace_and_does_not_run_a_step(tmp_path)
     assert json.loads(ran.out)["estimates"][0]["gemms"].keys() == {"bf16"}
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "rows=2",
+        "fsdp",
+        "fsdp=",
+        "=8",
+        "fsdp=0",
+        "fsdp=-8",
+        "fsdp=8x",
+        "fsdp==8",
+        "fsdp=\u00b2",
+        pytest.param("fsdp=" + "9" * 5000, id="5000 digits"),
+    ],
+)
+def test_a_malformed_axis_of_a_mesh_is_named(word):
+    with pytest.raises(ValueError, match="is not an axis of a mesh: write fsdp=8 tensor=4"):
+        parse_mesh(word, 8)
+
+
+def test_a_mesh_has_no_axis_twice():
+    with pytest.raises(ValueError, match="has the axis 'fsdp' twice"):
+        parse_mesh("fsdp=2 fsdp=8", 8)
+
+
 def test_a_mesh_is_parsed_from_text():
     assert parse_mesh("fsdp=4, tensor=2", 8) == MeshShape(fsdp=4, tensor=2)
     assert str(MeshShape(fsdp=4, tensor=2)) == "fsdp=4 tensor=2"

@@ -1,0 +1,102 @@
+"""Other processes of a program: which of them get the policy's hash, and what is said of those that do not."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policyc.experiments.processes import POLICY_HASH_VARIABLE, ChildRefusals, export_policy_hash
+
+STARTS_PYTHON = "the program starts another Python, which does not run under the policy"
+
+
+def by_system(command: str) -> None:
+    assert os.system(command) == 0
+
+
+def by_posix_spawn(command: str) -> None:
+    child = os.posix_spawn("/bin/sh", ["sh", "-c", command], os.environ)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def by_posix_spawnp(command: str) -> None:
+    child = os.posix_spawnp("sh", ["sh", "-c", command], {**os.environ})
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def by_subprocess(command: str) -> None:
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
+
+
+def by_popen(command: str) -> None:
+    assert os.popen(command).close() is None
+
+
+STARTS: list[Callable[[str], Any]] = [by_system, by_posix_spawn, by_posix_spawnp, by_subprocess, by_popen]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_process_without_the_policy_does_not_get_its_hash(start: Any, tmp_path: Path) -> None:
+    with export_policy_hash("abc"):
+        start(f"env > {tmp_path}/environment")
+        assert os.environ[POLICY_HASH_VARIABLE] == "abc"
+    environment = (tmp_path / "environment").read_text()
+    assert "PATH=" in environment
+    assert POLICY_HASH_VARIABLE not in environment
+
+
+@pytest.mark.parametrize("start", [by_system, by_popen, by_posix_spawn])
+@pytest.mark.parametrize(
+    ("command", "is_python"),
+    [
+        ("true || python train.py", True),
+        ("true || (X=1 /usr/bin/python3.11 -m trainer)", True),
+        (f"true || {sys.executable} train.py", True),
+        ("echo pythonic > /dev/null", False),
+    ],
+)
+def test_another_python_is_named(start: Any, command: str, is_python: bool, capfd: Any) -> None:
+    with export_policy_hash("abc"):
+        start(command)
+    err = capfd.readouterr().err
+    assert (STARTS_PYTHON in err) is is_python
+    assert (command in err) is is_python
+
+
+def test_a_python_that_a_launcher_starts_is_named(capfd: Any) -> None:
+    with export_policy_hash("abc"):
+        subprocess.run(["true", "-n", "2", "python3", "train.py"], check=True)
+    assert f"{STARTS_PYTHON}: true -n 2 python3 train.py" in capfd.readouterr().err
+
+
+def test_the_exit_code_of_a_command_is_what_it_was() -> None:
+    with export_policy_hash("abc"):
+        assert os.waitstatus_to_exitcode(os.system("exit 7")) == 7
+        assert os.system(b"true") == 0
+
+
+def test_everything_is_undone_afterwards() -> None:
+    functions = [os.system, os.posix_spawn, os.posix_spawnp, os.execv, os.execve, subprocess.Popen.__init__]
+    with export_policy_hash("abc"):
+        pass
+    assert functions == [
+        os.system, os.posix_spawn, os.posix_spawnp, os.execv, os.execve, subprocess.Popen.__init__,
+    ]  # fmt: skip
+
+
+def test_refusals_of_children_are_counted(capfd: Any) -> None:
+    refusals = ChildRefusals()
+    assert not refusals.is_in_child
+    in_child = pickle.loads(pickle.dumps(refusals))
+    in_child.report("error: no")
+    in_child.report("error: no")
+    assert capfd.readouterr().err == "error: no\n" * 2
+    assert refusals.count() == 1, "one process"
+    in_child.report("error: no")  # the first process has ended: only printed
