@@ -94,6 +94,8 @@ def select_code_order(parts: Parts, spec: OperandSpec) -> Parts:
     def select(part: Operand) -> Operand:
         if not isinstance(part, Quantized) or part.transposed_codes is None:
             return part
+        if part.layout.packed:
+            return part.select_packing(spec.axes.axis)
         codes = part.codes if spec.axes.axis == -1 else jnp.moveaxis(part.transposed_codes, 0, -1)
         return replace(part, codes=codes, transposed_codes=None)
 

@@ -145,7 +145,12 @@ def _quantize_shapes(x: Any, *words: Any, spec: QuantizeSpec, operand: str, back
         spanned = outer_scale_axes(spec.treatment, axes, layout, len(padded))
         amax = tuple(1 if i - len(padded) in spanned else n for i, n in enumerate(padded))
         out.append((amax, jnp.float32))
-    if axes.both_orders:
+    if axes.both_orders and layout.packed:
+        assert layout.tile_axis is not None
+        other = list(padded)
+        other[layout.tile_axis] //= 2
+        out.append((tuple(other), jnp.uint8))
+    elif axes.both_orders:
         out.append(((codes[-1], *codes[:-1]), jnp.uint8))
     return out
 
@@ -156,7 +161,7 @@ def _quantize_dim_sources(
     """Codes, scales and amax have the dimensions of the operand."""
     results = _quantize_shapes(x, *words, spec=spec, operand=operand, backend=backend)
     dims: list[DimSource] = [(0, i - x.ndim) for i in range(x.ndim)]
-    if not spec.axes.both_orders:
+    if not spec.axes.both_orders or spec.treatment.tile2d:
         return [dims for _ in results]
     return [*(dims for _ in results[1:]), [dims[-1], *dims[:-1]]]
 

@@ -301,7 +301,7 @@ def _operand_spec(
         gemm=gemm,
         label=label,
         treatment=_treatment(spec.recipe, gemm, role),
-        axes=_operand_axes(dims, both_orders=_needs_both_orders(spec) and role is not Role.WEIGHT),
+        axes=_operand_axes(dims, both_orders=_needs_both_orders(spec, role)),
         tokens=tokens,
         backend=dict(zip(Gemm, spec.options.backends, strict=True))[gemm],
     )
@@ -328,8 +328,17 @@ def _treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
     return recipe.treatment(gemm, role)
 
 
-def _needs_both_orders(spec: GemmSpec) -> bool:
-    """Whether to also write transposed codes: 8-bit GEMMs read both operands along what they contract."""
+def _needs_both_orders(spec: GemmSpec, role: Role) -> bool:
+    """Whether to also write transposed codes.
+
+    8-bit GEMMs read both operands along what they contract. Transformer Engine packs the codes of a 2D weight along
+    both axes in one pass, and the GEMMs of fprop and dgrad each read one of the two.
+    """
+    fprop, dgrad, _ = spec.options.backends
+    if role is Role.WEIGHT:
+        weights = [_treatment(spec.recipe, gemm, role) for gemm in (Gemm.FPROP, Gemm.DGRAD)]
+        is_packed = all(t.tile2d and FORMATS[t.format].bits == 4 for t in weights)
+        return fprop == dgrad == "te" and is_packed and weights[0] == weights[1]
     return all(t.format == "fp8" for t in spec.recipe.treatments) and set(spec.options.backends) == {"xla"}
 
 

@@ -150,15 +150,17 @@ def test_the_plan_names_the_backend_of_each_gemm() -> None:
 
 
 def equations(backend: str) -> list[str]:
-    """Every quantizer and GEMM of a step, in order, with all its parameters except the backend."""
+    """Every quantizer and GEMM of a step, in order, with all its parameters except the backend.
+
+    Of operands the size, since codes may be packed along either axis.
+    """
     jaxpr = jax.make_jaxpr(jax.grad(apply(backend), argnums=(0, 1)))(*arguments())
     kinds = ("quantize", "scaled_gemm")
     eqns = [e for e in jaxpr.jaxpr.eqns if e.primitive.name.endswith(kinds)]
-    return [
-        f"{e.source_info.name_stack} {e.primitive.name} "
-        f"{ {k: v for k, v in e.params.items() if k != 'backend'} } {[str(v.aval) for v in e.invars]}"
-        for e in eqns
-    ]
+    params = [{k: v for k, v in e.params.items() if k != "backend"} for e in eqns]
+    operands = [[(v.aval.dtype.name, v.aval.size) for v in e.invars] for e in eqns]
+    names = [f"{e.source_info.name_stack} {e.primitive.name}" for e in eqns]
+    return [f"{name} {p} {o}" for name, p, o in zip(names, params, operands, strict=True)]
 
 
 def test_backends_treat_operands_alike() -> None:
@@ -238,6 +240,27 @@ def test_three_products(name: str, left: Any, right: Any, dims: Any, weight: Any
         assert not np.isfinite(y.astype(jnp.float32)).any()
         assert np.isfinite(dx.astype(jnp.float32)).all()
         assert not np.isfinite(dw.astype(jnp.float32)).any()
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("backend", ["emulate", "te_here"])
+@pytest.mark.usefixtures("kernels")
+def test_a_weight_is_packed_along_both_axes(axis: int, backend: str) -> None:
+    """One quantization gives the codes that fprop reads and those that dgrad reads."""
+    w = normal(64, 128, dtype=jnp.bfloat16)
+    treatment = Treatment(format="nvfp4", element="e2m1", tile2d=True)
+
+    def quantize(axis: int, **options: Any) -> Any:
+        axes = Axes(axis=axis, contract=(axis,), tile=-3 - axis, **options)
+        return primitives.quantize(w, treatment, axes, backend=backend)
+
+    both = quick_jit(lambda: quantize(axis, both_orders=True))()
+    for one in (-1, -2):
+        for a, b in zip(
+            jax.tree.leaves(both.select_packing(one)), jax.tree.leaves(quantize(one)), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+        assert both.select_packing(one).layout == quantize(one).layout
 
 
 # ---- several devices

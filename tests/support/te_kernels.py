@@ -72,8 +72,13 @@ class Engine:
         return jnp.max(jnp.abs(rotate_columns(x))).astype(jnp.float32)
 
     def quantize(
-        self, x: Any, amax: Any, state: Any, rotation: Any, *, columns: bool, two_d: bool
+        self, x: Any, amax: Any, state: Any, rotation: Any, *, columns: bool, two_d: bool, both: bool
     ) -> QuantizedMatrix:
+        if both:
+            codes, scales, _ = quantize_rows(x.T if columns else x, amax, two_d=two_d)
+            return QuantizedMatrix(
+                codes, scales, quantize_rows(x if columns else x.T, amax, two_d=two_d).codes
+            )
         if rotation is None:
             return quantize_rows(x.T if columns else x, amax, state, two_d=two_d)
         assert columns  # Transformer Engine has no kernel that rotates rows

@@ -6,6 +6,7 @@ result. The other order would not be exact.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -51,7 +52,10 @@ def quantize(
         # but they can only be built if there is a GPU to build them for.
         can_build = context.single_device and jax.default_backend() == "gpu"
         method = "kernels" if can_build else "matmul_bf16"
-    return q.quantize(x, treatment, axes, key=key, signs=signs, method=method)
+    quantized = q.quantize(x, treatment, axes, key=key, signs=signs, method=method)
+    if axes.both_orders and quantized.layout.packed:
+        return replace(quantized, transposed_codes=quantized.pack_along_tile_axis())
+    return quantized
 
 
 def gemm(

@@ -24,7 +24,7 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.backends import LoweringContext, emulate, te_calls, xla
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.products import DimensionNumbers, free_dims
-from policyc.numerics.quantize.bits import INFINITY, abs_bits, from_bits, materialize
+from policyc.numerics.quantize.bits import INFINITY, abs_bits, abs_bits_bf16, from_bits, materialize
 from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.hadamard import SIGNS
 from policyc.numerics.quantize.layout import TILE, Axes, Layout, Operand, Quantized
@@ -134,15 +134,19 @@ def quantize(
         return emulate.quantize(x, treatment, axes, key, signs, context)
     layout, _ = layout_of(x.shape, treatment, axes)
     contract = tuple(x.ndim + i for i in (axes.contract or (axes.axis,)))
-    matrix = _Matrix(layout=layout, ndim=x.ndim, contract=contract, rotates=bool(treatment.rht))
-    # Of the bits of magnitudes: a maximum of floats may lose a NaN, in the kernels and between devices.
-    amax = from_bits(_rotated_max(x, matrix) if matrix.rotates else jnp.max(abs_bits(x)))
-    random_key = None
-    if key is not None and treatment.rounding == "sr":
-        # The kernel finds the block maxima itself, so this checksum is that of the elements.
-        random_key = key.fold(amax).fold(checksum(abs_bits(x)))
-    codes, scales = _quantize_matrix(x, matrix, amax, random_key)
-    return Quantized(codes=codes, scales=scales, amax=amax.reshape((1,) * x.ndim), layout=layout)
+    matrix = _Matrix(
+        layout=layout, ndim=x.ndim, contract=contract, rotates=bool(treatment.rht), both=axes.both_orders
+    )
+    amax = from_bits(_find_maximum(x, matrix))
+    random_key = key if treatment.rounding == "sr" else None
+    codes, scales, *transposed = _quantize_matrix(x, matrix, amax, random_key)
+    return Quantized(
+        codes=codes,
+        scales=scales,
+        amax=amax.reshape((1,) * x.ndim),
+        transposed_codes=transposed[0] if transposed else None,
+        layout=layout,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +154,14 @@ class _Matrix:
     """How the shard of an operand becomes the matrix that a kernel quantizes.
 
     Its rows are free dimensions and its columns contracted ones, or the other way round: the kernel that rotates reads
-    it transposed, and so does every kernel if it lies in memory that way.
+    it transposed, and so does every kernel if it lies in memory that way. With `both`, the codes are packed along both.
     """
 
     layout: Layout
     ndim: int
     contract: tuple[int, ...]
     rotates: bool
+    both: bool = False
 
     @property
     def free(self) -> tuple[int, ...]:
@@ -177,11 +182,28 @@ class _Matrix:
         rows = prod(shard.shape[i] for i in outer)
         return shard.transpose(*outer, *inner).reshape(rows, -1)
 
-    def restore(self, rows: jax.Array, shape: tuple[int, ...], unit: int) -> jax.Array:
-        """Rows with one byte for `unit` contracted elements, in the dimension order of a shard of this shape."""
+    def results(self, quantized: te_calls.QuantizedMatrix, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """Codes, scales and, with `both`, the codes of the transpose, in the order of a shard of this shape."""
         order = (*self.free, *self.contract)
-        *outer, last = (shape[i] for i in order)
-        return rows.reshape(*outer, last // unit).transpose(sorted(range(self.ndim), key=order.__getitem__))
+        scales = _restore_dims(_as_bytes(quantized.scales), shape, order, _BLOCK)
+        if self.layout.tile_axis is not None:
+            # The kernel repeats the scale of a tile for each of its rows.
+            scales = lax.slice_in_dim(scales, 0, None, TILE, axis=self.ndim + self.layout.tile_axis)
+        codes = _restore_dims(_as_bytes(quantized.codes), shape, order, 2)
+        if quantized.transposed is None:
+            return codes, scales
+        transposed = _as_bytes(quantized.transposed)
+        return codes, scales, _restore_dims(transposed, shape, (*self.contract, *self.free), 2)
+
+    def result_dims(self) -> tuple[Dims, ...]:
+        """The dimensions of the results in a `PartitionRule`."""
+        layout = self.layout
+        codes, scales = (_dims(layout, self.factors, array) for array in ("codes", "scales"))
+        if not self.both:
+            return codes, scales
+        assert layout.tile_axis is not None
+        transposed = replace(layout, axis=layout.tile_axis, tile_axis=layout.axis)
+        return codes, scales, _dims(transposed, self.factors, "codes")
 
     def find_limit(self, sizes: Mapping[str, int]) -> str:
         """Why the kernel does not take a shard in which the factors have these sizes."""
@@ -191,8 +213,11 @@ class _Matrix:
         return _find_remainder({"rows": (rows, features), "contracted": (columns, tokens)})
 
 
-def _rotated_max(x: jax.Array, matrix: _Matrix) -> jax.Array:
-    """The bits of the largest magnitude of the rotated operand."""
+def _find_maximum(x: jax.Array, matrix: _Matrix) -> jax.Array:
+    """The bits of the largest magnitude of the operand, after its rotation if it is rotated.
+
+    Bits, because a maximum of floats may lose a NaN: in the kernels, and between devices.
+    """
     rule = PartitionRule(
         name="Transformer Engine's maximum after RHT",
         operands=(_dims(matrix.layout, matrix.factors, "elements"),),
@@ -203,20 +228,29 @@ def _rotated_max(x: jax.Array, matrix: _Matrix) -> jax.Array:
     engine = te_calls.load()
 
     def run(_: Any, shard: jax.Array) -> tuple[jax.Array]:
+        maximum = jnp.max(_row_maxima(shard))
+        if not matrix.rotates:
+            return (maximum,)
         rotated = abs_bits(engine.rotated_amax(matrix.flatten(shard)).reshape(()))
-        before = jnp.max(abs_bits(shard))
-        return (jnp.where(before < INFINITY, rotated, before),)
+        return (jnp.where(maximum < INFINITY, rotated, maximum),)
 
     return partition(run, rule)(x)[0]
 
 
+def _row_maxima(shard: jax.Array) -> jax.Array:
+    """The bits of the largest magnitude of each row. XLA finds them where it computes the rows, in one pass."""
+    if shard.dtype == jnp.bfloat16:
+        return jnp.max(abs_bits_bf16(shard), axis=-1).astype(jnp.int32) << 16
+    return jnp.max(abs_bits(shard), axis=-1)
+
+
 def _quantize_matrix(x: jax.Array, matrix: _Matrix, amax: jax.Array, key: Key | None) -> Sequence[jax.Array]:
-    """Codes and scales."""
-    layout, factors = matrix.layout, matrix.factors
+    """Codes, scales and, if requested, the codes of the transpose."""
+    elements = _dims(matrix.layout, matrix.factors, "elements")
     rule = PartitionRule(
         name="Transformer Engine's quantizer",
-        operands=(_dims(layout, factors, "elements"), (), (("seed", 1),), (("h0", 1), ("h1", 1))),
-        results=(_dims(layout, factors, "codes"), _dims(layout, factors, "scales")),
+        operands=(elements, (), (("seed", 1),), (("h0", 1), ("h1", 1))),
+        results=matrix.result_dims(),
         limit=matrix.find_limit,
     )
     engine = te_calls.load()
@@ -228,31 +262,36 @@ def _quantize_matrix(x: jax.Array, matrix: _Matrix, amax: jax.Array, key: Key | 
         amax: jax.Array,
         seed: jax.Array,
         rotation: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        codes, scales = engine.quantize(
+    ) -> tuple[jax.Array, ...]:
+        quantized = engine.quantize(
             matrix.flatten(shard),
             amax,
-            None if key is None else _rng_state(seed, index),
+            None if key is None else _rng_state(seed, shard, index),
             rotation if matrix.rotates else None,
             columns=matrix.is_transposed,
-            two_d=layout.tile_axis is not None,
+            two_d=matrix.layout.tile_axis is not None,
+            both=matrix.both,
         )
-        codes, scales = (_as_bytes(codes), _as_bytes(scales))
-        scales = matrix.restore(scales, shard.shape, _BLOCK)
-        if layout.tile_axis is not None:
-            # The kernel repeats the scale of a tile for each of its rows.
-            scales = lax.slice_in_dim(scales, 0, None, TILE, axis=scales.ndim + layout.tile_axis)
-        return matrix.restore(codes, shard.shape, 2), scales
+        return matrix.results(quantized, shard.shape)
 
     return partition(run, rule)(x, amax, seed, jnp.asarray(engine.rotation_matrix()))
 
 
-def _rng_state(seed: jax.Array, index: jax.Array | None) -> jax.Array:
-    """The seed and offset of the kernel's generator, 64 bits each. Shards of one operand have different seeds."""
-    key = Key(seed[0], seed[1])
+def _rng_state(seed: jax.Array, shard: jax.Array, index: jax.Array | None) -> jax.Array:
+    """The seed and offset of the kernel's generator, 64 bits each.
+
+    The seed depends on the content of the shard and on its index. So nothing has to be known of the other shards.
+    """
+    key = Key(seed[0], seed[1]).fold(checksum(_row_maxima(shard)))
     if index is not None:
         key = key.fold(index)
     return jnp.stack([key.a, key.b, jnp.uint32(0), jnp.uint32(0)])
+
+
+def _restore_dims(rows: jax.Array, shape: tuple[int, ...], order: tuple[int, ...], unit: int) -> jax.Array:
+    """Rows with one byte for `unit` elements along the last dimension of `order`, in the dimension order of `shape`."""
+    *outer, last = (shape[i] for i in order)
+    return rows.reshape(*outer, last // unit).transpose(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _as_bytes(rows: jax.Array) -> jax.Array:

@@ -30,10 +30,11 @@ _MODULES = {
 
 
 class QuantizedMatrix(NamedTuple):
-    """Rows of float4 codes, and a float8 scale for each 16 of them."""
+    """Rows of float4 codes, and a float8 scale for each 16 of them. If requested, also the codes of the transpose."""
 
     codes: jax.Array
     scales: jax.Array
+    transposed: jax.Array | None = None
 
 
 class Engine(Protocol):
@@ -54,10 +55,12 @@ class Engine(Protocol):
         *,
         columns: bool,
         two_d: bool,
+        both: bool,
     ) -> QuantizedMatrix:
         """Quantizes a matrix whose largest magnitude is `amax`, after the rotation if there is one.
 
         `state` is that of the generator for stochastic rounding, four words. `rotation` is the matrix of the transform.
+        With `both`, of 2D tiles, the codes are also packed along the other axis.
         """
 
     def gemm(self, left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:
@@ -106,6 +109,7 @@ class _TransformerEngine:
         *,
         columns: bool,
         two_d: bool,
+        both: bool,
     ) -> QuantizedMatrix:
         rows, column, scales, column_scales, *_ = self._quantize(
             x,
@@ -116,7 +120,7 @@ class _TransformerEngine:
             jnp.zeros((1, 1), jnp.bfloat16) if rotation is None else rotation,
             out_dtype=jnp.float4_e2m1fn,
             scaling_mode=(self._modes.NVFP4_2D_SCALING if two_d else self._modes.NVFP4_1D_SCALING).value,
-            q_layout=self._layout(columns=columns, rotates=rotation is not None),
+            q_layout=self._layout(columns=columns, both=both or (columns and rotation is None)),
             flatten_axis=1,
             scale_dtype=jnp.float8_e4m3fn,
             is_dbias=False,
@@ -124,13 +128,15 @@ class _TransformerEngine:
             stochastic_rounding=state is not None,
             use_rht=rotation is not None,
         )
-        return QuantizedMatrix(column, column_scales) if columns else QuantizedMatrix(rows, scales)
+        if columns:
+            return QuantizedMatrix(column, column_scales, rows if both else None)
+        return QuantizedMatrix(rows, scales, column if both else None)
 
-    def _layout(self, *, columns: bool, rotates: bool) -> Any:
+    def _layout(self, *, columns: bool, both: bool) -> Any:
         """What the kernel writes. Only the kernel that rotates can write columns alone."""
-        if not columns:
-            return self._layouts.ROWWISE
-        return self._layouts.COLWISE if rotates else self._layouts.ROWWISE_COLWISE
+        if both:
+            return self._layouts.ROWWISE_COLWISE
+        return self._layouts.COLWISE if columns else self._layouts.ROWWISE
 
     def gemm(self, left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:
         (product,) = self._gemm(

@@ -31,10 +31,7 @@ from policyc.numerics.quantize.layout import (
     Layout,
     Operand,
     Quantized,
-    pack,
     repeat_axis,
-    split_axis,
-    unpack,
 )
 from policyc.numerics.quantize.values import outer_scale
 
@@ -148,9 +145,7 @@ def _arrange_along(operand: Quantized, axis: int) -> tuple[jax.Array, jax.Array,
     # Square tiles, contracted along their other axis: the scales serve as they are.
     assert axis == layout.tile_axis
     if layout.packed:
-        pairs = split_axis(unpack(codes, layout.axis), axis, codes.shape[axis] // 2, 2)
-        index = pairs.ndim + axis
-        codes = pack(*(lax.index_in_dim(pairs, i, index, keepdims=False) for i in range(2)))
+        codes = operand.pack_along_tile_axis()
     return codes, scales, layout.axis
 
 

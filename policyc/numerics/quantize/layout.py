@@ -54,7 +54,8 @@ class Quantized:
       codes: the codes, two to a byte if they have four bits.
       scales: the bytes of the block scales.
       amax: the largest magnitude that each outer scale is computed from.
-      transposed_codes: the codes again with their last axis first, if both orders were asked for.
+      transposed_codes: the codes again, if both orders were asked for: with their last axis first or, of 2D tiles with
+        four bits, packed along the other axis of the tiles.
     """
 
     codes: jax.Array
@@ -71,8 +72,31 @@ class Quantized:
             codes=self.codes.swapaxes(-1, -2),
             scales=None if self.scales is None else self.scales.swapaxes(-1, -2),
             amax=None if self.amax is None else self.amax.swapaxes(-1, -2),
+            transposed_codes=None
+            if self.transposed_codes is None
+            else self.transposed_codes.swapaxes(-1, -2),
             layout=replace(layout, axis=swap[layout.axis], tile_axis=tile),
         )
+
+    def pack_along_tile_axis(self) -> jax.Array:
+        """The codes of 2D tiles with four bits, packed along the other axis of the tiles."""
+        tile = self.layout.tile_axis
+        assert tile is not None
+        unpacked = unpack(self.codes, self.layout.axis)
+        pairs = split_axis(unpacked, tile, unpacked.shape[tile] // 2, 2)
+        return pack(*(lax.index_in_dim(pairs, i, pairs.ndim + tile, keepdims=False) for i in range(2)))
+
+    def select_packing(self, axis: int) -> Quantized:
+        """2D tiles that were packed along both axes, only along this one."""
+        layout = self.layout
+        if axis == layout.axis:
+            return replace(self, transposed_codes=None)
+        assert axis == layout.tile_axis
+        assert self.transposed_codes is not None
+        transposed = replace(
+            layout, axis=axis, tile_axis=layout.axis, size=layout.tile_size, tile_size=layout.size
+        )
+        return replace(self, codes=self.transposed_codes, transposed_codes=None, layout=transposed)
 
 
 Operand = Quantized | jax.Array
@@ -89,6 +113,7 @@ class Axes:
       batch: each index of these axes is a separate tensor.
       tile: the other axis of 2D tiles.
       both_orders: whether to also write the codes transposed: one GEMM contracts the last axis, another all before it.
+        2D tiles of four bits are packed along both of their axes instead.
     """
 
     axis: int = -1
