@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from policyc.compiler.run_step import rounding_step
     from policyc.compiler.schedule import set_step
     from policyc.compiler.session import active
+    from policyc.diff.api import diff
     from policyc.experiments.hooks import observe, set_output_dir, should_observe
     from policyc.experiments.telemetry import stats
     from policyc.language.diagnostics import Diagnostic, PolicyError, Span
@@ -32,6 +33,7 @@ _MODULES = {
     "Span": "language.diagnostics",
     "active": "compiler.session",
     "apply": "compiler.pipeline",
+    "diff": "diff.api",
     "load": "language.loader",
     "observe": "experiments.hooks",
     "parse": "language.loader",
@@ -47,8 +49,8 @@ _RENAMED = {"observes": "should_observe", "results_in": "set_output_dir", "step"
 """Former names. They still work, with a DeprecationWarning."""
 
 __all__ = [
-    "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "load", "observe", "parse",
-    "plan", "rounding_step", "set_output_dir", "set_step", "should_observe", "stats",
+    "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "diff", "load", "observe",
+    "parse", "plan", "rounding_step", "set_output_dir", "set_step", "should_observe", "stats",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "explain": "policyc.cli.explain:explain",
     "quantize": "policyc.cli.quantize:quantize",
     "sites": "policyc.cli.sites:sites",
+    "diff": "policyc.cli.diff:diff",
     "apply": "policyc.cli.apply:apply",
     "targets": "policyc.cli.targets:targets",
     "estimate": "policyc.cli.estimate:estimate",

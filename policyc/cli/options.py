@@ -6,7 +6,7 @@ Import slow modules inside functions: every `--help` loads this module.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +34,11 @@ class ProgramCommand(ExampleCommand):
         options, words = self._split(ctx, args)
         return super().parse_args(ctx, [*options, "--", *words])
 
+    def is_further_argument(self, word: str, arguments: Sequence[str]) -> bool:
+        """Does a word that stands where the program may start belong to the command?"""
+        del word, arguments
+        return False
+
     def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
         """Splits a command line into the options of the command, and its arguments followed by the program."""
         takes_value = {
@@ -57,7 +62,7 @@ class ProgramCommand(ExampleCommand):
                     if not rest:
                         raise click.BadOptionUsage(name, f"Option '{name}' requires an argument.", ctx)
                     options.append(rest.popleft())
-            elif len(arguments) < argument_count:
+            elif len(arguments) < argument_count or self.is_further_argument(rest[0], arguments):
                 arguments.append(rest.popleft())
             else:
                 break
@@ -236,15 +241,22 @@ def _count_option(flag: str, help: str, default: str) -> _Decorator[Any]:
     return click.option(flag, metavar="N", type=click.IntRange(1), show_default=default, help=help)
 
 
-step_options = collect_options(
-    StepOptions,
-    "step",
-    group_options(
-        click.option("--config", metavar="NAME", help="Configuration of the bundled Llama, instead of a program."),
-        click.option(
+def make_step_options(default_target: str | None = None) -> _Decorator[Any]:
+    """The options of a training step, as a `StepOptions` in the argument `step`. Without a default, a target must be
+    given."""
+    if default_target is None:
+        target = click.option(
             "--target", metavar="GPU", callback=_require_target,
             help="The GPU, one of 'policyc targets'.  [required]",
-        ),
+        )  # fmt: skip
+    else:
+        target = click.option(
+            "--target", metavar="GPU", default=default_target, show_default=True,
+            help="The GPU, one of 'policyc targets'.",
+        )  # fmt: skip
+    return collect_options(StepOptions, "step", group_options(
+        click.option("--config", metavar="NAME", help="Configuration of the bundled Llama, instead of a program."),
+        target,
         click.option(
             "--devices", metavar="N", type=click.IntRange(1), default=1, show_default=True, help="Number of GPUs."
         ),
@@ -261,5 +273,7 @@ step_options = collect_options(
             "--remat", type=click.Choice(["none", "dots", "full", "quantized"]), show_default=_FROM_CONFIG,
             help="What the backward pass recomputes.",
         ),
-    ),
-)  # fmt: skip
+    ))  # fmt: skip
+
+
+step_options = make_step_options()

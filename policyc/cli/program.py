@@ -97,13 +97,13 @@ def parse_execution(backend: str, target: str | None, require_native: bool) -> E
         raise click.UsageError(str(error)) from None
 
 
-def plan_program(policy: Policy, words: Sequence[str]) -> Plan:
+def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptions | None = None) -> Plan:
     """Plans the first loss of a program, without checking the plan. Exits if the program has no loss with a GEMM."""
     program = parse_program(words)
     from policyc.experiments import runner
 
     with exit_on_error():
-        plan = runner.trace_first_plan(program, policy)
+        plan = runner.trace_first_plan(program, policy, execution)
     if plan is None:
         exit_with_message("the program differentiated nothing (jax.grad, vjp, ...)")
     if not len(plan.sites):

@@ -17,6 +17,7 @@ from policyc.compiler.sites import Layer, Site, Sites
 from policyc.jaxcore.transform import Address
 from policyc.language import recipes
 from policyc.language.diagnostics import Diagnostic, PolicyError
+from policyc.language.notebook import html_table
 from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.schedule import representative_steps
@@ -103,6 +104,15 @@ class Plan:
     constant_inputs: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
     """The inputs of the loss that do not change from one of its calls to the next."""
     _decisions: dict[Phase, Decisions] = field(default_factory=dict, compare=False, repr=False)
+
+    def _repr_html_(self) -> str:
+        """The rules and how many sites each matches, for notebooks."""
+        rows = [
+            [str(rule), f"{rule.span.source.path}:{rule.span.line}", str(count)]
+            for rule, count in zip(self.policy.rules, self.counts, strict=True)
+        ]
+        caption = f"{sum(site.count for site in self.sites)} GEMMs on {self.machine.name}"
+        return html_table(["rule", "place", "sites"], rows, caption)
 
     # ---- phases of the schedule
 

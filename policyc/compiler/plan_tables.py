@@ -15,7 +15,8 @@ from policyc.compiler.plan import Phase, Plan, PlanRun
 from policyc.compiler.sites import Layer, Site, dotted
 from policyc.language.diagnostics import escape_controls
 from policyc.language.policy import Rule
-from policyc.language.recipes import OPERANDS, Gemm
+from policyc.language.recipes import OPERANDS, Gemm, Recipe
+from policyc.language.treatments import normalize_if_valid, treatment_words
 from policyc.numerics.backends.choice import Lowering, Obstacle
 
 _MAX_RULE_WIDTH = 60
@@ -279,10 +280,17 @@ def _run_json(run: PlanRun) -> dict[str, Any]:
                 for gemm, role in OPERANDS
                 if gemm is product.gemm
             ],
+            "operands": _operand_words(recipe, product.gemm),
             **_lowering_json(product.lowering),
         }
     layers = {"layers": [list(run.layers[0]), list(run.layers[-1])]} if run.site.stacks else {}
     return {**layers, "products": products}
+
+
+def _operand_words(recipe: Recipe | None, gemm: Gemm) -> list[list[str]]:
+    """What happens to both operands of a product beyond their formats."""
+    treatments = () if recipe is None else normalize_if_valid(recipe).gemm_treatments(gemm)
+    return [list(treatment_words(t)) for t in treatments] or [[], []]
 
 
 def _lowering_json(lowering: Lowering) -> dict[str, Any]:

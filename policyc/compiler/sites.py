@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import AxisEnv
 from policyc.jaxcore.transform import Address
+from policyc.language.notebook import html_table
 from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment
@@ -280,6 +281,20 @@ class Sites:
     """Products that are no GEMMs. They are left as they are."""
     differentiated_inputs: tuple[int, ...] = field(default=(), compare=False, repr=False)
     differentiated_results: tuple[int, ...] = field(default=(), compare=False, repr=False)
+
+    def _repr_html_(self) -> str:
+        """A table of the sites, for notebooks."""
+        rows = [
+            [
+                site.name,
+                "x".join(str(stack.size) for stack in site.stacks) or "-",
+                f"{site.batch} x {site.m} x {site.n} x {site.k}",
+                " ".join(gemm for gemm in Gemm if gemm in site.products),
+                site.opaque,
+            ]
+            for site in self.sites
+        ]
+        return html_table(["site", "layers", "batch x m x n x k", "products", "opaque"], rows)
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)

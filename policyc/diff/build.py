@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from policyc.compiler.plan import Decision, Phase, Plan, gemm_queries, make_plan
 from policyc.compiler.rewrite import rewrite
+from policyc.compiler.rounding import RandomSource
 from policyc.compiler.sites import Layer, Site
+from policyc.diff.earlier import EarlierPlan, read_earlier_plan
 from policyc.diff.gradient import match_gradients
 from policyc.diff.matching import MatchedLoss, match_losses
 from policyc.diff.model import (
@@ -33,7 +36,7 @@ from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm, make_recipe
 from policyc.language.selectors import DottedPath
-from policyc.language.treatments import normalize_if_valid
+from policyc.language.treatments import normalize_if_valid, treatment_words
 from policyc.numerics.targets import Target
 
 
@@ -47,6 +50,7 @@ class DiffRequest:
       labels: the names of both sides.
       phase: the number of the phase.
       is_gradient: compare the gradients of the loss, where dgrad and wgrad show.
+      earlier_plan: the path of a plan to compare with, instead of a policy.
     """
 
     step: TrainingStep
@@ -57,6 +61,7 @@ class DiffRequest:
     mesh: MeshShape = MeshShape()
     phase: int = 0
     is_gradient: bool = False
+    earlier_plan: str | None = None
 
 
 def build_diff(request: DiffRequest) -> DiffData:
@@ -72,12 +77,18 @@ def build_diff(request: DiffRequest) -> DiffData:
         Prediction(replace(request.step, plan=plan), phase, request.target, request.mesh)
         for plan, phase in zip(plans, phases, strict=True)
     ]
-    table = _LinearTable(plans, phases, predictions)
+    earlier = None
+    if request.earlier_plan is not None:
+        earlier = read_earlier_plan(Path(request.earlier_plan), after.sites, after.label(phases[1]))
+    table = _LinearTable(plans, phases, predictions, earlier)
     linears = tuple(table.linears())
     policies = request.before, after.policy
+    seconds = [prediction.step_seconds for prediction in predictions]
+    if earlier is not None:
+        seconds[0] = None  # its recipes are not known
     sides = [
-        DiffSide(label=label, policy=policy, seconds=prediction.step_seconds)
-        for label, policy, prediction in zip(request.labels, policies, predictions, strict=True)
+        DiffSide(label=label, policy=policy, seconds=time)
+        for label, policy, time in zip(request.labels, policies, seconds, strict=True)
     ]
     return DiffData(
         program=request.program,
@@ -91,13 +102,18 @@ def build_diff(request: DiffRequest) -> DiffData:
         target="" if request.target is None else request.target.name,
         devices=request.mesh.devices,
         is_gradient=request.is_gradient,
-        matched=match_gradients(plans, phases) if request.is_gradient else _match_losses(plans, phases),
+        matched=None if earlier is not None else _match(request, plans, phases),
+        notes=() if earlier is None else earlier.notes,
     )
+
+
+def _match(request: DiffRequest, plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLoss:
+    return match_gradients(plans, phases) if request.is_gradient else _match_losses(plans, phases)
 
 
 def _match_losses(plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLoss:
     before, after = (
-        rewrite(plan.sites, plan.decisions(phase), plan.constant_inputs)
+        rewrite(plan.sites, plan.decisions(phase), plan.constant_inputs, RandomSource(seed=plan.policy.seed))
         for plan, phase in zip(plans, phases, strict=True)
     )
     return match_losses(plans[1].sites.jaxpr, before, after)
@@ -127,9 +143,13 @@ class _LinearTable:
     """
 
     def __init__(
-        self, plans: Sequence[Plan], phases: Sequence[Phase], predictions: Sequence[Prediction]
+        self,
+        plans: Sequence[Plan],
+        phases: Sequence[Phase],
+        predictions: Sequence[Prediction],
+        earlier: EarlierPlan | None = None,
     ) -> None:
-        self._plans, self._predictions = plans, predictions
+        self._plans, self._predictions, self._earlier = plans, predictions, earlier
         self._decisions = [plan.decisions(phase) for plan, phase in zip(plans, phases, strict=True)]
         self.places: dict[tuple[Address, Layer], tuple[int, int | None]] = {}
 
@@ -165,10 +185,11 @@ class _LinearTable:
         def key(
             item: tuple[int, tuple[int | None, tuple[Site, Layer, tuple[Decision, Decision]]]],
         ) -> Hashable:
-            position, (index, (site, _, decisions)) = item
+            position, (index, (site, layer, decisions)) = item
             offset = None if index is None else index - position  # a missing layer ends a run
             shape = site.batch, site.m, site.n, site.k, site.kind, site.weight
-            return offset, shape, site.place, site.products, site.opaque, site.repeats, decisions
+            earlier = tuple(self._earlier_state(site, layer, gemm) for gemm in Gemm)
+            return offset, shape, site.place, site.products, site.opaque, site.repeats, decisions, earlier
 
         for _, group in itertools.groupby(numbered, key):
             layers = [item for _, item in group]
@@ -182,17 +203,26 @@ class _LinearTable:
                 last=layers[-1][0],
                 site=site,
                 layer=layer,
-                products=tuple(self._products(site, decisions, [s.seconds for s in sides])),
+                products=tuple(self._products(site, layer, decisions, [s.seconds for s in sides])),
                 quantization=(sides[0].quantization, sides[1].quantization),
             )
 
+    def _earlier_state(self, site: Site, layer: Layer, gemm: Gemm) -> ProductState | None:
+        if self._earlier is None or gemm not in site.products:
+            return None
+        return self._earlier.product(site, layer, gemm, kept_state(site, gemm))
+
     def _products(
-        self, site: Site, decisions: tuple[Decision, Decision], seconds: Sequence[dict[Gemm, float]]
+        self,
+        site: Site,
+        layer: Layer,
+        decisions: tuple[Decision, Decision],
+        seconds: Sequence[dict[Gemm, float]],
     ) -> Iterator[ProductChange]:
         for gemm in Gemm:
             if gemm not in site.products:
                 continue
-            before, after = (
+            sides: list[ProductSide | None] = [
                 ProductSide(
                     state=product_state(site, decision, gemm),
                     rule=decision.choice(gemm).rule,
@@ -201,15 +231,16 @@ class _LinearTable:
                     moved_bytes=prediction.moved_bytes(site, decision, gemm),
                 )
                 for decision, times, prediction in zip(decisions, seconds, self._predictions, strict=True)
-            )
-            yield ProductChange(gemm=gemm, before=before, after=after)
+            ]
+            if self._earlier is not None:
+                state = self._earlier_state(site, layer, gemm)
+                sides[0] = None if state is None else ProductSide(state=state)
+            yield ProductChange(gemm=gemm, before=sides[0], after=sides[1])
 
 
 def product_state(site: Site, decision: Decision, gemm: Gemm) -> ProductState:
     """How a product of a site runs."""
-    dtypes = operand_formats(site, gemm)
-    default = max(dtypes, key=lambda name: FORMATS[name].bits if name in FORMATS else 0)
-    kept = ProductState(format=default, formats=dtypes, is_kept=True)
+    kept = kept_state(site, gemm)
     if decision.recipe is None or site.opaque:
         return kept
     recipe = normalize_if_valid(decision.recipe)
@@ -217,11 +248,18 @@ def product_state(site: Site, decision: Decision, gemm: Gemm) -> ProductState:
     if all(t.format == "keep" for t in treatments):
         return kept
     return ProductState(
-        format=product_format(recipe, gemm, default),
+        format=product_format(recipe, gemm, kept.format),
         formats=(treatments[0].format, treatments[1].format),
-        treatments=treatments,
+        badges=(treatment_words(treatments[0]), treatment_words(treatments[1])),
         lowering=decision.lowering(gemm),
     )
+
+
+def kept_state(site: Site, gemm: Gemm) -> ProductState:
+    """How a product runs without a policy."""
+    formats = operand_formats(site, gemm)
+    wider = max(formats, key=lambda name: FORMATS[name].bits if name in FORMATS else 0)
+    return ProductState(format=wider, formats=formats, is_kept=True)
 
 
 def operand_formats(site: Site, gemm: Gemm) -> tuple[str, str]:

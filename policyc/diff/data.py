@@ -11,9 +11,8 @@ import networkx as nx
 from policyc.diff.graph import build_graph, children_of
 from policyc.diff.model import DiffData, DiffSide, Linear, LinearLayers, ProductSide, ProductState, Stack
 from policyc.language.diagnostics import SourceText
-from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy
-from policyc.language.recipes import OPERANDS, Gemm, Treatment
+from policyc.language.recipes import OPERANDS, Gemm
 
 SCHEMA = 1
 
@@ -64,7 +63,9 @@ def sentence(diff: DiffData) -> str:
         else f"none of {totals.products} products change"
     ]
     if diff.time_change is not None and diff.target:
-        parts.append(f"predicted step time {100 * diff.time_change:+.0f} % on {diff.target.upper()}")
+        percent = 100 * diff.time_change
+        digits = 0 if abs(percent) >= 10 or not percent else 1
+        parts.append(f"predicted step time {percent:+.{digits}f} % on {diff.target.upper()}")
     if totals.emulated:
         parts.append(f"{totals.emulated} emulated")
     if totals.opaque:
@@ -168,7 +169,6 @@ class _Writer:
 def _state_data(gemm: Gemm, state: ProductState) -> dict[str, Any]:
     roles = [str(role) for g, role in OPERANDS if g is gemm]
     lowering = state.lowering
-    treatments: list[Treatment | None] = [*state.treatments] or [None, None]
     return {
         "format": state.format,
         "kept": state.is_kept,
@@ -177,37 +177,10 @@ def _state_data(gemm: Gemm, state: ProductState) -> dict[str, Any]:
         "reason": None if lowering.obstacle is None else lowering.obstacle.reason,
         "remedy": None if lowering.obstacle is None else lowering.obstacle.remedy,
         "operands": [
-            {"role": role, "format": format, "badges": [] if t is None else badges(t)}
-            for role, format, t in zip(roles, state.formats, treatments, strict=True)
+            {"role": role, "format": format, "badges": list(words)}
+            for role, format, words in zip(roles, state.formats, state.badges, strict=True)
         ],
     }
-
-
-def badges(treatment: Treatment) -> list[str]:
-    """What is special about the treatment of an operand, in short words, the format left out."""
-    format = FORMATS[treatment.format]
-    if not format.is_quantized:
-        return []
-    words = [treatment.element] if treatment.element else []
-    if treatment.tile2d:
-        words.append("2D")
-    elif format.block:
-        words.append(f"1x{format.block}")
-    if treatment.rht:
-        words.append(f"rht{treatment.rht}")
-    if treatment.rounding != "rne":
-        words.append(treatment.rounding)
-    if treatment.headroom != 1:
-        words.append(f"headroom {treatment.headroom}")
-    if treatment.scale != "amax":
-        words.append(treatment.scale)
-    if format.scale == "e8m0" and treatment.scale_rounding != "floor":
-        words.append(treatment.scale_rounding)
-    if treatment.mean_split:
-        words.append("mean split")
-    if format.tensor_scale:
-        words.append(f"outer {treatment.outer}")
-    return words
 
 
 def _stack(stack: Stack) -> dict[str, Any]:

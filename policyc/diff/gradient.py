@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn, Var
 
+from policyc.compiler.hoist import ROUNDING_KEY
 from policyc.compiler.plan import Phase, Plan
 from policyc.compiler.rewrite import rewrite
+from policyc.compiler.rounding import RandomSource
 from policyc.compiler.sites import Site, Sites
 from policyc.diff.matching import Iterations, Match, MatchedJaxpr, MatchedLoss, Reason, StructureTexts
 from policyc.jaxcore import jaxprs, product_tags
@@ -49,15 +51,26 @@ def tagged_gradient(plan: Plan, phase: Phase) -> AnyJaxpr:
         jaxpr=product_tags.tag_equations(sites.jaxpr, products),
         sites=tuple(replace(s, eqn=product_tags.tag_equation(s.eqn, s.address)) for s in sites),
     )
-    rewritten = rewrite(tagged, plan.decisions(phase), plan.constant_inputs)
+    source = RandomSource(seed=plan.policy.seed)
+    rewritten = rewrite(tagged, plan.decisions(phase), plan.constant_inputs, source)
+    keys = [
+        aval for hoisted in rewritten.hoisted if hoisted.content is ROUNDING_KEY for aval in hoisted.avals
+    ]
 
-    def loss(consts: Sequence[object], inputs: Sequence[object]) -> Sequence[object]:
-        extra = rewritten.extra_inputs(inputs)
+    def loss(inputs: Sequence[object], others: Sequence[object]) -> Sequence[object]:
+        key_words = iter(others[len(others) - len(keys) :])
+        consts = others[: len(others) - len(keys)]
+        arrays = iter(rewritten.extra_inputs(inputs))
+        extra: list[object] = []
+        for hoisted in rewritten.hoisted:
+            values = [next(arrays) for _ in hoisted.avals]
+            # The words of a rounding key differ from layer to layer. As inputs they leave the layers alike.
+            extra += [next(key_words) for _ in values] if hoisted.content is ROUNDING_KEY else values
         return jaxprs.evaluate_with_consts(rewritten.jaxpr, consts, *inputs, *extra)
 
-    return product_tags.trace_gradient(
-        loss, tagged.jaxpr, sites.differentiated_inputs, sites.differentiated_results
-    )
+    differentiated = sites.differentiated_inputs, sites.differentiated_results
+    others = [v.aval for v in tagged.jaxpr.jaxpr.constvars] + keys
+    return product_tags.trace_gradient(loss, tagged.jaxpr, others, differentiated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +180,8 @@ class _GradientMatcher:
             )
             for sub, other in subs
         )
-        same = self._texts.of_equations([old]) == self._texts.of_equations([new])
-        if same and all(m.reason is None for inner in inside for m in inner.matches):
+        old_line, new_line = (self._texts.line(eqn, {}, with_bodies=False) for eqn in (old, new))
+        if old_line == new_line and all(m.reason is None for inner in inside for m in inner.matches):
             return self._make(key, (old,), (new,), None, iterations)
         return self._make(key, (old,), (new,), Reason.ENTERED, iterations, inside)
 

@@ -267,8 +267,11 @@ class StructureTexts:
         numbers: dict[Var, int] = {}
         return "\n".join(self.line(eqn, numbers) for eqn in eqns)
 
-    def line(self, eqn: JaxprEqn, numbers: dict[Var, int]) -> str:
-        """One equation; `numbers` has the variables seen before, and gets those of this equation."""
+    def line(self, eqn: JaxprEqn, numbers: dict[Var, int], *, with_bodies: bool = True) -> str:
+        """One equation; `numbers` has the variables seen before, and gets those of this equation.
+
+        Without bodies, the jaxprs inside it are left out.
+        """
 
         def name(atom: Any) -> str:
             if isinstance(atom, Literal):
@@ -279,15 +282,15 @@ class StructureTexts:
             return str(numbers[atom])
 
         operands = " ".join(map(name, eqn.invars))
-        return f"{' '.join(map(name, eqn.outvars))} = {self.operation(eqn)} {operands}"
+        results = " ".join(map(name, eqn.outvars))
+        bodies = (self._fingerprint(sub.jaxpr) for sub in jaxprs.sub_jaxprs(eqn) if with_bodies)
+        return f"{results} = {self._operation(eqn)} {operands} {' '.join(bodies)}"
 
-    def operation(self, eqn: JaxprEqn) -> str:
+    def _operation(self, eqn: JaxprEqn) -> str:
         """The primitive with its parameters."""
         cached = self._equations.get(id(eqn))
         if cached is None:
-            subs = jaxprs.sub_jaxprs(eqn)
-            bodies = " ".join(self._fingerprint(sub.jaxpr) for sub in subs)
-            text = f"{jaxprs.primitive_name(eqn)}[{jaxprs.parameters_text(eqn)}] {bodies}"
+            text = f"{jaxprs.primitive_name(eqn)}[{jaxprs.parameters_text(eqn)}]"
             cached = self._equations[id(eqn)] = (
                 eqn,
                 text,

@@ -10,7 +10,7 @@ from policyc.compiler.sites import Layer, Site
 from policyc.diff.matching import MatchedLoss
 from policyc.jaxcore.transform import Address
 from policyc.language.policy import Policy
-from policyc.language.recipes import Gemm, Treatment
+from policyc.language.recipes import Gemm
 from policyc.numerics.backends.choice import PLAIN, Lowering
 
 
@@ -21,13 +21,13 @@ class ProductState:
     Attributes:
       format: what it multiplies; the dtype of the program if the product is kept.
       formats: of both operands, in the order of `OPERANDS`; of a kept product, their dtypes.
-      treatments: of both operands; empty if the product is kept, or if only the formats are known.
+      badges: what happens to both operands, in short words.
       is_kept: does the policy leave it as it is?
     """
 
     format: str
     formats: tuple[str, str]
-    treatments: tuple[Treatment, ...] = ()
+    badges: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     is_kept: bool = False
     lowering: Lowering = PLAIN
 
@@ -70,7 +70,7 @@ def _numerics(state: ProductState) -> tuple[Any, ...]:
     the highest precision, which a program in float32 need not do.
     """
     if state.lowering.backend:
-        return state.formats, state.treatments, state.lowering.backend, state.lowering.native
+        return state.formats, state.badges, state.lowering.backend, state.lowering.native
     is_exact = not state.is_kept and "f32" in state.formats
     return state.formats, is_exact
 
@@ -215,8 +215,10 @@ class DiffData:
     notes: tuple[str, ...] = ()
 
     @property
-    def is_changed(self) -> bool:
-        return self.totals.changed > 0
+    def differs(self) -> bool:
+        """Does a product run in another way, or is an equation another one?"""
+        matches = () if self.matched is None else self.matched.all_matches()
+        return self.totals.changed > 0 or any(match.reason is not None for match in matches)
 
     @property
     def time_change(self) -> float | None:

@@ -40,6 +40,8 @@ class Sizes:
     sequence: int | None = None
     accumulate: int | None = None
     remat: str | None = None
+    unrolled: bool = False
+    """Every layer by itself, instead of a scan over the layers."""
 
 
 def plan_step(
@@ -103,6 +105,8 @@ def _configure(name: str, mesh: MeshShape, sizes: Sizes, **options: Any) -> tupl
     config, run = configuration(name)
     batch, sequence = sizes.batch or run.batch, sizes.sequence or run.sequence
     accumulate = sizes.accumulate or _accumulate(batch, mesh)
+    if sizes.unrolled:
+        options["scan"] = False
     config = dataclasses.replace(config, remat=sizes.remat or config.remat, **options)
     run = dataclasses.replace(run, batch=batch, sequence=sequence, accumulate=accumulate)
     llama.check_divisible(config, run, _axes(mesh))

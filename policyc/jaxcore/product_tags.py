@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from policyc.jaxcore import jaxprs
@@ -93,32 +94,33 @@ def _tag(jaxpr: J, products: Collection[Address], outer: Address) -> J:
 
 
 def trace_gradient(
-    function: Callable[..., Sequence[Any]],
+    function: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
     jaxpr: ClosedJaxpr,
-    inputs: Collection[int],
-    results: Collection[int],
+    others: Sequence[AbstractValue],
+    differentiated: tuple[Collection[int], Collection[int]],
 ) -> AnyJaxpr:
     """The jaxpr of a function's results and gradient, without dead code.
 
-    `function` takes the constants and the inputs of `jaxpr`, and returns its results. It is differentiated with respect
-    to these inputs, and by these results.
+    Args:
+      function: takes inputs of the types of the jaxpr's, and other arrays, and returns results of the jaxpr's types.
+      jaxpr: the loss.
+      others: the types of the other arrays.
+      differentiated: the numbers of the inputs and of the results that are differentiated.
     """
-    variables = [*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars]
-    first = len(jaxpr.jaxpr.constvars)
+    numbers, results = differentiated
+    count = len(jaxpr.jaxpr.invars)
 
     def gradient(*values: Any) -> Any:
-        differentiated = [values[first + number] for number in inputs]
-
         def loss(*replaced: Any) -> list[Any]:
-            merged = dict(zip(inputs, replaced, strict=True))
-            arguments = [merged.get(number, value) for number, value in enumerate(values[first:])]
-            return list(function(values[:first], arguments))
+            merged = dict(zip(numbers, replaced, strict=True))
+            inputs = [merged.get(number, value) for number, value in enumerate(values[:count])]
+            return list(function(inputs, values[count:]))
 
-        outputs, pullback = jax.vjp(loss, *differentiated)
+        outputs, pullback = jax.vjp(loss, *(values[number] for number in numbers))
         cotangents = [_cotangent(value, number in results) for number, value in enumerate(outputs)]
         return outputs, pullback(cotangents)
 
-    traced = jax.make_jaxpr(gradient)(*(v.aval for v in variables))
+    traced = jax.make_jaxpr(gradient)(*(v.aval for v in jaxpr.jaxpr.invars), *others)
     return jaxprs.eliminate_dead_code(_unwrap(traced))
 
 

@@ -10,6 +10,7 @@ __all__ = [
     "formats",
     "formatter",
     "loader",
+    "notebook",
     "parser",
     "policy",
     "policy_tables",

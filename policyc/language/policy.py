@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from policyc.language.diagnostics import NO_SPAN, SourceText, Span, span_field
+from policyc.language.notebook import html_text
 from policyc.language.predicates import Predicate
 from policyc.language.recipes import OPTIONS, Gemm, OptionValue, Recipe, make_recipe, make_split_recipe
 from policyc.language.schedule import StepCondition
@@ -168,6 +169,10 @@ class Policy:
             *map(str, self.variants),
         ]
         return "".join(f"{line}\n" for line in lines)
+
+    def _repr_html_(self) -> str:
+        """The text, for notebooks."""
+        return html_text(str(self))
 
     @property
     def sha256(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 
 
@@ -57,3 +58,33 @@ def _normalize_treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
     if treatment.scale == "four_over_six" and (gemm is not Gemm.FPROP or treatment.rounding != "rne"):
         treatment = replace(treatment, scale="amax")
     return replace(treatment, outer="tensor") if treatment.tile2d else treatment
+
+
+def treatment_words(treatment: Treatment) -> tuple[str, ...]:
+    """What a treatment does beyond its format, in short words. Different treatments have different words.
+
+    `1x16` is a scale per 16 elements, `2D` one per square tile.
+    """
+    format = FORMATS[treatment.format]
+    if not format.is_quantized:
+        return ()
+    words = [treatment.element] if treatment.element else []
+    if treatment.tile2d:
+        words.append("2D")
+    elif format.block:
+        words.append(f"1x{format.block}")
+    if treatment.rht:
+        words.append(f"rht{treatment.rht}")
+    if treatment.rounding != "rne":
+        words.append(treatment.rounding)
+    if treatment.headroom != 1:
+        words.append(f"headroom {treatment.headroom}")
+    if treatment.scale != "amax":
+        words.append(treatment.scale)
+    if format.scale == "e8m0" and treatment.scale_rounding != "floor":
+        words.append(treatment.scale_rounding)
+    if treatment.mean_split:
+        words.append("mean split")
+    if format.tensor_scale:
+        words.append(f"outer {treatment.outer}")
+    return tuple(words)

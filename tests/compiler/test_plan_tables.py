@@ -186,7 +186,10 @@ def test_a_plan_as_json() -> None:
 
 
 def product(rule: int | None, format: str, beaten: tuple[int, ...] = (), **lowering: Any) -> dict[str, Any]:
-    return {"rule": rule, "beaten": list(beaten), "formats": [format] * 2, **lowering}
+    words = {"mxfp8": ["e4m3", "1x32"], "nvfp4": ["e2m1", "1x16", "outer tensor"]}.get(format, [])
+    return {
+        "rule": rule, "beaten": list(beaten), "formats": [format] * 2, "operands": [words] * 2, **lowering
+    }  # fmt: skip
 
 
 NATIVE = {"backend": "xla", "native": True}

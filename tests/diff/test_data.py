@@ -8,58 +8,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
 import policyc
 from policyc.diff.build import DiffRequest, build_diff
 from policyc.diff.data import as_json
 from policyc.hardware.training_step import TrainingStep
-from policyc.language.loader import parse
-from policyc.numerics.targets import get_target
-from tests.support.jaxpr_tools import struct
-
-X = struct(64, 64, dtype=jnp.bfloat16)
-LAYERS = 6
+from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, W, X, make_diff, scanned, unrolled
 
 
-def mlp(p: Any, h: jax.Array) -> jax.Array:
-    with jax.named_scope("mlp"):
-        return h + jnp.tanh(h @ p["up"]) @ p["down"]
-
-
-def unrolled(p: Any, x: jax.Array) -> jax.Array:
-    x = x @ p["embed"]
-    for number, layer in enumerate(p["layers"]):
-        with jax.named_scope(f"layers_{number}"):
-            x = mlp(layer, x)
-    return jnp.sum(x @ p["head"])
-
-
-def scanned(p: Any, x: jax.Array) -> jax.Array:
-    x, _ = lax.scan(lambda h, layer: (mlp(layer, h), None), x @ p["embed"], p["layers"])
-    return jnp.sum(x @ p["head"])
-
-
-W = struct(64, 64, dtype=jnp.bfloat16)
-STACKED = struct(LAYERS, 64, 64, dtype=jnp.bfloat16)
-UNROLLED = {"layers": [{"up": W, "down": W}] * LAYERS, "embed": W, "head": W}
-SCANNED = {"layers": {"up": STACKED, "down": STACKED}, "embed": W, "head": W}
-LAST = "layers.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)\nlayers[-2:] -> keep"
-
-
-def diff_data(loss: Any, params: Any, policy: str, before: str | None = None, x: Any = X) -> dict[str, Any]:
-    plan = policyc.plan(policy, loss, params, x, target="gb200")
-    request = DiffRequest(
-        step=TrainingStep(plan=plan),
-        before=None if before is None else parse(before),
-        target=get_target("gb200"),
-    )
-    return json.loads(as_json(build_diff(request)))
+def diff_data(loss: Any, params: Any, policy: str, before: str | None = None) -> dict[str, Any]:
+    return json.loads(as_json(make_diff(loss, params, policy, before)))
 
 
 @pytest.mark.parametrize(("loss", "params"), [(unrolled, UNROLLED), (scanned, SCANNED)])
 def test_layers_with_the_same_plan_are_one_class(loss: Any, params: Any) -> None:
-    data = diff_data(loss, params, LAST)
+    data = diff_data(loss, params, KEEP_LAST)
     outside, layers = data["stacks"]
     assert layers["name"] == "layers"
     assert [c["label"] for c in layers["classes"]] == ["0-3 x4", "4-5 x2"]
@@ -71,7 +34,7 @@ def test_layers_with_the_same_plan_are_one_class(loss: Any, params: Any) -> None
 
 
 def test_scanned_and_unrolled_stacks_have_the_same_rows() -> None:
-    rows = [diff_data(*model, LAST)["linears"] for model in ((unrolled, UNROLLED), (scanned, SCANNED))]
+    rows = [diff_data(*model, KEEP_LAST)["linears"] for model in ((unrolled, UNROLLED), (scanned, SCANNED))]
     for row in (*rows[0], *rows[1]):
         for run in row["runs"]:
             del run["place"], run["quantization_seconds"]
@@ -79,7 +42,7 @@ def test_scanned_and_unrolled_stacks_have_the_same_rows() -> None:
 
 
 def test_every_changed_product_names_its_rule_and_line() -> None:
-    data = diff_data(unrolled, UNROLLED, LAST)
+    data = diff_data(unrolled, UNROLLED, KEEP_LAST)
     rules = data["after"]["policy"]["rules"]
     up = data["linears"][1]
     first, last = up["runs"]
@@ -118,7 +81,7 @@ def test_two_policies() -> None:
 
 
 def test_the_graph_has_one_scope_for_layers_with_the_same_content() -> None:
-    nodes = diff_data(unrolled, UNROLLED, LAST)["graph"]["nodes"]
+    nodes = diff_data(unrolled, UNROLLED, KEEP_LAST)["graph"]["nodes"]
     layers = [n for n in nodes if n["type"] == "scope" and n["name"] == "layers"]
     assert [n["members"] for n in layers] == [[[0, 3]], [[4, 5]]]
     assert [n["changed"] > 0 for n in layers] == [True, False]
@@ -128,7 +91,7 @@ def test_the_graph_has_one_scope_for_layers_with_the_same_content() -> None:
 
 
 def test_the_edges_of_data_follow_the_layers() -> None:
-    graph = diff_data(unrolled, UNROLLED, LAST)["graph"]
+    graph = diff_data(unrolled, UNROLLED, KEEP_LAST)["graph"]
     nodes, edges = graph["nodes"], graph["edges"]
     head = next(i for i, n in enumerate(nodes) if n.get("linear") == 3)
     (source,) = [u for u, v in edges if v == head]

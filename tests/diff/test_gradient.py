@@ -31,8 +31,8 @@ def plain_gradient(plan: Plan) -> Any:
     closed, inputs = plan.sites.jaxpr, plan.sites.differentiated_inputs
 
     def gradient(*values: Any) -> Any:
-        constants = values[: len(closed.jaxpr.constvars)]
-        arguments = [*values[len(constants) :]]
+        constants = values[len(closed.jaxpr.invars) :]
+        arguments = [*values[: len(closed.jaxpr.invars)]]
 
         def loss(*replaced: Any) -> Any:
             for number, value in zip(inputs, replaced, strict=True):
@@ -42,7 +42,7 @@ def plain_gradient(plan: Plan) -> Any:
         outputs, pullback = jax.vjp(loss, *(arguments[number] for number in inputs))
         return outputs, pullback([jnp.full_like(o, 1.0) for o in outputs])
 
-    variables = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
+    variables = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
     return without_dead_code(jax.make_jaxpr(gradient)(*(v.aval for v in variables)))
 
 

@@ -1,0 +1,239 @@
+"""`policyc diff`: shows what a policy changes in a program."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from policyc.cli.common import (
+    EXIT_FAILURE,
+    EXIT_USAGE,
+    exit_with_message,
+    load_policy,
+    use_color,
+    write_output,
+)
+from policyc.cli.options import (
+    ProgramCommand,
+    StepOptions,
+    backend_option,
+    collect_options,
+    group_options,
+    make_step_options,
+    program_argument,
+)
+from policyc.cli.program import check_order, exit_on_error, parse_execution, plan_program
+
+if TYPE_CHECKING:
+    from policyc.compiler.execution import ExecutionOptions
+    from policyc.diff.model import DiffData
+    from policyc.hardware.training_step import TrainingStep
+    from policyc.language.policy import Policy
+
+_STYLES = {
+    "nvfp4": {"fg": "bright_red"}, "mxfp4": {"fg": "yellow"}, "mxfp8": {"fg": "blue"}, "fp8": {"fg": "cyan"},
+    "bf16": {"fg": "white"}, "f32": {"fg": "white", "dim": True}, "emulated": {"fg": "magenta"},
+    "added": {"fg": "green"}, "removed": {"fg": "red"}, "header": {"bold": True}, "rule": {"fg": "cyan"},
+    "dim": {"dim": True},
+}  # fmt: skip
+
+
+def paint(kind: str, text: str) -> str:
+    return click.style(text, **_STYLES.get(kind, {}))  # type: ignore[arg-type]  # the table above holds style names
+
+
+def is_policy(word: str) -> bool:
+    """Does a word name a policy, or a variant of one (`llama.policy:no_rht`)?"""
+    from policyc.language.bundled import POLICY_SUFFIX, bundled_policies
+
+    name = split_variant(word)[0]
+    return name.endswith(POLICY_SUFFIX) or name in bundled_policies()
+
+
+def split_variant(word: str) -> tuple[str, str | None]:
+    """The name of a policy, and the variant behind its colon."""
+    name, colon, variant = word.rpartition(":")
+    return (name, variant) if colon and name and not Path(word).exists() else (word, None)
+
+
+class DiffCommand(ProgramCommand):
+    """A command whose program may follow one policy or two."""
+
+    def is_further_argument(self, word: str, arguments: Sequence[str]) -> bool:
+        return len(arguments) == 1 and is_policy(word)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What is printed and written: the values of `output_options`."""
+
+    stat: bool
+    json: bool
+    dot: bool
+    svg: str | None
+    out: str | None
+    model_explorer: str | None
+    exit_code: bool
+
+    def with_absolute_paths(self) -> OutputOptions:
+        paths = {
+            name: os.path.abspath(value)
+            for name in ("svg", "out", "model_explorer")
+            if (value := getattr(self, name)) not in (None, "-")
+        }
+        return dataclasses.replace(self, **paths)
+
+
+output_options = collect_options(
+    OutputOptions,
+    "output",
+    group_options(
+        click.option("--stat", is_flag=True, help="Print one line per linear instead of the equations."),
+        click.option("--json", is_flag=True, help="Print JSON; docs/diff.md describes it."),
+        click.option("--dot", is_flag=True, help="Print the graph in Graphviz's language."),
+        click.option("--svg", metavar="FILE", help="Write the heat map."),
+        click.option("--out", metavar="FILE.html", help="Write a page with everything."),
+        click.option(
+            "--model-explorer", metavar="DIR", help="Write graphs and node data for Google's Model Explorer."
+        ),
+        click.option("--exit-code", is_flag=True, help="Exit with 1 if something differs."),
+    ),
+)
+
+
+@click.command(
+    cls=DiffCommand,
+    examples="""
+    policyc diff llama.policy train.py --steps 100           before against after
+    policyc diff llama_nvfp4 fp8 --config llama3_8b          two policies
+    policyc diff llama.policy llama.policy:no_rht train.py   a policy and one of its variants
+    policyc diff llama.policy --vs plan.json train.py        against an earlier plan
+    policyc diff te_nvfp4 --config llama3_405b --svg heat.svg --stat
+    """,
+)
+@make_step_options("gb200")
+@click.option("--unrolled", is_flag=True, help="Unroll the layers of a configuration.")
+@backend_option
+@click.option("--grad", is_flag=True, help="Compare gradients, where dgrad and wgrad show.")
+@click.option("--phase", metavar="N", type=click.IntRange(0), default=0, show_default=True,
+              help="The phase of the schedule, from 0.")  # fmt: skip
+@click.option("--vs", metavar="PLAN.JSON", help="Compare with an earlier plan (apply --plan-out).")
+@click.option("--stats", metavar="RUN", help="Add the measured errors of a run: its folder.")
+@click.option("--compiled", metavar="FILE", help="Add the calls found by 'policyc compile --format json'.")
+@output_options
+@click.argument("policy", metavar="POLICY [POLICY]")
+@program_argument(required=False)
+def diff(
+    policy: str, program: tuple[str, ...], step: StepOptions, output: OutputOptions, **options: Any
+) -> None:
+    """Show what a policy changes in a program.
+
+    With two policies, show what the second does differently. The program runs until its first loss with a GEMM is
+    traced, and stops there. Nothing is executed on a device. With --config, the loss of the bundled Llama is traced
+    instead.
+    """
+    words = program
+    names = [policy]
+    if words and is_policy(words[0]):
+        names, words = [policy, words[0]], words[1:]
+    check_order(policy, program)
+    step.check_source(words)
+    policies = [load_policy(*split_variant(name)) for name in names]
+    if options["vs"] and len(names) > 1:
+        raise click.UsageError("--vs compares a plan with one policy")
+    # The program may change the folder.
+    paths = {name: os.path.abspath(value) for name in ("vs", "stats", "compiled") if (value := options[name])}
+    output = output.with_absolute_paths()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
+    with exit_on_error():
+        execution = parse_execution(options["backend"], step.target, False)
+        traced = _trace(policies[-1], words, step, execution, options["unrolled"])
+        data = _build(traced, policies, names, words, step, {**options, **paths})
+    _write(data, output)
+    if output.exit_code and data.differs:
+        sys.exit(EXIT_FAILURE)
+
+
+def _trace(
+    policy: Policy,
+    words: tuple[str, ...],
+    options: StepOptions,
+    execution: ExecutionOptions,
+    unrolled: bool,
+) -> TrainingStep:
+    """The training step of a configuration or of a program, planned for the target."""
+    from policyc.hardware import llama_step
+    from policyc.hardware.training_step import TrainingStep
+
+    if options.config:
+        sizes = dataclasses.replace(options.sizes(), unrolled=unrolled)
+        return llama_step.plan_step(policy, options.config, options.mesh_shape(), sizes, execution)
+    options.reject_for_program("batch", "sequence")
+    plan = plan_program(policy, words, execution)
+    return TrainingStep(plan=plan, accumulate=options.accumulate or 1, remat=options.remat or "none")
+
+
+def _build(
+    traced: TrainingStep,
+    policies: Sequence[Policy],
+    names: Sequence[str],
+    words: tuple[str, ...],
+    step: StepOptions,
+    options: dict[str, Any],
+) -> DiffData:
+    from policyc.diff.build import DiffRequest, build_diff
+    from policyc.diff.overlays import read_compiled, read_stats
+    from policyc.numerics.targets import get_target
+
+    request = DiffRequest(
+        step=traced,
+        before=policies[0] if len(policies) > 1 else None,
+        labels=(names[0], names[1]) if len(names) > 1 else ("no policy", names[0]),
+        program=step.config or " ".join(words),
+        target=get_target(step.target),
+        mesh=step.mesh_shape(),
+        phase=options["phase"],
+        is_gradient=options["grad"],
+        earlier_plan=options["vs"],
+    )
+    data = build_diff(request)
+    overlays: dict[str, Any] = {}
+    if options["stats"]:
+        overlays["stats"] = read_stats(Path(options["stats"]), data)
+    if options["compiled"]:
+        overlays["compiled"] = read_compiled(Path(options["compiled"]), data)
+    return dataclasses.replace(data, overlays=overlays)
+
+
+def _write(data: DiffData, output: OutputOptions) -> None:
+    """Writes the files that are asked for, and prints what is asked for, or else the text."""
+    from policyc.diff.data import as_json
+    from policyc.diff.dot import as_dot
+    from policyc.diff.model_explorer import write_model_explorer
+    from policyc.diff.svg import draw_heat_map
+    from policyc.diff.terminal import render, render_stat
+
+    if output.out:
+        exit_with_message("--out: pages are not implemented yet; use --svg, --json or the text", EXIT_USAGE)
+    if output.svg:
+        write_output("--svg", output.svg, draw_heat_map(data))
+    if output.model_explorer:
+        try:
+            write_model_explorer(data, Path(output.model_explorer))
+        except OSError as error:
+            exit_with_message(
+                f"--model-explorer: '{output.model_explorer}' cannot be written: {error.strerror}", EXIT_USAGE
+            )
+    if output.json:
+        click.echo(as_json(data), nl=False)
+    elif output.dot:
+        click.echo(as_dot(data), nl=False)
+    elif output.svg != "-":
+        text = render_stat(data, paint) if output.stat else render(data, paint)
+        click.echo(text, nl=False, color=use_color())

@@ -1,0 +1,108 @@
+"""`policyc.diff`: what a policy changes in a loss, as an object that prints, saves and shows itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from policyc.compiler.pipeline import as_policy, plan
+from policyc.diff.build import DiffRequest, build_diff
+from policyc.diff.data import as_data, as_json, sentence
+from policyc.diff.dot import as_dot
+from policyc.diff.graph import build_graph
+from policyc.diff.model import DiffData
+from policyc.diff.svg import draw_heat_map
+from policyc.diff.terminal import render
+from policyc.hardware.training_step import TrainingStep
+from policyc.language.policy import Policy
+from policyc.numerics.targets import get_target
+
+FILE_WRITERS: Mapping[str, Callable[[DiffData], str]] = {
+    ".json": as_json,
+    ".svg": draw_heat_map,
+    ".dot": as_dot,
+    ".txt": render,
+}
+"""What `Diff.save` writes, by the suffix of the file."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Diff:
+    """A difference between two versions of a loss. `str` is the whole text; a notebook shows the heat map."""
+
+    data: DiffData
+
+    def __bool__(self) -> bool:
+        """Does anything differ?"""
+        return self.data.differs
+
+    def __repr__(self) -> str:
+        return f"<Diff: {sentence(self.data)}>"
+
+    def __str__(self) -> str:
+        return render(self.data)
+
+    def _repr_html_(self) -> str:
+        return draw_heat_map(self.data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the JSON; docs/diff.md describes it."""
+        return as_data(self.data)
+
+    @property
+    def graph(self) -> nx.DiGraph[int]:
+        """The scopes and equations of both sides."""
+        return build_graph(self.data)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a file in the format of its suffix: .json, .svg, .dot or .txt."""
+        path = Path(path)
+        if path.suffix not in FILE_WRITERS:
+            raise ValueError(f"'{path}': the suffix must be one of {', '.join(FILE_WRITERS)}")
+        path.write_text(FILE_WRITERS[path.suffix](self.data), encoding="utf-8")
+
+
+def diff(
+    policy: Policy | str | Path,
+    fn: Callable[..., Any],
+    *args: Any,
+    before: Policy | str | Path | None = None,
+    grad: bool = False,
+    target: str = "gb200",
+    param_argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **kwargs: Any,
+) -> Diff:
+    """What a policy changes in `fn`, called with these arguments, which may be `jax.ShapeDtypeStruct`s.
+
+    Args:
+      policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
+      fn, args, kwargs: the loss, and what it is called with.
+      before: another policy to compare with. By default `fn` without a policy.
+      grad: compare the gradients, where dgrad and wgrad show.
+      target: the GPU that times are predicted for, and that decides which products are native.
+      param_argnums: which positional arguments hold parameters.
+      has_aux: as in `jax.grad`.
+    """
+    planned = plan(policy, fn, *args, param_argnums=param_argnums, has_aux=has_aux, target=target, **kwargs)
+    labels = ("no policy" if before is None else _label(before), _label(policy))
+    request = DiffRequest(
+        step=TrainingStep(plan=planned),
+        before=None if before is None else as_policy(before),
+        labels=labels,
+        program=getattr(fn, "__name__", type(fn).__name__),
+        target=get_target(target),
+        is_gradient=grad,
+    )
+    return Diff(build_diff(request))
+
+
+def _label(policy: Policy | str | Path) -> str:
+    if isinstance(policy, Policy):
+        return policy.source.path
+    is_text = isinstance(policy, str) and ("->" in policy or "\n" in policy)
+    return "<policy>" if is_text else str(policy)

@@ -1,0 +1,99 @@
+"""Measurements of a run, and the calls in a compiled program, by the linears and layers of a diff.
+
+Both are read from files that `policyc` wrote. What names no linear of the diff is counted, and not dropped silently.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from policyc.diff.model import DiffData
+
+_INDEX = re.compile(r"\[\d+\]")
+
+
+def read_stats(folder: Path, diff: DiffData) -> dict[str, Any]:
+    """SQNR of operands and cosines of gradients, at the last measured step of a run. Raises ValueError."""
+    path = folder / "stats.jsonl"
+    rows = [row for row in map(_parse, _read(path).splitlines()) if isinstance(row, dict) and "step" in row]
+    if not rows:
+        raise ValueError(f"'{path}' has no measurements: run the program with --stats-every")
+    step = max(row["step"] for row in rows)
+    names = _linear_names(diff)
+    operands, cosines = [], []
+    unknown = 0
+    for row in (row for row in rows if row["step"] == step):
+        number = names.get(str(row.get("site", row.get("parameter", ""))))
+        if "loss" in row:
+            continue
+        if number is None:
+            unknown += 1
+        elif "operand" in row:
+            keys = ("layer", "operand", "format", "sqnr_db", "flushed", "saturated", "amax")
+            operands.append({"linear": number, **{key: row.get(key) for key in keys}})
+        else:
+            cosines.append({"linear": number, "layer": row.get("layer"), "cosine": row.get("cosine")})
+    return {"run": str(folder), "step": step, "operands": operands, "cosines": cosines, "unknown": unknown}
+
+
+def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
+    """The calls that `policyc compile --format json` found. Raises ValueError."""
+    data = _parse(_read(path))
+    if not isinstance(data, dict) or not isinstance(data.get("products"), list):
+        raise ValueError(f"'{path}' was not written by policyc compile --format json")
+    names = _linear_names(diff)
+    products = []
+    unknown = 0
+    for product in data["products"]:
+        site = str(product.get("site", ""))
+        number = names.get(_INDEX.sub("", site))
+        if number is None:
+            unknown += 1
+            continue
+        index = re.search(r"\[(\d+)\]", site)
+        layers = product.get("layers")
+        first = [layer[0] for layer in layers] if layers else ([int(index[1])] * 2 if index else None)
+        products.append(
+            {
+                "linear": number,
+                "layers": first,
+                "product": product.get("gemm"),
+                "call": product.get("call"),
+                "found": product.get("found"),
+                "native": product.get("native"),
+            }
+        )
+    return {
+        "file": str(path),
+        "target": data.get("target"),
+        "devices": data.get("devices"),
+        "products": products,
+        "unknown": unknown,
+    }
+
+
+def _linear_names(diff: DiffData) -> dict[str, int]:
+    """The numbers of the linears by their paths without indices. Paths that several linears have are left out."""
+    numbers: dict[str, list[int]] = {}
+    for number, linear in enumerate(diff.linears):
+        numbers.setdefault(_INDEX.sub("", linear.full_name), []).append(number)
+    return {name: members[0] for name, members in numbers.items() if len(members) == 1}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"'{path}' is not UTF-8") from None
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return None

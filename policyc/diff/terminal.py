@@ -1,0 +1,282 @@
+"""A diff as text: the sentence, a heat strip for each linear, and the equations that differ, by scope.
+
+Lines fit the width. Names come from programs, so control characters are escaped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import networkx as nx
+
+from policyc.diff.data import sentence
+from policyc.diff.graph import build_graph, children_of
+from policyc.diff.model import DiffData, Linear, LinearLayers, ProductChange, Stack, format_ranges
+from policyc.language.diagnostics import escape_controls
+from policyc.language.recipes import Gemm
+
+WIDTH = 80
+
+Paint = Callable[[str, str], str]
+"""Colors a text by its kind: a format, `added`, `removed`, `header`, `rule` or `dim`."""
+
+GLYPHS = {"nvfp4": "4", "mxfp4": "x", "mxfp8": "m", "fp8": "8", "bf16": "b", "f32": "f"}
+_UNCHANGED, _EMULATED, _OPAQUE, _MIXED, _MISSING = ".", "e", "!", "*", " "
+
+
+def no_paint(kind: str, text: str) -> str:
+    del kind
+    return text
+
+
+def render(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> str:
+    """The whole text."""
+    lines = [*render_summary(diff, paint, width), "", *EquationLines(diff, paint, width).lines()]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def render_summary(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> Iterator[str]:
+    """The sentence and the heat strips."""
+    yield from (paint("header", line) for line in _wrap(sentence(diff), width))
+    for note in diff.notes:
+        yield from (paint("dim", line) for line in _wrap(f"note: {note}", width))
+    yield ""
+    used: dict[str, None] = {}
+    for stack in diff.stacks:
+        yield from _strips(diff, stack, paint, width, used)
+    legend = [f"{GLYPHS[f]} {f}" for f in GLYPHS if GLYPHS[f] in used]
+    names = {_UNCHANGED: "unchanged", _EMULATED: "emulated", _OPAQUE: "opaque", _MIXED: "mixed"}
+    legend += [f"{glyph} {name}" for glyph, name in names.items() if glyph in used]
+    yield from (paint("dim", line) for line in _wrap("   ".join(legend), width))
+
+
+def render_stat(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> str:
+    """The sentence, and for each linear how many of its products change, from what to what."""
+    lines = [*_wrap(sentence(diff), width)]
+    for linear in diff.linears:
+        gemms_of: dict[tuple[str, int], list[str]] = {}
+        for gemm in Gemm:
+            counts: dict[str, int] = {}
+            for run in linear.runs:
+                product = run.product(gemm)
+                if product is not None and product.is_changed:
+                    text = f"{_format(product, 0)} -> {_format(product, 1)}"
+                    counts[text] = counts.get(text, 0) + run.count
+            for item in counts.items():
+                gemms_of.setdefault(item, []).append(gemm)
+        for (text, count), gemms in gemms_of.items():
+            tail = f"{text:<16} {' '.join(gemms):<17} x{count:<4}"
+            name = _shorten(_escape(linear.full_name), width - len(tail) - 2)
+            lines.append(f"{name.ljust(width - len(tail))}{paint('rule', tail.rstrip())}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _format(product: ProductChange, side: int) -> str:
+    value = (product.before, product.after)[side]
+    return "-" if value is None else value.state.format
+
+
+# ---- heat strips
+
+
+def _strips(diff: DiffData, stack: Stack, paint: Paint, width: int, used: dict[str, None]) -> Iterator[str]:
+    labels = 30  # characters of a name and a product: as many as leave 48 columns for layers
+    columns = max(1, width - labels - 2)
+    per_column = -(-max(stack.size, 1) // columns)
+    if stack.size:
+        title = f"{_escape(stack.name)}: {stack.size} layers, {_class_labels(stack)}"
+        scale = f" (one column: {per_column} layers)" if per_column > 1 else ""
+        yield from (paint("header", line) for line in _wrap(title + scale, width))
+    for number in stack.linears:
+        linear = diff.linears[number]
+        for gemm in Gemm:
+            if not any(run.product(gemm) for run in linear.runs):
+                continue
+            glyphs = _row_glyphs(linear, gemm, stack.size, per_column)
+            used.update(dict.fromkeys(glyph for glyph, _ in glyphs))
+            name = _shorten(_escape(linear.name), labels - 7)
+            cells = "".join(
+                paint(kind, "".join(glyph for glyph, _ in group))
+                for kind, group in itertools.groupby(glyphs, key=lambda item: item[1])
+            )
+            yield f"{name:<{labels - 6}}{gemm:<7} {cells}".rstrip()
+
+
+def _class_labels(stack: Stack) -> str:
+    return ", ".join(f"{format_ranges(c.ranges)} x{c.count}" for c in stack.classes)
+
+
+def _row_glyphs(linear: Linear, gemm: Gemm, size: int, per_column: int) -> list[tuple[str, str]]:
+    """A glyph and the kind of its color for each column."""
+    glyphs = []
+    for start in range(0, max(size, 1), per_column):
+        layers = range(start, min(start + per_column, size)) if size else (None,)
+        cells = {_glyph(linear.run_at(layer), gemm) for layer in layers}
+        glyphs.append(cells.pop() if len(cells) == 1 else (_MIXED, "dim"))
+    return glyphs
+
+
+def _glyph(run: LinearLayers | None, gemm: Gemm) -> tuple[str, str]:
+    product = None if run is None else run.product(gemm)
+    if run is None or product is None or product.after is None:
+        return _MISSING, "dim"
+    if run.site.opaque:
+        return _OPAQUE, "removed"
+    state = product.after.state
+    if not product.is_changed:
+        return _UNCHANGED, "dim"
+    if state.is_emulated:
+        return _EMULATED, "emulated"
+    return GLYPHS.get(state.format, "?"), state.format
+
+
+# ---- equations
+
+
+class EquationLines:
+    """The scopes that hold a change, with their equations; those that did not change are counted."""
+
+    def __init__(self, diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> None:
+        self._diff, self._paint, self._width = diff, paint, width
+        self._graph: nx.DiGraph[int] = build_graph(diff)
+
+    def lines(self) -> Iterator[str]:
+        unchanged = 0
+        for line in self._scope(0, ()) if self._graph.nodes[0]["changed"] else ():
+            if isinstance(line, int):
+                unchanged += line
+                continue
+            if unchanged:
+                yield self._unchanged(unchanged)
+            yield line
+            unchanged = 0
+        if unchanged:
+            yield self._unchanged(unchanged)
+
+    def _unchanged(self, count: int) -> str:
+        return self._paint("dim", f"  ... {count} equation{'s'[: count != 1]} unchanged")
+
+    def _scope(self, node: int, path: tuple[str, ...]) -> Iterator[str | int]:
+        """The lines of a scope, and in between the numbers of equations that did not change.
+
+        A header stands before the first of its own equations that differ.
+        """
+        attributes = self._graph.nodes[node]
+        path = (*path, _scope_label(attributes)) if node else path
+        pair, explanation = None, [""]
+        has_header = False
+        for child in children_of(self._graph, node):
+            data = self._graph.nodes[child]
+            is_changed = data["changed"] if data["type"] == "scope" else data["side"] != "both"
+            if not is_changed:
+                yield data["equations"] if data["type"] == "scope" else 1
+                continue
+            if data["type"] == "scope":
+                yield from self._scope(child, path)
+                has_header = False
+                continue
+            if not has_header:
+                yield from self._header(path)
+                has_header = True
+            if data["pair"] != pair:
+                pair = data["pair"]
+                previous, explanation = explanation, list(self._explanation(data))
+                yield from explanation if explanation != previous else ()
+            yield from self._equation(child, 0)
+
+    def _header(self, path: tuple[str, ...]) -> Iterator[str]:
+        text = "/".join(path) or self._graph.nodes[0]["name"]
+        yield self._paint("header", f"@@ {_shorten_left(text, self._width - 6)} @@")
+
+    def _explanation(self, data: dict[str, Any]) -> Iterator[str]:
+        """Why equations differ: the rule and its place."""
+        texts = {
+            "shared": "quantized once for "
+            + ", ".join(self._linear_name(n) for n in data.get("readers", ())),
+            "hoisted": "quantized once per step, outside the loss",
+            "split": "one scan for each range of layers to which the same happens",
+            "entered": "takes inputs of the equations inside",
+            "derived": "derived from equations that differ",
+        }
+        reason = data.get("reason", "")
+        lines = [texts[reason]] if reason in texts else []
+        if reason in ("replaced", "hoisted", "shared"):
+            lines += self._rule_lines(data)
+        for line in lines:
+            yield self._paint("rule", _shorten(f"  # {_escape(line)}", self._width))
+
+    def _linear_name(self, number: int) -> str:
+        return self._diff.linears[number].name
+
+    def _rule_lines(self, data: dict[str, Any]) -> list[str]:
+        """What decided about the products of a linear: `llama.policy:7: mlp.* -> nv`, with the products."""
+        if "linear" not in data:
+            return []
+        run = self._diff.linears[data["linear"]].run_at(data.get("layer"))
+        gemms_of: dict[tuple[int, int], list[str]] = {}
+        for product in run.products if run is not None else ():
+            if data.get("product") and str(product.gemm) != data["product"]:
+                continue
+            for side, value in enumerate((product.before, product.after)):
+                if value is not None and value.rule is not None and not value.state.is_kept:
+                    gemms_of.setdefault((side, value.rule), []).append(product.gemm)
+        return [self._rule_line(side, rule, gemms) for (side, rule), gemms in gemms_of.items()]
+
+    def _rule_line(self, side: int, rule: int, gemms: Sequence[str]) -> str:
+        policy = (self._diff.before, self._diff.after)[side].policy
+        assert policy is not None
+        span = policy.rules[rule].span
+        word = "was " if side == 0 else ""
+        products = "" if len(gemms) == len(Gemm) else f" @ {', '.join(gemms)}"
+        place = f"{span.source.path.rpartition('/')[2]}:{span.line}"
+        return f"{word}{place}: {policy.rules[rule]}{products}"
+
+    def _equation(self, node: int, depth: int) -> Iterator[str]:
+        data = self._graph.nodes[node]
+        sign, kind = {"before": ("-", "removed"), "after": ("+", "added"), "both": (" ", "dim")}[data["side"]]
+        text = f"{sign} {'  ' * depth}{equation_text(data)}"
+        yield self._paint(kind, _shorten(_escape(text), self._width))
+        for scope in children_of(self._graph, node):
+            for child in children_of(self._graph, scope):
+                yield from self._equation(child, depth + 1)
+
+
+def equation_text(data: dict[str, Any]) -> str:
+    """`c:bf16[8,16] = dot_general a b [dimension_numbers=...]`: what is cut at the end matters least."""
+    results = ", ".join(data["outputs"])
+    operands = " ".join(data["inputs"])
+    params = f" [{data['params']}]" if data["params"] else ""
+    return f"{results} = {data['op']} {operands}{params}"
+
+
+def _scope_label(attributes: dict[str, Any]) -> str:
+    members, iterations = attributes.get("members"), attributes.get("iterations")
+    if members:
+        count = sum(last - first + 1 for first, last in members)
+        return f"{attributes['name']}[{format_ranges(tuple(members))}]{f' x{count}' if count > 1 else ''}"
+    if iterations:
+        return f"{attributes['kind']}[{format_ranges((iterations,))}]"
+    return attributes["kind"] if attributes.get("containers") else str(attributes["name"])
+
+
+# ---- text
+
+
+def _escape(text: str) -> str:
+    return escape_controls(text)
+
+
+def _shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
+
+
+def _shorten_left(text: str, width: int) -> str:
+    text = _escape(text)
+    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
+
+
+def _wrap(text: str, width: int) -> Iterator[str]:
+    yield from textwrap.wrap(_escape(text), width, break_long_words=True, break_on_hyphens=False) or [""]

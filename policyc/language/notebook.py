@@ -1,0 +1,25 @@
+"""HTML for notebooks: tables and texts. Names come from programs and policies, so everything is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from policyc.language.diagnostics import escape_controls
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
+    """A table. Its style is that of the notebook."""
+    title = f"<caption>{_safe(caption)}</caption>" if caption else ""
+    head = "".join(f"<th>{_safe(cell)}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(f'<td>{_safe(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def html_text(text: str) -> str:
+    """A text in which every space counts."""
+    return f"<pre>{_safe(text)}</pre>"
+
+
+def _safe(text: str) -> str:
+    return "\n".join(escape(escape_controls(line)) for line in text.split("\n"))

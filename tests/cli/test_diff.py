@@ -1,0 +1,112 @@
+"""`policyc diff`: which policies and programs it takes, what it prints and writes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import policyc
+
+PROGRAM = """
+import sys
+import jax, jax.numpy as jnp
+from jax import lax
+
+def loss(params, x):
+    h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ params["embed"], params["layers"])
+    return jnp.sum(h)
+
+params = {"embed": jnp.ones((32, 32)), "layers": jnp.ones((4, 32, 32))}
+jax.grad(loss)(params, jnp.ones((int(sys.argv[1]), 32)))
+sys.exit("the program went on")
+"""
+POLICY = """\
+recipe nv = nvfp4(rht=wgrad, sr=grad)
+layers -> nv
+layers[-1] -> keep
+variant no_rht { recipe nv = nvfp4(sr=grad) }
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "a.policy").write_text(POLICY)
+    return tmp_path
+
+
+def test_before_against_after(folder: Path) -> None:
+    result = policyc("diff", "a.policy", "train.py", "64")
+    assert result.code == 0, result.err
+    assert result.out.startswith("9 of 14 products change; predicted step time ")
+    assert "  # a.policy:2: layers -> nv\n" in result.out
+    assert "\x1b" not in result.out  # it is not a terminal
+    assert max(map(len, result.out.splitlines())) <= 80
+
+
+def test_two_variants_of_a_policy(folder: Path) -> None:
+    result = policyc("diff", "a.policy", "a.policy:no_rht", "--json", "train.py", "64")
+    data = json.loads(result.out)
+    assert (data["before"]["label"], data["after"]["label"]) == ("a.policy", "a.policy:no_rht")
+    changed = {
+        gemm for linear in data["linears"] for run in linear["runs"]
+        for gemm, product in run["products"].items() if product["changed"]
+    }  # fmt: skip
+    assert changed == {"wgrad"}
+    assert data["program"] == "train.py 64"
+
+
+@pytest.mark.parametrize(("words", "code"), [(["a.policy", "a.policy"], 0), (["a.policy", "fp8"], 1)])
+def test_exit_code(folder: Path, words: list[str], code: int) -> None:
+    result = policyc("diff", *words, "--exit-code", "--stat", "train.py", "64")
+    assert result.code == code
+
+
+def test_colors_on_request(folder: Path) -> None:
+    arguments = ("diff", "a.policy", "--stat", "train.py", "64")
+    assert "\x1b[" in policyc(*arguments, env={"FORCE_COLOR": "1"}).out
+    assert "\x1b[" not in policyc(*arguments, env={"FORCE_COLOR": "1", "NO_COLOR": "1"}).out
+
+
+def test_files(folder: Path) -> None:
+    result = policyc(
+        "diff", "a.policy", "--svg", "heat.svg", "--model-explorer", "me", "--dot", "train.py", "64"
+    )
+    assert result.out.startswith("digraph diff {")
+    assert (folder / "heat.svg").read_text().startswith("<svg")
+    assert {path.name for path in (folder / "me").iterdir()} == {
+        "after.json", "before.json", "changes.json", "mapping.json"
+    }  # fmt: skip
+
+
+def test_against_an_earlier_plan(folder: Path) -> None:
+    earlier = policyc("sites", "--policy", "a.policy", "--format", "json", "train.py", "64")
+    (folder / "plan.json").write_text(earlier.out)
+    result = policyc("diff", "a.policy:no_rht", "--vs", "plan.json", "--stat", "train.py", "64")
+    assert "note: the equations of an earlier plan are not known" in policyc(
+        "diff", "a.policy", "--vs", "plan.json", "train.py", "64"
+    ).out.replace("\n", " ")
+    assert result.code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a.policy"], "name a program, or a configuration with --config"),
+        (["a.policy", "--config", "tiny", "train.py"], "name a program, or a configuration with --config"),
+        (["a.policy:nothing", "train.py"], "no variant named 'nothing' (variants: no_rht)"),
+        (["a.policy", "fp8", "--vs", "plan.json", "train.py"], "--vs compares a plan with one policy"),
+        (["a.policy", "--target", "gb2000", "train.py"], "gb2000"),
+        (["train.py", "a.policy"], "the policy comes first"),
+        (["a.policy", "--out", "x.html", "train.py", "64"], "--out"),
+        (["a.policy", "--stats", "nowhere", "train.py", "64"], "stats.jsonl' cannot be read"),
+        (["a.policy", "--compiled", "nowhere", "train.py", "64"], "nowhere' cannot be read"),
+    ],
+)
+def test_wrong_usage(folder: Path, arguments: list[str], message: str) -> None:
+    result = policyc("diff", *arguments)
+    assert result.code in (1, 2)
+    assert message in result.err.replace("\n", " ")

@@ -1,0 +1,202 @@
+"""A diff as text, SVG, DOT, for Model Explorer, and as a Python object in a notebook."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import policyc
+from policyc.diff.build import DiffRequest, build_diff
+from policyc.diff.dot import as_dot
+from policyc.diff.model import DiffData
+from policyc.diff.model_explorer import model_explorer_data, write_model_explorer
+from policyc.diff.svg import draw_heat_map
+from policyc.diff.terminal import WIDTH, render, render_stat
+from policyc.hardware.training_step import TrainingStep
+from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, W, X, make_diff, scanned, unrolled
+
+HOSTILE = "<script>alert('x')</script>\x1b[31m\"\n"
+
+
+@pytest.fixture(scope="module")
+def diff() -> DiffData:
+    return make_diff(unrolled, UNROLLED, KEEP_LAST)
+
+
+@pytest.fixture(scope="module")
+def hostile() -> DiffData:
+    """Names with markup, quotes and escape sequences in scopes, parameters and the program."""
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        with jax.named_scope(HOSTILE):
+            return jnp.sum(x @ p[HOSTILE])
+
+    plan = policyc.plan("* -> mxfp8", loss, {HOSTILE: W}, X)
+    return build_diff(DiffRequest(step=TrainingStep(plan=plan), program=HOSTILE, labels=(HOSTILE, HOSTILE)))
+
+
+# ---- text
+
+
+def test_the_text_has_the_sentence_the_strips_and_the_equations(diff: DiffData) -> None:
+    lines = render(diff).splitlines()
+    assert lines[0].startswith("24 of 41 products change; predicted step time ")
+    assert "layers: 6 layers, 0-3 x4, 4-5 x2" in lines
+    assert re.search(r"^up +fprop +4444\.\.$", "\n".join(lines), re.MULTILINE)
+    assert "@@ layers[0-3] x4/mlp @@" in lines
+    assert any(line.startswith("  # <policy>:1: layers.* -> nvfp4(") for line in lines)
+    removed = [line for line in lines if line.startswith("- ")]
+    assert len(removed) == 2  # up and down, once for all layers
+    assert all("dot_general" in line for line in removed)
+    assert any(line.startswith("+ ") and "scaled_gemm" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [WIDTH, 60])
+def test_lines_fit_the_width(diff: DiffData, width: int) -> None:
+    assert max(map(len, render(diff, width=width).splitlines())) <= width
+
+
+def test_every_equation_is_shown_or_counted(diff: DiffData) -> None:
+    """Lines of equations and counts of unchanged ones add up to the graph's equations, outside containers."""
+    text = render(diff)
+    shown = sum(line.startswith(("- ", "+ ")) for line in text.splitlines())
+    counted = sum(int(n) for n in re.findall(r"\.\.\. (\d+) equation", text))
+    nodes = policyc.diff.graph.build_graph(diff).nodes(data=True)
+    assert shown + counted == sum(data["type"] == "equation" for _, data in nodes)
+
+
+def test_colors_do_not_change_the_text(diff: DiffData) -> None:
+    painted = render(diff, lambda kind, text: f"\x1b[1m{text}\x1b[0m" if text else "")
+    assert re.sub(r"\x1b\[\dm", "", painted) == render(diff)
+
+
+def test_a_long_stack_has_columns_of_several_layers() -> None:
+    params = {"layers": [{"up": W, "down": W}] * 100, "embed": W, "head": W}
+    text = render(make_diff(unrolled, params, "layers[:49] -> mxfp8"))
+    assert "(one column: 3 layers)" in text
+    row = next(line for line in text.splitlines() if line.startswith("up "))
+    assert row.split()[-1] == "m" * 16 + "*" + "." * 17  # 48 layers, one that is mixed, 51 others
+
+
+def test_emulated_products_are_marked() -> None:
+    text = render(make_diff(unrolled, UNROLLED, "up -> nvfp4", target="h100"))
+    assert "18 emulated" in text.splitlines()[0]
+    assert re.search(r"^up +fprop +eeeeee$", text, re.MULTILINE)
+
+
+def test_stat_has_one_line_for_each_change(diff: DiffData) -> None:
+    lines = render_stat(diff).splitlines()[1:]
+    assert [line.split() for line in lines] == [
+        ["layers.up", "bf16", "->", "nvfp4", "fprop", "dgrad", "wgrad", "x4"],
+        ["layers.down", "bf16", "->", "nvfp4", "fprop", "dgrad", "wgrad", "x4"],
+    ]
+
+
+def test_hostile_names_stay_text(hostile: DiffData) -> None:
+    for text in (render(hostile), render_stat(hostile), as_dot(hostile)):
+        assert "\x1b" not in text
+    picture = draw_heat_map(hostile)
+    assert "<script" not in picture
+    assert "\x1b" not in picture
+    ElementTree.fromstring(picture)
+
+
+# ---- pictures
+
+
+def test_the_heat_map_has_a_cell_for_every_product_and_layer(diff: DiffData) -> None:
+    root = ElementTree.fromstring(draw_heat_map(diff))
+    space = "{http://www.w3.org/2000/svg}"
+    groups = root.findall(f"{space}g")
+    rects = [len(group.findall(f"{space}rect")) for group in groups]
+    # Two linears with three products: four split cells and two whole ones; the embedding has two products, the head
+    # three.
+    assert sorted(rects) == sorted([8] * 6 + [2] * 6 + [1] * 5)
+    titles = [group.findtext(f"{space}title") or "" for group in groups]
+    assert any("layers.up layers 0-3 wgrad" in title and "<policy>:1" in title for title in titles)
+
+
+def test_the_graph_in_dot_has_every_equation_and_edge(diff: DiffData) -> None:
+    graph = policyc.diff.graph.build_graph(diff)
+    text = as_dot(diff)
+    equations = [n for n, data in graph.nodes(data=True) if data["type"] == "equation"]
+    assert len(re.findall(r"^ *n\d+ \[label=", text, re.MULTILINE)) == len(equations)
+    assert text.count(" -> ") >= sum(d["kind"] == "data" for *_, d in graph.edges(data=True))
+    assert text.count("{") == text.count("}")
+
+
+# ---- Model Explorer
+
+
+def test_model_explorer_has_two_graphs_and_their_mapping(diff: DiffData, tmp_path: Path) -> None:
+    write_model_explorer(diff, tmp_path / "out")
+    files = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
+    assert {*files} == {"before", "after", "mapping", "changes"}
+    ids = {}
+    for side in ("before", "after"):
+        (graph,) = files[side]["graphs"]
+        ids[side] = {node["id"] for node in graph["nodes"]}
+        assert all(edge["sourceNodeId"] in ids[side] or side == "before" for node in graph["nodes"]
+                   for edge in node["incomingEdges"])  # fmt: skip
+        assert {*files["changes"][side]["results"]} <= ids[side]
+    left = [n for entry in files["mapping"]["mappingEntries"] for n in entry["leftNodeIds"]]
+    right = [n for entry in files["mapping"]["mappingEntries"] for n in entry["rightNodeIds"]]
+    assert {*left} == ids["before"]  # nothing is only before
+    assert {*right} <= ids["after"]
+    assert len({*left}) == len(left)
+
+
+@pytest.mark.peers
+def test_model_explorer_takes_the_files(diff: DiffData) -> None:
+    """With its own Python package: strict conversion to its records."""
+    import dacite
+    from model_explorer import graph_builder, node_data_builder
+
+    files = model_explorer_data(diff)
+    config = dacite.Config(strict=True)
+    for side in ("before", "after"):
+        collection = dacite.from_dict(graph_builder.GraphCollection, files[side], config)
+        assert len(collection.graphs[0].nodes) > 10
+    data = {"graphsData": files["changes"]}
+    assert dacite.from_dict(node_data_builder.ModelNodeData, data, config).graphsData["after"].results
+
+
+# ---- from Python
+
+
+def test_diff_from_python(tmp_path: Path) -> None:
+    result = policyc.diff(KEEP_LAST, scanned, SCANNED, X)
+    assert result
+    assert repr(result).startswith("<Diff: 24 of 41 products change")
+    assert str(result) == render(result.data)
+    assert result._repr_html_().startswith("<svg")
+    assert result.to_dict()["schema"] == 1
+    for suffix in ("json", "svg", "dot", "txt"):
+        result.save(tmp_path / f"diff.{suffix}")
+        assert (tmp_path / f"diff.{suffix}").stat().st_size > 100
+    with pytest.raises(ValueError, match=r"the suffix must be one of \.json"):
+        result.save(tmp_path / "diff.png")
+
+
+def test_diff_of_two_policies_and_of_gradients_from_python() -> None:
+    assert not policyc.diff("up -> mxfp8", unrolled, UNROLLED, X, before="up -> mxfp8")
+    result = policyc.diff("up @ wgrad -> mxfp8", unrolled, UNROLLED, X, grad=True)
+    assert result.to_dict()["mode"] == "gradient"
+    products = {
+        data.get("product") for _, data in result.graph.nodes(data=True) if data.get("side") == "before"
+    }
+    assert "wgrad" in products
+
+
+def test_plans_policies_and_sites_show_themselves_in_a_notebook() -> None:
+    plan = policyc.plan("up -> mxfp8  # <b>", unrolled, UNROLLED, X)
+    assert "<td>up -&gt; mxfp8</td>" in plan._repr_html_()
+    assert "<td>layers[0].up</td>" in plan.sites._repr_html_()
+    assert plan.policy._repr_html_() == "<pre>up -&gt; mxfp8\n</pre>"

@@ -1,0 +1,129 @@
+"""Figures from elsewhere: measurements of a run, compiled programs, and earlier plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import policyc
+from policyc.compiler.plan_tables import as_json as plan_json
+from policyc.diff.data import sentence
+from policyc.diff.model import DiffData
+from policyc.diff.overlays import read_compiled, read_stats
+from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, X, make_diff, scanned, unrolled
+
+
+@pytest.fixture(scope="module")
+def diff() -> DiffData:
+    return make_diff(unrolled, UNROLLED, KEEP_LAST)
+
+
+def write_lines(path: Path, *rows: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_measurements_of_the_last_step(diff: DiffData, tmp_path: Path) -> None:
+    operand = {"site": "layers.up", "layer": 3, "operand": "wgrad.dy", "format": "nvfp4", "sqnr_db": 18.5}
+    write_lines(
+        tmp_path / "stats.jsonl",
+        {"step": 0, **operand, "sqnr_db": 1.0},
+        {"step": 10, **operand},
+        {"step": 10, "parameter": "layers.down", "layer": 0, "cosine": 0.99},
+        {"step": 10, "parameter": "elsewhere", "layer": None, "cosine": 0.5},
+        {"step": 10, "loss": 1.0, "plain_loss": 1.0},
+    )
+    stats = read_stats(tmp_path, diff)
+    names = [linear.full_name for linear in diff.linears]
+    assert (stats["step"], stats["unknown"]) == (10, 1)
+    (row,) = stats["operands"]
+    assert (names[row["linear"]], row["layer"], row["sqnr_db"]) == ("layers.up", 3, 18.5)
+    (cosine,) = stats["cosines"]
+    assert (names[cosine["linear"]], cosine["cosine"]) == ("layers.down", 0.99)
+
+
+@pytest.mark.parametrize("content", [None, "", "not json\n"])
+def test_a_run_without_measurements_is_an_error(diff: DiffData, tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "stats.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=r"stats\.jsonl"):
+        read_stats(tmp_path, diff)
+
+
+def test_calls_of_a_compiled_program(diff: DiffData, tmp_path: Path) -> None:
+    path = tmp_path / "compiled.json"
+    call = {"gemm": "fprop", "native": True, "call": "__cudnn$blockScaledDot", "found": 1}
+    products = [
+        {"site": "layers[2].up", "layers": None, **call},
+        {"site": "layers.down", "layers": [[0], [3]], **call},
+        {"site": "unknown", "layers": None, **call},
+    ]
+    path.write_text(json.dumps({"target": "gb200", "devices": 8, "products": products}))
+    compiled = read_compiled(path, diff)
+    names = [linear.full_name for linear in diff.linears]
+    found = [(names[p["linear"]], p["layers"], p["call"]) for p in compiled["products"]]
+    assert found == [
+        ("layers.up", [2, 2], "__cudnn$blockScaledDot"),
+        ("layers.down", [0, 3], "__cudnn$blockScaledDot"),
+    ]
+    assert compiled["unknown"] == 1
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="was not written by policyc compile"):
+        read_compiled(path, diff)
+
+
+# ---- earlier plans
+
+
+def write_plan(path: Path, policy: str, loss: Any = scanned, params: Any = SCANNED) -> str:
+    path.write_text(plan_json(policyc.plan(policy, loss, params, X, target="gb200")))
+    return str(path)
+
+
+def test_the_same_plan_changes_nothing(tmp_path: Path) -> None:
+    earlier = write_plan(tmp_path / "plan.json", KEEP_LAST)
+    diff = make_diff(scanned, SCANNED, KEEP_LAST, earlier_plan=earlier)
+    assert not diff.differs
+    assert sentence(diff) == "none of 41 products change."
+    assert len(diff.notes) == 1  # that equations are not known
+
+
+def test_options_of_recipes_are_compared(tmp_path: Path) -> None:
+    """The formats are the same; only the rotation differs."""
+    earlier = write_plan(tmp_path / "plan.json", "layers.* -> nvfp4(sr=grad, scale2d=weights)")
+    diff = make_diff(scanned, SCANNED, KEEP_LAST, earlier_plan=earlier)
+    changed = {
+        (linear.name, str(product.gemm), run.first, run.last)
+        for linear in diff.linears
+        for run in linear.runs
+        for product in run.products
+        if product.is_changed
+    }
+    first = {(name, "wgrad", 0, 3) for name in ("up", "down")}
+    last = {(name, gemm, 4, 5) for name in ("up", "down") for gemm in ("fprop", "dgrad", "wgrad")}
+    assert changed == first | last
+
+
+def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(path, KEEP_LAST, unrolled, UNROLLED)
+    data = json.loads(path.read_text())
+    for site in data["sites"]:
+        for run in site["decisions"]["always"]:
+            for product in run["products"].values():
+                del product["operands"]
+    path.write_text(json.dumps(data))
+    diff = make_diff(scanned, SCANNED, KEEP_LAST, earlier_plan=str(path))
+    assert "the program has changed since the earlier plan was made" in diff.notes
+    assert "12 sites of the earlier plan are not in the program" in diff.notes
+    assert "the earlier plan has no options of recipes: only formats are compared" in diff.notes
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"sites": 3}', "[1]"])
+def test_a_file_that_is_no_plan_is_an_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="is not a plan"):
+        make_diff(scanned, SCANNED, KEEP_LAST, earlier_plan=str(path))

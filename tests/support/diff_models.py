@@ -1,0 +1,58 @@
+"""A model with a stack of layers, unrolled and scanned, and the diffs of policies on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import policyc
+from policyc.diff.build import DiffRequest, build_diff
+from policyc.diff.model import DiffData
+from policyc.hardware.training_step import TrainingStep
+from policyc.language.loader import parse
+from policyc.numerics.targets import get_target
+from tests.support.jaxpr_tools import struct
+
+LAYERS = 6
+X = struct(64, 64, dtype=jnp.bfloat16)
+W = struct(64, 64, dtype=jnp.bfloat16)
+STACKED = struct(LAYERS, 64, 64, dtype=jnp.bfloat16)
+UNROLLED = {"layers": [{"up": W, "down": W}] * LAYERS, "embed": W, "head": W}
+SCANNED = {"layers": {"up": STACKED, "down": STACKED}, "embed": W, "head": W}
+KEEP_LAST = "layers.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)\nlayers[-2:] -> keep"
+
+
+def mlp(p: Any, h: jax.Array) -> jax.Array:
+    with jax.named_scope("mlp"):
+        return h + jnp.tanh(h @ p["up"]) @ p["down"]
+
+
+def unrolled(p: Any, x: jax.Array) -> jax.Array:
+    x = x @ p["embed"]
+    for number, layer in enumerate(p["layers"]):
+        with jax.named_scope(f"layers_{number}"):
+            x = mlp(layer, x)
+    return jnp.sum(x @ p["head"])
+
+
+def scanned(p: Any, x: jax.Array) -> jax.Array:
+    x, _ = lax.scan(lambda h, layer: (mlp(layer, h), None), x @ p["embed"], p["layers"])
+    return jnp.sum(x @ p["head"])
+
+
+def make_diff(
+    loss: Any, params: Any, policy: str, before: str | None = None, *, target: str = "gb200", **options: Any
+) -> DiffData:
+    """The diff of a policy with no policy, or with another one."""
+    plan = policyc.plan(policy, loss, params, X, target=target)
+    return build_diff(
+        DiffRequest(
+            step=TrainingStep(plan=plan),
+            before=None if before is None else parse(before),
+            target=get_target(target),
+            **options,
+        )
+    )
