@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed_ups import Case, report_name
+from benchmarks.speed_ups import REMAT, Case, report_name
 
 DEVICES = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 128}
 POLICIES = ("fp8", "llama_nvfp4", "te_nvfp4")
@@ -27,6 +27,7 @@ POLICIES = ("fp8", "llama_nvfp4", "te_nvfp4")
 def compile_step(policy: str, config: str, target: str, mesh: str | None) -> dict[str, Any]:
     words = ["compile", policy, "--config", config, "--target", target, "--devices", str(DEVICES[config])]
     words += [] if mesh is None else ["--mesh", mesh]
+    words += ["--remat", REMAT[config]] if config in REMAT else []
     print(f"policyc {' '.join(words)}", file=sys.stderr)
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     process = subprocess.run(

@@ -46,6 +46,10 @@ CASES = (
 )
 
 
+REMAT = {"llama3_70b": "full"}
+"""What the backward pass recomputes, if the step does not fit into memory as it is configured."""
+
+
 def report_name(policy: str, case: Case) -> str:
     """The file of a compiled step."""
     return f"{policy}-{case.config}-{case.target}x{case.devices}.json"
@@ -54,7 +58,8 @@ def report_name(policy: str, case: Case) -> str:
 @cache
 def trace_step(config: str, devices: int) -> TrainingStep:
     execution = execution_options()
-    return llama_step.plan_step(Policy(), config, MeshShape(fsdp=devices), llama_step.Sizes(), execution)
+    sizes = llama_step.Sizes(remat=REMAT.get(config))
+    return llama_step.plan_step(Policy(), config, MeshShape(fsdp=devices), sizes, execution)
 
 
 @cache

@@ -209,6 +209,9 @@ def _outer_scale_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gem
     backend = dict(zip(Gemm, group.backends, strict=True))[gemm]
     if backend != "xla" or not gemm_cost.writes_fp32(format) or not target.is_native(format):
         return 0.0
+    assert group.recipe is not None  # a product that is kept is not in such a format
+    if all(t.outer == "pow2" for t in group.recipe.gemm_treatments(gemm)):
+        return 0.0
     m, n, k, batch = local_shape(group.site, mesh)
     rows, columns, _ = gemm_cost.product_shape(gemm, m, n, k)
     return gemm_cost.copy_seconds(target, gemm_cost.FP32_RESULT_BYTES * batch * rows * columns)

@@ -68,7 +68,7 @@ def describe_treatment(treatment: Treatment) -> str:
     extras = {
         "four_over_six": treatment.scale == "four_over_six",
         "mean_split": treatment.mean_split,
-        "outer=row": treatment.outer == "row",
+        f"outer={treatment.outer}": treatment.outer != "tensor",
         treatment.scale_rounding: treatment.format == "mxfp4" and treatment.scale_rounding != "floor",
     }
     return " ".join([*words, *(word for word, applies in extras.items() if applies)])

@@ -210,9 +210,9 @@ OPTIONS: dict[str, Option] = {
         Option(
             name="outer",
             kind="choice",
-            choices=("tensor", "row"),
+            choices=("tensor", "row", "pow2"),
             default="tensor",
-            summary="one fp32 scale per tensor, or per row",
+            summary="one fp32 scale per tensor, or per row; or per tensor, a power of two",
         ),
         Option(
             name="grad",

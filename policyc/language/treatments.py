@@ -57,7 +57,9 @@ def _normalize_treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
         treatment = replace(treatment, tile2d=False)
     if treatment.scale == "four_over_six" and (gemm is not Gemm.FPROP or treatment.rounding != "rne"):
         treatment = replace(treatment, scale="amax")
-    return replace(treatment, outer="tensor") if treatment.tile2d else treatment
+    if treatment.tile2d and treatment.outer == "row":
+        treatment = replace(treatment, outer="tensor")
+    return treatment
 
 
 def treatment_words(treatment: Treatment) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class QuantizeSpec:
         words += [t.scale] if t.scale != "amax" else []
         words += [t.scale_rounding] if t.format == "mxfp4" else []
         words += [f"headroom{t.headroom}"] if t.headroom != 1 else []
-        words += ["outer=row"] if t.outer == "row" else []
+        words += [f"outer={t.outer}"] if t.outer != "tensor" else []
         return f"{','.join(words)}@{self.axes.axis}"
 
 

@@ -29,8 +29,10 @@ from policyc.numerics.quantize.bits import (
     round_nearest,
     round_stochastic,
 )
+from policyc.numerics.quantize.blocks import round_up_to_bound
 from policyc.numerics.quantize.hadamard import SIGNS, Method, random_signs, rotate, sylvester
 from policyc.numerics.quantize.random import random_words
+from policyc.numerics.quantize.values import outer_scale
 from tests.support import rounding_oracle as oracle
 from tests.support.gemms import quick_jit
 
@@ -169,6 +171,24 @@ def test_nvfp4_equals_the_oracle(tile: int, dtype: str, method: Method) -> None:
         np.testing.assert_array_equal(np.ravel(amax), expected["amax"])
         np.testing.assert_array_equal(np.asarray(block, np.float32), expected["block"])
         np.testing.assert_array_equal(np.asarray(value), expected["dequantized"])
+
+
+@pytest.mark.parametrize("size", [1.0, 2688 / 1024, 2688.0, 3e-30, 2e38])
+def test_a_power_of_two_as_outer_scale_equals_the_oracle(size: float) -> None:
+    """Also where amax is such a multiple of the bound already, and at the ends of the range."""
+    x = np.random.default_rng(3).standard_normal(SMALL).astype(ml_dtypes.bfloat16).astype(np.float32)
+    x = (x / np.abs(x).max() * np.float32(size)).astype(np.float32)
+    q, expected = compiled(nvfp4(outer="pow2"))(x), oracle.nvfp4(x, power_of_two=True)
+    np.testing.assert_array_equal(np.asarray(q.codes), oracle.pack(expected["codes"]))
+    np.testing.assert_array_equal(np.asarray(q.scales), expected["scales"])
+    m, e = outer_scale(q)
+    assert float(m.reshape(())) * 2.0 ** int(e.reshape(())) == float(expected["amax"]) / 2688
+    assert np.log2(float(expected["amax"]) / 2688) % 1 == 0
+
+
+def test_an_amax_that_cannot_be_rounded_up_stays() -> None:
+    for bits in (0, 1, 0x7F7FFFFF, 0x7F800000, 0x7FC00000):  # zero, denormal, the largest, infinity, NaN
+        assert int(round_up_to_bound(jnp.int32(bits), 2688.0)) == bits
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ The quantizers are the same, so only the order of fp32 sums of at most 128 produ
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,13 @@ import pytest
 
 import policyc
 from policyc.compiler.plan import gemm_queries
-from policyc.language.recipes import Gemm, Treatment, make_recipe
+from policyc.language.recipes import OPERAND_GROUPS, Gemm, Treatment, make_recipe
+from policyc.numerics.backends import LoweringContext, xla
 from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.backends.emulate import apply_outer_scales
 from policyc.numerics.backends.xla import _scale_inside
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
+from policyc.numerics.products import EMULATED
 from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.quantize.values import block_values
 from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, three_products
@@ -117,6 +120,31 @@ def test_nonfinite_operands_give_nonfinite_results() -> None:
     for bad in (jnp.nan, jnp.inf):
         for result in run(normal(16, 32).at[3, 5].set(bad), normal(32, 16)):
             assert not np.isfinite(result).any()
+
+
+def test_powers_of_two_are_applied_after_rounding() -> None:
+    """The GEMM writes bfloat16, and the result has the bits of the emulation, which rounds once at the end."""
+    recipe = make_recipe("nvfp4", {"scale2d": OPERAND_GROUPS["weights"], "outer": "pow2"})
+    x, w = normal(16, 32, dtype=jnp.bfloat16), normal(32, 16, seed=1, dtype=jnp.bfloat16)
+    dy = normal(16, 16, seed=2, dtype=jnp.bfloat16)
+    f = partial(quantized_dot_general, dimension_numbers=MATMUL, recipe=recipe)
+    run = quick_jit(
+        lambda *a: [three_products(partial(f, options=GemmOptions(backends=b)), *a) for b in (XLA, EMULATED)]
+    )
+    ours, emulated = run(x, w, dy)
+    for a, b in zip(ours, emulated, strict=True):
+        # The order of fp32 sums of at most 32 products may move a sum over the middle of two bfloat16 numbers.
+        assert np.mean(np.asarray(a) != np.asarray(b)) < 0.01
+
+    treatment = recipe.treatments[0]
+    a = quantize(x, treatment, Axes(axis=-1))
+    b = quantize(w, treatment, Axes(axis=-2))
+    for layout, dtype in ((a.layout, "bfloat16"), (replace(a.layout, has_power_of_two=False), "float32")):
+        multiply = partial(
+            xla.gemm, dimensions=MATMUL, out=jnp.bfloat16, context=LoweringContext(platform="cuda")
+        )
+        jaxpr = jax.make_jaxpr(lambda a, b, multiply=multiply: multiply(a, b))(replace(a, layout=layout), b)
+        assert f"preferred_element_type={dtype}" in str(jaxpr)
 
 
 # ---- the choice of a backend

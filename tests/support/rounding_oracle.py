@@ -23,12 +23,16 @@ def e2m1(x: np.ndarray) -> np.ndarray:
     return np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
 
 
-def nvfp4(x: np.ndarray, tile: int = 1, bound: float = 448) -> dict[str, np.ndarray]:
+def nvfp4(
+    x: np.ndarray, tile: int = 1, bound: float = 448, power_of_two: bool = False
+) -> dict[str, np.ndarray]:
     """Quantizes the rows of x in blocks of 16, or in 16x16 tiles if `tile` is 16. x has whole blocks."""
     x = np.asarray(x).astype(f32)
     m, n = x.shape
     with np.errstate(all="ignore"):
         amax = np.abs(x).max()
+        if power_of_two and amax:
+            amax = f32(bound * 6 * 2.0 ** np.ceil(np.log2(float(amax) / (bound * 6))))
         s_enc = np.minimum(f32(bound * 6) / amax, F32_MAX) if amax else f32(1)
         s_dec = f32(1) / s_enc
         tiles = np.abs(x).reshape(m // tile, tile, n // 16, 16).max((1, 3))

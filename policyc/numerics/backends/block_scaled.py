@@ -44,11 +44,16 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockScaledSpec:
-    """What a block-scaled GEMM computes. `native` says whether to call XLA's block-scaled GEMM, which needs CUDA."""
+    """What a block-scaled GEMM computes.
+
+    `native` says whether to call XLA's block-scaled GEMM, which needs CUDA. `rounds_first` says that the GEMM may round
+    its result before the outer scales are applied: they are powers of two, so that the order does not matter.
+    """
 
     format: str
     out: Any
     native: bool
+    rounds_first: bool = False
 
 
 def multiply_rows(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
@@ -70,9 +75,10 @@ def as_values(rows: Rows, format: str) -> tuple[jax.Array, jax.Array]:
 
 def _multiply(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
     (left, left_scales), (right, right_scales) = as_values(a, spec.format), as_values(b, spec.format)
-    # The product stays fp32 if it is scaled once more afterwards.
+    # The product stays fp32 if it is scaled once more afterwards, unless that is exact.
     is_scaled = a.mantissa is not None or b.mantissa is not None
-    dtype = spec.out if not is_scaled and spec.out in (jnp.bfloat16, jnp.float32) else jnp.float32
+    stays_wide = is_scaled and not spec.rounds_first
+    dtype = spec.out if not stays_wide and spec.out in (jnp.bfloat16, jnp.float32) else jnp.float32
     multiply = jax.nn.scaled_matmul if spec.native else _multiply_values
     product = multiply(left, right, left_scales, right_scales, dtype)
     return _apply_outer_scales(product, a, b).astype(spec.out)

@@ -78,7 +78,7 @@ def _option_obstacle(t: Treatment) -> Obstacle | None:
         f"scale={t.scale}": t.scale != "amax",
         f"sr_headroom={t.headroom}": t.headroom != 1,
         "mean_split": t.mean_split,
-        "outer=row": t.outer != "tensor",
+        f"outer={t.outer}": t.outer != "tensor",
     }
     option = next((name for name, is_used in unsupported.items() if is_used), None)
     if option is None:

@@ -88,7 +88,12 @@ def gemm(
         return _multiply_fp8(lhs, rhs, dimensions, out)
     (lc, rc), (lb, rb) = dimensions
     (left, left_free), (right, right_free) = _as_rows(lhs, lc, lb), _as_rows(rhs, rc, rb)
-    spec = BlockScaledSpec(format=lhs.layout.format, out=jnp.dtype(out), native=context.platform == "cuda")
+    spec = BlockScaledSpec(
+        format=lhs.layout.format,
+        out=jnp.dtype(out),
+        native=context.platform == "cuda",
+        rounds_first=lhs.layout.has_power_of_two and rhs.layout.has_power_of_two,
+    )
     batch = tuple(lhs.codes.shape[i] for i in lb)
     return multiply_rows(left, right, spec).reshape(*batch, *left_free, *right_free)
 

@@ -95,6 +95,7 @@ def layout_of(shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> tuple
         tile_axis=tile,
         tile_size=shape[tile] if tile is not None else 0,
         bound=bound_of(treatment),
+        has_power_of_two=treatment.outer == "pow2",
     )
     return layout, tuple(padded)
 
@@ -161,6 +162,17 @@ def tensor_key(block_max: jax.Array, amax: jax.Array, context: QuantizeContext) 
 
 
 # ---- outer scales
+
+
+def round_up_to_bound(amax: jax.Array, bound: float) -> jax.Array:
+    """The least bound * 2**k that is not below amax, as bits: with it the outer scale is 2**k.
+
+    amax stays as it is if it is zero, denormal, not finite, or if bound * 2**k would not be finite.
+    """
+    fraction = np.float32(bound).view(np.int32) & 0x7FFFFF
+    exponent = (amax >> 23) + ((amax & 0x7FFFFF) > fraction)
+    is_normal = (amax >= 0x800000) & (exponent < 255)
+    return jnp.where(is_normal, (exponent << 23) | fraction, amax)
 
 
 def encode_scale(amax: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.Array]:

@@ -28,6 +28,7 @@ class Layout:
       tile_axis: the other axis of 2D tiles.
       tile_size: its length before padding.
       bound: the value of the largest element after division by the outer scale.
+      has_power_of_two: whether the outer scale is a power of two.
     """
 
     format: str
@@ -38,6 +39,7 @@ class Layout:
     tile_axis: int | None = None
     tile_size: int = 0
     bound: float = 1.0
+    has_power_of_two: bool = False
 
     @property
     def packed(self) -> bool:

@@ -26,6 +26,7 @@ from policyc.numerics.quantize.blocks import (
     encode_blocks,
     encode_scale,
     find_maxima,
+    round_up_to_bound,
     tensor_key,
 )
 from policyc.numerics.quantize.layout import (
@@ -48,6 +49,8 @@ def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
     x, block_max, amax = find_maxima(x, context)
     key = context.key if t.rounding == "rne" else tensor_key(block_max, amax, context)
     block_max, amax = _add_headroom(block_max, t), _add_headroom(amax, t)
+    if t.outer == "pow2":
+        amax = round_up_to_bound(amax, layout.bound)
     tensor_enc, lift = encode_scale(amax, context)
     tensor_dec = materialize(div(jnp.float32(1), tensor_enc))
     lifted_max = from_bits(block_max) * lift

@@ -1,0 +1,58 @@
+"""Signal to quantization noise of the formats, in dB, on three distributions. The figures of docs/recipes.md.
+
+    python -m benchmarks.sqnr [--samples 20]
+
+Runs on any machine. The recipes are those of a forward operand, rounded to nearest.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize import Axes, dequantize, quantize
+
+TREATMENTS = {
+    "`outer=tensor`": Treatment(format="nvfp4", element="e2m1"),
+    "`outer=pow2`": Treatment(format="nvfp4", element="e2m1", outer="pow2"),
+    "16x16, `outer=tensor`": Treatment(format="nvfp4", element="e2m1", tile2d=True),
+    "16x16, `outer=pow2`": Treatment(format="nvfp4", element="e2m1", tile2d=True, outer="pow2"),
+}
+SCALES = np.exp2(np.linspace(0, 1, 8, endpoint=False))
+"""Powers of two are rounded up by a factor between 1 and 2: the mean over these sizes of a tensor."""
+
+
+def sqnr(x: np.ndarray, treatment: Treatment) -> float:
+    """The mean over tensors of all sizes, in dB."""
+    run = jax.jit(lambda x: dequantize(quantize(x, treatment, Axes(axis=-1, tile=-2))))
+    ratios = []
+    for scale in SCALES:
+        scaled = (x * scale).astype(np.float32)
+        noise = np.asarray(run(jnp.asarray(scaled)), np.float64) - scaled
+        ratios.append(10 * np.log10(np.mean(scaled.astype(np.float64) ** 2) / np.mean(noise**2)))
+    return float(np.mean(ratios))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=20, help="base-2 logarithm of their number")
+    shape = (2 ** (parser.parse_args().samples - 10), 1024)
+    generator = np.random.default_rng(0)
+    draws = {
+        "N(0,1)": generator.standard_normal(shape),
+        "Laplace": generator.laplace(size=shape),
+        "Student t(3)": generator.standard_t(3, shape),
+    }
+    print(f"| | {' | '.join(draws)} |\n|{'---|' * (1 + len(draws))}")
+    for name, treatment in TREATMENTS.items():
+        print(f"| {name} | {' | '.join(f'{sqnr(x, treatment):.2f}' for x in draws.values())} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
