@@ -140,8 +140,8 @@ class _GradientMatcher:
         elif [*map(jaxprs.primitive_name, old)] == [*map(jaxprs.primitive_name, new)]:
             for one, other in zip(old, new, strict=True):
                 yield self._match_pair(key, one, other, iterations)
-        elif len([*_scans(old)]) == 1 and len([*_scans(new)]) > 1:
-            yield self._match_split(key, old, new, iterations)
+        elif pieces := _scan_pieces(old, new):
+            yield self._match_split(key, old, new, pieces, iterations)
         else:
             for side, eqns in enumerate((old, new)):
                 for eqn in eqns:
@@ -186,24 +186,47 @@ class _GradientMatcher:
         return self._make(key, (old,), (new,), Reason.ENTERED, iterations, inside)
 
     def _match_split(
-        self, key: _Key, old: Sequence[JaxprEqn], new: Sequence[JaxprEqn], iterations: Iterations
+        self,
+        key: _Key,
+        old: Sequence[JaxprEqn],
+        new: Sequence[JaxprEqn],
+        pieces: Sequence[_ScanPiece],
+        iterations: Iterations,
     ) -> Match:
-        """A scan before, and the scans after into which it is split, in the order in which they run."""
-        (whole,) = _scans(old)
-        scans = list(_scans(new))
-        total = sum(scan.params["length"] for scan in scans)
+        """Scans before, and the scans after into which they are split."""
         inside: list[MatchedJaxpr] = []
-        position = 0
-        for scan in scans:
-            length = scan.params["length"]
-            start = total - position - length if whole.params["reverse"] else position
-            position += length
-            piece = IterationRange(start, start + length)
-            before, after = (jaxprs.sub_jaxprs(eqn)[0].jaxpr for eqn in (whole, scan))
-            fixed = {**iterations, key.address or (): start}
+        for piece in pieces:
+            before, after = (jaxprs.sub_jaxprs(eqn)[0].jaxpr for eqn in (piece.whole, piece.scan))
+            fixed = {**iterations, key.address or (): piece.iterations.start}
             matches = self.match(before, after, fixed, backward=key.is_backward)
-            inside.append(MatchedJaxpr(label="jaxpr", matches=matches, iterations=piece))
+            inside.append(MatchedJaxpr(label="jaxpr", matches=matches, iterations=piece.iterations))
         return self._make(key, tuple(old), tuple(new), Reason.SPLIT, iterations, tuple(inside))
+
+
+@dataclass(frozen=True, slots=True)
+class _ScanPiece:
+    """A scan that runs some iterations of another one."""
+
+    whole: JaxprEqn
+    scan: JaxprEqn
+    iterations: IterationRange
+
+
+def _scan_pieces(old: Sequence[JaxprEqn], new: Sequence[JaxprEqn]) -> list[_ScanPiece]:
+    """The scans into which others are split, in the order in which they run; none if they are not."""
+    pieces: list[_ScanPiece] = []
+    scans = list(_scans(new))
+    for whole in _scans(old):
+        length, position = whole.params["length"], 0
+        while position < length and scans:
+            scan = scans.pop(0)
+            size = scan.params["length"]
+            start = length - position - size if whole.params["reverse"] else position
+            pieces.append(_ScanPiece(whole, scan, IterationRange(start, start + size)))
+            position += size
+        if position != length:
+            return []
+    return [] if scans else pieces
 
 
 def _inputs(before: AnyJaxpr, after: AnyJaxpr) -> tuple[tuple[Var, Var], ...]:

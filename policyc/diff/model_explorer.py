@@ -16,8 +16,9 @@ from policyc.diff.graph import build_graph, children_of
 from policyc.diff.model import DiffData, format_ranges
 from policyc.diff.svg import FORMAT_COLORS, OTHER_COLOR
 from policyc.language.diagnostics import escape_controls
+from policyc.language.formats import FORMATS
 
-_CHANGE_COLORS = {"both": "", "before": "#ffd8d3", "after": "#cdeccd"}
+_CHANGE_COLORS = {"before": "#ffd8d3", "after": "#cdeccd"}
 
 
 def write_model_explorer(diff: DiffData, folder: Path) -> None:
@@ -112,20 +113,23 @@ def _mapping(graph: nx.DiGraph[int]) -> dict[str, Any]:
 
 
 def _node_data(diff: DiffData, graph: nx.DiGraph[int], side: str) -> dict[str, Any]:
-    """For each equation that differs: why, and the format of its linear as its color."""
+    """For each equation that differs: the bits that its product multiplies, 0 if it is part of none."""
     results: dict[str, Any] = {}
     for node, attributes in graph.nodes(data=True):
         if attributes["type"] == "equation" and attributes["side"] == side:
-            value = f"{attributes.get('reason', '')} {attributes.get('product', '')}".strip() or "inside"
-            results[str(node)] = {"value": value, "bgColor": _format_color(diff, attributes, side)}
-    return {"name": "policyc diff", "results": results}
+            format = _product_format(diff, attributes, side)
+            bits = FORMATS[format].bits if format in FORMATS else 0
+            color = FORMAT_COLORS.get(format, OTHER_COLOR) if format else _CHANGE_COLORS[side]
+            results[str(node)] = {"value": bits, "bgColor": color}
+    return {"name": "bits of changed products", "results": results}
 
 
-def _format_color(diff: DiffData, attributes: dict[str, Any], side: str) -> str:
+def _product_format(diff: DiffData, attributes: dict[str, Any], side: str) -> str:
+    """The format of the product that an equation belongs to; empty if it belongs to none."""
     if "linear" not in attributes:
-        return _CHANGE_COLORS[side]
+        return ""
     run = diff.linears[attributes["linear"]].run_at(attributes.get("layer"))
     products = () if run is None else run.products
     wanted = attributes.get("product") or "fprop"
     value = next(((p.before if side == "before" else p.after) for p in products if p.gemm == wanted), None)
-    return _CHANGE_COLORS[side] if value is None else FORMAT_COLORS.get(value.state.format, OTHER_COLOR)
+    return "" if value is None else value.state.format

@@ -6,7 +6,7 @@ script and no font of its own, so it prints and opens anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from policyc.diff.data import sentence
@@ -23,6 +23,7 @@ OTHER_COLOR = "#cc79a7"
 _ROW, _GAP = 11, 4  # height of a row, and the space between linears
 _LABEL = 260  # width of the names
 _GRID = 640  # width of the layers
+_MAX_CELL = 28  # width of a layer in a short stack
 _MARGIN = 12
 _HATCH = (
     '<pattern id="hatch" width="4" height="4" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -57,16 +58,20 @@ def _draw_stack(diff: DiffData, stack: Stack, y: float, parts: list[str]) -> flo
         gemms = [g for g in Gemm if any(run.product(g) for run in linear.runs)]
         parts.append(_text(_MARGIN, y + 9, linear.name, ""))
         for gemm in gemms:
-            parts.append(_text(_MARGIN + _LABEL - 44, y + 9, gemm, "fill:#57606a"))
+            parts.append(_text(_MARGIN + _LABEL - 44, y + 8, gemm, "fill:#57606a;font-size:9px"))
             parts += _draw_row(diff, linear, gemm, stack, y)
             y += _ROW
         y += _GAP
     return y + _GAP
 
 
+def _cell_width(stack: Stack) -> float:
+    return min(_GRID / max(stack.size, 1), _MAX_CELL)
+
+
 def _axis(stack: Stack, y: float) -> str:
     """The numbers of the first and the last layer of each class."""
-    width = _GRID / stack.size
+    width = _cell_width(stack)
     numbers = sorted({0, stack.size - 1, *(first for c in stack.classes for first, _ in c.ranges)})
     shown: list[str] = []
     last = -100.0
@@ -83,28 +88,33 @@ def _draw_row(diff: DiffData, linear: Linear, gemm: Gemm, stack: Stack, y: float
         product = run.product(gemm)
         if product is None:
             continue
-        width = _GRID / max(stack.size, 1)
+        width = _cell_width(stack)
         first = run.first or 0
         count = run.count if stack.size else 1
         tooltip = f"<title>{_safe(describe_cell(diff, linear, run, product))}</title>"
-        cells = "".join(
-            _draw_cell(_MARGIN + _LABEL + (first + n) * width, y, min(width, 60), run, product)
-            for n in range(count)
-        )
-        yield f"<g>{tooltip}{cells}</g>"
+        lefts = [_MARGIN + _LABEL + (first + n) * width for n in range(count)]
+        yield f"<g>{tooltip}{''.join(_draw_cells(lefts, y, width, run, product))}</g>"
 
 
-def _draw_cell(x: float, y: float, width: float, run: LinearLayers, product: ProductChange) -> str:
-    inner, height = width - min(1.0, width / 6), _ROW - 1.5
+def _draw_cells(
+    lefts: Sequence[float], y: float, width: float, run: LinearLayers, product: ProductChange
+) -> Iterator[str]:
+    """The cells of a run: one path for each color."""
+    inner = width - min(1.0, width / 6)
     before, after = (_color(side) for side in (product.before, product.after))
     if product.is_changed:
-        shapes = _rect(x, y, inner / 3, height, before) + _rect(
-            x + inner / 3, y, inner * 2 / 3, height, after
-        )
+        yield _cells_path(lefts, y, inner / 3, before)
+        yield _cells_path([x + inner / 3 for x in lefts], y, inner * 2 / 3, after)
     else:
-        shapes = _rect(x, y, inner, height, after)
-    is_hatched = run.site.opaque or (product.after is not None and product.after.state.is_emulated)
-    return shapes + (_rect(x, y, inner, height, "url(#hatch)") if is_hatched else "")
+        yield _cells_path(lefts, y, inner, after)
+    if run.site.opaque or (product.after is not None and product.after.state.is_emulated):
+        yield _cells_path(lefts, y, inner, "url(#hatch)")
+
+
+def _cells_path(lefts: Sequence[float], y: float, width: float, fill: str) -> str:
+    height = _ROW - 1.5
+    cells = "".join(f"M{x:.1f} {y:.1f}h{width:.2f}v{height}h-{width:.2f}z" for x in lefts)
+    return f'<path d="{cells}" fill="{fill}"/>'
 
 
 def _color(side: ProductSide | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import jax
@@ -13,79 +12,15 @@ from hypothesis.strategies import integers, sampled_from
 from jax import lax
 
 import policyc
-from policyc.compiler.plan import Plan, make_plan
-from policyc.diff.gradient import match_tagged, tagged_gradient
-from policyc.diff.matching import Match, MatchedLoss, Reason
+from policyc.compiler.plan import Plan
+from policyc.diff.matching import MatchedLoss, Reason
 from policyc.jaxcore import jaxprs
-from policyc.language.loader import parse
-from policyc.language.policy import Policy
-from tests.support.jaxpr_tools import struct, without_dead_code
+from tests.support.diff_checks import check_gradient, match_plans
+from tests.support.jaxpr_tools import struct
 from tests.support.programs import program, with_rule_if_applicable
 
 POLICIES = ("* -> mxfp8", "* @ bwd -> nvfp4(sr=grad)", "* -> fp8; layers[0] -> keep")
 W, X = struct(16, 16), struct(8, 16)
-
-
-def plain_gradient(plan: Plan) -> Any:
-    """The gradient of a plan's loss as `jax.vjp` alone makes it."""
-    closed, inputs = plan.sites.jaxpr, plan.sites.differentiated_inputs
-
-    def gradient(*values: Any) -> Any:
-        constants = values[len(closed.jaxpr.invars) :]
-        arguments = [*values[: len(closed.jaxpr.invars)]]
-
-        def loss(*replaced: Any) -> Any:
-            for number, value in zip(inputs, replaced, strict=True):
-                arguments[number] = value
-            return jax.core.eval_jaxpr(closed.jaxpr, constants, *arguments)
-
-        outputs, pullback = jax.vjp(loss, *(arguments[number] for number in inputs))
-        return outputs, pullback([jnp.full_like(o, 1.0) for o in outputs])
-
-    variables = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
-    return without_dead_code(jax.make_jaxpr(gradient)(*(v.aval for v in variables)))
-
-
-def match_plans(plan: Plan, policy: str = "") -> MatchedLoss:
-    """Matches the gradients of a loss under another policy and under that of a plan."""
-    before = make_plan(parse(policy) if policy else Policy(), plan.sites)
-    sides = [tagged_gradient(p, p.phases[0]) for p in (before, plan)]
-    matched = match_tagged(sides[0], sides[1], plan.sites)
-    check_level(matched.loss.matches, sides[0], sides[1])
-    return matched
-
-
-def check_level(matches: tuple[Match, ...], before: Any, after: Any) -> None:
-    """Every equation of both jaxprs is in one match; so are those of the jaxprs inside."""
-    for side, jaxpr in (("before", before), ("after", after)):
-        matched = Counter(id(eqn) for match in matches for eqn in getattr(match, side))
-        assert matched == Counter(id(eqn) for eqn in jaxprs.equations(jaxpr))
-    for match in matches:
-        if match.reason is Reason.ENTERED:
-            subs = zip(*(jaxprs.sub_jaxprs(e) for e in (*match.before, *match.after)), strict=True)
-            for inner, (old, new) in zip(match.inside, subs, strict=True):
-                check_level(inner.matches, old.jaxpr, new.jaxpr)
-
-
-def check_gradient(plan: Plan) -> None:
-    before = make_plan(Policy(), plan.sites)
-    tagged = tagged_gradient(before, before.phases[0])
-    assert jaxprs.fingerprint(tagged) == jaxprs.fingerprint(plain_gradient(plan))
-    matched = match_plans(plan)
-    products = {
-        (m.address, m.product)
-        for m in matched.all_matches()
-        if m.reason is Reason.REPLACED and m.before and m.after and m.product
-    }
-    decisions = plan.decisions(plan.phases[0])
-    planned = {
-        (site.address, gemm)
-        for site in plan.sites
-        for layer in site.layers()
-        for gemm in site.products
-        if (recipe := decisions[site.address, layer].recipe) is not None and recipe.bits(gemm)
-    }
-    assert planned <= products
 
 
 @settings(max_examples=5, phases=[Phase.generate], deadline=None)

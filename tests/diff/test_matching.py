@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,11 @@ from policyc.compiler.rewrite import rewrite
 from policyc.diff.matching import Match, MatchedLoss, Reason, match_losses
 from policyc.jaxcore import jaxprs
 from policyc.language.loader import parse
+from tests.support.diff_checks import check_gradient
 from tests.support.jaxpr_tools import struct
+from tests.support.layered_models import GATED, REMAT, STACKED, UNROLLED, gated_model, model
+from tests.support.layered_models import X as BATCH
+from tests.support.parallel_programs import SHARDED_LOSSES
 from tests.support.programs import Program, program, with_rule_if_applicable
 
 POLICIES = ("* -> keep", "* -> mxfp8", "* @ bwd -> nvfp4(sr=grad)", "* -> fp8; layers[0] -> keep")
@@ -136,6 +141,27 @@ def test_the_diff_of_any_program_is_exact(seed: int, depth: int, before: str, af
     random_program = program(seed, depth)
     plan = policyc.plan("* -> keep", random_program.loss, *random_program.args)
     check_diff(plan, *random_policies(random_program, before, after))
+
+
+@pytest.mark.parametrize("make", SHARDED_LOSSES, ids=lambda f: f.__name__)
+def test_the_diff_of_a_sharded_program_is_exact(make: Any) -> None:
+    """shard_map, ragged products, sharded arrays and explicit shardings, also in the gradient."""
+    sharded = make()
+    with contextlib.nullcontext() if sharded.mesh is None else jax.set_mesh(sharded.mesh):
+        plan = policyc.plan(sharded.policy, sharded.loss, *sharded.args)
+        check_diff(plan, "* -> keep", sharded.policy)
+        check_gradient(plan)
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize(
+    ("make", "params"),
+    [(model, STACKED), (model, UNROLLED), (gated_model, GATED)],
+    ids=["scan", "list", "gated"],
+)
+def test_the_diff_of_a_layered_program_is_exact(make: Any, params: Any, remat: str) -> None:
+    plan = policyc.plan("* -> mxfp8", make(remat), params, BATCH[0])
+    check_diff(plan, "* -> keep", "* -> mxfp8; layers[-1] -> nvfp4(sr=grad)")
 
 
 # ---- reasons
