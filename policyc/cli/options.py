@@ -242,8 +242,7 @@ def _count_option(flag: str, help: str, default: str) -> _Decorator[Any]:
 
 
 def make_step_options(default_target: str | None = None) -> _Decorator[Any]:
-    """The options of a training step, as a `StepOptions` in the argument `step`. Without a default, a target must be
-    given."""
+    """The options of a training step, passed as `step`. `--target` is required unless it has a default."""
     if default_target is None:
         target = click.option(
             "--target", metavar="GPU", callback=_require_target,

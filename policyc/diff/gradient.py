@@ -8,7 +8,6 @@ they are shown as removed and added.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,15 +18,21 @@ from policyc.compiler.plan import Phase, Plan
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
 from policyc.compiler.sites import Site, Sites
-from policyc.diff.matching import Iterations, Match, MatchedJaxpr, MatchedLoss, Reason, StructureTexts
+from policyc.diff.matching import (
+    PRODUCT_SCOPE,
+    Iterations,
+    Match,
+    MatchedJaxpr,
+    MatchedLoss,
+    Reason,
+    StructureTexts,
+)
 from policyc.jaxcore import jaxprs, product_tags
 from policyc.jaxcore.containers import IterationRange, container_of
 from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.product_tags import Tag
 from policyc.jaxcore.transform import Address
 from policyc.language.recipes import Gemm
-
-_PRODUCT_SCOPE = re.compile(r"(fprop|dgrad|wgrad)\.\d+")
 
 
 def match_gradients(plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLoss:
@@ -119,7 +124,7 @@ class _GradientMatcher:
             return Gemm.FPROP
         if tag.part:
             return Gemm.WGRAD if (site.weight == "lhs") == (tag.part == "lhs") else Gemm.DGRAD
-        names = [_PRODUCT_SCOPE.fullmatch(name) for name in jaxprs.name_scopes(eqn)]
+        names = [PRODUCT_SCOPE.fullmatch(name) for name in jaxprs.name_scopes(eqn)]
         return next((m[1] for m in reversed(names) if m is not None), "")
 
     def _match_key(

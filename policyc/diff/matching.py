@@ -6,6 +6,7 @@ Nothing is matched by similarity.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +20,9 @@ from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import IterationRange, container_of
 from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.transform import Address, ExtraInput, NewScope, Replacement
+
+PRODUCT_SCOPE = re.compile(r"(fprop|dgrad|wgrad)\.\d+")
+"""The name scope that quantized products give to their equations: `Product.scope`."""
 
 
 class Reason(StrEnum):

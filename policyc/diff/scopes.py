@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from policyc.diff.matching import Match, StructureTexts
+from policyc.diff.matching import PRODUCT_SCOPE, Match, StructureTexts
 from policyc.diff.model import DiffData
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.product_tags import is_tag
@@ -30,12 +29,9 @@ class ScopeTree:
     """The other scopes with this content."""
 
 
-_PRODUCT_SCOPE = re.compile(r"(fprop|dgrad|wgrad)\.\d+")
-
-
 def scope_segments(eqn: JaxprEqn) -> tuple[PathSegment, ...]:
     """The name scopes of the program around an equation, without those that policyc adds."""
-    names = [n for n in jaxprs.name_scopes(eqn) if not is_tag(n) and not _PRODUCT_SCOPE.fullmatch(n)]
+    names = [n for n in jaxprs.name_scopes(eqn) if not is_tag(n) and not PRODUCT_SCOPE.fullmatch(n)]
     half = len(names) // 2
     if half and names[:half] == names[half:]:  # JAX repeats the scopes of a remat in its backward pass
         names = names[:half]
