@@ -4,6 +4,7 @@
 
 Needs the extras cuda13 and train, and no GPU. Takes about a minute of processor time for each row. CPU time is that of
 the whole command. --reports keeps what `policyc compile --format json` says, for `policyc estimate --compiled`.
+--backend te needs Transformer Engine: run it with the Python of `.venv-te`, which `make test-te` makes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -24,16 +26,26 @@ DEVICES = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 128}
 POLICIES = ("fp8", "llama_nvfp4", "te_nvfp4")
 
 
-def compile_step(policy: str, config: str, target: str, mesh: str | None) -> dict[str, Any]:
+WITH_TRANSFORMER_ENGINE = (
+    "from tests.support import te_without_gpu; te_without_gpu.import_engine(); "
+    "from policyc.cli.main import main; main()"
+)
+"""Loads Transformer Engine where there is no GPU, and runs a command of policyc."""
+
+
+def compile_step(policy: str, config: str, target: str, mesh: str | None, backend: str) -> dict[str, Any]:
     words = ["compile", policy, "--config", config, "--target", target, "--devices", str(DEVICES[config])]
     words += [] if mesh is None else ["--mesh", mesh]
     words += ["--remat", REMAT[config]] if config in REMAT else []
+    words += [] if backend == "auto" else ["--backend", backend]
+    start_command = ["-c", WITH_TRANSFORMER_ENGINE] if backend == "te" else ["-m", "policyc.cli.main"]
     print(f"policyc {' '.join(words)}", file=sys.stderr)
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     process = subprocess.run(
-        [sys.executable, "-m", "policyc.cli.main", *words, "--format", "json"],
+        [sys.executable, *start_command, *words, "--format", "json"],
         stdout=subprocess.PIPE,
         check=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},  # JAX must not look for a GPU
     )
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - start
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -72,6 +84,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", help="only this policy (may be repeated)")
     parser.add_argument("--target", action="append", help="only this GPU (default: gb200 and gb300)")
     parser.add_argument("--mesh", metavar="AXES", help="mesh axes and sizes (default: all devices on fsdp)")
+    parser.add_argument("--backend", default="auto", help="the backend (default: auto)")
     parser.add_argument(
         "--reports", type=Path, metavar="FOLDER", help="also write the reports to this folder"
     )
@@ -82,7 +95,7 @@ def main() -> None:
     columns = "configuration|devices|policy|native|memory|kernels|bytes|reduce-scatter + all-gather|CPU|wall"
     print(f"| {columns.replace('|', ' | ')} |\n|{'---|' * len(columns.split('|'))}")
     for config, target, policy in cases:
-        report = compile_step(policy, config, target, options.mesh)
+        report = compile_step(policy, config, target, options.mesh, options.backend)
         print(table_row(report), flush=True)
         if options.reports is not None:
             options.reports.mkdir(parents=True, exist_ok=True)
