@@ -239,9 +239,12 @@ class EquationLines:
         sign, kind = {"before": ("-", "removed"), "after": ("+", "added"), "both": (" ", "dim")}[data["side"]]
         text = f"{sign} {'  ' * depth}{equation_text(data)}"
         yield self._paint(kind, _shorten(_escape(text), self._width))
-        for scope in children_of(self._graph, node):
-            for child in children_of(self._graph, scope):
-                yield from self._equation(child, depth + 1)
+        inside = [c for scope in children_of(self._graph, node) for c in children_of(self._graph, scope)]
+        if inside and not data["op"].startswith("custom_vjp"):  # a helper of JAX: its name says what it does
+            yield self._paint("dim", f"{sign}   {'  ' * depth}... {data['inside']} equations inside")
+            return
+        for child in inside:
+            yield from self._equation(child, depth + 1)
 
 
 def equation_text(data: dict[str, Any]) -> str:
