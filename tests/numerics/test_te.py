@@ -137,7 +137,7 @@ def test_the_plan_names_the_backend_of_each_gemm() -> None:
     assert [str(lowering) for lowering in decisions["up"].lowerings] == ["te, native"] * 3
     assert [str(lowering) for lowering in decisions["narrow"].lowerings] == [
         "te, native",
-        "xla, native",
+        "xla, native, unproven",  # it contracts 48
         "xla, native",
     ]
     for lowering, reason in zip(
