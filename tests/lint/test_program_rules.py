@@ -147,18 +147,27 @@ def test_the_shapes_of_transformer_engine_matter_only_in_4_bits():
     assert obstacles("w -> mxfp8", "bfloat16", 144) == []
 
 
-def test_which_sites_are_slower_depends_on_the_target():
+def findings_about_speed(code: str, width: int, narrow: int, tokens: int) -> dict[str, list[str]]:
+    """The findings about a model with a large and a narrow GEMM, by target."""
+
     def loss(w, x):
         return jnp.sum(jnp.tanh(x @ w["large"]) @ w["large"].T) + jnp.sum(x @ w["narrow"])
 
-    params = {"large": array(8192, 8192, dtype="bfloat16"), "narrow": array(8192, 64, dtype="bfloat16")}
+    params = {
+        "large": array(width, width, dtype="bfloat16"),
+        "narrow": array(width, narrow, dtype="bfloat16"),
+    }
     loaded = parse_with_diagnostics("* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
-    plan = policyc.plan(loaded.policy, loss, params, array(16384, 8192, dtype="bfloat16"))
+    plan = policyc.plan(loaded.policy, loss, params, array(tokens, width, dtype="bfloat16"))
+    return {
+        target: [str(d) for d in lint(loaded, {code}, plan, get_target(target)).diagnostics]
+        for target in ("b200", "gb200", "h200")
+    }
 
-    def findings(target: str) -> list[str]:
-        return [str(d) for d in lint(loaded, {"slower-than-bf16"}, plan, get_target(target)).diagnostics]
 
-    (native,), (emulated,) = findings("b200"), findings("h200")
+def test_which_sites_are_slower_depends_on_the_target():
+    findings = findings_about_speed("slower-than-bf16", width=8192, narrow=64, tokens=16384)
+    (native,), (emulated,) = findings["b200"], findings["h200"]
     assert "'narrow'" in native
     assert "more" not in native
     assert "add a rule after it: narrow -> bf16" in native
@@ -167,17 +176,8 @@ def test_which_sites_are_slower_depends_on_the_target():
 
 
 def test_four_bits_are_compared_with_fp8_on_gpus_that_have_both():
-    def loss(w, x):
-        return jnp.sum(jnp.tanh(x @ w["large"]) @ w["large"].T) + jnp.sum(x @ w["narrow"])
-
-    params = {"large": array(16384, 16384, dtype="bfloat16"), "narrow": array(16384, 1024, dtype="bfloat16")}
-    loaded = parse_with_diagnostics("* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
-    plan = policyc.plan(loaded.policy, loss, params, array(65536, 16384, dtype="bfloat16"))
-
-    def findings(target: str) -> list[str]:
-        return [str(d) for d in lint(loaded, {"slower-than-fp8"}, plan, get_target(target)).diagnostics]
-
-    (narrow,) = findings("gb200")
+    findings = findings_about_speed("slower-than-fp8", width=16384, narrow=1024, tokens=65536)
+    (narrow,) = findings["gb200"]
     assert "'narrow' (m = 65536, n = 1024, k = 16384) takes" in narrow
     assert "times as long as in fp8 on gb200 with backend xla" in narrow
     assert "more" not in narrow
@@ -185,7 +185,7 @@ def test_four_bits_are_compared_with_fp8_on_gpus_that_have_both():
         "install Transformer Engine, whose quantizers read less; or add a rule after it: narrow -> fp8"
         in narrow
     )
-    assert not findings("h200")  # emulated, which is another finding
+    assert not findings["h200"]  # emulated, which is another finding
 
 
 # ---- every site, once
