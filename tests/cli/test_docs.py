@@ -14,6 +14,7 @@ import click
 import pytest
 
 from policyc import PolicyError, parse
+from policyc.cli.main import cli
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPTIONS
 from policyc.lint.rules import LINT_RULES
@@ -132,7 +133,8 @@ def parse_command_line(line: str) -> None:
     name, *arguments = words[1:]
     if name.startswith("--"):
         return
-    COMMANDS[name].make_context(name, arguments)
+    # With the parent's settings: a command keeps the help option of its first context.
+    COMMANDS[name].make_context(name, arguments, parent=click.Context(cli, **cli.context_settings))
 
 
 def command_lines(document: str) -> list[str]:
