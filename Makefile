@@ -68,22 +68,36 @@ test-te: ## build Transformer Engine into .venv-te (once, 10 to 30 minutes, with
 	fi; \
 	JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu $$venv/bin/python -m pytest -p no:xdist -m te tests/numerics/test_transformer_engine.py $(ARGS)
 
-# MaxText needs Python 3.12 and many packages that nothing else here needs, so it has its own environment.
-test-trainers: ## run MaxText under policies, in .venv-trainers (some minutes, one gigabyte)
+# The trainers need Python 3.12 and many packages that nothing else here needs, so they have their own environment.
+# TRAINERS_SOURCES=dir is a folder with source distributions that are unpacked already (default: they are downloaded).
+HAIKU := 0.0.17
+TRAINERS_SOURCES ?=
+
+test-trainers: ## run MaxText, Levanter, Tunix and Haiku's transformer under policies, in .venv-trainers (20 minutes, 3 GB)
 	@$(IN) \
 	venv=.venv-trainers; python=; \
 	for one in "$(PYTHON)" python3.12 python3; do \
 	  if "$$one" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1; then python="$$one"; break; fi; done; \
 	if [ -z "$$python" ]; then \
-	  echo "MaxText needs Python 3.12, which was not found: make test-trainers PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
+	  echo "the trainers need Python 3.12, which was not found: make test-trainers PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
 	if ! cat pyproject.toml tests/trainers-requirements.txt | cmp -s - "$$venv/.installed-from"; then \
-	  echo "installing MaxText into $$venv with $$("$$python" -V) (some minutes; only when its requirements change)"; \
+	  echo "installing the trainers into $$venv with $$("$$python" -V) (some minutes; only when their requirements change)"; \
 	  rm -rf "$$venv" && "$$python" -m venv "$$venv" && \
 	  "$$venv/bin/python" $(PIP) install -qq -r tests/trainers-requirements.txt -e . || { \
-	    echo "MaxText could not be installed; see the output of pip above" >&2; rm -rf "$$venv"; exit 1; }; \
+	    echo "the trainers could not be installed; see the output of pip above" >&2; rm -rf "$$venv"; exit 1; }; \
 	  cat pyproject.toml tests/trainers-requirements.txt >"$$venv/.installed-from"; \
 	fi; \
-	JAX_ENABLE_COMPILATION_CACHE=false "$$venv/bin/python" -m pytest -m trainers tests/compiler/test_trainers.py $(ARGS)
+	sources="$(TRAINERS_SOURCES)"; \
+	if [ -z "$$sources" ]; then \
+	  sources="$$PWD/$$venv/sources"; \
+	  if [ ! -d "$$sources/dm_haiku-$(HAIKU)" ]; then \
+	    { "$$venv/bin/python" $(PIP) download -qq --no-deps --no-binary dm-haiku -d "$$sources" "dm-haiku==$(HAIKU)" && \
+	      tar xzf "$$sources/dm_haiku-$(HAIKU).tar.gz" -C "$$sources"; } || { \
+	      echo "the source of Haiku could not be downloaded; see the output of pip above" >&2; exit 1; }; \
+	  fi; \
+	fi; \
+	JAX_ENABLE_COMPILATION_CACHE=false TRAINERS_SOURCES="$$sources" "$$venv/bin/python" -m pytest -m trainers \
+	  tests/compiler/test_trainers.py tests/compiler/test_public_trainers.py $(ARGS)
 
 check: setup ## check the code: linter, format, types, and the direction of imports
 	@$(IN) $(BIN)/ruff check .

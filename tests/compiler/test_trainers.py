@@ -17,6 +17,8 @@ from tempfile import mkdtemp
 
 import pytest
 
+from tests.support.trainer_runs import nvfp4_layers
+
 pytestmark = [
     pytest.mark.trainers,
     pytest.mark.skipif(
@@ -84,17 +86,6 @@ def train(policy: str | None, *settings: str) -> tuple[tuple[float, ...], dict[s
     assert len(losses) == TINY["steps"]
     plan = json.loads((scratch / "plan.json").read_text()) if policy is not None else {"sites": []}
     return losses, {site["parameters"][0]: site for site in plan["sites"] if site["parameters"]}
-
-
-def nvfp4_layers(site: dict[str, object]) -> set[int]:
-    """The layers of a site whose three products are all in NVFP4."""
-    layers: set[int] = set()
-    for run in site["decisions"]["always"]:
-        first, last = run.get("layers", ([0], [0]))
-        if all("nvfp4" in product["formats"] for product in run["products"].values()):
-            assert set(run["products"]) == {"fprop", "dgrad", "wgrad"}
-            layers |= set(range(first[0], last[0] + 1))
-    return layers
 
 
 @pytest.mark.parametrize("settings", [(), ("scan_layers=false",), ("remat_policy=minimal",)], ids=str)
