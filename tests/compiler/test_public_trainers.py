@@ -137,7 +137,7 @@ LEVANTER = Trainer(
     mlp=LEVANTER_MLP,
     attention=tuple(f"transformer.layers.stacked.self_attn.{name}_proj.weight" for name in "qkvo"),
     last_mlp=LEVANTER_MLP,
-    last_block="layers[-1].mlp.*",
+    last_block="layers[-1].*.mlp.*",
     scanned_blocks=4,
 )
 
