@@ -1,0 +1,152 @@
+// Level 3: the equations of one scope, before and after side by side. Matched pairs share a row, unchanged runs are folded.
+
+const FOLD = 3; // runs of fewer unchanged equations are shown
+let graph = { nodes: [], edges: [] };
+let parents = [];
+
+async function loadGraph() {
+  const bytes = Uint8Array.from(atob(byId("graph").textContent), (c) => c.charCodeAt(0));
+  const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  graph = JSON.parse(text);
+  parents = new Array(graph.nodes.length).fill(null);
+  graph.nodes.forEach((node, number) => { for (const child of node.children ?? []) parents[child] = number; });
+}
+
+const isScope = (node) => node.type === "scope";
+const ranges = (list) => list.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
+
+function scopeName(node) {
+  const layers = node.members ? `[${ranges(node.members)}]` : "";
+  const pieces = node.iterations ? ` iterations ${ranges([node.iterations])}` : "";
+  return `${node.name || node.kind}${layers}${pieces}`;
+}
+
+function ancestors(number) {
+  const path = [];
+  for (let each = number; each !== null && each !== undefined; each = parents[each]) path.unshift(each);
+  return path;
+}
+
+const scopePath = (number) => ancestors(number).slice(1).map((each) => scopeName(graph.nodes[each])).join("/");
+
+// ---- what is open
+
+const openScopes = () => new Set(state.open ? state.open.split(".").map(Number) : []);
+
+function toggleScope(number) {
+  const open = openScopes();
+  if (!open.delete(number)) open.add(number);
+  setState({ open: [...open].join(".") });
+}
+
+// ---- rows
+
+/** The children of a scope as blocks: scopes, folded runs of unchanged equations, and groups with the same pair. */
+function blocksOf(number) {
+  const blocks = [];
+  for (const child of graph.nodes[number].children ?? []) {
+    const node = graph.nodes[child];
+    const last = blocks.at(-1);
+    if (isScope(node)) blocks.push({ kind: "scope", number: child });
+    else if (node.side === "both") {
+      if (last?.kind === "same") last.numbers.push(child);
+      else blocks.push({ kind: "same", numbers: [child] });
+    } else if (last?.kind === "pair" && last.pair === node.pair) last[node.side].push(child);
+    else blocks.push({ kind: "pair", pair: node.pair, before: [], after: [], [node.side]: [child] });
+  }
+  return blocks;
+}
+
+function equationText(node) {
+  return [h("span", { class: "out" }, node.outputs.join(", ")), " = ", h("b", {}, node.op), " ",
+    (node.inputs ?? []).join(" "), node.params ? h("span", { class: "params" }, " " + node.params) : null];
+}
+
+function equationCell(number, mark) {
+  if (number === undefined) return h("div", { class: "equation none" });
+  const node = graph.nodes[number];
+  const linear = node.linear === undefined ? null : data.linears[node.linear];
+  const facts = [node.reason, linear ? linear.name : null, node.product,
+    node.readers ? `read by ${node.readers.map((reader) => data.linears[reader].name).join(", ")}` : null].filter(Boolean);
+  return h("div", { class: `equation ${node.side}`, title: visible([node.place, ...facts].filter(Boolean).join("\n")) },
+    h("span", { class: "mark", "aria-hidden": "true" }, mark), h("code", {}, equationText(node)),
+    facts.length && node.side !== "both" ? h("span", { class: "reason" }, facts.join(" · ")) : null);
+}
+
+function rowsOf(number) {
+  return blocksOf(number).flatMap((block) => {
+    if (block.kind === "scope") return [drawScope(block.number)];
+    if (block.kind === "same") return sameRows(block.numbers);
+    const length = Math.max(block.before.length, block.after.length);
+    // The last equation of a group gives the result on both sides: groups are aligned at their ends.
+    const at = (list, index) => list[index - (length - list.length)];
+    return Array.from({ length }, (_, index) => h("div", { class: "row pair" },
+      equationCell(at(block.before, index), "−"), equationCell(at(block.after, index), "+")));
+  });
+}
+
+function sameRows(numbers) {
+  const rows = () => numbers.map((number) => h("div", { class: "row same" }, equationCell(number, " "), equationCell(number, " ")));
+  if (numbers.length < FOLD) return rows();
+  const button = h("button", { type: "button", class: "fold", "aria-expanded": "false", click: () => box.replaceChildren(...rows()) },
+    `${numbers.length} unchanged equations`);
+  const box = h("div", { class: "folded" }, button);
+  return [box];
+}
+
+function drawScope(number) {
+  const node = graph.nodes[number];
+  const isOpen = openScopes().has(number);
+  const changes = node.changed ? `${node.changed} of ${count(node.equations, "equation")} on one side only` : `${count(node.equations, "unchanged equation")}`;
+  return h("div", { class: "scope" + (node.changed ? " changed" : "") },
+    h("div", { class: "scope-head" },
+      h("button", { type: "button", class: "opener", "aria-expanded": String(isOpen), click: () => toggleScope(number) },
+        h("span", { class: "arrow", "aria-hidden": "true" }, isOpen ? "▾" : "▸"), " ", h("b", {}, scopeName(node)),
+        node.kind === "scope" || node.kind === node.name ? null : h("small", {}, " " + node.kind), h("span", { class: "quiet" }, "  " + changes)),
+      h("button", { type: "button", class: "copy", click: () => setState({ scope: String(number) }) }, "only this"),
+      copyButton(scopePath(number), "copy path")),
+    isOpen ? h("div", { class: "scope-body" }, rowsOf(number)) : null);
+}
+
+// ---- the level
+
+function currentScope() {
+  const number = Number(state.scope);
+  return graph.nodes[number] && isScope(graph.nodes[number]) ? number : 0;
+}
+
+function drawEquations() {
+  const box = byId("equations");
+  if (!graph.nodes.length) {
+    box.replaceChildren(h("p", { class: "quiet" }, "The equations of a side are not known."));
+    return;
+  }
+  const number = currentScope();
+  const path = ancestors(number);
+  byId("crumbs").replaceChildren(
+    h("nav", { "aria-label": "Scope" }, path.map((each, index) => [index ? " / " : null,
+      h("button", { type: "button", class: "crumb", "aria-current": each === number ? "true" : null, click: () => setState({ scope: String(each) }) }, scopeName(graph.nodes[each]))])),
+    h("span", { class: "buttons" },
+      h("button", { type: "button", "aria-pressed": String(state.view === "list"), click: () => setState({ view: "list" }) }, "side by side"),
+      h("button", { type: "button", "aria-pressed": String(state.view === "graph"), click: () => setState({ view: "graph" }) }, "graph"),
+      h("button", { type: "button", click: () => openChanged(number) }, "open changes"),
+      h("button", { type: "button", click: () => setState({ open: "" }) }, "close all")));
+  if (state.view === "graph") { drawLayout(number); return; }
+  box.replaceChildren(h("div", { class: "row head" }, SIDES.map((side) => h("div", {}, side, " ", h("small", {}, data[side].label)))), ...rowsOf(number));
+}
+
+/** Opens the scopes with changes below a scope, the outermost first, at most 40 of them. */
+function openChanged(number) {
+  const open = openScopes();
+  let level = [number];
+  while (level.length && open.size < 40) {
+    level = level.flatMap((each) => graph.nodes[each].children ?? []).filter((each) => isScope(graph.nodes[each]) && graph.nodes[each].changed);
+    for (const each of level) if (open.size < 40) open.add(each);
+  }
+  setState({ open: [...open].join(".") });
+}
+
+function startEquations() {
+  drawEquations();
+  watch(["scope", "open", "view"], drawEquations);
+}

@@ -1,0 +1,113 @@
+// Starts the page: header, tools, and the three levels.
+
+function drawHeader() {
+  byId("subject").replaceChildren(h("b", {}, data.program), ` ${data.mode}: `, data.before.label, " → ", h("b", {}, data.after.label));
+  byId("sentence").replaceChildren(visible(data.sentence));
+  const seconds = SIDES.map((side) => data[side].seconds);
+  const hashes = SIDES.filter((side) => data[side].policy).map((side) => `${data[side].label} ${data[side].policy.sha256.slice(0, 12)}`);
+  byId("facts").replaceChildren(visible([
+    data.phase === "always" ? null : `phase ${data.phase}`,
+    data.target ? `${count(data.devices, data.target.toUpperCase())}` : null,
+    seconds.every((each) => each !== null) ? `predicted step ${duration(seconds[0])} → ${duration(seconds[1])}` : null,
+    ...hashes,
+  ].filter(Boolean).join(" · ")));
+  byId("notes").replaceChildren(...data.notes.map((note) => h("p", {}, note)),
+    h("p", { class: "quiet" }, "Made by policyc diff. Times are predictions of its cost model; nothing was executed."));
+}
+
+// ---- tools
+
+function fillSelect(id, entries) {
+  byId(id).replaceChildren(...entries.map(([value, text]) => h("option", { value }, text)));
+  byId(id).addEventListener("change", (event) => setState({ [id]: event.target.value }));
+}
+
+function showTools() {
+  for (const id of ["q", "rule", "format", "product", "overlay"]) if (byId(id).value !== state[id]) byId(id).value = state[id];
+  byId("changed").checked = Boolean(state.changed);
+}
+
+function startTools() {
+  const places = new Map(ruleKeys.map((key) => [sameRules(key)[0], key]));
+  fillSelect("rule", [["", "all"], ...[...places.keys()].map((key) => [key, `${rulePlace(ruleOf(key)).split("/").at(-1)}  ${ruleOf(key).text.slice(0, 60)}`])]);
+  fillSelect("format", [["", "all"], ...FORMATS.map((format) => [format, format])]);
+  fillSelect("product", [["", "all"], ...GEMMS.map((product) => [product, product])]);
+  fillSelect("overlay", Object.entries(OVERLAYS).map(([key, overlay]) => [key, overlay.name]));
+  byId("changed").addEventListener("change", (event) => setState({ changed: event.target.checked ? "1" : "" }));
+  byId("q").addEventListener("input", (event) => setState({ q: event.target.value }));
+  byId("tools").addEventListener("submit", (event) => event.preventDefault());
+  byId("reset").addEventListener("click", () => setState({ ...DEFAULTS }));
+  byId("link").addEventListener("click", (event) => copyText(location.href, event.currentTarget));
+  byId("csv").addEventListener("click", saveCsv);
+  addEventListener("keydown", (event) => {
+    if (event.key === "/" && !/^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement.tagName)) { event.preventDefault(); byId("q").focus(); }
+  });
+  watch(Object.keys(DEFAULTS), showTools);
+  watch(["q"], showResults);
+  showTools();
+}
+
+/** Linears and scopes whose path contains the searched text. */
+function showResults() {
+  const box = byId("results");
+  const text = state.q.toLowerCase();
+  const choose = (changes, level) => { setState({ ...changes, q: "" }); byId(level).scrollIntoView({ block: "start" }); };
+  const result = (kind, name, act) => h("li", {}, h("button", { type: "button", click: act }, h("small", {}, kind), " ", name));
+  const results = text.length < 2 ? [] : [
+    ...data.linears.flatMap((linear, number) => (fullName(linear).toLowerCase().includes(text)
+      ? [result("linear", fullName(linear), () => choose({ cell: `${number}.${GEMMS.find((each) => linear.runs[0].products[each])}.${linear.runs[0].layers?.[0] ?? 0}` }, "level1"))] : [])),
+    ...graph.nodes.flatMap((node, number) => (isScope(node) && scopeName(node).toLowerCase().includes(text)
+      ? [result("scope", scopePath(number), () => choose({ scope: String(number) }, "level3"))] : [])),
+  ];
+  box.replaceChildren(...results.slice(0, 12));
+  box.hidden = !results.length;
+}
+
+// ---- CSV
+
+const CSV_COLUMNS = ["linear", "first_layer", "last_layer", "product", "changed", "batch", "m", "n", "k", "flops",
+  ...SIDES.flatMap((side) => ["format", "operands", "backend", "native", "rule", "rule_place", "seconds", "bytes"].map((name) => `${name}_${side}`)),
+  "opaque", "place"];
+
+function csvSide(cell, side) {
+  const product = cell.change[side];
+  if (!product) return new Array(8).fill("");
+  const run = stateOf(product);
+  const rule = product.rule === null ? null : ruleOf(side[0] + product.rule);
+  const operands = run.operands.map((operand) => [operand.role, operand.format, ...operand.badges].join(" ")).join("; ");
+  return [run.format, operands, run.backend, run.native, rule?.text, rule ? rulePlace(rule) : "", product.seconds, product.bytes];
+}
+
+/** The table of all products that the filters leave, one line for each run of layers. */
+function csvText() {
+  const quote = (value) => `"${String(value ?? "").replaceAll('"', '""')}"`;
+  const rows = cells.filter(isShown).map((cell) => [fullName(cell.linear), cell.run.layers?.[0], cell.run.layers?.[1], cell.product, cell.change.changed,
+    cell.run.batch, cell.run.m, cell.run.n, cell.run.k, cell.run.flops, ...SIDES.flatMap((side) => csvSide(cell, side)), cell.run.opaque, cell.run.place]);
+  return [CSV_COLUMNS, ...rows].map((row) => row.map(quote).join(",")).join("\r\n") + "\r\n";
+}
+
+function saveCsv() {
+  const link = h("a", { href: URL.createObjectURL(new Blob([csvText()], { type: "text/csv" })), download: "policyc-diff.csv" });
+  document.body.append(link);
+  link.click();
+  link.remove();
+  URL.revokeObjectURL(link.href);
+}
+
+// ---- start
+
+readHash();
+drawHeader();
+startTools();
+startPolicies();
+startMap();
+startLayers();
+loadGraph().then(() => {
+  collectQuantizations(graph);
+  drawClasses();
+  const first = ancestors(0).length && !state.open && state.scope === "0";
+  if (first) graph.nodes[0]?.children?.forEach((each) => { if (graph.nodes[each].changed && graph.nodes[each].kind !== "hoisted") state.open = state.open || String(each); });
+  startEquations();
+  document.documentElement.dataset.ready = "true";
+});
+addEventListener("hashchange", () => { readHash(); notify(Object.keys(DEFAULTS)); });
