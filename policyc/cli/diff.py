@@ -98,7 +98,9 @@ output_options = collect_options(
         click.option("--json", is_flag=True, help="Print JSON; docs/diff.md describes it."),
         click.option("--dot", is_flag=True, help="Print the graph in Graphviz's language."),
         click.option("--svg", metavar="FILE", help="Write the heat map."),
-        click.option("--out", metavar="FILE.html", help="Write a page with everything."),
+        click.option(
+            "--out", metavar="FILE.html", help="Write a page: heat map, classes of layers, equations."
+        ),
         click.option(
             "--model-explorer", metavar="DIR", help="Write graphs and node data for Google's Model Explorer."
         ),
@@ -216,11 +218,12 @@ def _write(data: DiffData, output: OutputOptions) -> None:
     from policyc.diff.data import as_json
     from policyc.diff.dot import as_dot
     from policyc.diff.model_explorer import write_model_explorer
+    from policyc.diff.page import render_page
     from policyc.diff.svg import draw_heat_map
     from policyc.diff.terminal import render, render_stat
 
     if output.out:
-        exit_with_message("--out: pages are not implemented yet; use --svg, --json or the text", EXIT_USAGE)
+        write_output("--out", output.out, render_page(data))
     if output.svg:
         write_output("--svg", output.svg, draw_heat_map(data))
     if output.model_explorer:
@@ -234,6 +237,6 @@ def _write(data: DiffData, output: OutputOptions) -> None:
         click.echo(as_json(data), nl=False)
     elif output.dot:
         click.echo(as_dot(data), nl=False)
-    elif output.svg != "-":
+    elif "-" not in (output.svg, output.out):
         text = render_stat(data, paint) if output.stat else render(data, paint)
         click.echo(text, nl=False, color=use_color())

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = [
     "api", "build", "data", "dot", "earlier", "gradient", "graph", "matching", "model", "model_explorer", "overlays",
-    "predict", "scopes", "svg", "terminal",
+    "page", "predict", "scopes", "svg", "terminal",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from policyc.diff.data import as_data, as_json, sentence
 from policyc.diff.dot import as_dot
 from policyc.diff.graph import build_graph
 from policyc.diff.model import DiffData
+from policyc.diff.page import render_page
 from policyc.diff.svg import draw_heat_map
 from policyc.diff.terminal import render
 from policyc.hardware.training_step import TrainingStep
@@ -23,6 +24,7 @@ from policyc.numerics.targets import get_target
 
 FILE_WRITERS: Mapping[str, Callable[[DiffData], str]] = {
     ".json": as_json,
+    ".html": render_page,
     ".svg": draw_heat_map,
     ".dot": as_dot,
     ".txt": render,
@@ -59,7 +61,7 @@ class Diff:
         return build_graph(self.data)
 
     def save(self, path: str | Path) -> None:
-        """Writes a file in the format of its suffix: .json, .svg, .dot or .txt."""
+        """Writes a file in the format of its suffix: .html, .json, .svg, .dot or .txt."""
         path = Path(path)
         if path.suffix not in FILE_WRITERS:
             raise ValueError(f"'{path}': the suffix must be one of {', '.join(FILE_WRITERS)}")

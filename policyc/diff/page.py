@@ -1,7 +1,7 @@
 """A diff as one page of HTML: heat map, classes of layers, and equations. The page needs no network and no server.
 
-The parts of the page are the files in the folder `web`. Everything that comes from the program or the policy is embedded as data,
-and the page shows it as text only.
+The parts of the page are the files in the folder `web`. Everything that comes from the program or the policy is
+embedded as data, and the page shows it as text only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from policyc.diff.model import DiffData
 from policyc.language.diagnostics import escape_controls
 
 _SCRIPTS = (
-    "base.js", "cells.js", "overlays.js", "heatmap.js", "policies.js", "layers.js", "equations.js", "layout.js", "main.js",
+    "base.js", "cells.js", "overlays.js", "heatmap.js", "policies.js", "layers.js", "equations.js",
+    "layout.js", "main.js",
 )  # fmt: skip
+_TABLES = ("linears", "graph")
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -32,13 +34,15 @@ def render_page(diff: DiffData) -> str:
 def fill_page(data: dict[str, Any]) -> str:
     """The page for a diff that `as_data` wrote.
 
-    The graph is compressed: the equations of many layers repeat the same text. The heat map does not need it.
+    The tables of linears and equations are compressed: many layers repeat the same text.
     """
     parts = {
-        "title": escape(escape_controls(f"{data['program']}: {data['before']['label']} / {data['after']['label']}")),
+        "title": escape(
+            escape_controls(f"{data['program']}: {data['before']['label']} / {data['after']['label']}")
+        ),
         "style": _read("page.css"),
-        "data": embed_json({key: value for key, value in data.items() if key != "graph"}),
-        "graph": _compress(data["graph"]),
+        "data": embed_json({key: value for key, value in data.items() if key not in _TABLES}),
+        "tables": _compress({key: data[key] for key in _TABLES}),
         "dagre_license": _read("dagre.LICENSE"),
         "dagre": _read("dagre.min.js"),
         "worker": _read("worker.js"),

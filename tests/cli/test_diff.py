@@ -101,7 +101,7 @@ def test_against_an_earlier_plan(folder: Path) -> None:
         (["a.policy", "fp8", "--vs", "plan.json", "train.py"], "--vs compares a plan with one policy"),
         (["a.policy", "--target", "gb2000", "train.py"], "gb2000"),
         (["train.py", "a.policy"], "the policy comes first"),
-        (["a.policy", "--out", "x.html", "train.py", "64"], "--out"),
+        (["a.policy", "--out", "no/x.html", "train.py", "64"], "--out: "),
         (["a.policy", "--stats", "nowhere", "train.py", "64"], "stats.jsonl' cannot be read"),
         (["a.policy", "--compiled", "nowhere", "train.py", "64"], "nowhere' cannot be read"),
     ],

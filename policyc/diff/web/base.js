@@ -2,10 +2,17 @@
 // Names come from programs and policies: they become text nodes and never markup.
 
 const data = JSON.parse(document.getElementById("data").textContent);
+Object.assign(data, await unpack(document.getElementById("tables").textContent));
 const SVG = "http://www.w3.org/2000/svg";
 const GEMMS = ["fprop", "dgrad", "wgrad"];
 const SIDES = ["before", "after"];
 const byId = (id) => document.getElementById(id);
+
+/** The object in a text: JSON, compressed, in base64. */
+async function unpack(text) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text());
+}
 
 /** A text with its control and direction characters as escapes. */
 function visible(text) {

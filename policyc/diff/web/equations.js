@@ -1,16 +1,9 @@
 // Level 3: the equations of one scope, before and after side by side. Matched pairs share a row, unchanged runs are folded.
 
 const FOLD = 3; // runs of fewer unchanged equations are shown
-let graph = { nodes: [], edges: [] };
-let parents = [];
-
-async function loadGraph() {
-  const bytes = Uint8Array.from(atob(byId("graph").textContent), (c) => c.charCodeAt(0));
-  const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-  graph = JSON.parse(text);
-  parents = new Array(graph.nodes.length).fill(null);
-  graph.nodes.forEach((node, number) => { for (const child of node.children ?? []) parents[child] = number; });
-}
+const { graph } = data;
+const parents = new Array(graph.nodes.length).fill(null);
+graph.nodes.forEach((node, number) => { for (const child of node.children ?? []) parents[child] = number; });
 
 const isScope = (node) => node.type === "scope";
 const ranges = (list) => list.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");

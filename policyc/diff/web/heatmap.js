@@ -33,7 +33,7 @@ function drawStack(stack, number, y, parts) {
   for (const index of stack.linears) {
     const linear = data.linears[index];
     const products = GEMMS.filter((product) => linear.runs.some((run) => run.products[product]));
-    parts.push(s("text", { x: 0, y: y + 10, class: "name" }, s("title", {}, fullName(linear)), shorten(linear.name, 32)));
+    parts.push(s("text", { x: 0, y: y + 10, class: "name" }, s("title", {}, fullName(linear)), shorten(linear.name, 29)));
     for (const product of products) {
       parts.push(s("text", { x: LABEL - 6, y: y + 10, class: "product", "text-anchor": "end" }, product));
       heat.rows.push({ index, product, stack, number, y, column });

@@ -2,10 +2,10 @@
 
 const CARD = { width: 580, tensor: 76, operand: 246, product: 142, row: 36, gap: 10 };
 const TENSORS = ["activation", "weight", "gradient"];
-const layerFacts = { shared: [], hoisted: [] }; // what the graph says is quantized once
+const layerFacts = { shared: [], hoisted: [] }; // operands that are quantized once, for several linears or per step
 
 /** Finds the operands that are quantized once for several linears, or once per step. */
-function collectQuantizations(graph) {
+function collectQuantizations() {
   const visit = (number, layers) => {
     const node = graph.nodes[number];
     const inside = node.members ?? (node.iterations ? [node.iterations] : layers);
@@ -116,6 +116,7 @@ function drawProduct(cell, x, y) {
 }
 
 function startLayers() {
+  collectQuantizations();
   drawClasses();
   watch(["cls", "cell"], drawClasses);
 }

@@ -102,12 +102,6 @@ startTools();
 startPolicies();
 startMap();
 startLayers();
-loadGraph().then(() => {
-  collectQuantizations(graph);
-  drawClasses();
-  const first = ancestors(0).length && !state.open && state.scope === "0";
-  if (first) graph.nodes[0]?.children?.forEach((each) => { if (graph.nodes[each].changed && graph.nodes[each].kind !== "hoisted") state.open = state.open || String(each); });
-  startEquations();
-  document.documentElement.dataset.ready = "true";
-});
+startEquations();
+document.documentElement.dataset.ready = "true";
 addEventListener("hashchange", () => { readHash(); notify(Object.keys(DEFAULTS)); });

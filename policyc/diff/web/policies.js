@@ -20,9 +20,11 @@ function drawSource(source, number) {
     for (let line = rule.line; line <= rule.last_line; line += 1) keysByLine.set(line, [...(keysByLine.get(line) ?? []), key]);
   }
   const lines = source.text.replace(/\n$/, "").split("\n");
+  const comments = lines.findIndex((text) => !text.startsWith("#"));
   return h("div", { class: "source" },
     h("h3", {}, h("bdi", {}, source.path.split("/").at(-1)), " ", copyButton(source.path, "copy path")),
-    h("ol", {}, lines.map((text, index) => drawLine(text, keysByLine.get(index + 1), index + 1))));
+    comments > 1 ? h("details", {}, h("summary", {}, `${comments} lines of comments`), h("ol", {}, lines.slice(0, comments).map((text, index) => drawLine(text, null, index + 1)))) : null,
+    h("ol", {}, lines.map((text, index) => [text, index + 1]).slice(comments > 1 ? comments : 0).map(([text, line]) => drawLine(text, keysByLine.get(line), line))));
 }
 
 function drawLine(text, keys, line) {
