@@ -73,10 +73,21 @@ def test_colors_on_request(folder: Path) -> None:
 
 def test_files(folder: Path) -> None:
     result = policyc(
-        "diff", "a.policy", "--svg", "heat.svg", "--model-explorer", "me", "--dot", "train.py", "64"
+        "diff",
+        "a.policy",
+        "--svg",
+        "heat.svg",
+        "--out",
+        "diff.html",
+        "--model-explorer",
+        "me",
+        "--dot",
+        "train.py",
+        "64",
     )
     assert result.out.startswith("digraph diff {")
     assert (folder / "heat.svg").read_text().startswith("<svg")
+    assert "<title>train.py 64: no policy / a.policy</title>" in (folder / "diff.html").read_text()
     assert {path.name for path in (folder / "me").iterdir()} == {
         "after.json", "before.json", "changes.json", "mapping.json"
     }  # fmt: skip

@@ -178,7 +178,7 @@ def test_diff_from_python(tmp_path: Path) -> None:
     assert str(result) == render(result.data)
     assert result._repr_html_().startswith("<svg")
     assert result.to_dict()["schema"] == 1
-    for suffix in ("json", "svg", "dot", "txt"):
+    for suffix in ("html", "json", "svg", "dot", "txt"):
         result.save(tmp_path / f"diff.{suffix}")
         assert (tmp_path / f"diff.{suffix}").stat().st_size > 100
     with pytest.raises(ValueError, match=r"the suffix must be one of \.json"):

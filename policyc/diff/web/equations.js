@@ -34,18 +34,30 @@ function toggleScope(number) {
 
 // ---- rows
 
-/** The children of a scope as blocks: scopes, folded runs of unchanged equations, and groups with the same pair. */
+/** The scopes in a scope, and those in its equations: what a container runs. */
+function scopesIn(number) {
+  return (graph.nodes[number].children ?? []).flatMap((child) => (isScope(graph.nodes[child]) ? [child] : scopesIn(child)));
+}
+
+/** The children of a scope as blocks: scopes, runs of unchanged equations, and groups with the same pair. */
 function blocksOf(number) {
   const blocks = [];
   for (const child of graph.nodes[number].children ?? []) {
     const node = graph.nodes[child];
     const last = blocks.at(-1);
+    const inner = isScope(node) ? [] : scopesIn(child);
     if (isScope(node)) blocks.push({ kind: "scope", number: child });
     else if (node.side === "both") {
-      if (last?.kind === "same") last.numbers.push(child);
-      else blocks.push({ kind: "same", numbers: [child] });
-    } else if (last?.kind === "pair" && last.pair === node.pair) last[node.side].push(child);
-    else blocks.push({ kind: "pair", pair: node.pair, before: [], after: [], [node.side]: [child] });
+      if (last?.kind === "same" && !last.inner.length) last.numbers.push(child);
+      else blocks.push({ kind: "same", numbers: [child], inner: [] });
+      blocks.at(-1).inner.push(...inner);
+    } else {
+      if (last?.kind !== "pair" || last.pair !== node.pair) {
+        blocks.push({ kind: "pair", pair: node.pair, before: [], after: [], inner: [] });
+      }
+      blocks.at(-1)[node.side].push(child);
+      blocks.at(-1).inner.push(...inner);
+    }
   }
   return blocks;
 }
@@ -69,12 +81,14 @@ function equationCell(number, mark) {
 function rowsOf(number) {
   return blocksOf(number).flatMap((block) => {
     if (block.kind === "scope") return [drawScope(block.number)];
-    if (block.kind === "same") return sameRows(block.numbers);
+    const inner = block.inner.map(drawScope);
+    if (block.kind === "same") return [...sameRows(block.numbers), ...inner];
     const length = Math.max(block.before.length, block.after.length);
     // The last equation of a group gives the result on both sides: groups are aligned at their ends.
     const at = (list, index) => list[index - (length - list.length)];
-    return Array.from({ length }, (_, index) => h("div", { class: "row pair" },
+    const rows = Array.from({ length }, (_, index) => h("div", { class: "row pair" },
       equationCell(at(block.before, index), "−"), equationCell(at(block.after, index), "+")));
+    return [...rows, ...inner];
   });
 }
 
@@ -128,14 +142,19 @@ function drawEquations() {
   box.replaceChildren(h("div", { class: "row head" }, SIDES.map((side) => h("div", {}, side, " ", h("small", {}, data[side].label)))), ...rowsOf(number));
 }
 
-/** Opens the scopes with changes below a scope, the outermost first, at most 40 of them. */
+const MOST_OPEN = 120; // more rows than a reader follows at once
+
+/** Opens the scopes with changes below a scope, in order, at most `MOST_OPEN`. */
 function openChanged(number) {
   const open = openScopes();
-  let level = [number];
-  while (level.length && open.size < 40) {
-    level = level.flatMap((each) => graph.nodes[each].children ?? []).filter((each) => isScope(graph.nodes[each]) && graph.nodes[each].changed);
-    for (const each of level) if (open.size < 40) open.add(each);
-  }
+  const visit = (each) => {
+    for (const scope of scopesIn(each).filter((inner) => graph.nodes[inner].changed)) {
+      if (open.size >= MOST_OPEN) return;
+      open.add(scope);
+      visit(scope);
+    }
+  };
+  visit(number);
   setState({ open: [...open].join(".") });
 }
 

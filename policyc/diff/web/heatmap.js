@@ -123,14 +123,17 @@ function readBrush() {
 
 // ---- pointer and keys
 
+/** The nearest row and its layer under the pointer, and the cell if the pointer is inside one. */
 function hit(event) {
   const box = heat.svg.getBoundingClientRect();
   const scale = heat.width / box.width;
   const [x, y] = [(event.clientX - box.left) * scale, (event.clientY - box.top) * scale];
-  const row = heat.rows.find((each) => each.y <= y && y < each.y + ROW);
+  const distance = (each) => Math.abs(y - each.y - ROW / 2);
+  const row = heat.rows.reduce((best, each) => (best && distance(best) <= distance(each) ? best : each), null);
   const layer = row ? Math.floor((x - LABEL) / row.column) : -1;
-  const cell = row ? cellAt(row.index, row.product, layer) : undefined;
-  return { row, layer, cell };
+  const isColumn = row !== null && layer >= 0 && layer < Math.max(1, row.stack.size);
+  const cell = isColumn && distance(row) <= ROW / 2 ? cellAt(row.index, row.product, layer) : undefined;
+  return { row, layer, cell, isColumn };
 }
 
 function showTip(event, cell, layer) {
@@ -149,8 +152,8 @@ function hideTip() {
 }
 
 function pointAt(event) {
-  const { row, layer, cell } = hit(event);
-  if (heat.drag && row && row.number === heat.drag.number && layer >= 0 && layer < Math.max(1, row.stack.size)) {
+  const { row, layer, cell, isColumn } = hit(event);
+  if (heat.drag && isColumn && row.number === heat.drag.number) {
     heat.drag.moved ||= layer !== heat.drag.layer;
     if (heat.drag.moved) {
       setState({ brush: [row.number, Math.min(layer, heat.drag.layer), Math.max(layer, heat.drag.layer)].join(".") });
@@ -194,8 +197,8 @@ function startMap() {
   map.addEventListener("pointermove", pointAt);
   map.addEventListener("pointerleave", hideTip);
   map.addEventListener("pointerdown", (event) => {
-    const { row, layer, cell } = hit(event);
-    heat.drag = cell ? { number: row.number, layer, moved: false } : null;
+    const { row, layer, isColumn } = hit(event);
+    heat.drag = isColumn ? { number: row.number, layer, moved: false } : null;
   });
   addEventListener("pointerup", (event) => {
     const { drag } = heat;

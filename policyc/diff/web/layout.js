@@ -8,15 +8,17 @@ let layoutRequest = 0;
 function boxesOf(number) {
   const boxes = [];
   const add = (id, kind, text, members, target) => boxes.push({ id, kind, text, members, target, width: 22 + 6.3 * Math.min(34, text.length), height: 26 });
+  const addScope = (each) => {
+    const node = graph.nodes[each];
+    add(each, node.changed ? "scope changed" : "scope", `${scopeName(node)} (${node.equations})`, [each], each);
+  };
   for (const block of blocksOf(number)) {
-    if (block.kind === "scope") {
-      const node = graph.nodes[block.number];
-      add(block.number, node.changed ? "scope changed" : "scope", `${scopeName(node)} (${node.equations})`, [block.number], block.number);
-    } else if (block.kind === "same") {
+    if (block.kind === "scope") addScope(block.number);
+    else if (block.kind === "same") {
       const [first] = block.numbers;
       add(first, "both", block.numbers.length > 1 ? `${block.numbers.length} unchanged` : graph.nodes[first].op, block.numbers, null);
     } else {
-      for (const side of SIDES) for (const each of block[side]) add(each, side, graph.nodes[each].op, [each], null);
+      for (const side of SIDES) for (const each of block[side]) add(each, side, graph.nodes[each].op, [each], scopesIn(each)[0] ?? null);
     }
   }
   return boxes;
