@@ -63,7 +63,7 @@ async function copyText(text, button) {
 // ---- state
 
 const DEFAULTS = {
-  q: "", rule: "", format: "", product: "", overlay: "", changed: "", cell: "", brush: "", cls: "0.0", scope: "0",
+  q: "", rule: "", format: "", product: "", overlay: "", changed: "", cell: "", brush: "", cls: Math.max(0, data.stacks.findIndex((stack) => stack.size)) + ".0", scope: "0",
   open: "", view: "list",
 };
 const state = { ...DEFAULTS };
@@ -99,6 +99,8 @@ function withPrefix(value, unit) {
 }
 
 function duration(seconds) {
+  if (seconds >= 7200) return (seconds / 3600).toPrecision(3) + " h";
+  if (seconds >= 120) return (seconds / 60).toPrecision(3) + " min";
   if (seconds >= 1) return seconds.toPrecision(3) + " s";
   if (seconds >= 1e-3) return (seconds * 1e3).toPrecision(3) + " ms";
   return (seconds * 1e6).toPrecision(3) + " µs";

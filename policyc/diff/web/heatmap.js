@@ -33,7 +33,7 @@ function drawStack(stack, number, y, parts) {
   for (const index of stack.linears) {
     const linear = data.linears[index];
     const products = GEMMS.filter((product) => linear.runs.some((run) => run.products[product]));
-    parts.push(s("text", { x: 0, y: y + 10, class: "name" }, s("title", {}, fullName(linear)), shorten(linear.name, 29)));
+    parts.push(s("text", { x: 0, y: y + 10, class: "name" }, s("title", {}, fullName(linear)), shorten(visible(linear.name), 29)));
     for (const product of products) {
       parts.push(s("text", { x: LABEL - 6, y: y + 10, class: "product", "text-anchor": "end" }, product));
       heat.rows.push({ index, product, stack, number, y, column });
@@ -74,7 +74,9 @@ function drawRun(cell, y, column) {
     const x = LABEL + layer * column;
     if (isSplit) add(color(cell, "before", layer), x, width * 0.36);
     add(color(cell, "after", layer), isSplit ? x + width * 0.36 : x, isSplit ? width * 0.64 : width);
-    if (isHatched(cell)) add("url(#hatch)", x, width);
+  }
+  if (isHatched(cell)) { // last, on top of all colors
+    for (let layer = cell.first; layer <= cell.last; layer += 1) add("url(#hatch)", LABEL + layer * column, width);
   }
   const group = s("g", {}, [...paths].map(([fill, d]) => s("path", { d, style: `fill:${fill}` })));
   heat.groups.push([group, cell]);

@@ -44,6 +44,8 @@ function drawClasses() {
     : [tab(number, 0, "outside of stacks")])));
   const { stack, index } = current;
   const layer = stack.classes[index] ? stack.classes[index].layers[0][0] : 0;
+  const isOfOneLayer = stack.size && currentOverlay().perLayer;
+  byId("classes").append(isOfOneLayer ? h("span", { class: "quiet" }, `${currentOverlay().name} of layer ${layer}`) : "");
   byId("cards").replaceChildren(...stack.linears.map((number) => drawCard(number, layer)).filter(Boolean));
 }
 
@@ -80,7 +82,7 @@ function drawFlow(number, own, layer) {
       parts.push(s("path", { class: "edge", d: `M${x1 + operand} ${y + 16}C${x1 + operand + 26} ${y + 16} ${x2 - 26} ${middle} ${x2} ${middle}` }));
       parts.push(drawOperand(number, cell, each, { position, x: x1, y, layer }));
     });
-    parts.push(drawProduct(cell, x2, middle));
+    parts.push(drawProduct(cell, layer, x2, middle));
   });
   return s("svg", { viewBox: `0 0 ${width + 2} ${height}`, role: "img", "aria-label": "Operands and products of " + visible(data.linears[number].name) }, parts);
 }
@@ -102,21 +104,30 @@ function drawOperand(number, cell, operand, { position, x, y, layer }) {
     mark ? s("text", { x: x + CARD.operand - 7, y: y + 13, class: "mark", "text-anchor": "end" }, mark) : null);
 }
 
-function drawProduct(cell, x, y) {
+/** The value of the current overlay for a product, or its predicted time. */
+function measure(cell, layer) {
+  const overlay = currentOverlay();
+  if (overlay.kind === "word") return overlay.value(cell, "after", layer);
+  const { print, value } = overlay.kind === "number" ? overlay : OVERLAYS.time;
+  const number = value(cell, "after", layer);
+  return number === null ? null : print(number);
+}
+
+function drawProduct(cell, layer, x, y) {
   const [before, after] = SIDES.map((side) => stateOf(cell.change[side]));
   const formats = before && after && before.format !== after.format ? `${before.format} → ${after.format}` : (after ?? before).format;
-  const note = cell.run.opaque ? "opaque" : (after && after.backend ? `${after.native ? "native" : "emulated"}, ${after.backend}` : "not quantized");
+  const note = cell.run.opaque ? "opaque" : (after && after.backend ? (after.native ? `native, ${after.backend}` : "emulated") : "");
   return s("g", { class: "output" + (cell.change.changed ? " changed" : "") },
     s("rect", { x, y: y - 25, width: CARD.product, height: 50, rx: 5 }),
     s("rect", { x: x + CARD.product - 7, y: y - 25, width: 7, height: 50, rx: 2, style: `fill:${formatColor((after ?? before).format)}` }),
     isHatched(cell) ? s("rect", { x: x + CARD.product - 7, y: y - 25, width: 7, height: 50, style: "fill:url(#hatch)" }) : null,
     s("text", { x: x + 10, y: y - 9, class: "strong" }, cell.product),
     s("text", { x: x + 10, y: y + 5 }, formats),
-    s("text", { x: x + 10, y: y + 18, class: "small" }, note));
+    s("text", { x: x + 10, y: y + 18, class: "small" }, [note, measure(cell, layer)].filter(Boolean).join(" · ")));
 }
 
 function startLayers() {
   collectQuantizations();
   drawClasses();
-  watch(["cls", "cell"], drawClasses);
+  watch(["cls", "cell", "overlay"], drawClasses);
 }

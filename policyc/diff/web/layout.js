@@ -75,5 +75,5 @@ function drawBox(box, { x, y }) {
     ...(box.target === null ? {} : { tabindex: 0, role: "button", click: open, keydown: keys }) },
   s("title", {}, isScope(node) ? scopePath(box.id) : [node.outputs.join(", "), node.op, node.params, node.place].filter(Boolean).join("\n")),
   s("rect", { width: box.width, height: box.height, rx: 4 }),
-  s("text", { x: box.width / 2, y: 17, "text-anchor": "middle" }, shorten(box.text, 34)));
+  s("text", { x: box.width / 2, y: 17, "text-anchor": "middle" }, shorten(visible(box.text), 34)));
 }
