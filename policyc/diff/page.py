@@ -1,7 +1,7 @@
 """A diff as one page of HTML: heat map, classes of layers, and equations. The page needs no network and no server.
 
 The parts of the page are the files in the folder `web`. Everything that comes from the program or the policy is
-embedded as data, and the page shows it as text only.
+embedded as data, and the page shows it as text only. `dagre.min.js` is dagre 3.1.1 without the link to its source map.
 """
 
 from __future__ import annotations

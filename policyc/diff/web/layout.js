@@ -63,7 +63,7 @@ function showLayout(container, boxes, layout, left) {
     layout.edges.map((points) => s("path", { class: "edge", d: line(points), "marker-end": "url(#arrow)" })),
     boxes.map((box) => drawBox(box, places.get(box.id))));
   container.replaceChildren(
-    h("p", { class: "quiet" }, "Removed: dashed. Added: bold. Click a scope to open it.", left ? ` ${count(left, "box")} left out: open a smaller scope.` : ""),
+    h("p", { class: "quiet" }, "Removed: dashed. Added: bold. Click a scope to open it.", left ? ` ${left} of the boxes are left out: open a smaller scope.` : ""),
     h("div", { class: "graph" }, svg));
 }
 
