@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
 
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
-from policyc.jaxcore.internals import ad, core, sources
+from policyc.jaxcore.internals import ad, sources
 from policyc.jaxcore.jaxprs import AnyJaxpr, J
 from policyc.jaxcore.transform import Address
 
@@ -173,7 +173,7 @@ def _differentiate_product(
 
 
 def _zero(value: Any) -> Any:
-    return _Zero(core.typeof(value).to_tangent_aval())
+    return _Zero(jax.typeof(value).to_tangent_aval())
 
 
 _wrapped_product_p.def_abstract_eval(_abstract_product)

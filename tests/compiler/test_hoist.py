@@ -166,7 +166,7 @@ def test_a_program_that_is_kept_is_not_changed() -> None:
     ("params", "policy", "remat"),
     [
         pytest.param(STACKED, SMALL_SPLIT, "named", id="split stack"),
-        pytest.param(UNROLLED, "* -> fp8", "dots", id="unrolled"),
+        pytest.param(UNROLLED, "* -> fp8", "dots", marks=pytest.mark.slow, id="unrolled"),
         pytest.param(STACKED, TWO_WAYS, "full", marks=pytest.mark.slow, id="stack in nvfp4"),
         pytest.param(STACKED, SPLIT, "named", marks=pytest.mark.slow, id="split stack in nvfp4"),
         pytest.param(UNROLLED, SQUARE, "full", marks=pytest.mark.slow, id="unrolled in nvfp4"),

@@ -31,7 +31,16 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 # ---- eight devices
 
 
-@pytest.mark.parametrize("program", SHARDED_LOSSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(f, marks=pytest.mark.slow)
+        if f.__name__ in ("in_shard_map", "ragged_in_shard_map")
+        else f
+        for f in SHARDED_LOSSES
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_a_sharded_loss_trains_in_low_precision(program: Any) -> None:
     sharded = program()
     is_compared = program in (parallel_programs.in_shard_map, parallel_programs.explicit_shardings)

@@ -35,7 +35,7 @@ def check_formatting(drawn):
 
 
 @given(texts())
-@settings(max_examples=80)
+@settings(max_examples=30)
 def test_formatting_keeps_policy_and_comments_and_is_idempotent(drawn):
     check_formatting(drawn)
 
@@ -48,7 +48,7 @@ def test_formatting_of_many_more_texts(drawn):
 
 
 @given(texts(commented=False))  # a statement with a comment inside keeps its empty lines
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_no_trailing_spaces_and_no_repeated_empty_lines(drawn):
     _, text, _ = drawn
     lines = fmt(text).split("\n")

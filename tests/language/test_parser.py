@@ -105,7 +105,7 @@ def check_spelling(drawn):
 
 
 @given(texts())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_every_spelling_of_a_policy_and_what_it_prints_parse_to_it(drawn):
     check_spelling(drawn)
 
@@ -302,7 +302,7 @@ def nodes(node):
 
 
 @given(texts())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_spans_are_in_order_and_their_text_parses_to_the_node(drawn):
     _, text, _ = drawn
     policy = parse(text)
@@ -669,7 +669,7 @@ def test_one_error_does_not_affect_other_statements(invalid, first):
 
 @given(texts(commented=False))
 @settings(
-    max_examples=40, derandomize=True
+    max_examples=20, derandomize=True
 )  # the end of a broken statement is a guess, so always test the same texts
 def test_one_error_is_reported_once_in_every_spelling(drawn):
     policy, text, _ = drawn

@@ -138,8 +138,15 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any, Any]] = {
 
 # The slow lane runs every shape with all options. The fast lane runs shapes that interact with the options with all of
 # them, and the others with a format that compiles in a third of the time.
-WITH_ALL_OPTIONS = ("odd", "weight first", "attention", "dot")
-LIGHT = {"linear": "mixed", "heads": "mxfp8", "out": "mxfp4", "experts": "fp8", "vector": "mxfp8"}
+WITH_ALL_OPTIONS = ("odd", "weight first", "dot")
+LIGHT = {
+    "linear": "mixed",
+    "heads": "mxfp8",
+    "experts": "fp8",
+    "vector": "mxfp8",
+    "attention": "fp8",
+    "out": "fp8",
+}
 PAIRS = [
     *((s, "full") if s in WITH_ALL_OPTIONS else slow(s, "full") for s in SHAPES),
     *LIGHT.items(),
