@@ -125,7 +125,7 @@ def _batched(spec: BlockScaledSpec) -> Any:
             wide = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
             return wide.reshape(-1, *wide.shape[2:])
 
-        merged = jax.tree.map(merge, (a, b), mapped)
+        merged = jax.tree.map(merge, (a, b), tuple(mapped))  # JAX may pass a list
         product = multiply(*merged)
         return product.reshape(size, -1, *product.shape[1:]), True
 
