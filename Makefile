@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-cuda test-trainers test-te check format wheel clean
+.PHONY: help setup demo pictures test test-slow test-cuda test-trainers test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -34,6 +34,12 @@ demo: setup ## lint the bundled policies, show one, and train a small Llama unde
 	@$(IN) echo "policyc show llama_nvfp4" && $(BIN)/policyc show llama_nvfp4
 	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps 100 --eval-every 50 --out runs/demo" && \
 	echo "policyc $$words" && $(BIN)/policyc $$words
+
+pictures: setup ## draw the pictures of README.md and docs/ again (needs chromium)
+	@$(IN) $(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --stat --svg docs/pictures/diff.svg
+	@$(IN) page=$$(mktemp -d) && $(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --stat --out "$$page/page.html" >/dev/null && \
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1010 --virtual-time-budget=3000 \
+	  --screenshot=docs/pictures/page.png "file://$$page/page.html" 2>/dev/null; status=$$?; rm -rf "$$page"; exit $$status
 
 test: setup ## run the fast tests
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal $(ARGS)

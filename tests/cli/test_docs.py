@@ -123,6 +123,19 @@ def test_every_bundled_policy_is_documented() -> None:
             assert f"## {name.split()[0]}\n" in document
 
 
+def test_the_picture_of_the_readme_shows_its_policy() -> None:
+    assert (ROOT / "docs" / "pictures" / "llama.policy").read_text() in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme_is_what_the_command_draws(tmp_path: Path) -> None:
+    """`make pictures` draws it again."""
+    drawn = tmp_path / "diff.svg"
+    words = ("diff", "docs/pictures/llama.policy", "--config", "llama3_8b", "--stat", "--svg", drawn)
+    assert policyc(*words, cwd=ROOT).code == 0
+    assert drawn.read_text() == (ROOT / "docs" / "pictures" / "diff.svg").read_text()
+
+
 # ---- commands
 
 
