@@ -8,6 +8,7 @@ environment variable with the policy's hash, and a warning is printed if they ru
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import inspect
 import multiprocessing.spawn
 import os
@@ -122,6 +123,10 @@ def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
         setattr(owner, name, original)
 
 
+_is_starting = contextvars.ContextVar("_is_starting", default=False)
+"""Whether `Popen` starts a process. Since Python 3.13 it does so by `os.posix_spawn` in more cases."""
+
+
 def _without_hash(start: Callable[..., Any]) -> Callable[..., Any]:
     """`Popen.__init__` or `os.execve`, with an environment that lacks the hash."""
     signature = inspect.signature(start)
@@ -133,7 +138,11 @@ def _without_hash(start: Callable[..., Any]) -> Callable[..., Any]:
         call.arguments["env"] = _remove_hash(os.environ if environment is None else environment)
         words = call.arguments.get("args", call.arguments.get("argv", ()))
         _warn_if_python(call.arguments.get("executable") or call.arguments.get("path"), words)
-        return start(*call.args, **call.kwargs)
+        token = _is_starting.set(True)
+        try:
+            return start(*call.args, **call.kwargs)
+        finally:
+            _is_starting.reset(token)
 
     return start_without_hash
 
@@ -149,7 +158,8 @@ def _spawn_without_hash(start: Callable[..., int]) -> Callable[..., int]:
     @wraps(start)
     def posix_spawn(path: Any, argv: Any, env: Any, /, **options: Any) -> int:
         argv = list(argv)
-        _warn_if_python(path, argv)
+        if not _is_starting.get():
+            _warn_if_python(path, argv)
         return start(path, argv, _remove_hash(os.environ if env is None else env), **options)
 
     return posix_spawn

@@ -12,17 +12,25 @@ from jax.extend.core import JaxprEqn, Literal
 
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.internals import ad
+from policyc.jaxcore.versions import BARRIERS_SKIP_ZERO_TANGENTS
 
 _RESULT_PER_OPERAND = frozenset({"psum", "psum_invariant", "pmax", "pmin", "sort"})
-"""Primitives whose n-th result depends differentiably on their n-th operand only.
+"""Primitives whose n-th result depends differentiably on their n-th operand only."""
+if BARRIERS_SKIP_ZERO_TANGENTS:
+    _RESULT_PER_OPERAND |= {"optimization_barrier"}
 
-`optimization_barrier` is none of them: JAX differentiates all of its operands if it differentiates one.
-"""
+_CONSTANT_ON_REALS = frozenset({"stop_gradient", "sign"})
+"""Primitives without a derivative on real numbers whose rule does not show it. (Since JAX 0.12, `sign` has a rule, for
+complex numbers.)"""
 
 
 def is_float(aval: AbstractValue) -> bool:
     """Can it have a derivative by its type?"""
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _is_complex(aval: AbstractValue) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.complexfloating)
 
 
 def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
@@ -51,7 +59,8 @@ def _has_result_per_operand(eqn: JaxprEqn) -> bool:
 def _differentiable_operands(eqn: JaxprEqn) -> list[bool]:
     """Which operands have a derivative rule. Rounding, comparing and `stop_gradient` have none."""
     rule: Any = ad.primitive_jvps.get(eqn.primitive)
-    if jaxprs.primitive_name(eqn) == "stop_gradient" or getattr(rule, "func", None) is ad.zero_jvp:
+    is_constant = jaxprs.primitive_name(eqn) in _CONSTANT_ON_REALS and not _is_complex(eqn.invars[0].aval)
+    if is_constant or getattr(rule, "func", None) is ad.zero_jvp:
         return [False] * len(eqn.invars)
     by_type = [not isinstance(a, Literal) and is_float(a.aval) for a in eqn.invars]
     if isinstance(rule, partial) and rule.func in (ad.standard_jvp, ad.standard_jvp2):

@@ -16,6 +16,10 @@ if jax.__version_info__ >= (0, 12):
     # the highest precision to mean fp32 accumulation.
     FP8_DOT_PRECISION = lax.Precision.HIGHEST
 
+BARRIERS_SKIP_ZERO_TANGENTS = jax.__version_info__ >= (0, 11)
+"""Whether `optimization_barrier` differentiates only the operands that have a tangent. Before, it differentiated all of
+them if one had."""
+
 
 def set_cpu_device_count(count: int) -> None:
     """Makes the CPU platform have `count` devices. Does nothing if JAX has initialized its devices already."""
