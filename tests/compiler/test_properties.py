@@ -72,13 +72,6 @@ def test_a_split_scan_equals_the_unsplit_one() -> None:
     check_splitting(0)
 
 
-@pytest.mark.slow
-@DEEP
-@given(seeds)
-def test_a_split_scan_equals_the_unsplit_one_in_any_program(seed: int) -> None:
-    check_splitting(seed)
-
-
 def check_splitting(seed: int) -> None:
     random_program = program(seed)
     loss, args = random_program.loss, random_program.args
