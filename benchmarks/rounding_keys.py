@@ -4,7 +4,7 @@
 
 Without the checksum, only the maximum of the tensor is folded into the key. The last rows are the key of MS-EDEN's
 signs: a checksum of all elements, beside the maximum of their magnitudes. On a GPU the array is 16384 x 14336;
-elsewhere it is small.
+on a CPU it is small.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def partition(body: Body, rule: PartitionRule) -> Callable[..., Sequence[jax.Arr
 
     def run_divided(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         sizes = factor_sizes(rule, [o.shape for o in operands])
-        axes = [_mesh_axes(a, rule.name) for a in (*operands, *results)]
+        axes = [array_mesh_axes(a, rule.name) for a in (*operands, *results)]
         division = divide(rule, sizes, dict(mesh.shape), axes[: len(operands)], axes[len(operands) :])
         if division.gathered:
             warnings.warn(division.gathered, stacklevel=2)
@@ -223,7 +223,8 @@ def _proposals(arrays: Sequence[Dims], axes: Sequence[ArrayAxes]) -> dict[str, l
     return proposals
 
 
-def _mesh_axes(array: Any, name: str) -> ArrayAxes:
+def array_mesh_axes(array: Any, name: str) -> ArrayAxes:
+    """The mesh axes of each dimension of an array. `name` is the function to name if it has no mesh."""
     if not isinstance(array.sharding, NamedSharding):
         raise NotImplementedError(
             f"{name}: the program has devices but no mesh: give the arguments of the jitted function a NamedSharding"

@@ -204,11 +204,11 @@ def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     (diagnostic,) = diagnostics_of(plan)
     assert (diagnostic.code, diagnostic.message) == ("missing-library", "install the library")
     assert spanned(diagnostic) == "* -> fp8", "the first rule that needs it"
-    elsewhere = plan_model("* -> fp8", backend="emulate", target="gb200")
+    another_gpu = plan_model("* -> fp8", backend="emulate", target="gb200")
     monkeypatch.undo()
-    elsewhere.decisions()
+    another_gpu.decisions()
     monkeypatch.setattr(plan_checks.backends, "load", lambda name: Missing())
-    check_plan(elsewhere)
+    check_plan(another_gpu)
 
 
 # ---- rules that match nothing

@@ -19,7 +19,7 @@ from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
 from policyc.jaxcore.transform import Address, Replacement
 from tests.support.jaxpr_tools import struct
-from tests.support.programs import program, with_rule_if_applicable
+from tests.support.programs import applicable_rules, program
 
 POLICIES = ("* -> mxfp8", "* @ bwd -> nvfp4(sr=grad)", "* -> fp8; layers[0] -> keep", "* -> keep")
 W, X = struct(16, 16), struct(8, 16)
@@ -96,8 +96,7 @@ def check_plan(plan: Plan) -> None:
 @given(integers(0, 2**32 - 1), sampled_from(POLICIES))
 def test_every_equation_of_a_random_program_is_accounted_for(seed: int, policy: str) -> None:
     random_program = program(seed)
-    first, _, rule = policy.partition("; ")
-    policy = with_rule_if_applicable(random_program, first, rule) if rule else first
+    policy = applicable_rules(random_program, policy)
     check_plan(policyc.plan(policy, random_program.loss, *random_program.args))
 
 
@@ -106,8 +105,7 @@ def test_every_equation_of_a_random_program_is_accounted_for(seed: int, policy: 
 @given(integers(0, 2**32 - 1), integers(2, 5), sampled_from(POLICIES))
 def test_every_equation_of_any_program_is_accounted_for(seed: int, depth: int, policy: str) -> None:
     random_program = program(seed, depth)
-    first, _, rule = policy.partition("; ")
-    policy = with_rule_if_applicable(random_program, first, rule) if rule else first
+    policy = applicable_rules(random_program, policy)
     check_plan(policyc.plan(policy, random_program.loss, *random_program.args))
 
 

@@ -17,7 +17,7 @@ from policyc.diff.matching import MatchedLoss, Reason
 from policyc.jaxcore import jaxprs
 from tests.support.diff_checks import check_gradient, match_plans
 from tests.support.jaxpr_tools import struct
-from tests.support.programs import program, with_rule_if_applicable
+from tests.support.programs import applicable_rules, program
 
 POLICIES = ("* -> mxfp8", "* @ bwd -> nvfp4(sr=grad)", "* -> fp8; layers[0] -> keep")
 W, X = struct(16, 16), struct(8, 16)
@@ -27,8 +27,7 @@ W, X = struct(16, 16), struct(8, 16)
 @given(integers(0, 2**32 - 1), sampled_from(POLICIES))
 def test_the_gradient_of_a_random_program_is_matched(seed: int, policy: str) -> None:
     random_program = program(seed, 2)
-    first, _, rule = policy.partition("; ")
-    policy = with_rule_if_applicable(random_program, first, rule) if rule else first
+    policy = applicable_rules(random_program, policy)
     check_gradient(policyc.plan(policy, random_program.loss, *random_program.args))
 
 
@@ -37,8 +36,7 @@ def test_the_gradient_of_a_random_program_is_matched(seed: int, policy: str) -> 
 @given(integers(0, 2**32 - 1), integers(2, 4), sampled_from(POLICIES))
 def test_the_gradient_of_any_program_is_matched(seed: int, depth: int, policy: str) -> None:
     random_program = program(seed, depth)
-    first, _, rule = policy.partition("; ")
-    policy = with_rule_if_applicable(random_program, first, rule) if rule else first
+    policy = applicable_rules(random_program, policy)
     check_gradient(policyc.plan(policy, random_program.loss, *random_program.args))
 
 

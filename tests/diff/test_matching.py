@@ -25,7 +25,7 @@ from tests.support.jaxpr_tools import struct
 from tests.support.layered_models import GATED, REMAT, STACKED, UNROLLED, gated_model, model
 from tests.support.layered_models import X as BATCH
 from tests.support.parallel_programs import SHARDED_LOSSES
-from tests.support.programs import Program, program, with_rule_if_applicable
+from tests.support.programs import applicable_rules, program
 
 POLICIES = ("* -> keep", "* -> mxfp8", "* @ bwd -> nvfp4(sr=grad)", "* -> fp8; layers[0] -> keep")
 W, X = struct(16, 16), struct(8, 16)
@@ -119,19 +119,12 @@ def check_diff(plan: Plan, before: str, after: str) -> None:
         assert not any(match.reason for match in matched.all_matches())
 
 
-def random_policies(random_program: Program, *policies: str) -> list[str]:
-    return [
-        with_rule_if_applicable(random_program, first, rule) if rule else first
-        for first, _, rule in (policy.partition("; ") for policy in policies)
-    ]
-
-
 @settings(max_examples=10, phases=[Phase.generate], deadline=None)
 @given(integers(0, 2**32 - 1), sampled_from(POLICIES), sampled_from(POLICIES))
 def test_the_diff_of_a_random_program_is_exact(seed: int, before: str, after: str) -> None:
     random_program = program(seed)
     plan = policyc.plan("* -> keep", random_program.loss, *random_program.args)
-    check_diff(plan, *random_policies(random_program, before, after))
+    check_diff(plan, *(applicable_rules(random_program, policy) for policy in (before, after)))
 
 
 @pytest.mark.slow
@@ -140,7 +133,7 @@ def test_the_diff_of_a_random_program_is_exact(seed: int, before: str, after: st
 def test_the_diff_of_any_program_is_exact(seed: int, depth: int, before: str, after: str) -> None:
     random_program = program(seed, depth)
     plan = policyc.plan("* -> keep", random_program.loss, *random_program.args)
-    check_diff(plan, *random_policies(random_program, before, after))
+    check_diff(plan, *(applicable_rules(random_program, policy) for policy in (before, after)))
 
 
 @pytest.mark.parametrize("make", SHARDED_LOSSES, ids=lambda f: f.__name__)

@@ -1,4 +1,4 @@
-"""Figures from elsewhere: measurements of a run, compiled programs, and earlier plans."""
+"""Figures that the diff does not compute: measurements of a run, compiled programs, and earlier plans."""
 
 from __future__ import annotations
 

@@ -240,6 +240,12 @@ def program(seed: int, depth: int = 3, builder_type: type[Builder] = Builder) ->
     return Program(loss, {"first": first, "block": params}, batch)
 
 
+def applicable_rules(random_program: Program, policy: str) -> str:
+    """A policy of one or two rules, without the second one if it does not apply to the program."""
+    first, _, rule = policy.partition("; ")
+    return with_rule_if_applicable(random_program, first, rule) if rule else first
+
+
 def with_rule_if_applicable(random_program: Program, policy: str, rule: str) -> str:
     """The policy with a further rule about layers, if the program has such layers and their indices are known."""
     extended = f"{policy}; {rule}"

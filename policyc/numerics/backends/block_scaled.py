@@ -19,6 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from policyc.jaxcore.partition import ArrayAxes, MeshAxes, array_mesh_axes
 from policyc.numerics.quantize.layout import repeat_axis
 from policyc.numerics.quantize.values import apply_outer_scale
 
@@ -58,7 +59,8 @@ class BlockScaledSpec:
 
 def multiply_rows(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
     """The product (batch, rows of a, rows of b), with the outer scales applied, in the dtype `spec.out`."""
-    return _batched(spec)(a, b)  # type: ignore[no-any-return]
+    product: jax.Array = _batched(spec)(a, b)
+    return product
 
 
 # ---- on one device
@@ -117,7 +119,8 @@ def _batched(spec: BlockScaledSpec) -> Any:
 
     @custom_vmap
     def multiply(a: Rows, b: Rows) -> jax.Array:
-        return partitioned(a, b)  # type: ignore[no-any-return]
+        product: jax.Array = partitioned(a, b)
+        return product
 
     @multiply.def_vmap
     def multiply_mapped(size: int, mapped: tuple[Rows, Rows], a: Rows, b: Rows) -> tuple[jax.Array, bool]:
@@ -133,9 +136,6 @@ def _batched(spec: BlockScaledSpec) -> Any:
 
 
 # ---- on several devices
-
-
-MeshAxes = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ class Partition:
 def divide(
     mesh_shape: dict[str, int],
     operands: tuple[Rows, Rows],
-    shardings: tuple[tuple[MeshAxes, ...], tuple[MeshAxes, ...], tuple[MeshAxes, ...]],
+    shardings: tuple[ArrayAxes, ArrayAxes, ArrayAxes],
 ) -> Partition:
     """The partition of a GEMM whose operands and result are sharded like this. What does not fit is gathered.
 
@@ -208,8 +208,8 @@ def _partitioned(spec: BlockScaledSpec) -> Any:
 
     def partition(mesh: Mesh, operands: tuple[Rows, Rows], result: Any) -> tuple[Any, Any, Any, Any]:
         a, b = operands
-        shardings = tuple(_mesh_axes(x) for x in (a.codes, b.codes, result))
-        parts = divide(dict(mesh.shape), operands, shardings)  # type: ignore[arg-type]
+        left, right, out = (array_mesh_axes(x, "block-scaled GEMM") for x in (a.codes, b.codes, result))
+        parts = divide(dict(mesh.shape), operands, (left, right, out))
 
         def run(a: Rows, b: Rows) -> jax.Array:
             if parts.sum_to_n and not parts.sum_to_m:
@@ -247,24 +247,13 @@ def _sharding_rule(mesh: Any, operands: Any, results: Any) -> str:
     return f"{', '.join(left + right)} -> b m n"
 
 
-def _mesh_axes(array: Any) -> tuple[MeshAxes, ...]:
-    """The mesh axes of each dimension."""
-    if not isinstance(array.sharding, NamedSharding):
-        raise NotImplementedError(
-            "a block-scaled GEMM on several devices needs a named mesh: give jax.jit NamedShardings, or run it under "
-            "jax.set_mesh"
-        )
-    entries = tuple(array.sharding.spec) + (None,) * (len(array.shape) - len(array.sharding.spec))
-    return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in entries)
-
-
 def _operand_shardings(mesh: Mesh, rows: Rows, axes: tuple[MeshAxes, MeshAxes, MeshAxes]) -> Rows:
     along, batch = _named_sharding(mesh, axes), _named_sharding(mesh, (axes[0], axes[1], ()))
     if rows.mantissa is None:
-        return Rows(along, along)  # type: ignore[arg-type]
+        return Rows(along, along)  # type: ignore[arg-type]  # shardings in place of arrays
     outer = batch if rows.mantissa.shape[1] > 1 else _named_sharding(mesh, (axes[0], (), ()))
-    return Rows(along, along, outer, outer)  # type: ignore[arg-type]
+    return Rows(along, along, outer, outer)  # type: ignore[arg-type]  # shardings in place of arrays
 
 
-def _named_sharding(mesh: Mesh, axes: tuple[MeshAxes, ...]) -> NamedSharding:
+def _named_sharding(mesh: Mesh, axes: ArrayAxes) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(a or None for a in axes)))

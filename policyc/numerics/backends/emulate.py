@@ -68,7 +68,7 @@ def gemm(
 
 
 def _values(operand: Operand, contract: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """What the product multiplies. Padding is zero: it stays along contracted dimensions and is removed elsewhere."""
+    """What the product multiplies. Padding is zero: it stays along contracted dimensions only."""
     if not isinstance(operand, Quantized):
         return operand.astype(jnp.promote_types(operand.dtype, dtype))
     values = block_values(operand, dtype)

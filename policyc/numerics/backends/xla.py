@@ -1,7 +1,7 @@
 """XLA's own GEMMs of small formats: block-scaled for nvfp4 and mxfp8, 8-bit for fp8.
 
-Blackwell runs the block-scaled GEMM as a cuDNN call. Elsewhere XLA multiplies values by scales first, which gives the
-same numbers. XLA reads both operands with the contracted dimension last, and packed along it.
+Blackwell runs the block-scaled GEMM as a cuDNN call. On other GPUs XLA multiplies values by scales first, which gives
+the same numbers. XLA reads both operands with the contracted dimension last, and packed along it.
 """
 
 from __future__ import annotations
