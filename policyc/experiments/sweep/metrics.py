@@ -1,0 +1,145 @@
+"""Reads the metrics lines of runs, and converts the metrics files of other trainers to them.
+
+A line is a JSON object. A line with `step` and `loss` is a training step; a line without `loss` is a validation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from policyc.language.files import atomic_write
+
+Row = dict[str, Any]
+
+_TAIL_BYTES = 65_536  # many lines, so that validations and a broken last line do not hide the last step
+
+
+class MetricsReader:
+    """Follows a metrics file: reads only the lines that were added since the last time.
+
+    Attributes:
+      losses: the loss of every step so far.
+      validations: the validation loss of every step that has one.
+      last: the last line with a loss.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._restart(None)
+
+    def _restart(self, identity: int | None) -> None:
+        self._identity, self._offset, self._rest = identity, 0, b""
+        self.losses: dict[int, float] = {}
+        self.validations: dict[int, float] = {}
+        self.last: Row | None = None
+
+    def update(self) -> None:
+        """Reads the new lines. A file that was replaced or shortened, as after a resume, is read from its start."""
+        try:
+            stream = self._path.open("rb")
+        except FileNotFoundError:
+            self._restart(None)
+            return
+        with stream:
+            self._read(stream)
+
+    def _read(self, stream: BinaryIO) -> None:
+        file = os.fstat(stream.fileno())
+        if file.st_ino != self._identity or file.st_size < self._offset:
+            self._restart(file.st_ino)
+        stream.seek(self._offset)
+        *lines, self._rest = (self._rest + (data := stream.read())).split(b"\n")
+        self._offset += len(data)
+        for row in parse_rows(lines):
+            if "loss" in row:
+                self.losses[row["step"]] = row["loss"]
+                self.last = row
+            if "val_loss" in row:
+                self.validations[row["step"]] = row["val_loss"]
+
+
+def parse_rows(lines: list[bytes]) -> Iterator[Row]:
+    """Yields the lines that are metrics. Others, such as one that a killed run did not finish, are left out."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int | float) and _has_numbers(row):
+            yield {**row, "step": int(row["step"])}
+
+
+def _has_numbers(row: Row) -> bool:
+    return all(isinstance(row[name], int | float) for name in ("loss", "val_loss") if name in row)
+
+
+def last_row(path: Path) -> Row | None:
+    """The last line with a loss; None if there is none."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - _TAIL_BYTES))
+            lines = stream.read().split(b"\n")
+    except FileNotFoundError:
+        return None
+    rows = [row for row in parse_rows(lines) if "loss" in row]
+    return rows[-1] if rows else None
+
+
+# ---- other trainers
+
+
+_MAXTEXT_NAMES = {
+    "learning/loss": "loss",
+    "learning/grad_norm": "grad_norm",
+    "learning/current_learning_rate": "learning_rate",
+    "perf/step_time_seconds": "step_seconds",
+    "perf/per_device_tokens_per_sec": "tokens_per_second_per_device",
+    "perf/per_device_tflops_per_sec": "tflops_per_device",
+}
+
+
+def _read_maxtext(path: Path) -> list[Row]:
+    """Reads MaxText's `metrics_file`. Its steps count from 0, ours from 1. Raises ValueError if steps are missing.
+
+    MaxText empties the file when an evaluation begins, so evaluation must be off.
+    """
+    rows: dict[int, Row] = {}
+    for row in parse_rows(path.read_bytes().split(b"\n")):
+        if "learning/loss" in row:  # after a resume, MaxText appends steps that it ran before
+            rows[row["step"]] = row
+    if sorted(rows) != list(range(len(rows))):
+        raise ValueError(f"{path} lacks steps: MaxText empties it when it evaluates; set eval_interval=-1")
+    converted, tokens = [], 0
+    for step, row in sorted(rows.items()):
+        tokens += int(row["learning/total_weights"])
+        values = {name: row[theirs] for theirs, name in _MAXTEXT_NAMES.items() if theirs in row}
+        converted.append({"step": step + 1, "tokens": tokens, **values})
+    return converted
+
+
+_READERS: dict[str, Callable[[Path], list[Row]]] = {"maxtext": _read_maxtext}
+"""Readers of other trainers' metrics, by the kind that `--metrics KIND=PATH` names."""
+
+
+def parse_metrics_source(text: str) -> tuple[str, Path]:
+    """Splits KIND=PATH. Raises ValueError if there is no such kind."""
+    kind, _, path = text.partition("=")
+    if kind not in _READERS or not path:
+        raise ValueError(f"'{text}' is not KIND=PATH, for example maxtext={{out}}/maxtext.jsonl; "
+                         f"kinds: {', '.join(_READERS)}")  # fmt: skip
+    return kind, Path(path)
+
+
+def convert_metrics(source: str, target: Path) -> None:
+    """Writes the metrics of another trainer as our lines, if the trainer has written any. Raises ValueError."""
+    kind, path = parse_metrics_source(source)
+    if not path.exists():
+        return
+    rows = _READERS[kind](path)
+    with atomic_write(target) as stream:
+        stream.write("".join(json.dumps(row) + "\n" for row in rows).encode())

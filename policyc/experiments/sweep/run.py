@@ -1,0 +1,142 @@
+"""A run of a sweep, and the files in its folder that describe it.
+
+`launch.json` says what to start. The engine writes it and the wrapper reads it. `status.json` says how far the run is.
+The wrapper writes it, and everyone else reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from policyc.language.files import atomic_write
+
+LAUNCH_FILE = "launch.json"
+STATUS_FILE = "status.json"
+METRICS_FILE = "metrics.jsonl"
+LOG_FILE = "log.txt"
+LOCK_FILE = ".lock"
+
+SEED_VARIABLE = "POLICYC_SEED"
+STEPS_VARIABLE = "POLICYC_STEPS"
+RUN_DIR_VARIABLE = "POLICYC_RUN_DIR"
+VARIANT_VARIABLE = "POLICYC_VARIANT"
+
+State = Literal["running", "finished", "failed", "preempted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One process of a sweep: a variant with one seed, or with several if the program takes several.
+
+    Attributes:
+      variant: the name of the edited policy.
+      seeds: the seeds of this process.
+      folders: one folder per seed, absolute. The first is the folder of the process.
+      command: the words of the process.
+      environment: variables to set, on top of the environment that the wrapper inherits.
+      cwd: the folder in which the process starts.
+      steps: the step at which the run is complete; None if it is not known.
+      metrics_source: the metrics file of another trainer, as KIND=PATH; None for a program that writes our lines.
+    """
+
+    variant: str
+    seeds: tuple[int, ...]
+    folders: tuple[Path, ...]
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    cwd: Path
+    steps: int | None = None
+    metrics_source: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder with `launch.json`, `log.txt` and the lock."""
+        return self.folders[0]
+
+    @property
+    def name(self) -> str:
+        """`te_nvfp4 seed 3`, for messages."""
+        if len(self.seeds) == 1:
+            return f"{self.variant} seed {self.seeds[0]}"
+        return f"{self.variant} seeds {', '.join(map(str, self.seeds))}"
+
+    def write(self, environment: Mapping[str, str] | None = None) -> None:
+        """Writes `launch.json`, with more variables if an executor has some."""
+        values = asdict(self) | {"environment": {**self.environment, **(environment or {})}}
+        values |= {"folders": [str(folder) for folder in self.folders], "cwd": str(self.cwd)}
+        for folder in self.folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / LAUNCH_FILE, values)
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Reads `launch.json`."""
+        values = json.loads((folder / LAUNCH_FILE).read_text(encoding="utf-8"))
+        values |= {"folders": tuple(map(Path, values["folders"])), "cwd": Path(values["cwd"])}
+        return cls(**values | {"seeds": tuple(values["seeds"]), "command": tuple(values["command"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """What `status.json` holds.
+
+    Attributes:
+      state: running, finished, failed, or preempted (stopped from outside: the same command continues it).
+      exit: the exit code of the process; negative for a signal; None while it runs.
+      reason: why the run failed or stopped.
+      diverged: did the run end with a loss that is not finite? Such a run is a result, and is not repeated.
+      started: when the last attempt started, as ISO 8601 in UTC.
+      ended: when it ended.
+      seconds: how long all attempts ran together.
+      attempt: how often the run was started.
+    """
+
+    state: State
+    started: str
+    command: tuple[str, ...]
+    host: str
+    pid: int
+    exit: int | None = None
+    reason: str = ""
+    diverged: bool = False
+    ended: str | None = None
+    seconds: float = 0.0
+    attempt: int = 1
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / STATUS_FILE, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> RunStatus | None:
+        """Reads `status.json`; None if the run has not started. Unknown keys are ignored."""
+        try:
+            values = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**known | {"command": tuple(values["command"])})
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Replaces a JSON file atomically."""
+    with atomic_write(path) as stream:
+        stream.write((json.dumps(values, indent=1) + "\n").encode())
+
+
+def tail_lines(path: Path, count: int, most_bytes: int = 16_384) -> list[str]:
+    """The last lines of a file that are not empty, without reading the rest of it."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - most_bytes))
+            text = stream.read().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    # A progress bar writes many states of one line, separated by carriage returns.
+    lines = (line.rstrip().rsplit("\r", 1)[-1] for line in text.splitlines())
+    return [line for line in lines if line.strip()][-count:]

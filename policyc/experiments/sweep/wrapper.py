@@ -1,0 +1,199 @@
+"""Runs one run of a sweep: `python -m policyc.experiments.sweep.wrapper FOLDER`.
+
+Starts the command of `launch.json`, writes its output to `log.txt`, and writes `status.json` when the state changes. On
+SIGTERM or SIGINT it interrupts the program, which can then save a checkpoint, and kills it after a grace period.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from policyc.experiments.sweep.metrics import convert_metrics, last_row
+from policyc.experiments.sweep.run import LOCK_FILE, LOG_FILE, METRICS_FILE, Run, RunStatus, State, tail_lines
+
+GRACE_VARIABLE = "POLICYC_STOP_GRACE"
+"""Environment variable: how many seconds a stopped program may take to save before it is killed."""
+
+_DEFAULT_GRACE = 60.0  # a step and a checkpoint of a small model
+_POLL_SECONDS = 0.1
+_CONVERT_SECONDS = 5.0  # between two conversions of another trainer's metrics
+_EXIT_BUSY = 75  # EX_TEMPFAIL: another process runs this run
+_LOG_LINES = 40  # lines in which the reason of a failure is looked for
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "MemoryError", "OUT_OF_MEMORY")
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        sys.stderr.write("usage: python -m policyc.experiments.sweep.wrapper FOLDER\n")
+        return 2
+    folder = Path(sys.argv[1]).absolute()
+    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.stderr.write(f"{folder}: another process runs this run\n")
+        return _EXIT_BUSY
+    return _Wrapper(Run.read(folder), lock).run()
+
+
+class _Wrapper:
+    """One attempt of a run. The lock is inherited by the program, so it lasts until both have ended."""
+
+    def __init__(self, run: Run, lock: int) -> None:
+        self._run, self._lock = run, lock
+        self._signal: int | None = None  # the signal that asked this process to stop
+        self._deadline = math.inf  # when the program is killed
+        self._metrics_fault = ""  # why the metrics of another trainer could not be converted the last time
+
+    def run(self) -> int:
+        """Runs the program to its end. Returns its exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._note_signal)
+        begin, status = time.monotonic(), self._first_status()
+        self._write(status)
+        log_path = self._run.folder / LOG_FILE
+        with log_path.open("a", encoding="utf-8") as log:
+            if status.attempt > 1:
+                log.write(f"--- attempt {status.attempt}, {status.started}\n")
+                log.flush()
+            code = self._run_program(log)
+        end = self._judge(code)
+        status = replace(
+            status, state=end.state, reason=end.reason, diverged=end.diverged, exit=code, ended=_now(),
+            seconds=status.seconds + time.monotonic() - begin,
+        )  # fmt: skip
+        self._write(status)
+        return code if code >= 0 else 128 - code
+
+    def _first_status(self) -> RunStatus:
+        """The status of a run that starts, and counts its earlier attempts."""
+        earlier = RunStatus.read(self._run.folder)
+        return RunStatus(
+            state="running",
+            started=_now(),
+            command=self._run.command,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            seconds=earlier.seconds if earlier else 0.0,
+            attempt=earlier.attempt + 1 if earlier else 1,
+        )
+
+    def _write(self, status: RunStatus) -> None:
+        for folder in self._run.folders:
+            status.write(folder)
+
+    def _note_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signal = self._signal or number
+
+    def _run_program(self, log: TextIO) -> int:
+        """Waits for the program, stops it when this process is asked to stop, and converts its metrics meanwhile."""
+        environment = {**os.environ, **self._run.environment}
+        try:
+            process = subprocess.Popen(
+                self._run.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env=environment, cwd=self._run.cwd, start_new_session=True, pass_fds=(self._lock,),
+            )  # fmt: skip
+        except OSError as error:
+            log.write(f"cannot start {self._run.command[0]}: {error}\n")
+            return 127
+        next_conversion = 0.0
+        while process.poll() is None:
+            if self._signal is not None:
+                self._stop(process, environment)
+            if time.monotonic() >= next_conversion:
+                self._convert_metrics()
+                next_conversion = time.monotonic() + _CONVERT_SECONDS
+            time.sleep(_POLL_SECONDS)
+        self._convert_metrics()
+        return process.returncode
+
+    def _stop(self, process: subprocess.Popen[bytes], environment: Mapping[str, str]) -> None:
+        """Interrupts the program once, and kills it when the grace period is over."""
+        with suppress(ProcessLookupError):
+            if self._deadline == math.inf:
+                self._deadline = time.monotonic() + float(environment.get(GRACE_VARIABLE, _DEFAULT_GRACE))
+                os.killpg(process.pid, signal.SIGINT)
+            elif time.monotonic() > self._deadline:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _convert_metrics(self) -> None:
+        if self._run.metrics_source is None:
+            return
+        self._metrics_fault = ""
+        try:
+            convert_metrics(self._run.metrics_source, self._run.folder / METRICS_FILE)
+        except (OSError, ValueError) as error:
+            self._metrics_fault = str(error)
+
+    def _judge(self, code: int) -> RunEnd:
+        """The state of the run after its program ended. With several seeds, that of the worst seed."""
+        if code == 0 and self._metrics_fault:
+            return RunEnd(state="failed", reason=self._metrics_fault)
+        ends = [judge_end(folder, self._run, code, self._signal) for folder in self._run.folders]
+        return max(ends, key=lambda end: ("finished", "preempted", "failed").index(end.state))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended, and why."""
+
+    state: State
+    reason: str = ""
+    diverged: bool = False
+
+
+def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None) -> RunEnd:
+    """How a run ended, from its exit code, its metrics and its log.
+
+    A program that exits with 0 has finished only if its metrics reach the last step with a finite loss.
+    """
+    row = last_row(folder / METRICS_FILE)
+    step = None if row is None else row["step"]
+    is_complete = row is not None and (run.steps is None or row["step"] >= run.steps)
+    if row is not None and not math.isfinite(row["loss"]):
+        return RunEnd(
+            state="failed", reason=f"diverged: the loss is {row['loss']} at step {step}", diverged=True
+        )
+    if code == 0 and is_complete:
+        return RunEnd(state="finished")
+    if stop_signal is not None:
+        reason = f"stopped by {signal.Signals(stop_signal).name} at step {step or 0}"
+        return RunEnd(state="preempted", reason=reason)
+    if code != 0:
+        return RunEnd(state="failed", reason=_explain_exit(code, run.folder / LOG_FILE))
+    if row is None:
+        reason = f"the program wrote no line with 'step' and 'loss' to {folder / METRICS_FILE}"
+        return RunEnd(state="failed", reason=reason)
+    return RunEnd(state="failed", reason=f"the program ended at step {step} of {run.steps}")
+
+
+def _explain_exit(code: int, log: Path) -> str:
+    lines = tail_lines(log, _LOG_LINES)
+    if any(word in line for line in lines for word in _OUT_OF_MEMORY):
+        return "out of memory"
+    if code < 0:
+        hint = " (by the system if memory ran out)" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{hint}"
+    return f"exit code {code}" + (f": {lines[-1].strip()[:200]}" if lines else "")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
