@@ -89,6 +89,7 @@ class RunConfig:
     coordinator: str | None = operational(None, "host:port (Slurm, Open MPI and Kubernetes: found by JAX)")
     processes: int | None = operational(None, "number of processes (the same)")
     process_id: int | None = operational(None, "index of this process (the same)")
+    heartbeat: int = operational(15, "seconds without a sign of life after which a process is dead", least=2)
     out: str | None = operational(None, "output folder (default: runs/CONFIG, with the hash of the policy)")
     checkpoint_every: int = operational(100, "steps between checkpoints; also at the end; 0: never")
     keep: int = operational(3, "number of checkpoints to keep", least=1)

@@ -7,12 +7,11 @@ under a policy. The calls of `policyc` below tell the policy about the run; with
 import ctypes
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,6 +24,7 @@ try:
     import policyc
     from policyc.models.llama import configs, data, metrics, model, optimizer
     from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
+    from policyc.models.llama.preemption import INTERRUPTED, Stopped, StopRequest, end_together, watch_signals
     from policyc.models.llama.storage import Checkpoints, latest_step, load_safetensors, save_safetensors
 except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("policyc."):
@@ -40,22 +40,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as interrupt:
-        reason = str(interrupt) or "interrupted"
+    except (Stopped, KeyboardInterrupt) as stop:
+        reason = str(stop) or "interrupted"
         print(f"{reason}: the same command resumes from the last checkpoint", file=sys.stderr)
-        return 130
+        return stop.exit_code if isinstance(stop, Stopped) else INTERRUPTED
     return 0
 
 
 def train(name: str, config: ModelConfig, run: RunConfig) -> None:
     if run.distributed:
-        jax.distributed.initialize(run.coordinator, run.processes, run.process_id)
-    trainer = Trainer(name, config, run)
-    folder, step = trainer.folder, trainer.steps_done
-    if step >= run.steps:
-        print(f"{folder} is already at step {step} of {run.steps}: remove it, or choose another --out")
-        return
-    loss = trainer.train()
+        initialize: Any = jax.distributed.initialize
+        initialize(run.coordinator, run.processes, run.process_id, heartbeat_timeout_seconds=run.heartbeat)
+    with watch_signals(run.distributed) as stop:
+        with end_together(run.distributed):
+            trainer = Trainer(name, config, run, stop)
+        folder, step = trainer.folder, trainer.steps_done
+        if step >= run.steps:
+            print(f"{folder} is already at step {step} of {run.steps}: remove it, or choose another --out")
+            return
+        loss = trainer.train()
     if jax.process_index() == 0:
         print(f"loss {loss:.4f} after {run.steps} steps; metrics and checkpoints are in {folder}")
 
@@ -63,10 +66,11 @@ def train(name: str, config: ModelConfig, run: RunConfig) -> None:
 class Trainer:
     """One run. Nothing is written until settings, data, policy and initial weights are known to be good."""
 
-    def __init__(self, name: str, config: ModelConfig, run: RunConfig) -> None:
-        self.config, self.run, self.mesh = config, run, model.make_mesh(config, run)
+    def __init__(self, name: str, config: ModelConfig, run: RunConfig, stop: StopRequest) -> None:
+        self.config, self.run, self.mesh, self.stop = config, run, model.make_mesh(config, run), stop
         self.policy = os.environ.get("POLICYC_POLICY_SHA256")
         self.folder = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
+        stop.announce(latest_step(self.folder / "checkpoints") or 0)
         self.source, self.batches = self.open_data("train")
         self.start_profile, self.stop_profile = make_profiler(run, self.folder)
         self.train_step = optimizer.make_train_step(config, run, self.mesh)
@@ -111,7 +115,8 @@ class Trainer:
             stack.callback(self.checkpoints.close)
             log = metrics.MetricsLog(stack, self.folder, self.config, run, self.steps_done)
             profile = stack.enter_context(ExitStack())  # an interrupted run keeps what it recorded
-            interrupts = stack.enter_context(defer_interrupt())
+            stack.enter_context(end_together(run.distributed))
+            self.stop.defer()
             for step in range(self.steps_done + 1, run.steps + 1):
                 begin = time.perf_counter()
                 batch = next(self.batches)
@@ -126,16 +131,14 @@ class Trainer:
                 if step == last:
                     jax.block_until_ready(self.state)
                     profile.close()
-                interrupted = bool(interrupts)
-                self.run_due_actions(step, batch, log, interrupted)
-                if interrupted:
-                    raise KeyboardInterrupt(f"interrupted after step {step}")
+                stops = self.stop.is_due(step) and step < run.steps
+                self.run_due_actions(step, batch, log, stops)
+                if stops:
+                    raise self.stop.make_error(step)
             log.flush()
         return float(measured["loss"])
 
-    def run_due_actions(
-        self, step: int, batch: model.Batch, log: metrics.MetricsLog, interrupted: bool
-    ) -> None:
+    def run_due_actions(self, step: int, batch: model.Batch, log: metrics.MetricsLog, stops: bool) -> None:
         """Validates, exports, saves and observes, each if it is due after this step."""
         run, params = self.run, self.state["params"]
 
@@ -143,9 +146,9 @@ class Trainer:
             return every > 0 and (step % every == 0 or step == run.steps)
 
         evaluate, export = is_due(run.eval_every), is_due(run.export_every)
-        save = is_due(run.checkpoint_every) or (interrupted and run.checkpoint_every > 0)
+        save = is_due(run.checkpoint_every) or (stops and run.checkpoint_every > 0)
         observe = policyc.should_observe(step)
-        if not (evaluate or export or save or observe or interrupted):
+        if not (evaluate or export or save or observe or stops):
             return
         log.flush()
         if evaluate:
@@ -182,26 +185,6 @@ def make_profiler(run: RunConfig, folder: Path) -> tuple[Callable[[], Any], Call
             cuda = ctypes.CDLL(name)
             return cuda.cudaProfilerStart, cuda.cudaProfilerStop
     raise ConfigError("--profile nsys needs CUDA, and there is no libcudart.so: use --profile xplane")
-
-
-@contextmanager
-def defer_interrupt() -> Iterator[list[int]]:
-    """Collects a first Ctrl-C in a list, so that the step can finish. A second Ctrl-C interrupts at once."""
-    interrupts: list[int] = []
-
-    def handle(number: int, _: Any) -> None:
-        interrupts.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    # Several processes would stop at different steps. A handler that the user installed stays.
-    replace = jax.process_count() == 1 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if replace:
-        signal.signal(signal.SIGINT, handle)
-    try:
-        yield interrupts
-    finally:
-        if replace:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 if __name__ == "__main__":

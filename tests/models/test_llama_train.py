@@ -72,8 +72,8 @@ def test_a_run_writes_metrics_checkpoints_and_a_profile(completed):
     assert list((completed / "profile").rglob("*.xplane.pb"))
 
 
-def test_a_killed_and_interrupted_run_resumes_to_the_same_losses(completed, tmp_path, monkeypatch, capsys):
-    """Killed between a checkpoint and the metrics of its step, with a torn line; resumed; interrupted; resumed."""
+def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_path, monkeypatch, capsys):
+    """Killed between a checkpoint and the metrics of its step, with a torn line; resumed; preempted; resumed."""
     folder = tmp_path / "run"
 
     def kill() -> None:
@@ -88,17 +88,17 @@ def test_a_killed_and_interrupted_run_resumes_to_the_same_losses(completed, tmp_
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with monkeypatch.context() as patch:
-            at_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGINT))
+            at_step(patch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
             profile = {"profile": "xplane", "profile_steps": "4:7"}
-            assert train.main(flags(out=folder, **RUN, **profile)) == 130
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert train.main(flags(out=folder, **RUN, **profile)) == 75
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == (
-        "interrupted after step 5: the same command resumes from the last checkpoint\n"
+        "stopped by SIGTERM after step 5: the same command resumes from the last checkpoint\n"
     )
     assert (folder / "checkpoints" / "5").exists()
     assert list((folder / "profile").rglob("*.xplane.pb"))  # of steps 4 and 5
@@ -311,6 +311,50 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
     # All is float32, and sums have another order: see test_llama_step.
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
     assert (tmp_path / "two" / "exports" / "4" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_stop_at_one_step_and_end_together(tmp_path):
+    """One gets a signal: both stop after the same step. One freezes: JAX's heartbeat ends the other."""
+    settings = {
+        "steps": 10**6,
+        "checkpoint_every": 10**5,
+        "fsdp_axis": 2,
+        "heartbeat": 2,
+        "out": tmp_path / "run",
+    }
+    metrics_file = tmp_path / "run" / "metrics.jsonl"
+
+    def start_two(first_step: int) -> list[subprocess.Popen[str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        options = {**settings, "distributed": True, "coordinator": address, "processes": 2}
+        both = [spawn(*flags(**options, process_id=i), as_module=True) for i in range(2)]
+        while not (metrics_file.exists() and metrics_file.read_text().count("\n") > first_step):
+            assert [process.poll() for process in both] == [None, None], [wait(process) for process in both]
+            time.sleep(0.05)
+        return both
+
+    first, second = start_two(0)
+    second.send_signal(signal.SIGUSR2)
+    ends = [wait(first), wait(second)]
+    assert [code for code, _ in ends] == [75, 75], ends
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    step = int(checkpoint.name)
+    assert f"stopped by a signal after step {step}: the same command resumes" in ends[0][1]
+    assert f"stopped by SIGUSR2 after step {step}: the same command resumes" in ends[1][1]
+    assert losses(tmp_path / "run")[-1][0] == step
+
+    first, second = start_two(step)  # resumed
+    second.send_signal(signal.SIGSTOP)
+    frozen = time.monotonic()
+    code, output = wait(first)
+    second.kill()
+    wait(second)
+    assert time.monotonic() - frozen < 30  # JAX's own limit is 100 s
+    assert code != 0
+    assert "Terminating process because the JAX distributed service detected fatal errors" in output
 
 
 @pytest.mark.slow

@@ -1,0 +1,118 @@
+"""How a run ends before its last step: a signal asks for it, or one of its processes fails.
+
+Signals: SIGTERM (Slurm, Kubernetes), SIGUSR1 and SIGUSR2 (`sbatch --signal`, submitit), SIGINT (Ctrl-C). Several
+processes agree on one step through JAX's preemption service, which watches SIGTERM.
+"""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from policyc.models.llama.configs import ConfigError
+
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command continues the run
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))  # Windows has no SIGUSR1
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class Stopped(BaseException):
+    """A signal ended the run. Not an Exception: a library that catches all exceptions must not go on."""
+
+    def __init__(self, cause: str, exit_code: int, step: int | None = None) -> None:
+        super().__init__(cause if step is None else f"{cause} after step {step}")
+        self.exit_code = exit_code
+
+
+class StopRequest:
+    """Whether a signal asked the run to stop. Before `defer` a signal ends the run at once."""
+
+    def __init__(self, distributed: bool) -> None:
+        self._distributed = distributed
+        self._is_deferring = False
+        self._signal: int | None = None
+
+    def announce(self, step: int) -> None:
+        """Tells the other processes at which step this one starts, so that the agreed step is after it."""
+        if self._distributed:
+            multihost_utils.reached_preemption_sync_point(step)
+
+    def defer(self) -> None:
+        """From now on a signal lets the current step finish."""
+        self._is_deferring = True
+
+    def is_due(self, step: int) -> bool:
+        """Whether the run stops after this step. The same in every process; each must ask at every step."""
+        if self._distributed:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._signal is not None
+
+    def make_error(self, step: int | None = None) -> Stopped:
+        if self._signal == signal.SIGINT:
+            return Stopped("interrupted", INTERRUPTED, step)
+        # None: JAX's service had the signal, in this process or in another.
+        name = "a signal" if self._signal is None else signal.Signals(self._signal).name
+        return Stopped(f"stopped by {name}", PREEMPTED, step)
+
+    def handle(self, number: int, _: Any) -> None:
+        """Handles a signal. Further signals of a scheduler change nothing; a second Ctrl-C ends the run at once."""
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._signal is not None:
+            return
+        self._signal = number
+        if self._distributed:
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX's preemption service has its handler there
+        elif not self._is_deferring:
+            raise self.make_error()
+
+
+@contextmanager
+def watch_signals(distributed: bool) -> Iterator[StopRequest]:
+    """Handles the signals until the `with` ends. Handlers of others stay, and so do ignored signals."""
+    request = StopRequest(distributed)
+    is_main = threading.current_thread() is threading.main_thread()  # only it may set handlers
+    candidates = [number for number in _SIGNALS if not (distributed and number == signal.SIGTERM)]
+    before = {n: signal.getsignal(n) for n in candidates if is_main and signal.getsignal(n) in _DEFAULTS}
+    for number in before:
+        signal.signal(number, request.handle)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def end_together(distributed: bool) -> Iterator[None]:
+    """If one of several processes fails, ends it at once. JAX then ends the others.
+
+    Python would first wait for the others, up to five minutes, while they wait for this process in a collective.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if not distributed:
+            raise
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        if isinstance(error, ConfigError):
+            sys.stderr.write(f"error: {error}\n")
+        elif not is_interrupt:
+            traceback.print_exc()
+        process = f"process {jax.process_index()} of {jax.process_count()}"
+        sys.stderr.write(
+            f"{process} ends, and so do the others: the same command resumes from the last checkpoint\n"
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED if is_interrupt else 1)

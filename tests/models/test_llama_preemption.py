@@ -1,0 +1,131 @@
+"""Signals that ask a run of the Llama to stop, and processes that end together. Nothing is compiled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from jax.experimental import multihost_utils
+
+pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
+from policyc.models.llama import preemption
+from policyc.models.llama.configs import ConfigError
+
+SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.fixture(autouse=True)
+def _default_handlers() -> Iterator[None]:
+    """The handlers of a new process: a shell's background jobs ignore SIGINT."""
+    defaults = dict.fromkeys(SCHEDULER_SIGNALS, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", SCHEDULER_SIGNALS)
+def test_a_signal_of_a_scheduler_lets_the_step_finish(number):
+    with preemption.watch_signals(distributed=False) as stop:
+        stop.defer()
+        assert not stop.is_due(4)
+        send(number)
+        send(number)  # Slurm sends SIGTERM again when the grace time is over
+        assert stop.is_due(5)
+    error = stop.make_error(5)
+    assert (str(error), error.exit_code) == (f"stopped by {signal.Signals(number).name} after step 5", 75)
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once():
+    with preemption.watch_signals(distributed=False) as stop:
+        stop.defer()
+        send(signal.SIGINT)
+        assert stop.is_due(5)
+        assert (str(stop.make_error(5)), stop.make_error().exit_code) == ("interrupted after step 5", 130)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_before_the_first_step_a_signal_ends_the_run_at_once():
+    with preemption.watch_signals(distributed=False), pytest.raises(preemption.Stopped) as caught:
+        send(signal.SIGTERM)
+    assert (str(caught.value), caught.value.exit_code) == ("stopped by SIGTERM", 75)
+    assert not isinstance(caught.value, Exception)
+
+
+def test_handlers_of_others_and_ignored_signals_stay():
+    signals: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: signals.append(number))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    with preemption.watch_signals(distributed=False) as stop:
+        stop.defer()
+        send(signal.SIGUSR1)
+        send(signal.SIGUSR2)
+        assert not stop.is_due(1)
+    assert signals == [signal.SIGUSR2]
+
+
+def test_a_thread_sets_no_handlers():
+    requests: list[bool] = []
+
+    def watch() -> None:
+        with preemption.watch_signals(distributed=False) as stop:
+            requests.append(stop.is_due(1))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    assert requests == [False]
+
+
+def test_several_processes_ask_the_service_of_jax(monkeypatch):
+    """Every signal reaches the service as SIGTERM, once. The service says which step it is."""
+    terms: list[int] = []
+    steps: list[int] = []
+    monkeypatch.setattr(
+        multihost_utils, "reached_preemption_sync_point", lambda step: steps.append(step) or step == 9
+    )
+    signal.signal(signal.SIGTERM, lambda number, _: terms.append(number))  # stands for the service's handler
+    with preemption.watch_signals(distributed=True) as stop:
+        stop.announce(6)
+        send(signal.SIGUSR2)
+        send(signal.SIGUSR1)
+        stop.defer()
+        assert [stop.is_due(step) for step in (7, 8, 9)] == [False, False, True]
+    assert (terms, steps) == ([signal.SIGTERM], [6, 7, 8, 9])
+    assert str(stop.make_error(9)) == "stopped by SIGUSR2 after step 9"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ConfigError("no room"), 1, "error: no room\n"),
+        (ZeroDivisionError("a bug"), 1, "ZeroDivisionError: a bug\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_failing_process_of_several_ends_at_once(error, code, message, monkeypatch, capsys):
+    class Exited(BaseException):
+        pass
+
+    def exit_at_once(status: int) -> None:
+        raise Exited(status)
+
+    monkeypatch.setattr(os, "_exit", exit_at_once)
+    with pytest.raises(Exited, match=str(code)), preemption.end_together(distributed=True):
+        raise error
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.endswith(
+        "process 0 of 1 ends, and so do the others: the same command resumes from the last checkpoint\n"
+    )
+    with pytest.raises(type(error)), preemption.end_together(distributed=False):
+        raise error
