@@ -1,0 +1,242 @@
+"""The verdict of a sweep on each variant: parity, better, worse, inconclusive, or failed.
+
+A run that failed or has not ended is never left out silently: it is named, and it limits what can be claimed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from policyc.experiments.statistics import (
+    SeedsNeeded,
+    Settings,
+    adjust_holm,
+    difference_p_value,
+    equivalence_p_value,
+    paired_interval,
+    seeds_needed,
+    smallest_detectable_effect,
+)
+
+
+class Verdict(StrEnum):
+    """What a sweep says about a variant."""
+
+    PARITY = "parity"
+    BETTER = "better"
+    WORSE = "worse"
+    INCONCLUSIVE = "inconclusive"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedLosses:
+    """The runs of one variant.
+
+    Attributes:
+      name: the variant.
+      losses: the final loss of each seed that finished.
+      failed: why each other seed failed.
+      unfinished: how far each seed is that has not ended.
+    """
+
+    name: str
+    losses: Mapping[int, float]
+    failed: Mapping[int, str] = field(default_factory=dict)
+    unfinished: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A variant against a baseline. Numbers are None where fewer than two seeds have both losses.
+
+    Attributes:
+      seeds: the seeds that both finished.
+      gap: mean of the variant's loss minus the baseline's, in nats.
+      interval: paired t interval of the gap, at 1 - alpha, for this variant alone.
+      margin: the margin in nats.
+      p_difference: p-value of no difference, adjusted for the number of variants.
+      p_parity: p-value of a difference as large as the margin, adjusted in the same way.
+      detectable: the smallest difference that this sweep finds with the wanted power.
+      reason: why the verdict is what it is.
+      needed: the seeds that would decide it, if it is inconclusive and some number would.
+    """
+
+    variant: str
+    baseline: str
+    seeds: tuple[int, ...]
+    verdict: Verdict
+    reason: str
+    gap: float | None = None
+    interval: tuple[float, float] | None = None
+    margin: float | None = None
+    p_difference: float | None = None
+    p_parity: float | None = None
+    detectable: float | None = None
+    needed: SeedsNeeded | None = None
+
+
+def compare_variants(
+    baseline: SeedLosses, variants: Sequence[SeedLosses], settings: Settings
+) -> tuple[Comparison, ...]:
+    """Compares variants with a baseline. The p-values are adjusted for all of them, failed ones included."""
+    raw = [_test_pairs(baseline, variant, settings) for variant in variants]
+    p_difference = adjust_holm([p for p, _ in raw]) if raw else ()
+    p_parity = adjust_holm([p for _, p in raw]) if raw else ()
+    return tuple(
+        _compare(baseline, variant, settings, len(variants), (float(p_d), float(p_e)))
+        for variant, p_d, p_e in zip(variants, p_difference, p_parity, strict=True)
+    )
+
+
+def _paired(baseline: SeedLosses, variant: SeedLosses) -> tuple[int, ...]:
+    return tuple(sorted(set(baseline.losses) & set(variant.losses)))
+
+
+def _pair_arrays(baseline: SeedLosses, variant: SeedLosses) -> tuple[np.ndarray, np.ndarray]:
+    """The losses of the variant and of the baseline, in the order of their common seeds."""
+    seeds = _paired(baseline, variant)
+    return np.array([variant.losses[s] for s in seeds]), np.array([baseline.losses[s] for s in seeds])
+
+
+def _test_pairs(baseline: SeedLosses, variant: SeedLosses, settings: Settings) -> tuple[float, float]:
+    """The unadjusted p-values of a difference and of parity. NaN without two pairs."""
+    losses, base = _pair_arrays(baseline, variant)
+    if len(losses) < 2:
+        return math.nan, math.nan
+    return float(difference_p_value(losses - base)), float(equivalence_p_value(losses, base, settings.margin))
+
+
+def _compare(
+    baseline: SeedLosses, variant: SeedLosses, settings: Settings, variants: int, p: tuple[float, float]
+) -> Comparison:
+    seeds = _paired(baseline, variant)
+    if len(seeds) < 2:
+        verdict, reason = _judge_without_test(baseline, variant, len(seeds))
+        gap = variant.losses[seeds[0]] - baseline.losses[seeds[0]] if seeds else None
+        return Comparison(
+            variant=variant.name, baseline=baseline.name, seeds=seeds, verdict=verdict, reason=reason, gap=gap
+        )
+    losses, base = _pair_arrays(baseline, variant)
+    differences = losses - base
+    low, high = paired_interval(differences, 1 - settings.alpha)
+    detectable = smallest_detectable_effect(
+        differences.std(ddof=1), len(seeds), settings.alpha / variants, settings.power
+    )
+    verdict, reason = _judge(baseline, variant, settings, float(differences.mean()), p)
+    is_open = verdict is Verdict.INCONCLUSIVE and not (variant.failed or _obstacles(baseline, variant))
+    needed = seeds_needed(losses, base, settings, variants) if is_open else None
+    if is_open:
+        reason += _advise(needed, len(seeds), settings)
+    return Comparison(
+        variant=variant.name,
+        baseline=baseline.name,
+        seeds=seeds,
+        verdict=verdict,
+        reason=reason,
+        gap=float(differences.mean()),
+        interval=(float(low), float(high)),
+        margin=settings.margin.in_nats(float(base.mean())),
+        p_difference=p[0],
+        p_parity=p[1],
+        detectable=float(detectable),
+        needed=needed,
+    )
+
+
+# ---- verdicts
+
+
+def _judge(
+    baseline: SeedLosses, variant: SeedLosses, settings: Settings, gap: float, p: tuple[float, float]
+) -> tuple[Verdict, str]:
+    """The verdict of at least two pairs, and its reason. Parity comes first: a real difference may be negligible."""
+    p_difference, p_parity = p
+    is_different, is_equivalent = p_difference < settings.alpha, p_parity < settings.alpha
+    if obstacles := _obstacles(baseline, variant):
+        return Verdict.INCONCLUSIVE, " ".join(obstacles)
+    if variant.failed:
+        if is_different and gap > 0:
+            return (
+                Verdict.WORSE,
+                f"the loss is higher (p = {p_difference:.2g}). {_describe_failures(variant)}",
+            )
+        return Verdict.INCONCLUSIVE, _describe_failures(variant)
+    if is_equivalent:
+        resolved = f"; a difference of {gap:+.4f} nats is resolved" if is_different else ""
+        return Verdict.PARITY, f"within the margin of {settings.margin} (p = {p_parity:.2g}){resolved}"
+    if is_different:
+        verdict, side = (Verdict.WORSE, "higher") if gap > 0 else (Verdict.BETTER, "lower")
+        return verdict, f"the loss is {side} (p = {p_difference:.2g})"
+    return Verdict.INCONCLUSIVE, (
+        f"neither a difference (p = {p_difference:.2g}) nor parity within {settings.margin} (p = {p_parity:.2g}) is "
+        "shown"
+    )
+
+
+def _judge_without_test(baseline: SeedLosses, variant: SeedLosses, pairs: int) -> tuple[Verdict, str]:
+    """The verdict of fewer than two pairs, and its reason."""
+    if variant.failed and not variant.losses and not variant.unfinished:
+        return Verdict.FAILED, f"every seed failed: {_list_seeds(variant.failed)}"
+    failures = [_describe_failures(variant)] if variant.failed else []
+    if sentences := [*failures, *_obstacles(baseline, variant)]:
+        return Verdict.INCONCLUSIVE, " ".join(sentences)
+    return Verdict.INCONCLUSIVE, (
+        f"{pairs} seed{'' if pairs == 1 else 's'} in common with {baseline.name}: an interval needs at least two"
+    )
+
+
+def _obstacles(baseline: SeedLosses, variant: SeedLosses) -> list[str]:
+    """What forbids any claim, as sentences: runs that have not ended, a baseline that failed, seeds without effect."""
+    sentences = []
+    if baseline.failed:
+        sentences.append(
+            f"{_count_failures(baseline)}: a baseline of the seeds that survived is no baseline. Start the same "
+            "command again."
+        )
+    for runs in (variant, baseline):
+        if runs.unfinished:
+            sentences.append(
+                f"{runs.name} has not ended ({_list_seeds(runs.unfinished)}): there is no verdict before all runs have "
+                "ended."
+            )
+        if len(set(runs.losses.values())) < len(runs.losses):
+            sentences.append(
+                f"Seeds of {runs.name} have exactly the same loss: the program does not use its seed, so its runs are "
+                "not independent."
+            )
+    return sentences
+
+
+def _describe_failures(variant: SeedLosses) -> str:
+    return (
+        f"{_count_failures(variant)}: the seeds that survived cannot show parity or an improvement. Start the same "
+        "command again, or report the failure."
+    )
+
+
+def _count_failures(runs: SeedLosses) -> str:
+    count = len(runs.losses) + len(runs.failed) + len(runs.unfinished)
+    return f"{len(runs.failed)} of {count} seeds of {runs.name} failed ({_list_seeds(runs.failed)})"
+
+
+def _list_seeds(reasons: Mapping[int, str]) -> str:
+    return "; ".join(f"seed {seed}: {reason}" for seed, reason in sorted(reasons.items()))
+
+
+def _advise(needed: SeedsNeeded | None, pairs: int, settings: Settings) -> str:
+    """What would decide an inconclusive variant."""
+    if needed is None:
+        return (
+            ". More seeds would not decide it: the gap is too close to the margin, or the spread too large. More steps "
+            "change the gap, and a wider margin changes the question"
+        )
+    return (
+        f". With the gap and spread measured, {needed.seeds} seeds (now {pairs}) would show "
+        f"{'parity' if needed.claim == 'parity' else 'the difference'} with {settings.power:.0%} power"
+    )

@@ -1,0 +1,155 @@
+"""The statistics of sweeps against simulated sweeps with known effects, and against scipy.stats.
+
+A rate of N simulated sweeps has a binomial standard error of sqrt(p (1 - p) / N). Tests allow four of them: with fixed
+seeds nothing is left to chance, and a wrong formula is off by far more.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from policyc.experiments.statistics import (
+    Margin,
+    Settings,
+    adjust_holm,
+    difference_p_value,
+    equivalence_p_value,
+    paired_interval,
+    parse_margin,
+    seeds_needed,
+    smallest_detectable_effect,
+)
+
+SWEEPS = 20_000
+NATS = Margin(value=0.01, is_relative=False)
+
+
+def binomial_tolerance(rate: float, sweeps: int = SWEEPS) -> float:
+    return 4 * math.sqrt(rate * (1 - rate) / sweeps)
+
+
+def simulate(gaps: list[float], seeds: int, deviation: float = 0.006) -> tuple[np.ndarray, np.ndarray]:
+    """Losses of variants (sweep, variant, seed), and of their baseline (sweep, 1, seed), by seed.
+
+    A seed moves baseline and variants together, five times as far as a variant moves by itself.
+    """
+    generator = np.random.default_rng(len(gaps) * 100 + seeds)
+    by_seed = 2.5 + 5 * deviation * generator.standard_normal((SWEEPS, 1, seeds))
+    own = deviation * generator.standard_normal((SWEEPS, len(gaps), seeds))
+    return by_seed + np.array(gaps)[:, None] + own, by_seed
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_the_interval_covers_the_true_gap_as_often_as_it_says(seeds: int) -> None:
+    variant, baseline = simulate([0.004], seeds)
+    low, high = paired_interval((variant - baseline)[:, 0], 0.9)
+    assert np.mean((low < 0.004) & (high > 0.004)) == pytest.approx(0.9, abs=binomial_tolerance(0.9))
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_no_difference_is_found_where_there_is_none_at_the_level(seeds: int) -> None:
+    variant, baseline = simulate([0.0], seeds)
+    p = difference_p_value((variant - baseline)[:, 0])
+    assert np.mean(p < 0.05) == pytest.approx(0.05, abs=binomial_tolerance(0.05))
+
+
+@pytest.mark.parametrize("margin", [NATS, Margin(value=0.004, is_relative=True)])  # both are 0.01 nats at 2.5
+@pytest.mark.parametrize("side", [1, -1])
+def test_parity_is_claimed_on_the_margin_at_the_level(margin: Margin, side: int) -> None:
+    # Where the margin is wide for the spread, the other bound rejects always, and the rate is the level itself.
+    variant, baseline = simulate([side * 0.01], 5, deviation=0.002)
+    p = equivalence_p_value(variant[:, 0], baseline[:, 0], margin)
+    assert np.mean(p < 0.05) == pytest.approx(0.05, abs=binomial_tolerance(0.05))
+
+
+def test_the_smallest_detectable_effect_is_found_with_its_power() -> None:
+    effect = float(smallest_detectable_effect(0.006, 5, alpha=0.01, power=0.8))
+    variant, baseline = simulate([effect], 5)
+    p = difference_p_value((variant - baseline)[:, 0])
+    assert np.mean(p < 0.01) == pytest.approx(0.8, abs=binomial_tolerance(0.8))
+
+
+def test_wrong_claims_over_all_variants_stay_below_the_level() -> None:
+    # Nine variants: five without effect, four on the margin. Holm's bound holds for either kind of claim.
+    gaps = [0.0] * 5 + [0.01] * 2 + [-0.01] * 2
+    variant, baseline = simulate(gaps, 5, deviation=0.002)
+    different = adjust_holm(difference_p_value(variant - baseline)) < 0.05
+    equivalent = adjust_holm(equivalence_p_value(variant, baseline, NATS)) < 0.05
+    assert np.mean(different[:, :5].any(1)) <= 0.05 + binomial_tolerance(0.05)
+    assert np.mean(equivalent[:, 5:].any(1)) <= 0.05 + binomial_tolerance(0.05)
+    # Without the correction both rates would be far above the level.
+    assert np.mean((difference_p_value(variant - baseline) < 0.05)[:, :5].any(1)) > 0.15
+    assert np.mean((equivalence_p_value(variant, baseline, NATS) < 0.05)[:, 5:].any(1)) > 0.15
+
+
+def test_variants_without_effect_use_the_whole_level() -> None:
+    # Independent baselines make the tests independent: Bonferroni's bound is then almost reached.
+    generator = np.random.default_rng(7)
+    differences = generator.standard_normal((SWEEPS, 4, 5))
+    rate = np.mean((adjust_holm(difference_p_value(differences)) < 0.05).any(1))
+    exact = 1 - (1 - 0.05 / 4) ** 4
+    assert rate == pytest.approx(exact, abs=binomial_tolerance(exact))
+
+
+@pytest.mark.parametrize(("gap", "claim"), [(0.0, "parity"), (0.02, "difference")])
+def test_the_advised_seeds_decide_a_variant_with_the_power(gap: float, claim: str) -> None:
+    # Losses whose mean difference and spread are exactly the true ones.
+    pattern = np.array([1.0, -1.0, 0.0]) * 0.012
+    needed = seeds_needed(2.5 + gap + pattern, np.full(3, 2.5), Settings(margin=NATS), variants=3)
+    assert needed is not None
+    assert needed.claim == claim
+    variant, baseline = simulate([gap], needed.seeds, deviation=0.012)
+    p = (
+        equivalence_p_value(variant[:, 0], baseline[:, 0], NATS)
+        if claim == "parity"
+        else difference_p_value((variant - baseline)[:, 0])
+    )
+    power = np.mean(p < 0.05 / 3)
+    assert power >= 0.8 - binomial_tolerance(0.8)
+    assert power < 0.9  # one seed fewer would have less than 0.8
+
+
+def test_a_gap_on_the_margin_that_is_lost_in_noise_needs_more_seeds_than_anyone_runs() -> None:
+    losses = 2.5 + 0.01 + np.array([1.0, -1.0, 0.0])
+    assert seeds_needed(losses, np.full(3, 2.5), Settings(margin=NATS), variants=1) is None
+
+
+def test_p_values_and_intervals_agree_with_scipy() -> None:
+    generator = np.random.default_rng(1)
+    baseline = generator.normal(2.5, 0.03, 5)
+    variant = baseline + generator.normal(0.004, 0.003, 5)
+    test = stats.ttest_rel(variant, baseline)
+    assert difference_p_value(variant - baseline) == pytest.approx(test.pvalue, rel=1e-9)
+    assert np.array(paired_interval(variant - baseline)) == pytest.approx(
+        np.array(test.confidence_interval(0.95)), rel=1e-9
+    )
+    upper = stats.ttest_rel(variant, baseline + 0.01, alternative="less").pvalue
+    lower = stats.ttest_rel(variant, baseline - 0.01, alternative="greater").pvalue
+    assert equivalence_p_value(variant, baseline, NATS) == pytest.approx(max(upper, lower), rel=1e-9)
+
+
+def test_holm_multiplies_in_order_and_counts_variants_without_a_test() -> None:
+    # Holm (1979): 0.01 x 4, 0.02 x 3 = 0.06, 0.03 x 2 = 0.06, and the variant that failed.
+    assert adjust_holm([0.03, 0.01, math.nan, 0.02]) == pytest.approx(
+        [0.06, 0.04, math.nan, 0.06], nan_ok=True
+    )
+    assert adjust_holm([0.9, 0.8]) == pytest.approx([1.0, 1.0])
+
+
+def test_equal_losses_are_parity_without_a_division() -> None:
+    losses = np.array([2.5, 2.6, 2.4])
+    assert difference_p_value(losses - losses) == 1
+    assert equivalence_p_value(losses, losses, NATS) == 0
+
+
+def test_a_margin_is_nats_or_a_percentage() -> None:
+    assert parse_margin("0.01") == parse_margin("0.01 nats") == NATS
+    assert parse_margin("0.5%").in_nats(2.0) == pytest.approx(0.01)
+    assert str(parse_margin("0.5%")) == "0.5%"
+    for text in ("", "0", "-1", "1e999", "0.5 percent", "1..2", "nan"):
+        with pytest.raises(ValueError, match="is not a margin"):
+            parse_margin(text)
