@@ -86,7 +86,7 @@ def apply(
             return fn(*args, **kwargs)
         call = LossCall(fn, args, kwargs, _positive_argnums(param_argnums, args), has_aux)
         planned = plan_loss(parsed_policy, call, execution)
-        check_plan(planned.plan, may_miss=multiple_losses, must_match=True)
+        check_plan(planned.plan, may_miss=multiple_losses)
         return planned.compile()(*args)
 
     return quantized

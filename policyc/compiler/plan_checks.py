@@ -27,15 +27,15 @@ MULTIPLE_LOSSES_HINT = (
 """For a rule that matches nothing in the first loss of a program that is run."""
 
 
-def check_plan(plan: Plan, *, may_miss: bool = False, must_match: bool = False) -> None:
+def check_plan(plan: Plan, *, may_miss: bool = False) -> None:
     """Raises everything that keeps the policy from being applied to this loss.
 
-    With `may_miss` a rule may match nothing, whatever it expects: it is about another loss of the program. With
-    `must_match` a quantizing rule must match something, unless it expects 0 sites.
+    A quantizing rule must match something, unless it expects 0 sites. With `may_miss` any rule may match nothing,
+    whatever it expects: it is about another loss of the program.
     """
     diagnostics = [
         *unmet_expectations(plan, may_miss=may_miss),
-        *(unmatched_quantizing_rules(plan) if must_match and not may_miss else ()),
+        *(() if may_miss else unmatched_quantizing_rules(plan)),
         *opaque_sites(plan),
         *opaque_indices(plan),
         *inseparable_layers(plan),

@@ -67,7 +67,7 @@ class Session:
             with self._lock:
                 self._record(planned.plan)
                 if len(planned.plan.sites):
-                    check_plan(planned.plan, may_miss=self.multiple_losses or self._checked, must_match=True)
+                    check_plan(planned.plan, may_miss=self.multiple_losses or self._checked)
                     self._checked = True
             quantized = planned.compile()
         except PolicyError as error:

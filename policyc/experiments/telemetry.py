@@ -40,7 +40,9 @@ def stats(policy: Policy | str | Path, loss: Callable[..., Any], *args: Any) -> 
 def measure_step(session: Session, step: int, loss: Callable[..., Any], args: Sequence[Any]) -> None:
     """Measures a loss under the policy of a session, and appends the rows to `stats.jsonl`."""
     if loss not in session.recorders:
-        session.recorders[loss] = StatsRecorder(session.policy, loss, session.execution)
+        session.recorders[loss] = StatsRecorder(
+            session.policy, loss, session.execution, multiple_losses=session.multiple_losses
+        )
     rows = session.recorders[loss](*args)
     if jax.process_index() == 0:
         _append_rows((session.output_dir or Path()) / "stats.jsonl", step, rows)
@@ -50,10 +52,15 @@ class StatsRecorder:
     """Measures one loss. It is compiled once for each phase of the policy's schedule."""
 
     def __init__(
-        self, policy: Policy | str | Path, loss: Callable[..., Any], execution: ExecutionOptions | None = None
+        self,
+        policy: Policy | str | Path,
+        loss: Callable[..., Any],
+        execution: ExecutionOptions | None = None,
+        *,
+        multiple_losses: bool = False,
     ) -> None:
         self._policy, self._loss = as_policy(policy), loss
-        self._execution = execution or ExecutionOptions()
+        self._execution, self._multiple_losses = execution or ExecutionOptions(), multiple_losses
         self._tapped: dict[Phase, TappedLoss] = {}
         self._measure = jax.jit(self._trace_step)
 
@@ -69,7 +76,7 @@ class StatsRecorder:
         call = LossCall(self._loss, args, {}, (0,))
         planned = plan_loss(self._policy, call, self._execution)
         plan, traced = planned.plan, planned.traced
-        check_plan(plan)
+        check_plan(plan, may_miss=self._multiple_losses)
         phase = current_phase(plan)
         tapped = self._tapped[phase] = TappedLoss(plan, plan.decisions(phase))
 

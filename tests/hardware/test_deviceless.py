@@ -135,6 +135,19 @@ def test_programs_that_cannot_be_compiled_are_refused(
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.parametrize("rest", [(STEP, "step(params, x)"), ("jax.grad(loss)(params, x)",)])
+def test_a_quantizing_rule_without_sites_is_refused_as_by_apply(
+    program: Callable[..., Path], rest: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Also where the loss is differentiated outside jax.jit: then the command itself checks the plan."""
+    policy = tmp_path / "misspelled.policy"
+    policy.write_text("mpl -> fp8\n", encoding="utf-8")
+    ran = command("compile", str(policy), "--target", "gb200", "--devices", "1", program(LOSS, *rest))
+    assert ran.code == 1
+    assert "error[unmatched-rule]: this rule quantizes, and no site of this model matches it" in ran.err
+    assert "did you mean 'mlp' for 'mpl'?" in ran.err
+
+
 def test_an_error_of_xla_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: no kernel for this GEMM\n  at gemm_rewriter.cc")
