@@ -150,13 +150,14 @@ def diff(
     if options["vs"] and len(names) > 1:
         raise click.UsageError("--vs compares a plan with one policy")
     # The program may change the folder.
+    folder = os.getcwd()
     paths = {name: os.path.abspath(value) for name in ("vs", "stats", "compiled") if (value := options[name])}
     output = output.with_absolute_paths()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
     with exit_on_error():
         execution = parse_execution(options["backend"], step.target, False)
         traced = _trace(policies[-1], words, step, execution, options["unrolled"])
-        data = _build(traced, policies, names, words, step, {**options, **paths})
+        data = _build(traced, policies, names, words, step, {**options, **paths, "folder": folder})
     _write(data, output)
     if output.exit_code and data.differs:
         sys.exit(EXIT_FAILURE)
@@ -203,6 +204,7 @@ def _build(
         phase=options["phase"],
         is_gradient=options["grad"],
         earlier_plan=options["vs"],
+        folder=options["folder"],
     )
     data = build_diff(request)
     overlays: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from policyc.hardware.training_step import TrainingStep
 from policyc.jaxcore.transform import Address
 from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.policy import Policy
-from policyc.language.recipes import Gemm, make_recipe
+from policyc.language.recipes import OPERANDS, Gemm, Role, make_recipe
 from policyc.language.selectors import DottedPath
 from policyc.language.treatments import normalize_if_valid, treatment_words
 from policyc.numerics.targets import Target
@@ -51,6 +52,7 @@ class DiffRequest:
       phase: the number of the phase.
       is_gradient: compare the gradients of the loss, where dgrad and wgrad show.
       earlier_plan: the path of a plan to compare with, instead of a policy.
+      folder: files of the program are named relative to it.
     """
 
     step: TrainingStep
@@ -62,6 +64,7 @@ class DiffRequest:
     phase: int = 0
     is_gradient: bool = False
     earlier_plan: str | None = None
+    folder: str = field(default_factory=os.getcwd)
 
 
 def build_diff(request: DiffRequest) -> DiffData:
@@ -103,8 +106,28 @@ def build_diff(request: DiffRequest) -> DiffData:
         devices=request.mesh.devices,
         is_gradient=request.is_gradient,
         matched=None if earlier is not None else _match(request, plans, phases),
-        notes=() if earlier is None else earlier.notes,
+        notes=_seed_notes(request.before, after.policy, linears) if earlier is None else earlier.notes,
+        folder=request.folder,
     )
+
+
+def _seed_notes(before: Policy | None, after: Policy, linears: Sequence[Linear]) -> tuple[str, ...]:
+    """A seed is in no equation, so it is said which products draw other numbers because of it."""
+    if before is None or before.seed == after.seed:
+        return ()
+    pairs = (
+        (run.count, product.before.state.seed, product.after.state.seed)
+        for linear in linears
+        for run in linear.runs
+        for product in run.products
+        if product.before is not None and product.after is not None
+    )
+    count = sum(layers for layers, old, new in pairs if old is not None and new is not None)
+    text = f"the seed is {before.seed} before and {after.seed} after"
+    effect = (
+        f"{count} products round stochastically with other random numbers" if count else "nothing uses it"
+    )
+    return (f"{text}: {effect}",)
 
 
 def _match(request: DiffRequest, plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLoss:
@@ -224,13 +247,15 @@ class _LinearTable:
                 continue
             sides: list[ProductSide | None] = [
                 ProductSide(
-                    state=product_state(site, decision, gemm),
+                    state=product_state(site, decision, gemm, None if self._earlier else plan.policy.seed),
                     rule=decision.choice(gemm).rule,
                     overridden=decision.choice(gemm).overridden,
                     seconds=times.get(gemm),
                     moved_bytes=prediction.moved_bytes(site, decision, gemm),
                 )
-                for decision, times, prediction in zip(decisions, seconds, self._predictions, strict=True)
+                for plan, decision, times, prediction in zip(
+                    self._plans, decisions, seconds, self._predictions, strict=True
+                )
             ]
             if self._earlier is not None:
                 state = self._earlier_state(site, layer, gemm)
@@ -238,8 +263,8 @@ class _LinearTable:
             yield ProductChange(gemm=gemm, before=sides[0], after=sides[1])
 
 
-def product_state(site: Site, decision: Decision, gemm: Gemm) -> ProductState:
-    """How a product of a site runs."""
+def product_state(site: Site, decision: Decision, gemm: Gemm, seed: int | None = None) -> ProductState:
+    """How a product of a site runs. `seed` is that of the policy, None if it is not known."""
     kept = kept_state(site, gemm)
     if decision.recipe is None or site.opaque:
         return kept
@@ -250,6 +275,8 @@ def product_state(site: Site, decision: Decision, gemm: Gemm) -> ProductState:
     return ProductState(
         format=product_format(recipe, gemm, kept.format),
         formats=(treatments[0].format, treatments[1].format),
+        roles=kept.roles,
+        seed=seed if any(t.rounding != "rne" for t in treatments) else None,
         badges=(treatment_words(treatments[0]), treatment_words(treatments[1])),
         lowering=decision.lowering(gemm),
     )
@@ -259,7 +286,14 @@ def kept_state(site: Site, gemm: Gemm) -> ProductState:
     """How a product runs without a policy."""
     formats = operand_formats(site, gemm)
     wider = max(formats, key=lambda name: FORMATS[name].bits if name in FORMATS else 0)
-    return ProductState(format=wider, formats=formats, is_kept=True)
+    return ProductState(format=wider, formats=formats, roles=operand_roles(site, gemm), is_kept=True)
+
+
+def operand_roles(site: Site, gemm: Gemm) -> tuple[str, str]:
+    """What the operands of a product are. Without a weight, both operands of the GEMM are activations."""
+    first, second = (role for g, role in OPERANDS if g is gemm)
+    names = {} if site.weight is not None else {Role.ACTIVATION: "lhs", Role.WEIGHT: "rhs"}
+    return names.get(first, str(first)), names.get(second, str(second))
 
 
 def operand_formats(site: Site, gemm: Gemm) -> tuple[str, str]:

@@ -12,7 +12,6 @@ from policyc.diff.graph import build_graph, children_of
 from policyc.diff.model import DiffData, DiffSide, Linear, LinearLayers, ProductSide, ProductState, Stack
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
-from policyc.language.recipes import OPERANDS, Gemm
 
 SCHEMA = 1
 
@@ -80,7 +79,7 @@ class _Writer:
         self.sources: list[dict[str, Any]] = []
         self.states: list[dict[str, Any]] = []
         self._source_numbers: dict[int, int] = {}
-        self._state_numbers: dict[tuple[Gemm, ProductState], int] = {}
+        self._state_numbers: dict[ProductState, int] = {}
         self._diff = diff
 
     # ---- policies
@@ -132,7 +131,7 @@ class _Writer:
             "k": site.k,
             "kind": site.kind,
             "weight": site.weight,
-            "place": site.place,
+            "place": self._diff.short_place(site.place),
             "repeats": site.repeats // site.count,
             "flops": site.flops,
             "opaque": site.opaque or None,
@@ -140,45 +139,44 @@ class _Writer:
             "products": {
                 str(product.gemm): {
                     "changed": product.is_changed,
-                    "before": self._product_side(product.gemm, product.before),
-                    "after": self._product_side(product.gemm, product.after),
+                    "before": self._product_side(product.before),
+                    "after": self._product_side(product.after),
                 }
                 for product in run.products
             },
         }
 
-    def _product_side(self, gemm: Gemm, side: ProductSide | None) -> dict[str, Any] | None:
+    def _product_side(self, side: ProductSide | None) -> dict[str, Any] | None:
         if side is None:
             return None
         return {
-            "state": self._state(gemm, side.state),
+            "state": self._state(side.state),
             "rule": side.rule,
             "overridden": list(side.overridden),
             "seconds": side.seconds,
             "bytes": side.moved_bytes,
         }
 
-    def _state(self, gemm: Gemm, state: ProductState) -> int:
-        key = (gemm, state)
-        if key not in self._state_numbers:
-            self._state_numbers[key] = len(self.states)
-            self.states.append(_state_data(gemm, state))
-        return self._state_numbers[key]
+    def _state(self, state: ProductState) -> int:
+        if state not in self._state_numbers:
+            self._state_numbers[state] = len(self.states)
+            self.states.append(_state_data(state))
+        return self._state_numbers[state]
 
 
-def _state_data(gemm: Gemm, state: ProductState) -> dict[str, Any]:
-    roles = [str(role) for g, role in OPERANDS if g is gemm]
+def _state_data(state: ProductState) -> dict[str, Any]:
     lowering = state.lowering
     return {
         "format": state.format,
         "kept": state.is_kept,
+        "seed": state.seed,
         "backend": lowering.backend or None,
         "native": lowering.native if lowering.backend else None,
         "reason": None if lowering.obstacle is None else lowering.obstacle.reason,
         "remedy": None if lowering.obstacle is None else lowering.obstacle.remedy,
         "operands": [
             {"role": role, "format": format, "badges": list(words)}
-            for role, format, words in zip(roles, state.formats, state.badges, strict=True)
+            for role, format, words in zip(state.roles, state.formats, state.badges, strict=True)
         ],
     }
 

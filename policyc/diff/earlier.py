@@ -92,6 +92,7 @@ def _state(entry: Mapping[str, Any], kept: ProductState) -> ProductState:
     return ProductState(
         format=first,
         formats=(first, second),
+        roles=kept.roles,
         badges=(tuple(words[0]), tuple(words[1])),
         lowering=lowering,
     )

@@ -77,6 +77,7 @@ class _GraphBuilder:
 
     def __init__(self, diff: DiffData) -> None:
         self.graph: nx.DiGraph[int] = nx.DiGraph()
+        self._diff = diff
         self._sites = SiteIndex(diff)
         self.nest = Nesting(self._sites)
         self._orders: dict[int, itertools.count[int]] = {}
@@ -183,17 +184,17 @@ class _GraphBuilder:
             params=short_parameters(eqn),
             inputs=tuple(_atom(a, names) for a in eqn.invars),
             outputs=tuple(_output(v, names) for v in eqn.outvars),
-            place=jaxprs.source_place(eqn),
             inside=inside,
-            **common,
+            **{"place": self._diff.short_place(jaxprs.source_place(eqn))} | common,
         )
         names.readers += [(a, node) for a in eqn.invars if isinstance(a, Var)]
         names.producers.update((v, node) for v in eqn.outvars if not isinstance(v, DropVar))
+        inherited = {key: common[key] for key in ("pair", "place") if key in common}
         for sub in subs if opened else ():
             inner = _Names()
             scope = self.add_scope(node, name=sub.param, kind=jaxprs.primitive_name(eqn))
             for inner_eqn in jaxprs.equations(sub.jaxpr):
-                self._add_equation(scope, inner_eqn, side, inner, {"pair": common["pair"]}, opened=True)
+                self._add_equation(scope, inner_eqn, side, inner, inherited, opened=True)
             self._add_data_edges(inner)
         return node
 

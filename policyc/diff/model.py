@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,14 +22,18 @@ class ProductState:
     Attributes:
       format: what it multiplies; the dtype of the program if the product is kept.
       formats: of both operands, in the order of `OPERANDS`; of a kept product, their dtypes.
+      roles: of both operands: activation, weight or gradient; lhs, rhs or gradient in a GEMM without a weight.
       badges: what happens to both operands, in short words.
       is_kept: does the policy leave it as it is?
+      seed: of stochastic rounding; None if it does not round stochastically.
     """
 
     format: str
     formats: tuple[str, str]
+    roles: tuple[str, str]
     badges: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     is_kept: bool = False
+    seed: int | None = None
     lowering: Lowering = PLAIN
 
     @property
@@ -70,7 +75,7 @@ def _numerics(state: ProductState) -> tuple[Any, ...]:
     the highest precision, which a program in float32 need not do.
     """
     if state.lowering.backend:
-        return state.formats, state.badges, state.lowering.backend, state.lowering.native
+        return state.formats, state.badges, state.seed, state.lowering.backend, state.lowering.native
     is_exact = not state.is_kept and "f32" in state.formats
     return state.formats, is_exact
 
@@ -213,12 +218,18 @@ class DiffData:
     """None if the equations of a side are not known: those of an earlier plan."""
     overlays: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    folder: str = ""
+    """Files of the program are named relative to it."""
 
     @property
     def differs(self) -> bool:
         """Does a product run in another way, or is an equation another one?"""
         matches = () if self.matched is None else self.matched.all_matches()
         return self.totals.changed > 0 or any(match.reason is not None for match in matches)
+
+    def short_place(self, place: str) -> str:
+        """A place in the program, relative to the folder if it is inside."""
+        return place.removeprefix(f"{self.folder}{os.sep}") if self.folder else place
 
     @property
     def time_change(self) -> float | None:

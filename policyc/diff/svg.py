@@ -6,10 +6,8 @@ script and no font of its own, so it prints and opens anywhere.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 
 from policyc.diff.data import sentence
 from policyc.diff.model import DiffData, Linear, LinearLayers, ProductChange, ProductSide, Stack
@@ -147,12 +145,7 @@ def describe_cell(diff: DiffData, linear: Linear, run: LinearLayers, product: Pr
             lines.append(f"  {span.source.path}:{span.line}: {policy.rules[side.rule]}")
     if site.opaque:
         lines.append(f"opaque: {site.opaque}")
-    return "\n".join([*lines, _short_place(site.place)])
-
-
-def _short_place(place: str) -> str:
-    """A place in a program, relative to the working directory if it is inside."""
-    return place.removeprefix(f"{Path.cwd()}{os.sep}")
+    return "\n".join([*lines, diff.short_place(site.place)])
 
 
 def _draw_legend(diff: DiffData, y: float, parts: list[str]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -78,6 +79,63 @@ def test_two_policies() -> None:
         "layers.* -> nvfp4",
         "down -> mxfp8",
     ]
+
+
+def changed_products(data: dict[str, Any]) -> set[str]:
+    return {
+        gemm
+        for row in data["linears"]
+        for run in row["runs"]
+        for gemm, p in run["products"].items()
+        if p["changed"]
+    }
+
+
+def test_another_seed_changes_what_rounds_stochastically() -> None:
+    before, after = "layers.* -> nvfp4(sr=grad)", "seed = 7\nlayers.* -> nvfp4(sr=grad)"
+    diff = make_diff(scanned, SCANNED, after, before)
+    data = json.loads(as_json(diff))
+    assert changed_products(data) == {"dgrad", "wgrad"}
+    assert {state["seed"] for state in data["states"]} == {None, 0, 7}
+    assert data["notes"] == [
+        "the seed is 0 before and 7 after: 24 products round stochastically with other random numbers"
+    ]
+    assert diff.differs
+    assert not make_diff(scanned, SCANNED, after, after).differs
+
+
+def test_a_seed_that_nothing_uses_changes_nothing() -> None:
+    data = diff_data(scanned, SCANNED, "seed = 7\nlayers.* -> nvfp4", before="layers.* -> nvfp4")
+    assert changed_products(data) == set()
+    assert data["notes"] == ["the seed is 0 before and 7 after: nothing uses it"]
+
+
+def test_a_product_of_activations_has_no_weight() -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum((x @ p["q"]) @ (x @ p["k"]).T)
+
+    data = diff_data(loss, {"q": W, "k": W}, "* -> mxfp8")
+    runs = {row["name"]: row["runs"][0] for row in data["linears"]}
+    roles = {
+        name: {g: [o["role"] for o in data["states"][p["after"]["state"]]["operands"]] for g, p in products}
+        for name, products in ((name, run["products"].items()) for name, run in runs.items())
+    }
+    (scores,) = (name for name, run in runs.items() if run["weight"] is None)
+    assert roles[scores] == {
+        "fprop": ["lhs", "rhs"],
+        "dgrad": ["gradient", "rhs"],
+        "wgrad": ["lhs", "gradient"],
+    }
+    # The input has no gradient, so there is no dgrad.
+    assert roles["q"] == {"fprop": ["activation", "weight"], "wgrad": ["activation", "gradient"]}
+
+
+def test_places_are_relative_to_the_folder() -> None:
+    folder = Path(__file__).parents[2]
+    data = json.loads(as_json(make_diff(unrolled, UNROLLED, KEEP_LAST, folder=str(folder))))
+    places = {run["place"] for row in data["linears"] for run in row["runs"]}
+    places |= {node["place"] for node in data["graph"]["nodes"] if "place" in node}
+    assert {place.rpartition(":")[0] for place in places} == {"tests/support/diff_models.py"}
 
 
 def test_the_graph_has_one_scope_for_layers_with_the_same_content() -> None:

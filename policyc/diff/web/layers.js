@@ -1,7 +1,7 @@
 // Level 2: one class of layers. Three tensors become six operands, which flow into three products. Coordinates are fixed.
 
 const CARD = { width: 580, tensor: 76, operand: 246, product: 142, row: 36, gap: 10 };
-const TENSORS = ["activation", "weight", "gradient"];
+const TENSORS = ["activation", "lhs", "weight", "rhs", "gradient"]; // lhs and rhs: of a GEMM without a weight
 const layerFacts = { shared: [], hoisted: [] }; // operands that are quantized once, for several linears or per step
 
 /** Finds the operands that are quantized once for several linears, or once per step. */
