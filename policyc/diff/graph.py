@@ -98,7 +98,7 @@ class _GraphBuilder:
         for child in children:
             if isinstance(child, ScopeTree):
                 node = self.add_scope(
-                    parent, name=child.name, kind="scope", members=as_ranges(sorted(child.members))
+                    parent, name=child.name, kind=child.kind, members=as_ranges(sorted(child.members))
                 )
                 self.add_children(node, child.children, names)
                 for copy in child.copies:
@@ -189,7 +189,7 @@ class _GraphBuilder:
         )
         names.readers += [(a, node) for a in eqn.invars if isinstance(a, Var)]
         names.producers.update((v, node) for v in eqn.outvars if not isinstance(v, DropVar))
-        inherited = {key: common[key] for key in ("pair", "place") if key in common}
+        inherited = {key: value for key, value in common.items() if key in ("pair", "place")}
         for sub in subs if opened else ():
             inner = _Names()
             scope = self.add_scope(node, name=sub.param, kind=jaxprs.primitive_name(eqn))

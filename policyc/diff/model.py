@@ -210,6 +210,8 @@ class DiffData:
     totals: Totals
     places: Mapping[tuple[Address, Layer], tuple[int, int | None]] = field(default_factory=dict, repr=False)
     """The linear (its number) and its layer, for each layer of each site."""
+    scans: Mapping[Address, tuple[Address, ...]] = field(default_factory=dict, repr=False)
+    """The scans over layers around each site, the outermost first."""
     phase: str = "always"
     target: str = ""
     devices: int = 1

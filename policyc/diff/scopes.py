@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
 from policyc.diff.matching import PRODUCT_SCOPE, Match, StructureTexts
 from policyc.diff.model import DiffData
+from policyc.diff.repeats import LayerSpan, find_repeats
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.product_tags import is_tag
 from policyc.jaxcore.transform import Address
@@ -23,6 +24,8 @@ class ScopeTree:
     """Matches that share a name scope. `members` are the indices of all scopes with this content."""
 
     name: str
+    kind: str = "scope"
+    """`layers` if no name scope tells its layers apart."""
     children: tuple[ScopeTree | Match, ...]
     members: tuple[int, ...] = ()
     copies: tuple[ScopeTree, ...] = ()
@@ -73,7 +76,38 @@ class Nesting:
                     continue
                 indexed[key] = len(children)
             children.append(tree)
-        return tuple(children)
+        return tuple(self._join_layers(children))
+
+    def _join_layers(self, children: Sequence[ScopeTree | Match]) -> Iterator[ScopeTree | Match]:
+        """The children, with equal layers that no name scope tells apart in scopes of their own."""
+        spans = self._layer_spans(children)
+        tokens = [self.signature([*_matches_of(child)]) for child in children] if len(spans) > 1 else []
+        stop = 0
+        for repeat in find_repeats(tokens, spans, _LiveValues(children)):
+            yield from children[stop : repeat.start]
+            joined: dict[str, ScopeTree] = {}
+            name = repeat.stack.rpartition(".")[2]
+            for layer, part in repeat.parts():
+                tree = ScopeTree(name=name, kind="layers", children=tuple(children[part]), members=(layer,))
+                key = self.signature([*_matches_of(tree)])
+                joined[key] = _join(joined[key], tree) if key in joined else tree
+            yield from joined.values()
+            stop = repeat.stop
+        yield from children[stop:]
+
+    def _layer_spans(self, children: Sequence[ScopeTree | Match]) -> list[LayerSpan]:
+        spans: list[LayerSpan] = []
+        for position, child in enumerate(children):
+            is_layer = isinstance(child, ScopeTree) and child.members
+            layers = () if is_layer else map(self._sites.unrolled_layer, _matches_of(child))
+            layer = next((each for each in layers if each is not None), None)
+            if layer is None:
+                continue
+            if spans and (spans[-1].stack, spans[-1].layer) == layer:
+                spans[-1] = replace(spans[-1], last=position)
+            else:
+                spans.append(LayerSpan(first=position, last=position, stack=layer[0], layer=layer[1]))
+        return spans
 
     def signature(self, matches: Sequence[Match]) -> str:
         """Equal for matches with equal content, whatever their variables and layer indices are."""
@@ -99,14 +133,41 @@ class Nesting:
         return digest.hexdigest()
 
 
+class _LiveValues:
+    """Counts the values that pass a position in a sequence of scopes and matches."""
+
+    def __init__(self, children: Sequence[ScopeTree | Match]) -> None:
+        self._children = children
+        self._last_reads: dict[Var, int] = {}
+
+    def __call__(self, position: int, length: int) -> int:
+        if not self._last_reads:
+            for number, child in enumerate(self._children):
+                for match in _matches_of(child):
+                    for eqn in match.before:
+                        self._last_reads.update((v, number) for v in eqn.invars if isinstance(v, Var))
+        results = (
+            var
+            for child in self._children[max(position - length, 0) : position]
+            for match in _matches_of(child)
+            for eqn in match.before
+            for var in eqn.outvars
+        )
+        return sum(self._last_reads.get(var, -1) >= position for var in results)
+
+
 def _join(one: ScopeTree | Match, other: ScopeTree) -> ScopeTree:
     assert isinstance(one, ScopeTree)
-    return ScopeTree(
-        name=one.name,
-        children=one.children,
-        members=(*one.members, *other.members),
-        copies=(*one.copies, other),
-    )
+    return replace(one, members=(*one.members, *other.members), copies=(*one.copies, other))
+
+
+def _matches_of(tree: ScopeTree | Match) -> Iterator[Match]:
+    """The matches that a scope shows: of scopes with the same content, those of the first."""
+    if isinstance(tree, Match):
+        yield tree
+        return
+    for child in tree.children:
+        yield from _matches_of(child)
 
 
 def renamed_results(match: Match) -> Iterator[tuple[Var, Var]]:
@@ -133,13 +194,9 @@ class SiteIndex:
 
     def __init__(self, diff: DiffData) -> None:
         self._diff = diff
-        self._stacks: dict[Address, tuple[Address, ...]] = {}
-        for linear in diff.linears:
-            for run in linear.runs:
-                self._stacks[run.site.address] = tuple(s.address for s in run.site.stacks)
 
     def _locate(self, address: Address, match: Match) -> tuple[int, int | None] | None:
-        stacks = self._stacks.get(address, ())
+        stacks = self._diff.scans.get(address, ())
         layer = tuple(match.iterations.get(stack, 0) for stack in stacks)
         return self._diff.places.get((address, layer))
 
@@ -166,6 +223,13 @@ class SiteIndex:
     def layer(self, match: Match) -> int | None:
         place = self._locate(match.address, match)
         return None if place is None else place[1]
+
+    def unrolled_layer(self, match: Match) -> tuple[str, int] | None:
+        """The stack and the layer of a site that is no part of a scan."""
+        place = self._locate(match.address, match)
+        if place is None or place[1] is None or self._diff.scans[match.address]:
+            return None
+        return self._diff.linears[place[0]].stack, place[1]
 
     def rules(self, match: Match) -> str:
         """The linear of a match and the rules that decided, as a text to compare."""
