@@ -198,6 +198,6 @@ def _common_scope(names: Sequence[str]) -> list[str]:
     """The names that all these paths start with, without the last name of any."""
     if not names:
         return []
-    paths = [name.split(".")[:-1] for name in names]
+    paths = [name.partition("(")[0].split(".")[:-1] for name in names]  # "(train.py:8)" is one name
     pairs = itertools.takewhile(lambda column: len({*column}) == 1, zip(*paths, strict=False))
     return [column[0] for column in pairs]

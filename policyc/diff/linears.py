@@ -193,13 +193,13 @@ def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> tuple[str, i
     if index is None and not site.parameters and site.around is not None:
         paths = map(_split_at_layer, site.around.paths(site.stack_indices(layer)))
         stack, index, module = next((p for p in paths if p[1] is not None), ("", None, ""))
-        name = ".".join(filter(None, (module, name or _unnamed(site))))
-    return stack, index, name or _unnamed(site)
+        name = ".".join(filter(None, (module, name or _short_name(site))))
+    return stack, index, name or _short_name(site)
 
 
-def _unnamed(site: Site) -> str:
-    """What a site without a name is called: the last part of its file, and the line."""
-    return f"({site.place.rpartition(os.sep)[2]})" if site.place else site.name
+def _short_name(site: Site) -> str:
+    """The name of a site. One without a name is called by its line of the program, without the folder."""
+    return site.name if site.template.path else f"({site.place.rpartition(os.sep)[2] or 'unnamed'})"
 
 
 def _split_at_layer(path: DottedPath) -> tuple[str, int | None, str]:
