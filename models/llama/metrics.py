@@ -4,10 +4,13 @@ The metrics of a step are read one step late, so that the device always has its 
 """
 
 import json
+import math
 import resource
+import secrets
+import shutil
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,6 +48,7 @@ class MetricsLog:
         self._run, self._peak, self._writes = run, peak_tflops(run), jax.process_index() == 0
         self._flops = flops_per_token(config, run.sequence)
         self._tokens = run.batch * run.sequence / jax.device_count()
+        self._faults = 0  # in a row
         self._pending: tuple[int, dict[str, jax.Array], float] | None = None
         self.restart_clock()
         if not self._writes:
@@ -54,12 +58,8 @@ class MetricsLog:
         self._board = stack.enter_context(writer(str(folder / "tensorboard"), purge_step=start + 1))
         self._wandb = None
         if run.wandb:
-            options = {
-                "project": run.wandb,
-                "name": folder.name,
-                "dir": folder,
-                "config": vars(config) | vars(run),
-            }
+            options = {"project": run.wandb, "name": folder.name, "dir": folder, "id": _wandb_id(folder),
+                       "resume": "allow", "config": vars(config) | vars(run)}  # fmt: skip
             self._wandb = stack.enter_context(import_library("wandb", "wandb").init(**options))
         columns = MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn()
         self._bar = stack.enter_context(Progress(*columns, disable=not sys.stdout.isatty()))
@@ -91,17 +91,37 @@ class MetricsLog:
                  "tflops_per_device": tflops, "memory_bytes": memory_bytes()}  # fmt: skip
         mfu = {"mfu": tflops / self._peak} if self._peak else {}
         self.write({"step": step, **values, **speed, **mfu})
-        if not fine:
+        self._check_fault(step, fine, values)
+
+    def _check_fault(self, step: int, fine: bool, values: dict[str, Any]) -> None:
+        """Reports a faulty step. Stops the run as `--on-fault` and `--max-skips` ask."""
+        run, scale = self._run, values["loss_scale"]
+        if fine:
+            self._faults = 0
+        elif (
+            run.loss_scale
+            and math.isfinite(values["loss"])
+            and scale >= 1
+            and not math.isfinite(values["grad_norm"])
+        ):
+            self.print(
+                f"step {step}: the scaled gradient overflows; skipped, and the loss scale is {scale:g} now"
+            )
+        else:
+            self._faults += 1
             fault = f"step {step}: the loss is {values['loss']}, the gradient norm {values['grad_norm']}"
-            if self._run.on_fault == "stop":
+            if run.on_fault == "stop":
                 raise ConfigError(f"{fault}. The weights are those before it; --on-fault skip continues")
+            if self._faults >= run.max_skips:
+                raise ConfigError(f"{fault}: {self._faults} faulty steps in a row. The weights are those before them; "
+                                  "lower --learning-rate, or raise --max-skips")  # fmt: skip
             self.print(f"{fault}; skipped, {values['skipped']} in all")
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes one line of metrics. A line without a loss is a validation."""
         if not self._writes:
             return
-        self._lines.write(json.dumps(row) + "\n")
+        self._lines.write(_as_json(row) + "\n")
         step, numbers = row["step"], {name: value for name, value in row.items() if name != "step"}
         for name, value in numbers.items():
             self._board.add_scalar(name, value, step)
@@ -121,12 +141,36 @@ class MetricsLog:
             self._bar.console.out(text, highlight=False)
 
 
+def _wandb_id(folder: Path) -> str:
+    """The name under which Weights & Biases knows this run, the same after a restart."""
+    path = folder / "wandb_id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text().strip()
+
+
 def _open_at_step(path: Path, start: int) -> TextIO:
     """Opens a file of metrics at its end, without the lines after step `start`: those steps will run again."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
-        with suppress(ValueError):  # the run was killed while it wrote this line
+    kept, damaged = [], []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
             kept += [line] if json.loads(line)["step"] <= start else []
+        except (ValueError, TypeError, KeyError):  # not UTF-8, not JSON, not an object, no step
+            damaged.append(number)
+    if damaged and damaged != [len(lines)]:  # the last line is torn where a run was killed while it wrote
+        aside = path.with_suffix(".damaged.jsonl")
+        shutil.copyfile(path, aside)
+        print(f"warning: {path}: line {damaged[0]} is damaged ({len(damaged)} in all); a copy is in {aside}, and the "
+              "run continues without them", file=sys.stderr)  # fmt: skip
     new = path.with_suffix(".new")
-    new.write_text("".join(kept))
+    new.write_bytes(b"".join(kept))
     return new.replace(path).open("a", buffering=1)  # line-buffered
+
+
+def _as_json(row: dict[str, Any]) -> str:
+    """A line of JSON, which has no NaN and no infinity: such a value is null, and `not_finite` has its name."""
+    faulty = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    if faulty:
+        row = row | dict.fromkeys(faulty) | {"not_finite": faulty}
+    return json.dumps(row, allow_nan=False)

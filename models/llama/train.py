@@ -23,9 +23,10 @@ try:
 
     import policyc
     from policyc.models.llama import configs, data, metrics, model, optimizer
+    from policyc.models.llama.checkpoints import Checkpoints, lock_folder, saved_steps
     from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
     from policyc.models.llama.preemption import INTERRUPTED, Stopped, StopRequest, end_together, watch_signals
-    from policyc.models.llama.storage import Checkpoints, latest_step, load_safetensors, save_safetensors
+    from policyc.models.llama.weights import load_safetensors, save_safetensors
 except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("policyc."):
         raise
@@ -51,9 +52,9 @@ def train(name: str, config: ModelConfig, run: RunConfig) -> None:
     if run.distributed:
         initialize: Any = jax.distributed.initialize
         initialize(run.coordinator, run.processes, run.process_id, heartbeat_timeout_seconds=run.heartbeat)
-    with watch_signals(run.distributed) as stop:
+    with watch_signals(run.distributed) as stop, ExitStack() as stack:
         with end_together(run.distributed):
-            trainer = Trainer(name, config, run, stop)
+            trainer = Trainer(name, config, run, stop, stack)
         folder, step = trainer.folder, trainer.steps_done
         if step >= run.steps:
             print(f"{folder} is already at step {step} of {run.steps}: remove it, or choose another --out")
@@ -66,11 +67,13 @@ def train(name: str, config: ModelConfig, run: RunConfig) -> None:
 class Trainer:
     """One run. Nothing is written until settings, data, policy and initial weights are known to be good."""
 
-    def __init__(self, name: str, config: ModelConfig, run: RunConfig, stop: StopRequest) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, run: RunConfig, stop: StopRequest, stack: ExitStack
+    ) -> None:
         self.config, self.run, self.mesh, self.stop = config, run, model.make_mesh(config, run), stop
         self.policy = os.environ.get("POLICYC_POLICY_SHA256")
         self.folder = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
-        stop.announce(latest_step(self.folder / "checkpoints") or 0)
+        stop.announce(max(saved_steps(self.folder / "checkpoints"), default=0))
         self.source, self.batches = self.open_data("train")
         self.start_profile, self.stop_profile = make_profiler(run, self.folder)
         self.train_step = optimizer.make_train_step(config, run, self.mesh)
@@ -79,7 +82,7 @@ class Trainer:
         abstract_state = optimizer.abstract_state(config, run, self.mesh)
         policyc.set_step(0, total=run.steps)
         self.train_step.trace(abstract_state, model.abstract_batch(run, self.mesh))  # a bad policy fails here
-        self.state, self.steps_done, self.checkpoints = self.resume(abstract_state)
+        self.state, self.steps_done, self.checkpoints = self.resume(abstract_state, stack)
 
     def open_data(self, split: str) -> tuple[data.BatchSource, Iterator[model.Batch]]:
         """A source of batches, and its batches on the devices."""
@@ -91,20 +94,24 @@ class Trainer:
         make_global: Any = jax.make_array_from_process_local_data
         return source, (make_global(sharding, batch, shape) for batch in source)
 
-    def resume(self, abstract_state: optimizer.State) -> tuple[optimizer.State, int, Checkpoints]:
-        """The state of the last checkpoint, or the initial state."""
+    def resume(
+        self, abstract_state: optimizer.State, stack: ExitStack
+    ) -> tuple[optimizer.State, int, Checkpoints]:
+        """The state of the last whole checkpoint, or the initial state."""
         config, run, folder = self.config, self.run, self.folder / "checkpoints"
-        step = latest_step(folder)
-        if step is None:
+        is_new = not saved_steps(folder)
+        if is_new:
             state = optimizer.init_state(config, run, self.mesh)
             if run.init_from:
                 state["params"] = load_safetensors(Path(run.init_from), config, self.mesh)
+        stack.enter_context(lock_folder(self.folder))
         identity = configs.identity(config, run, self.policy) | {"contents_of_the_data": self.source.contents}
         checkpoints = Checkpoints(folder, run.keep, identity)
-        if step is not None:
-            state, position = checkpoints.restore(step, abstract_state, run.accept_changes)
-            self.source.seek(position)
-        return state, step or 0, checkpoints
+        if is_new:
+            return state, 0, checkpoints
+        state, position, step = checkpoints.restore(abstract_state, run.accept_changes)
+        self.source.seek(position)
+        return state, step, checkpoints
 
     def train(self) -> float:
         """Runs the remaining steps. Returns the last loss."""

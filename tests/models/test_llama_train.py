@@ -14,9 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -29,7 +31,7 @@ pytest.importorskip("optax", reason="optax is not installed: pip install 'policy
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import metrics, storage, train
+from policyc.models.llama import checkpoints, metrics, train
 from policyc.models.llama.configs import ConfigError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -120,27 +122,81 @@ def test_a_checkpoint_of_another_run_is_refused(completed, capsys, monkeypatch):
     assert len(losses(completed)) == 8
 
 
-def test_without_an_unreadable_checkpoint_a_run_resumes_from_the_one_before(completed, tmp_path, capsys):
+def flip_bytes(folder: Path) -> None:
+    """Flips eight bytes in the middle of the largest file."""
+    path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 8] = bytes(byte ^ 0xFF for byte in content[middle : middle + 8])
+    path.write_bytes(content)
+
+
+def truncate_files(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [flip_bytes, truncate_files])
+def test_a_run_resumes_from_the_last_checkpoint_that_is_whole(completed, tmp_path, capsys, damage):
     folder = tmp_path / "run"
     shutil.copytree(completed, folder)
-    for part in (folder / "checkpoints" / "8" / "state").rglob("*"):
-        if part.is_file():
-            part.write_bytes(part.read_bytes()[: part.stat().st_size // 2])
-    assert train.main(flags(out=folder, **RUN)) == 1
-    message = capsys.readouterr().err
-    assert "checkpoints/8 cannot be read" in message
-    assert "remove its folder" in message
-    shutil.rmtree(folder / "checkpoints" / "8")
+    damage(folder / "checkpoints" / "8" / "state")
     assert train.main(flags(out=folder, **RUN)) == 0
+    message = capsys.readouterr().err
+    assert f"checkpoint {folder / 'checkpoints' / '8'} is damaged" in message
+    assert f"moved to {folder / 'damaged_checkpoints' / '8'}" in message
+    assert losses(folder) == losses(completed)
+    assert sorted(int(p.name) for p in (folder / "checkpoints").iterdir()) == [6, 8]
+
+
+def test_without_a_whole_checkpoint_a_run_does_not_start_again(completed, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(completed, folder)
+    truncate_files(folder / "checkpoints")
+    assert train.main(flags(out=folder, **RUN)) == 1
+    assert "no checkpoint in" in capsys.readouterr().err
     assert losses(folder) == losses(completed)
 
 
+def test_a_checkpoint_of_another_shape_is_called_whole(completed, capsys):
+    assert train.main(flags(out=completed, **RUN, steps=9, hidden=128, accept_changes=True)) == 1
+    message = capsys.readouterr().err
+    assert "is whole, but of a model with other sizes" in message
+    assert "remove" not in message
+    assert (completed / "checkpoints" / "8").exists()
+
+
+def test_a_second_run_in_a_folder_is_refused(completed, capsys):
+    with checkpoints.lock_folder(completed):
+        assert train.main(flags(out=completed, **RUN, steps=9)) == 1
+    message = capsys.readouterr().err
+    assert f"is in use by process {os.getpid()} on {socket.gethostname()}" in message
+    assert "--out" in message
+
+
+def test_the_hash_of_a_state_sees_bits_and_order():
+    """Each of these differs from the first in one bit, in one sign of zero, or in the place of two values."""
+    first = np.arange(48, dtype=np.float32).reshape(6, 8)
+    bit = first.copy()
+    bit.view(np.uint32)[3, 3] ^= 1
+    zero = first.copy()
+    zero[0, 0] = -0.0
+    swapped = first.copy()
+    swapped[[1, 2]] = swapped[[2, 1]]
+    hashes = [checkpoints.hash_state({"w": array}) for array in (first, bit, zero, swapped, first.T)]
+    assert len(set(hashes)) == 5
+    mesh = llama_runs.make_mesh(fsdp=2, tensor=2)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tensor"))
+    assert checkpoints.hash_state({"w": jax.device_put(first, sharding)}) == hashes[0]
+
+
 def test_a_checkpoint_without_room_is_refused_before_it_is_written(tmp_path, monkeypatch):
-    checkpoints = storage.Checkpoints(tmp_path / "checkpoints", 2, {})
-    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(ConfigError, match=r"no room for a checkpoint at step 3: 0\.40 GB needed"):
-        checkpoints.save(3, {"x": np.zeros(10**8, np.float32)}, 0)
-    checkpoints.close()
+    manager = checkpoints.Checkpoints(tmp_path / "checkpoints", 2, {})
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(ConfigError, match=r"no room .* step 3: 0\.40 GB needed.* There is none yet"):
+        manager.save(3, {"x": np.zeros(10**8, np.float32)}, 0)
+    manager.close()
 
 
 def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.llama_runs import make_mesh
 
-storage = pytest.importorskip("policyc.models.llama.storage")
+files = pytest.importorskip("policyc.models.llama.weights")
 from policyc.models.llama import model as llama  # noqa: E402
 from policyc.models.llama.configs import ConfigError, ModelConfig  # noqa: E402
 
@@ -80,10 +80,10 @@ def test_weights_of_transformers_give_the_logits_of_transformers(torch, tmp_path
     )
     # 300 positions: far enough that the scaled frequencies differ from the plain ones by more than the tolerance.
     tokens = np.random.default_rng(0).integers(0, 128, (2, 300))
-    ours = logits(storage.load_safetensors(tmp_path, config, make_mesh()), tokens, config)
+    ours = logits(files.load_safetensors(tmp_path, config, make_mesh()), tokens, config)
     theirs = model(torch.tensor(tokens)).logits.numpy()
     assert_close(ours, theirs)
-    params = storage.load_safetensors(tmp_path, config, make_mesh())
+    params = files.load_safetensors(tmp_path, config, make_mesh())
     unscaled = logits(params, tokens, replace(config, rope_scaling=0.0))
     assert np.abs(np.asarray(unscaled) - theirs).max() > 1e-3 * np.abs(theirs).max()
 
@@ -93,7 +93,7 @@ def test_a_tied_head_starts_as_a_copy_of_the_embedding(torch, tmp_path, capsys):
     config = replace(SMALL, rope_scaling=0.0)
     rope = {"rope_type": "default", "rope_theta": 5e5}
     model = make_theirs(tmp_path, rope_parameters=rope, tie_word_embeddings=True)
-    ours = storage.load_safetensors(tmp_path, config, make_mesh())
+    ours = files.load_safetensors(tmp_path, config, make_mesh())
     assert "has no head" in capsys.readouterr().out
     tokens = np.random.default_rng(2).integers(0, 128, (2, 20))
     assert_close(logits(ours, tokens, config), model(torch.tensor(tokens)).logits.numpy())
@@ -103,7 +103,7 @@ def test_a_tied_head_starts_as_a_copy_of_the_embedding(torch, tmp_path, capsys):
 def test_transformers_reads_our_weights(torch, tmp_path):
     from transformers import LlamaForCausalLM
 
-    storage.save_safetensors(weights(SMALL), SMALL, tmp_path / "out", dtype="float32")
+    files.save_safetensors(weights(SMALL), SMALL, tmp_path / "out", dtype="float32")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     tokens = np.random.default_rng(1).integers(0, 128, (2, 20))
     assert_close(logits(weights(SMALL), tokens, SMALL), model(torch.tensor(tokens)).logits.numpy())
@@ -111,22 +111,22 @@ def test_transformers_reads_our_weights(torch, tmp_path):
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_weights_survive_a_round_trip(tmp_path, monkeypatch, scan):
-    monkeypatch.setattr(storage, "SHARD_BYTES", 40_000)
+    monkeypatch.setattr(files, "SHARD_BYTES", 40_000)
     config, mesh = replace(SMALL, scan=scan), make_mesh(fsdp=2, tensor=2)
     shardings = jax.tree.map(lambda spec: llama.sharding(mesh, spec.axes), llama.param_specs(config))
     sharded = jax.device_put(weights(config), shardings)
-    storage.save_safetensors(sharded, config, tmp_path / "out", dtype="float32")
+    files.save_safetensors(sharded, config, tmp_path / "out", dtype="float32")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"]["model.layers.2.mlp.down_proj.weight"].endswith(".safetensors")
-    loaded = storage.load_safetensors(tmp_path / "out", config, mesh)
+    loaded = files.load_safetensors(tmp_path / "out", config, mesh)
     jax.tree.map(np.testing.assert_array_equal, loaded, weights(config))
     assert not list(tmp_path.glob("*.unfinished"))
 
 
 def test_weights_are_rounded_to_bfloat16_once(tmp_path):
-    storage.save_safetensors(weights(SMALL), SMALL, tmp_path / "out")
-    loaded = storage.load_safetensors(tmp_path / "out", SMALL, make_mesh())
+    files.save_safetensors(weights(SMALL), SMALL, tmp_path / "out")
+    loaded = files.load_safetensors(tmp_path / "out", SMALL, make_mesh())
     bfloat16 = jax.numpy.bfloat16
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(bfloat16)), loaded, weights(SMALL))
 
@@ -134,20 +134,20 @@ def test_weights_are_rounded_to_bfloat16_once(tmp_path):
 def test_a_missing_head_starts_as_a_copy_of_the_embedding(tmp_path, capsys):
     from safetensors.numpy import load_file, save_file
 
-    storage.save_safetensors(weights(SMALL), SMALL, tmp_path / "out", dtype="float32")
+    files.save_safetensors(weights(SMALL), SMALL, tmp_path / "out", dtype="float32")
     file = tmp_path / "out" / "model.safetensors"
     save_file({k: v for k, v in load_file(file).items() if k != "lm_head.weight"}, file)
-    loaded = storage.load_safetensors(tmp_path / "out", SMALL, make_mesh(fsdp=2, tensor=2))
+    loaded = files.load_safetensors(tmp_path / "out", SMALL, make_mesh(fsdp=2, tensor=2))
     np.testing.assert_array_equal(loaded["lm_head"], loaded["embed"].T)
     assert "starts as a copy of the embedding" in capsys.readouterr().out
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
-    storage.save_safetensors(weights(SMALL), SMALL, tmp_path / "out")
+    files.save_safetensors(weights(SMALL), SMALL, tmp_path / "out")
     with pytest.raises(ConfigError, match="num_hidden_layers: 3 there, 4 here"):
-        storage.load_safetensors(tmp_path / "out", replace(SMALL, layers=4), make_mesh())
+        files.load_safetensors(tmp_path / "out", replace(SMALL, layers=4), make_mesh())
     (tmp_path / "out" / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read; truncated\?"):
-        storage.load_safetensors(tmp_path / "out", SMALL, make_mesh())
+        files.load_safetensors(tmp_path / "out", SMALL, make_mesh())
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
-        storage.load_safetensors(tmp_path, SMALL, make_mesh())
+        files.load_safetensors(tmp_path, SMALL, make_mesh())

@@ -1,20 +1,17 @@
-"""Files of a run: checkpoints, and weights as safetensors in the Hugging Face layout.
+"""Weights as safetensors in the Hugging Face layout.
 
 Hugging Face stores a linear as (out, in), one tensor per layer. Here it is (in, out), and layers may be stacked.
 """
 
 import itertools
 import json
-import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
@@ -23,8 +20,6 @@ from safetensors.numpy import save_file
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ConfigError, ModelConfig
 
-DISK_FULL = "is the disk full? Earlier checkpoints are intact"
-UNREADABLE = "remove its folder, and the run resumes from the checkpoint before it"
 SHARD_BYTES = 5 * 10**9  # largest size of one safetensors file
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HF_NAMES = {"embed": EMBED, "norm": "model.norm.weight", "lm_head": HEAD, "attention": "self_attn",
@@ -32,66 +27,6 @@ HF_NAMES = {"embed": EMBED, "norm": "model.norm.weight", "lm_head": HEAD, "atten
 HF_FIELDS = {"hidden_size": "width", "intermediate_size": "hidden", "num_hidden_layers": "layers",
              "head_dim": "head_dim", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
              "vocab_size": "vocab", "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta"}  # fmt: skip
-
-
-def latest_step(folder: Path) -> int | None:
-    """The step of the last complete checkpoint in a folder."""
-    return max(ocp.utils.checkpoint_steps(folder), default=None)
-
-
-class Checkpoints:
-    """The checkpoints of a run, in one folder. Each stores the identity of its run."""
-
-    def __init__(self, folder: Path, keep: int, identity: dict[str, Any]) -> None:
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every part of every save
-        self.folder, self._identity = folder.resolve(), identity
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
-        with self._explain_errors("checkpoints cannot be written here", "is the folder writable?"):
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
-
-    def save(self, step: int, state: Any, position: int) -> None:
-        """Returns once the state is copied. A checkpoint appears only when it is completely written."""
-        needed = sum(array.nbytes for array in jax.tree.leaves(state)) // jax.process_count()
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            room = f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free in {self.folder}"
-            last = f"The last one is at step {latest_step(self.folder)}: make room and run this again"
-            raise ConfigError(f"no room for a checkpoint at step {step}: {room}. {last}")
-        about = {"identity": self._identity, "position": position}
-        parts = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
-        with self._explain_errors(f"writing a checkpoint at step {step} failed", DISK_FULL):
-            self._manager.save(step, args=parts)
-
-    def restore(self, step: int, abstract_state: Any, accept_changes: bool) -> tuple[Any, int]:
-        """The state and the position in the data at a step."""
-        failure = f"checkpoint {self.folder / str(step)} cannot be read"
-        with self._explain_errors(failure, UNREADABLE):
-            about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
-            before, now = about["identity"], self._identity
-        names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-        changes = [f"\n  {n.replace('_', '-')}: {before.get(n)} there, {now.get(n)} now" for n in names]
-        if changes and not accept_changes:
-            remedy = "choose another folder with --out, or resume from it with --accept-changes"
-            what = f"the checkpoint at step {step} in {self.folder} is of another run"
-            raise ConfigError(f"{what}:{''.join(changes)}\n{remedy}")
-        with self._explain_errors(failure, UNREADABLE):
-            parts = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-            state = self._manager.restore(step, args=parts).state
-        return state, about["position"]
-
-    def close(self) -> None:
-        """Waits for checkpoints that are being written."""
-        with self._explain_errors("writing a checkpoint failed", DISK_FULL):
-            self._manager.wait_until_finished()
-            self._manager.close()
-
-    @contextmanager
-    def _explain_errors(self, what: str, remedy: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            raise ConfigError(f"{what} ({self.folder}): {reason}\n{remedy}") from error
 
 
 def hf_tensors(path: tuple[Any, ...], config: ModelConfig) -> tuple[list[str], bool, bool]:

@@ -1,0 +1,71 @@
+"""The metrics of a run: faulty steps, values that are not finite, damaged files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import pytest
+
+pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
+from policyc.models.llama import configs, metrics
+from policyc.models.llama.configs import ConfigError
+
+
+@pytest.fixture
+def open_log(tmp_path):
+    """A function that opens the metrics of a run with these settings after a step."""
+    model, run = configs.CONFIGS["tiny"]
+    with ExitStack() as stack:
+        yield lambda start, **settings: metrics.MetricsLog(
+            stack, tmp_path, model, dataclasses.replace(run, **settings), start
+        )
+
+
+def test_damaged_lines_of_metrics_are_kept_aside(open_log, tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    good = b'{"step": 1, "loss": 2.0}\n'
+    path.write_bytes(good + b'\xff\xfe\n[1]\n{"loss": 3}\n' + b'{"step": 5, "loss": 1.0}\n')
+    damaged = path.read_bytes()
+    open_log(2)
+    assert path.read_bytes() == good
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged
+    assert "line 2 is damaged (3 in all)" in capsys.readouterr().err
+
+
+def test_a_value_that_is_not_finite_is_null_in_metrics(open_log, tmp_path):
+    log = open_log(0)
+    log.write({"step": 1, "validation_loss": float("nan"), "validation_loss_plain": 1.0})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=pytest.fail)
+    assert row == {
+        "step": 1, "validation_loss": None, "validation_loss_plain": 1.0, "not_finite": ["validation_loss"]
+    }  # fmt: skip
+
+
+def step_values(**values: float) -> dict[str, Any]:
+    usual = {"loss": 1.0, "grad_norm": 1.0, "fine": False, "skipped": 1, "loss_scale": 1.0}
+    return {name: jax.numpy.asarray(value) for name, value in {**usual, **values}.items()}
+
+
+def test_skipping_gives_up_after_faults_in_a_row(open_log):
+    log = open_log(0, on_fault="skip", max_skips=3)
+    for step, loss in enumerate([math.nan, math.nan, 1.0, math.nan, math.nan], start=1):
+        log.record(step, step_values(loss=loss, fine=loss == 1.0), 0)
+    log.record(6, step_values(loss=math.nan), 0)
+    with pytest.raises(ConfigError, match=r"step 6.* 3 faulty steps in a row"):
+        log.flush()
+
+
+def test_an_overflow_under_loss_scaling_is_normal(open_log, capsys):
+    log = open_log(0, loss_scale=8.0)
+    log.record(1, step_values(grad_norm=math.inf, loss_scale=4.0), 0)
+    log.flush()
+    assert "the loss scale is 4 now" in capsys.readouterr().out
+    log.record(2, step_values(grad_norm=math.inf, loss_scale=0.5), 0)  # no scale can help
+    with pytest.raises(ConfigError, match="step 2"):
+        log.flush()
