@@ -100,6 +100,8 @@ class RunConfig:
     eval_batches: int = operational(8, "number of batches in the fixed validation set", least=1)
     export_every: int = operational(0, "steps between exports to safetensors; also at the end; 0: never")
     export_command: str | None = operational(None, "command to run after an export; {path} is its folder")
+    export_timeout: float = operational(3600.0, "seconds after which that command is ended; 0: never")
+    on_export_fault: str = operational("continue", "what to do if it fails", choices=("continue", "stop"))
     log_every: int = operational(10, "steps between lines of output without a terminal", least=1)
     wandb: str | None = operational(None, "Weights & Biases project to report to")
     peak_tflops: float = operational(0.0, "bf16 peak of a device, for MFU; 0: from the device's name")

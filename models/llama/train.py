@@ -22,11 +22,10 @@ try:
     import numpy as np
 
     import policyc
-    from policyc.models.llama import configs, data, metrics, model, optimizer
+    from policyc.models.llama import configs, data, metrics, model, optimizer, weights
     from policyc.models.llama.checkpoints import Checkpoints, lock_folder, saved_steps
     from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
     from policyc.models.llama.preemption import INTERRUPTED, Stopped, StopRequest, end_together, watch_signals
-    from policyc.models.llama.weights import load_safetensors, save_safetensors
 except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("policyc."):
         raise
@@ -103,7 +102,7 @@ class Trainer:
         if is_new:
             state = optimizer.init_state(config, run, self.mesh)
             if run.init_from:
-                state["params"] = load_safetensors(Path(run.init_from), config, self.mesh)
+                state["params"] = weights.load_safetensors(Path(run.init_from), config, self.mesh)
         stack.enter_context(lock_folder(self.folder))
         identity = configs.identity(config, run, self.policy) | {"contents_of_the_data": self.source.contents}
         checkpoints = Checkpoints(folder, run.keep, identity)
@@ -175,12 +174,28 @@ class Trainer:
         return {name: float(np.mean([each[name] for each in losses])) for name in losses[0]}
 
     def export(self, params: model.Params, folder: Path) -> None:
-        """Writes safetensors, and runs `--export-command` on them."""
-        save_safetensors(params, self.config, folder)
-        if self.run.export_command and jax.process_index() == 0:
-            command = [word.replace("{path}", str(folder)) for word in shlex.split(self.run.export_command)]
-            if code := subprocess.run(command, check=False).returncode:
-                print(f"warning: --export-command exited with {code}; training continues", file=sys.stderr)
+        """Writes safetensors with a tokenizer, and runs `--export-command` on them."""
+        run = self.run
+        files = weights.export_files(self.config, run.sequence, run.tokenizer)
+        weights.save_safetensors(params, self.config, folder, files)
+        if run.export_command and jax.process_index() == 0:
+            fault = run_command(run.export_command, folder, run.export_timeout)
+            if fault and run.on_export_fault == "stop":
+                raise ConfigError(f"--export-command {fault}")
+            if fault:
+                print(f"warning: --export-command {fault}; training continues", file=sys.stderr)
+
+
+def run_command(command: str, folder: Path, timeout: float) -> str | None:
+    """Runs a command on an export. Returns what went wrong."""
+    try:
+        words = [word.replace("{path}", str(folder)) for word in shlex.split(command)]
+        code = subprocess.run(words, check=False, timeout=timeout or None).returncode
+    except subprocess.TimeoutExpired:
+        return f"took longer than {timeout:g} s (--export-timeout) and was ended"
+    except (OSError, ValueError) as error:
+        return f"cannot be started: {error}"
+    return f"exited with {code}" if code else None
 
 
 def make_profiler(run: RunConfig, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -1,4 +1,4 @@
-"""Weights as safetensors in the Hugging Face layout.
+"""Weights as safetensors in the Hugging Face layout, with a tokenizer.
 
 Hugging Face stores a linear as (out, in), one tensor per layer. Here it is (in, out), and layers may be stacked.
 """
@@ -6,7 +6,7 @@ Hugging Face stores a linear as (out, in), one tensor per layer. Here it is (in,
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ConfigError, ModelConfig
+from policyc.models.llama.data import END, END_TOKENS
 
 SHARD_BYTES = 5 * 10**9  # largest size of one safetensors file
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -27,6 +28,9 @@ HF_NAMES = {"embed": EMBED, "norm": "model.norm.weight", "lm_head": HEAD, "atten
 HF_FIELDS = {"hidden_size": "width", "intermediate_size": "hidden", "num_hidden_layers": "layers",
              "head_dim": "head_dim", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
              "vocab_size": "vocab", "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta"}  # fmt: skip
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What this model computes. A config.json with another value is of another model.
+FIXED_FIELDS = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
 def hf_tensors(path: tuple[Any, ...], config: ModelConfig) -> tuple[list[str], bool, bool]:
@@ -40,18 +44,66 @@ def hf_tensors(path: tuple[Any, ...], config: ModelConfig) -> tuple[list[str], b
     return [f"model.layers.{i}.{inner}.weight" for i in layers], config.scan, is_transposed
 
 
-def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The content of config.json."""
-    fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype,
-             "max_position_embeddings": 131072, "tie_word_embeddings": False}  # fmt: skip
-    rope = {"rope_type": "llama3", "factor": config.rope_scaling, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192}  # fmt: skip
+def hf_config(config: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
+    """The content of config.json. `positions` is the length of the sequences that the model was trained on."""
+    fixed = {
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": dtype,
+        "tie_word_embeddings": False,
+        **FIXED_FIELDS,
+    }
+    rope = {"rope_type": "llama3", "factor": config.rope_scaling, **LLAMA3_ROPE}
     sizes = {name: getattr(config, field) for name, field in HF_FIELDS.items()}
-    return {**fixed, **sizes, "rope_scaling": rope if config.rope_scaling else None}
+    scaling = {"rope_scaling": rope if config.rope_scaling else None}
+    return {**fixed, **sizes, **scaling, "max_position_embeddings": positions}
 
 
-def save_safetensors(params: Any, config: ModelConfig, folder: Path, dtype: str = "bfloat16") -> None:
-    """Writes a folder that `from_pretrained` reads. It gets its name when it is complete."""
+def export_files(
+    config: ModelConfig, positions: int, tokenizer: str | None, dtype: str = "bfloat16"
+) -> dict[str, str]:
+    """The files of an export beside its tensors."""
+    content = json.dumps(hf_config(config, dtype, positions), indent=1)
+    return {"config.json": content, **tokenizer_files(tokenizer)}
+
+
+def tokenizer_files(tokenizer: str | None) -> dict[str, str]:
+    """The files from which `AutoTokenizer` reads the tokenizer of a run. Without one, tokens are bytes."""
+    if tokenizer is not None:
+        text = Path(tokenizer).read_text(encoding="utf-8")
+        contents = {token["content"] for token in json.loads(text).get("added_tokens", ())}
+        end = next((token for token in END_TOKENS if token in contents), None)
+    else:
+        end, text = END_TOKENS[0], json.dumps(_byte_tokenizer(END_TOKENS[0]), ensure_ascii=False)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    return {"tokenizer.json": text, "tokenizer_config.json": json.dumps(about, indent=1)}
+
+
+def _byte_tokenizer(end: str) -> dict[str, Any]:
+    """A tokenizer.json in which every byte is a token. Bytes that do not print have letters from 256 on."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    added = {
+        "id": END,
+        "content": end,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
+    return {"version": "1.0", "added_tokens": [{**added, "special": True}], "pre_tokenizer": byte_level,
+            "decoder": byte_level, "model": {"type": "BPE", "vocab": letters, "merges": []}}  # fmt: skip
+
+
+def save_safetensors(
+    params: Any, config: ModelConfig, folder: Path, files: Mapping[str, str], dtype: str = "bfloat16"
+) -> None:
+    """Writes a folder with these further files. It gets its name when it is complete."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     total = sum(array.size for array in jax.tree.leaves(params)) * jax.numpy.dtype(dtype).itemsize
     count, written = total // SHARD_BYTES + 1, 0
@@ -69,11 +121,11 @@ def save_safetensors(params: Any, config: ModelConfig, folder: Path, dtype: str 
             unfinished.mkdir(parents=True, exist_ok=True)
             save_file(tensors, unfinished / file, metadata={"format": "pt"})
     if jax.process_index() == 0:
-        about = {"config.json": hf_config(config, dtype)}
         if count > 1:
-            about["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": index}
-        for name, content in about.items():
-            (unfinished / name).write_text(json.dumps(content, indent=1))
+            content = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+            files = {**files, "model.safetensors.index.json": content}
+        for name, content in files.items():
+            (unfinished / name).write_text(content, encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
 
@@ -103,6 +155,16 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
         slices[HEAD] = slices[EMBED]
         print(f"{folder} has no head: it starts as a copy of the embedding and is no longer tied to it")
 
+    specs = llama.param_specs(config)
+    used = {name for path, _ in jax.tree.leaves_with_path(specs) for name in hf_tensors(path, config)[0]}
+    if unused := sorted(
+        name for name in slices if name not in used and not name.endswith("rotary_emb.inv_freq")
+    ):
+        others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        raise ConfigError(
+            f"--init-from {folder} has the tensor {unused[0]}{others}, which this model does not use"
+        )
+
     def load(path: Any, spec: llama.ParamSpec) -> jax.Array:
         names, is_stacked, is_transposed = hf_tensors(path, config)
         if missing := [name for name in names if name not in slices]:
@@ -116,15 +178,27 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
 
         return jax.make_array_from_callback(spec.shape, llama.sharding(mesh, spec.axes), read)
 
-    return jax.tree.map_with_path(load, llama.param_specs(config))
+    return jax.tree.map_with_path(load, specs)
 
 
 def _check_same_model(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
     """Compares a config.json with a model. Transformers 4 has rope_scaling, transformers 5 has rope_parameters."""
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    theirs = {"rope_theta": rope.get("rope_theta"), **theirs, "rope_scaling": rope.get("factor", 0)}
-    ours = {**hf_config(config, ""), "rope_scaling": config.rope_scaling}
-    names = [n for n in (*HF_FIELDS, "model_type", "rope_scaling") if theirs.get(n) not in (None, ours[n])]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theirs = {
+        "rope_theta": rope.get("rope_theta"),
+        **theirs,
+        "rope_type": kind,
+        "rope_factor": rope.get("factor", 0),
+    }
+    ours = {**hf_config(config, "", 0), "rope_type": "llama3" if config.rope_scaling else "default",
+            "rope_factor": config.rope_scaling}  # fmt: skip
+    compared = [*HF_FIELDS, *FIXED_FIELDS, "rope_type", "rope_factor"]
+    if kind == ours["rope_type"] == "llama3":
+        theirs |= {name: rope.get(name) for name in LLAMA3_ROPE}
+        ours |= LLAMA3_ROPE
+        compared += LLAMA3_ROPE
+    names = [name for name in compared if theirs.get(name) not in (None, ours[name])]
     if names:
         differences = "".join(f"\n  {name}: {theirs[name]} there, {ours[name]} here" for name in names)
         raise ConfigError(f"--init-from {folder} holds another model:{differences}")

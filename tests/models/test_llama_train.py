@@ -6,7 +6,9 @@ import ast
 import json
 import os
 import random
+import re
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -197,6 +199,24 @@ def test_a_checkpoint_without_room_is_refused_before_it_is_written(tmp_path, mon
     with pytest.raises(ConfigError, match=r"no room .* step 3: 0\.40 GB needed.* There is none yet"):
         manager.save(3, {"x": np.zeros(10**8, np.float32)}, 0)
     manager.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no-such-command"], "cannot be started"),
+        ([sys.executable, "-c", "raise SystemExit(3)"], "exited with 3"),
+        (
+            [sys.executable, "-c", "import time; time.sleep(60)"],
+            r"took longer than 0\.2 s \(--export-timeout\)",
+        ),
+        (["'"], "cannot be started: No closing quotation"),
+    ],
+)
+def test_a_faulty_export_command_is_explained(words, message, tmp_path):
+    command = shlex.join(words) if len(words) > 1 else words[0]
+    assert re.match(message, train.run_command(command, tmp_path, 0.2 if "sleep" in command else 60))
+    assert train.run_command("test -d {path}", tmp_path, 60) is None
 
 
 def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):

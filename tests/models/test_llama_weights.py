@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +34,11 @@ def weights(config: ModelConfig) -> llama.Params:
         return values.astype(np.float32)
 
     return jax.tree.map(draw, llama.param_specs(config))
+
+
+def save(folder: Path, params: Any = None, config: ModelConfig = SMALL, dtype: str = "bfloat16") -> None:
+    beside = files.export_files(config, 32, None, dtype)
+    files.save_safetensors(weights(config) if params is None else params, config, folder, beside, dtype)
 
 
 @pytest.fixture
@@ -103,7 +109,7 @@ def test_a_tied_head_starts_as_a_copy_of_the_embedding(torch, tmp_path, capsys):
 def test_transformers_reads_our_weights(torch, tmp_path):
     from transformers import LlamaForCausalLM
 
-    files.save_safetensors(weights(SMALL), SMALL, tmp_path / "out", dtype="float32")
+    save(tmp_path / "out", dtype="float32")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     tokens = np.random.default_rng(1).integers(0, 128, (2, 20))
     assert_close(logits(weights(SMALL), tokens, SMALL), model(torch.tensor(tokens)).logits.numpy())
@@ -115,7 +121,7 @@ def test_weights_survive_a_round_trip(tmp_path, monkeypatch, scan):
     config, mesh = replace(SMALL, scan=scan), make_mesh(fsdp=2, tensor=2)
     shardings = jax.tree.map(lambda spec: llama.sharding(mesh, spec.axes), llama.param_specs(config))
     sharded = jax.device_put(weights(config), shardings)
-    files.save_safetensors(sharded, config, tmp_path / "out", dtype="float32")
+    save(tmp_path / "out", sharded, config, dtype="float32")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["weight_map"]["model.layers.2.mlp.down_proj.weight"].endswith(".safetensors")
@@ -125,7 +131,7 @@ def test_weights_survive_a_round_trip(tmp_path, monkeypatch, scan):
 
 
 def test_weights_are_rounded_to_bfloat16_once(tmp_path):
-    files.save_safetensors(weights(SMALL), SMALL, tmp_path / "out")
+    save(tmp_path / "out")
     loaded = files.load_safetensors(tmp_path / "out", SMALL, make_mesh())
     bfloat16 = jax.numpy.bfloat16
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(bfloat16)), loaded, weights(SMALL))
@@ -134,7 +140,7 @@ def test_weights_are_rounded_to_bfloat16_once(tmp_path):
 def test_a_missing_head_starts_as_a_copy_of_the_embedding(tmp_path, capsys):
     from safetensors.numpy import load_file, save_file
 
-    files.save_safetensors(weights(SMALL), SMALL, tmp_path / "out", dtype="float32")
+    save(tmp_path / "out", dtype="float32")
     file = tmp_path / "out" / "model.safetensors"
     save_file({k: v for k, v in load_file(file).items() if k != "lm_head.weight"}, file)
     loaded = files.load_safetensors(tmp_path / "out", SMALL, make_mesh(fsdp=2, tensor=2))
@@ -143,7 +149,7 @@ def test_a_missing_head_starts_as_a_copy_of_the_embedding(tmp_path, capsys):
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
-    files.save_safetensors(weights(SMALL), SMALL, tmp_path / "out")
+    save(tmp_path / "out")
     with pytest.raises(ConfigError, match="num_hidden_layers: 3 there, 4 here"):
         files.load_safetensors(tmp_path / "out", replace(SMALL, layers=4), make_mesh())
     (tmp_path / "out" / "model.safetensors").write_bytes(b"\0" * 100)
@@ -151,3 +157,45 @@ def test_weights_of_another_model_are_refused(tmp_path):
         files.load_safetensors(tmp_path / "out", SMALL, make_mesh())
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         files.load_safetensors(tmp_path, SMALL, make_mesh())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias: True there, False here"),
+        ({"hidden_act": "gelu"}, "hidden_act: gelu there, silu here"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "rope_type: yarn there, llama3 here"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 2.0}},
+         "high_freq_factor: 2.0 there, 4.0 here"),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_type: linear there, llama3 here"),
+    ],
+)  # fmt: skip
+def test_what_this_model_does_not_compute_is_refused(tmp_path, changes, message):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(files.hf_config(SMALL, "float32", 32) | changes))
+    with pytest.raises(ConfigError, match=message):
+        files.load_safetensors(tmp_path, SMALL, make_mesh())
+
+
+def test_a_tensor_that_is_not_used_is_refused(tmp_path):
+    from safetensors.numpy import save_file
+
+    save(tmp_path)
+    save_file(
+        {"model.layers.0.self_attn.q_proj.bias": np.zeros(8, np.float32)}, tmp_path / "more.safetensors"
+    )
+    with pytest.raises(ConfigError, match=r"q_proj\.bias, which this model does not use"):
+        files.load_safetensors(tmp_path, SMALL, make_mesh())
+
+
+def test_an_export_has_the_tokenizer_and_the_positions_of_its_run(tmp_path):
+    """The tokenizer of a run without one is bytes. The library `tokenizers` reads it, and shares no code with it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == 32
+    read = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "Grüße, 世界 \x00\t\n" + "".join(map(chr, range(256)))
+    assert read.encode(text).ids == list(text.encode())
+    assert read.decode(read.encode(text).ids) == text
+    assert read.encode("a<|end_of_text|>").ids == [97, 256]
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "<|end_of_text|>"
