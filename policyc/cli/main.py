@@ -30,6 +30,8 @@ COMMANDS = {
     "estimate": "policyc.cli.estimate:estimate",
     "compile": "policyc.cli.compile:compile",
     "train": "policyc.cli.train:train",
+    "sweep": "policyc.cli.sweep:sweep",
+    "parity": "policyc.cli.parity:parity",
     "report": "policyc.cli.report:report",
 }
 """Every command, in the order of the help: its name, and the module and function that define it."""

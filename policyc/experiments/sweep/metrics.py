@@ -37,6 +37,11 @@ class MetricsReader:
         self.validations: dict[int, float] = {}
         self.last: Row | None = None
 
+    @property
+    def step(self) -> int:
+        """The last step with a loss; 0 before the first."""
+        return 0 if self.last is None else int(self.last["step"])
+
     def update(self) -> None:
         """Reads the new lines. A file that was replaced or shortened, as after a resume, is read from its start."""
         try:

@@ -126,7 +126,7 @@ class _Wrapper:
         with suppress(ProcessLookupError):
             if self._deadline == math.inf:
                 self._deadline = time.monotonic() + float(environment.get(GRACE_VARIABLE, _DEFAULT_GRACE))
-                os.killpg(process.pid, signal.SIGINT)
+                os.killpg(process.pid, signal.SIGTERM)
             elif time.monotonic() > self._deadline:
                 os.killpg(process.pid, signal.SIGKILL)
 

@@ -1,0 +1,66 @@
+"""`policyc parity`: compares low-precision policies with the baselines. The published playbook as one command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from policyc.cli.common import load_policy
+from policyc.cli.options import program_argument
+from policyc.cli.sweep_runs import SweepOptions, TrainerCommand, run_sweep, split_names, sweep_options
+
+_PLAYBOOK = "te_nvfp4,te_nvfp4_no_rht,llama_nvfp4"
+
+
+class ParityCommand(TrainerCommand):
+    """If the first word is a configuration, unknown options belong to the bundled trainer."""
+
+    def names_config(self, options: list[str], words: list[str]) -> bool:
+        del options
+        return bool(words) and is_config(words[0])
+
+
+def is_config(word: str) -> bool:
+    """Is this the name of a configuration of the bundled trainer?"""
+    from policyc.models.llama.configs import CONFIGS
+
+    return word in CONFIGS
+
+
+@click.command(
+    cls=ParityCommand,
+    examples="""
+    policyc parity tiny --seeds 3 --steps 200                   the bundled Llama
+    policyc parity 30m --data corpus.bin --eval-every 200       with options of the trainer
+    policyc parity --policies mine.policy --steps 2000 train.py --seed {seed} --out {out} --steps {steps}
+    """,
+)
+@program_argument(required=True)
+@click.option(
+    "--policies",
+    metavar="A,B",
+    default=_PLAYBOOK,
+    show_default=True,
+    help="Policies to compare with the baselines.",
+)
+@sweep_options
+def parity(program: tuple[str, ...], policies: str, options: SweepOptions) -> None:
+    """Compare low-precision policies with bf16 and fp8 on a program.
+
+    A sweep over whole policies, with the same options, files and rules as 'policyc sweep'. The program is a script, a
+    module, or the name of a configuration of the bundled Llama.
+    """
+    if not program:
+        raise click.UsageError("name a configuration of the bundled Llama, or a program")
+    from policyc.experiments.sweep.edits import EditedPolicy, expand
+    from policyc.experiments.sweep.variants import policy_name
+
+    config = program[0] if is_config(program[0]) else None
+    words = program[1:] if config else program
+    compared = [
+        EditedPolicy(name=policy_name(name), policy=expand(load_policy(name)), edit=f"the policy {name}")
+        for name in split_names(policies)
+    ]
+    out = options.out or f"sweeps/parity-{config or Path(program[-1 if program[0] == '-m' else 0]).stem}"
+    run_sweep(compared, [], words, config, options, Path(out))

@@ -1,0 +1,318 @@
+"""What `policyc sweep` and `policyc parity` share: their options, the dry run, and the run of a sweep.
+
+Import slow modules inside functions: `--help` loads this module.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import textwrap
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from policyc.cli.common import (
+    EXIT_FAILURE,
+    EXIT_USAGE,
+    exit_with_diagnostics,
+    exit_with_message,
+    unified_diff,
+    use_color,
+)
+from policyc.cli.options import (
+    ProgramCommand,
+    backend_option,
+    collect_options,
+    group_options,
+    multiple_losses_option,
+    require_native_option,
+)
+from policyc.cli.program import parse_program
+
+if TYPE_CHECKING:
+    from policyc.experiments.sweep.edits import EditedPolicy
+    from policyc.experiments.sweep.engine import SweepResult, TrackedRun
+    from policyc.experiments.sweep.executor import Executor
+    from policyc.experiments.sweep.manifest import SweepDesign
+    from policyc.experiments.sweep.programs import SweepProgram
+    from policyc.experiments.sweep.variants import VariantList
+
+EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
+_EDIT_WIDTH = 80  # characters of an edit in a message: rules can be long
+
+
+class TrainerCommand(ProgramCommand):
+    """A command for a program, or for a configuration of the bundled trainer with the trainer's options."""
+
+    def names_config(self, options: list[str], words: list[str]) -> bool:
+        """Does this command line name a configuration, and no program?"""
+        raise NotImplementedError
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not self.names_config(*self._split(ctx, args)):
+            return super().parse_args(ctx, args)
+        ctx.ignore_unknown_options = True  # they belong to the trainer, which checks them
+        return click.Command.parse_args(self, ctx, args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepOptions:
+    """How a sweep runs: the values of `sweep_options`."""
+
+    baseline: str
+    seeds: int
+    first_seed: int
+    steps: int | None
+    out: str | None
+    margin: str
+    jobs: int | None
+    gpus_per_run: int
+    seeds_per_process: int
+    metrics: str | None
+    no_plan: bool
+    dry_run: bool
+    stats_every: int
+    backend: str
+    require_native: bool
+    multiple_losses: bool
+
+
+sweep_options = collect_options(
+    SweepOptions,
+    "options",
+    group_options(
+        click.option(
+            "--baseline", metavar="A,B", default="bf16,fp8", show_default=True,
+            help="Policies to compare with, by name or path; 'none' for none.",
+        ),
+        click.option(
+            "--seeds", type=click.IntRange(1), default=5, show_default=True, metavar="N",
+            help="Number of seeds. All variants get the same.",
+        ),
+        click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, metavar="N"),
+        click.option(
+            "--steps", type=click.IntRange(1), metavar="N", show_default="from the configuration",
+            help="Steps of a run. A run that ends earlier has failed.",
+        ),
+        click.option(
+            "--out", type=click.Path(file_okay=False), show_default="sweeps/NAME", help="Folder of the sweep."
+        ),
+        click.option(
+            "--margin", default="0.5%", show_default=True, metavar="NATS|%",
+            help="Largest difference of loss that counts as parity, fixed before the sweep runs.",
+        ),
+        click.option(
+            "--jobs", type=click.IntRange(1), metavar="N", show_default="one per GPU; 1 without GPUs",
+            help="Runs at a time. More than GPUs: they share them.",
+        ),
+        click.option(
+            "--gpus-per-run", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+            help="GPUs of this machine that each run gets.",
+        ),
+        click.option(
+            "--seeds-per-process", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+            help="Seeds of a variant that run in one process. Bundled trainer only.",
+        ),
+        click.option(
+            "--metrics", metavar="KIND=PATH",
+            help="Read the metrics of a trainer that does not write metrics.jsonl: 'maxtext={out}/metrics.txt'.",
+        ),
+        click.option(
+            "--no-plan", is_flag=True,
+            help="Do not trace the program before anything runs. By default it is traced once: policies that do not "
+            "fit are errors, and edits that do the same to it are run once.",
+        ),
+        click.option("--dry-run", is_flag=True, help="Print the runs and the edits as diffs. Start nothing."),
+        click.option(
+            "--stats-every", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+            help="Measure the error of quantization every N steps. 0: never.",
+        ),
+        backend_option,
+        require_native_option,
+        multiple_losses_option,
+    ),
+)  # fmt: skip
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """The names in a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def run_sweep(
+    policies: Sequence[EditedPolicy],
+    edits: Sequence[EditedPolicy],
+    program: Sequence[str],
+    config: str | None,
+    options: SweepOptions,
+    out: Path,
+) -> None:
+    """Runs a sweep to its end, or prints what it would run. Exits unless all runs finished."""
+    from policyc.experiments.sweep.engine import SweepBusy, lock_sweep, track_runs
+    from policyc.experiments.sweep.manifest import ChangedSweep, open_sweep
+    from policyc.experiments.sweep.programs import make_runs
+
+    out = out.absolute()
+    design = _design_sweep(policies, edits, _make_program(program, config, options), options, out)
+    names = [variant.name for variant in design.policies.variants]
+    tracked = track_runs(make_runs(design.program, names, design.seeds, out))
+    _print_omitted(design.policies)
+    if options.dry_run:
+        _print_dry_run(design, tracked)
+        return
+    try:
+        executor = _make_executor(options)
+        out.mkdir(parents=True, exist_ok=True)
+        with lock_sweep(out):
+            for note in open_sweep(out, design):
+                click.echo(f"policyc: note: {note}", err=True)
+            result = _run(design, tracked, executor)
+    except (ChangedSweep, SweepBusy, ValueError) as error:
+        exit_with_message(str(error), EXIT_USAGE)
+    except OSError as error:
+        exit_with_message(f"{out}: {error}", EXIT_USAGE)
+    _exit_unless_finished(result, out)
+
+
+def _make_program(words: Sequence[str], config: str | None, options: SweepOptions) -> SweepProgram:
+    """The program that is swept. Raises a usage error if it cannot be."""
+    from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram
+
+    if config is None:
+        parse_program(words)  # raises if there is no such program
+    apply = ApplyOptions(
+        backend=options.backend,
+        require_native=options.require_native,
+        multiple_losses=options.multiple_losses,
+        stats_every=options.stats_every,
+    )
+    program = SweepProgram(
+        words=tuple(words),
+        config=config,
+        steps=options.steps,
+        apply=apply,
+        metrics_source=options.metrics,
+        seeds_per_process=options.seeds_per_process,
+    )
+    try:
+        program.check()
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    return program
+
+
+def _design_sweep(
+    policies: Sequence[EditedPolicy],
+    edits: Sequence[EditedPolicy],
+    program: SweepProgram,
+    options: SweepOptions,
+    out: Path,
+) -> SweepDesign:
+    """Which policies run, after those that mean the same have been dropped. Exits if one cannot be used."""
+    from policyc.experiments.statistics import parse_margin
+    from policyc.experiments.sweep.manifest import SweepDesign
+    from policyc.experiments.sweep.probe import ProbeFailed, plan_policies
+    from policyc.experiments.sweep.variants import collect_variants, drop_equal_plans, load_baseline
+    from policyc.language.diagnostics import PolicyError
+
+    names = () if options.baseline == "none" else split_names(options.baseline)
+    seeds = tuple(range(options.first_seed, options.first_seed + options.seeds))
+    try:
+        parse_margin(options.margin)
+        listed = collect_variants([load_baseline(name) for name in names], policies, edits)
+        if not options.no_plan:
+            texts = {variant.name: variant.text for variant in listed.variants}
+            listed = drop_equal_plans(listed, plan_policies(program, seeds[0], out, texts))
+    except PolicyError as error:
+        exit_with_diagnostics(error)
+    except ProbeFailed as error:
+        exit_with_message(f"{error}\n  --no-plan starts the runs without tracing the program first")
+    except ValueError as error:
+        exit_with_message(str(error))
+    return SweepDesign(program=program, policies=listed, seeds=seeds, margin=options.margin)
+
+
+def _make_executor(options: SweepOptions) -> Executor:
+    """Where the runs go. Raises ValueError."""
+    from policyc.experiments.sweep.executor import LocalExecutor
+    from policyc.experiments.sweep.gpus import find_gpus, group_gpus
+
+    groups = group_gpus(find_gpus(), options.gpus_per_run)
+    return LocalExecutor(options.jobs or max(1, len(groups)), groups)
+
+
+def _run(design: SweepDesign, tracked: Sequence[TrackedRun], executor: Executor) -> SweepResult:
+    """Runs everything, with a live table in a terminal and lines elsewhere."""
+    from rich.console import Console
+
+    from policyc.experiments.sweep.engine import Engine
+    from policyc.experiments.sweep.live import LiveTable, PlainLines, SweepView, print_result
+
+    console = Console(highlight=False)
+    view = SweepView(tracked, design.policies.baselines)
+    with ExitStack() as stack:
+        if console.is_terminal:
+            display: LiveTable | PlainLines = stack.enter_context(LiveTable(console, view))
+        else:
+            display = PlainLines(console, view)
+        result = Engine(tracked, executor, display).run()
+    print_result(console, result, view)
+    return result
+
+
+def _exit_unless_finished(result: SweepResult, out: Path) -> None:
+    from policyc.experiments.sweep.gaps import find_equal_seeds
+
+    if result.stopped == "interrupted":
+        click.echo(f"stopped: the same command continues the sweep in {out}", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    if result.stopped:
+        click.echo("stopped: several runs in a row failed before their first step", err=True)
+    if result.failed or result.unfinished:
+        click.echo("the same command runs failed runs again, except those that diverged", err=True)
+        sys.exit(EXIT_FAILURE)
+    if find_equal_seeds(result.runs):
+        sys.exit(EXIT_FAILURE)
+    click.echo(f"all runs finished: policyc report {shlex.quote(str(out))}")
+
+
+# ---- printing what a sweep is
+
+
+def _print_omitted(policies: VariantList) -> None:
+    for omitted in policies.omitted:
+        edit = textwrap.shorten(omitted.edit, _EDIT_WIDTH, placeholder=" ...")
+        click.echo(f"policyc: note: {omitted.name} ({edit}) is not run: {omitted.reason}", err=True)
+    for variant in policies.variants:
+        for finding in variant.findings:
+            click.echo(f"policyc: note: {variant.name}: {finding}", err=True)
+
+
+def _print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
+    """Prints every variant with its diff to the policy, and the command of every run."""
+    variants = design.policies.variants
+    base = next((variant.text for variant in variants if variant.role == "policy"), None)
+    for variant in variants:
+        click.echo(click.style(f"{variant.name}: {variant.edit}", bold=True), color=use_color())
+        if variant.role == "edit" and base is not None:
+            changes = unified_diff(
+                variant.name, _without_title(base), _without_title(variant.text), context=0
+            )
+            click.echo(changes, nl=False, color=use_color())
+    counts = f"{len(tracked)} runs: {len(variants)} policies x {len(design.seeds)} seeds"
+    steps = design.program.total_steps
+    click.echo(f"\n{counts}" + ("" if steps is None else f", {steps} steps each"))
+    for variant in variants:
+        runs = [run for run in tracked if run.run.variant == variant.name]
+        states = ", ".join(f"{' and '.join(map(str, run.run.seeds))} ({run.progress})" for run in runs)
+        click.echo(f"{variant.name}: seeds {states}\n    {shlex.join(runs[0].run.command)}")
+
+
+def _without_title(text: str) -> str:
+    """A policy without the comment that says which edit it is."""
+    return text.partition("\n\n")[2]

@@ -1,0 +1,303 @@
+"""Edits of a policy for a sweep: its variants, one ingredient less, one ingredient more, or a grid of options.
+
+An ingredient is an option of a quantizing recipe, or a rule that protects sites in high precision. Edits work on the
+policy with its imports expanded, so an edited text needs no other file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from policyc.language.diagnostics import did_you_mean
+from policyc.language.formats import FORMATS
+from policyc.language.policy import Policy, RecipeCall, RecipeExpr, Setting, SplitRecipe, recipe_calls
+from policyc.language.recipes import OPTIONS
+
+_DEPENDENT_OPTIONS = {"rht": ("rht_size",), "sr": ("sr_headroom",)}
+"""Options that mean nothing without another one. They are removed and added together with it."""
+
+ABSENT = "none"
+"""The value of a grid that removes an option."""
+
+Calls = Callable[[RecipeCall], RecipeCall]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditedPolicy:
+    """A policy of a sweep, and what was changed to get it. `name` is also the name of its folder."""
+
+    name: str
+    policy: Policy
+    edit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ingredient:
+    """An option in one recipe of a policy. `owner` is the name of a recipe, or the index of a rule with its own."""
+
+    owner: str | int
+    option: str
+
+
+def expand(policy: Policy) -> Policy:
+    """The policy alone: imports are expanded already, and a sweep has no use for variants in an edited text."""
+    return replace(policy, variants=())
+
+
+def semantic_key(policy: Policy) -> object:
+    """Equal for policies that mean the same: recipes are compared by what they do, not by their names."""
+    resolve = policy.resolver()
+    rules = tuple((r.selectors, r.where, r.expect, r.when, resolve(r.recipe)) for r in policy.rules)
+    return policy.seed, rules
+
+
+# ---- variants
+
+
+def apply_variants(policy: Policy, names: tuple[str, ...]) -> list[EditedPolicy]:
+    """The policy under its own variants; under all of them for the name `all`. Raises KeyError."""
+    if names == ("all",):
+        names = tuple(variant.name for variant in policy.variants)
+    return [
+        EditedPolicy(name=name, policy=expand(policy.variant(name)), edit=f"variant {name}") for name in names
+    ]
+
+
+# ---- one ingredient less
+
+
+def ablate(policy: Policy) -> list[EditedPolicy]:
+    """The policy without one ingredient, for each ingredient: options first, then rules that protect."""
+    policy = expand(policy)
+    ingredients = list(_find_ingredients(policy))
+    edited = [
+        EditedPolicy(
+            name=f"no_{_label(ingredient, ingredients)}",
+            policy=_edit_calls(policy, partial(_remove_option, option=ingredient.option), ingredient.owner),
+            edit=f"without {_setting_text(policy, ingredient)}{_place(ingredient)}",
+        )
+        for ingredient in ingredients
+    ]
+    for index in _find_protecting_rules(policy):
+        rules = policy.rules[:index] + policy.rules[index + 1 :]
+        edited.append(
+            EditedPolicy(
+                name=f"no_rule_{index + 1}",
+                policy=replace(policy, rules=rules),
+                edit=f"without rule {index + 1}: {policy.rules[index]}",
+            )
+        )
+    return edited
+
+
+def _find_ingredients(policy: Policy) -> Iterator[_Ingredient]:
+    owners: list[tuple[str | int, RecipeExpr]] = [(d.name, d.recipe) for d in policy.recipes]
+    owners += [(index, rule.recipe) for index, rule in enumerate(policy.rules)]
+    for owner, expr in owners:
+        names = dict.fromkeys(s.name for call in _quantizing_calls(expr) for s in call.settings)
+        yield from (_Ingredient(owner=owner, option=name) for name in names)
+
+
+def _quantizing_calls(expr: RecipeExpr) -> Iterator[RecipeCall]:
+    return (call for call in recipe_calls(expr) if call.name in FORMATS and FORMATS[call.name].is_quantized)
+
+
+def _find_protecting_rules(policy: Policy) -> Iterator[int]:
+    """The rules in high precision that come after a rule that quantizes, and so can override it."""
+    resolve, has_quantized = policy.resolver(), False
+    for index, rule in enumerate(policy.rules):
+        formats = {t.format for t in resolve(rule.recipe).treatments}
+        if any(FORMATS[name].is_quantized for name in formats):
+            has_quantized = True
+        elif has_quantized:
+            yield index
+
+
+def _remove_option(call: RecipeCall, option: str) -> RecipeCall:
+    names = (option, *_DEPENDENT_OPTIONS.get(option, ()))
+    return replace(call, settings=tuple(s for s in call.settings if s.name not in names))
+
+
+def _label(ingredient: _Ingredient, ingredients: list[_Ingredient]) -> str:
+    """The option, with its recipe if several recipes have that option."""
+    if Counter(i.option for i in ingredients)[ingredient.option] == 1:
+        return ingredient.option
+    owner = ingredient.owner
+    return f"{ingredient.option}_{owner if isinstance(owner, str) else f'rule_{owner + 1}'}"
+
+
+def _place(ingredient: _Ingredient) -> str:
+    owner = ingredient.owner
+    return f" in recipe {owner}" if isinstance(owner, str) else f" in rule {owner + 1}"
+
+
+def _setting_text(policy: Policy, ingredient: _Ingredient) -> str:
+    """The setting as the policy writes it: `rht=wgrad`."""
+    owner = ingredient.owner
+    expr = policy.named_recipes[owner] if isinstance(owner, str) else policy.rules[owner].recipe
+    texts = (str(s) for c in _quantizing_calls(expr) for s in c.settings if s.name == ingredient.option)
+    return " and ".join(dict.fromkeys(texts))
+
+
+# ---- one ingredient more
+
+
+def add_one(policy: Policy) -> list[EditedPolicy]:
+    """The policy with no option in its recipes (`plain`), and this with one option, for each option.
+
+    Raises ValueError if no recipe has an option.
+    """
+    policy = expand(policy)
+    ingredients = list(_find_ingredients(policy))
+    if not ingredients:
+        raise ValueError(
+            "--add-one: no quantizing recipe of this policy has an option, so it is plain already"
+        )
+    dependents = {name for names in _DEPENDENT_OPTIONS.values() for name in names}
+    plain = _edit_calls(policy, lambda call: replace(call, settings=()))
+    edited = [EditedPolicy(name="plain", policy=plain, edit="without any option in its recipes")]
+    for ingredient in ingredients:
+        if ingredient.option in dependents:
+            continue
+        edited.append(
+            EditedPolicy(
+                name=f"plus_{_label(ingredient, ingredients)}",
+                policy=_keep_one(policy, ingredient),
+                edit=f"plain, with {_setting_text(policy, ingredient)}{_place(ingredient)}",
+            )
+        )
+    return edited
+
+
+def _keep_one(policy: Policy, ingredient: _Ingredient) -> Policy:
+    """The policy without its options, except one option of one recipe and what belongs to it."""
+    names = (ingredient.option, *_DEPENDENT_OPTIONS.get(ingredient.option, ()))
+
+    def keep(call: RecipeCall) -> RecipeCall:
+        return replace(call, settings=tuple(s for s in call.settings if s.name in names))
+
+    others = [i.owner for i in _find_ingredients(policy) if i.owner != ingredient.owner]
+    policy = _edit_calls(policy, keep, ingredient.owner)
+    for owner in others:
+        policy = _edit_calls(policy, lambda call: replace(call, settings=()), owner)
+    return policy
+
+
+# ---- a grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridAxis:
+    """An option and its values. `recipe` limits it to one recipe; None: every recipe whose format takes the option."""
+
+    option: str
+    values: tuple[str, ...]
+    recipe: str | None = None
+
+
+def parse_grid(text: str) -> list[GridAxis]:
+    """Reads `rht=wgrad,none; nv.sr=grad,{grad,weights}`. Raises ValueError."""
+    axes = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        target, equals, values = (word.strip() for word in part.partition("="))
+        recipe, _, option = target.rpartition(".")
+        if option not in OPTIONS:
+            raise ValueError(f"--grid: no recipe option '{option}': {did_you_mean(option, OPTIONS)}")
+        words = tuple(word.strip() for word in re.split(r",(?![^{]*\})", values))
+        if not equals or not all(words):
+            raise ValueError(f"--grid: '{part}' has no values; write {option}=VALUE,VALUE")
+        axes.append(GridAxis(option=option, values=words, recipe=recipe or None))
+    if not axes:
+        raise ValueError("--grid: name options and their values, for example 'rht=wgrad,none; sr=grad,none'")
+    return axes
+
+
+def make_grid(policy: Policy, axes: list[GridAxis]) -> list[EditedPolicy]:
+    """The policy under every combination of values. Raises ValueError if an axis changes nothing."""
+    policy = expand(policy)
+    for axis in axes:
+        _check_axis(policy, axis)
+    edited = []
+    for values in itertools.product(*(axis.values for axis in axes)):
+        point = policy
+        for axis, value in zip(axes, values, strict=True):
+            point = _set_option(point, axis, value)
+        pairs = list(zip(axes, values, strict=True))
+        name = "-".join(f"{axis.option}_{value}" for axis, value in pairs)
+        edited.append(
+            EditedPolicy(
+                name=re.sub(r"[^\w.-]+", "_", name.replace("{", "").replace("}", "")),
+                policy=point,
+                edit="with " + ", ".join(f"{axis.option}={value}" for axis, value in pairs),
+            )
+        )
+    return edited
+
+
+def _check_axis(policy: Policy, axis: GridAxis) -> None:
+    if axis.recipe is not None and axis.recipe not in policy.named_recipes:
+        help = did_you_mean(axis.recipe, policy.named_recipes)
+        raise ValueError(f"--grid: the policy has no recipe '{axis.recipe}': {help}")
+    for value in axis.values:
+        if value != ABSENT and OPTIONS[axis.option].read(_make_setting(axis.option, value).words) is None:
+            expected = OPTIONS[axis.option].expected
+            raise ValueError(f"--grid: '{value}' is no value of {axis.option}: expected {expected}")
+    taking = {name for name, format in FORMATS.items() if axis.option in format.options}
+    expressions = [d.recipe for d in policy.recipes if axis.recipe in (None, d.name)]
+    expressions += [] if axis.recipe else [rule.recipe for rule in policy.rules]
+    if not any(call.name in taking for expr in expressions for call in recipe_calls(expr)):
+        raise ValueError(f"--grid: no recipe of the policy takes {axis.option}; formats that take it: "
+                         f"{', '.join(sorted(taking))}")  # fmt: skip
+
+
+def _set_option(policy: Policy, axis: GridAxis, value: str) -> Policy:
+    def edit(call: RecipeCall) -> RecipeCall:
+        if call.name not in FORMATS or axis.option not in FORMATS[call.name].options:
+            return call
+        if value == ABSENT:
+            return _remove_option(call, axis.option)
+        new = _make_setting(axis.option, value)
+        if any(s.name == axis.option for s in call.settings):
+            settings = tuple(new if s.name == axis.option else s for s in call.settings)
+        else:
+            settings = (*call.settings, new)
+        return replace(call, settings=settings)
+
+    return _edit_calls(policy, edit, axis.recipe)
+
+
+def _make_setting(option: str, value: str) -> Setting:
+    """A setting as the parser would read it: `{grad,weights}` is two words."""
+    return Setting(name=option, words=tuple(word.strip() for word in value.strip("{}").split(",")))
+
+
+# ---- recipes inside a policy
+
+
+def _edit_calls(policy: Policy, edit: Calls, owner: str | int | None = None) -> Policy:
+    """Changes the quantizing formats in one recipe or rule, or in all of them."""
+
+    def edit_quantizing(call: RecipeCall) -> RecipeCall:
+        is_quantizing = call.name in FORMATS and FORMATS[call.name].is_quantized
+        return edit(call) if is_quantizing else call
+
+    recipes = tuple(
+        replace(d, recipe=_map_calls(d.recipe, edit_quantizing)) if owner in (None, d.name) else d
+        for d in policy.recipes
+    )
+    rules = tuple(
+        replace(r, recipe=_map_calls(r.recipe, edit_quantizing)) if owner is None or owner == index else r
+        for index, r in enumerate(policy.rules)
+    )
+    return replace(policy, recipes=recipes, rules=rules)
+
+
+def _map_calls(expr: RecipeExpr, edit: Calls) -> RecipeExpr:
+    if isinstance(expr, SplitRecipe):
+        return replace(expr, parts=tuple((gemm, _map_calls(part, edit)) for gemm, part in expr.parts))
+    return edit(expr)

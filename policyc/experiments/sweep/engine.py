@@ -1,0 +1,220 @@
+"""Runs the runs of a sweep until all have ended, and continues what an earlier sweep left.
+
+The engine keeps no state: everything is in the folders of the runs. Killing it loses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Literal, Protocol
+
+from policyc.experiments.sweep.executor import Executor
+from policyc.experiments.sweep.metrics import MetricsReader
+from policyc.experiments.sweep.run import LOCK_FILE, METRICS_FILE, Run, RunStatus
+
+_POLL_SECONDS = 0.5
+_MOST_EARLY_FAILURES = 3  # runs in a row that fail before their first step: the others would fail too
+
+Progress = Literal["waiting", "running", "finished", "failed", "preempted"]
+
+
+class SweepBusy(Exception):
+    """Another process runs this sweep."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TrackedRun:
+    """A run, how far it is, and the losses of its seeds."""
+
+    run: Run
+    progress: Progress
+    readers: tuple[MetricsReader, ...]
+    status: RunStatus | None = None
+
+    @property
+    def step(self) -> int:
+        """The step that all seeds of the run have reached."""
+        return min(reader.step for reader in self.readers)
+
+    def update(self) -> None:
+        for reader in self.readers:
+            reader.update()
+
+
+class Display(Protocol):
+    """Shows a sweep while it runs."""
+
+    def start(self, run: TrackedRun) -> None:
+        """A run was started."""
+
+    def end(self, run: TrackedRun) -> None:
+        """A run has ended: `status` says how."""
+
+    def refresh(self) -> None:
+        """Called about twice a second."""
+
+    def say(self, text: str) -> None:
+        """Prints a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepResult:
+    """How a sweep ended. `stopped` says why it ended before all runs did."""
+
+    runs: tuple[TrackedRun, ...]
+    stopped: Literal["", "interrupted", "early failures"] = ""
+
+    @property
+    def failed(self) -> list[TrackedRun]:
+        return [run for run in self.runs if run.progress == "failed"]
+
+    @property
+    def unfinished(self) -> list[TrackedRun]:
+        return [run for run in self.runs if run.progress not in ("finished", "failed")]
+
+
+def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
+    """The runs with what their folders say about them. A run that failed by accident is waiting again."""
+    tracked = []
+    for run in runs:
+        readers = tuple(MetricsReader(folder / METRICS_FILE) for folder in run.folders)
+        one = TrackedRun(run=run, progress="waiting", readers=readers)
+        one.update()
+        one.status = _read_worst_status(run)
+        if one.status is not None and (one.status.state == "finished" or one.status.diverged):
+            one.progress = "finished" if one.status.state == "finished" else "failed"
+        tracked.append(one)
+    return tracked
+
+
+def _read_worst_status(run: Run) -> RunStatus | None:
+    """The status of the run; that of the seed that is furthest from finished if it has several."""
+    statuses = [RunStatus.read(folder) for folder in run.folders]
+    return next((s for s in statuses if s is None or s.state != "finished"), statuses[0])
+
+
+@contextlib.contextmanager
+def lock_sweep(out: Path) -> Iterator[None]:
+    """Raises SweepBusy if another process runs the sweep in this folder."""
+    descriptor = os.open(out / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise SweepBusy(f"another process runs the sweep in {out}: wait for it, or stop it") from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Engine:
+    """Starts runs as slots become free, and watches them."""
+
+    def __init__(self, tracked: Sequence[TrackedRun], executor: Executor, display: Display) -> None:
+        self._tracked, self._executor, self._display = tuple(tracked), executor, display
+        self._signals: list[int] = []
+        self._early_failures = 0
+
+    def run(self) -> SweepResult:
+        """Runs everything that is waiting. Returns when all runs have ended, or after an interrupt."""
+        with self._catch_signals():
+            self._adopt_active()
+            while not self._signals and self._early_failures < _MOST_EARLY_FAILURES:
+                self._watch()
+                self._start_waiting()
+                if not self._select("running"):
+                    break
+                self._display.refresh()
+                time.sleep(_POLL_SECONDS)
+            if self._signals or self._early_failures >= _MOST_EARLY_FAILURES:
+                self._stop_all()
+        if self._signals:
+            return SweepResult(runs=self._tracked, stopped="interrupted")
+        return SweepResult(runs=self._tracked, stopped="early failures" if self._select("waiting") else "")
+
+    def _select(self, progress: Progress) -> list[TrackedRun]:
+        return [run for run in self._tracked if run.progress == progress]
+
+    def _adopt_active(self) -> None:
+        """Takes over the runs that an earlier sweep started and that still run."""
+        adopted = [run for run in self._select("waiting") if self._executor.is_active(run.run)]
+        for run in adopted:
+            run.progress = "running"
+        if adopted:
+            self._display.say(f"{len(adopted)} runs of an earlier sweep still run: taken over")
+
+    def _start_waiting(self) -> None:
+        free = self._executor.slots - len(self._select("running"))
+        for run in self._select("waiting")[: max(0, free)]:
+            self._executor.start(run.run)
+            run.progress = "running"
+            self._display.start(run)
+
+    def _watch(self) -> None:
+        for run in self._select("running"):
+            is_active = self._executor.is_active(run.run)  # before its metrics are read for the last time
+            run.update()
+            if not is_active:
+                self._settle(run)
+                self._display.end(run)
+
+    def _settle(self, run: TrackedRun) -> None:
+        """Reads how a run ended. A run that ended without a status was killed together with its wrapper."""
+        status = _read_worst_status(run.run)
+        if status is None:
+            reason = "it did not start: see the messages of the system that should have started it"
+            status = RunStatus(
+                state="failed", started="", command=run.run.command, host="", pid=0, reason=reason
+            )
+        if status.state == "running":
+            status = replace(
+                status, state="failed", reason="its process was killed together with its wrapper"
+            )
+            for folder in run.run.folders:
+                status.write(folder)
+        run.status, run.progress = status, status.state
+        is_early = status.state == "failed" and run.step == 0
+        self._early_failures = self._early_failures + 1 if is_early else 0
+
+    # ---- stopping
+
+    @contextlib.contextmanager
+    def _catch_signals(self) -> Iterator[None]:
+        """Notes the first signal, so that runs can be stopped in order. A second one ends the sweep at once."""
+
+        def note(number: int, _frame: FrameType | None) -> None:
+            self._signals.append(number)
+            if len(self._signals) > 1:
+                raise KeyboardInterrupt
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = [signal.signal(number, note) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, previous, strict=True):
+                signal.signal(number, handler)
+
+    def _stop_all(self) -> None:
+        """Stops the runs and waits for them: they finish a step and save a checkpoint."""
+        active = self._select("running")
+        if not active:
+            return
+        self._display.say(
+            f"stopping {len(active)} runs, which save what they can; Ctrl-C again to leave at once"
+        )
+        self._executor.stop([run.run for run in active])
+        with contextlib.suppress(KeyboardInterrupt):
+            while self._select("running"):
+                self._watch()
+                self._display.refresh()
+                time.sleep(_POLL_SECONDS)

@@ -1,0 +1,73 @@
+"""Losses of a sweep that is running: trailing means, and gaps to a baseline paired by seed and step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from policyc.experiments.sweep.engine import TrackedRun
+from policyc.experiments.sweep.metrics import MetricsReader
+
+_WINDOW = 0.05  # fraction of the steps so far, at the end, over which losses are averaged
+_LEAST_WINDOW = 10  # steps: the loss of a single batch is mostly noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """The mean difference of two variants, over the seeds that both have, at the last step that both have."""
+
+    mean: float
+    seeds: int
+    differences: tuple[float, ...]
+
+
+def seed_readers(runs: Sequence[TrackedRun], variant: str) -> dict[int, MetricsReader]:
+    """The metrics of a variant by seed."""
+    return {
+        seed: reader
+        for run in runs
+        if run.run.variant == variant
+        for seed, reader in zip(run.run.seeds, run.readers, strict=True)
+    }
+
+
+def trailing_loss(reader: MetricsReader) -> float:
+    """The mean loss of the last steps; NaN before the first."""
+    steps = _last_steps(reader, reader)
+    return math.fsum(reader.losses[step] for step in steps) / len(steps) if steps else math.nan
+
+
+def compute_gap(runs: Sequence[TrackedRun], variant: str, baseline: str) -> Gap | None:
+    """The gap of a variant to a baseline so far; None if they have no step in common."""
+    base = seed_readers(runs, baseline)
+    differences = []
+    for seed, reader in seed_readers(runs, variant).items():
+        steps = _last_steps(reader, base[seed]) if seed in base else []
+        if steps:
+            pairs = (reader.losses[step] - base[seed].losses[step] for step in steps)
+            differences.append(math.fsum(pairs) / len(steps))
+    if not differences:
+        return None
+    mean = math.fsum(differences) / len(differences)
+    return Gap(mean=mean, seeds=len(differences), differences=tuple(differences))
+
+
+def _last_steps(one: MetricsReader, other: MetricsReader) -> list[int]:
+    """The last steps that two runs have in common."""
+    last = min(one.step, other.step)
+    first = last - max(_LEAST_WINDOW, round(_WINDOW * last))
+    return [step for step in range(first + 1, last + 1) if step in one.losses and step in other.losses]
+
+
+def find_equal_seeds(runs: Sequence[TrackedRun]) -> list[str]:
+    """Names the variants whose seeds all have the same losses: their program ignores its seed."""
+    names = []
+    for variant in dict.fromkeys(run.run.variant for run in runs):
+        losses = [reader.losses for reader in seed_readers(runs, variant).values() if reader.losses]
+        shortest = min(losses, key=len, default={})
+        if len(losses) > 1 and all(
+            other.get(step) == loss for other in losses for step, loss in shortest.items()
+        ):
+            names.append(variant)
+    return names

@@ -1,0 +1,186 @@
+"""Shows a sweep: a live table in a terminal, a line for each event elsewhere, and the failures at the end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from policyc.experiments.sweep.engine import Progress, SweepResult, TrackedRun
+from policyc.experiments.sweep.gaps import Gap, compute_gap, find_equal_seeds, seed_readers, trailing_loss
+from policyc.experiments.sweep.run import LOG_FILE, tail_lines
+from policyc.language.diagnostics import escape_controls
+
+_REFRESH_SECONDS = 2.0  # gaps are computed again this often
+_LOG_LINES = 8  # lines of a failed run that are shown
+
+
+class SweepView:
+    """What the table and the lines say about a sweep."""
+
+    def __init__(self, runs: Sequence[TrackedRun], baselines: Sequence[str]) -> None:
+        self.runs, self.baselines = tuple(runs), tuple(baselines)
+        self._begin = time.monotonic()
+        self._steps_before = sum(run.step for run in runs)
+
+    def count(self, progress: Progress) -> int:
+        return sum(run.progress == progress for run in self.runs)
+
+    def summary(self) -> str:
+        """One line: how many runs are in which state, and the time left."""
+        counts = [f"{self.count('finished')} of {len(self.runs)} runs finished"]
+        counts += [f"{n} {state}" for state in ("running", "failed", "preempted") if (n := self.count(state))]
+        left = self.seconds_left()
+        return ", ".join(counts) + ("" if left is None else f"; about {format_seconds(left)} left")
+
+    def seconds_left(self) -> float | None:
+        """From the steps since this sweep was started, compilation included. None if that cannot be told."""
+        open_runs = [run for run in self.runs if run.progress in ("running", "waiting")]
+        steps = sum(run.step for run in self.runs) - self._steps_before
+        if steps <= 0 or not open_runs or any(run.run.steps is None for run in open_runs):
+            return None
+        remaining = sum((run.run.steps or 0) - run.step for run in open_runs)
+        return remaining * (time.monotonic() - self._begin) / steps
+
+    def table(self) -> Table:
+        """One row per variant."""
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("variant", overflow="fold")
+        for name in ("runs", "step", "loss", *(f"gap to {name}" for name in self.baselines)):
+            table.add_column(name, justify="right", no_wrap=True)
+        for variant in dict.fromkeys(run.run.variant for run in self.runs):
+            table.add_row(variant, *self._cells(variant))
+        return table
+
+    def _cells(self, variant: str) -> list[RenderableType]:
+        runs = [run for run in self.runs if run.run.variant == variant]
+        done, failed = (sum(run.progress == state for run in runs) for state in ("finished", "failed"))
+        counts = Text(f"{done}/{len(runs)}")
+        if failed:
+            counts.append(f" {failed} failed", style="bold red")
+        losses = [trailing_loss(reader) for reader in seed_readers(runs, variant).values() if reader.losses]
+        loss = f"{math.fsum(losses) / len(losses):.4f}" if losses else "-"
+        gaps = [compute_gap(self.runs, variant, b) if b != variant else None for b in self.baselines]
+        return [counts, _step_text(runs), loss, *map(format_gap, gaps)]
+
+
+def _step_text(runs: Sequence[TrackedRun]) -> str:
+    """How far the running runs are; how far the last one came if none runs."""
+    running = [run for run in runs if run.progress == "running"]
+    if running:
+        total = running[0].run.steps
+        return ", ".join(str(run.step) for run in running) + ("" if total is None else f"/{total}")
+    return str(max(run.step for run in runs)) if any(run.step for run in runs) else "-"
+
+
+def format_gap(gap: Gap | None) -> str:
+    """`+0.0123 ±0.0040 (3)`: mean, half of the 95 % interval of at least two seeds, and the number of seeds."""
+    if gap is None:
+        return "-"
+    if gap.seeds < 2:
+        return f"{gap.mean:+.4f} ({gap.seeds})"
+    from policyc.experiments.statistics import paired_interval
+
+    low, high = paired_interval(gap.differences)
+    return f"{gap.mean:+.4f} ±{float(high - low) / 2:.4f} ({gap.seeds})"
+
+
+def format_seconds(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
+
+
+def describe_end(run: TrackedRun) -> str:
+    """One line about a run that ended."""
+    status = run.status
+    text = f"{run.run.name}: {run.progress}"
+    if status is None:
+        return text
+    if run.progress != "finished":
+        return f"{text} at step {run.step}: {status.reason}"
+    losses = [trailing_loss(reader) for reader in run.readers]
+    return f"{text}, loss {math.fsum(losses) / len(losses):.4f}, {format_seconds(status.seconds)}"
+
+
+class PlainLines:
+    """A display that prints a line when a run starts or ends."""
+
+    def __init__(self, console: Console, view: SweepView) -> None:
+        self._console, self._view = console, view
+
+    def start(self, run: TrackedRun) -> None:
+        self.say(f"{run.run.name}: started")
+
+    def end(self, run: TrackedRun) -> None:
+        gaps = [(b, compute_gap(self._view.runs, run.run.variant, b)) for b in self._view.baselines]
+        shown = [f"gap to {b} {format_gap(gap)}" for b, gap in gaps if gap and b != run.run.variant]
+        self.say("; ".join([describe_end(run), *shown]))
+        self.say(self._view.summary())
+
+    def refresh(self) -> None:
+        """Lines are printed at events only."""
+
+    def say(self, text: str) -> None:
+        self._console.out(escape_controls(text), highlight=False)
+
+
+class LiveTable:
+    """A display that draws the table again and again. Used as a context manager."""
+
+    def __init__(self, console: Console, view: SweepView) -> None:
+        self._console, self._view = console, view
+        self._live = Live(self._render(), console=console, auto_refresh=False)
+        self._next = 0.0
+
+    def __enter__(self) -> LiveTable:
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.update("", refresh=True)  # the summary of the sweep follows
+        self._live.stop()
+
+    def start(self, run: TrackedRun) -> None:
+        del run
+        self._draw()
+
+    def end(self, run: TrackedRun) -> None:
+        if run.progress != "finished":
+            self.say(describe_end(run))
+        self._draw()
+
+    def refresh(self) -> None:
+        if time.monotonic() >= self._next:
+            self._draw()
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(escape_controls(text)))
+
+    def _draw(self) -> None:
+        self._next = time.monotonic() + _REFRESH_SECONDS
+        self._live.update(self._render(), refresh=True)
+
+    def _render(self) -> RenderableType:
+        return Group(self._view.table(), Text(self._view.summary(), style="dim"))
+
+
+def print_result(console: Console, result: SweepResult, view: SweepView) -> None:
+    """Prints the table, and every run that failed with the last lines of its log."""
+    console.print(view.table())
+    console.print(Text(view.summary()))
+    for run in result.failed:
+        console.print(Text(f"\n{escape_controls(describe_end(run))}", style="bold red"))
+        log = run.run.folder / LOG_FILE
+        for line in tail_lines(log, _LOG_LINES):
+            console.print(Text(f"    {escape_controls(line)}"), soft_wrap=True)
+        console.print(Text(f"    {log}"), soft_wrap=True)
+    for variant in find_equal_seeds(result.runs):
+        text = f"all seeds of {variant} have the same losses: the program ignores {{seed}} and POLICYC_SEED"
+        console.print(Text(text, style="bold red"), soft_wrap=True)

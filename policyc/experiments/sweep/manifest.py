@@ -1,0 +1,118 @@
+"""`sweep.json`: what a sweep is. A folder holds one sweep, which may grow, but not change."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from policyc import __version__
+from policyc.experiments.sweep.programs import POLICY_FILE, SweepProgram
+from policyc.experiments.sweep.run import LOCK_FILE, write_json
+from policyc.experiments.sweep.variants import VariantList
+
+MANIFEST_FILE = "sweep.json"
+_FORMAT = 1
+
+
+class ChangedSweep(Exception):
+    """The folder holds another sweep. The message says what differs and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepDesign:
+    """Everything that decides which runs a sweep has and how they are judged."""
+
+    program: SweepProgram
+    policies: VariantList
+    seeds: tuple[int, ...]
+    margin: str
+
+    def as_json(self) -> dict[str, Any]:
+        values = {
+            "format": _FORMAT,
+            "version": __version__,
+            "command": ["policyc", *sys.argv[1:]],
+            "cwd": None if self.program.config else os.getcwd(),
+            "program": asdict(self.program),
+            "program_sha256": self.program.source_hash(),
+            "seeds": list(self.seeds),
+            "steps": self.program.total_steps,
+            "margin": self.margin,
+            "baselines": list(self.policies.baselines),
+            "variants": [
+                {"name": v.name, "role": v.role, "policy_file": f"{v.name}/{POLICY_FILE}", "edit": v.edit,
+                 "sha256": v.sha256, "findings": list(v.findings)}
+                for v in self.policies.variants
+            ],
+            "not_run": [asdict(omitted) for omitted in self.policies.omitted],
+        }  # fmt: skip
+        return cast(dict[str, Any], json.loads(json.dumps(values)))  # tuples become lists, as in the file
+
+
+def open_sweep(out: Path, design: SweepDesign) -> list[str]:
+    """Writes the files of a sweep into its folder, or continues the sweep that is there.
+
+    Returns notes about what differs without being refused. Raises ChangedSweep if the runs of the folder are not those
+    of this sweep, and OSError.
+    """
+    path, values = out / MANIFEST_FILE, design.as_json()
+    notes: list[str] = []
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        differences = [*_find_changes(earlier, values), *_find_changed_policies(out, design)]
+        if differences:
+            command = shlex.join(earlier["command"])
+            raise ChangedSweep(
+                f"{out} holds another sweep: {'; '.join(differences)}. Choose another --out, or give the command "
+                f"that made it: {command}"
+            )
+        if earlier["program_sha256"] != values["program_sha256"]:
+            name = design.program.words[0]
+            notes.append(f"{name} has changed since this sweep began: its finished runs used the earlier one")
+    elif any(entry.name != LOCK_FILE for entry in out.iterdir()):
+        raise ChangedSweep(f"{out} is not empty, and holds no sweep: choose another --out")
+    for variant in design.policies.variants:
+        (out / variant.name).mkdir(parents=True, exist_ok=True)
+        (out / variant.name / POLICY_FILE).write_text(variant.text, encoding="utf-8")
+    write_json(path, values)
+    return notes
+
+
+def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two sweeps. More seeds and more variants are no difference."""
+    changes = [
+        f"its {name} is {_show(earlier[name])}, not {_show(now[name])}"
+        for name in ("program", "margin", "cwd")
+        if earlier[name] != now[name]
+    ]
+    if missing := [seed for seed in earlier["seeds"] if seed not in now["seeds"]]:
+        changes.append(f"it also has the seeds {', '.join(map(str, missing))}")
+    if missing := [name for name in earlier["baselines"] if name not in now["baselines"]]:
+        changes.append(f"it also has the baselines {', '.join(missing)}")
+    names = {variant["name"] for variant in now["variants"]}
+    if missing := [v["name"] for v in earlier["variants"] if v["name"] not in names]:
+        changes.append(f"it also has the variants {', '.join(missing)}")
+    return changes
+
+
+def _show(value: Any) -> str:
+    """A value of the manifest, without what a program does not have."""
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(
+        f"{k}={' '.join(v) if isinstance(v, list | tuple) else v}" for k, v in value.items() if v
+    )
+
+
+def _find_changed_policies(out: Path, design: SweepDesign) -> list[str]:
+    changed = []
+    for variant in design.policies.variants:
+        path = out / variant.name / POLICY_FILE
+        if path.exists() and path.read_text(encoding="utf-8") != variant.text:
+            changed.append(f"the policy '{variant.name}' was another one: {path}")
+    return changed

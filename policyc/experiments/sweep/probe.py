@@ -1,0 +1,119 @@
+"""Plans the policies of a sweep for its program, before anything runs.
+
+The program is traced once, up to its first loss, in a process of its own. So a policy that does not fit the program is
+found at once, and policies with the same plan are run once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from policyc.experiments.program import Program
+from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram
+from policyc.experiments.sweep.run import tail_lines
+from policyc.language.diagnostics import PolicyError
+from policyc.language.loader import parse
+from policyc.language.recipes import Gemm
+
+if TYPE_CHECKING:
+    from policyc.compiler.plan import Plan
+
+_REQUEST_FILE, _RESULT_FILE, _LOG_FILE = "request.json", "result.json", "log.txt"
+_LOG_LINES = 12
+
+
+class ProbeFailed(Exception):
+    """The program could not be traced. The message has its last lines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedPolicy:
+    """What a policy does to the program: the hash of its plan, or why the policy does not fit."""
+
+    digest: str = ""
+    error: str = ""
+
+
+def plan_policies(
+    program: SweepProgram, seed: int, out: Path, texts: Mapping[str, str]
+) -> dict[str, PlannedPolicy]:
+    """Plans policies, given by name and text, for a program in another process. Raises ProbeFailed."""
+    run = program.make_run(next(iter(texts)), (seed,), out)
+    words = program.program_words(run.environment, run.seeds, run.folders)
+    with tempfile.TemporaryDirectory(prefix="policyc-probe-") as name:
+        folder = Path(name)
+        request = {"program": words, "apply": asdict(program.apply), "policies": dict(texts)}
+        (folder / _REQUEST_FILE).write_text(json.dumps(request), encoding="utf-8")
+        with (folder / _LOG_FILE).open("wb") as log:
+            code = subprocess.run(
+                [sys.executable, "-m", "policyc.experiments.sweep.probe", name],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **run.environment},
+                cwd=run.cwd,
+                check=False,
+            ).returncode
+        if not (folder / _RESULT_FILE).exists():
+            lines = "\n".join(f"    {line}" for line in tail_lines(folder / _LOG_FILE, _LOG_LINES))
+            raise ProbeFailed(f"the program ended with code {code} before its first loss:\n{lines}")
+        values = json.loads((folder / _RESULT_FILE).read_text(encoding="utf-8"))
+        return {key: PlannedPolicy(**value) for key, value in values.items()}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    request = json.loads((folder / _REQUEST_FILE).read_text(encoding="utf-8"))
+    from policyc.compiler.execution import ExecutionOptions
+    from policyc.experiments import runner
+
+    options = ApplyOptions(**request["apply"])
+    execution = ExecutionOptions(backend=options.backend, require_native=options.require_native)
+    any_policy = parse(next(iter(request["policies"].values())))
+    plan = runner.trace_first_plan(Program.from_words(request["program"]), any_policy, execution)
+    if plan is None or not len(plan.sites):
+        sys.exit("the program differentiated no loss with a GEMM (jax.grad, vjp, ...)")
+    may_miss = options.multiple_losses
+    result = {name: _describe_plan(plan, text, may_miss) for name, text in request["policies"].items()}
+    (folder / _RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
+
+
+def _describe_plan(traced: Plan, text: str, may_miss: bool) -> dict[str, Any]:
+    from policyc.compiler.plan import make_plan
+    from policyc.compiler.plan_checks import check_plan
+
+    plan = make_plan(parse(text), traced.sites, traced.execution)
+    try:
+        check_plan(plan, may_miss=may_miss)
+    except PolicyError as error:
+        return {"error": str(error)}
+    return {"digest": plan_digest(plan)}
+
+
+def plan_digest(plan: Plan) -> str:
+    """Equal for plans that run the same products in the same way at every step."""
+    parts: list[object] = [plan.policy.seed]
+    for phase in plan.phases:
+        decisions = plan.decisions(phase)
+        parts.append(plan.label(phase))
+        for site in plan.sites:
+            for layer in site.layers():
+                recipe = decisions[site.address, layer].recipe
+                treatments = recipe and [
+                    recipe.gemm_treatments(gemm) for gemm in Gemm if gemm in site.products
+                ]
+                parts.append((site.address, layer, treatments))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""The program of a sweep, and the command of each of its runs.
+
+A program learns its seed, steps and output folder in two ways: from `{seed}`, `{steps}`, `{out}` and `{variant}` in its
+arguments, and from the environment variables POLICYC_SEED, POLICYC_STEPS, POLICYC_RUN_DIR and POLICYC_VARIANT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from policyc.experiments.sweep.metrics import parse_metrics_source
+from policyc.experiments.sweep.run import (
+    RUN_DIR_VARIABLE,
+    SEED_VARIABLE,
+    STEPS_VARIABLE,
+    VARIANT_VARIABLE,
+    Run,
+)
+from policyc.language.bundled import data_folder
+from policyc.models.llama.configs import CONFIGS, parse_args
+
+POLICY_FILE = "policy.policy"
+
+PLACEHOLDERS = {
+    "{seed}": SEED_VARIABLE,
+    "{steps}": STEPS_VARIABLE,
+    "{out}": RUN_DIR_VARIABLE,
+    "{variant}": VARIANT_VARIABLE,
+}
+"""What stands for a value in the arguments of a program, and the environment variable with the same value."""
+
+_SET_BY_SWEEP = ("--config", "--seed", "--seeds", "--steps", "--out")
+"""Options of the bundled trainer that a sweep sets itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyOptions:
+    """Options of `policyc apply` that all runs of a sweep share."""
+
+    backend: str = "auto"
+    require_native: bool = False
+    multiple_losses: bool = False
+    stats_every: int = 0
+
+    def words(self) -> tuple[str, ...]:
+        """The options that are not at their defaults."""
+        return (
+            *(("--backend", self.backend) if self.backend != "auto" else ()),
+            *(("--require-native",) if self.require_native else ()),
+            *(("--multiple-losses",) if self.multiple_losses else ()),
+            *(("--stats-every", str(self.stats_every)) if self.stats_every else ()),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepProgram:
+    """What every run of a sweep executes.
+
+    Attributes:
+      words: the program and its arguments as given: `train.py --lr 1`, or the options of the bundled trainer.
+      config: the configuration of the bundled trainer; None for another program.
+      steps: the number of steps; None if the program decides.
+      apply: how the program runs under its policy.
+      metrics_source: KIND=PATH of another trainer's metrics; None for our lines.
+      seeds_per_process: how many seeds one process runs.
+    """
+
+    words: tuple[str, ...]
+    config: str | None = None
+    steps: int | None = None
+    apply: ApplyOptions = field(default_factory=lambda: ApplyOptions())
+    metrics_source: str | None = None
+    seeds_per_process: int = 1
+
+    def check(self) -> None:
+        """Raises ValueError if this cannot be swept."""
+        if self.metrics_source is not None:
+            parse_metrics_source(self.metrics_source)
+        if self.steps is None and any("{steps}" in word for word in self.words):
+            raise ValueError("the program's arguments have {steps}: give --steps")
+        if self.config is None:
+            if self.seeds_per_process > 1:
+                raise ValueError("--seeds-per-process: only the bundled trainer runs several seeds in one process; "
+                                 "a program gets one seed")  # fmt: skip
+            return
+        if self.config not in CONFIGS:
+            raise ValueError(f"no configuration '{self.config}'; configurations: {', '.join(CONFIGS)}")
+        for word in self.words:
+            option = word.partition("=")[0]
+            if option in _SET_BY_SWEEP:
+                raise ValueError(
+                    f"{option} is set by the sweep: give --seeds, --steps, --out and --config to policyc"
+                )
+        parse_args(["--config", self.config, *self.words])  # exits with the trainer's own message
+
+    @property
+    def total_steps(self) -> int | None:
+        """The step at which a run is complete, if it is known before the run."""
+        if self.config is None or self.steps is not None:
+            return self.steps
+        return CONFIGS[self.config][1].steps
+
+    def make_run(self, variant: str, seeds: tuple[int, ...], out: Path) -> Run:
+        """The run of some seeds of a variant."""
+        folders = tuple(out / variant / f"seed{seed}" for seed in seeds)
+        environment = {
+            SEED_VARIABLE: ",".join(map(str, seeds)),
+            RUN_DIR_VARIABLE: str(folders[0]),
+            VARIANT_VARIABLE: variant,
+        }
+        if self.total_steps is not None:
+            environment[STEPS_VARIABLE] = str(self.total_steps)
+        policy = str(out / variant / POLICY_FILE)
+        apply = (sys.executable, "-m", "policyc", "apply", policy, *self.apply.words())
+        source = self.metrics_source
+        return Run(
+            variant=variant,
+            seeds=seeds,
+            folders=folders,
+            command=(*apply, *self.program_words(environment, seeds, folders)),
+            environment=environment,
+            cwd=Path.cwd(),
+            steps=self.total_steps,
+            metrics_source=None if source is None else _fill((source,), environment)[0],
+        )
+
+    def program_words(
+        self, environment: Mapping[str, str], seeds: tuple[int, ...], folders: tuple[Path, ...]
+    ) -> tuple[str, ...]:
+        """The words of the program of one run, without `policyc apply`."""
+        if self.config is None:
+            return _fill(self.words, environment)
+        return self._trainer_words(seeds, folders)
+
+    def _trainer_words(self, seeds: tuple[int, ...], folders: tuple[Path, ...]) -> tuple[str, ...]:
+        """The bundled trainer and its options."""
+        script = str(data_folder("models") / "llama" / "train.py")
+        if len(seeds) == 1:
+            place = ("--seed", str(seeds[0]), "--out", str(folders[0]))
+        else:  # the trainer makes a folder seedN for each seed
+            place = ("--seeds", ",".join(map(str, seeds)), "--out", str(folders[0].parent))
+        # A sweep has many runs: each keeps the one checkpoint that it needs to continue.
+        keep = () if _has_option(self.words, "--keep") else ("--keep", "1")
+        steps = ("--steps", str(self.total_steps))
+        return (script, "--config", str(self.config), *steps, *place, *keep, *self.words)
+
+    def source_hash(self) -> str | None:
+        """The hash of a script, to tell whether it changed between two sweeps; None for other programs."""
+        if self.config is not None or not os.path.isfile(self.words[0]):
+            return None
+        return hashlib.sha256(Path(self.words[0]).read_bytes()).hexdigest()
+
+
+def make_runs(program: SweepProgram, variants: Sequence[str], seeds: Sequence[int], out: Path) -> list[Run]:
+    """The runs of a sweep: every variant of the first seeds, then every variant of the next ones.
+
+    So a sweep that is stopped early has the same seeds of all variants.
+    """
+    size = program.seeds_per_process
+    groups = [tuple(seeds[start : start + size]) for start in range(0, len(seeds), size)]
+    return [program.make_run(variant, group, out) for group in groups for variant in variants]
+
+
+def _has_option(words: Sequence[str], option: str) -> bool:
+    return any(word.partition("=")[0] == option for word in words)
+
+
+def _fill(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Replaces the placeholders in words. Other braces stay."""
+    filled = []
+    for word in words:
+        for placeholder, variable in PLACEHOLDERS.items():
+            if variable in environment:
+                word = word.replace(placeholder, environment[variable])
+        filled.append(word)
+    return tuple(filled)

@@ -1,0 +1,171 @@
+"""The policies that a sweep compares: baselines, the policy, its edits. What means the same is run once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from policyc.experiments.sweep.edits import EditedPolicy, expand, semantic_key
+from policyc.experiments.sweep.probe import PlannedPolicy
+from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.formatter import format_file
+from policyc.language.loader import load, parse_with_diagnostics
+from policyc.lint.engine import lint
+
+Role = Literal["baseline", "policy", "edit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepVariant:
+    """One policy of a sweep.
+
+    Attributes:
+      name: also the name of its folder.
+      role: a baseline, the policy itself, or an edit of it.
+      edit: what was changed, in words.
+      text: the policy, self-contained, as it is kept beside the results.
+      sha256: the hash of the policy, as runs record it.
+      findings: lint findings that the policy itself does not have, one line each.
+    """
+
+    name: str
+    role: Role
+    edit: str
+    text: str
+    sha256: str
+    findings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OmittedEdit:
+    """An edit that is not run, and why."""
+
+    name: str
+    edit: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantList:
+    """The policies to run, in the order of the table, and the edits that are not run."""
+
+    variants: tuple[SweepVariant, ...]
+    omitted: tuple[OmittedEdit, ...]
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        return tuple(variant.name for variant in self.variants if variant.role == "baseline")
+
+
+def policy_name(policy: str) -> str:
+    """The name of a policy in a sweep: that of its file without its folder and suffix."""
+    return Path(policy).name.removesuffix(".policy")
+
+
+def load_baseline(name: str) -> EditedPolicy:
+    """A baseline, by path or bundled name. Raises PolicyError."""
+    return EditedPolicy(name=policy_name(name), policy=expand(load(name)), edit=f"baseline {name}")
+
+
+def collect_variants(
+    baselines: Sequence[EditedPolicy], policies: Sequence[EditedPolicy], edits: Sequence[EditedPolicy]
+) -> VariantList:
+    """Puts the policies of a sweep together, each meaning once.
+
+    An edit that means the same as an earlier policy, or that is not a valid policy, is omitted. Two policies of one
+    name get different names.
+    """
+    candidates: list[tuple[Role, EditedPolicy]] = [
+        *(("baseline", baseline) for baseline in baselines),
+        *(("policy", policy) for policy in policies),
+        *(("edit", edit) for edit in edits),
+    ]
+    unedited = Counter(d.code for policy in policies for d in _lint(_write_text(policy)))
+    variants: list[SweepVariant] = []
+    omitted: list[OmittedEdit] = []
+    names: dict[object, str] = {}
+    for role, candidate in candidates:
+        key = semantic_key(candidate.policy)
+        text = _write_text(candidate)
+        if key in names:
+            reason = f"the same policy as '{names[key]}'"
+        else:
+            reason = _find_error(text)
+        if reason:
+            omitted.append(OmittedEdit(name=candidate.name, edit=candidate.edit, reason=reason))
+            continue
+        prefix = policies[0].name if role == "edit" else role
+        name = _unique_name(candidate.name, prefix, {v.name for v in variants})
+        names[key] = name
+        findings = _new_findings(text, unedited) if role == "edit" else ()
+        variants.append(
+            SweepVariant(
+                name=name, role=role, edit=candidate.edit, text=text, sha256=candidate.policy.sha256,
+                findings=findings,
+            )
+        )  # fmt: skip
+    return VariantList(variants=tuple(variants), omitted=tuple(omitted))
+
+
+def _unique_name(name: str, prefix: str, taken: set[str]) -> str:
+    """The name, with a prefix and then a number if another policy has it already."""
+    candidates = [name, f"{prefix}_{name}", *(f"{prefix}_{name}_{n}" for n in range(2, len(taken) + 3))]
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def _write_text(edited: EditedPolicy) -> str:
+    """The policy as a formatted file, with a comment that says what it is."""
+    text = f"# {edited.edit}\n\n{edited.policy}"
+    loaded = parse_with_diagnostics(text)
+    return text if loaded.diagnostics else format_file(loaded.file)
+
+
+def _find_error(text: str) -> str:
+    """Why a text is not a valid policy: the messages of its errors."""
+    diagnostics = parse_with_diagnostics(text).diagnostics
+    return "; ".join(f"{d.code}: {d.message}" for d in diagnostics)
+
+
+def _lint(text: str) -> list[Diagnostic]:
+    diagnostics = lint(parse_with_diagnostics(text)).diagnostics
+    return [diagnostic for diagnostic in diagnostics if diagnostic.severity is not Severity.NOTE]
+
+
+def _new_findings(text: str, unedited: Counter[str]) -> tuple[str, ...]:
+    """The findings of an edit that the policy does not have."""
+    rest = Counter(unedited)
+    lines = []
+    for diagnostic in _lint(text):
+        rest[diagnostic.code] -= 1
+        if rest[diagnostic.code] < 0:
+            lines.append(f"{diagnostic.code}: {diagnostic.message}")
+    return tuple(lines)
+
+
+def drop_equal_plans(policies: VariantList, planned: Mapping[str, PlannedPolicy]) -> VariantList:
+    """Omits the edits that do not fit the program, or that do to it what an earlier policy does.
+
+    Raises ValueError if a baseline or the policy itself does not fit.
+    """
+    variants: list[SweepVariant] = []
+    omitted = [*policies.omitted]
+    names: dict[str, str] = {}
+    for variant in policies.variants:
+        plan = planned[variant.name]
+        if plan.error and variant.role != "edit":
+            help = "; --baseline names others" if variant.role == "baseline" else ""
+            raise ValueError(
+                f"the {variant.role} '{variant.name}' cannot be applied to the program{help}:\n{plan.error}"
+            )
+        reason = f"cannot be applied to the program: {plan.error}" if plan.error else ""
+        if not plan.error and plan.digest in names:
+            reason = f"does the same to this program as '{names[plan.digest]}'"
+        if reason:
+            omitted.append(OmittedEdit(name=variant.name, edit=variant.edit, reason=reason))
+        else:
+            names[plan.digest] = variant.name
+            variants.append(variant)
+    return VariantList(variants=tuple(variants), omitted=tuple(omitted))
