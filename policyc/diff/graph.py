@@ -44,10 +44,13 @@ def build_graph(diff: DiffData) -> nx.DiGraph[int]:
 
 @dataclass(slots=True)
 class _Names:
-    """The variables of a jaxpr: their short names, and the nodes that compute them, before and after."""
+    """The variables of a jaxpr: their short names, and the nodes that compute them, by their side.
+
+    An equation and those that replace it compute the same variable.
+    """
 
     names: dict[Var, str] = field(default_factory=dict)
-    producers: dict[Var, int] = field(default_factory=dict)
+    producers: dict[Var, dict[str, int]] = field(default_factory=dict)
     readers: list[tuple[Var, int]] = field(default_factory=list)
 
     def same(self, one: Var, other: Var) -> None:
@@ -188,7 +191,9 @@ class _GraphBuilder:
             **{"place": self._diff.short_place(jaxprs.source_place(eqn))} | common,
         )
         names.readers += [(a, node) for a in eqn.invars if isinstance(a, Var)]
-        names.producers.update((v, node) for v in eqn.outvars if not isinstance(v, DropVar))
+        for var in eqn.outvars:
+            if not isinstance(var, DropVar):
+                names.producers.setdefault(var, {})[side] = node
         inherited = {key: value for key, value in common.items() if key in ("pair", "place")}
         for sub in subs if opened else ():
             inner = _Names()
@@ -200,9 +205,10 @@ class _GraphBuilder:
 
     def _add_data_edges(self, names: _Names) -> None:
         for var, node in names.readers:
-            producer = names.producers.get(var)
-            if producer is not None and producer != node:
-                self.graph.add_edge(producer, node, kind="data")
+            for side, producer in names.producers.get(var, {}).items():
+                sides = {side, self.graph.nodes[node]["side"]}
+                if producer != node and sides != {"before", "after"}:
+                    self.graph.add_edge(producer, node, kind="data")
 
     def count_changes(self, node: int) -> tuple[int, int]:
         """Gives every scope the numbers of the equations in it: all of them, and those that changed."""

@@ -43,7 +43,7 @@ def _collection(diff: DiffData, graph: nx.DiGraph[int], side: str) -> dict[str, 
     """The equations of one side, in the namespaces of their scopes."""
     label = (diff.before if side == "before" else diff.after).label
     nodes = [
-        _node(diff, graph, node, namespace)
+        _node(diff, graph, node, namespace, side)
         for node, namespace in _with_namespaces(graph)
         if graph.nodes[node]["side"] in ("both", side)
     ]
@@ -69,9 +69,10 @@ def _scope_name(attributes: dict[str, Any]) -> str:
     return f"{name}[{format_ranges(ranges)}]" if ranges else name
 
 
-def _node(diff: DiffData, graph: nx.DiGraph[int], node: int, namespace: str) -> dict[str, Any]:
+def _node(diff: DiffData, graph: nx.DiGraph[int], node: int, namespace: str, side: str) -> dict[str, Any]:
     attributes = graph.nodes[node]
-    edges = (u for u, _, edge in graph.in_edges(node, data=True) if edge["kind"] == "data")
+    sources = (u for u, _, edge in graph.in_edges(node, data=True) if edge["kind"] == "data")
+    edges = (u for u in sources if graph.nodes[u]["side"] in ("both", side))
     values = {
         "params": attributes["params"],
         "place": attributes["place"],

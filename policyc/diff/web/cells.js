@@ -3,6 +3,7 @@
 const FORMATS = [...new Set(data.states.map((state) => state.format))];
 const KNOWN_FORMATS = ["nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "f32"];
 const fullName = (linear) => (linear.stack ? linear.stack + "." + linear.name : linear.name);
+const lastName = (linear) => (/\(.*\)$/.exec(linear.name)?.[0] ?? linear.name.split(".").at(-1)); // "(train.py:8)" is one name
 const formatColor = (format) => (KNOWN_FORMATS.includes(format) ? `var(--${format})` : "var(--other)");
 const stateOf = (side) => (side ? data.states[side.state] : null);
 
@@ -102,7 +103,8 @@ function describeCell(cell, layer, isKept) {
   const path = linear.stack ? `${linear.stack}${index}.${linear.name}` : linear.name;
   const extra = overlayTexts(cell, layer);
   return [
-    h("h3", {}, path, " ", h("em", {}, cell.product), isKept ? [" ", copyButton(path, "copy path")] : null),
+    h("h3", {}, path, " ", h("em", {}, cell.product), isKept ? [" ", copyButton(path, "copy path"), " ",
+      h("button", { type: "button", class: "copy", click: () => showEquations(cell) }, "equations")] : null),
     h("p", {}, `${run.batch > 1 ? run.batch + " × " : ""}m ${run.m} · n ${run.n} · k ${run.k}`,
       run.kind === "ragged" ? " · ragged" : "", ` · ${withPrefix(run.flops, "FLOP")}`,
       run.repeats > 1 ? ` · ${run.repeats} times per step` : ""),

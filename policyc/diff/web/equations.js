@@ -67,6 +67,73 @@ function equationText(node) {
     (node.inputs ?? []).join(" "), node.params ? h("span", { class: "params" }, " " + node.params) : null];
 }
 
+// ---- products: equations that give the result of one
+
+const resultNodes = new Set(); // the last equation of each side of a site
+
+function findResults() {
+  for (const { children } of graph.nodes) {
+    const seen = new Set();
+    for (const child of [...children ?? []].reverse()) {
+      const node = graph.nodes[child];
+      const key = `${node.pair}.${node.side}`;
+      if (isScope(node) || node.linear === undefined || seen.has(key)) continue;
+      seen.add(key);
+      if (node.reason === undefined || node.reason === "replaced") resultNodes.add(child);
+    }
+  }
+}
+
+/** The product that an equation gives, with the value of the current overlay; null if it gives none. */
+function figureOf(number) {
+  const node = graph.nodes[number];
+  const product = data.mode === "gradient" ? node.product : "fprop";
+  const cell = resultNodes.has(number) && product ? cellAt(node.linear, product, node.layer ?? 0) : undefined;
+  if (!cell) return quantizationFigure(node);
+  const side = node.side === "both" ? "after" : node.side;
+  const run = stateOf(cell.change[side]);
+  if (!run) return null;
+  const value = measure(cell, node.layer ?? 0, side);
+  const overlay = currentOverlay();
+  const text = [overlay.kind === "format" ? run.format : null, value].filter((each) => each !== null).join(" · ");
+  return { cell, layer: node.layer ?? 0, text: `${data.mode === "gradient" ? "" : product + " "}${text || "not measured"}`, color: heat.scale.color(cell, side, node.layer ?? 0) };
+}
+
+/** The measured error of a quantization, where the overlay asks for it. */
+function quantizationFigure(node) {
+  const operand = /\boperand=(\w+\.\w+)/.exec(node.params ?? "");
+  if (state.overlay !== "sqnr" || !operand || node.linear === undefined) return null;
+  const entry = stats.operands.find((each) => each.linear === node.linear && each.operand === operand[1] && isLayer(each, node.layer ?? 0));
+  return entry && typeof entry.sqnr_db === "number" ? { text: `${operand[1]} ${entry.sqnr_db.toFixed(1)} dB` } : null;
+}
+
+let figures = []; // elements of products, with their cells
+
+/** Marks the equations of the cell whose details are kept. */
+function markCurrent() {
+  const kept = readCell()?.cell;
+  for (const [element, cell] of figures) element.classList.toggle("current", cell === kept);
+}
+
+function figureButton(number) {
+  const figure = figureOf(number);
+  if (!figure) return null;
+  if (!figure.cell) return h("span", { class: "figure" }, figure.text);
+  const button = h("button", { type: "button", class: "figure", title: "Show this product in the heat map", click: () => keepCell(figure.cell, figure.layer) },
+    h("i", { style: `background:${figure.color}` }), figure.text);
+  figures.push([button, figure.cell]);
+  return button;
+}
+
+/** Opens the equations of a product of a layer. */
+function showEquations(cell) {
+  const numbers = [...resultNodes].filter((number) => figureOf(number)?.cell === cell);
+  const open = openScopes();
+  for (const number of numbers) for (const each of ancestors(number).slice(1, -1)) open.add(each);
+  setState({ open: [...open].join("."), scope: "0", view: "list" });
+  (document.querySelector("#equations .figure.current") ?? byId("level3")).scrollIntoView({ block: "center" });
+}
+
 function equationCell(number, mark) {
   if (number === undefined) return h("div", { class: "equation none" });
   const node = graph.nodes[number];
@@ -75,7 +142,8 @@ function equationCell(number, mark) {
     node.readers ? `read by ${node.readers.map((reader) => data.linears[reader].name).join(", ")}` : null].filter(Boolean);
   return h("div", { class: `equation ${node.side}`, title: visible([node.place, ...facts].filter(Boolean).join("\n")) },
     h("span", { class: "mark", "aria-hidden": "true" }, mark), h("code", {}, equationText(node)),
-    facts.length && node.side !== "both" ? h("span", { class: "reason" }, facts.join(" · ")) : null);
+    facts.length && node.side !== "both" ? h("span", { class: "reason" }, facts.join(" · ")) : null,
+    figureButton(number));
 }
 
 function rowsOf(number) {
@@ -95,10 +163,10 @@ function rowsOf(number) {
 function sameRows(numbers) {
   const rows = () => numbers.map((number) => h("div", { class: "row same" }, equationCell(number, " "), equationCell(number, " ")));
   if (numbers.length < FOLD) return rows();
-  const button = h("button", { type: "button", class: "fold", "aria-expanded": "false", click: () => box.replaceChildren(...rows()) },
-    `${numbers.length} unchanged equations`);
-  const box = h("div", { class: "folded" }, button);
-  return [box];
+  const isOpen = openScopes().has(numbers[0]);
+  const button = h("button", { type: "button", class: "fold", "aria-expanded": String(isOpen), click: () => toggleScope(numbers[0]) },
+    h("span", { class: "arrow", "aria-hidden": "true" }, isOpen ? "▾" : "▸"), ` ${numbers.length} unchanged equations`);
+  return [button, ...(isOpen ? rows() : [])];
 }
 
 function drawScope(number) {
@@ -138,9 +206,13 @@ function drawEquations() {
       h("button", { type: "button", "aria-pressed": String(state.view === "graph"), click: () => setState({ view: "graph" }) }, "graph"),
       h("button", { type: "button", click: () => openChanged(number) }, "open changes"),
       h("button", { type: "button", click: () => setState({ open: "" }) }, "close all")));
+  figures = [];
   if (state.view === "graph") { drawLayout(number); return; }
-  box.replaceChildren(h("div", { class: "row head" }, SIDES.map((side) => h("div", {}, side, " ", h("small", {}, data[side].label)))), ...rowsOf(number));
+  box.replaceChildren(sideHeads(), ...rowsOf(number));
+  markCurrent();
 }
+
+const sideHeads = () => h("div", { class: "row head" }, SIDES.map((side) => h("div", {}, side, " ", h("small", {}, data[side].label))));
 
 const MOST_OPEN = 120; // more rows than a reader follows at once
 
@@ -159,6 +231,8 @@ function openChanged(number) {
 }
 
 function startEquations() {
+  findResults();
   drawEquations();
-  watch(["scope", "open", "view"], drawEquations);
+  watch(["scope", "open", "view", "overlay"], drawEquations);
+  watch(["cell"], markCurrent);
 }

@@ -92,7 +92,7 @@ const operandsAfter = (cell) => (stateOf(cell.change.after) ?? stateOf(cell.chan
 function drawOperand(number, cell, operand, { position, x, y, layer }) {
   const shared = findFact(layerFacts.shared, (fact) => fact.readers.includes(number), cell.product, position, layer);
   const hoisted = findFact(layerFacts.hoisted, (fact) => fact.linear === number, cell.product, position, layer);
-  const names = shared ? shared.readers.map((reader) => data.linears[reader].name.split(".").at(-1)) : [];
+  const names = shared ? shared.readers.map((reader) => lastName(data.linears[reader])) : [];
   const mark = shared ? `once for ${shared.readers.length} linears` : (hoisted ? "once per step" : "");
   const words = operand.badges.filter((word) => word !== "e2m1" || operand.format !== "nvfp4");
   return s("g", { class: "operand" + (mark ? " once" : "") },
@@ -105,11 +105,11 @@ function drawOperand(number, cell, operand, { position, x, y, layer }) {
 }
 
 /** The value of the current overlay for a product, or its predicted time. */
-function measure(cell, layer) {
+function measure(cell, layer, side = "after") {
   const overlay = currentOverlay();
-  if (overlay.kind === "word") return overlay.value(cell, "after", layer);
+  if (overlay.kind === "word") return overlay.value(cell, side, layer);
   const { print, value } = overlay.kind === "number" ? overlay : OVERLAYS.time;
-  const number = value(cell, "after", layer);
+  const number = value(cell, side, layer);
   return number === null ? null : print(number);
 }
 
