@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pictures test test-slow test-cuda test-trainers test-te check format wheel clean
+.PHONY: help setup demo pictures test test-slow test-browser test-cuda test-trainers test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -46,6 +46,15 @@ test: setup ## run the fast tests
 
 test-slow: setup ## run the slow tests: fuzzing, scaling
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal -m slow $(ARGS)
+
+# CHROMIUM=/path/to/chromium is the browser (default: the first of chromium, chromium-browser, google-chrome on PATH).
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+
+test-browser: setup ## open the pages of diffs in Chromium, and use them
+	@$(IN) if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PATH: make test-browser CHROMIUM=/path/to/chromium" >&2; exit 1; fi; \
+	$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python $(PIP) install --no-compile -qq -e '.[browser]' || { \
+	  echo "playwright could not be installed; see the output of pip above" >&2; exit 1; }; \
+	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/diff/test_browser.py $(ARGS)
 
 # XLA's CUDA compiler needs 4 GB of packages, so it has its own environment.
 test-cuda: ## compile for GPUs that need not be present, and check the result (4 GB of packages, some minutes)

@@ -6,23 +6,26 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.diff.build import DiffRequest, build_diff
 from policyc.diff.dot import as_dot
 from policyc.diff.model import DiffData
 from policyc.diff.model_explorer import model_explorer_data, write_model_explorer
 from policyc.diff.svg import draw_heat_map
 from policyc.diff.terminal import WIDTH, render, render_stat
-from policyc.hardware.training_step import TrainingStep
-from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, W, X, make_diff, scanned, unrolled
-
-HOSTILE = "<script>alert('x')</script>\x1b[31m\"\n"
+from tests.support.diff_models import (
+    KEEP_LAST,
+    SCANNED,
+    UNROLLED,
+    W,
+    X,
+    hostile_diff,
+    make_diff,
+    scanned,
+    unrolled,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +35,7 @@ def diff() -> DiffData:
 
 @pytest.fixture(scope="module")
 def hostile() -> DiffData:
-    """Names with markup, quotes and escape sequences in scopes, parameters and the program."""
-
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        with jax.named_scope(HOSTILE):
-            return jnp.sum(x @ p[HOSTILE])
-
-    plan = policyc.plan("* -> mxfp8", loss, {HOSTILE: W}, X)
-    return build_diff(DiffRequest(step=TrainingStep(plan=plan), program=HOSTILE, labels=(HOSTILE, HOSTILE)))
+    return hostile_diff()
 
 
 # ---- text
@@ -101,9 +97,11 @@ def test_stat_has_one_line_for_each_change(diff: DiffData) -> None:
 
 def test_hostile_names_stay_text(hostile: DiffData) -> None:
     for text in (render(hostile), render_stat(hostile), as_dot(hostile)):
-        assert "\x1b" not in text
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
+    assert max(map(len, render(hostile).splitlines())) <= WIDTH
     picture = draw_heat_map(hostile)
     assert "<script" not in picture
+    assert "<img" not in picture
     assert "\x1b" not in picture
     ElementTree.fromstring(picture)
 

@@ -11,18 +11,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.diff.build import DiffRequest, build_diff
 from policyc.diff.data import as_data
 from policyc.diff.page import fill_page, render_page
-from policyc.hardware.training_step import TrainingStep
-from tests.support.diff_models import KEEP_LAST, UNROLLED, W, X, make_diff, unrolled
-
-HOSTILE = "</script><script>alert('x')</script><!--\x1b[31m\u202e\"\n{{script}}"
+from tests.support.diff_models import HOSTILE, KEEP_LAST, UNROLLED, hostile_diff, make_diff, unrolled
 
 
 class PageParser(HTMLParser):
@@ -101,14 +95,7 @@ def test_the_page_shows_names_as_text_only() -> None:
 
 
 def test_hostile_names_stay_data() -> None:
-    def loss(p: Any, x: jax.Array) -> jax.Array:
-        with jax.named_scope(HOSTILE):
-            return jnp.sum(x @ p[HOSTILE])
-
-    plan = policyc.plan("* -> mxfp8", loss, {HOSTILE: W}, X)
-    step = TrainingStep(plan=plan)
-    diff = build_diff(DiffRequest(step=step, program=HOSTILE, labels=(HOSTILE, HOSTILE)))
-    text = render_page(diff)
+    text = render_page(hostile_diff())
     page = parse_page(text)
     assert [a.get("id", "program") for tag, a in page.elements if tag == "script"] == [
         "data", "tables", "worker", "program",

@@ -17,6 +17,7 @@ from policyc.numerics.targets import get_target
 from tests.support.jaxpr_tools import struct
 
 LAYERS = 6
+HOSTILE = "</script><script>alert('x')</script><!--<img src=x onerror=alert(1)>\x1b[31m\u202e\"\n{{script}}"
 X = struct(64, 64, dtype=jnp.bfloat16)
 W = struct(64, 64, dtype=jnp.bfloat16)
 STACKED = struct(LAYERS, 64, 64, dtype=jnp.bfloat16)
@@ -41,6 +42,18 @@ def unrolled(p: Any, x: jax.Array) -> jax.Array:
 def scanned(p: Any, x: jax.Array) -> jax.Array:
     x, _ = lax.scan(lambda h, layer: (mlp(layer, h), None), x @ p["embed"], p["layers"])
     return jnp.sum(x @ p["head"])
+
+
+def hostile_diff() -> DiffData:
+    """A diff with markup, quotes, escape sequences and placeholders in all names that a user chooses."""
+    source = "def loss(p, x):\n    with jax.named_scope(HOSTILE):\n        return jnp.sum(x @ p[HOSTILE])\n"
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "HOSTILE": HOSTILE}
+    exec(compile(source, HOSTILE, "exec"), names)  # places name this file
+    policy = parse(f"* -> mxfp8  # {HOSTILE.splitlines()[0]}", path=HOSTILE)
+    plan = policyc.plan(policy, names["loss"], {HOSTILE: W}, X, target="gb200")
+    step = TrainingStep(plan=plan)
+    target = get_target("gb200")
+    return build_diff(DiffRequest(step=step, program=HOSTILE, labels=(HOSTILE, HOSTILE), target=target))
 
 
 def make_diff(

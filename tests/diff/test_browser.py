@@ -1,0 +1,433 @@
+"""The page of a diff in Chromium: what a reader clicks, types and prints. `make test-browser` runs it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from policyc.compiler.execution import ExecutionOptions
+from policyc.diff.build import DiffRequest, build_diff
+from policyc.diff.page import render_page
+from policyc.hardware.llama_step import Sizes, plan_step
+from policyc.hardware.mesh import MeshShape
+from policyc.language.loader import load
+from policyc.numerics.targets import get_target
+from tests.support.diff_models import HOSTILE, KEEP_LAST, UNROLLED, W, hostile_diff, make_diff, unrolled
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+pytestmark = pytest.mark.browser
+
+Show = Callable[..., "Page"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Chromium's sandbox does not work in containers; the page is our own.
+        yield playwright.chromium.launch(executable_path=os.environ["CHROMIUM"], args=["--no-sandbox"])
+
+
+@pytest.fixture
+def show(browser: Browser, tmp_path: Path) -> Iterator[Show]:
+    """Opens a page. At the end of the test, nothing may be in the console, and nothing may have been requested."""
+    problems: list[str] = []
+
+    def open_page(html: str, fragment: str = "", **options: Any) -> Page:
+        address = (tmp_path / "page.html").as_uri()
+        (tmp_path / "page.html").write_text(html, encoding="utf-8")
+        page = browser.new_page(**options)
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: problems.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: problems.append(f"error: {error.message}"))
+        page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
+        page.on("request", lambda request: problems.append(f"request: {request.url}")
+                if not request.url.startswith((address, "blob:")) else None)  # fmt: skip
+        page.goto(address + fragment)
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield open_page
+    assert problems == []
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    """Four linears, six layers, of which the last two are kept; with measurements, and calls that were found."""
+    diff = make_diff(unrolled, UNROLLED, KEEP_LAST)
+    up = next(number for number, linear in enumerate(diff.linears) if linear.name == "up")
+    operand = {"linear": up, "layer": None, "operand": "fprop.lhs", "format": "nvfp4", "sqnr_db": 18.5}
+    stats = {"run": "r", "step": 10, "operands": [operand], "cosines": [], "unknown": 0}
+    call = {"linear": up, "layers": [0, 3], "product": "fprop", "call": "__cudnn$blockScaledDot"}
+    compiled = {"file": "f", "products": [call], "unknown": 0}
+    return render_page(replace(diff, overlays={"stats": stats, "compiled": compiled}))
+
+
+def loop(p: Any, x: jax.Array) -> jax.Array:
+    """Layers without name scopes."""
+    x = x @ p["embed"]
+    for layer in p["layers"]:
+        x = jnp.tanh(x @ layer["up"])
+    return jnp.sum(x)
+
+
+def button(page: Page, text: str) -> Locator:
+    return page.get_by_role("button", name=text, exact=True)
+
+
+def state(page: Page) -> dict[str, str]:
+    """What the address keeps."""
+    return dict(page.evaluate("[...new URLSearchParams(location.hash.slice(1))]"))
+
+
+def click_cell(page: Page, row: str, product: str, layer: int) -> None:
+    x, y = cell_center(page, row, product, layer)
+    page.mouse.click(x, y)
+
+
+def cell_center(page: Page, row: str, product: str, layer: int) -> tuple[float, float]:
+    """The middle of a cell, by the labels of its row and the numbers above the columns."""
+    page.evaluate("scrollTo(0, 0)")
+    texts = page.locator("#map svg text")
+    labels = texts.evaluate_all(
+        "es => es.map(e => [e.classList[0], e.lastChild.data, e.getBoundingClientRect().toJSON()])"
+    )
+    names = [number for number, (kind, text, _) in enumerate(labels) if kind == "name" and text == row]
+    box = next(box for kind, text, box in labels[names[0] + 1 :] if kind == "product" and text == product)
+    column = next(box for kind, text, box in labels if kind == "axis" and text == str(layer))
+    return column["left"] + column["width"] / 2, box["top"] + box["height"] / 2
+
+
+def shown_cells(page: Page) -> int:
+    """The number of runs of cells that the filters leave."""
+    return page.locator("#map svg > g:not(.dim)").count()
+
+
+# ---- levels
+
+
+def test_boxes_open_and_close(show: Show, html: str) -> None:
+    page = show(html)
+    opener = page.locator(".opener", has_text="layers[0-3]")
+    assert opener.get_attribute("aria-expanded") == "false"
+    opener.click()
+    assert page.locator(".opener", has_text="mlp").count() == 1
+    page.locator(".opener", has_text="mlp").click()
+    changed = page.locator(".row.pair")
+    assert changed.locator(".equation.before").count() == 2  # up and down, once for four layers
+    assert changed.locator(".equation.after", has_text="custom_vjp_call").count() == 2
+    button(page, "close all").click()
+    assert page.locator(".row.pair").count() == 0
+    button(page, "open changes").click()
+    assert page.locator(".opener[aria-expanded=true]").count() >= 2
+
+
+def test_runs_of_unchanged_equations_are_folded(show: Show, html: str) -> None:
+    page = show(html)
+    page.locator(".opener", has_text="layers[4-5]").click()
+    page.locator(".opener", has_text="mlp").click()
+    fold = page.locator(".fold").last
+    assert fold.inner_text().strip().endswith("4 unchanged equations")  # dot, tanh, dot, add
+    others = page.locator(".row.same").count()
+    fold.click()
+    assert page.locator(".row.same").count() == others + 4
+    page.locator(".fold").last.click()
+    assert page.locator(".row.same").count() == others
+
+
+def test_the_graphs_before_and_after_are_aligned(show: Show, html: str) -> None:
+    page = show(html, "#view=graph")
+    page.locator(".pane.after .box", has_text="layers[0-3]").click()
+    page.locator(".pane.before .box", has_text="mlp").click()
+    page.wait_for_selector(".pane.before .box.before")
+    tops = {}
+    for side, op in (("before", "dot_general"), ("after", "custom_vjp_call")):
+        boxes = page.locator(f".pane.{side} .box", has_text=op)
+        tops[side] = [round(box.bounding_box()["y"]) for box in boxes.all()]  # type: ignore[index]  # is drawn
+    assert len(tops["before"]) == 2
+    assert tops["before"] == tops["after"]
+    # Data flows from the first product to the second on both sides.
+    edges = [page.locator(f".pane.{side} > path.edge").count() for side in ("before", "after")]
+    assert min(edges) >= 2
+    assert page.locator("#crumbs .crumb").all_inner_texts() == ["loss", "layers[0-3]", "mlp"]
+    page.locator("#crumbs .crumb").first.click()
+    page.wait_for_selector(".pane.after .box.scope")
+    assert state(page) == {"view": "graph"}
+
+
+def test_a_large_scope_is_drawn_in_part(show: Show) -> None:
+    """160 layers without name scopes, of which each second one changes."""
+    policy = "; ".join(f"layers[{number}].up -> mxfp8" for number in range(0, 160, 2))
+    params = {"embed": W, "layers": [{"up": W}] * 160}
+    page = show(render_page(make_diff(loop, params, policy)), "#view=graph")
+    page.wait_for_selector(".graph .box")
+    assert 100 < page.locator(".pane.after .box").count() <= 150
+    assert "groups are left out" in page.locator("#equations").inner_text()
+
+
+# ---- selection
+
+
+def test_a_cell_selects_its_rule_its_card_and_its_equations(show: Show, html: str) -> None:
+    page = show(html)
+    button(page, "open changes").click()
+    click_cell(page, "up", "fprop", 0)
+    assert state(page)["cell"] == "1.fprop.0"
+    assert "layers[0].up fprop" in page.locator("#details h3").inner_text()
+    assert [line.split(" -> ")[0] for line in page.locator(".rule.lit").all_inner_texts()] == ["layers.*"]
+    assert page.locator(".flow.current h3").inner_text().startswith("up")
+    assert page.locator(".figure.current").count() == 2  # before and after
+    click_cell(page, "up", "fprop", 5)
+    assert [line.split(" -> ")[0] for line in page.locator(".rule.lit").all_inner_texts()] == ["layers[-2:]"]
+    assert page.locator("#classes [aria-selected=true]").inner_text() == "layers 4-5 ×2"
+
+
+def test_an_equation_selects_its_cell(show: Show, html: str) -> None:
+    page = show(html)
+    button(page, "open changes").click()
+    page.locator(".equation.after .figure").last.click()
+    assert state(page)["cell"] == "2.fprop.0"
+    assert "layers[0].down fprop" in page.locator("#details").inner_text()
+    button(page, "close all").click()
+    button(page, "equations").click()
+    assert page.locator(".figure.current").count() == 2
+
+
+def test_a_rule_selects_its_cells(show: Show, html: str) -> None:
+    page = show(html)
+    total = shown_cells(page)
+    page.locator(".rule").nth(1).click()
+    assert state(page)["rule"] == "a1"
+    assert shown_cells(page) == 6  # up and down, three products, one run of two layers
+    page.locator(".rule").nth(1).click()
+    assert shown_cells(page) == total
+
+
+def test_a_range_of_layers_lights_up_its_rules(show: Show, html: str) -> None:
+    page = show(html)
+    for last, rules in ((3, ["layers.*"]), (5, ["layers.*", "layers[-2:]"])):
+        page.mouse.move(*cell_center(page, "up", "fprop", 1))
+        page.mouse.down()
+        page.mouse.move(*cell_center(page, "down", "fprop", last), steps=5)
+        page.mouse.up()
+        page.mouse.move(2, 2)
+        assert state(page)["brush"] == f"1.1.{last}"
+        assert [line.split(" -> ")[0] for line in page.locator(".rule.lit").all_inner_texts()] == rules
+
+
+def test_pointing_at_a_cell_shows_its_details(show: Show, html: str) -> None:
+    page = show(html)
+    assert page.locator("#tip").is_hidden()
+    page.mouse.move(*cell_center(page, "down", "wgrad", 2))
+    tip = page.locator("#tip").inner_text()
+    for words in (
+        "layers[2].down wgrad",
+        "m 64 · n 64 · k 64",
+        "rht16",
+        "sr",
+        "diff_models.py:",
+        "<policy>:1",
+    ):
+        assert words in tip
+
+
+# ---- search, filters, figures
+
+
+def test_search_finds_linears_and_scopes(show: Show, html: str) -> None:
+    page = show(html)
+    page.keyboard.press("/")
+    page.keyboard.type("down")
+    results = page.locator("#results li")
+    assert results.all_inner_texts() == ["linear layers.down"]
+    results.first.locator("button").click()
+    assert "layers[0].down fprop" in page.locator("#details").inner_text()
+    page.locator("#q").fill("mlp")
+    assert [text.partition(" ")[0] for text in results.all_inner_texts()] == ["scope", "scope"]
+    results.first.locator("button").click()
+    assert page.locator("#crumbs .crumb").all_inner_texts() == ["loss", "layers[0-3]", "mlp"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "runs"),
+    [("product", "wgrad", 6), ("format", "nvfp4", 6), ("rule", "a0", 6), ("product", "dgrad", 5)],
+)
+def test_filters(show: Show, html: str, field: str, value: str, runs: int) -> None:
+    """Up and down have two runs of layers, embed and head one; embed has no dgrad."""
+    page = show(html)
+    assert shown_cells(page) == 2 * 3 * 2 + 2 + 3
+    page.locator(f"#{field}").select_option(value)
+    assert shown_cells(page) == runs
+    button(page, "Reset").click()
+    assert state(page) == {}
+
+
+def test_overlays_show_their_values_on_all_levels(show: Show, html: str) -> None:
+    page = show(html)
+    button(page, "open changes").click()
+    texts = {}
+    for overlay in ("", "flops", "time", "bytes", "native", "sqnr", "call"):
+        page.locator("#overlay").select_option(overlay)
+        figure = page.locator(".equation.after .figure").first.inner_text()
+        card = page.locator(".flow", has_text="up").locator(".output").first.text_content()
+        texts[overlay] = figure, page.locator("#legend").inner_text(), card
+    assert texts["sqnr"][0] == "fprop 18.5 dB"
+    assert "18.5 dB" in texts["sqnr"][1]
+    assert "18.5 dB" in (texts["sqnr"][2] or "")
+    assert texts["call"][0] == "fprop __cudnn$blockScaledDot"
+    assert texts["flops"][0] == "fprop 524 kFLOP"  # 2 * 64 ** 3
+    assert texts["native"][0] == "fprop native"
+    assert texts[""][0].startswith("fprop nvfp4 · ")
+    assert texts["time"][0].endswith("µs")
+    assert texts["bytes"][0].endswith("kB")
+
+
+def test_the_address_restores_the_state(show: Show, html: str) -> None:
+    page = show(html)
+    click_cell(page, "down", "wgrad", 4)
+    page.locator("#product").select_option("wgrad")
+    page.locator("#overlay").select_option("time")
+    button(page, "open changes").click()
+
+    def view() -> list[Any]:
+        texts = [
+            page.locator(name).inner_text() for name in ("#details", "#legend", "#classes", "#equations")
+        ]
+        return [*texts, shown_cells(page), page.locator("#overlay").input_value()]
+
+    before, address = view(), page.url
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_selector("html[data-ready]")
+    assert view() == before
+
+
+def test_the_keyboard_reaches_everything(show: Show, html: str) -> None:
+    page = show(html)
+    page.locator("#map").focus()
+    for key in (
+        *["ArrowDown"] * 6,
+        "ArrowRight",
+        "Shift+ArrowRight",
+    ):  # past two products of embed, three of head
+        page.keyboard.press(key)
+    assert state(page)["cell"] == "1.fprop.2"
+    assert state(page)["brush"] == "1.1.2"
+    page.keyboard.press("Escape")
+    assert "cell" not in state(page)
+    for element, key in ((page.locator(".rule").first, "Enter"), (page.locator(".opener").first, "Space")):
+        element.focus()
+        page.keyboard.press(key)
+    assert state(page)["rule"] == "a0"
+    assert "open" in state(page)
+    reached = set()
+    page.locator("#q").focus()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.closest('section, form')?.id"))
+    assert {"tools", "level1", "level2", "level3"} <= reached
+
+
+def test_tables_and_paths_are_copied_and_saved(show: Show, html: str) -> None:
+    page = show(html)
+    page.locator("#changed").check()
+    with page.expect_download() as download:
+        button(page, "CSV").click()
+    rows = list(csv.DictReader(io.StringIO(Path(download.value.path()).read_text(encoding="utf-8"))))
+    assert {(row["linear"], row["first_layer"], row["last_layer"]) for row in rows} == {
+        ("layers.up", "0", "3"), ("layers.down", "0", "3"),
+    }  # fmt: skip
+    assert {row["format_after"] for row in rows} == {"nvfp4"}
+    click_cell(page, "up", "fprop", 0)
+    page.evaluate(
+        "document.addEventListener('copy', () => { window.copied = String(document.activeElement.value); })"
+    )
+    page.evaluate(
+        "void (navigator.clipboard.writeText = () => Promise.reject())"
+    )  # may happen to pages from disk
+    page.locator("#details .copy").first.click()
+    page.wait_for_function("window.copied === 'layers[0].up'")
+
+
+# ---- appearance
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+def test_both_themes_fit_the_window(show: Show, html: str, width: int) -> None:
+    colors = {}
+    for theme in ("light", "dark"):
+        page = show(html, viewport={"width": width, "height": 900}, color_scheme=theme)
+        button(page, "open changes").click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        colors[theme] = page.evaluate(
+            "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+        )
+    assert colors["light"][0] != colors["dark"][0]
+    assert colors["light"][1] != colors["dark"][1]
+
+
+def test_print(show: Show, html: str) -> None:
+    page = show(html, color_scheme="dark")
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    page.emulate_media(media="print")
+    assert page.locator("#tools").is_hidden()
+    assert all(page.locator(f"#level{number}").is_visible() for number in (1, 2, 3))
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_hostile_names_are_shown_as_text(show: Show) -> None:
+    page = show(render_page(hostile_diff()))
+    button(page, "open changes").click()
+    page.locator("#map").focus()
+    page.keyboard.press("ArrowDown")
+    page.locator("#map svg > g").first.hover()
+    assert page.locator("script").count() == 4
+    assert page.locator("img").count() == 0
+    for element in ("#subject", "#details", "#cards", "#policies", "#equations", "#tip"):
+        text = page.locator(element).inner_text()
+        assert "<img src=x onerror=alert(1)>" in text, element
+        assert not {"\x1b", "\u202e"} & {*text}
+    button(page, "graph").click()
+    page.wait_for_selector(".graph .box")
+    assert HOSTILE.partition("<!--")[0] in page.title()
+
+
+# ---- the largest model
+
+
+def test_llama_405b_unrolled(show: Show, capsys: pytest.CaptureFixture[str]) -> None:
+    """126 layers without a scan. Prints times; they depend on the machine, so they are not checked."""
+    policy, gb200 = load("te_nvfp4"), get_target("gb200")
+    start = time.perf_counter()
+    step = plan_step(policy, "llama3_405b", MeshShape(), Sizes(unrolled=True), ExecutionOptions(target=gb200))
+    traced = time.perf_counter()
+    diff = build_diff(DiffRequest(step=step, program="llama3_405b", target=gb200))
+    text = render_page(diff)
+    built = time.perf_counter()
+    page = show(text)
+    paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    assert {"0", "125"} <= {*page.locator("#map text.axis").all_text_contents()}
+    opened = page.evaluate(
+        "(() => { const start = performance.now(); "
+        "[...document.querySelectorAll('#crumbs button')].find((b) => b.textContent === 'open changes').click(); "
+        "document.body.getBoundingClientRect(); return performance.now() - start; })()"
+    )
+    assert page.locator(".row.pair").count() > 50
+    with capsys.disabled():
+        print(
+            f"\nllama3_405b unrolled: traced in {traced - start:.1f} s, diff and page in {built - traced:.1f} s, "
+            f"{len(text) / 1e3:.0f} kB, first paint after {paint:.0f} ms, level 3 opened in {opened:.0f} ms"
+        )
