@@ -1,6 +1,7 @@
 """Compiles the bundled Llamas for Blackwell: native products, memory, kernels, traffic and compile time.
 
-    python -m benchmarks.compile_matrix [--config llama3_8b] [--policy fp8] [--target gb200] [--reports FOLDER]
+    python -m benchmarks.compile_matrix [--config llama3_8b] [--policy fp8] [--target gb200] [--mesh "fsdp=4 tensor=2"]
+        [--gather once] [--backend te] [--reports FOLDER]
 
 Needs the extras cuda13 and train, and no GPU. Takes about a minute of processor time for each row. CPU time is that of
 the whole command. --reports keeps what `policyc compile --format json` says, for `policyc estimate --compiled`.
@@ -17,6 +18,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,21 @@ from benchmarks.speed_ups import REMAT, Case, report_name
 
 DEVICES = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 128}
 POLICIES = ("fp8", "llama_nvfp4", "te_nvfp4")
+COLUMNS = (
+    "configuration",
+    "devices",
+    "mesh",
+    "policy",
+    "backend",
+    "native",
+    "memory",
+    "kernels",
+    "bytes",
+    "reduce-scatter + all-gather",
+    "other collectives",
+    "CPU",
+    "wall",
+)
 
 
 WITH_TRANSFORMER_ENGINE = (
@@ -33,10 +50,19 @@ WITH_TRANSFORMER_ENGINE = (
 """Loads Transformer Engine where there is no GPU, and runs a command of policyc."""
 
 
-def compile_step(policy: str, config: str, target: str, mesh: str | None, backend: str) -> dict[str, Any]:
-    words = ["compile", policy, "--config", config, "--target", target, "--devices", str(DEVICES[config])]
-    words += [] if mesh is None else ["--mesh", mesh]
-    words += ["--remat", REMAT[config]] if config in REMAT else []
+def compile_step(policy: str, case: Case, mesh: str, gather: str, backend: str) -> dict[str, Any]:
+    words = [
+        "compile",
+        policy,
+        "--config",
+        case.config,
+        "--target",
+        case.target,
+        "--devices",
+        str(case.devices),
+    ]
+    words += ["--mesh", mesh, "--gather", gather]
+    words += ["--remat", REMAT[case.config]] if case.config in REMAT else []
     words += [] if backend == "auto" else ["--backend", backend]
     start_command = ["-c", WITH_TRANSFORMER_ENGINE] if backend == "te" else ["-m", "policyc.cli.main"]
     print(f"policyc {' '.join(words)}", file=sys.stderr)
@@ -49,25 +75,37 @@ def compile_step(policy: str, config: str, target: str, mesh: str | None, backen
     )
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - start
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {**json.loads(process.stdout), "policy": policy, "config": config, "wall_s": wall, "cpu_s": cpu}
+    report = json.loads(process.stdout)
+    mesh_and_gather = mesh if gather == "each" else f"{mesh}, gather {gather}"
+    return {
+        **report,
+        "policy": policy,
+        "config": case.config,
+        "mesh": mesh_and_gather,
+        "wall_s": wall,
+        "cpu_s": cpu,
+    }
 
 
 def table_row(report: dict[str, Any]) -> str:
     products, memory = report["products"], report["memory"]
     native = sum(p["native"] and p["found"] > 0 for p in products)
-    gigabytes = {
-        kind: sum(c["bytes"] for c in report["collectives"] if c["kind"] == kind) / 1e9
-        for kind in ("reduce-scatter", "all-gather")
-    }
+    gigabytes: Counter[str] = Counter()
+    for collective in report["collectives"]:
+        gigabytes[collective["kind"]] += collective["bytes"] / 1e9
+    scattered, gathered = (gigabytes.pop(kind, 0) for kind in ("reduce-scatter", "all-gather"))
     cells = [
         report["config"],
         f"{report['devices']} {report['target'].upper()}",
+        report["mesh"],
         report["policy"],
+        "+".join(sorted({p["backend"] for p in products})),
         f"{native} of {len(products)}",
         f"{memory['needed'] / 1e9:.1f} of {memory['device'] / 1e9:.1f} GB",
         f"{report['kernels'] / 1e3:.0f} k",
         f"{report['kernel_bytes'] / 1e12:.1f} TB",
-        f"{gigabytes['reduce-scatter']:.0f} + {gigabytes['all-gather']:.0f} GB",
+        f"{scattered:.0f} + {gathered:.0f} GB",
+        f"{gigabytes.total():.0f} GB",
         f"{report['cpu_s']:.0f} s",
         f"{report['wall_s']:.0f} s",
     ]
@@ -84,6 +122,9 @@ def main() -> None:
     parser.add_argument("--policy", action="append", help="only this policy (may be repeated)")
     parser.add_argument("--target", action="append", help="only this GPU (default: gb200 and gb300)")
     parser.add_argument("--mesh", metavar="AXES", help="mesh axes and sizes (default: all devices on fsdp)")
+    parser.add_argument(
+        "--gather", choices=("each", "once"), default="each", help="as in policyc compile (default: each)"
+    )
     parser.add_argument("--backend", default="auto", help="the backend (default: auto)")
     parser.add_argument(
         "--reports", type=Path, metavar="FOLDER", help="also write the reports to this folder"
@@ -92,14 +133,15 @@ def main() -> None:
     cases = itertools.product(
         options.config or DEVICES, options.target or ("gb200", "gb300"), options.policy or POLICIES
     )
-    columns = "configuration|devices|policy|native|memory|kernels|bytes|reduce-scatter + all-gather|CPU|wall"
-    print(f"| {columns.replace('|', ' | ')} |\n|{'---|' * len(columns.split('|'))}")
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for config, target, policy in cases:
-        report = compile_step(policy, config, target, options.mesh, options.backend)
+        case = Case(config, target, DEVICES[config])
+        mesh = options.mesh or f"fsdp={case.devices}"
+        report = compile_step(policy, case, mesh, options.gather, options.backend)
         print(table_row(report), flush=True)
         if options.reports is not None:
             options.reports.mkdir(parents=True, exist_ok=True)
-            name = report_name(policy, Case(config, target, DEVICES[config]))
+            name = report_name(policy, case)
             (options.reports / name).write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -82,6 +82,8 @@ class RunConfig:
     spike: float = setting(0.0, "a loss this many nats above its running mean is a fault; 0: never")
     on_fault: str = operational("stop", "what to do on NaN, Inf or a spike", choices=("stop", "skip"))
     max_skips: int = operational(10, "faulty steps in a row after which --on-fault skip gives up", least=1)
+    gather: str = setting("each", "gather weights and add gradients over devices for each part of a batch, or once per "
+                          "step: whole weights and gradients on every device", choices=("each", "once"))  # fmt: skip
     data_axis: int = operational(-1, "devices that divide the batch; -1: all that are left", least=-1)
     fsdp_axis: int = operational(1, "devices that divide the batch and the parameters", least=1)
     tensor_axis: int = operational(1, "devices that divide heads, hidden and vocabulary", least=1)

@@ -32,6 +32,10 @@ AXIS_RULES: dict[str | None, Any] = {"batch": ("data", "fsdp"), "rows": "data", 
 def check_divisible(config: ModelConfig, run: RunConfig, axes: Mapping[str, int]) -> None:
     """Raises ConfigError unless a mesh with these axes divides every size evenly."""
     data, fsdp, tensor, context = (axes[name] for name in AXES)
+    if run.gather == "once" and tensor * context > 1:
+        raise ConfigError(
+            "--gather once: every device computes with whole weights and sequences, so tensor and context must be 1"
+        )
     parts = run.accumulate * data * fsdp
     multiples = (
         ("heads", config.heads, config.kv_heads, "key and value heads"),

@@ -77,6 +77,45 @@ def gradients(
 ) -> tuple[Params, jax.Array]:
     """The scaled gradient of the mean loss over all unmasked tokens, in `accumulate` parts; and that mean."""
     count = jnp.maximum(jnp.sum(batch["mask"].astype(jnp.float32)), 1)
+    if run.gather == "each":
+        return _sum_parts(params, batch, (scale, count), config, run, mesh)
+
+    specs = llama.param_specs(config)
+    axes_of_params = jax.tree.map(lambda spec: llama.sharding(mesh, spec.axes).spec, specs)
+    axes_of_rows = llama.sharding(mesh, ("batch",)).spec
+
+    def on_device(
+        shards: Params, rows: Batch, scale_and_count: tuple[jax.Array, jax.Array]
+    ) -> tuple[Params, jax.Array]:
+        # The table of the embedding in float32, because its gradient adds the rows of equal tokens.
+        dtypes = {name: "float32" if name == "embed" else config.compute for name in specs}
+        whole = {
+            name: jax.tree.map(partial(_gather, dtype=dtype), specs[name], shards[name])
+            for name, dtype in dtypes.items()
+        }
+        grads, nats = _sum_parts(whole, rows, scale_and_count, config, run, None)
+        return jax.tree.map(_add_over_devices, specs, grads), lax.psum(nats, ("data", "fsdp"))
+
+    mapped: Callable[..., tuple[Params, jax.Array]] = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(axes_of_params, axes_of_rows, llama.sharding(mesh, ()).spec),
+        out_specs=(axes_of_params, llama.sharding(mesh, ()).spec),
+        check_vma=False,  # with the check, the gradient of a norm would be added over devices in every part
+    )
+    return mapped(params, batch, (scale, count))
+
+
+def _sum_parts(
+    params: Params,
+    batch: Batch,
+    scale_and_count: tuple[jax.Array, jax.Array],
+    config: ModelConfig,
+    run: RunConfig,
+    mesh: Mesh | None,
+) -> tuple[Params, jax.Array]:
+    """The sums of gradient and loss over the parts of a batch, in float32."""
+    scale, count = scale_and_count
 
     def objective(params: Params, part: Batch) -> tuple[jax.Array, jax.Array]:
         nats, z = llama.loss(params, part, config, mesh, run.z_loss)
@@ -84,15 +123,32 @@ def gradients(
 
     gradient: Callable[[Params, Batch], tuple[Params, jax.Array]] = jax.grad(objective, has_aux=True)
     if run.accumulate == 1:
-        return gradient(params, batch)
+        grads, nats = gradient(params, batch)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), nats
 
     def add(total: Any, part: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradient(params, part)), None
 
-    zero = jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
+    zero = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params), jnp.zeros(())
     parts = jax.tree.map(lambda rows: llama.split_interleaved(rows, 0, run.accumulate), batch)
     parts = jax.tree.map(lambda rows: llama.constrain(rows, mesh, None, "batch", "sequence"), parts)
     return lax.scan(add, zero, parts)[0]
+
+
+def _gather(spec: llama.ParamSpec, shard: jax.Array, dtype: str) -> jax.Array:
+    """A whole parameter from the shards of all devices, inside a shard_map. A sharded one is gathered in `dtype`."""
+    if "width" not in spec.axes:
+        return shard
+    axis = spec.axes.index("width")
+    return cast(jax.Array, lax.all_gather(shard.astype(dtype), "fsdp", axis=axis, tiled=True))
+
+
+def _add_over_devices(spec: llama.ParamSpec, gradient: jax.Array) -> jax.Array:
+    """A device's shard of the sum of all devices' gradients, inside a shard_map."""
+    if "width" not in spec.axes:
+        return cast(jax.Array, lax.psum(gradient, ("data", "fsdp")))
+    scattered = lax.psum_scatter(gradient, "fsdp", scatter_dimension=spec.axes.index("width"), tiled=True)
+    return cast(jax.Array, lax.psum(scattered, "data"))
 
 
 def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stages.Wrapped:

@@ -123,7 +123,7 @@ def _compile_program(
 
     assert execution.target is not None
     count = options.devices
-    options.reject_for_program("batch", "sequence", "accumulate", "remat")
+    options.reject_for_program("batch", "sequence", "accumulate", "remat", "gather")
     if options.mesh:
         raise ValueError(
             "--mesh: a program makes its own mesh of jax.devices(); --devices says how many devices it sees"

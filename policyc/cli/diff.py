@@ -177,7 +177,7 @@ def _trace(
     if options.config:
         sizes = dataclasses.replace(options.sizes(), unrolled=unrolled)
         return llama_step.plan_step(policy, options.config, options.mesh_shape(), sizes, execution)
-    options.reject_for_program("batch", "sequence")
+    options.reject_for_program("batch", "sequence", "gather")
     plan = plan_program(policy, words, execution)
     return TrainingStep(plan=plan, accumulate=options.accumulate or 1, remat=options.remat or "none")
 

@@ -172,7 +172,7 @@ def _trace_step(
 
     if step.config:
         return llama_step.plan_step(policy, step.config, mesh, step.sizes(), execution)
-    step.reject_for_program("batch", "sequence")
+    step.reject_for_program("batch", "sequence", "gather")
     if mesh.tensor * mesh.context > 1:
         raise ValueError(
             f"a program can use the axes data and fsdp only, not {mesh}: the traffic of other axes is not known"

@@ -200,6 +200,7 @@ class StepOptions:
     sequence: int | None
     accumulate: int | None
     remat: str | None
+    gather: str | None
 
     def check_source(self, program: tuple[str, ...]) -> None:
         """Raises a usage error unless exactly one of a program and `--config` is given."""
@@ -210,7 +211,13 @@ class StepOptions:
         """The settings that replace those of a configuration."""
         from policyc.hardware.llama_step import Sizes
 
-        return Sizes(batch=self.batch, sequence=self.sequence, accumulate=self.accumulate, remat=self.remat)
+        return Sizes(
+            batch=self.batch,
+            sequence=self.sequence,
+            accumulate=self.accumulate,
+            remat=self.remat,
+            gather=self.gather,
+        )
 
     def mesh_shape(self) -> MeshShape:
         """The mesh; all devices on the axis fsdp without `--mesh`. Raises ValueError if it does not fit `--devices`."""
@@ -271,6 +278,10 @@ def make_step_options(default_target: str | None = None) -> _Decorator[Any]:
         click.option(
             "--remat", type=click.Choice(["none", "dots", "full", "quantized"]), show_default=_FROM_CONFIG,
             help="What the backward pass recomputes.",
+        ),
+        click.option(
+            "--gather", type=click.Choice(["each", "once"]), show_default=_FROM_CONFIG,
+            help="Gather weights and add gradients over devices for each microbatch, or once per step.",
         ),
     ))  # fmt: skip
 

@@ -21,26 +21,28 @@ from policyc.numerics.targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTraffic:
-    """Bytes per microbatch of all weights, not divided by any mesh axis: gathered, and summed as gradients."""
+    """Bytes of all weights, not divided by any mesh axis: gathered, and summed as gradients."""
 
     gathered: float
     summed: float
 
 
 def weight_traffic(step: TrainingStep, phase: Phase | None = None) -> WeightTraffic:
-    """What fsdp gathers and sums in one microbatch. The default phase is the first.
+    """What fsdp gathers and sums in one microbatch, or in a step if that happens once. The default phase is the first.
 
     A weight is gathered for fprop, again for dgrad, and once more if the backward pass runs fprop again: its codes and
     block scales if the product quantizes it, else the weight in the dtype of the product. Gradients are summed in that
-    dtype.
+    dtype. Once per step, a weight is gathered in the dtype of the product, and gradients are summed in fp32.
     """
     gathered = summed = 0.0
     for group in group_layers(step.plan, phase):
         if group.site.weight is None:
             continue
         elements = group.count * group.site.batch * group.site.n * group.site.k
-        gathered += elements * _gathered_bytes(group, step.remat)
-        summed += elements * _plain_bytes(group) * (Gemm.WGRAD in group.site.products)
+        plain = _plain_bytes(group)
+        gathered += elements * (plain if step.gathers_once else _gathered_bytes(group, step.remat))
+        sum_bytes = FP32_BYTES if step.gathers_once else plain
+        summed += elements * sum_bytes * (Gemm.WGRAD in group.site.products)
     return WeightTraffic(gathered=gathered, summed=summed)
 
 
@@ -65,16 +67,17 @@ def communication_seconds(
 ) -> float:
     """Time of everything that devices send each other in a step, with no overlap.
 
-    fsdp gathers weights and scatters the sums of their gradients, and data adds these sums, for each microbatch. tensor
-    gathers and scatters the residual stream around attention and MLP, and context exchanges sequences for heads around
-    attention, in both passes, in bf16.
+    fsdp gathers weights and scatters the sums of their gradients, and data adds these sums, for each microbatch or
+    once. tensor gathers and scatters the residual stream around attention and MLP, and context exchanges sequences for
+    heads around attention, in both passes, in bf16.
     """
     traffic = weight_traffic(step, phase)
     stride = mesh.context * mesh.tensor
     fsdp_bytes = (traffic.gathered + traffic.summed) / mesh.tensor
     data_bytes = 2 * traffic.summed / (mesh.tensor * mesh.fsdp)
-    total = step.accumulate * exchange_seconds(target, fsdp_bytes, mesh.fsdp, stride)
-    total += step.accumulate * exchange_seconds(target, data_bytes, mesh.data, stride * mesh.fsdp)
+    times = 1 if step.gathers_once else step.accumulate
+    total = times * exchange_seconds(target, fsdp_bytes, mesh.fsdp, stride)
+    total += times * exchange_seconds(target, data_bytes, mesh.data, stride * mesh.fsdp)
     if step.block is not None:
         microbatch_tokens = max(s.m * s.batch for s in step.plan.sites if s.weight is not None)
         tokens = microbatch_tokens * step.accumulate / mesh.batch_shards

@@ -1,6 +1,7 @@
 """Reads the text of optimized HLO modules: which instructions run, how often, and how many bytes they read and write.
 
-Instructions inside a fusion do not run by themselves: the fusion is the kernel.
+Instructions inside a fusion do not run by themselves: the fusion is the kernel. A custom call inside one is the kernel
+that the fusion runs.
 """
 
 from __future__ import annotations
@@ -141,12 +142,19 @@ class Module:
             else:
                 read, written = self._count_bytes(instruction, computation)
                 yield Execution(
-                    instruction=instruction,
+                    instruction=self._fused_call(instruction) or instruction,
                     times=times,
                     bytes_read=read,
                     bytes_written=written,
                     computation=name,
                 )
+
+    def _fused_call(self, fusion: Instruction) -> Instruction | None:
+        """The custom call of a fusion that only slices its operands: it reads them from a stack, without a copy."""
+        if fusion.opcode not in _FUSIONS or not fusion.called:
+            return None
+        body = self.computations.get(fusion.called[0], {})
+        return next((i for i in body.values() if i.opcode == "custom-call"), None)
 
     def _count_bytes(self, instruction: Instruction, computation: Computation) -> tuple[int, int]:
         """Counts the bytes read and written. If only slices of an array are touched, the slices count."""

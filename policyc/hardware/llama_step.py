@@ -40,6 +40,7 @@ class Sizes:
     sequence: int | None = None
     accumulate: int | None = None
     remat: str | None = None
+    gather: str | None = None
     unrolled: bool = False
     """Every layer by itself, instead of a scan over the layers."""
 
@@ -67,6 +68,7 @@ def plan_step(
         accumulate=run.accumulate,
         causal=True,
         remat=config.remat,
+        gathers_once=run.gather == "once",
         block=block,
     )
 
@@ -108,7 +110,9 @@ def _configure(name: str, mesh: MeshShape, sizes: Sizes, **options: Any) -> tupl
     if sizes.unrolled:
         options["scan"] = False
     config = dataclasses.replace(config, remat=sizes.remat or config.remat, **options)
-    run = dataclasses.replace(run, batch=batch, sequence=sequence, accumulate=accumulate)
+    run = dataclasses.replace(
+        run, batch=batch, sequence=sequence, accumulate=accumulate, gather=sizes.gather or run.gather
+    )
     llama.check_divisible(config, run, _axes(mesh))
     return config, run
 

@@ -30,6 +30,7 @@ from policyc.numerics.targets import Target
 # Bytes that AdamW moves per parameter, all in fp32: it reads the parameter, its gradient twice (once for the norm) and
 # two moments, and writes the parameter and both moments.
 _ADAM_BYTES = 32
+_SUM_BYTES = 10  # reads a gradient in bf16 and the sum of microbatches in fp32, and writes the sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,13 @@ def estimate_parts(
         "attention": attention,
         "other kernels": kernels,
     }
-    local_parameters = count_parameters(step.plan) / (mesh.fsdp * mesh.tensor)
+    parameters = count_parameters(step.plan)
+    local_parameters = parameters / (mesh.fsdp * mesh.tensor)
+    if step.gathers_once:
+        # Every device adds whole gradients, not its shards of them.
+        microbatch["other kernels"] += gemm_cost.copy_seconds(
+            target, _SUM_BYTES * (parameters - local_parameters)
+        )
     return StepParts(
         compute={part: seconds * step.accumulate for part, seconds in microbatch.items()}
         | {"optimizer": gemm_cost.copy_seconds(target, _ADAM_BYTES * local_parameters)},

@@ -40,12 +40,15 @@ class TrainingStep:
 
     `causal` says that half of the attention scores are never computed. `remat` says what the backward pass recomputes:
     nothing (none), everything but GEMMs (dots), or everything (full; quantized, which saves operands, not results).
+    `gathers_once` says that weights are gathered, and gradients added over devices, once per step instead of once per
+    evaluation.
     """
 
     plan: Plan
     accumulate: int = 1
     causal: bool = False
     remat: str = "none"
+    gathers_once: bool = False
     block: BlockShape | None = None
 
 

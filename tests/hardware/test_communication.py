@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -44,6 +45,20 @@ def test_weights_are_gathered_and_summed_as_in_the_compiled_step(policy: str) ->
     gathered, summed = (MICROBATCHES * n / 1e9 for n in (traffic.gathered, traffic.summed))
     assert gathered - HEAD == pytest.approx(COMPILED[policy][0], rel=1e-3)
     assert summed == pytest.approx(COMPILED[policy][1], rel=1e-3)
+
+
+def test_weights_that_are_gathered_once_per_step() -> None:
+    """What `policyc compile --gather once` found for fp8 and te_nvfp4 alike: bf16 weights and fp32 gradients.
+
+    The compiled step also has the gradient of the embedding, which no GEMM reads.
+    """
+    step, target = replace(step_under("fp8"), gathers_once=True), get_target("gb200")
+    traffic = weight_traffic(step)
+    embedding = 128256 * 4096 * 4
+    assert traffic.gathered == pytest.approx(15.009e9, rel=1e-3)
+    assert traffic.summed + embedding == pytest.approx(32.120e9, rel=1e-3)
+    alone = communication_seconds(step, target, MeshShape(fsdp=8))
+    assert alone == pytest.approx(exchange_seconds(target, traffic.gathered + traffic.summed, 8, 1))
 
 
 def test_data_adds_the_sums_of_every_microbatch() -> None:

@@ -74,6 +74,31 @@ def test_a_constant_slice_of_an_array_is_all_that_is_read() -> None:
     assert executions == {"cut": (128, 128), "last.1": (128 + 128, 128)}
 
 
+FUSED_CALL = """HloModule m
+
+%sliced_call (p: u8[4,64,32], q: u8[64,32], i: s32[]) -> bf16[64,64] {
+  %p = u8[4,64,32]{2,1,0} parameter(0)
+  %q = u8[64,32]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %cut = u8[1,64,32]{2,1,0} dynamic-slice(%p, %i), dynamic_slice_sizes={1,64,32}
+  ROOT %y = bf16[64,64]{1,0} custom-call(%cut, %q), custom_call_target="gemm", metadata={op_name="mlp/dgrad.7"}
+}
+
+ENTRY %main (w: u8[4,64,32], x: u8[64,32], i: s32[]) -> bf16[64,64] {
+  %w = u8[4,64,32]{2,1,0} parameter(0)
+  %x = u8[64,32]{1,0} parameter(1)
+  %i.1 = s32[] parameter(2)
+  ROOT %fused = bf16[64,64]{1,0} fusion(%w, %x, %i.1), kind=kCustom, calls=%sliced_call
+}
+"""
+
+
+def test_a_custom_call_that_reads_a_slice_of_a_stack_is_the_kernel_of_its_fusion() -> None:
+    call = kernels(FUSED_CALL)["y"]
+    assert (call.instruction.call_target, call.instruction.op_name) == ("gemm", "mlp/dgrad.7")
+    assert (call.bytes_read, call.bytes_written) == (2 * 64 * 32 + 4, 64 * 64 * 2)
+
+
 def test_bytes_of_shapes() -> None:
     assert hlo.shape_bytes("(f32[2,3]{1,0}, pred[5]{0}, s32[], u8[0]{0})") == 24 + 5 + 4
     assert hlo.shape_bytes("f4e2m1fn[3]{0:E(4)}") == 2

@@ -17,7 +17,9 @@ import pytest
 import policyc
 from policyc.compiler import pipeline
 from policyc.compiler.run_step import current_run_step
+from policyc.jaxcore import jaxprs
 from tests.support import llama_runs
+from tests.support.jaxpr_tools import primitive_counts
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
@@ -152,6 +154,40 @@ def test_tokens_are_sent_to_the_table_and_not_the_table_to_the_tokens():
         ("bfloat16", jax.sharding.PartitionSpec(("data", "fsdp"), "context", None)),
     ]
     assert not any(v is jaxpr.jaxpr.invars[0] for e in constraints for v in e.invars)
+
+
+# ---- weights gathered once per step
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "all_to_all")
+
+
+def test_weights_are_gathered_and_gradients_added_once_per_step() -> None:
+    """Outside the loop over the parts of a batch, which has no collective. There a policy quantizes weights, too."""
+    run = dataclasses.replace(RUN, batch=16, accumulate=4, gather="once")
+    config, mesh = dataclasses.replace(SMALL, compute="bfloat16"), llama_runs.make_mesh(data=2, fsdp=2)
+    state, batch = optimizer.abstract_state(config, run, mesh), llama.abstract_batch(run, mesh)
+    with policyc.active("layers -> mxfp8"):
+        jaxpr = optimizer.make_train_step(config, run, mesh).trace(state, batch).jaxpr
+    (on_device,) = [e for e in jaxprs.all_equations(jaxpr) if e.primitive.name == "shard_map"]
+    eqns = on_device.params["jaxpr"].eqns
+    scans = [e for e in eqns if e.primitive.name == "scan"]
+    (parts,) = [e for e in scans if e.params["length"] == run.accumulate]
+    assert not any(name.startswith(COLLECTIVES) for name in primitive_counts(parts.params["jaxpr"]))
+
+    weights = 9  # seven of a block, the table of the embedding, and the head
+    gathered = [e for e in eqns if e.primitive.name == "all_gather"]
+    assert sorted(str(e.invars[0].aval.dtype) for e in gathered) == ["bfloat16"] * (weights - 1) + ["float32"]
+    scattered = [e for e in eqns if e.primitive.name == "reduce_scatter"]
+    assert [str(e.invars[0].aval.dtype) for e in scattered] == ["float32"] * weights
+    # Each weight of a block for fprop and for dgrad, layer by layer.
+    before = [primitive_counts(e.params["jaxpr"]) for e in scans[: scans.index(parts)]]
+    assert sum(counts["mxfp8_quantize"] for counts in before) == 2 * 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"accumulate": 2, "scan": False}], ids=str)
+def test_weights_gathered_once_give_the_losses_of_the_plain_layout(settings: dict[str, Any]) -> None:
+    check_same_losses({"data": 2, "fsdp": 2}, gather="once", **settings)
 
 
 # ---- faulty steps
@@ -305,6 +341,7 @@ def test_bad_settings_are_refused(arguments, message, capsys):
         ("--sequence 10 --loss-chunks 4", "sequence 10 is not a multiple of 4"),
         ("--fsdp-axis 3", "is not 8 devices"),
         ("--tensor-axis 8 --batch 8", "heads 4 is not a multiple of 8"),
+        ("--tensor-axis 2 --gather once", "--gather once: every device computes with whole weights"),
         ("--context-axis 2 --tensor-axis 2 --sequence 7", "7 is not a multiple of 2"),
     ],
 )
