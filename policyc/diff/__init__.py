@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 __all__ = [
-    "api", "build", "data", "dot", "earlier", "gradient", "graph", "linears", "matching", "model", "model_explorer",
-    "overlays", "page", "predict", "repeats", "scopes", "svg", "terminal",
+    "api", "build", "data", "dot", "earlier", "figures", "gradient", "graph", "linears", "matching", "model",
+    "model_explorer", "overlays", "page", "predict", "repeats", "scopes", "svg", "terminal",
 ]  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import networkx as nx
 
 from policyc.diff.data import sentence
+from policyc.diff.figures import product_figures
 from policyc.diff.graph import build_graph, children_of
 from policyc.diff.model import DiffData, Linear, LinearLayers, ProductChange, Stack, format_ranges
 from policyc.language.diagnostics import escape_controls
@@ -185,6 +186,7 @@ class EquationLines:
                 pair = data["pair"]
                 previous, explanation = explanation, list(self._explanation(data))
                 yield from explanation if explanation != previous else ()
+                yield from self._figures(data)
             yield from self._equation(child, 0)
 
     def _header(self, path: tuple[str, ...]) -> Iterator[str]:
@@ -207,6 +209,14 @@ class EquationLines:
             lines += self._rule_lines(data)
         for line in lines:
             yield self._paint("rule", _shorten(f"  # {_escape(line)}", self._width))
+
+    def _figures(self, data: dict[str, Any]) -> Iterator[str]:
+        """What is predicted and measured of the product that an equation computes."""
+        gemm = data.get("product") if self._diff.is_gradient else Gemm.FPROP
+        if data.get("reason") != "replaced" or "linear" not in data or not gemm:
+            return
+        for line in product_figures(self._diff, data["linear"], data.get("layer"), gemm):
+            yield self._paint("dim", _shorten(f"  # {_escape(line)}", self._width))
 
     def _linear_name(self, number: int) -> str:
         return self._diff.linears[number].name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import policyc
 from policyc.compiler.plan_tables import as_json as plan_json
 from policyc.diff.data import sentence
+from policyc.diff.figures import format_seconds
 from policyc.diff.model import DiffData
 from policyc.diff.overlays import read_compiled, read_stats
+from policyc.diff.terminal import render
 from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, X, make_diff, scanned, unrolled
 
 
@@ -72,6 +75,42 @@ def test_calls_of_a_compiled_program(diff: DiffData, tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="was not written by policyc compile"):
         read_compiled(path, diff)
+
+
+def test_figures_are_part_of_the_text(diff: DiffData) -> None:
+    """A line for the predictions and one for the measurements, of the lowest layer among those that are alike."""
+    up = next(number for number, linear in enumerate(diff.linears) if linear.name == "up")
+    rows = [
+        {"linear": up, "layer": layer, "operand": "fprop.lhs", "sqnr_db": 20.0 - layer} for layer in range(6)
+    ]
+    others = {"linear": up, "layer": 0, "operand": "wgrad.lhs", "sqnr_db": 1.0}
+    call = {"linear": up, "layers": [2, 2], "product": "fprop", "call": "__cudnn$blockScaledDot"}
+    overlays = {
+        "stats": {"operands": [*rows, others], "cosines": []},
+        "compiled": {"products": [call]},
+    }
+    lines = render(replace(diff, overlays=overlays)).splitlines()
+    # Layers 0 to 3 are one class.
+    assert "  # up fprop: SQNR 17.0 dB or more; compiled to __cudnn$blockScaledDot" in lines
+    (index,) = (number for number, line in enumerate(lines) if "17.0 dB" in line)
+    # 2 * 64 ** 3 operations. In bf16, three matrices of 64 x 64 x 2 bytes are moved; the codes are smaller.
+    assert lines[index - 1].startswith("  # up fprop: native, xla; 3.00 µs")
+    assert "; 524 kFLOP; 24.6 kB -> " in lines[index - 1]
+    assert lines[index + 1].startswith("- ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (7200.0, "2.00 h"),
+        (90.0, "1.50 min"),
+        (1.0, "1.00 s"),
+        (0.0315, "31.5 ms"),
+        (2e-5, "20.0 µs"),
+    ],
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
 
 
 # ---- earlier plans

@@ -1,0 +1,99 @@
+"""Figures of products as texts: FLOPs, predicted time, bytes, native or emulated, and what overlays measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from policyc.diff.model import DiffData, LinearLayers, ProductChange
+from policyc.language.recipes import Gemm
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_TIMES = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
+
+
+def product_figures(diff: DiffData, linear: int, layer: int | None, gemm: str) -> Iterator[str]:
+    """What is known of a product in the layers that are treated alike: predictions first, then measurements."""
+    run = diff.linears[linear].run_at(layer)
+    product = None if run is None else run.product(Gemm(gemm))
+    if run is None or product is None:
+        return
+    name = short_name(diff.linears[linear].name)
+    for texts in (_predictions(run, product), _measurements(diff.overlays, linear, run, gemm)):
+        line = "; ".join(texts)
+        if line:
+            yield f"{name} {gemm}: {line}"
+
+
+def short_name(name: str) -> str:
+    """The last part of a name; `(train.py:8)` is one part."""
+    head, bracket, place = name.partition("(")
+    return f"{bracket}{place}" if bracket else head.rpartition(".")[2]
+
+
+def _predictions(run: LinearLayers, product: ProductChange) -> Iterator[str]:
+    if product.after is not None and product.after.state.lowering.backend:
+        lowering = product.after.state.lowering
+        yield f"native, {lowering.backend}" if lowering.native else "emulated"
+    sides = [side for side in (product.before, product.after) if side is not None]
+    seconds = [format_seconds(side.seconds) for side in sides if side.seconds is not None]
+    moved = [with_prefix(side.moved_bytes, "B") for side in sides if side.moved_bytes is not None]
+    if seconds:  # without a target, nothing is predicted
+        yield _arrow(seconds)
+        yield with_prefix(run.site.flops, "FLOP")
+        yield _arrow(moved)
+
+
+def _measurements(overlays: Mapping[str, Any], linear: int, run: LinearLayers, gemm: str) -> Iterator[str]:
+    """The lowest values of the layers, since one line stands for all of them."""
+    stats = overlays.get("stats", {})
+    operands = [
+        e for e in _of_layers(stats.get("operands", ()), linear, run) if str(e["operand"]).startswith(gemm)
+    ]
+    ratios = [e["sqnr_db"] for e in operands if isinstance(e.get("sqnr_db"), int | float)]
+    if ratios:
+        yield f"SQNR {min(ratios):.1f} dB or more"
+    cosines = [e["cosine"] for e in _of_layers(stats.get("cosines", ()), linear, run)]
+    if gemm == Gemm.WGRAD and cosines:
+        yield f"gradient cosine {min(cosines):.4f} or more"
+    for entry in overlays.get("compiled", {}).get("products", ()):
+        is_same = entry["linear"] == linear and entry["product"] == gemm
+        if is_same and _overlaps(entry["layers"], run):
+            yield f"compiled to {entry['call'] or 'no known call'}"
+            return
+
+
+def _of_layers(
+    entries: Sequence[Mapping[str, Any]], linear: int, run: LinearLayers
+) -> Iterator[Mapping[str, Any]]:
+    for entry in entries:
+        layer = entry.get("layer")
+        if entry["linear"] == linear and _overlaps(None if layer is None else (layer, layer), run):
+            yield entry
+
+
+def _overlaps(layers: Sequence[int] | None, run: LinearLayers) -> bool:
+    if layers is None or run.first is None or run.last is None:
+        return True
+    return layers[0] <= run.last and run.first <= layers[1]
+
+
+def _arrow(texts: Sequence[str]) -> str:
+    return texts[0] if len({*texts}) == 1 else " -> ".join(texts)
+
+
+def with_prefix(value: float, unit: str) -> str:
+    """`8.80 TFLOP`."""
+    size, prefix = next((p for p in _PREFIXES if value >= p[0]), (1, ""))
+    return f"{_digits(value / size)} {prefix}{unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`3.00 ms`."""
+    size, unit = next((t for t in _TIMES if seconds >= t[0]), (1e-6, "µs"))
+    return f"{_digits(seconds / size)} {unit}"
+
+
+def _digits(value: float) -> str:
+    """Three digits that matter."""
+    return f"{value:#.3g}".rstrip(".")
