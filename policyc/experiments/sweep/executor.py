@@ -37,6 +37,9 @@ class Executor(Protocol):
     def stop(self, runs: Sequence[Run]) -> None:
         """Asks runs to stop, and returns at once. They save what they can, and become `preempted`."""
 
+    def describe_left(self, runs: Sequence[Run]) -> str:
+        """What stays behind if the sweep is interrupted; empty if its runs must be stopped then."""
+
 
 def wrapper_command(run: Run) -> list[str]:
     """The words of the process that runs a run and writes its status."""
@@ -101,6 +104,9 @@ class LocalExecutor:
                 process.send_signal(signal.SIGTERM)
             elif is_locked(run.folder) and (status := RunStatus.read(run.folder)) is not None:
                 _signal_wrapper(status)
+
+    def describe_left(self, runs: Sequence[Run]) -> str:  # noqa: ARG002  # the interface
+        return ""
 
     def _choose_gpus(self, run: Run) -> dict[str, str]:
         """The variables that give a run the GPUs with the fewest runs on them."""

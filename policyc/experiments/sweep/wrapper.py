@@ -1,7 +1,8 @@
 """Runs one run of a sweep: `python -m policyc.experiments.sweep.wrapper FOLDER`.
 
 Starts the command of `launch.json`, writes its output to `log.txt`, and writes `status.json` when the state changes. On
-SIGTERM or SIGINT it interrupts the program, which can then save a checkpoint, and kills it after a grace period.
+SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 it interrupts the program, which can then save a checkpoint, and kills it after a
+grace period.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ GRACE_VARIABLE = "POLICYC_STOP_GRACE"
 """Environment variable: how many seconds a stopped program may take to save before it is killed."""
 
 _DEFAULT_GRACE = 60.0  # a step and a checkpoint of a small model
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_EXIT_PREEMPTED = 75  # EX_TEMPFAIL: the program had the signal of a scheduler, and saved
 _POLL_SECONDS = 0.1
 _CONVERT_SECONDS = 5.0  # between two conversions of another trainer's metrics
 _EXIT_BUSY = 75  # EX_TEMPFAIL: another process runs this run
@@ -61,7 +64,7 @@ class _Wrapper:
 
     def run(self) -> int:
         """Runs the program to its end. Returns its exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _STOP_SIGNALS:
             signal.signal(number, self._note_signal)
         begin, status = time.monotonic(), self._first_status()
         self._write(status)
@@ -170,8 +173,9 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None) -> Run
         )
     if code == 0 and is_complete:
         return RunEnd(state="finished")
-    if stop_signal is not None:
-        reason = f"stopped by {signal.Signals(stop_signal).name} at step {step or 0}"
+    if stop_signal is not None or code == _EXIT_PREEMPTED:
+        name = "a signal" if stop_signal is None else signal.Signals(stop_signal).name
+        reason = f"stopped by {name} at step {step or 0}"
         return RunEnd(state="preempted", reason=reason)
     if code != 0:
         return RunEnd(state="failed", reason=_explain_exit(code, run.folder / LOG_FILE))

@@ -1,0 +1,261 @@
+"""Runs of a sweep as Slurm jobs, through submitit.
+
+The number of a run's job is kept in `slurm.json` in its folder, and the folder is the comment of the job. So a sweep
+finds the jobs of an earlier one. Slurm says which jobs are in the queue. How a run ended is in its `status.json`; if a
+job ended without it, this module writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from policyc.experiments.sweep.executor import is_locked
+from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus, State, tail_lines, write_json
+from policyc.experiments.sweep.slurm_options import SlurmOptions
+from policyc.experiments.sweep.slurm_task import SlurmTask
+from policyc.experiments.sweep.wrapper import GRACE_VARIABLE
+
+JOB_FILE = "slurm.json"
+JOB_FOLDER = "slurm"
+"""Where submitit keeps its script, its pickle and the output of the job itself."""
+
+_DEFAULT_JOBS = 100  # clusters limit how many jobs of a user may wait
+_POLL_SECONDS = 5.0  # all runs share one question; administrators ask not to put it every second
+_SLURM_TIMEOUT = 60.0  # a controller that is restarted answers after some seconds
+_MOST_TIMEOUTS = 100  # how often a run may reach its time limit; submitit's default of 3 would end long runs
+_FILE_SYSTEM_SECONDS = 60.0  # NFS caches a folder for up to a minute
+_LOG_LINES = 20
+_ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+                    "PREEMPTED", "REVOKED", "TIMEOUT"})  # fmt: skip
+_NEVER_STARTS = ("launch failed requeued held", "BadConstraints", "DependencyNeverSatisfied")
+_EXPLANATIONS = {
+    "BOOT_FAIL": "its node did not boot",
+    "CANCELLED": "it was cancelled",
+    "NODE_FAIL": "its node failed",
+    "OUT_OF_MEMORY": "out of memory",
+    "TIMEOUT": "it reached its time limit and could not be requeued",
+    "": "it vanished: Slurm does not know it any more",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """What `slurm.json` holds.
+
+    Attributes:
+      id: the number of the job.
+      attempts: how often the run was started before this job. A status of an earlier attempt is not that of this job.
+      is_stopped: did the sweep itself cancel the job?
+    """
+
+    id: str
+    attempts: int = 0
+    is_stopped: bool = False
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / JOB_FILE, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> SlurmJob | None:
+        try:
+            return cls(**json.loads((folder / JOB_FILE).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedJob:
+    """One line of the queue. Slurm keeps a job in it for some minutes after its end."""
+
+    id: str
+    state: str
+    reason: str
+    comment: str
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in _ENDED
+
+    @property
+    def never_starts(self) -> bool:
+        return self.state == "PENDING" and self.reason in _NEVER_STARTS
+
+
+class SlurmQueue:
+    """The jobs of this user, asked for at most every few seconds."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, QueuedJob] | None = None
+        self._asked = 0.0
+
+    def jobs(self) -> dict[str, QueuedJob]:
+        """The jobs by their numbers. Raises OSError if Slurm has never answered; later the last answer counts."""
+        now = time.monotonic()
+        if self._jobs is None or now - self._asked > _POLL_SECONDS:
+            self._asked = now
+            try:
+                self._jobs = _ask_queue()
+            except OSError:
+                if self._jobs is None:
+                    raise
+        return self._jobs
+
+    def add(self, job: QueuedJob) -> None:
+        """Adds a job that was submitted after the last question."""
+        self._jobs = {**(self._jobs or {}), job.id: job}
+
+
+def _ask_queue() -> dict[str, QueuedJob]:
+    # The comment comes last: it is a path, which may hold the separator.
+    answer = _run_slurm("squeue", "--noheader", "--me", "--states=all", "--format=%A|%T|%r|%k")
+    lines = (line.split("|", 3) for line in answer.splitlines())
+    jobs = (QueuedJob(id=id, state=state, reason=reason, comment=text) for id, state, reason, text in lines)
+    return {job.id: job for job in jobs}
+
+
+def _run_slurm(*words: str) -> str:
+    """Runs a command of Slurm. Raises OSError with its message."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_SLURM_TIMEOUT, check=True)
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"{words[0]}: {error.stderr.strip() or error}") from None
+    except subprocess.TimeoutExpired:
+        raise OSError(f"{words[0]}: Slurm did not answer within {_SLURM_TIMEOUT:.0f} s") from None
+    return done.stdout
+
+
+class SlurmExecutor:
+    """Submits runs as Slurm jobs. Raises OSError if there is no Slurm or no submitit."""
+
+    def __init__(self, options: SlurmOptions, jobs: int | None = None) -> None:
+        if shutil.which("sbatch") is None:
+            raise OSError("--slurm: there is no sbatch on this machine: run the sweep on a login node")
+        try:
+            import submitit
+        except ModuleNotFoundError:
+            raise OSError("--slurm needs the package 'submitit': pip install 'policyc[slurm]'") from None
+        self._submitit = submitit
+        self.slots = jobs or _DEFAULT_JOBS
+        self._options = options
+        self._queue = SlurmQueue()
+        self._jobs: dict[Path, SlurmJob] = {}
+        self._ends: dict[str, float] = {}  # when a job was first seen to have ended without a last status
+        self._queue.jobs()  # fails now if Slurm does not answer
+
+    def start(self, run: Run) -> None:
+        run.write({GRACE_VARIABLE: str(self._options.grace)})
+        status = RunStatus.read(run.folder)
+        job = SlurmJob(id=self._submit(run), attempts=status.attempt if status else 0)
+        job.write(run.folder)
+        self._jobs[run.folder] = job
+        self._queue.add(QueuedJob(id=job.id, state="PENDING", reason="", comment=str(run.folder)))
+
+    def is_active(self, run: Run) -> bool:
+        job = self._find_job(run)
+        if job is None:
+            return is_locked(run.folder)  # a sweep without Slurm started it
+        queued = self._queue.jobs().get(job.id)
+        if queued is not None and queued.never_starts:
+            _run_slurm("scancel", job.id)
+            self._settle(run, job, queued.state, f"it will never start: {queued.reason}")
+            return False
+        if queued is not None and not queued.has_ended:
+            return True
+        state = queued.state if queued is not None else ""
+        if state in ("COMPLETED", "FAILED") and self._may_see_end(run, job):
+            return True
+        self._settle(run, job, state, _EXPLANATIONS.get(state, f"it ended as {state}"))
+        return False
+
+    def _may_see_end(self, run: Run, job: SlurmJob) -> bool:
+        """Whether the wrapper's last status may still arrive: a network file system shows a new file after a while."""
+        status = RunStatus.read(run.folder)
+        if status is not None and status.attempt > job.attempts and status.state != "running":
+            return False
+        first_seen = self._ends.setdefault(job.id, time.monotonic())
+        return time.monotonic() - first_seen < _FILE_SYSTEM_SECONDS
+
+    def stop(self, runs: Sequence[Run]) -> None:
+        jobs = {run.folder: job for run in runs if (job := self._find_job(run)) is not None}
+        for folder, job in jobs.items():
+            self._jobs[folder] = replace(job, is_stopped=True)
+            self._jobs[folder].write(folder)
+        if jobs:
+            _run_slurm("scancel", *(job.id for job in jobs.values()))
+
+    def describe_left(self, runs: Sequence[Run]) -> str:
+        ids = [job.id for run in runs if (job := self._find_job(run)) is not None]
+        return (
+            f"{len(ids)} Slurm jobs stay in the queue: the same command finds them again, "
+            f"'scancel {' '.join(ids)}' ends them"
+        )
+
+    def _submit(self, run: Run) -> str:
+        """Submits a run. Returns the number of its job."""
+        executor = self._submitit.SlurmExecutor(run.folder / JOB_FOLDER, max_num_timeout=_MOST_TIMEOUTS)
+        name = f"policyc-{run.variant}-{'-'.join(map(str, run.seeds))}"
+        parameters: dict[str, Any] = self._options.submitit_parameters()
+        try:
+            executor.update_parameters(job_name=name, comment=str(run.folder), **parameters)
+            return executor.submit(SlurmTask(str(run.folder))).job_id
+        except RuntimeError as error:  # what submitit raises if sbatch fails
+            raise OSError(f"{run.name} could not be submitted: {str(error).strip()}") from None
+
+    def _find_job(self, run: Run) -> SlurmJob | None:
+        """The last job of a run. A sweep that was killed while it submitted a job did not note its number."""
+        if run.folder not in self._jobs:
+            job = SlurmJob.read(run.folder)
+            comment = str(run.folder)
+            active = [q for q in self._queue.jobs().values() if q.comment == comment and not q.has_ended]
+            if active and (job is None or job.id != active[-1].id):
+                job = SlurmJob(id=active[-1].id, attempts=0)
+                job.write(run.folder)
+            if job is None:
+                return None
+            self._jobs[run.folder] = job
+        return self._jobs[run.folder]
+
+    def _settle(self, run: Run, job: SlurmJob, state: str, reason: str) -> None:
+        """Writes how a run ended if its wrapper could not, or did not know that its job was cancelled."""
+        status = RunStatus.read(run.folder)
+        end = find_end(status, job, state, reason)
+        if end is None:
+            return
+        new_state, text = end
+        has_started = status is not None and status.attempt > job.attempts
+        _append_output(run.folder, [] if has_started else _job_output(run.folder, job), text)
+        if status is None:
+            status = RunStatus(state=new_state, started="", command=run.command, host="", pid=0)
+        for folder in run.folders:
+            replace(status, state=new_state, reason=text).write(folder)
+
+
+def find_end(status: RunStatus | None, job: SlurmJob, state: str, reason: str) -> tuple[State, str] | None:
+    """How a run ended whose job has left the queue in this state; None if its status says so already."""
+    current = status if status is not None and status.attempt > job.attempts else None
+    if current is not None and current.state in ("finished", "failed"):
+        return None
+    if job.is_stopped:
+        return "preempted", f"Slurm job {job.id}: the sweep stopped it"
+    if current is not None and current.state == "preempted" and state != "CANCELLED":
+        return None
+    return "failed", f"Slurm job {job.id}: {reason}"
+
+
+def _job_output(folder: Path, job: SlurmJob) -> list[str]:
+    """What a job printed last that did not get as far as the wrapper."""
+    return tail_lines(folder / JOB_FOLDER / f"{job.id}_0_log.err", _LOG_LINES)
+
+
+def _append_output(folder: Path, lines: Sequence[str], reason: str) -> None:
+    """Appends lines and the reason to the log of a run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOG_FILE).open("a", encoding="utf-8") as log:
+        log.writelines(f"{line}\n" for line in [*lines, reason])

@@ -1,0 +1,286 @@
+"""Runs of a sweep as Slurm jobs, against commands that stand for Slurm's. `test_slurm_cluster.py` uses a real Slurm."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("submitit", reason="submitit is not installed: pip install 'policyc[slurm]'")
+from policyc.experiments.sweep import slurm, slurm_task
+from policyc.experiments.sweep.run import Run, RunStatus
+from policyc.experiments.sweep.slurm import SlurmExecutor, SlurmJob, find_end
+from policyc.experiments.sweep.slurm_options import SlurmOptions, check_program, parse_slurm_options
+from policyc.experiments.sweep.slurm_task import SlurmTask
+
+# Each notes its words in calls.txt. sbatch counts jobs from 7, squeue prints queue.txt or fails if it is missing.
+COMMANDS = {
+    "sbatch": 'grep -c "^sbatch" calls.txt | { read n; echo "Submitted batch job $((n + 6))"; }; cp "$1" script.sh',
+    "squeue": 'cat queue.txt 2>/dev/null || { echo "Unable to contact slurm controller" >&2; exit 1; }',
+    "scancel": ":",
+    "scontrol": ":",
+    "srun": ":",
+}
+
+
+class FakeSlurm:
+    """Commands of Slurm in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name, action in COMMANDS.items():
+            path = folder / name
+            path.write_text(f'#!/bin/sh\ncd {folder}\necho "{name} $*" >>calls.txt\n{action}\n')
+            path.chmod(0o755)
+        self.set_queue()
+
+    def set_queue(self, *lines: str) -> None:
+        (self.folder / "queue.txt").write_text("".join(f"{line}\n" for line in lines))
+
+    def calls(self, name: str) -> list[str]:
+        lines = (self.folder / "calls.txt").read_text().splitlines()
+        return [line for line in lines if line.split()[0] == name]
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch) -> FakeSlurm:
+    fake = FakeSlurm(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(fake.folder), prepend=":")
+    monkeypatch.setattr(slurm, "_POLL_SECONDS", 0.0)
+    return fake
+
+
+def make_run(tmp_path: Path, command: tuple[str, ...] = ("true",)) -> Run:
+    folder = tmp_path / "sweep" / "fp8" / "seed3"
+    return Run(
+        variant="fp8", seeds=(3,), folders=(folder,), command=command, environment={}, cwd=tmp_path, steps=9
+    )
+
+
+def make_status(state: str, attempt: int = 1) -> RunStatus:
+    return RunStatus(state=state, started="", command=("true",), host="h", pid=1, attempt=attempt)
+
+
+OPTIONS = parse_slurm_options(["partition=low,gpus=1,time=30,mem=4G"])
+
+
+# ---- options
+
+
+def test_one_gpu_a_run_is_one_process():
+    expected = SlurmOptions(time=30, nodes=1, gpus=1, tasks=1, sbatch=(("partition", "low"), ("mem", "4G")))
+    assert parse_slurm_options(["partition=low,gpus=1,time=30,mem=4G"]) == expected
+
+
+def test_a_mesh_a_run_has_one_process_per_gpu():
+    options = parse_slurm_options(["gpus=8,nodes=16", "time=60"])
+    assert (options.tasks, options.processes) == (8, 128)
+    assert parse_slurm_options(["gpus=8,tasks=1,time=60"]).processes == 1
+    check_program(options, "tiny", ["--distributed"])
+    check_program(options, None, [])
+    with pytest.raises(ValueError, match=r"128 processes \(16 x 8\): add --distributed"):
+        check_program(options, "tiny", ["--fsdp-axis", "8"])
+
+
+def test_every_fault_of_the_options_is_named():
+    with pytest.raises(ValueError) as error:
+        parse_slurm_options(["partion=x,nodes=0,gpus=many,qos"])
+    message = str(error.value)
+    assert "no option 'partion'" in message
+    assert "partition" in message
+    assert "nodes=0: expected a number (nodes of a run)" in message
+    assert "gpus=many: expected a number" in message
+    assert "'qos' has no value" in message
+    with pytest.raises(ValueError, match="time is missing: give the time limit of a run in minutes"):
+        parse_slurm_options(["partition=low"])
+
+
+# ---- submitting
+
+
+def test_a_job_has_the_resources_and_can_be_requeued(cluster, tmp_path):
+    run = make_run(tmp_path)
+    executor = SlurmExecutor(OPTIONS, 4)
+    executor.start(run)
+    assert executor.slots == 4
+    assert SlurmJob.read(run.folder) == SlurmJob(id="7")
+    script = (cluster.folder / "script.sh").read_text()
+    for words in ("--partition=low", "--gpus-per-node=1", "--ntasks-per-node=1", "--time=30", "--mem=4G", "--requeue",
+                  "--signal=USR2@90", f"--comment={run.folder}", "--job-name=policyc-fp8-3"):  # fmt: skip
+        assert f"#SBATCH {words}\n" in script
+    assert Run.read(run.folder).environment == {"POLICYC_STOP_GRACE": "60"}
+
+
+def test_a_second_sweep_finds_the_job_of_the_first(cluster, tmp_path):
+    run = make_run(tmp_path)
+    SlurmExecutor(OPTIONS).start(run)
+    cluster.set_queue(f"7|RUNNING|None|{run.folder}")
+    assert SlurmExecutor(OPTIONS).is_active(run)
+    (run.folder / "slurm.json").unlink()  # the sweep was killed after sbatch and before it noted the number
+    assert SlurmExecutor(OPTIONS).is_active(run)
+    assert SlurmJob.read(run.folder) == SlurmJob(id="7")
+    assert len(cluster.calls("sbatch")) == 1
+
+
+def test_a_refused_job_is_an_error_with_the_message_of_slurm(cluster, tmp_path):
+    (cluster.folder / "sbatch").write_text(
+        "#!/bin/sh\necho 'error: invalid partition specified: low' >&2; exit 1\n"
+    )
+    with pytest.raises(OSError, match=r"fp8 seed 3 could not be submitted: .*invalid partition specified"):
+        SlurmExecutor(OPTIONS).start(make_run(tmp_path))
+
+
+def test_without_slurm_a_sweep_does_not_begin(cluster, monkeypatch):
+    (cluster.folder / "queue.txt").unlink()
+    with pytest.raises(OSError, match="squeue: Unable to contact slurm controller"):
+        SlurmExecutor(OPTIONS)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(OSError, match="there is no sbatch on this machine"):
+        SlurmExecutor(OPTIONS)
+
+
+# ---- watching
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"])
+def test_a_job_in_the_queue_is_active(state, cluster, tmp_path):
+    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+    executor.start(run)
+    cluster.set_queue(f"7|{state}|Priority|{run.folder}")
+    assert executor.is_active(run)
+
+
+def test_a_controller_that_does_not_answer_ends_no_run(cluster, tmp_path):
+    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+    executor.start(run)
+    (cluster.folder / "queue.txt").unlink()
+    assert executor.is_active(run)
+    assert RunStatus.read(run.folder) is None
+
+
+def test_a_job_that_vanished_is_failed_with_its_last_lines(cluster, tmp_path):
+    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+    executor.start(run)
+    (run.folder / "slurm" / "7_0_log.err").write_text("ModuleNotFoundError: No module named 'policyc'\n")
+    assert not executor.is_active(run)
+    status = RunStatus.read(run.folder)
+    assert (status.state, status.reason) == (
+        "failed",
+        "Slurm job 7: it vanished: Slurm does not know it any more",
+    )
+    assert (run.folder / "log.txt").read_text().splitlines()[0].startswith("ModuleNotFoundError")
+
+
+def test_a_job_that_can_never_start_is_cancelled_and_failed(cluster, tmp_path):
+    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+    executor.start(run)
+    cluster.set_queue(f"7|PENDING|BadConstraints|{run.folder}")
+    assert not executor.is_active(run)
+    assert RunStatus.read(run.folder).reason == "Slurm job 7: it will never start: BadConstraints"
+    assert cluster.calls("scancel") == ["scancel 7"]
+
+
+def test_the_last_status_may_arrive_after_the_end_of_the_job(cluster, tmp_path, monkeypatch):
+    """A network file system shows it later. If it never arrives, the run is failed."""
+    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+    executor.start(run)
+    make_status("running").write(run.folder)
+    cluster.set_queue(f"7|COMPLETED|None|{run.folder}")
+    assert executor.is_active(run)
+    make_status("finished").write(run.folder)
+    assert not executor.is_active(run)
+    assert RunStatus.read(run.folder).state == "finished"
+    make_status("running").write(run.folder)
+    monkeypatch.setattr(slurm, "_FILE_SYSTEM_SECONDS", 0.0)
+    assert not executor.is_active(run)
+    assert RunStatus.read(run.folder).reason == "Slurm job 7: it ended as COMPLETED"
+
+
+def test_the_sweep_can_stop_its_jobs_or_leave_them(cluster, tmp_path):
+    run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
+    executor.start(run)
+    assert executor.describe_left([run]) == (
+        "1 Slurm jobs stay in the queue: the same command finds them again, 'scancel 7' ends them"
+    )
+    executor.stop([run])
+    assert cluster.calls("scancel") == ["scancel 7"]
+    cluster.set_queue(f"7|CANCELLED|None|{run.folder}")
+    assert not executor.is_active(run)
+    assert RunStatus.read(run.folder).state == "preempted"
+
+
+JOB = SlurmJob(id="7", attempts=1)
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "end"),
+    [
+        (make_status("finished", 2), "COMPLETED", None),
+        (make_status("failed", 2), "FAILED", None),
+        (make_status("failed", 2), "CANCELLED", None),
+        (make_status("preempted", 2), "PREEMPTED", None),
+        (make_status("preempted", 2), "", None),
+        (make_status("preempted", 2), "CANCELLED", "failed"),
+        (make_status("running", 2), "NODE_FAIL", "failed"),
+        (make_status("failed", 1), "CANCELLED", "failed"),  # the status is of an attempt before this job
+        (None, "CANCELLED", "failed"),
+    ],
+)
+def test_how_a_run_ended(status, state, end):
+    result = find_end(status, JOB, state, "why")
+    assert result == (None if end is None else (end, "Slurm job 7: why"))
+
+
+# ---- inside a job
+
+
+@pytest.mark.parametrize(("state", "requeues"), [("RUNNING", True), ("CANCELLED", False), ("TIMEOUT", False)])
+def test_a_preempted_run_requeues_its_job_unless_it_was_cancelled(state, requeues, cluster):
+    cluster.set_queue(state)
+    slurm_task.requeue("7")
+    assert cluster.calls("squeue") == ["squeue --noheader --jobs=7 --format=%T"]
+    assert ("scontrol requeue 7" in (cluster.folder / "calls.txt").read_text()) == requeues
+
+
+@pytest.fixture
+def _same_handlers() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_same_handlers")
+def test_the_other_tasks_of_a_mesh_run_the_program_alone(tmp_path, monkeypatch):
+    """They write no status: a run has one. A signal reaches the program."""
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setattr(slurm_task, "_LAST_WORDS_SECONDS", 0)
+    words = "trap 'echo got the signal; exit 75' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
+    run = make_run(tmp_path, ("sh", "-c", words))
+    run.write()
+    SlurmTask(str(run.folder))()
+    assert (run.folder / "log.1.txt").read_text() == "got the signal\n"
+    assert RunStatus.read(run.folder) is None
+    failing = make_run(tmp_path, ("sh", "-c", "exit 3"))
+    failing.write()
+    with pytest.raises(RuntimeError, match=r"task 1 ended with exit code 3: see .*log\.1\.txt"):
+        SlurmTask(str(failing.folder))()
+
+
+@pytest.mark.usefixtures("_same_handlers")
+def test_a_finished_run_is_not_run_again(tmp_path):
+    run = make_run(tmp_path, ("false",))
+    run.write()
+    make_status("finished").write(run.folder)
+    SlurmTask(str(run.folder))()
+    assert not (run.folder / "log.txt").exists()
+
+
+def test_a_task_that_is_requeued_starts_from_its_folder(tmp_path):
+    delayed = SlurmTask(str(tmp_path)).checkpoint()
+    assert pickle.loads(pickle.dumps(delayed.function)).__dict__ == SlurmTask(str(tmp_path)).__dict__
