@@ -279,11 +279,14 @@ class _Scan(Container):
             parts = self.parts(eqn, operands[: len(eqn.invars)])
             carry = list(parts.carry)
             outputs: list[list[Any]] = [[] for _ in pieces]
+            sizes = [piece.size for piece, _ in pieces]
+            # The gradient of a split is one concatenation. Those of slices would be padded to whole stacks and added.
+            stacks = [lax.split(x, sizes) for x in parts.xs]
             order = range(len(pieces))
             for number in reversed(order) if reverse else order:
                 piece, body = pieces[number]
                 consts, xs = _separate(extras[number], body.extra.sliced)
-                sliced = [lax.slice_in_dim(x, piece.start, piece.stop) for x in parts.xs]
+                sliced = [stack[number] for stack in stacks]
                 params = {**self._new_params(eqn, body), "length": piece.size}
                 params["unroll"] = min(unroll, piece.size)
                 out = jaxprs.bind(eqn, *parts.consts, *consts, *carry, *sliced, *xs, **params)

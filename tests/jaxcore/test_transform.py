@@ -341,6 +341,27 @@ def test_a_scan_slices_an_extra_input(iterations: set[int] | None, options: dict
     assert_close(jaxprs.evaluate(after.jaxpr, X, *values), expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"reverse": True}])
+def test_the_gradient_of_a_split_stack_is_concatenated(options: dict[str, Any]) -> None:
+    """The gradient of each range is a part of the stack's. None is padded to the whole stack and added."""
+    chosen = {1, 2}
+
+    def program(x: jax.Array) -> jax.Array:
+        return jnp.sum(lax.scan(lambda h, row: (jnp.sin(h) * row, None), jnp.ones(3), x, **options)[0])
+
+    def unrolled(x: jax.Array) -> jax.Array:
+        h = jnp.ones(3)
+        for i in reversed(range(4)) if options else range(4):
+            h = (jnp.cos(h) if i in chosen else jnp.sin(h)) * x[i]
+        return jnp.sum(h)
+
+    _, after = replace_sin(program, X, iterations=chosen)
+    gradient = jax.grad(lambda x: jaxprs.evaluate(after.jaxpr, x)[0])
+    counts = primitive_counts(jax.make_jaxpr(gradient)(X))
+    assert (counts["pad"], counts["concatenate"]) == (0, 1)
+    assert_close(gradient(X), jax.grad(unrolled)(X))
+
+
 def test_nested_scans_slice_an_extra_input_each() -> None:
     def program(x: jax.Array) -> Any:
         return lax.scan(
