@@ -110,6 +110,8 @@ def lock_sweep(out: Path) -> Iterator[None]:
     except BlockingIOError:
         os.close(descriptor)
         raise SweepBusy(f"another process runs the sweep in {out}: wait for it, or stop it") from None
+    except OSError:  # a file system without locks: two sweeps at a time cannot be told
+        pass
     try:
         yield
     finally:
@@ -128,18 +130,20 @@ class Engine:
         """Runs everything that is waiting. Returns when all runs have ended, or after an interrupt."""
         with self._catch_signals():
             self._adopt_active()
-            while not self._signals and self._early_failures < _MOST_EARLY_FAILURES:
-                self._watch()
-                self._start_waiting()
-                if not self._select("running"):
-                    break
+            self._start_waiting()
+            while self._select("running") and not self._must_stop():
                 self._display.refresh()
                 time.sleep(_POLL_SECONDS)
-            if self._signals or self._early_failures >= _MOST_EARLY_FAILURES:
-                self._stop_all()
+                self._watch()
+                if not self._must_stop():
+                    self._start_waiting()
+            self._stop_all()
         if self._signals:
             return SweepResult(runs=self._tracked, stopped="interrupted")
         return SweepResult(runs=self._tracked, stopped="early failures" if self._select("waiting") else "")
+
+    def _must_stop(self) -> bool:
+        return bool(self._signals) or self._early_failures >= _MOST_EARLY_FAILURES
 
     def _select(self, progress: Progress) -> list[TrackedRun]:
         return [run for run in self._tracked if run.progress == progress]

@@ -56,6 +56,8 @@ def is_locked(folder: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError:  # a file system without locks: only the processes of this sweep are known
+        return False
     finally:
         os.close(descriptor)
     return False

@@ -6,6 +6,7 @@ A line is a JSON object. A line with `step` and `loss` is a training step; a lin
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from policyc.language.files import atomic_write
 
 Row = dict[str, Any]
 
+_LOSSES = ("loss", "val_loss", "learning/loss")
 _TAIL_BYTES = 65_536  # many lines, so that validations and a broken last line do not hide the last step
 
 
@@ -74,12 +76,12 @@ def parse_rows(lines: list[bytes]) -> Iterator[Row]:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int | float) and _has_numbers(row):
-            yield {**row, "step": int(row["step"])}
-
-
-def _has_numbers(row: Row) -> bool:
-    return all(isinstance(row[name], int | float) for name in ("loss", "val_loss") if name in row)
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int | float):
+            continue
+        # JSON has no NaN and no infinity: null stands for both.
+        losses = {name: math.nan if row[name] is None else row[name] for name in _LOSSES if name in row}
+        if all(isinstance(loss, int | float) for loss in losses.values()):
+            yield {**row, **losses, "step": int(row["step"])}
 
 
 def last_row(path: Path) -> Row | None:

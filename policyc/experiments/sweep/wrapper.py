@@ -50,6 +50,8 @@ def main() -> int:
     except BlockingIOError:
         sys.stderr.write(f"{folder}: another process runs this run\n")
         return _EXIT_BUSY
+    except OSError as error:  # a file system without locks
+        sys.stderr.write(f"warning: {folder} cannot be locked ({error}): nothing keeps a second run out\n")
     return _Wrapper(Run.read(folder), lock).run()
 
 

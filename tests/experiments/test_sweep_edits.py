@@ -1,0 +1,196 @@
+"""Edits of a policy for a sweep. The expected texts are written by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from policyc import parse
+from policyc.experiments.sweep.edits import (
+    EditedPolicy,
+    ablate,
+    add_one,
+    apply_variants,
+    make_grid,
+    parse_grid,
+    semantic_key,
+)
+from policyc.experiments.sweep.probe import PlannedPolicy
+from policyc.experiments.sweep.variants import (
+    VariantList,
+    collect_variants,
+    drop_equal_plans,
+    load_baseline,
+    policy_name,
+)
+from policyc.language.bundled import bundled_policies
+from policyc.language.formatter import format_file
+from policyc.language.loader import load, parse_with_diagnostics
+
+TWO_RECIPES = """
+recipe nv = nvfp4(rht=wgrad, rht_size=32, sr=grad)
+* -> bf16
+mlp.* -> nv
+head -> mxfp4(sr=grad)
+layers[-1] -> bf16
+after 90% { mlp.* @ fprop -> f32 }
+variant fp8 { recipe nv = fp8 }
+"""
+
+
+def recipes(edited: list[EditedPolicy]) -> dict[str, list[str]]:
+    """The recipes that each edit has: named ones, and those that rules have themselves."""
+    return {
+        e.name: [str(d.recipe) for d in e.policy.recipes]
+        + [str(r.recipe) for r in e.policy.rules if str(r.recipe) not in ("bf16", "f32", "nv")]
+        for e in edited
+    }
+
+
+def test_ablations_remove_one_option_or_one_protecting_rule() -> None:
+    edited = ablate(parse(TWO_RECIPES))
+    whole = ["nvfp4(rht=wgrad, rht_size=32, sr=grad)", "mxfp4(sr=grad)"]
+    assert recipes(edited) == {
+        "no_rht": ["nvfp4(sr=grad)", whole[1]],  # the size goes with the transform
+        "no_rht_size": ["nvfp4(rht=wgrad, sr=grad)", whole[1]],
+        "no_sr_nv": ["nvfp4(rht=wgrad, rht_size=32)", whole[1]],
+        "no_sr_rule_3": [whole[0], "mxfp4"],
+        "no_rule_4": whole,
+        "no_rule_5": whole,
+    }
+    without_tail, without_switch = edited[-2:]
+    assert [str(r) for r in without_tail.policy.rules] == [
+        "* -> bf16", "mlp.* -> nv", "head -> mxfp4(sr=grad)", "mlp.* @ fprop -> f32",
+    ]  # fmt: skip
+    assert without_switch.edit == "without rule 5: mlp.* @ fprop -> f32"
+    assert len(without_switch.policy.rules) == 4
+    assert all(not e.policy.variants for e in edited)
+
+
+def test_add_one_starts_from_plain_recipes() -> None:
+    assert recipes(add_one(parse(TWO_RECIPES))) == {
+        "plain": ["nvfp4", "mxfp4"],
+        "plus_rht": ["nvfp4(rht=wgrad, rht_size=32)", "mxfp4"],
+        "plus_sr_nv": ["nvfp4(sr=grad)", "mxfp4"],
+        "plus_sr_rule_3": ["nvfp4", "mxfp4(sr=grad)"],
+    }
+    with pytest.raises(ValueError, match="plain already"):
+        add_one(parse("mlp.* -> fp8"))
+
+
+def test_a_grid_sets_and_removes_options() -> None:
+    policy = parse(TWO_RECIPES)
+    edited = recipes(make_grid(policy, parse_grid("nv.sr = grad, {grad,weights}; rht=none, fprop")))
+    size = "rht_size=32"
+    assert edited == {
+        "sr_grad-rht_none": ["nvfp4(sr=grad)", "mxfp4(sr=grad)"],
+        "sr_grad-rht_fprop": [f"nvfp4(rht=fprop, {size}, sr=grad)", "mxfp4(sr=grad, rht=fprop)"],
+        "sr_grad_weights-rht_none": ["nvfp4(sr={grad,weights})", "mxfp4(sr=grad)"],
+        "sr_grad_weights-rht_fprop": [
+            f"nvfp4(rht=fprop, {size}, sr={{grad,weights}})",
+            "mxfp4(sr=grad, rht=fprop)",
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ("rth=wgrad", "no recipe option 'rth'.*'rht'"),
+        ("rht", "no values"),
+        ("rht=wgrad,", "no values"),
+        ("rht=sideways", "'sideways' is no value of rht"),
+        ("nw.rht=wgrad", "no recipe 'nw': known: nv"),
+        ("grad=e4m3", "takes grad; formats that take it: fp8"),
+        (" ; ", "name options"),
+    ],
+)
+def test_a_faulty_grid_is_explained(grid: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_grid(parse(TWO_RECIPES), parse_grid(grid))
+
+
+def test_policies_that_mean_the_same_have_the_same_key() -> None:
+    one = parse("recipe a = nvfp4(sr=grad)\nmlp.* -> a")
+    assert semantic_key(one) == semantic_key(parse("mlp.* -> nvfp4(rht=none, sr=grad)  # in place"))
+    assert semantic_key(one) != semantic_key(parse("seed = 1\nmlp.* -> nvfp4(sr=grad)"))
+    assert semantic_key(one) != semantic_key(parse("mlp.* -> nvfp4"))
+
+
+def collect(text: str, names: tuple[str, ...] = ("all",), baselines: tuple[str, ...] = ()) -> VariantList:
+    policy = parse(text)
+    base = EditedPolicy(name="mine", policy=policy, edit="the policy mine")
+    return collect_variants(
+        [load_baseline(name) for name in baselines], [base], apply_variants(policy, names)
+    )
+
+
+def test_an_edit_that_changes_nothing_is_not_run() -> None:
+    listed = collect("mlp.* -> fp8\nvariant same { mlp.* -> fp8 }\nvariant e5m2 { mlp.* -> mxfp8 }")
+    assert [v.name for v in listed.variants] == [
+        "mine",
+        "same",
+        "e5m2",
+    ]  # a repeated rule is another text ...
+    planned = {"mine": "a", "same": "a", "e5m2": "b"}  # ... but the same plan
+    listed = drop_equal_plans(listed, {n: PlannedPolicy(digest=d) for n, d in planned.items()})
+    assert [v.name for v in listed.variants] == ["mine", "e5m2"]
+    assert [(o.name, o.reason) for o in listed.omitted] == [
+        ("same", "does the same to this program as 'mine'")
+    ]
+    listed = collect("recipe r = fp8\nmlp.* -> r\nvariant e5m2 { recipe r = fp8(grad=e5m2) }")
+    assert [(o.name, o.reason) for o in listed.omitted] == [("e5m2", "the same policy as 'mine'")]
+
+
+def test_a_policy_that_does_not_fit_the_program_ends_the_sweep_and_an_edit_is_left_out() -> None:
+    listed = collect("mlp.* -> fp8\nvariant a { mpl.* -> mxfp8 }", baselines=("bf16",))
+    planned = {"bf16": PlannedPolicy(digest="0"), "mine": PlannedPolicy(digest="1")}
+    fitting = drop_equal_plans(listed, planned | {"a": PlannedPolicy(error="matches nothing")})
+    assert [v.name for v in fitting.variants] == ["bf16", "mine"]
+    assert fitting.omitted[0].reason == "cannot be applied to the program: matches nothing"
+    with pytest.raises(ValueError, match=r"the baseline 'bf16' cannot be applied.*--baseline"):
+        drop_equal_plans(listed, planned | {"bf16": PlannedPolicy(error="x"), "a": PlannedPolicy()})
+
+
+def test_a_variant_with_the_name_of_a_baseline_gets_another_name() -> None:
+    listed = collect("mlp.* -> mxfp8\nvariant fp8 { mlp.* -> fp8 }", baselines=("fp8",))
+    assert [v.name for v in listed.variants] == ["fp8", "mine", "mine_fp8"]
+    assert listed.baselines == ("fp8",)
+
+
+def test_an_invalid_edit_is_not_run_and_a_risky_one_is_noted() -> None:
+    policy = parse("* -> bf16\nmlp.* -> nvfp4(sr=grad, scale2d=weights)")
+    base = EditedPolicy(name="mine", policy=policy, edit="the policy mine")
+    edits = [*make_grid(policy, parse_grid("rounding=ms_eden")), *ablate(policy)]
+    listed = collect_variants([], [base], edits)
+    assert [v.name for v in listed.variants] == ["mine", "no_sr", "no_scale2d"]
+    assert "contradictory-options" in listed.omitted[0].reason
+    (finding,) = listed.variants[1].findings
+    assert finding.startswith("nearest-rounded-gradient: ")
+    assert listed.variants[2].findings == ()
+
+
+IN_THE_FAST_LANE = ("fp8", "llama_nvfp4")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow)
+        for name in bundled_policies()
+    ],
+)
+def test_edits_of_bundled_policies_are_policies_and_all_differ(name: str) -> None:
+    policy = load(name)
+    edits = [*ablate(policy), *apply_variants(policy, ("all",))]
+    base = EditedPolicy(name=policy_name(name), policy=policy, edit=f"the policy {name}")
+    listed = collect_variants([], [base], edits)
+    assert len(listed.variants) + len(listed.omitted) == len(edits) + 1
+    assert len({v.text.partition("\n\n")[2] for v in listed.variants}) == len(listed.variants)
+    assert {o.reason.partition(" as ")[0] for o in listed.omitted} <= {"the same policy"}
+    for variant in listed.variants:
+        loaded = parse_with_diagnostics(variant.text)
+        assert not loaded.diagnostics
+        assert format_file(loaded.file) == variant.text
+        assert (
+            loaded.policy.sha256 == variant.sha256 or variant.role == "policy"
+        )  # a policy also has variants

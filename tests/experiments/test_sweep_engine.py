@@ -1,0 +1,211 @@
+"""The engine of sweeps, without processes: what is run, what is run again, what ends a sweep."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from policyc.experiments.sweep import engine
+from policyc.experiments.sweep.engine import Engine, SweepBusy, SweepResult, lock_sweep, track_runs
+from policyc.experiments.sweep.gaps import compute_gap, find_equal_seeds, trailing_loss
+from policyc.experiments.sweep.live import PlainLines, SweepView, describe_end, format_gap, print_result
+from policyc.experiments.sweep.run import Run, State
+from tests.support.sweep_runs import (
+    FakeExecutor,
+    SilentDisplay,
+    make_run,
+    read_state,
+    write_metrics,
+    write_status,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_POLL_SECONDS", 0)
+
+
+def finish(run: Run) -> tuple[State, list[float]]:
+    return "finished", [3.0, 2.0, 1.0 + run.seeds[0]]
+
+
+def run_all(runs: list[Run], executor: FakeExecutor) -> SweepResult:
+    return Engine(track_runs(runs), executor, SilentDisplay()).run()
+
+
+def test_every_run_is_run_once_and_no_more_at_a_time_than_there_are_slots(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, variant, (seed,)) for seed in (0, 1) for variant in ("bf16", "fp8")]
+    executor = FakeExecutor(finish, slots=3)
+    result = run_all(runs, executor)
+    assert executor.started == ["bf16 seed 0", "fp8 seed 0", "bf16 seed 1", "fp8 seed 1"]
+    assert executor.most_active == 3
+    assert [run.progress for run in result.runs] == ["finished"] * 4
+    assert not result.failed
+    assert not result.unfinished
+    assert result.stopped == ""
+
+
+def test_a_sweep_that_is_continued_runs_what_failed_or_was_stopped_but_not_what_finished_or_diverged(
+    tmp_path: Path,
+) -> None:
+    runs = {
+        name: make_run(tmp_path, name)
+        for name in ("finished", "failed", "preempted", "diverged", "new", "killed")
+    }
+    write_status(runs["finished"].folder, "finished")
+    write_status(runs["failed"].folder, "failed", reason="out of memory")
+    write_status(runs["preempted"].folder, "preempted")
+    write_status(runs["diverged"].folder, "failed", diverged=True)
+    write_status(runs["killed"].folder, "running")  # by a process that no longer exists
+    executor = FakeExecutor(finish)
+    result = run_all(list(runs.values()), executor)
+    assert executor.started == [f"{name} seed 0" for name in ("failed", "preempted", "new", "killed")]
+    assert [run.run.variant for run in result.failed] == ["diverged"]
+
+
+def test_a_run_whose_wrapper_was_killed_has_failed(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    result = run_all([run], FakeExecutor(lambda _: ("running", [3.0])))
+    assert read_state(run.folder) == "failed"
+    assert result.failed[0].status is not None
+    assert "killed" in result.failed[0].status.reason
+
+
+def test_runs_of_an_earlier_sweep_that_still_run_are_taken_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    executor = FakeExecutor(finish)
+    executor.start(run)
+    write_status(run.folder, "running")
+    asked = iter([True])  # it is active when the sweep asks for the first time
+    executor.is_active = lambda r: next(asked, False) or FakeExecutor.is_active(executor, r)  # type: ignore[method-assign]  # the fake is made to order
+    display = SilentDisplay()
+    result = Engine(track_runs([run]), executor, display).run()
+    assert executor.started == ["bf16 seed 0"]  # by the earlier sweep only
+    assert display.lines == ["1 runs of an earlier sweep still run: taken over"]
+    assert result.runs[0].progress == "finished"
+
+
+def test_three_runs_in_a_row_that_fail_before_their_first_step_end_the_sweep(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, f"v{n}") for n in range(5)]
+    executor = FakeExecutor(lambda _: ("failed", []))
+    result = run_all(runs, executor)
+    assert len(executor.started) == 3
+    assert result.stopped == "early failures"
+    assert len(result.failed) == 3
+    assert len(result.unfinished) == 2
+    executor = FakeExecutor(lambda _: ("failed", [3.0]))  # after a step: each may have its own reason
+    assert run_all(runs, executor).stopped == ""
+    assert len(executor.started) == 5
+
+
+def test_an_interrupt_stops_the_active_runs_and_starts_no_others(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path, f"v{n}") for n in range(4)]
+
+    def interrupt(run: Run) -> tuple[State, list[float]]:
+        if run.variant == "v0":
+            os.kill(os.getpid(), signal.SIGINT)
+            return "finished", [3.0]
+        return "preempted", [3.0]
+
+    executor = FakeExecutor(interrupt, slots=2, lasting="v1")
+    before = signal.getsignal(signal.SIGINT)
+    result = run_all(runs, executor)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert result.stopped == "interrupted"
+    assert executor.started == ["v0 seed 0", "v1 seed 0"]
+    assert executor.stopped == ["v1 seed 0"]
+    assert [run.progress for run in result.runs] == ["finished", "preempted", "waiting", "waiting"]
+
+
+def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path) -> None:
+    with lock_sweep(tmp_path), pytest.raises(SweepBusy, match="another process"), lock_sweep(tmp_path):
+        pass
+    with lock_sweep(tmp_path):
+        pass
+
+
+# ---- numbers and texts
+
+
+def tracked_pair(tmp_path: Path) -> list[engine.TrackedRun]:
+    """Two variants and two seeds, with 20 steps; the second seed of fp8 has only 12."""
+    for variant, seed, shift, steps in (
+        ("bf16", 0, 0, 20),
+        ("bf16", 1, 0.5, 20),
+        ("fp8", 0, 0.25, 20),
+        ("fp8", 1, 0.5625, 12),
+    ):
+        write_metrics(tmp_path / variant / f"seed{seed}", [4 / step + shift for step in range(1, steps + 1)])
+        write_status(
+            tmp_path / variant / f"seed{seed}",
+            "finished" if steps == 20 else "failed",
+            reason="r",
+            seconds=2.0,
+        )
+    runs = track_runs([make_run(tmp_path, v, (s,), steps=20) for s in (0, 1) for v in ("bf16", "fp8")])
+    runs[3].progress = "failed"
+    return runs  # fmt: skip
+
+
+def test_gaps_are_paired_by_seed_and_step(tmp_path: Path) -> None:
+    runs = tracked_pair(tmp_path)
+    gap = compute_gap(runs, "fp8", "bf16")
+    assert gap is not None
+    # Seed 0: .25 at every step. Seed 1: .5625 - .5 at every step that both have, although one is further.
+    assert gap.differences == pytest.approx((0.25, 0.0625), abs=1e-12)
+    assert gap.mean == pytest.approx(0.15625, abs=1e-12)
+    # The t interval of two values: 12.7062 times half of their distance.
+    assert format_gap(gap) == f"+0.1562 ±{12.7062 * 0.09375:.4f} (2)"
+    assert compute_gap(runs, "fp8", "f32") is None
+    # The mean of 4/step over the last ten steps.
+    assert trailing_loss(runs[0].readers[0]) == pytest.approx(
+        sum(4 / s for s in range(11, 21)) / 10, rel=1e-12
+    )
+    assert math.isnan(trailing_loss(track_runs([make_run(tmp_path, "empty")])[0].readers[0]))
+
+
+def test_a_program_that_ignores_its_seed_is_found(tmp_path: Path) -> None:
+    runs = tracked_pair(tmp_path)
+    assert find_equal_seeds(runs) == []
+    write_metrics(tmp_path / "bf16" / "seed1", [4 / step for step in range(1, 11)])  # as seed 0, not as far
+    for run in runs:
+        run.update()
+    assert find_equal_seeds(runs) == ["bf16"]
+
+
+def test_the_lines_and_the_table_name_every_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    runs = tracked_pair(tmp_path)
+    (tmp_path / "fp8" / "seed1" / "log.txt").write_text("Traceback\nRuntimeError: \x1b[31mboom\n")
+    console, view = Console(width=120), SweepView(runs, ("bf16",))
+    PlainLines(console, view).end(runs[1])
+    print_result(console, SweepResult(runs=tuple(runs)), view)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0].startswith("fp8 seed 0: finished, loss ")
+    assert "gap to bf16 +0.1562" in lines[0]
+    assert lines[1] == "3 of 4 runs finished, 1 failed"
+    assert lines[2].split() == ["variant", "runs", "step", "loss", "gap", "to", "bf16"]
+    assert lines[4].startswith("fp8      1/2 1 failed")
+    assert "fp8 seed 1: failed at step 12: r" in lines
+    assert "    RuntimeError: \\x1b[31mboom" in lines
+    assert describe_end(runs[3]) == "fp8 seed 1: failed at step 12: r"
+
+
+def test_the_time_left_comes_from_the_steps_of_this_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr("policyc.experiments.sweep.live.time.monotonic", lambda: next(clock))
+    runs = track_runs([make_run(tmp_path, steps=20), make_run(tmp_path, "fp8", steps=20)])
+    view = SweepView(runs, ())
+    assert view.seconds_left() is None  # nothing is known before the first step
+    write_metrics(tmp_path / "bf16" / "seed0", [1.0] * 10)
+    runs[0].update()
+    assert view.seconds_left() == 30.0  # 10 steps in 10 s, 10 + 20 to go

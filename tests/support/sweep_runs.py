@@ -1,0 +1,88 @@
+"""Runs of sweeps without processes: an executor that writes the files of a run itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from policyc.experiments.sweep.run import METRICS_FILE, Run, RunStatus, State
+
+Behaviour = Callable[[Run], tuple[State, list[float]]]
+"""What a run does: the state in which it ends, and the losses that it has by then."""
+
+
+def write_metrics(folder: Path, losses: Sequence[float]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"step": n, "tokens": 8 * n, "loss": loss} for n, loss in enumerate(losses, start=1)]
+    (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_status(folder: Path, state: State, **values: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    status = {"state": state, "started": "2026-01-01T00:00:00+00:00", "command": ["x"], "host": "h", "pid": 1}
+    (folder / "status.json").write_text(json.dumps({**status, **values}), encoding="utf-8")
+
+
+class FakeExecutor:
+    """Ends every run one poll after it was started, as `behave` says. Runs of `lasting` end when they are stopped."""
+
+    def __init__(self, behave: Behaviour, slots: int = 1, lasting: str = "") -> None:
+        self._lasting = lasting
+        self.slots = slots
+        self.started: list[str] = []
+        self.stopped: list[str] = []
+        self.most_active = 0
+        self._behave = behave
+        self._active: dict[Path, Run] = {}
+
+    def start(self, run: Run) -> None:
+        run.write()
+        self.started.append(run.name)
+        self._active[run.folder] = run
+        self.most_active = max(self.most_active, len(self._active))
+
+    def is_active(self, run: Run) -> bool:
+        if run.variant == self._lasting and run.name not in self.stopped:
+            return run.folder in self._active
+        if self._active.pop(run.folder, None) is None:
+            return False
+        state, losses = self._behave(run)
+        for folder in run.folders:
+            write_metrics(folder, losses)
+            write_status(folder, state, reason="a reason", diverged=False, seconds=1.0)
+        return False
+
+    def stop(self, runs: Sequence[Run]) -> None:
+        self.stopped += [run.name for run in runs]
+
+    def describe_left(self, runs: Sequence[Run]) -> str:
+        return ""
+
+
+class SilentDisplay:
+    """Records what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def start(self, run: object) -> None: ...
+
+    def end(self, run: object) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def make_run(out: Path, variant: str = "bf16", seeds: tuple[int, ...] = (0,), steps: int | None = 3) -> Run:
+    folders = tuple(out / variant / f"seed{seed}" for seed in seeds)
+    return Run(
+        variant=variant, seeds=seeds, folders=folders, command=("true",), environment={}, cwd=out, steps=steps
+    )
+
+
+def read_state(folder: Path) -> str:
+    status = RunStatus.read(folder)
+    return "none" if status is None else status.state
