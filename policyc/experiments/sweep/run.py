@@ -138,5 +138,5 @@ def tail_lines(path: Path, count: int, most_bytes: int = 16_384) -> list[str]:
     except FileNotFoundError:
         return []
     # A progress bar writes many states of one line, separated by carriage returns.
-    lines = (line.rstrip().rsplit("\r", 1)[-1] for line in text.splitlines())
+    lines = (line.rstrip().rsplit("\r", 1)[-1] for line in text.split("\n"))
     return [line for line in lines if line.strip()][-count:]

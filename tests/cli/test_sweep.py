@@ -1,0 +1,221 @@
+"""`policyc sweep` and `policyc parity`: what they print, refuse, run and continue."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from policyc.experiments.sweep import engine, executor
+from policyc.experiments.sweep.run import Run, RunStatus, State
+from tests.support.command import ROOT, policyc
+from tests.support.sweep_runs import FakeExecutor
+
+POLICY = """
+recipe q = mxfp4(rht=wgrad, sr=grad)
+mlp.* -> q
+variant plain { recipe q = mxfp4 }
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my.policy").write_text(POLICY)
+    (tmp_path / "train.py").write_text("pass")
+    return tmp_path
+
+
+def test_a_dry_run_prints_the_runs_and_the_edits_as_diffs(folder: Path) -> None:
+    words = (
+        "my.policy",
+        "--ablate",
+        "--seeds",
+        "2",
+        "--steps",
+        "8",
+        "--no-plan",
+        "--dry-run",
+        "train.py",
+        "{seed}",
+    )
+    result = policyc("sweep", *words, cwd=folder)
+    assert result.code == 0
+    assert not (folder / "sweeps").exists()
+    assert "-recipe q = mxfp4(rht=wgrad, sr=grad)\n+recipe q = mxfp4(sr=grad)\n" in result.out
+    assert "10 runs: 5 policies x 2 seeds, 8 steps each" in result.out
+    assert re.search(
+        r"no_sr: seeds 0 \(waiting\), 1 \(waiting\)\n .* apply \S+/no_sr/policy.policy train.py 0\n",
+        result.out,
+    )
+    assert "no_sr: nearest-rounded-gradient" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("my.policy", "name a program, or a configuration with --config"),
+        ("my.policy --variants nope train.py", "no variant named 'nope'"),
+        ("my.policy --grid rth=wgrad train.py", "did you mean 'rht'"),
+        ("my.policy --seeds-per-process 2 train.py", "only the bundled trainer"),
+        ("my.policy --margin wide train.py", "'wide' is not a margin"),
+        ("my.policy --baseline bf17 train.py", "did you mean 'bf16'"),
+        ("my.policy --config tiny --seed 3", "--seed is set by the sweep"),
+        ("my.policy --config tiny --bach 3", "unrecognized arguments: --bach"),
+        ("my.policy nope.py", "no such script"),
+    ],
+)
+def test_wrong_usage_is_explained(
+    folder: Path, words: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = policyc("sweep", "--no-plan", *words.split(), cwd=folder)
+    assert result.code in (1, 2)
+    assert message in result.err + capfd.readouterr().err
+
+
+def test_options_of_the_trainer_may_stand_anywhere(tmp_path: Path) -> None:
+    words = ("--no-plan", "--dry-run", "--seeds", "1", "--baseline", "none")
+    result = policyc(
+        "sweep", "fp8", "--config", "tiny", "--batch", "4", *words, "--layers", "2", cwd=tmp_path
+    )
+    assert "--keep 1 --batch 4 --layers 2" in result.out
+    result = policyc(
+        "parity", "tiny", "--batch", "4", *words, "--policies", "fp8,mxfp8", "--steps", "7", cwd=tmp_path
+    )
+    assert "2 runs: 2 policies x 1 seeds, 7 steps each" in result.out
+    assert "--config tiny --steps 7 --seed 0" in result.out
+    assert "--keep 1 --batch 4" in result.out
+
+
+def test_parity_compares_the_policies_of_the_playbook(folder: Path) -> None:
+    result = policyc("parity", "--no-plan", "--dry-run", "train.py", "--seeds", cwd=folder)
+    named = re.findall(r"^(\w+): seeds", result.out, re.MULTILINE)
+    assert named == ["bf16", "fp8", "te_nvfp4", "te_nvfp4_no_rht", "llama_nvfp4"]
+    assert "25 runs" in result.out  # what follows the program belongs to the program
+
+
+def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    broken = {"my seed 1"}
+
+    def behave(run: Run) -> tuple[State, list[float]]:
+        (run.folder / "log.txt").write_text("the end of the log\n")
+        return ("failed", [2.0]) if run.name in broken else ("finished", [3.0, 2.0 + run.seeds[0]])
+
+    class Executor(FakeExecutor):
+        def __init__(self, jobs: int, groups: object) -> None:
+            super().__init__(behave, jobs)
+            self.started = started
+
+    monkeypatch.setattr(executor, "LocalExecutor", Executor)
+    monkeypatch.setattr(engine, "_POLL_SECONDS", 0)
+    words = (
+        "sweep",
+        "my.policy",
+        "--baseline",
+        "bf16",
+        "--seeds",
+        "2",
+        "--steps",
+        "2",
+        "--no-plan",
+        "train.py",
+    )
+    first = policyc(*words, cwd=folder)
+    assert first.code == 1
+    assert "my seed 1: failed at step 1: a reason" in first.out
+    assert "    the end of the log" in first.out
+    assert "the same command runs failed runs again" in first.err
+    assert started == ["bf16 seed 0", "my seed 0", "bf16 seed 1", "my seed 1"]
+
+    started.clear()
+    broken.clear()
+    second = policyc(*words, cwd=folder)
+    assert second.code == 0
+    assert started == ["my seed 1"]
+    assert f"policyc report {folder / 'sweeps' / 'my'}" in second.out
+
+    third = policyc(*words[:-3], "3", "--no-plan", "train.py", cwd=folder)
+    assert third.code == 2
+    assert "holds another sweep" in third.err
+
+
+# ---- real runs
+
+
+def start_sweep(*words: str, cwd: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "policyc", "sweep", *words]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_of_the_bundled_trainer_is_continued(tmp_path: Path) -> None:
+    """Kills the sweep and leaves its run alone; then continues, and compares with a run that nobody disturbed."""
+    small = "--steps 6 --layers 1 --width 32 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --batch 2 --sequence 16"
+    words = [
+        "mxfp8",
+        "--config",
+        "tiny",
+        "--baseline",
+        "bf16",
+        "--seeds",
+        "1",
+        "--out",
+        "out",
+        *small.split(),
+    ]
+    sweep = start_sweep(*words, cwd=tmp_path)
+    status = tmp_path / "out" / "bf16" / "seed0" / "status.json"
+    deadline = time.monotonic() + 240
+    while not status.exists():
+        assert time.monotonic() < deadline
+        assert sweep.poll() is None
+        time.sleep(0.1)
+    os.kill(sweep.pid, signal.SIGKILL)
+    sweep.communicate()
+    second = start_sweep(*words, cwd=tmp_path)
+    out, _ = second.communicate(timeout=400)
+    assert second.returncode == 0, out
+    assert "taken over" in out
+    assert "2 of 2 runs finished" in out
+    assert "bf16 seed 0: started" not in out
+    run = RunStatus.read(status.parent)
+    assert run is not None
+    assert run.attempt == 1
+    third = start_sweep(*words, cwd=tmp_path)
+    out, _ = third.communicate(timeout=200)
+    assert (third.returncode, "started" in out) == (0, False)
+    rows = [json.loads(line) for line in (status.parent / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_the_program_in_the_documentation_is_swept(tmp_path: Path) -> None:
+    document = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "my.policy").write_text("mlp.* -> mxfp4(sr=grad)\nvariant same { mlp.* -> mxfp4(sr=grad) }\n")
+    words = "my.policy --variants all --ablate --baseline bf16 --steps 12 --seeds 2 --jobs 2 train.py"
+    sweep = start_sweep(*words.split(), cwd=tmp_path)
+    out, _ = sweep.communicate(timeout=400)
+    assert sweep.returncode == 0, out
+    assert "same (variant same) is not run: does the same to this program as 'my'" in out
+    assert "6 of 6 runs finished" in out
+    losses = {}
+    for variant in ("bf16", "my", "no_sr"):
+        for seed in (0, 1):
+            lines = (tmp_path / "sweeps" / "my" / variant / f"seed{seed}" / "metrics.jsonl").read_text()
+            losses[variant, seed] = [json.loads(line)["loss"] for line in lines.splitlines()]
+    assert all(len(values) == 12 for values in losses.values())
+    assert len({tuple(values) for values in losses.values()}) == 6
+    # The same weights and data in all variants: the forward products of the first step are equal in my and no_sr.
+    assert losses["my", 0][0] == losses["no_sr", 0][0] != losses["my", 1][0]

@@ -1,0 +1,348 @@
+"""Runs of a sweep: their files, how their end is judged, the processes, and what a folder refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from policyc.experiments.sweep.edits import EditedPolicy
+from policyc.experiments.sweep.executor import LocalExecutor, is_locked
+from policyc.experiments.sweep.gpus import find_gpus, group_gpus
+from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, open_sweep
+from policyc.experiments.sweep.metrics import MetricsReader, convert_metrics, last_row, parse_metrics_source
+from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram, make_runs
+from policyc.experiments.sweep.run import Run, RunStatus, tail_lines
+from policyc.experiments.sweep.variants import VariantList, collect_variants
+from policyc.experiments.sweep.wrapper import judge_end
+from policyc.language.loader import parse
+from tests.support.sweep_runs import make_run, read_state, write_metrics
+
+# ---- the end of a run
+
+
+@pytest.mark.parametrize(
+    ("code", "losses", "log", "stop", "state", "reason"),
+    [
+        (0, [3.0, 2.0, 1.0], "", None, "finished", ""),
+        (0, [3.0, 2.0], "", None, "failed", "the program ended at step 2 of 3"),
+        (0, [], "", None, "failed", "the program wrote no line with 'step' and 'loss'"),
+        (0, [3.0, float("nan")], "", None, "failed", "diverged: the loss is nan at step 2"),
+        (1, [3.0, float("inf")], "", None, "failed", "diverged: the loss is inf at step 2"),
+        (1, [3.0], "Traceback\nKeyError: 'x'\n\n", None, "failed", "exit code 1: KeyError: 'x'"),
+        (1, [3.0], "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out\nbye\n", None, "failed", "out of memory"),
+        (-9, [3.0], "", None, "failed", "killed by SIGKILL (by the system if memory ran out)"),
+        (-11, [], "", None, "failed", "killed by SIGSEGV"),
+        (130, [3.0], "", signal.SIGTERM, "preempted", "stopped by SIGTERM at step 1"),
+        (0, [3.0, 2.0, 1.0], "", signal.SIGTERM, "finished", ""),  # it was done already
+    ],
+)
+def test_how_a_run_ended(
+    tmp_path: Path, code: int, losses: list[float], log: str, stop: int | None, state: str, reason: str
+) -> None:
+    run = make_run(tmp_path)
+    write_metrics(run.folder, losses)
+    (run.folder / "log.txt").write_text(log)
+    end = judge_end(run.folder, run, code, stop)
+    assert end.state == state
+    assert end.reason.startswith(reason)
+    assert end.reason == reason or reason.startswith("the program wrote")
+    assert end.diverged == reason.startswith("diverged")
+
+
+# ---- metrics
+
+
+def test_a_reader_follows_a_file_that_grows_and_starts_again_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = MetricsReader(path)
+    reader.update()
+    assert reader.step == 0
+    path.write_text('{"step": 1, "loss": 3.5}\n{"step": 1, "val_loss": 4}\n{"step": 2, "lo')
+    reader.update()
+    assert (reader.losses, reader.validations, reader.step) == ({1: 3.5}, {1: 4}, 1)
+    with path.open("a") as stream:
+        stream.write('ss": 2.5}\nnot json\n["step"]\n{"step": 3, "loss": null}\n')
+    reader.update()
+    assert list(reader.losses) == [1, 2, 3]
+    assert reader.losses[3] != reader.losses[3]  # null is not finite
+    other = tmp_path / "other"
+    other.write_text('{"step": 1, "loss": 3.5}\n')
+    other.replace(path)  # as the bundled trainer does when it resumes
+    reader.update()
+    assert reader.losses == {1: 3.5}
+    assert last_row(path) == {"step": 1, "loss": 3.5}
+    path.write_text("")
+    assert last_row(path) is None
+
+
+def maxtext_line(step: int, loss: float, weights: float = 16.0) -> str:
+    return json.dumps(
+        {
+            "learning/loss": loss,
+            "learning/total_weights": weights,
+            "learning/grad_norm": 0.5,
+            "perf/step_time_seconds": 2.0,
+            "perf/per_device_tokens_per_sec": 8.0,
+            "step": float(step),
+            "run_name": "x",
+        }
+    )
+
+
+def test_the_metrics_file_of_maxtext_is_converted(tmp_path: Path) -> None:
+    source, target = tmp_path / "metrics.txt", tmp_path / "metrics.jsonl"
+    convert_metrics(f"maxtext={source}", target)  # before MaxText has written anything
+    assert not target.exists()
+    # Steps 1 and 2 are written again after a resume.
+    lines = [maxtext_line(0, 4.0), maxtext_line(1, 9.0), maxtext_line(1, 3.0, 15), maxtext_line(2, 2.0)]
+    source.write_text("\n".join([*lines, '{"step": 3.0, "learn']))
+    convert_metrics(f"maxtext={source}", target)
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [(row["step"], row["tokens"], row["loss"]) for row in rows] == [
+        (1, 16, 4.0),
+        (2, 31, 3.0),
+        (3, 47, 2.0),
+    ]
+    assert rows[0] == {"step": 1, "tokens": 16, "loss": 4.0, "grad_norm": 0.5, "step_seconds": 2.0,
+                       "tokens_per_second_per_device": 8.0}  # fmt: skip
+    source.write_text(maxtext_line(5, 1.0) + "\n")
+    with pytest.raises(ValueError, match="eval_interval=-1"):
+        convert_metrics(f"maxtext={source}", target)
+    with pytest.raises(ValueError, match="kinds: maxtext"):
+        parse_metrics_source("levanter=x")
+
+
+def test_the_last_lines_of_a_log_are_those_that_a_terminal_would_show(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    assert tail_lines(log, 3) == []
+    log.write_bytes(b"a\n" * 9000 + b"1 %\r50 %\r100 %\n\n \nlast \xff\n")
+    assert tail_lines(log, 3) == ["a", "100 %", "last \ufffd"]
+
+
+# ---- programs and commands
+
+
+def test_a_run_of_the_bundled_trainer(tmp_path: Path) -> None:
+    program = SweepProgram(words=("--batch", "2"), config="tiny", steps=7, apply=ApplyOptions(stats_every=5))
+    program.check()
+    run = program.make_run("fp8", (3,), tmp_path)
+    assert run.folder == tmp_path / "fp8" / "seed3"
+    words = run.command
+    assert words[:7] == (sys.executable, "-m", "policyc", "apply", str(tmp_path / "fp8" / "policy.policy"),
+                         "--stats-every", "5")  # fmt: skip
+    assert words[8:] == ("--config", "tiny", "--steps", "7", "--seed", "3", "--out", str(run.folder), "--keep", "1",
+                         "--batch", "2")  # fmt: skip
+    assert replace(program, steps=None).total_steps == 200  # that of the configuration
+
+
+def test_several_seeds_in_one_process(tmp_path: Path) -> None:
+    program = SweepProgram(words=("--keep", "2"), config="tiny", seeds_per_process=2)
+    runs = make_runs(program, ["bf16", "fp8"], [0, 1, 2], tmp_path)
+    assert [run.name for run in runs] == ["bf16 seeds 0, 1", "fp8 seeds 0, 1", "bf16 seed 2", "fp8 seed 2"]
+    assert runs[0].folders == (tmp_path / "bf16" / "seed0", tmp_path / "bf16" / "seed1")
+    assert runs[0].command[-6:] == ("--seeds", "0,1", "--out", str(tmp_path / "bf16"), "--keep", "2")
+
+
+def test_a_program_gets_its_seed_steps_and_folder(tmp_path: Path) -> None:
+    words = ("train.py", "--seed={seed}", "--out", "{out}/x", "{variant}", "{steps}", "{other}")
+    program = SweepProgram(words=words, steps=9, metrics_source="maxtext={out}/m.txt")
+    run = program.make_run("no_rht", (4,), tmp_path)
+    folder = str(tmp_path / "no_rht" / "seed4")
+    assert run.command[5:] == ("train.py", "--seed=4", "--out", f"{folder}/x", "no_rht", "9", "{other}")
+    assert run.environment == {
+        "POLICYC_SEED": "4", "POLICYC_STEPS": "9", "POLICYC_RUN_DIR": folder, "POLICYC_VARIANT": "no_rht",
+    }  # fmt: skip
+    assert run.metrics_source == f"maxtext={folder}/m.txt"
+    run.write({"CUDA_VISIBLE_DEVICES": "1"})
+    read = Run.read(run.folder)
+    assert read == replace(run, environment={**run.environment, "CUDA_VISIBLE_DEVICES": "1"})
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (SweepProgram(words=("train.py",), seeds_per_process=2), "only the bundled trainer"),
+        (SweepProgram(words=("train.py", "{steps}")), "give --steps"),
+        (SweepProgram(words=(), config="tinny"), "no configuration 'tinny'"),
+        (SweepProgram(words=("--seed=3",), config="tiny"), "--seed is set by the sweep"),
+        (SweepProgram(words=("train.py",), metrics_source="x"), "KIND=PATH"),
+    ],
+)
+def test_what_cannot_be_swept_is_explained(program: SweepProgram, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        program.check()
+
+
+# ---- GPUs
+
+
+def test_the_gpus_of_runs() -> None:
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "2, 5"}) == ("2", "5")
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}) == ()
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cuda,cpu"}) == ("0",)
+    assert group_gpus(("0", "1", "2", "3", "4"), 2) == ("0,1", "2,3")
+    assert group_gpus((), 2) == ()
+    with pytest.raises(ValueError, match="this machine has 1"):
+        group_gpus(("0",), 2)
+
+
+class StubProcess:
+    def poll(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("jobs", "gpus", "fraction"), [(2, ["0", "1"], [None, None]), (4, ["0", "1", "0", "1"], ["0.450"] * 4)]
+)
+def test_runs_are_spread_over_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, gpus: list[str], fraction: list[str | None]
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: StubProcess())
+    executor = LocalExecutor(jobs, ("0", "1"))
+    runs = [make_run(tmp_path, f"v{n}") for n in range(jobs)]
+    for run in runs:
+        executor.start(run)
+    environments = [Run.read(run.folder).environment for run in runs]
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in environments] == gpus
+    assert [e.get("XLA_PYTHON_CLIENT_MEM_FRACTION") for e in environments] == fraction
+
+
+# ---- processes
+
+
+PROGRAM = """
+import json, os, signal, sys, time
+folder = os.environ["POLICYC_RUN_DIR"]
+print("seed", os.environ["POLICYC_SEED"], flush=True)
+path = os.path.join(folder, "metrics.jsonl")
+before = sum(1 for _ in open(path)) if os.path.exists(path) else 0
+with open(path, "a", buffering=1) as metrics:
+    for step in range(before + 1, 4):
+        metrics.write(json.dumps({"step": step, "loss": 1 / step}) + "\\n")
+        if step == 2 and not before:
+            time.sleep(60)
+"""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_is_stopped_killed_and_continued(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    environment = {"POLICYC_RUN_DIR": str(run.folder), "POLICYC_SEED": "0", "POLICYC_STOP_GRACE": "20"}
+    run = replace(run, command=(sys.executable, "-c", PROGRAM), environment=environment)
+    executor = LocalExecutor(1)
+    assert not executor.is_active(run)
+
+    def reaches_step_2() -> bool:
+        row = last_row(run.folder / "metrics.jsonl")
+        return row is not None and row["step"] == 2
+
+    executor.start(run)
+    wait_until(reaches_step_2)
+    assert LocalExecutor(1).is_active(run)  # another sweep sees it too
+    assert read_state(run.folder) == "running"
+    LocalExecutor(1).stop([run])  # the sweep that started it need not exist
+    wait_until(lambda: not executor.is_active(run))
+    assert read_state(run.folder) == "preempted"
+
+    (run.folder / "metrics.jsonl").unlink()
+    executor.start(run)
+    wait_until(reaches_step_2)
+    status = RunStatus.read(run.folder)
+    assert status is not None
+    os.kill(status.pid, signal.SIGKILL)  # the wrapper: its program lives on, and holds the lock
+    executor.is_active(run)
+    assert is_locked(run.folder)
+    (child,) = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _runs_in(pid, run.folder)]
+    os.kill(child, signal.SIGKILL)
+    wait_until(lambda: not executor.is_active(run))
+    assert read_state(run.folder) == "running"  # nobody was left to change it; the engine does
+
+    executor.start(run)
+    wait_until(lambda: not executor.is_active(run))
+    status = RunStatus.read(run.folder)
+    assert status is not None
+    assert (status.state, status.attempt, status.exit) == ("finished", 3, 0)
+    assert "--- attempt 3" in (run.folder / "log.txt").read_text()
+
+
+def _runs_in(pid: str, folder: Path) -> bool:
+    """Does this process have the folder of a run in its environment?"""
+    try:
+        return f"POLICYC_RUN_DIR={folder}".encode() in Path("/proc", pid, "environ").read_bytes()
+    except OSError:
+        return False
+
+
+# ---- the folder of a sweep
+
+
+def design(
+    text: str = "mlp.* -> fp8", seeds: tuple[int, ...] = (0, 1), margin: str = "0.5%", **program: object
+) -> SweepDesign:
+    base = EditedPolicy(name="mine", policy=parse(text), edit="the policy mine")
+    listed: VariantList = collect_variants([], [base], [])
+    values = {"words": ("--batch", "2"), "config": "tiny", "steps": 5} | program
+    return SweepDesign(program=SweepProgram(**values), policies=listed, seeds=seeds, margin=margin)  # type: ignore[arg-type]  # the values are those of the fields
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (design(steps=6), "its program is .*steps=5.*, not .*steps=6"),
+        (design(words=()), "words=--batch 2"),
+        (design(seeds=(0,)), "it also has the seeds 1"),
+        (design(margin="1%"), "its margin is 0.5%, not 1%"),
+        (design("mlp.* -> mxfp8"), "the policy 'mine' was another one"),
+    ],
+)
+def test_a_changed_sweep_in_the_same_folder_is_refused(
+    tmp_path: Path, changed: SweepDesign, message: str
+) -> None:
+    open_sweep(tmp_path, design())
+    with pytest.raises(ChangedSweep, match=message) as refusal:
+        open_sweep(tmp_path, changed)
+    assert "Choose another --out" in str(refusal.value)
+    assert open_sweep(tmp_path, design()) == []  # the first one continues
+
+
+def test_a_sweep_may_grow(tmp_path: Path) -> None:
+    open_sweep(tmp_path, design())
+    assert open_sweep(tmp_path, design(seeds=(0, 1, 2))) == []
+    manifest = json.loads((tmp_path / "sweep.json").read_text())
+    assert manifest["seeds"] == [0, 1, 2]
+    assert manifest["variants"][0]["policy_file"] == "mine/policy.policy"
+    assert (tmp_path / "mine" / "policy.policy").read_text() == "# the policy mine\n\nmlp.* -> fp8\n"
+
+
+def test_a_script_that_changed_is_noted(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("1")
+    sweep = design(words=(str(script),), config=None)
+    out = tmp_path / "out"
+    out.mkdir()
+    open_sweep(out, sweep)
+    assert open_sweep(out, sweep) == []
+    script.write_text("2")
+    (note,) = open_sweep(out, sweep)
+    assert "has changed since this sweep began" in note
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ChangedSweep, match="is not empty"):
+        open_sweep(tmp_path, design())
