@@ -158,7 +158,7 @@ def run_sweep(
     from policyc.experiments.sweep.programs import make_runs
 
     out = out.absolute()
-    design = _design_sweep(policies, edits, _make_program(program, config, options), options, out)
+    design = _design_sweep(policies, edits, _make_program(program, config, options), options)
     names = [variant.name for variant in design.policies.variants]
     tracked = track_runs(make_runs(design.program, names, design.seeds, out))
     _print_omitted(design.policies)
@@ -211,7 +211,6 @@ def _design_sweep(
     edits: Sequence[EditedPolicy],
     program: SweepProgram,
     options: SweepOptions,
-    out: Path,
 ) -> SweepDesign:
     """Which policies run, after those that mean the same have been dropped. Exits if one cannot be used."""
     from policyc.experiments.statistics import parse_margin
@@ -227,7 +226,7 @@ def _design_sweep(
         listed = collect_variants([load_baseline(name) for name in names], policies, edits)
         if not options.no_plan:
             texts = {variant.name: variant.text for variant in listed.variants}
-            listed = drop_equal_plans(listed, plan_policies(program, seeds[0], out, texts))
+            listed = drop_equal_plans(listed, plan_policies(program, seeds[0], texts))
     except PolicyError as error:
         exit_with_diagnostics(error)
     except ProbeFailed as error:

@@ -16,6 +16,7 @@ import pytest
 from policyc.experiments.sweep import engine, executor
 from policyc.experiments.sweep.run import Run, RunStatus, State
 from tests.support.command import ROOT, policyc
+from tests.support.quick_options import quick_environment
 from tests.support.sweep_runs import FakeExecutor
 
 POLICY = """
@@ -150,7 +151,7 @@ def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest
 
 
 def start_sweep(*words: str, cwd: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, **quick_environment(), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "policyc", "sweep", *words]
     return subprocess.Popen(
         command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -159,26 +160,16 @@ def start_sweep(*words: str, cwd: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_a_killed_sweep_of_the_bundled_trainer_is_continued(tmp_path: Path) -> None:
-    """Kills the sweep and leaves its run alone; then continues, and compares with a run that nobody disturbed."""
+    """Kills the sweep and leaves its run alone; then continues."""
     small = "--steps 6 --layers 1 --width 32 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --batch 2 --sequence 16"
-    words = [
-        "mxfp8",
-        "--config",
-        "tiny",
-        "--baseline",
-        "bf16",
-        "--seeds",
-        "1",
-        "--out",
-        "out",
-        *small.split(),
-    ]
+    words = ["mxfp8", "--no-plan", "--config", "tiny", "--baseline", "bf16", "--seeds", "1", "--out", "out"]
+    words += small.split()
     sweep = start_sweep(*words, cwd=tmp_path)
     status = tmp_path / "out" / "bf16" / "seed0" / "status.json"
     deadline = time.monotonic() + 240
     while not status.exists():
         assert time.monotonic() < deadline
-        assert sweep.poll() is None
+        assert sweep.poll() is None, sweep.communicate()[0]
         time.sleep(0.1)
     os.kill(sweep.pid, signal.SIGKILL)
     sweep.communicate()
@@ -204,18 +195,18 @@ def test_the_program_in_the_documentation_is_swept(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "my.policy").write_text("mlp.* -> mxfp4(sr=grad)\nvariant same { mlp.* -> mxfp4(sr=grad) }\n")
-    words = "my.policy --variants all --ablate --baseline bf16 --steps 12 --seeds 2 --jobs 2 train.py"
+    words = "my.policy --variants all --ablate --baseline none --steps 12 --seeds 2 --jobs 2 train.py"
     sweep = start_sweep(*words.split(), cwd=tmp_path)
     out, _ = sweep.communicate(timeout=400)
     assert sweep.returncode == 0, out
     assert "same (variant same) is not run: does the same to this program as 'my'" in out
-    assert "6 of 6 runs finished" in out
+    assert "4 of 4 runs finished" in out
     losses = {}
-    for variant in ("bf16", "my", "no_sr"):
+    for variant in ("my", "no_sr"):
         for seed in (0, 1):
             lines = (tmp_path / "sweeps" / "my" / variant / f"seed{seed}" / "metrics.jsonl").read_text()
             losses[variant, seed] = [json.loads(line)["loss"] for line in lines.splitlines()]
     assert all(len(values) == 12 for values in losses.values())
-    assert len({tuple(values) for values in losses.values()}) == 6
+    assert len({tuple(values) for values in losses.values()}) == 4
     # The same weights and data in all variants: the forward products of the first step are equal in my and no_sr.
     assert losses["my", 0][0] == losses["no_sr", 0][0] != losses["my", 1][0]

@@ -43,14 +43,16 @@ class PlannedPolicy:
     error: str = ""
 
 
-def plan_policies(
-    program: SweepProgram, seed: int, out: Path, texts: Mapping[str, str]
-) -> dict[str, PlannedPolicy]:
-    """Plans policies, given by name and text, for a program in another process. Raises ProbeFailed."""
-    run = program.make_run(next(iter(texts)), (seed,), out)
-    words = program.program_words(run.environment, run.seeds, run.folders)
+def plan_policies(program: SweepProgram, seed: int, texts: Mapping[str, str]) -> dict[str, PlannedPolicy]:
+    """Plans policies, given by name and text, for a program in another process. Raises ProbeFailed.
+
+    The program gets a temporary folder for its results: that of a run may hold some already.
+    """
     with tempfile.TemporaryDirectory(prefix="policyc-probe-") as name:
         folder = Path(name)
+        run = program.make_run("probe", (seed,), folder)
+        run.folder.mkdir(parents=True)
+        words = program.program_words(run.environment, run.seeds, run.folders)
         request = {"program": words, "apply": asdict(program.apply), "policies": dict(texts)}
         (folder / _REQUEST_FILE).write_text(json.dumps(request), encoding="utf-8")
         with (folder / _LOG_FILE).open("wb") as log:
