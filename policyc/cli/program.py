@@ -179,7 +179,8 @@ class _PlanPrinter:
 
 def _write_report(folder: Path) -> None:
     """Writes the report of a run. A run that recorded nothing has none."""
-    from policyc.experiments.run_report import UnreadableRun, write_report
+    from policyc.experiments.report.output import write_report
+    from policyc.experiments.report.sweeps import UnreadableRun
     from policyc.language.diagnostics import escape_controls
 
     try:

@@ -1,43 +1,115 @@
-"""`policyc report`: writes one HTML page about one or more training runs."""
+"""`policyc report`: writes a page about runs or a sweep: curves, verdicts, speed, numerics, settings."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message
 
+if TYPE_CHECKING:
+    from policyc.experiments.report.build import ReportOptions
+
 
 @click.command(
     cls=ExampleCommand,
     examples="""
-    policyc report runs/tiny                                   write runs/tiny/report.html
-    policyc report runs/tiny runs/tiny-2fd0a1c4 --out a.html   compare two runs
+    policyc report runs/tiny                              write runs/tiny/report.html
+    policyc report sweeps/nvfp4                           a sweep, also while it runs
+    policyc report runs/bf16 runs/fp8 --baseline bf16     compare runs: write comparison.html
+    policyc report sweeps/nvfp4 --markdown                print the verdicts and tables
+    policyc report sweeps/nvfp4 --svg gap.svg             draw the gaps over predicted speed-ups
     """,
 )
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, allow_dash=True),
-    show_default="report.html in the first run's folder",
+    show_default="report.html in the folder; comparison.html here for several folders",
     help="File to write; '-' is standard output.",
 )
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-def report(out: str | None, runs: tuple[str, ...]) -> None:
-    """Write an HTML report of training runs.
+@click.option("--html", "kind", flag_value="html", default="html", help="Write a page (the default).")
+@click.option("--markdown", "kind", flag_value="markdown", help="Print the tables as Markdown.")
+@click.option("--json", "kind", flag_value="json", help="Print everything as JSON.")
+@click.option("--baseline", metavar="NAME,...", help="Compare with these variants instead of the sweep's.")
+@click.option("--margin", metavar="NATS|PERCENT", help="Margin of parity, instead of the sweep's.")
+@click.option("--svg", metavar="FILE", help="Also draw the gaps over predicted speed-ups. Needs matplotlib.")
+@click.option(
+    "--config",
+    metavar="NAME",
+    show_default="llama3_8b with --svg, else no prediction",
+    help="Predict the speed-up of each policy for this configuration of the bundled Llama.",
+)
+@click.option("--target", metavar="GPU", default="gb200", show_default=True, help="GPU of the prediction.")
+@click.option(
+    "--devices",
+    metavar="N",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="GPUs of the prediction.",
+)
+@click.argument("folders", nargs=-1, required=True, metavar="DIR...")
+def report(folders: tuple[str, ...], **options: Any) -> None:
+    """Write a report of runs or of a sweep.
 
-    The page shows loss, speed, quantization error and the plan. It is one file that loads nothing else. RUN is a
-    folder with metrics.jsonl. Runs under a policy also have stats.jsonl and plan.json.
+    DIR is a sweep, or a folder with metrics.jsonl of any program. The page has curves with seed bands, gaps to the
+    baselines with intervals, a verdict on each variant, speed, memory, quantization error, policies, settings and
+    commands. It is one file that loads nothing else. A run that failed or has not ended is shown as such.
     """
-    from policyc.experiments.run_report import UnreadableRun, write_report
-    from policyc.language.diagnostics import escape_controls
-    from policyc.language.files import is_standard_output
-
-    def warn(problem: str) -> None:
-        click.echo(f"policyc: warning: {escape_controls(problem)}", err=True)
+    from policyc.experiments.report.sweeps import UnreadableRun
+    from policyc.language.diagnostics import PolicyError
 
     try:
-        path = write_report([Path(run) for run in runs], None if out is None else Path(out), warn)
-        click.echo(escape_controls(str(path)), err=out is not None and is_standard_output(out))
+        _write(_ReportCommand(**options), [Path(folder) for folder in folders])
     except UnreadableRun as error:
         exit_with_message(str(error), EXIT_USAGE)
+    except (PolicyError, ValueError) as error:
+        exit_with_message(str(error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReportCommand:
+    """The options of the command."""
+
+    out: str | None
+    kind: str
+    baseline: str | None
+    margin: str | None
+    svg: str | None
+    config: str | None
+    target: str
+    devices: int
+
+    def report_options(self) -> ReportOptions:
+        from policyc.experiments.report.build import PredictedStep, ReportOptions
+
+        step = None
+        if self.svg or self.config:
+            step = PredictedStep(
+                config=self.config or PredictedStep().config, target=self.target, devices=self.devices
+            )
+        baselines = tuple(name.strip() for name in (self.baseline or "").split(",") if name.strip())
+        return ReportOptions(baselines=baselines, margin=self.margin, step=step)
+
+
+def _write(command: _ReportCommand, folders: list[Path]) -> None:
+    from policyc.experiments.report.build import build_report
+    from policyc.experiments.report.output import choose_path, render_report, write_text
+    from policyc.language.diagnostics import escape_controls
+    from policyc.language.files import STANDARD_OUTPUT, is_standard_output
+
+    out = command.out or (None if command.kind == "html" else STANDARD_OUTPUT)
+    path = choose_path(folders, None if out is None else Path(out))
+    report = build_report(folders, command.report_options())
+    if command.svg:
+        from policyc.experiments.report.speed_chart import draw_speed_chart
+
+        write_text(Path(command.svg), draw_speed_chart(report.data))
+    write_text(path, render_report(report, command.kind))
+    for problem in report.problems:
+        click.echo(f"policyc: warning: {escape_controls(problem)}", err=True)
+    if not is_standard_output(str(path)):
+        click.echo(escape_controls(str(path)))

@@ -6,24 +6,21 @@ embedded as data, and the page shows it as text only. `dagre.min.js` is dagre 3.
 
 from __future__ import annotations
 
-import base64
-import gzip
-import json
-import re
+from functools import partial
 from html import escape
-from importlib import resources
 from typing import Any
 
 from policyc.diff.data import as_data
 from policyc.diff.model import DiffData
 from policyc.language.diagnostics import escape_controls
+from policyc.language.web_page import compress_json, embed_json, fill_template, read_asset
 
 _SCRIPTS = (
     "base.js", "cells.js", "overlays.js", "heatmap.js", "policies.js", "layers.js", "equations.js",
     "layout.js", "main.js",
 )  # fmt: skip
 _TABLES = ("linears", "graph")
-_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
+_read = partial(read_asset, "policyc.diff")
 
 
 def render_page(diff: DiffData) -> str:
@@ -42,25 +39,10 @@ def fill_page(data: dict[str, Any]) -> str:
         ),
         "style": _read("page.css"),
         "data": embed_json({key: value for key, value in data.items() if key not in _TABLES}),
-        "tables": _compress({key: data[key] for key in _TABLES}),
+        "tables": compress_json({key: data[key] for key in _TABLES}),
         "dagre_license": _read("dagre.LICENSE"),
         "dagre": _read("dagre.min.js"),
         "worker": _read("worker.js"),
         "script": "\n".join(map(_read, _SCRIPTS)),
     }
-    # One pass: a placeholder inside an embedded text is not replaced.
-    return _PLACEHOLDER.sub(lambda match: parts[match[1]], _read("page.html"))
-
-
-def embed_json(data: Any) -> str:
-    """JSON that cannot end the script element it is in."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-def _compress(data: Any) -> str:
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-
-
-def _read(name: str) -> str:
-    return (resources.files("policyc.diff") / "web" / name).read_text(encoding="utf-8")
+    return fill_template(_read("page.html"), parts)

@@ -1,3 +1,3 @@
 """Runs of programs under policies: the runner, numerics telemetry, run reports, sweeps."""
 
-__all__ = ["hooks", "program", "run_report", "runner", "statistics", "sweep", "telemetry", "verdicts"]
+__all__ = ["hooks", "program", "report", "runner", "statistics", "sweep", "telemetry", "verdicts"]

@@ -19,4 +19,5 @@ __all__ = [
     "schedule",
     "selectors",
     "treatments",
+    "web_page",
 ]

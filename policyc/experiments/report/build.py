@@ -1,0 +1,222 @@
+"""Builds the report of some folders as data. `docs/reports.md` describes its fields, which `--json` prints."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from policyc import __version__
+from policyc.experiments.report.charts import make_charts
+from policyc.experiments.report.series import (
+    GRADIENT_SPIKE,
+    LOSS_SPIKE,
+    SPIKE_WINDOW,
+    make_axis,
+)
+from policyc.experiments.report.summary import (
+    compare_all,
+    comparison_data,
+    find_inequalities,
+    summarize_run,
+    summarize_variant,
+    time_to_equal_loss,
+)
+from policyc.experiments.report.sweeps import (
+    LEAST_TRAILING,
+    TRAILING_FRACTION,
+    SweepData,
+    read_sweep,
+    uses_validation,
+)
+from policyc.experiments.report.values import Record, as_list, as_record, as_records, as_text
+
+FORMAT = 1
+"""The version of the data. It changes when a field is removed or means something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedStep:
+    """The step whose speed is predicted: a configuration of the bundled Llama on some GPUs."""
+
+    config: str = "llama3_8b"
+    target: str = "gb200"
+    devices: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.config} on {self.devices} × {self.target.upper()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """What is asked for on top of what the folders say.
+
+    Attributes:
+      baselines: the variants to compare with, if not those of the sweep.
+      margin: the margin of parity, if not that of the sweep.
+      step: the step whose speed-ups are predicted, if they are asked for.
+    """
+
+    baselines: tuple[str, ...] = ()
+    margin: str | None = None
+    step: PredictedStep | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A report: its data, and the runs that its telemetry and plans are from."""
+
+    data: Record
+    sweep: SweepData
+
+    @property
+    def problems(self) -> list[str]:
+        return list(self.data["problems"])
+
+
+def build_report(folders: Sequence[Path], options: ReportOptions | None = None) -> Report:
+    """Reads some folders and computes everything that a report shows. Raises UnreadableRun, and ValueError."""
+    options = options or ReportOptions()
+    sweep = read_sweep(folders, options.baselines, options.margin)
+    problems = [
+        *sweep.problems,
+        *(f"{run.name}: {problem}" for run in sweep.runs for problem in run.problems),
+    ]
+    axis = make_axis(sweep.runs)
+    variants = [
+        summarize_variant(variant, [summarize_run(run, sweep.longest) for run in variant.runs])
+        for variant in sweep.variants
+    ]
+    comparisons = compare_all(sweep)
+    margins = {c.baseline: c.margin for c in comparisons if c.margin is not None}
+    speeds = {variant["name"]: variant["figures"]["tokens_per_second"] for variant in variants}
+    speed_ups = _predict(sweep, options.step, problems) if options.step else {}
+    data: Record = {
+        "format": FORMAT,
+        "policyc": __version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "title": sweep.title,
+        "folders": [str(folder) for folder in folders],
+        "axis": axis.label,
+        "statistics": _statistics(sweep),
+        "comparisons": [comparison_data(comparison) for comparison in comparisons],
+        "variants": variants,
+        "equal_loss": [asdict(row) for row in time_to_equal_loss(sweep, axis, speeds, speed_ups)],
+        "speed_ups": {"step": str(options.step), "values": speed_ups} if speed_ups else None,
+        "charts": [chart.as_data() for chart in make_charts(sweep, axis, margins)],
+        "diffs": _policy_diffs(sweep),
+        "environment": _environment(sweep),
+        "commands": _commands(sweep),
+        "not_run": [
+            {k: as_text(v) for k, v in row.items()} for row in as_records(sweep.manifest.get("not_run"))
+        ],
+        "inequalities": find_inequalities(sweep),
+        "problems": problems,
+    }
+    return Report(data=data, sweep=sweep)
+
+
+def _predict(sweep: SweepData, step: PredictedStep, problems: list[str]) -> dict[str, float]:
+    """The speed-ups over the first baseline. A variant without a policy text is reported."""
+    from policyc.experiments.report.speed_ups import predict_speed_ups  # loads JAX
+
+    texts = {v.name: v.policy_text for v in sweep.variants if v.policy_text is not None}
+    problems += [
+        f"{v.name}: no policy.policy, so no speed-up is predicted"
+        for v in sweep.variants
+        if v.name not in texts
+    ]
+    baseline = next((name for name in sweep.baselines if name in texts), None)
+    if baseline is None:
+        problems.append("no baseline has a policy.policy, so no speed-up is predicted")
+        return {}
+    return predict_speed_ups(texts, baseline, step.config, step.target, step.devices)
+
+
+def _statistics(sweep: SweepData) -> Record:
+    settings = sweep.settings
+    return {
+        "measure": "validation_loss" if uses_validation(sweep) else "trailing_loss",
+        "margin": str(settings.margin),
+        "alpha": settings.alpha,
+        "power": settings.power,
+        "baselines": list(sweep.baselines),
+        "rules": _rules(sweep) if sweep.baselines else [],
+        "spikes": (
+            f"A loss spike is a step more than {LOSS_SPIKE:g} robust standard deviations above the median of the "
+            f"{SPIKE_WINDOW} steps before it. A gradient spike is a gradient norm of more than {GRADIENT_SPIKE:g} "
+            "times that median."
+        ),
+    }
+
+
+def _rules(sweep: SweepData) -> list[str]:
+    """How the verdicts are made, in sentences. Nothing in them depends on the results."""
+    settings = sweep.settings
+    trailing = (
+        f"the mean training loss of the last {TRAILING_FRACTION:.0%} of the steps (at least {LEAST_TRAILING})"
+    )
+    measure = "the validation loss after the last step" if uses_validation(sweep) else trailing
+    return [
+        f"Losses: {measure}. It is the validation loss if every run that finished has one, else {trailing}.",
+        "Pairs: a variant and its baseline with the same seed, which have the same data order and first weights.",
+        f"Interval: paired t interval at {1 - settings.alpha:.0%}, for each variant alone.",
+        f"Parity: two one-sided t tests show that the gap is inside the margin of {settings.margin}"
+        f"{' of the loss of the baseline' if settings.margin.is_relative else ''}.",
+        "Better or worse: a two-sided paired t test shows a gap, and parity is not shown.",
+        f"Correction: Holm's, over the variants of each baseline, failed ones included. The probability of one wrong "
+        f"claim of a difference among all variants is at most {settings.alpha:g}, and so is that of one wrong claim of "
+        "parity.",
+        f"Smallest detectable gap: found with {settings.power:.0%} power at Holm's strictest level.",
+        "Failed seeds: a variant that lost seeds cannot be at parity or better, because those that survived are no "
+        "fair sample. Before all runs have ended there is no verdict.",
+    ]
+
+
+def _policy_diffs(sweep: SweepData) -> list[Record]:
+    """What each edit changes in the policy of the sweep, as a unified diff."""
+    original = next((v for v in sweep.variants if v.role == "policy" and v.policy_text), None)
+    diffs = []
+    for variant in sweep.variants:
+        if original is None or variant.role != "edit" or variant.policy_text is None:
+            continue
+        before, after = (text.splitlines() for text in (original.policy_text or "", variant.policy_text))
+        lines = difflib.unified_diff(before, after, original.name, variant.name, n=2, lineterm="")
+        diffs.append({"variant": variant.name, "against": original.name, "lines": list(lines)})
+    return diffs
+
+
+_ENVIRONMENT = ("program", "config", "device", "devices", "host", "data")
+
+
+def _environment(sweep: SweepData) -> list[Record]:
+    """Where runs ran, each different environment once, with the runs that have it; and their settings."""
+    environments: dict[str, Record] = {}
+    for run in sweep.runs:
+        values: dict[str, Any] = {name: as_text(run.about.get(name)) for name in _ENVIRONMENT}
+        values |= {f"{k} version": as_text(v) for k, v in as_record(run.about.get("versions")).items()}
+        if isinstance(run.plan, dict):
+            values["machine of the plan"] = as_text(run.plan.get("machine"))
+        values = {name: value for name, value in values.items() if value}
+        settings = {k: as_text(v) for k, v in as_record(run.about.get("settings")).items() if k != "seed"}
+        if values or settings:
+            key = repr(sorted(values.items())) + repr(sorted(settings.items()))
+            entry = environments.setdefault(key, {"values": values, "settings": settings, "runs": []})
+            entry["runs"].append(run.name)
+    return list(environments.values())
+
+
+def _commands(sweep: SweepData) -> list[Record]:
+    """The exact commands: that of the sweep, and that of each run."""
+    commands = []
+    words = as_list(sweep.manifest.get("command"))
+    if words:
+        commands.append({"of": "sweep", "words": [as_text(word) for word in words]})
+    for run in sweep.runs:
+        source = run.status if isinstance(run.status.get("command"), list) else run.about
+        if isinstance(source.get("command"), list):
+            commands.append({"of": run.name, "words": [as_text(word) for word in source["command"]]})
+    return commands

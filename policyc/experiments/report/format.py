@@ -1,0 +1,89 @@
+"""Numbers of a report as text, and its result in one sentence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from policyc.experiments.report.values import Record
+
+FIGURES = (
+    ("validation_loss", "validation loss"),
+    ("validation_loss_plain", "in plain bf16"),
+    ("trailing_loss", "trailing loss"),
+    ("loss_spikes", "loss spikes"),
+    ("gradient_spikes", "gradient spikes"),
+    ("skipped_steps", "skipped steps"),
+    ("step_seconds", "step time"),
+    ("tokens_per_second", "tokens/s"),
+    ("mfu", "MFU"),
+    ("memory_bytes", "peak memory"),
+    ("stall_fraction", "stalls"),
+)
+"""The figures of runs and variants, and what they are called."""
+
+MISSING = "–"
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def format_figure(name: str, value: float | None) -> str:
+    """A figure of a run by its name: `step_seconds`, `memory_bytes`, and so on."""
+    if value is None:
+        return MISSING
+    if name.endswith("_loss") or name == "validation_loss_plain":
+        return f"{value:.4f}"
+    if name.endswith(("_spikes", "_steps")):
+        return f"{value:,.0f}"
+    if name == "ratio":
+        return f"{value:.2f}×"
+    if name == "step_seconds":
+        return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+    if name in ("mfu", "stall_fraction"):
+        return f"{value:.1%}" if value >= 0.001 or value == 0 else "< 0.1%"
+    if name == "memory_bytes":
+        return f"{_with_prefix(value)}B"
+    return _with_prefix(value).strip()
+
+
+def _with_prefix(value: float) -> str:
+    """Three digits and a prefix: 41.1 G."""
+    for size, prefix in _PREFIXES:
+        if abs(value) >= 0.9995 * size:
+            number = value / size
+            digits = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
+            return f"{number:.{digits}f} {prefix}"
+    return f"{value:.3g} "
+
+
+def format_gap(gap: float | None) -> str:
+    return MISSING if gap is None else f"{gap:+.4f}".replace("-", "−")
+
+
+def format_interval(interval: Sequence[float] | None) -> str:
+    return MISSING if interval is None else f"{format_gap(interval[0])} to {format_gap(interval[1])}"
+
+
+def summarize(data: Record) -> str:
+    """The result of a report in one sentence."""
+    runs = [run for variant in data["variants"] for run in variant["runs"]]
+    if len(runs) == 1:
+        run = runs[0]
+        name, loss = next(
+            ((n, run[n]) for n in ("validation_loss", "trailing_loss") if run[n] is not None), ("", None)
+        )
+        if loss is None:
+            return f"{run['name']}: {run['reason'] or 'no finite loss'}"
+        return f"{run['name']}: {name.replace('_', ' ')} {loss:.4f} at step {run['last_step']:,}"
+    waiting = sum(run["state"] == "unfinished" for run in runs)
+    if waiting:
+        return f"{len(runs) - waiting} of {len(runs)} runs have ended"
+    baselines = data["statistics"]["baselines"]
+    rows = [row for row in data["comparisons"] if baselines and row["baseline"] == baselines[0]]
+    if not rows:
+        return f"{len(runs)} runs"
+    counts = Counter(row["verdict"] for row in rows)
+    texts = {
+        "parity": "at parity", "better": "better", "worse": "worse", "inconclusive": "inconclusive", "failed": "failed",
+    }  # fmt: skip
+    listed = ", ".join(f"{counts[key]} {text}" for key, text in texts.items() if counts[key])
+    return f"{len(rows)} variant{'' if len(rows) == 1 else 's'} against {baselines[0]}: {listed}"

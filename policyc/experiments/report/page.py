@@ -1,0 +1,370 @@
+"""A report as one page of HTML. Its charts are drawn by uPlot 1.6.32 (MIT), which is embedded in the page.
+
+Texts come from files of runs: every one of them is escaped here, or embedded as data that the page shows as text.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from html import escape
+from typing import Any
+
+from policyc.experiments.report.build import Report
+from policyc.experiments.report.charts import colors_of
+from policyc.experiments.report.format import FIGURES, format_figure, format_gap, format_interval, summarize
+from policyc.experiments.report.runs import RunData
+from policyc.experiments.report.sweeps import SweepData
+from policyc.experiments.report.tables import heat_maps, plan_table
+from policyc.experiments.report.values import Record
+from policyc.language.diagnostics import escape_controls
+from policyc.language.web_page import compress_json, fill_template, read_asset
+
+_read = partial(read_asset, "policyc.experiments.report")
+
+_COLORS = 12  # that page.css defines; charts.js draws further lines dashed
+
+
+def render_page(report: Report) -> str:
+    """The whole page."""
+    data, sweep = report.data, report.sweep
+    colors = {variant.name: color for color, variant in colors_of(sweep)}
+    parts = [_header(data)]
+    if len(sweep.runs) == 1:
+        parts += [_cards(data["variants"][0]["runs"][0])]
+    else:
+        parts += [_verdicts(data, colors), _variant_table(data, colors)]
+    parts += [_charts(data), _equal_loss(data, colors)]
+    parts += [_run_table(data, colors), _failures(data), _numerics(sweep), _policies(data, sweep)]
+    parts += [_environment(data), _commands(data), _notes(data)]
+    embedded = {
+        "charts": data["charts"],
+        "comparisons": data["comparisons"],
+        "speed_ups": data["speed_ups"],
+        "colors": colors,
+        "margin": data["statistics"]["margin"],
+    }
+    return fill_template(
+        _read("page.html"),
+        {
+            "title": _safe(data["title"]),
+            "style": _read("uPlot.min.css") + _read("page.css"),
+            "body": "\n".join(part for part in parts if part),
+            "data": compress_json(embedded),
+            "uplot_license": _read("uPlot.LICENSE"),
+            "uplot": _read("uPlot.min.js"),
+            "script": _read("charts.js") + _read("main.js"),
+        },
+    )
+
+
+# ---- elements
+
+
+def _safe(text: object) -> str:
+    return escape(escape_controls(str(text)))
+
+
+def _section(id: str, title: str, content: str, note: str = "") -> str:
+    if not content:
+        return ""
+    small = f" <small>{_safe(note)}</small>" if note else ""
+    return f'<section id="{id}"><h2>{_safe(title)}{small}</h2>{content}</section>'
+
+
+def _details(title: str, content: str, *, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{title}</summary>{content}</details>"
+
+
+def _columns(*blocks: str) -> str:
+    return f"<div class=columns>{''.join(blocks)}</div>"
+
+
+def _chip(name: str, color: int) -> str:
+    return f'<span class=chip><i class="c{color % _COLORS}"></i>{_safe(name)}</span>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], css_class: str = "") -> str:
+    """A table of cells that are already HTML. Columns after the first are numbers."""
+    titles = "".join(f"<th>{_safe(title)}</th>" for title in head)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    opening = f'<table class="{css_class}">' if css_class else "<table>"
+    return f"<div class=scroll>{opening}<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+# ---- top of the page
+
+
+def _header(data: Record) -> str:
+    runs = [run for variant in data["variants"] for run in variant["runs"]]
+    finished = sum(run["state"] == "finished" for run in runs)
+    facts = [f"{finished} of {len(runs)} runs finished" if len(runs) > 1 else f"run {runs[0]['state']}"]
+    devices = {e["values"].get("device", "") for e in data["environment"]} - {""}
+    facts += sorted(devices)
+    tokens = max((run["tokens"] or 0 for run in runs), default=0)
+    facts += [f"{format_figure('tokens', tokens)} tokens a run"] if tokens else []
+    facts += [
+        f"{max(run['last_step'] for run in runs):,} steps",
+        data["created"].replace("T", " ").replace("+00:00", " UTC"),
+    ]
+    return (
+        f"<header><p class=quiet>{_safe(data['title'])}</p><h1>{_safe(summarize(data))}</h1>"
+        f"<p class=quiet>{_safe(' · '.join(facts))}</p></header>"
+    )
+
+
+def _cards(run: Record) -> str:
+    """The figures of a single run."""
+    figures: list[tuple[str, Any]] = [("steps", f"{run['last_step']:,}")]
+    figures += [("tokens", format_figure("tokens", run["tokens"]))] if run["tokens"] else []
+    figures += [(label, format_figure(name, run[name])) for name, label in FIGURES if run[name] is not None]
+    cards = "".join(
+        f"<div><b>{_safe(value)}</b><span>{_safe(label)}</span></div>" for label, value in figures
+    )
+    return f"<div class=cards>{cards}</div>"
+
+
+def _verdicts(data: Record, colors: dict[str, int]) -> str:
+    """One table for each baseline, with the reason of each verdict, and how verdicts are made."""
+    content = ""
+    for baseline in data["statistics"]["baselines"]:
+        rows = [c for c in data["comparisons"] if c["baseline"] == baseline]
+        if rows:
+            first = baseline == data["statistics"]["baselines"][0]
+            figure = f'<figure class=chart data-gaps="{_safe(baseline)}"></figure>'
+            table = f"<div class=verdict-columns>{_verdict_table(rows, colors)}{figure}</div>"
+            content += table if first else _details(f"Against {_safe(baseline)}", table)
+    if not content:
+        return ""
+    rules = "".join(f"<li>{_safe(rule)}</li>" for rule in data["statistics"]["rules"])
+    content += _details(
+        "How verdicts are made: fixed before the runs", f"<ul class=rules>{rules}</ul>", is_open=True
+    )
+    title = f"Verdicts against {data['statistics']['baselines'][0]}"
+    return _section("verdicts", title, content, f"margin {data['statistics']['margin']}")
+
+
+def _verdict_table(rows: Sequence[Record], colors: dict[str, int]) -> str:
+    body = ""
+    for row in rows:
+        verdict = row["verdict"]
+        detectable = "–" if row["detectable"] is None else f"{row['detectable']:.4f}"
+        cells = (
+            _chip(row["variant"], colors[row["variant"]]),
+            f'<span class="verdict {verdict}">{verdict}</span>',
+            f"<b>{_safe(format_gap(row['gap']))}</b>",
+            _safe(format_interval(row["interval"])),
+            str(len(row["seeds"])),
+            detectable,
+        )
+        body += "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+        body += f"<tr class=reason><td colspan=6>{_safe(row['reason'])}</td></tr>"
+    head = "".join(
+        f"<th>{title}</th>"
+        for title in ("variant", "verdict", "gap, nats", "interval", "seeds", "detectable")
+    )
+    return f"<div class=scroll><table class=verdicts><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _known_columns(rows: Sequence[Record]) -> list[tuple[str, str]]:
+    """The figures that some row has. Skipped steps are shown if there are any."""
+    return [
+        (name, label)
+        for name, label in FIGURES
+        if any((row[name] if name == "skipped_steps" else row[name] is not None) for row in rows)
+    ]
+
+
+def _variant_table(data: Record, colors: dict[str, int]) -> str:
+    columns = _known_columns([variant["figures"] for variant in data["variants"]])
+    speed_ups = (data["speed_ups"] or {}).get("values", {})
+    head = [
+        "variant",
+        "finished",
+        *(label for _, label in columns),
+        *(["predicted speed-up"] if speed_ups else []),
+    ]
+    rows = []
+    for variant in data["variants"]:
+        states = variant["states"]
+        lost = f" <span class=warning>{states['failed']} failed</span>" if states["failed"] else ""
+        cells = [
+            _chip(variant["name"], colors[variant["name"]]),
+            f"{states['finished']}/{len(variant['runs'])}{lost}",
+        ]
+        cells += [_safe(format_figure(name, variant["figures"].get(name))) for name, _ in columns]
+        if speed_ups:
+            cells.append(_safe(format_figure("ratio", speed_ups.get(variant["name"]))))
+        rows.append(cells)
+    note = "losses: means over the seeds that finished; memory: the largest; spikes: the sum"
+    return _section("variants", "Variants", _table(head, rows), note)
+
+
+def _charts(data: Record) -> str:
+    figures = ""
+    if data["speed_ups"]:
+        figures += "<figure class=chart data-speed-ups></figure>"
+    for number, chart in enumerate(data["charts"]):
+        wide = " wide" if chart["id"] == "loss" or chart["id"].startswith("gap-") else ""
+        figures += f'<figure class="chart{wide}" data-chart="{number}"></figure>'
+    hint = (
+        "<p class='quiet hint'>Point at a chart for values. Drag to zoom, double-click to reset. Click a name to hide "
+        "it.</p>"
+    )
+    return _section("charts", "Over the run", f"{hint}<div class=charts>{figures}</div>")
+
+
+def _equal_loss(data: Record, colors: dict[str, int]) -> str:
+    if not data["equal_loss"]:
+        return ""
+    rows = []
+    for row in data["equal_loss"]:
+        ratios = [row["measured_speed_up"], row["predicted_speed_up"]]
+        gains = [None if r is None else r / row["token_ratio"] for r in ratios]
+        rows.append(
+            [
+                _chip(row["variant"], colors[row["variant"]]),
+                _safe(row["baseline"]),
+                f"{row['loss']:.4f}",
+                f"{row['token_ratio'] - 1:+.1%}",
+                *(
+                    _safe(format_figure("ratio", value))
+                    for value in (ratios[0], gains[0], ratios[1], gains[1])
+                ),
+            ]
+        )
+    has_prediction = data["speed_ups"] is not None
+    head = ["variant", "baseline", "loss", "extra tokens", "measured speed-up", "to that loss"]
+    head += ["predicted speed-up", "to that loss"] if has_prediction else []
+    shown = [row if has_prediction else row[:6] for row in rows]
+    note = (
+        "<p class=quiet>The loss is the larger of the two final trailing losses; extra tokens are what the variant "
+        "needs beyond the baseline to reach it. A variant breaks even at a speed-up of 1 plus the extra tokens. "
+        "Where the learning rate decays, the baseline is met before its own decay: a baseline with a shorter schedule "
+        "would need fewer tokens, so the extra tokens are a lower bound. An emulated format is slower than bf16: its "
+        "measured speed says nothing about native GEMMs.</p>"
+    )
+    return _section("equal-loss", "Time to equal loss", _table(head, shown) + note)
+
+
+# ---- runs
+
+
+def _run_table(data: Record, colors: dict[str, int]) -> str:
+    runs = [(variant["name"], run) for variant in data["variants"] for run in variant["runs"]]
+    if len(runs) == 1:
+        return ""
+    columns = _known_columns([run for _, run in runs])
+    rows = []
+    for name, run in runs:
+        mark = " class=warning" if run["state"] == "failed" else ""
+        state = f"<span{mark}>{_safe(run['state'])}</span>"
+        seed = "–" if run["seed"] is None else str(run["seed"])
+        figures = [_safe(format_figure(column, run[column])) for column, _ in columns]
+        rows.append([_chip(name, colors[name]), seed, state, f"{run['last_step']:,}", *figures])
+    head = ["variant", "seed", "state", "step", *(label for _, label in columns)]
+    table = _details(f"All {len(runs)} runs", _table(head, rows))
+    return _section("runs", "Runs", table + f"<p class=quiet>{_safe(data['statistics']['spikes'])}</p>")
+
+
+def _failures(data: Record) -> str:
+    """The runs that failed, each with its last lines."""
+    content = ""
+    for variant in data["variants"]:
+        for run in variant["runs"]:
+            if run["state"] == "failed":
+                tail = f"<pre>{_safe_lines(run['log_tail'])}</pre>" if run["log_tail"] else ""
+                content += f"<h3>{_safe(run['name'])} <small>{_safe(run['reason'])}</small></h3>{tail}"
+    return _section("failures", "Failed runs", content)
+
+
+def _safe_lines(lines: Sequence[str]) -> str:
+    return "\n".join(_safe(line) for line in lines)
+
+
+def _numerics(sweep: SweepData) -> str:
+    """The last telemetry of one run of each variant: that of the first seed that has some."""
+    measured: list[RunData] = []
+    for variant in sweep.variants:
+        measured += [run for run in variant.runs if run.stats][:1]
+    tables = [(run, heat_maps(run)) for run in measured]
+    blocks = [
+        _columns(*maps) if len(sweep.runs) == 1 else _details(_safe(run.name), _columns(*maps))
+        for run, maps in tables
+        if maps
+    ]
+    return _section("numerics", "Quantization error by layer", "".join(blocks))
+
+
+def _policies(data: Record, sweep: SweepData) -> str:
+    """The text or the diff of each policy, its hashes, and its plan."""
+    diffs = {diff["variant"]: diff for diff in data["diffs"]}
+    content = ""
+    for variant, summary in zip(sweep.variants, data["variants"], strict=True):
+        hashes = [("policy", h) for h in summary["policy_sha256"]] + [
+            ("plan", h) for h in summary["plan_sha256"]
+        ]
+        facts = [f"{label} {value[:12]}" for label, value in hashes]
+        facts += [f"backend {name}" for name in summary["backends"]]
+        diff = diffs.get(variant.name)
+        body = f"<p>{_safe(variant.edit)}</p>" if variant.edit else ""
+        body += "".join(f"<p class=warning>{_safe(finding)}</p>" for finding in variant.findings)
+        if diff is not None:
+            body += (
+                f"<p class=quiet>against {_safe(diff['against'])}</p><pre>{_diff_lines(diff['lines'])}</pre>"
+            )
+        elif variant.policy_text is not None:
+            body += f"<pre>{_safe_lines(variant.policy_text.splitlines())}</pre>"
+        plan = next((run.plan for run in variant.runs if run.plan is not None), None)
+        if plan is not None:
+            body += "<h4>Plan</h4>" + plan_table(plan)
+        if body or facts:
+            title = f"<b>{_safe(variant.name)}</b> <small><code>{_safe(', '.join(facts))}</code></small>"
+            content += _details(title, body, is_open=len(sweep.runs) == 1)
+    for row in data["not_run"]:
+        content += (
+            f"<p class=quiet>Not run: {_safe(row.get('name', ''))} ({_safe(row.get('reason', ''))})</p>"
+        )
+    return _section("policies", "Policies and plans", content)
+
+
+def _diff_lines(lines: Sequence[str]) -> str:
+    kinds = {"+": "added", "-": "removed", "@": "place"}
+    return "\n".join(f'<span class="{kinds.get(line[:1], "same")}">{_safe(line)}</span>' for line in lines)
+
+
+# ---- end of the page
+
+
+def _environment(data: Record) -> str:
+    content = ""
+    for entry in data["environment"]:
+        rows = [[_safe(name), _safe(value)] for name, value in entry["values"].items()]
+        settings = [[_safe(name), _safe(value)] for name, value in entry["settings"].items()]
+        runs = entry["runs"]
+        label = _safe(", ".join(runs) if len(runs) <= 3 else f"{runs[0]} and {len(runs) - 1} more runs")
+        many = len(data["environment"]) > 1
+        block = _table(["environment", ""], rows, "facts") + (
+            _table(["setting", ""], settings, "facts") if settings else ""
+        )
+        content += _details(label, _columns(block)) if many else _columns(block)
+    return _section("environment", "Settings, device and versions", content)
+
+
+def _commands(data: Record) -> str:
+    commands = data["commands"]
+    if not commands:
+        return ""
+    lines = [(command["of"], shlex.join(command["words"])) for command in commands]
+    listing = "".join(f"<p class=quiet>{_safe(of)}</p><pre>{_safe(line)}</pre>" for of, line in lines[:1])
+    rest = "".join(f"<p class=quiet>{_safe(of)}</p><pre>{_safe(line)}</pre>" for of, line in lines[1:])
+    return _section(
+        "commands", "Commands", listing + (_details(f"{len(lines) - 1} runs", rest) if rest else "")
+    )
+
+
+def _notes(data: Record) -> str:
+    notes = [f"<p class=warning>Not comparable: {_safe(text)}.</p>" for text in data["inequalities"]]
+    notes += [f"<p class=quiet>Left out: {_safe(problem)}.</p>" for problem in data["problems"]]
+    return f"<footer>{''.join(notes)}<p class=quiet>policyc {_safe(data['policyc'])}</p></footer>"

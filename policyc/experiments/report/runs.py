@@ -1,0 +1,197 @@
+"""Reads the folder of one run: its metrics as columns, and what else it has written.
+
+What cannot be read is left out, and `problems` says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policyc.experiments.report.values import (
+    Record,
+    as_number,
+    as_record,
+    as_records,
+    as_text,
+    is_count,
+    read_object,
+    read_records,
+    read_text,
+)
+
+Column = NDArray[np.float64]
+
+METRICS_FILE = "metrics.jsonl"
+LAST_LINES = 12  # of the log of a failed run
+
+_ALIASES = {"val_loss": "validation_loss", "tokens_per_second": "tokens_per_second_total"}
+"""Other names of metrics, and ours."""
+
+STEP_METRICS = (
+    "loss", "grad_norm", "learning_rate", "step_seconds", "stall_seconds", "tokens_per_second_per_device",
+    "tokens_per_second_total", "tflops_per_device", "mfu", "memory_bytes", "skipped", "tokens",
+)  # fmt: skip
+EVALUATION_METRICS = ("validation_loss", "validation_loss_plain", "tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Metrics over steps: columns of equal length, NaN where a line has no number."""
+
+    step: Column
+    columns: dict[str, Column]
+
+    def column(self, name: str) -> Column | None:
+        """A metric, or None if no line has it."""
+        return self.columns.get(name)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """What a run has written, as far as it could be read.
+
+    Attributes:
+      name: for people: the variant and the seed, or the folder.
+      steps: one row per training step; the last line of a step counts.
+      evaluations: one row per validation.
+      stats: rows of `stats.jsonl`.
+      plan, about, status: `plan.json`, `run.json` and `status.json`.
+      log_tail: the last lines of `log.txt`.
+      planned_steps: the step at which the run is complete, if that is known.
+    """
+
+    name: str
+    folder: Path
+    variant: str
+    seed: int | None
+    steps: Table
+    evaluations: Table
+    stats: tuple[Record, ...] = ()
+    plan: Record | None = None
+    about: Record = field(default_factory=dict)
+    status: Record = field(default_factory=dict)
+    log_tail: tuple[str, ...] = ()
+    planned_steps: int | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps.step[-1]) if len(self.steps) else 0
+
+    @property
+    def devices(self) -> int | None:
+        count = self.about.get("devices")
+        return count if isinstance(count, int) and is_count(count) and count > 0 else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of one step, from the settings of the bundled trainer or from the speed."""
+        settings = as_record(self.about.get("settings"))
+        batch, sequence = as_number(settings.get("batch")), as_number(settings.get("sequence"))
+        if batch and sequence:
+            return batch * sequence
+        rate, seconds = self.steps.column("tokens_per_second_total"), self.steps.column("step_seconds")
+        devices = 1
+        if rate is None and self.devices is not None:
+            rate, devices = self.steps.column("tokens_per_second_per_device"), self.devices
+        if rate is None or seconds is None:
+            return None
+        counts = (rate * seconds * devices)[np.isfinite(rate * seconds)]
+        return float(round(np.median(counts))) if len(counts) else None
+
+    def tokens(self, table: Table) -> Column | None:
+        """The tokens that were seen at each row, or None if they are not known."""
+        column = table.column("tokens")
+        if column is not None and np.isfinite(column).all():
+            return column
+        per_step = self.tokens_per_step
+        return None if per_step is None else table.step * per_step
+
+
+def read_run(
+    folder: Path, *, variant: str, seed: int | None = None, planned_steps: int | None = None
+) -> RunData:
+    """Reads what a run has written so far. A folder without metrics is a run without steps."""
+    problems: list[str] = []
+    records = read_records(folder / METRICS_FILE, problems, _is_metric)
+    records = [{_ALIASES.get(name, name): value for name, value in record.items()} for record in records]
+    about = read_object(folder / "run.json", problems) or {}
+    status = read_object(folder / "status.json", problems) or {}
+    settings = as_record(about.get("settings"))
+    if planned_steps is None and is_count(settings.get("steps")):
+        planned_steps = settings["steps"]
+    has_failed = status.get("state") in ("failed", "preempted")
+    return RunData(
+        name=variant if seed is None else f"{variant} seed {seed}",
+        folder=folder,
+        variant=variant,
+        seed=seed,
+        steps=_make_table([r for r in records if "loss" in r], STEP_METRICS),
+        evaluations=_make_table([r for r in records if "validation_loss" in r], EVALUATION_METRICS),
+        stats=tuple(read_records(folder / "stats.jsonl", problems, _is_measurement)),
+        plan=_read_plan(folder / "plan.json", problems),
+        about=about,
+        status=status,
+        log_tail=_read_log_tail(folder / "log.txt", problems) if has_failed else (),
+        planned_steps=planned_steps,
+        problems=tuple(problems),
+    )
+
+
+def _make_table(records: list[Record], names: tuple[str, ...]) -> Table:
+    """The columns of some records in the order of their steps. A step that was run again counts once."""
+    by_step = {record["step"]: record for record in records}
+    steps = sorted(by_step)
+    columns = {}
+    for name in names:
+        numbers = [as_number(by_step[step].get(name)) for step in steps]
+        if any(number is not None for number in numbers) or name in ("loss", "validation_loss"):
+            columns[name] = np.array([np.nan if number is None else number for number in numbers], float)
+    return Table(step=np.array(steps, float), columns=columns)
+
+
+def _is_metric(record: Record) -> bool:
+    """Are the losses in a record numbers? A loss may be nan, or null for nan: then the run has diverged."""
+    names = ("loss", "validation_loss", "val_loss")
+    return all(isinstance(record.get(name, 0), int | float | None) for name in names)
+
+
+def layer_key(record: Record) -> tuple[int, ...]:
+    """The index of a layer in each stack around it. Empty for what is in no stack."""
+    layer = record.get("layer")
+    if layer is None:
+        return ()
+    return tuple(layer) if isinstance(layer, list) else (layer,)
+
+
+def _is_measurement(record: Record) -> bool:
+    """Does a record of `stats.jsonl` have the site or the parameter, and the layer, that it is about?
+
+    The row with the losses of the measured batch has neither.
+    """
+    if "plain_loss" in record and "operand" not in record:
+        return True
+    has_name = isinstance(record.get("site" if "operand" in record else "parameter"), str)
+    return has_name and all(is_count(index) for index in layer_key(record))
+
+
+def _read_plan(path: Path, problems: list[str]) -> Record | None:
+    text = read_object(path, problems)
+    if text is not None and not as_records(text.get("sites")):
+        problems.append(f"{path.name} is not a plan with sites")
+        return None
+    return text
+
+
+def _read_log_tail(path: Path, problems: list[str]) -> tuple[str, ...]:
+    lines = (read_text(path, problems) or "").splitlines()
+    # A progress bar writes many states of one line, separated by carriage returns.
+    texts = [as_text(line.rstrip().rsplit("\r", 1)[-1]) for line in lines if line.strip()]
+    return tuple(texts[-LAST_LINES:])

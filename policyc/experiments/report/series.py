@@ -1,0 +1,164 @@
+"""Curves of runs on a common axis: means over equal parts of the tokens, bands over seeds, gaps between variants."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from policyc.experiments.report.runs import Column, RunData, Table
+from policyc.experiments.statistics import paired_interval
+
+_MOST_POINTS = 200  # of a curve: about one for every three pixels of a chart
+
+_WARM_UP = 2  # first steps, which compile: their times are not typical
+
+SPIKE_WINDOW = 50  # steps that a step is compared with
+GRADIENT_SPIKE = 3.0  # times the median of the steps before
+LOSS_SPIKE = 6.0  # robust standard deviations above the median of the steps before
+_MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """The horizontal axis of all charts: tokens if every run knows them, else steps.
+
+    `edges` divides it into equal parts, from 0 to the end of the longest run.
+    """
+
+    label: str
+    edges: Column
+
+    @property
+    def values(self) -> Column:
+        """The right edge of each part."""
+        return self.edges[1:]
+
+    def positions(self, run: RunData, table: Table) -> Column:
+        """The place of each row of a run on the axis."""
+        tokens = run.tokens(table) if self.label == "tokens" else None
+        return table.step if tokens is None else tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A line, and the band around it if there is one. NaN where there is no value."""
+
+    values: Column
+    low: Column | None = None
+    high: Column | None = None
+
+
+def make_axis(runs: Sequence[RunData], most_points: int = _MOST_POINTS) -> Axis:
+    """The common axis of some runs."""
+    begun = [run for run in runs if len(run.steps)]
+    has_tokens = bool(begun) and all(run.tokens(run.steps) is not None for run in begun)
+    axis = Axis(label="tokens" if has_tokens else "steps", edges=np.zeros(1))
+    ends = [axis.positions(run, run.steps).max() for run in begun]
+    points = min(most_points, max((len(run.steps) for run in begun), default=1))
+    return Axis(label=axis.label, edges=np.linspace(0, max(ends, default=1.0) or 1.0, points + 1))
+
+
+def bin_run(run: RunData, metric: str, axis: Axis, *, maximum: bool = False) -> Column:
+    """A metric of a run's steps over the parts of the axis: the mean of each part, or its maximum."""
+    column = run.steps.column(metric)
+    result = np.full(len(axis.values), np.nan)
+    if column is None:
+        return result
+    is_number = np.isfinite(column)
+    places = axis.positions(run, run.steps)[is_number]
+    parts = np.clip(np.searchsorted(axis.edges, places, side="left") - 1, 0, len(result) - 1)
+    if maximum:
+        np.fmax.at(result, parts, column[is_number])
+        return result
+    counts = np.bincount(parts, minlength=len(result))
+    sums = np.bincount(parts, weights=column[is_number], minlength=len(result))
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def over_seeds(columns: Sequence[Column]) -> Curve:
+    """The mean of some runs, and the band between their lowest and highest."""
+    rows = np.array(columns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a part of the axis without any value: NaN
+        mean = np.nanmean(rows, 0)
+        if len(rows) < 2:
+            return Curve(values=mean)
+        return Curve(values=mean, low=np.nanmin(rows, 0), high=np.nanmax(rows, 0))
+
+
+def range_of_run(run: RunData, metric: str, axis: Axis) -> Curve:
+    """The mean of a single run in each part of the axis, and the band between its lowest and highest step there."""
+    column = run.steps.column(metric)
+    mean = bin_run(run, metric, axis)
+    if column is None or len(run.steps) <= len(axis.values):
+        return Curve(values=mean)
+    negated = replace(run, steps=replace(run.steps, columns={metric: -column, **_tokens_only(run.steps)}))
+    lowest = -bin_run(negated, metric, axis, maximum=True)
+    return Curve(values=mean, low=lowest, high=bin_run(run, metric, axis, maximum=True))
+
+
+def _tokens_only(table: Table) -> dict[str, Column]:
+    return {name: column for name, column in table.columns.items() if name == "tokens"}
+
+
+def gap_curve(variant: Mapping[int, Column], baseline: Mapping[int, Column], confidence: float) -> Curve:
+    """The mean difference of the seeds that both have, with the paired t interval of each part of the axis.
+
+    A part has a value where every such seed has one, so that its mean is always over the same seeds.
+    """
+    seeds = sorted(set(variant) & set(baseline))
+    differences = np.array([variant[seed] - baseline[seed] for seed in seeds])
+    if len(seeds) < 2:
+        return Curve(values=differences[0] if seeds else np.empty(0))
+    low, high = paired_interval(differences.T, confidence)
+    return Curve(values=differences.mean(0), low=low, high=high)
+
+
+def with_derived_metrics(run: RunData) -> RunData:
+    """The run with its speed over all devices and the stalled fraction of each step, without times of first steps."""
+    columns = dict(run.steps.columns)
+    seconds = columns.get("step_seconds")
+    if seconds is not None:
+        if len(seconds) > 2 * _WARM_UP:
+            columns["step_seconds"] = seconds = np.where(np.arange(len(seconds)) < _WARM_UP, np.nan, seconds)
+        if "stall_seconds" in columns:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                columns["stall_fraction"] = columns["stall_seconds"] / seconds
+    per_device = columns.get("tokens_per_second_per_device")
+    speed = columns.get("tokens_per_second_total")
+    if speed is None and per_device is not None:
+        speed = per_device * (run.devices or 1)
+    if speed is not None:
+        is_first = (np.arange(len(speed)) < _WARM_UP) & (len(speed) > 2 * _WARM_UP)
+        columns["tokens_per_second"] = np.where(is_first, np.nan, speed)
+    return replace(run, steps=replace(run.steps, columns=columns))
+
+
+def count_spikes(column: Column, *, is_loss: bool) -> int:
+    """Steps that stand out from the steps before them. See SPIKE_WINDOW, GRADIENT_SPIKE and LOSS_SPIKE."""
+    values = column[np.isfinite(column)]
+    if len(values) <= SPIKE_WINDOW:
+        return 0
+    windows = np.lib.stride_tricks.sliding_window_view(values[:-1], SPIKE_WINDOW)
+    medians = np.median(windows, axis=1)
+    if not is_loss:
+        return int(np.sum(values[SPIKE_WINDOW:] > GRADIENT_SPIKE * medians))
+    spread = _MAD_TO_DEVIATION * np.median(np.abs(windows - medians[:, None]), axis=1)
+    return int(np.sum(values[SPIKE_WINDOW:] > medians + LOSS_SPIKE * spread))
+
+
+def first_crossing(axis: Axis, curve: Column, level: float) -> float | None:
+    """Where a curve first reaches a level or falls below it, on the straight line between two points."""
+    known = np.isfinite(curve)
+    x, y = axis.values[known], np.minimum.accumulate(curve[known])
+    below = np.flatnonzero(y <= level)
+    if not len(below):
+        return None
+    index = int(below[0])
+    if index == 0:
+        return float(x[0])
+    fraction = (y[index - 1] - level) / (y[index - 1] - y[index])
+    return float(x[index - 1] + fraction * (x[index] - x[index - 1]))

@@ -1,0 +1,44 @@
+"""Predicts how fast each policy of a sweep trains a large model on a GPU, with the cost model of `policyc estimate`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+
+from policyc.compiler.execution import execution_options
+from policyc.compiler.plan import make_plan
+from policyc.hardware import llama_step, step_cost
+from policyc.hardware.mesh import parse_mesh
+from policyc.language.loader import parse
+
+_STEPS = 1000  # of the training whose phases are counted, for a policy with a schedule
+
+
+def predict_speed_ups(
+    policies: Mapping[str, str], baseline: str, config: str, gpu: str, devices: int
+) -> dict[str, float]:
+    """The speed-up of each policy over the baseline. Raises ValueError if the step is not possible.
+
+    A policy with a schedule has the mean time of all steps of a training.
+
+    Args:
+      policies: the text of each policy by its name; the baseline is one of them.
+      config: a configuration of the bundled Llama.
+    """
+    execution = execution_options("auto", gpu, False)
+    mesh = parse_mesh(f"fsdp={devices}", devices)
+    first = parse(policies[baseline])
+    traced = llama_step.plan_step(first, config, mesh, llama_step.Sizes(), execution)
+    target = execution.target
+    assert target is not None
+    seconds = {}
+    for name, text in policies.items():
+        plan = make_plan(parse(text), traced.plan.sites, execution)
+        planned = dataclasses.replace(traced, plan=plan)
+        phases = Counter(plan.phase(n, _STEPS) for n in range(_STEPS))
+        seconds[name] = sum(
+            count / _STEPS * step_cost.estimate(planned, target, mesh, phase).seconds
+            for phase, count in phases.items()
+        )
+    return {name: seconds[baseline] / each for name, each in seconds.items()}

@@ -1,0 +1,250 @@
+"""The numbers of runs, variants and comparisons, as data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from policyc.experiments.report.charts import by_seed
+from policyc.experiments.report.runs import Column, RunData
+from policyc.experiments.report.series import Axis, count_spikes, first_crossing, with_derived_metrics
+from policyc.experiments.report.sweeps import (
+    TRAILING_FRACTION,
+    SweepData,
+    VariantData,
+    final_validation_loss,
+    judge_run,
+    seed_losses,
+    trailing_loss,
+)
+from policyc.experiments.report.values import Record, as_record, as_records, as_text
+from policyc.experiments.verdicts import Comparison, compare_variants
+
+_FREE_SETTINGS = {"seed", "seeds", "out", "policy", "coordinator", "process_id", "accept_changes", "wandb"}
+"""Settings that may differ between the runs of a sweep."""
+
+
+def summarize_run(run: RunData, longest: int) -> Record:
+    """The figures of a run. None where it has not measured something."""
+    derived = with_derived_metrics(run).steps
+    end = judge_run(run, longest)
+    tokens = run.tokens(run.steps)
+    grad_norm = run.steps.column("grad_norm")
+
+    def figure(name: str, reduce: Callable[[Column], Any]) -> float | None:
+        column = derived.column(name)
+        values = np.empty(0) if column is None else column[np.isfinite(column)]
+        return float(reduce(values)) if len(values) else None
+
+    plain = run.evaluations.column("validation_loss_plain")
+    return {
+        "name": run.name,
+        "seed": run.seed,
+        "folder": str(run.folder),
+        "state": end.state,
+        "reason": end.reason,
+        "last_step": run.last_step,
+        "planned_steps": run.planned_steps,
+        "tokens": float(tokens[-1]) if tokens is not None and len(tokens) else None,
+        "trailing_loss": trailing_loss(run),
+        "validation_loss": final_validation_loss(run),
+        "validation_loss_plain": None if plain is None or not np.isfinite(plain[-1]) else float(plain[-1]),
+        "loss_spikes": count_spikes(run.steps.columns["loss"], is_loss=True),
+        "gradient_spikes": None if grad_norm is None else count_spikes(grad_norm, is_loss=False),
+        "skipped_steps": figure("skipped", np.max),
+        "step_seconds": figure("step_seconds", np.median),
+        "tokens_per_second": figure("tokens_per_second", np.median),
+        "mfu": figure("mfu", np.median),
+        "memory_bytes": figure("memory_bytes", np.max),
+        "stall_fraction": _stall_fraction(run),
+        "command": [as_text(word) for word in _command(run)],
+        "log_tail": list(run.log_tail),
+    }
+
+
+def _command(run: RunData) -> list[Any]:
+    for source in (run.about, run.status):
+        if isinstance(source.get("command"), list):
+            return list(source["command"])
+    return []
+
+
+def _stall_fraction(run: RunData) -> float | None:
+    """The fraction of the time spent waiting for data. The first step compiles, so it does not count."""
+    stall, step = run.steps.column("stall_seconds"), run.steps.column("step_seconds")
+    if stall is None or step is None:
+        return None
+    is_known = np.isfinite(stall[1:]) & np.isfinite(step[1:])
+    total = float(step[1:][is_known].sum())
+    return float(stall[1:][is_known].sum()) / total if total > 0 else None
+
+
+_LOSSES = ("trailing_loss", "validation_loss", "validation_loss_plain")
+_MEANS = ("step_seconds", "tokens_per_second", "mfu", "stall_fraction")
+_MAXIMA = ("memory_bytes",)
+_SUMS = ("loss_spikes", "gradient_spikes", "skipped_steps")
+
+
+def summarize_variant(variant: VariantData, runs: Sequence[Record]) -> Record:
+    """The figures of a variant: means over its runs, of memory the maximum, of spikes the sum.
+
+    Losses are those of the runs that finished: the loss of a run that stopped early is another quantity.
+    """
+    finished = [run for run in runs if run["state"] == "finished"]
+    figures: Record = {}
+    for names, reduce in (
+        (_LOSSES, statistics.fmean),
+        (_MEANS, statistics.fmean),
+        (_MAXIMA, max),
+        (_SUMS, sum),
+    ):
+        for name in names:
+            values = [run[name] for run in (finished if names is _LOSSES else runs) if run[name] is not None]
+            figures[name] = reduce(values) if values else None
+    plans = [run.plan for run in variant.runs if run.plan is not None]
+    policies = {as_text(as_record(plan.get("policy")).get("sha256")) for plan in plans}
+    policies |= {
+        as_text(run.about["policy_sha256"]) for run in variant.runs if run.about.get("policy_sha256")
+    }
+    return {
+        "name": variant.name,
+        "role": variant.role,
+        "edit": variant.edit,
+        "findings": list(variant.findings),
+        "figures": figures,
+        "states": {s: sum(r["state"] == s for r in runs) for s in ("finished", "unfinished", "failed")},
+        "policy_sha256": sorted(policies - {""}),
+        "plan_sha256": sorted({hash_plan(plan) for plan in plans}),
+        "backends": sorted({as_text(plan.get("backend")) for plan in plans} - {""}),
+        "policy_text": variant.policy_text,
+        "runs": list(runs),
+    }
+
+
+def hash_plan(plan: Record) -> str:
+    """A hash of the rules and of what is decided for each site, equal on every machine."""
+    sites = [{k: v for k, v in site.items() if k != "place"} for site in as_records(plan.get("sites"))]
+    text = json.dumps([plan.get("rules"), plan.get("phases"), sites], sort_keys=True)
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+# ---- comparisons
+
+
+def compare_all(sweep: SweepData) -> list[Comparison]:
+    """Every variant against every baseline. Baselines are compared with the baselines before them."""
+    losses = {variant.name: seed_losses(sweep, variant) for variant in sweep.variants}
+    comparisons: list[Comparison] = []
+    for number, baseline in enumerate(sweep.baselines):
+        earlier = sweep.baselines[: number + 1]
+        variants = [losses[variant.name] for variant in sweep.variants if variant.name not in earlier]
+        comparisons += compare_variants(losses[baseline], variants, sweep.settings)
+    return comparisons
+
+
+def comparison_data(comparison: Comparison) -> Record:
+    return asdict(comparison) | {"verdict": str(comparison.verdict)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualLoss:
+    """What a variant's loss costs in tokens, and gains in speed.
+
+    Attributes:
+      loss: the loss that both reach: the larger of the two final trailing means.
+      tokens, baseline_tokens: where each first reaches it.
+      token_ratio: tokens of the variant for one token of the baseline. Also the speed-up at which the variant
+        breaks even.
+      measured_speed_up: ratio of the measured tokens per second.
+      predicted_speed_up: that of the cost model, if it was asked for.
+    """
+
+    variant: str
+    baseline: str
+    loss: float
+    tokens: float
+    baseline_tokens: float
+    token_ratio: float
+    measured_speed_up: float | None
+    predicted_speed_up: float | None
+
+
+def time_to_equal_loss(
+    sweep: SweepData, axis: Axis, speeds: dict[str, float | None], speed_ups: dict[str, float]
+) -> list[EqualLoss]:
+    """For each variant: how many tokens it needs for the loss of each baseline, and how much faster it is."""
+    curves = {variant.name: _trailing_curve(sweep, variant, axis) for variant in sweep.variants}
+    rows = []
+    for number, baseline in enumerate(sweep.baselines):
+        for name, curve in curves.items():
+            if name in sweep.baselines[: number + 1]:
+                continue
+            ends = [_last_number(curve), _last_number(curves[baseline])]
+            if None in ends:
+                continue
+            loss = max(end for end in ends if end is not None)
+            tokens, base_tokens = (first_crossing(axis, c, loss) for c in (curve, curves[baseline]))
+            if not tokens or not base_tokens:
+                continue
+            speed, base_speed = speeds.get(name), speeds.get(baseline)
+            predicted = speed_ups[name] / speed_ups[baseline] if {name, baseline} <= set(speed_ups) else None
+            rows.append(
+                EqualLoss(
+                    variant=name,
+                    baseline=baseline,
+                    loss=loss,
+                    tokens=tokens,
+                    baseline_tokens=base_tokens,
+                    token_ratio=tokens / base_tokens,
+                    measured_speed_up=speed / base_speed if speed and base_speed else None,
+                    predicted_speed_up=predicted,
+                )
+            )
+    return rows
+
+
+def _trailing_curve(sweep: SweepData, variant: VariantData, axis: Axis) -> Column:
+    """The loss of a variant: the mean over the seeds that finished, and over the last 5 % of the axis at each point."""
+    columns = list(by_seed(sweep, variant, axis, ("finished",)).values())
+    if not columns:
+        return np.full(len(axis.values), np.nan)
+    mean = np.mean(columns, axis=0)
+    window = max(1, round(TRAILING_FRACTION * len(mean)))
+    means = np.lib.stride_tricks.sliding_window_view(mean, window).mean(-1)
+    return np.concatenate([np.full(window - 1, np.nan), means])
+
+
+def _last_number(curve: Column) -> float | None:
+    known = curve[np.isfinite(curve)]
+    return float(known[-1]) if len(known) else None
+
+
+# ---- are the runs comparable?
+
+
+def find_inequalities(sweep: SweepData) -> list[str]:
+    """What should be equal in all runs of a sweep and is not, as sentences."""
+    sentences = []
+    settings = [(run, as_record(run.about.get("settings"))) for run in sweep.runs if run.about]
+    names = sorted({name for _, values in settings for name in values} - _FREE_SETTINGS)
+    for name in names:
+        texts = {json.dumps(values.get(name), sort_keys=True) for _, values in settings}
+        if len(texts) > 1 and len(sweep.baselines):
+            sentences.append(
+                f"the setting {name} is not the same in all runs: {', '.join(sorted(texts))[:200]}"
+            )
+    for label, key in (("device", "device"), ("data", "data")):
+        values = {as_text(run.about.get(key)) for run in sweep.runs if run.about} - {""}
+        if len(values) > 1 and sweep.baselines:
+            sentences.append(f"the {label} is not the same in all runs: {', '.join(sorted(values))[:200]}")
+    for variant in sweep.variants:
+        hashes = {hash_plan(run.plan) for run in variant.runs if run.plan is not None}
+        if len(hashes) > 1:
+            sentences.append(f"the runs of {variant.name} have different plans")
+    return sentences

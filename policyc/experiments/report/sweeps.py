@@ -1,0 +1,317 @@
+"""Finds the runs in folders, and groups them into variants and seeds.
+
+A folder is a sweep (`sweep.json`), a run (`metrics.jsonl`), or holds runs as `VARIANT/seedN/metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from policyc.experiments.report.runs import METRICS_FILE, RunData, read_run
+from policyc.experiments.report.values import (
+    Record,
+    as_list,
+    as_record,
+    as_records,
+    as_text,
+    is_count,
+    read_object,
+    read_text,
+)
+from policyc.experiments.statistics import Settings, parse_margin
+from policyc.experiments.verdicts import SeedLosses
+
+MANIFEST_FILE = "sweep.json"
+USUAL_BASELINES = ("bf16", "fp8")
+
+TRAILING_FRACTION = 0.05  # of a run's steps, at its end, over which losses are averaged
+LEAST_TRAILING = 10  # steps: the loss of a single batch is mostly noise
+
+_SEED_FOLDER = re.compile(r"seed(\d{1,9})")
+
+
+class UnreadableRun(ValueError):
+    """There is no run to report on, or the report cannot be written. The message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantData:
+    """The runs of one policy. `role`, `edit` and `policy_text` are those of the sweep, where there is one."""
+
+    name: str
+    runs: tuple[RunData, ...]
+    role: str = ""
+    edit: str = ""
+    policy_text: str | None = None
+    findings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepData:
+    """All runs of a report, and how they are judged.
+
+    Attributes:
+      baselines: the variants that others are compared with, the most important first.
+      manifest: `sweep.json`, where there is one.
+      not_run: edits that the sweep left out, and why.
+    """
+
+    title: str
+    variants: tuple[VariantData, ...]
+    baselines: tuple[str, ...]
+    settings: Settings
+    manifest: Record
+    problems: tuple[str, ...] = ()
+
+    @property
+    def runs(self) -> tuple[RunData, ...]:
+        return tuple(run for variant in self.variants for run in variant.runs)
+
+    @property
+    def longest(self) -> int:
+        """The last step of any run."""
+        return max((run.last_step for run in self.runs), default=0)
+
+    def variant(self, name: str) -> VariantData:
+        return next(variant for variant in self.variants if variant.name == name)
+
+
+def read_sweep(
+    folders: Sequence[Path], baselines: Sequence[str] = (), margin: str | None = None
+) -> SweepData:
+    """Reads all runs in some folders. Raises UnreadableRun.
+
+    Args:
+      folders: sweeps, or runs.
+      baselines: the names of the baselines, if they are not those of the sweep.
+      margin: the margin, if it is not that of the sweep.
+    """
+    parts = [_read_folder(folder) for folder in folders]
+    if len(parts) == 1:
+        sweep = parts[0]
+    else:
+        sweep = _merge(parts, folders)
+    if not any(len(run.steps) or run.status for run in sweep.runs):
+        folder = folders[0]
+        raise UnreadableRun(f"'{folder}' has no run yet: no metrics.jsonl has a step in it")
+    names = [variant.name for variant in sweep.variants]
+    if unknown := [name for name in baselines if name not in names]:
+        raise UnreadableRun(f"no variant is named '{unknown[0]}'; variants: {', '.join(names)}")
+    settings = sweep.settings if margin is None else replace(sweep.settings, margin=parse_margin(margin))
+    chosen_baselines = tuple(baselines) or sweep.baselines
+    ordered = sorted(
+        sweep.variants, key=lambda v: v.name not in chosen_baselines
+    )  # stable: the others keep their order
+    return replace(sweep, variants=tuple(ordered), baselines=chosen_baselines, settings=settings)
+
+
+def _read_folder(folder: Path) -> SweepData:
+    if not folder.is_dir():
+        raise UnreadableRun(f"'{folder}' is not a folder")
+    if (folder / MANIFEST_FILE).exists():
+        return _read_manifest(folder)
+    if (folder / METRICS_FILE).exists():
+        return _read_single_run(folder)
+    variants = _find_variants(folder)
+    if not variants:
+        raise UnreadableRun(
+            f"'{folder}' has no {METRICS_FILE}, no {MANIFEST_FILE} and no VARIANT/seedN/{METRICS_FILE}: is it the "
+            "folder of a run or of a sweep?"
+        )
+    names = [variant.name for variant in variants]
+    baselines = tuple(name for name in USUAL_BASELINES if name in names) or tuple(names[:1])
+    return SweepData(
+        title=folder.resolve().name,
+        variants=variants,
+        baselines=baselines if len(variants) > 1 else (),
+        settings=Settings(),
+        manifest={},
+    )
+
+
+def _read_single_run(folder: Path) -> SweepData:
+    path = folder.resolve()
+    match = _SEED_FOLDER.fullmatch(path.name)
+    name, seed = (path.parent.name, int(match[1])) if match else (path.name, None)
+    run = read_run(folder, variant=name, seed=seed)
+    policy = read_text(folder / "policy.policy", []) or read_text(folder.parent / "policy.policy", [])
+    variant = VariantData(name=name, runs=(run,), policy_text=policy if match else None)
+    return SweepData(title=run.name, variants=(variant,), baselines=(), settings=Settings(), manifest={})
+
+
+def _read_manifest(folder: Path) -> SweepData:
+    problems: list[str] = []
+    manifest = read_object(folder / MANIFEST_FILE, problems) or {}
+    steps = manifest.get("steps")
+    planned = steps if is_count(steps) else None
+    seeds = [seed for seed in as_list(manifest.get("seeds")) if is_count(seed)]
+    variants = []
+    for entry in as_records(manifest.get("variants")):
+        name = as_text(entry.get("name"))
+        if not name or Path(name).name != name:  # a name is a folder of the sweep, not a path out of it
+            problems.append(f"{MANIFEST_FILE} names a variant '{name}', which is not a folder")
+            continue
+        variants.append(
+            VariantData(
+                name=name,
+                runs=tuple(
+                    read_run(folder / name / f"seed{seed}", variant=name, seed=seed, planned_steps=planned)
+                    for seed in seeds
+                ),
+                role=as_text(entry.get("role")),
+                edit=as_text(entry.get("edit")),
+                policy_text=read_text(folder / name / "policy.policy", problems),
+                findings=tuple(as_text(finding) for finding in as_list(entry.get("findings"))),
+            )
+        )
+    names = [variant.name for variant in variants]
+    baselines = tuple(name for name in as_list(manifest.get("baselines")) if name in names)
+    return SweepData(
+        title=folder.resolve().name,
+        variants=tuple(variants),
+        baselines=baselines,
+        settings=_read_settings(manifest, problems),
+        manifest=manifest,
+        problems=tuple(problems),
+    )
+
+
+def _read_settings(manifest: Record, problems: list[str]) -> Settings:
+    """The statistics that were fixed when the sweep began. What it does not say has its default."""
+    settings = Settings()
+    if "margin" in manifest:
+        try:
+            settings = replace(settings, margin=parse_margin(as_text(manifest["margin"])))
+        except ValueError as error:
+            problems.append(f"{MANIFEST_FILE}: {error}; the margin is {settings.margin}")
+    statistics = as_record(manifest.get("statistics"))
+    fixed: dict[str, Any] = {
+        name: value
+        for name in ("alpha", "power")
+        if isinstance(value := statistics.get(name), float) and 0 < value < 1
+    }
+    return replace(settings, **fixed)
+
+
+def _find_variants(folder: Path) -> tuple[VariantData, ...]:
+    """The variants of a sweep that has no `sweep.json`."""
+    variants = []
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        seeds = sorted(
+            int(match[1])
+            for seed in path.iterdir()
+            if (match := _SEED_FOLDER.fullmatch(seed.name)) and (seed / METRICS_FILE).exists()
+        )
+        if seeds:
+            runs = tuple(read_run(path / f"seed{seed}", variant=path.name, seed=seed) for seed in seeds)
+            text = read_text(path / "policy.policy", [])
+            variants.append(VariantData(name=path.name, runs=runs, policy_text=text))
+    return tuple(variants)
+
+
+def _merge(parts: Sequence[SweepData], folders: Sequence[Path]) -> SweepData:
+    """Several folders as one sweep. Variants of one name get the names of their folders."""
+    names = [variant.name for part in parts for variant in part.variants]
+    variants: list[VariantData] = []
+    for part, folder in zip(parts, folders, strict=True):
+        for variant in part.variants:
+            name = variant.name
+            if names.count(name) > 1:
+                name = folder.as_posix() if len(part.variants) == 1 else f"{folder.as_posix()}/{name}"
+            runs = tuple(replace(run, variant=name, name=_run_name(name, run.seed)) for run in variant.runs)
+            variants.append(replace(variant, name=name, runs=runs))
+    first = next((part for part in parts if part.manifest), parts[0])
+    known = [variant.name for variant in variants]
+    baselines = tuple(name for name in (*first.baselines, *USUAL_BASELINES) if name in known) or known[:1]
+    return SweepData(
+        title=" · ".join(part.title for part in parts),
+        variants=tuple(variants),
+        baselines=tuple(dict.fromkeys(baselines)),
+        settings=first.settings,
+        manifest=first.manifest,
+        problems=tuple(problem for part in parts for problem in part.problems),
+    )
+
+
+def _run_name(variant: str, seed: int | None) -> str:
+    return variant if seed is None else f"{variant} seed {seed}"
+
+
+# ---- how runs ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended: `finished`, `failed` or `unfinished`, and why."""
+
+    state: str
+    reason: str = ""
+
+
+def judge_run(run: RunData, longest: int) -> RunEnd:
+    """How a run ended, from its metrics and its status. `longest` is the last step of any run of the sweep.
+
+    A run without a status and without a known number of steps is taken as finished if no other run went further.
+    """
+    losses = run.steps.columns["loss"]
+    target = run.planned_steps or longest
+    progress = f"step {run.last_step:,} of {target:,}"
+    if len(losses) and not math.isfinite(losses[-1]):
+        first = int(run.steps.step[~np.isfinite(losses)][0])
+        return RunEnd(state="failed", reason=f"the loss is not finite from step {first:,} on")
+    state, reason = run.status.get("state"), as_text(run.status.get("reason"))
+    if state == "failed":
+        return RunEnd(state="failed", reason=reason or "no reason is known")
+    if state in ("running", "preempted"):
+        return RunEnd(state="unfinished", reason=f"{state}, {progress}")
+    if not len(losses):
+        return RunEnd(state="unfinished", reason="not started")
+    if state == "finished" or run.last_step >= target:
+        return RunEnd(state="finished")
+    return RunEnd(state="unfinished", reason=progress)
+
+
+def trailing_loss(run: RunData) -> float | None:
+    """The mean loss of the last steps, or None if one of them is not finite."""
+    losses = run.steps.columns["loss"]
+    count = max(LEAST_TRAILING, round(TRAILING_FRACTION * len(losses)))
+    mean = float(np.mean(losses[-count:])) if len(losses) else math.nan
+    return mean if math.isfinite(mean) else None
+
+
+def final_validation_loss(run: RunData) -> float | None:
+    """The validation loss after the last step, or None if that step was not validated."""
+    table = run.evaluations
+    if not len(table) or table.step[-1] < run.last_step:
+        return None
+    loss = float(table.columns["validation_loss"][-1])
+    return loss if math.isfinite(loss) else None
+
+
+def uses_validation(sweep: SweepData) -> bool:
+    """Are variants compared by their validation loss? They are if every run that finished has one."""
+    finished = [run for run in sweep.runs if judge_run(run, sweep.longest).state == "finished"]
+    return bool(finished) and all(final_validation_loss(run) is not None for run in finished)
+
+
+def seed_losses(sweep: SweepData, variant: VariantData) -> SeedLosses:
+    """The final losses of a variant, and the runs that have none."""
+    measure = final_validation_loss if uses_validation(sweep) else trailing_loss
+    losses, failed, unfinished = {}, {}, {}
+    for number, run in enumerate(variant.runs):
+        seed = number if run.seed is None else run.seed
+        end, loss = judge_run(run, sweep.longest), measure(run)
+        if end.state == "unfinished":
+            unfinished[seed] = end.reason
+        elif end.state == "failed" or loss is None:
+            failed[seed] = end.reason or "the final loss is not finite"
+        else:
+            losses[seed] = loss
+    return SeedLosses(name=variant.name, losses=losses, failed=failed, unfinished=unfinished)

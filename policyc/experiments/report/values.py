@@ -1,0 +1,95 @@
+"""Values from files that may hold anything: JSON of killed runs, of other programs, of strangers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+"""One line of `metrics.jsonl` or `stats.jsonl`, or a part of another JSON file."""
+
+_MAX_NUMBER = 1e100  # larger numbers are no measurements, and sums of them would overflow
+_MAX_TEXT = 400  # characters of a text from a file
+
+
+def read_text(path: Path, problems: list[str]) -> str | None:
+    """The text of a file, or None if there is none. Reports a file that cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except IsADirectoryError:
+        problems.append(f"{path.name} is not a file")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+    return None
+
+
+def read_records(path: Path, problems: list[str], is_valid: Callable[[Record], bool]) -> list[Record]:
+    """The valid records of a file, one per line. Reports how many lines are left out."""
+    text = read_text(path, problems)
+    lines = [] if text is None else text.splitlines()
+    values = (parse_json(line) for line in lines)
+    records = [
+        value
+        for value in values
+        if isinstance(value, dict) and is_count(value.get("step")) and is_valid(value)
+    ]
+    if len(records) < len(lines):
+        problems.append(f"{len(lines) - len(records)} lines could not be read in {path.name}")
+    elif text is not None and not records:
+        problems.append(f"{path.name} is empty")
+    return records
+
+
+def read_object(path: Path, problems: list[str]) -> Record | None:
+    """The JSON object in a file, or None if there is none. Reports a file that holds something else."""
+    text = read_text(path, problems)
+    if text is None:
+        return None
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        problems.append(f"{path.name} is not a JSON object")
+        return None
+    return value
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text, or None if it is not JSON or nested too deeply."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_count(value: object) -> bool:
+    """Is it an integer that a float can hold exactly?"""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def as_number(value: object) -> float | None:
+    """A number that can be plotted, or None. Tiny numbers become 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    if not -_MAX_NUMBER < value < _MAX_NUMBER:  # also false for nan
+        return None
+    return float(value) if abs(value) > 1 / _MAX_NUMBER else 0.0
+
+
+def as_record(value: object) -> Record:
+    return value if isinstance(value, dict) else {}
+
+
+def as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def as_records(value: object) -> list[Record]:
+    return [item for item in as_list(value) if isinstance(item, dict)]
+
+
+def as_text(value: object) -> str:
+    """A text for the page: a string, a number, or nothing."""
+    return str(value)[:_MAX_TEXT] if isinstance(value, str | int | float) else ""

@@ -1,0 +1,59 @@
+// Draws all charts, and draws them again when the width, the theme or the medium changes.
+
+function gapChart(element, baseline) {
+  const rows = data.comparisons.filter((row) => row.baseline === baseline && row.gap !== null);
+  if (!rows.length) return null;
+  const points = rows.map((row, n) => ({ x: n, y: row.gap, interval: row.interval, label: row.variant, color: data.colors[row.variant], note: row.verdict }));
+  const margin = rows.find((row) => row.margin !== null)?.margin;
+  return pointChart(element, points, {
+    title: "Final gap to " + baseline, note: "nats, with the paired t interval of each variant", height: 340,
+    range: [-0.6, rows.length - 0.4], zone: margin ? [-margin, margin] : null, zoneLabel: "margin " + data.margin,
+    xAxis: { splits: () => rows.map((_, n) => n), values: () => rows.map((row) => row.variant), rotate: 35, size: 24 + 4.4 * Math.max(...rows.map((row) => row.variant.length)), grid: { show: false } },
+  });
+}
+
+function speedUpChart(element) {
+  const [baseline] = data.comparisons.map((row) => row.baseline);
+  const rows = data.comparisons.filter((row) => row.baseline === baseline && row.gap !== null && row.variant in data.speed_ups.values);
+  const points = rows.map((row) => ({ x: data.speed_ups.values[row.variant], y: row.gap, interval: row.interval, label: row.variant, color: data.colors[row.variant], note: data.speed_ups.values[row.variant].toFixed(2) + "× predicted" }));
+  points.push({ x: 1, y: 0, interval: null, label: baseline, color: data.colors[baseline], note: "baseline" });
+  const speeds = points.map((point) => point.x), room = (Math.max(...speeds) - Math.min(...speeds)) * 0.12 || 0.1;
+  const margin = rows.find((row) => row.margin !== null)?.margin;
+  return pointChart(element, points, {
+    title: "Gap against predicted speed-up", note: "nats against " + baseline + "; speed-up of " + data.speed_ups.step + ", from the cost model", height: 330,
+    range: [Math.min(...speeds) - room, Math.max(...speeds) + 1.6 * room], zone: margin ? [-margin, margin] : null, zoneLabel: "margin " + data.margin, labels: true,
+    xAxis: { values: (u, splits) => splits.map((v) => v.toFixed(2) + "×"), label: "predicted speed-up", labelSize: 18, labelFont: "11.5px system-ui, sans-serif", size: 34 },
+  });
+}
+
+let charts = [];
+
+function draw() {
+  for (const u of charts) u.destroy();
+  charts = [];
+  for (const element of document.querySelectorAll("figure.chart")) {
+    if (element.closest("details:not([open])") || !element.clientWidth) continue;
+    const { chart, gaps } = element.dataset;
+    const u = chart !== undefined ? lineChart(element, data.charts[Number(chart)]) : gaps !== undefined ? gapChart(element, gaps) : speedUpChart(element);
+    if (u) charts.push(u);
+  }
+}
+
+let width = document.body.clientWidth, pending = 0;
+draw();
+
+function redrawSoon() {
+  cancelAnimationFrame(pending);
+  pending = requestAnimationFrame(() => { width = document.body.clientWidth; draw(); });
+}
+
+new ResizeObserver(() => { if (document.body.clientWidth !== width) redrawSoon(); }).observe(document.body);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawSoon);
+for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", () => { if (details.querySelector("figure.chart")) redrawSoon(); });
+
+function setPaper(isPaper) {
+  document.documentElement.classList.toggle("paper", isPaper);
+  draw();
+}
+addEventListener("beforeprint", () => setPaper(true));
+addEventListener("afterprint", () => setPaper(false));

@@ -1,0 +1,286 @@
+"""Reports on sweeps: the verdicts, gaps and costs of simulated runs whose true values are known."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from policyc.experiments.report.build import ReportOptions, build_report
+from policyc.experiments.report.output import render_report, write_report
+from policyc.experiments.report.series import count_spikes
+from policyc.experiments.report.speed_chart import draw_speed_chart
+from policyc.experiments.report.speed_ups import predict_speed_ups
+from policyc.experiments.report.sweeps import UnreadableRun
+from policyc.language.bundled import data_folder
+from tests.experiments.test_report import check_page
+from tests.support.command import policyc
+
+STEPS = 200
+Loss = Callable[[np.ndarray], np.ndarray]
+
+
+def write_metrics(folder: Path, losses: Sequence[float], *, tokens: int | None = 100, **extra: float) -> Path:
+    """Writes one line per step. `extra` is the same in every step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "step": i + 1,
+            **({} if tokens is None else {"tokens": (i + 1) * tokens}),
+            "loss": float(loss),
+            **extra,
+        }
+        for i, loss in enumerate(losses)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def decay(gap: float = 0.0) -> np.ndarray:
+    """A loss that falls to about 2."""
+    return 2 + 3 / np.arange(1, STEPS + 1) + gap
+
+
+def write_sweep(
+    out: Path, gaps: dict[str, float], *, seeds: int = 4, noise: float = 0.001, **manifest: Any
+) -> Path:
+    """A finished sweep. A seed moves all variants together; each run also moves by itself."""
+    generator = np.random.default_rng(0)
+    by_seed = generator.normal(0, 0.02, seeds)
+    roles = {"bf16": "baseline", "fp8": "baseline", "te_nvfp4": "policy"}
+    variants = [{"name": name, "role": roles.get(name, "edit"), "edit": f"edit {name}"} for name in gaps]
+    base = {"seeds": list(range(seeds)), "steps": STEPS, "margin": "0.5%", "baselines": ["bf16"]}
+    for name, gap in gaps.items():
+        for seed in range(seeds):
+            shift = by_seed[seed] + gap + generator.normal(0, noise)
+            folder = write_metrics(out / name / f"seed{seed}", decay(shift), tokens_per_second=1000.0)
+            (folder / "status.json").write_text(
+                json.dumps({"state": "finished", "command": ["train", str(seed)]})
+            )
+        (out / name / "policy.policy").write_text(f"# {name}\n* -> bf16\n")
+    (out / "sweep.json").write_text(
+        json.dumps(base | {"command": ["policyc", "sweep"], "variants": variants} | manifest)
+    )
+    return out
+
+
+def report_of(*folders: Path, **options: Any) -> dict[str, Any]:
+    return build_report(folders, ReportOptions(**options)).data
+
+
+def verdicts_of(data: dict[str, Any]) -> dict[str, str]:
+    return {f"{row['variant']}/{row['baseline']}": row["verdict"] for row in data["comparisons"]}
+
+
+def test_a_finished_sweep_has_verdicts_against_each_baseline(tmp_path: Path) -> None:
+    gaps = {"bf16": 0.0, "fp8": 0.001, "te_nvfp4": 0.05, "good": -0.05}
+    sweep = write_sweep(tmp_path / "s", gaps, baselines=["bf16", "fp8"])
+    data = report_of(sweep)
+    assert verdicts_of(data) == {
+        "fp8/bf16": "parity", "te_nvfp4/bf16": "worse", "good/bf16": "better", "te_nvfp4/fp8": "worse",
+        "good/fp8": "better",
+    }  # fmt: skip
+    assert data["axis"] == "tokens"
+    assert data["statistics"]["measure"] == "trailing_loss"
+    page = check_page(write_report([sweep]))
+    assert "3 variants against bf16: 1 at parity, 1 better, 1 worse" in page.texts
+    assert any(
+        "wrong claim of a difference among all variants is at most 0.05" in text for text in page.texts
+    )
+    assert {"policyc sweep", "train 0", "+* -> bf16"} & set(page.texts) == {"policyc sweep", "train 0"}
+    assert any(text.startswith("+# good") for text in page.texts)  # the diff of an edit
+
+
+def test_the_gap_and_its_interval_are_those_of_a_paired_t_test(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05})
+    losses = {
+        name: [
+            np.mean(
+                [json.loads(line)["loss"] for line in (path / "metrics.jsonl").read_text().splitlines()][-10:]
+            )
+            for path in sorted((sweep / name).glob("seed*"))
+        ]
+        for name in ("bf16", "te_nvfp4")
+    }
+    test = stats.ttest_rel(losses["te_nvfp4"], losses["bf16"])
+    (row,) = report_of(sweep)["comparisons"]
+    assert row["gap"] == pytest.approx(np.subtract(losses["te_nvfp4"], losses["bf16"]).mean(), rel=1e-9)
+    assert row["interval"] == pytest.approx(list(test.confidence_interval(0.95)), rel=1e-9)
+    chart = next(c for c in report_of(sweep)["charts"] if c["id"] == "gap-bf16")
+    (line,) = chart["lines"]
+    # The gap is constant over a run, so every point of the curve has the final gap and interval. Six digits are kept.
+    assert line["values"] == pytest.approx([row["gap"]] * len(chart["x"]), rel=1e-5)
+    assert line["low"] == pytest.approx([row["interval"][0]] * len(chart["x"]), rel=1e-5)
+
+
+def test_validation_losses_are_compared_if_every_run_has_one(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05})
+    for run in sweep.glob("*/seed*"):
+        seed = int(run.name[4:])
+        gap = 0.2 + 0.001 * seed if run.parent.name == "te_nvfp4" else 0.0
+        with (run / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"step": STEPS, "val_loss": 2.5 + 0.01 * seed + gap}) + "\n")
+    data = report_of(sweep)
+    assert data["statistics"]["measure"] == "validation_loss"
+    assert data["comparisons"][0]["gap"] == pytest.approx(0.2015)
+    (sweep / "bf16/seed1/metrics.jsonl").write_text(
+        (sweep / "bf16/seed1/metrics.jsonl").read_text().rsplit("{", 1)[0]
+    )
+    assert report_of(sweep)["statistics"]["measure"] == "trailing_loss"
+
+
+def test_failed_runs_are_shown_with_their_last_lines_and_change_the_verdict(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "fp8": 0.0, "te_nvfp4": 0.0})
+    write_metrics(sweep / "fp8/seed1", [3.0, 2.5])
+    (sweep / "fp8/seed1/status.json").write_text('{"state": "failed", "reason": "out of memory"}')
+    (sweep / "fp8/seed1/log.txt").write_text("a\n\nRESOURCE_EXHAUSTED\n")
+    write_metrics(sweep / "te_nvfp4/seed2", [3.0, 2.5, float("nan"), float("nan")])
+    data = report_of(sweep)
+    assert set(verdicts_of(data).values()) == {"inconclusive"}
+    reasons = " ".join(row["reason"] for row in data["comparisons"])
+    assert "1 of 4 seeds of fp8 failed (seed 1: out of memory)" in reasons
+    assert "seed 2: the loss is not finite from step 3 on" in reasons
+    fp8 = next(variant for variant in data["variants"] if variant["name"] == "fp8")
+    assert fp8["states"] == {"finished": 3, "unfinished": 0, "failed": 1}
+    assert fp8["figures"]["trailing_loss"] == pytest.approx(
+        2.02, abs=0.05
+    )  # without the run that ended at 2.5
+    assert "a\nRESOURCE_EXHAUSTED" in check_page(write_report([sweep])).texts
+    assert any(line["is_dashed"] for line in data["charts"][0]["lines"])
+
+
+def test_a_sweep_in_flight_has_curves_and_no_verdict(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05})
+    write_metrics(sweep / "te_nvfp4/seed3", decay()[:50])
+    (sweep / "te_nvfp4/seed3/status.json").write_text('{"state": "running"}')
+    for name in ("metrics.jsonl", "status.json"):
+        (sweep / "te_nvfp4/seed2" / name).unlink()
+    data = report_of(sweep)
+    (row,) = data["comparisons"]
+    assert row["verdict"] == "inconclusive"
+    assert row["gap"] == pytest.approx(0.05, abs=0.005)
+    assert "seed 2: not started; seed 3: running, step 50 of 200" in row["reason"]
+    texts = check_page(write_report([sweep])).texts
+    assert "6 of 8 runs have ended" in texts
+    gap = next(c for c in data["charts"] if c["id"] == "gap-bf16")
+    assert None not in gap["lines"][0]["values"]  # a run that has just begun does not shorten the curve
+
+
+def test_runs_of_any_program_are_compared(tmp_path: Path) -> None:
+    generator = np.random.default_rng(1)
+    for name, gap in (("plain", 0.0), ("edited", 0.1)):
+        for seed in (0, 1, 2):
+            shift = gap + 0.01 * seed + generator.normal(0, 0.001)
+            write_metrics(tmp_path / name / f"seed{seed}", decay(shift), tokens=None)
+    assert verdicts_of(report_of(tmp_path, baselines=("plain",))) == {"edited/plain": "worse"}
+    data = report_of(tmp_path, baselines=("plain",), margin="0.5 nats")
+    assert verdicts_of(data) == {"edited/plain": "parity"}
+    assert data["axis"] == "steps"
+    runs = [tmp_path / "plain/seed0", tmp_path / "edited/seed0"]
+    (row,) = report_of(*runs, baselines=("plain",))["comparisons"]
+    assert (row["verdict"], row["interval"]) == ("inconclusive", None)
+    with pytest.raises(UnreadableRun, match="no variant is named 'fp8'; variants: edited, plain"):
+        report_of(tmp_path, baselines=("fp8",))
+
+
+def test_time_to_equal_loss_is_the_ratio_of_tokens(tmp_path: Path) -> None:
+    # The variant follows the curve of the baseline 1.25 times as slowly, and is twice as fast.
+    steps = np.arange(1, 2001)
+    for name, stretch, speed in (("bf16", 1.0, 1000.0), ("slow", 1.25, 2000.0)):
+        for seed in (0, 1):
+            losses = 2 + 400 / (steps / stretch + 200) + 0.001 * seed
+            write_metrics(tmp_path / name / f"seed{seed}", losses.tolist(), tokens_per_second=speed)
+    (row,) = report_of(tmp_path)["equal_loss"]
+    # Both losses are means over the last 5 % of the tokens, which stretches the ratio by less than 1 %.
+    assert row["token_ratio"] == pytest.approx(1.25, rel=0.01)
+    assert row["measured_speed_up"] == pytest.approx(2.0)
+
+
+def test_spikes_are_counted() -> None:
+    generator = np.random.default_rng(2)
+    losses = 3 + 0.05 * generator.standard_normal(500)
+    losses[[100, 300]] += 1.0
+    norms = 1 + 0.1 * np.abs(generator.standard_normal(500))
+    norms[[60, 200, 201]] = 5.0
+    assert count_spikes(losses, is_loss=True) == 2
+    assert count_spikes(norms, is_loss=False) == 3
+    assert count_spikes(losses[:50], is_loss=True) == 0
+
+
+def test_runs_that_are_not_comparable_are_named(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
+    for number, run in enumerate(sorted(sweep.glob("*/seed*"))):
+        about = {"settings": {"learning_rate": 0.001 * (1 + number // 3), "seed": number}, "device": "H200"}
+        (run / "run.json").write_text(json.dumps(about))
+        plan = {
+            "rules": [],
+            "sites": [{"place": f"/tmp/{number}", "m": 8 + (run.parent.name == "te_nvfp4") * number}],
+        }
+        (run / "plan.json").write_text(json.dumps(plan))
+    assert report_of(sweep)["inequalities"] == [
+        "the setting learning_rate is not the same in all runs: 0.001, 0.002",
+        "the runs of te_nvfp4 have different plans",
+    ]
+
+
+def test_json_has_the_documented_fields_and_markdown_the_verdicts(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "a|b_c": 0.05}, seeds=2)
+    data = json.loads(policyc("report", sweep, "--json").out)
+    docs = (Path(__file__).parents[2] / "docs" / "reports.md").read_text()
+    variant, chart = data["variants"][0], data["charts"][0]
+    objects = (
+        data,
+        data["statistics"],
+        data["comparisons"][0],
+        variant,
+        variant["runs"][0],
+        data["equal_loss"][0],
+    )
+    for name in {name for fields in (*objects, chart, chart["lines"][0]) for name in fields}:
+        assert re.search(rf"`{name}`", docs), f"docs/reports.md does not describe {name}"
+    text = policyc("report", sweep, "--markdown").out
+    assert re.search(r"^\| a\\\|b\\_c \| \*\*\w+\*\* \| \+0\.0\d+ \|", text, re.MULTILINE)
+    assert not (sweep / "report.html").exists()
+
+
+# ---- predicted speed
+
+
+def test_predicted_speed_ups_are_those_of_estimate() -> None:
+    folder = data_folder("policies")
+    policies = {name: (folder / f"{name}.policy").read_text() for name in ("bf16", "te_nvfp4")}
+    policies |= {"mxfp8": "* -> mxfp8\n", "switch": "* -> mxfp8\nafter 25% {\n    * -> bf16\n}\n"}
+    speed_ups = predict_speed_ups(policies, "bf16", "tiny", "gb200", 1)
+    arguments = ("--config", "tiny", "--target", "gb200", "--format", "json")
+    estimate = json.loads(policyc("estimate", "te_nvfp4", "--against", "bf16", *arguments).out)
+    assert speed_ups["te_nvfp4"] == pytest.approx(estimate["speed_up"])
+    # A quarter of the steps has the time of mxfp8, the others that of bf16.
+    assert 1 / speed_ups["switch"] == pytest.approx(0.25 / speed_ups["mxfp8"] + 0.75)
+
+
+def test_the_speed_chart_has_a_point_a_policy(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05, "fp8": 0.001})
+    data = report_of(sweep)
+    with pytest.raises(UnreadableRun, match="needs a sweep with a baseline"):
+        draw_speed_chart(data)
+    data["speed_ups"] = {
+        "step": "llama3_8b on 8 × GB200",
+        "values": {"bf16": 1.0, "te_nvfp4": 1.3, "fp8": 1.2},
+    }
+    svg = draw_speed_chart(data)
+    assert svg == draw_speed_chart(data)
+    texts = {element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"bf16", "te_nvfp4", "fp8", "predicted speed-up over bf16, llama3_8b on 8 × GB200"} <= texts
+    assert "prefers-color-scheme: dark" in svg
+
+
+def test_the_page_of_a_report_is_the_same_for_the_same_data(tmp_path: Path) -> None:
+    report = build_report([write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)])
+    assert render_report(report, "html") == render_report(report, "html")
