@@ -36,6 +36,7 @@ COLUMNS = (
     "memory",
     "kernels",
     "bytes",
+    "of these copies and fills",
     "reduce-scatter + all-gather",
     "other collectives",
     "CPU",
@@ -90,6 +91,7 @@ def compile_step(policy: str, case: Case, mesh: str, gather: str, backend: str) 
 def table_row(report: dict[str, Any]) -> str:
     products, memory = report["products"], report["memory"]
     native = sum(p["native"] and p["found"] > 0 for p in products)
+    copied = next(k["bytes"] for k in report["kernel_kinds"] if k["kind"] == "copies and fills")
     gigabytes: Counter[str] = Counter()
     for collective in report["collectives"]:
         gigabytes[collective["kind"]] += collective["bytes"] / 1e9
@@ -104,6 +106,7 @@ def table_row(report: dict[str, Any]) -> str:
         f"{memory['needed'] / 1e9:.1f} of {memory['device'] / 1e9:.1f} GB",
         f"{report['kernels'] / 1e3:.0f} k",
         f"{report['kernel_bytes'] / 1e12:.1f} TB",
+        f"{copied / 1e12:.1f} TB",
         f"{scattered:.0f} + {gathered:.0f} GB",
         f"{gigabytes.total():.0f} GB",
         f"{report['cpu_s']:.0f} s",

@@ -1,9 +1,9 @@
 """Predicted speed-ups over fp8 of the bundled policies, with both backends. The figures of docs/estimate.md.
 
-    python -m benchmarks.speed_ups [--compiled FOLDER] [--json FILE]
+    python -m benchmarks.speed_ups [--compiled FOLDER [--backend te]] [--json FILE]
 
 Needs no GPU. With --compiled, bytes, kernels and collectives come from the reports that `benchmarks.compile_matrix
---reports` wrote to the folder; a policy without a report is left out.
+--reports` wrote to the folder; a policy without a report is left out. --backend is the one they were compiled with.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--compiled", type=Path, metavar="FOLDER", help="reports of compiled steps")
+    parser.add_argument("--backend", default="auto", help="with --compiled: the backend (default: auto)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     options = parser.parse_args()
-    backends = ("xla", "te") if options.compiled is None else ("auto",)
+    backends = ("xla", "te") if options.compiled is None else (options.backend,)
     titles = [f"{c.config}, {c.devices} {c.target.upper()}: {b}" for c in CASES for b in backends]
     print(f"| policy | {' | '.join(titles)} |\n|{'---|' * (1 + len(titles))}")
     results = []

@@ -211,7 +211,7 @@ def total_collectives(module: hlo.Module) -> Iterator[CollectiveTotal]:
 
 # ---- kernels
 
-KERNEL_KINDS = ("GEMMs", "attention", "collectives", "other kernels")
+KERNEL_KINDS = ("GEMMs", "attention", "collectives", "copies and fills", "other kernels")
 
 
 def total_kernels(module: hlo.Module, launch_bytes: float) -> Iterator[KernelTotal]:
@@ -219,7 +219,7 @@ def total_kernels(module: hlo.Module, launch_bytes: float) -> Iterator[KernelTot
     groups: dict[str, list[hlo.Execution]] = {kind: [] for kind in KERNEL_KINDS}
     for execution in module.executions:
         if execution.is_kernel:
-            groups[kernel_kind(execution.instruction)].append(execution)
+            groups[kernel_kind(execution)].append(execution)
     for kind, executions in groups.items():
         sizes = [(e.times, e.bytes_read + e.bytes_written) for e in executions]
         short = [(times, size) for times, size in sizes if size < launch_bytes]
@@ -232,8 +232,9 @@ def total_kernels(module: hlo.Module, launch_bytes: float) -> Iterator[KernelTot
         )
 
 
-def kernel_kind(instruction: hlo.Instruction) -> str:
+def kernel_kind(execution: hlo.Execution) -> str:
     """One of `KERNEL_KINDS`. A product inside a quantizer, which rotates an operand, is not a GEMM of the program."""
+    instruction = execution.instruction
     call = instruction.call_target
     if instruction.opcode.removesuffix("-start") in hlo.COLLECTIVES:
         return "collectives"
@@ -241,4 +242,6 @@ def kernel_kind(instruction: hlo.Instruction) -> str:
         return "attention"
     if call in NATIVE_CALLS.values() or (call in _PLAIN_GEMMS and "jit(run)" not in instruction.op_name):
         return "GEMMs"
+    if instruction.opcode == "copy" or (instruction.opcode in hlo.FUSIONS and not execution.bytes_read):
+        return "copies and fills"  # a fusion that reads nothing writes a constant
     return "other kernels"

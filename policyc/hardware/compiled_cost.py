@@ -17,6 +17,9 @@ from policyc.numerics.targets import Target
 _PASSES = {"all-reduce": 2}
 """How often a collective moves its bytes: once, but an all-reduce scatters sums and gathers them."""
 
+_OTHER_PARTS = ("GEMMs", "attention", "collectives")
+"""Kinds of kernels whose time is in other parts of an estimate."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStep:
@@ -52,9 +55,10 @@ def with_compiled(parts: StepParts, step: CompiledStep, target: Target, mesh: Me
     """The parts of a step whose bytes, kernels and collectives are those of the compiled program.
 
     The time of GEMMs and of attention is that of the model: bytes do not say how long they compute. Quantization and
-    optimizer are among the other kernels of a program. Collectives are taken to span all devices.
+    optimizer are among the other kernels of a program, and so are copies and fills. Collectives are taken to span all
+    devices.
     """
-    others = sum(kernel_seconds(k, target) for k in step.kernels if k.kind == "other kernels")
+    others = sum(kernel_seconds(k, target) for k in step.kernels if k.kind not in _OTHER_PARTS)
     compute: Mapping[str, float] = {
         "gemms": parts.compute["gemms"],
         "attention": parts.compute["attention"],

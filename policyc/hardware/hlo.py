@@ -21,7 +21,7 @@ _NO_KERNEL = frozenset({
 })  # fmt: skip
 """Opcodes that launch no kernel. Neither do those that end in -done or -update: their -start does."""
 
-_FUSIONS = ("fusion", "fusion-start")
+FUSIONS = ("fusion", "fusion-start")
 _SLICES = ("dynamic-slice", "slice")
 _LAYOUT_ONLY = ("bitcast", "reshape", "transpose")
 """Opcodes that, inside a fusion, change how an array is indexed and read nothing."""
@@ -151,7 +151,7 @@ class Module:
 
     def _fused_call(self, fusion: Instruction) -> Instruction | None:
         """The custom call of a fusion that only slices its operands: it reads them from a stack, without a copy."""
-        if fusion.opcode not in _FUSIONS or not fusion.called:
+        if fusion.opcode not in FUSIONS or not fusion.called:
             return None
         body = self.computations.get(fusion.called[0], {})
         return next((i for i in body.values() if i.opcode == "custom-call"), None)
@@ -164,7 +164,7 @@ class Module:
             return written, written
         if instruction.opcode == "dynamic-update-slice":
             return operands[1].bytes, operands[1].bytes
-        if instruction.opcode in _FUSIONS and instruction.called:
+        if instruction.opcode in FUSIONS and instruction.called:
             body = self.computations.get(instruction.called[0])
             if body is not None:
                 return _count_fusion_bytes(body, operands, written)

@@ -106,8 +106,28 @@ def test_kernels_are_added_up_by_kind(plan: policyc.Plan) -> None:
     assert (totals["collectives"].count, totals["attention"].count) == (4 + 1, 0)
     cut = 64 * 32 * 4 + 4 + 64 * 32 * 2
     others = totals["other kernels"]
-    assert (others.count, others.bytes) == (4 + 1, 4 * cut + 2 * stack)
+    assert (others.count, others.bytes) == (4, 4 * cut)
     assert (others.short, others.short_bytes) == (4, 4 * cut)
+    copies = totals["copies and fills"]
+    assert (copies.count, copies.bytes, copies.short) == (1, 2 * stack, 0)
+
+
+FILL = """HloModule m
+
+%zeros () -> f32[4,64] {
+  %zero = f32[] constant(0)
+  ROOT %filled = f32[4,64]{1,0} broadcast(%zero), dimensions={}
+}
+
+ENTRY %main () -> f32[4,64] {
+  ROOT %fill = f32[4,64]{1,0} fusion(), kind=kLoop, calls=%zeros
+}
+"""
+
+
+def test_a_fusion_that_reads_nothing_is_a_fill() -> None:
+    kinds = {k.kind: k.bytes for k in total_kernels(hlo.parse_module(FILL), 0) if k.count}
+    assert kinds == {"copies and fills": 4 * 64 * 4}
 
 
 def test_a_product_that_rotates_an_operand_is_not_a_gemm(plan: policyc.Plan) -> None:

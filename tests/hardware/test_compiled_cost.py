@@ -20,7 +20,8 @@ REPORT = {
     "devices": 8,
     "kernel_kinds": [
         {"kind": "GEMMs", "count": 9, "bytes": 9e12, "short": 0, "short_bytes": 0},
-        {"kind": "other kernels", "count": 1100, "bytes": 5e12, "short": 1000, "short_bytes": 1e6},
+        {"kind": "copies and fills", "count": 100, "bytes": 1e12, "short": 0, "short_bytes": 0},
+        {"kind": "other kernels", "count": 1000, "bytes": 4e12, "short": 1000, "short_bytes": 1e6},
     ],
     "collectives": [
         {"kind": "all-gather", "type": "u8", "count": 3, "bytes": 4e11},
