@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pictures test test-slow test-browser test-cuda test-trainers test-te check format wheel clean
+.PHONY: help setup demo pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -55,6 +55,23 @@ test-browser: setup ## open the pages of diffs in Chromium, and use them
 	$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python $(PIP) install --no-compile -qq -e '.[browser]' || { \
 	  echo "playwright could not be installed; see the output of pip above" >&2; exit 1; }; \
 	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/diff/test_browser.py $(ARGS)
+
+# A Slurm cluster of one node on this machine: the daemons are started without systemd, and all their files are in one
+# folder. It needs root, and installs Debian's packages slurm-wlm and munge if they are missing.
+SLURM_CLUSTER := tests/support/slurm_cluster.sh
+SLURM_FOLDER ?= /tmp/policyc-slurm
+
+test-slurm: setup ## run sweeps on a Slurm cluster that is started here (root; installs slurm-wlm)
+	@$(IN) $(SLURM_CLUSTER) install || exit 1; folder=$$(mktemp -d); trap '$(SLURM_CLUSTER) stop "$$folder"; rm -rf "$$folder"' EXIT; \
+	$(SLURM_CLUSTER) start "$$folder" && \
+	SLURM_CONF="$$folder/slurm.conf" $(BIN)/python -m pytest -p no:xdist -m slurm tests/experiments/test_slurm_cluster.py $(ARGS)
+
+slurm-start: ## start that cluster and leave it running; SLURM_FOLDER=dir is the folder of its files
+	@$(IN) $(SLURM_CLUSTER) install && $(SLURM_CLUSTER) start "$(SLURM_FOLDER)" && \
+	echo 'Slurm runs: export SLURM_CONF="$(SLURM_FOLDER)/slurm.conf"'
+
+slurm-stop: ## stop it, with all its jobs
+	@$(IN) $(SLURM_CLUSTER) stop "$(SLURM_FOLDER)" && rm -rf "$(SLURM_FOLDER)"
 
 # XLA's CUDA compiler needs 4 GB of packages, so it has its own environment.
 test-cuda: ## compile for GPUs that need not be present, and check the result (4 GB of packages, some minutes)

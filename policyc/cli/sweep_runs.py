@@ -72,6 +72,7 @@ class SweepOptions:
     margin: str
     jobs: int | None
     gpus_per_run: int
+    slurm: tuple[str, ...]
     seeds_per_process: int
     metrics: str | None
     no_plan: bool
@@ -107,12 +108,17 @@ sweep_options = collect_options(
             help="Largest difference of loss that counts as parity, fixed before the sweep runs.",
         ),
         click.option(
-            "--jobs", type=click.IntRange(1), metavar="N", show_default="one per GPU; 1 without GPUs",
+            "--jobs", type=click.IntRange(1), metavar="N", show_default="one per GPU; 1 without GPUs; 100 with --slurm",
             help="Runs at a time. More than GPUs: they share them.",
         ),
         click.option(
             "--gpus-per-run", type=click.IntRange(1), default=1, show_default=True, metavar="N",
             help="GPUs of this machine that each run gets.",
+        ),
+        click.option(
+            "--slurm", multiple=True, metavar="NAME=VALUE,...",
+            help="Run each run as a Slurm job with these resources, such as 'partition=long,gpus=8,nodes=16,time=1440' "
+            "(time in minutes).",
         ),
         click.option(
             "--seeds-per-process", type=click.IntRange(1), default=1, show_default=True, metavar="N",
@@ -182,6 +188,7 @@ def run_sweep(
 def _make_program(words: Sequence[str], config: str | None, options: SweepOptions) -> SweepProgram:
     """The program that is swept. Raises a usage error if it cannot be."""
     from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram
+    from policyc.experiments.sweep.slurm_options import check_program, parse_slurm_options
 
     if config is None:
         parse_program(words)  # raises if there is no such program
@@ -201,6 +208,8 @@ def _make_program(words: Sequence[str], config: str | None, options: SweepOption
     )
     try:
         program.check()
+        if options.slurm:
+            check_program(parse_slurm_options(options.slurm), config, words)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     return program
@@ -224,7 +233,7 @@ def _design_sweep(
     try:
         parse_margin(options.margin)
         listed = collect_variants([load_baseline(name) for name in names], policies, edits)
-        if not options.no_plan:
+        if not options.no_plan and not _has_several_processes(options):
             texts = {variant.name: variant.text for variant in listed.variants}
             listed = drop_equal_plans(listed, plan_policies(program, seeds[0], texts))
     except PolicyError as error:
@@ -236,8 +245,23 @@ def _design_sweep(
     return SweepDesign(program=program, policies=listed, seeds=seeds, margin=options.margin)
 
 
+def _has_several_processes(options: SweepOptions) -> bool:
+    """Whether a run is several processes, which cannot be traced in one: they would wait for the others."""
+    from policyc.experiments.sweep.slurm_options import parse_slurm_options
+
+    if not options.slurm or (processes := parse_slurm_options(options.slurm).processes) == 1:
+        return False
+    click.echo(f"policyc: note: a run has {processes} processes, so it is not traced beforehand", err=True)
+    return True
+
+
 def _make_executor(options: SweepOptions) -> Executor:
-    """Where the runs go. Raises ValueError."""
+    """Where the runs go. Raises ValueError and OSError."""
+    if options.slurm:
+        from policyc.experiments.sweep.slurm import SlurmExecutor
+        from policyc.experiments.sweep.slurm_options import parse_slurm_options
+
+        return SlurmExecutor(parse_slurm_options(options.slurm), options.jobs)
     from policyc.experiments.sweep.executor import LocalExecutor
     from policyc.experiments.sweep.gpus import find_gpus, group_gpus
 

@@ -15,6 +15,7 @@ from policyc.experiments.sweep.run import Run, RunStatus
 from policyc.experiments.sweep.slurm import SlurmExecutor, SlurmJob, find_end
 from policyc.experiments.sweep.slurm_options import SlurmOptions, check_program, parse_slurm_options
 from policyc.experiments.sweep.slurm_task import SlurmTask
+from tests.support.command import policyc
 
 # Each notes its words in calls.txt. sbatch counts jobs from 7, squeue prints queue.txt or fails if it is missing.
 COMMANDS = {
@@ -99,6 +100,17 @@ def test_every_fault_of_the_options_is_named():
         parse_slurm_options(["partition=low"])
 
 
+def test_the_command_line_refuses_bad_resources_before_anything_runs(tmp_path):
+    words = ("sweep", "bf16", "--config", "tiny", "--out", tmp_path / "out")
+    result = policyc(*words, "--slurm", "gpus=8,nodes=2,time=5")
+    assert result.code == 2
+    assert "a run has 16 processes (2 x 8): add --distributed" in result.err
+    result = policyc(*words, "--slurm", "gpus=1")
+    assert result.code == 2
+    assert "time is missing" in result.err
+    assert not (tmp_path / "out").exists()
+
+
 # ---- submitting
 
 
@@ -139,7 +151,7 @@ def test_without_slurm_a_sweep_does_not_begin(cluster, monkeypatch):
     with pytest.raises(OSError, match="squeue: Unable to contact slurm controller"):
         SlurmExecutor(OPTIONS)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(OSError, match="there is no sbatch on this machine"):
+    with pytest.raises(ValueError, match="there is no sbatch on this machine"):
         SlurmExecutor(OPTIONS)
 
 

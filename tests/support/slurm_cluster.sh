@@ -1,24 +1,24 @@
 #!/bin/sh
 # A Slurm cluster of one node on this machine, for tests: slurm_cluster.sh install|start|stop FOLDER
 #
-#   install   installs Debian's packages if they are missing; needs root. Prints the reason and exits with 3 if it cannot.
+#   install   installs Debian's packages if they are missing. Prints the reason and exits with 3 if that is not possible.
 #   start     starts munged, slurmctld and slurmd with all their files in FOLDER; SLURM_CONF is FOLDER/slurm.conf.
 #   stop      ends them, and all jobs.
 #
-# It needs neither systemd nor cgroups. The node has 4 CPUs and 2 GPUs that do not exist: enough to schedule by.
+# It needs root, and neither systemd nor cgroups. The node has 4 CPUs and 2 GPUs that do not exist: enough to schedule by.
 # Partition high preempts partition low, whose jobs get 30 s to save and are requeued.
 set -eu
 
 cannot() { echo "$*"; exit 3; }
 
 install() {
+  [ "$(id -u)" = 0 ] || cannot "only root can install and start Slurm"
   for command in munged slurmctld slurmd sbatch; do
     PATH=$PATH:/usr/sbin command -v $command >/dev/null || missing=$command
   done
   [ -n "${missing:-}" ] || return 0
-  [ "$(id -u)" = 0 ] || cannot "Slurm is not installed ($missing), and only root can install it"
   command -v apt-get >/dev/null || cannot "Slurm is not installed ($missing), and there is no apt-get"
-  echo "installing slurm-wlm and munge"
+  echo "installing slurm-wlm and munge" >&2
   export DEBIAN_FRONTEND=noninteractive
   packages="apt-get install -qq -y --no-install-recommends slurm-wlm munge"
   $packages >/dev/null 2>&1 || { apt-get update -qq >/dev/null 2>&1 && $packages >/dev/null 2>&1; } ||
@@ -32,7 +32,7 @@ print(*(s.getsockname()[1] for s in sockets))'
 }
 
 start() {
-  [ "$(id -u)" = 0 ] || cannot "slurmd must be started by root"
+  [ ! -e "$folder/slurmctld.pid" ] || { echo "$folder: a cluster runs there, or was not stopped"; exit 1; }
   mkdir -p "$folder/state" "$folder/spool"
   chmod 700 "$folder"
   name=$(hostname -s)

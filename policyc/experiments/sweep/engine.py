@@ -209,9 +209,12 @@ class Engine:
                 signal.signal(number, handler)
 
     def _stop_all(self) -> None:
-        """Stops the runs and waits for them: they finish a step and save a checkpoint."""
+        """Stops the runs and waits for them: they finish a step and save a checkpoint. Some executors leave them."""
         active = self._select("running")
         if not active:
+            return
+        if self._signals and (left := self._executor.describe_left([run.run for run in active])):
+            self._display.say(left)
             return
         self._display.say(
             f"stopping {len(active)} runs, which save what they can; Ctrl-C again to leave at once"

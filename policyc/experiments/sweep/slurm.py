@@ -132,15 +132,15 @@ def _run_slurm(*words: str) -> str:
 
 
 class SlurmExecutor:
-    """Submits runs as Slurm jobs. Raises OSError if there is no Slurm or no submitit."""
+    """Submits runs as Slurm jobs. Raises ValueError without Slurm or submitit, OSError if Slurm does not answer."""
 
     def __init__(self, options: SlurmOptions, jobs: int | None = None) -> None:
         if shutil.which("sbatch") is None:
-            raise OSError("--slurm: there is no sbatch on this machine: run the sweep on a login node")
+            raise ValueError("--slurm: there is no sbatch on this machine: run the sweep on a login node")
         try:
             import submitit
         except ModuleNotFoundError:
-            raise OSError("--slurm needs the package 'submitit': pip install 'policyc[slurm]'") from None
+            raise ValueError("--slurm needs the package 'submitit': pip install 'policyc[slurm]'") from None
         self._submitit = submitit
         self.slots = jobs or _DEFAULT_JOBS
         self._options = options

@@ -1,0 +1,162 @@
+"""Sweeps on a real Slurm: `make test-slurm` starts one on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import python_path
+from tests.support.llama_runs import SMALL, losses
+from tests.support.quick_options import quick_environment
+
+pytestmark = pytest.mark.slurm
+
+# Saves its step on a signal, goes on from there, and prints the GPU that it got. Step 5 waits for the file "go".
+PROGRAM = """
+import json, os, pathlib, signal, sys, time
+stops = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: stops.append(number))
+import jax, jax.numpy as jnp
+folder = pathlib.Path(os.environ["POLICYC_RUN_DIR"])
+saved = folder / "saved"
+first = int(saved.read_text()) if saved.exists() else 0
+print("starts at step", first, "on GPU", os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+gradient = jax.grad(lambda w: jnp.sum((w @ w - 1.0) ** 2))(jnp.ones((32, 32)))
+with (folder / "metrics.jsonl").open("a") as metrics:
+    for step in range(first + 1, int(os.environ["POLICYC_STEPS"]) + 1):
+        while step == 5 and not stops and not pathlib.Path("go").exists():
+            time.sleep(0.05)
+        print(json.dumps({"step": step, "loss": int(os.environ["POLICYC_SEED"]) + 1 / step}), file=metrics, flush=True)
+        if stops:
+            saved.write_text(str(step))
+            print("saved at step", step, flush=True)
+            sys.exit(75)
+"""
+
+
+class Sweep:
+    """`policyc sweep` with its output in a file."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": python_path(),
+            "JAX_PLATFORMS": "cpu",
+            **quick_environment(),
+        }
+        self._output = folder / f"output-{time.monotonic_ns()}.txt"
+        with self._output.open("w") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "policyc", "sweep", "--baseline", "none", "--no-plan", *words], cwd=folder,
+                env=environment, stdout=file, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 300
+        while not condition():
+            assert self._process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output + slurm("squeue", "--states=all")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> int:
+        return self._process.wait(timeout=300)
+
+
+def slurm(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+def read_json(path: Path) -> dict[str, object]:
+    return json.loads(path.read_text())
+
+
+def job_of(folder: Path) -> str:
+    return str(read_json(folder / "slurm.json")["id"])
+
+
+def count_steps(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def test_a_sweep_survives_what_happens_to_it_and_its_jobs(tmp_path):
+    """The sweep is killed; one job is cancelled, one is told that its time is over. Nothing is run twice."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "p.policy").write_text("* -> mxfp8\n")
+    slurm_words = ("--slurm", "gpus=1,cpus=1", "--slurm", "time=2,grace=5")
+    words = ("p.policy", "--seeds", "2", "--steps", "9", "--out", "out", *slurm_words, "train.py")
+    folders = [tmp_path / "out" / "p" / f"seed{seed}" for seed in range(2)]
+
+    sweep = Sweep(tmp_path, *words)
+    sweep.wait_until(lambda: min(map(count_steps, folders)) == 4)
+    jobs = [job_of(folder) for folder in folders]
+    sweep.kill()
+    sweep = Sweep(tmp_path, *words)
+    sweep.wait_until(lambda: "2 runs of an earlier sweep still run: taken over" in sweep.output)
+    slurm("scancel", jobs[0])
+    slurm("scancel", "--signal=USR2", jobs[1])  # what Slurm sends before the time limit
+    sweep.wait_until(lambda: all((folder / "saved").exists() for folder in folders))
+    (tmp_path / "go").touch()
+    assert sweep.end() == 1, sweep.output
+    assert f"Slurm job {jobs[0]}: it was cancelled" in sweep.output
+    assert "saved at step" in sweep.output  # the last lines of the failed run
+    assert [job_of(folder) for folder in folders] == jobs
+    statuses = [read_json(folder / "status.json") for folder in folders]
+    assert [(s["state"], s["attempt"]) for s in statuses] == [("failed", 1), ("finished", 2)]
+    logs = [(folder / "log.txt").read_text() for folder in folders]
+    assert {log.split("on GPU ")[1][0] for log in logs} == {"0", "1"}
+
+    sweep = Sweep(tmp_path, *words)
+    assert sweep.end() == 0, sweep.output
+    assert job_of(folders[0]) != jobs[0]
+    assert job_of(folders[1]) == jobs[1]
+    for folder in folders:
+        assert [step for step, _ in losses(folder)] == list(range(1, 10))
+        assert (folder / "log.txt").read_text().count("starts at step 5") == 1
+
+
+def test_a_preempted_mesh_goes_on_with_the_same_losses(tmp_path):
+    """The trainer on two processes, which find each other through Slurm. A job of higher priority takes their place."""
+    steps = 40
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    options += ["--batch=8", "--sequence=32", "--data=synthetic", "--distributed", "--fsdp-axis=2"]
+    options += ["--compute=float32", "--checkpoint-every=1000"]
+    options += [
+        "--export-every=1",
+        "--export-command=sleep 0.1",
+    ]  # a step takes longer: Slurm needs some seconds
+
+    def start(name: str) -> tuple[Sweep, Path]:
+        resources = f"partition={name},tasks=2,cpus=1,time=5"
+        words = ("bf16", "--config", "tiny", "--seeds", "1", "--steps", str(steps), "--out", name)
+        sweep = Sweep(tmp_path, *words, "--slurm", resources, *options)
+        return sweep, tmp_path / name / "bf16" / "seed0"
+
+    preempted, folder = start("low")
+    whole, whole_folder = start("high")
+    preempted.wait_until(lambda: count_steps(folder) > 3 and count_steps(whole_folder) > 0)
+    slurm("sbatch", "--partition=high", "--ntasks=2", "--output=/dev/null", "--wrap=sleep 1")
+    for sweep in (whole, preempted):
+        assert sweep.end() == 0, sweep.output
+    log = (folder / "log.txt").read_text()
+    assert read_json(folder / "status.json")["attempt"] == 2, log
+    assert read_json(whole_folder / "status.json")["attempt"] == 1
+    assert "the same command resumes from the last checkpoint" in log
+    assert [step for step, _ in losses(folder)] == list(range(1, steps + 1))
+    assert losses(folder) == losses(whole_folder)
