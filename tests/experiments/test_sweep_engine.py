@@ -121,6 +121,18 @@ def test_an_interrupt_stops_the_active_runs_and_starts_no_others(tmp_path: Path)
     assert [run.progress for run in result.runs] == ["finished", "preempted", "waiting", "waiting"]
 
 
+def test_an_interrupt_leaves_jobs_in_a_queue(tmp_path: Path) -> None:
+    def interrupt(_: Run) -> tuple[State, list[float]]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return "finished", [3.0]
+
+    executor = FakeExecutor(interrupt, slots=2, lasting="v1")
+    executor.left = "1 job stays in the queue"
+    result = run_all([make_run(tmp_path, f"v{n}") for n in range(2)], executor)
+    assert executor.stopped == []
+    assert [run.progress for run in result.runs] == ["finished", "running"]
+
+
 def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path) -> None:
     with lock_sweep(tmp_path), pytest.raises(SweepBusy, match="another process"), lock_sweep(tmp_path):
         pass

@@ -32,6 +32,7 @@ class FakeExecutor:
         self.slots = slots
         self.started: list[str] = []
         self.stopped: list[str] = []
+        self.left = ""  # what stays behind after an interrupt
         self.most_active = 0
         self._behave = behave
         self._active: dict[Path, Run] = {}
@@ -57,7 +58,7 @@ class FakeExecutor:
         self.stopped += [run.name for run in runs]
 
     def describe_left(self, runs: Sequence[Run]) -> str:
-        return ""
+        return self.left
 
 
 class SilentDisplay:
