@@ -234,6 +234,7 @@ def _design_sweep(
         parse_margin(options.margin)
         listed = collect_variants([load_baseline(name) for name in names], policies, edits)
         if not options.no_plan and not _has_several_processes(options):
+            click.echo("planning the policies for the program, up to its first loss ...", err=True)
             texts = {variant.name: variant.text for variant in listed.variants}
             listed = drop_equal_plans(listed, plan_policies(program, seeds[0], texts))
     except PolicyError as error:

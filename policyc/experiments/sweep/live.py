@@ -35,7 +35,7 @@ class SweepView:
         """One line: how many runs are in which state, and the time left."""
         counts = [f"{self.count('finished')} of {len(self.runs)} runs finished"]
         counts += [f"{n} {state}" for state in ("running", "failed", "preempted") if (n := self.count(state))]
-        left = self.seconds_left()
+        left = self.seconds_left() if self.count("running") else None
         return ", ".join(counts) + ("" if left is None else f"; about {format_seconds(left)} left")
 
     def seconds_left(self) -> float | None:
@@ -103,6 +103,8 @@ def describe_end(run: TrackedRun) -> str:
     text = f"{run.run.name}: {run.progress}"
     if status is None:
         return text
+    if run.progress == "preempted":
+        return f"{text}, {status.reason}"
     if run.progress != "finished":
         return f"{text} at step {run.step}: {status.reason}"
     losses = [trailing_loss(reader) for reader in run.readers]
