@@ -182,7 +182,7 @@ def run_sweep(
         exit_with_message(str(error), EXIT_USAGE)
     except OSError as error:
         exit_with_message(f"{out}: {error}", EXIT_USAGE)
-    _exit_unless_finished(result, out)
+    _finish(result, out)
 
 
 def _make_program(words: Sequence[str], config: str | None, options: SweepOptions) -> SweepProgram:
@@ -289,7 +289,8 @@ def _run(design: SweepDesign, tracked: Sequence[TrackedRun], executor: Executor)
     return result
 
 
-def _exit_unless_finished(result: SweepResult, out: Path) -> None:
+def _finish(result: SweepResult, out: Path) -> None:
+    """Writes the page of a sweep that ended. Exits unless all runs finished."""
     from policyc.experiments.sweep.gaps import find_equal_seeds
 
     if result.stopped == "interrupted":
@@ -297,12 +298,44 @@ def _exit_unless_finished(result: SweepResult, out: Path) -> None:
         sys.exit(EXIT_INTERRUPTED)
     if result.stopped:
         click.echo("stopped: several runs in a row failed before their first step", err=True)
+    _write_page(out)
     if result.failed or result.unfinished:
         click.echo("the same command runs failed runs again, except those that diverged", err=True)
         sys.exit(EXIT_FAILURE)
     if find_equal_seeds(result.runs):
         sys.exit(EXIT_FAILURE)
-    click.echo(f"all runs finished: policyc report {shlex.quote(str(out))}")
+
+
+def _write_page(out: Path) -> None:
+    """Prints the verdict on each variant, and writes the page of the sweep."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from policyc.experiments.report.build import build_report
+    from policyc.experiments.report.format import format_gap, format_interval
+    from policyc.experiments.report.output import choose_path, render_report, write_text
+    from policyc.experiments.report.sweeps import UnreadableRun
+
+    try:
+        report = build_report([out])
+        path = choose_path([out], None)
+        write_text(path, render_report(report, "html"))
+    except UnreadableRun as error:
+        click.echo(f"policyc: no page: {error}", err=True)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("variant", "against", "verdict", "gap, nats", "interval", "reason"):
+        table.add_column(name, overflow="fold")
+    for row in report.data["comparisons"]:
+        numbers = format_gap(row["gap"]), format_interval(row["interval"])
+        table.add_row(row["variant"], row["baseline"], row["verdict"], *numbers, row["reason"])
+    console = Console(highlight=False)
+    if report.data["comparisons"]:
+        console.print(f"\nverdicts with a margin of {report.data['statistics']['margin']}:")
+        console.print(table)
+    for problem in report.problems:
+        click.echo(f"policyc: warning: {problem}", err=True)
+    console.print(f"report: {path}", soft_wrap=True)
 
 
 # ---- printing what a sweep is

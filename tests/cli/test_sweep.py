@@ -140,7 +140,9 @@ def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest
     second = policyc(*words, cwd=folder)
     assert second.code == 0
     assert started == ["my seed 1"]
-    assert f"policyc report {folder / 'sweeps' / 'my'}" in second.out
+    assert f"report: {folder / 'sweeps' / 'my' / 'report.html'}" in second.out
+    assert (folder / "sweeps" / "my" / "report.html").exists()
+    assert re.search(r"^my +bf16 +\w+ +.0.0000", second.out, re.MULTILINE)
 
     third = policyc(*words[:-3], "3", "--no-plan", "train.py", cwd=folder)
     assert third.code == 2
