@@ -130,8 +130,7 @@ class _GraphBuilder:
             groups.setdefault((self._sites.name(match), self.nest.signature([match])), []).append(match)
         scope = self.add_scope(parent, name="once per step", kind="hoisted")
         for (name, _), matches in groups.items():
-            layers = [self._sites.layer(match) for match in matches]
-            members = tuple(layer for layer in layers if layer is not None)
+            members = {layer for match in matches for layer in self._sites.layers(match)}
             node = self.add_scope(scope, name=name, kind="hoisted", members=as_ranges(sorted(members)))
             names = _Names()
             self._add_match(node, matches[0], names)

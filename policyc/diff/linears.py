@@ -191,8 +191,9 @@ def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> tuple[str, i
     """
     stack, index, name = _split_at_layer(_layer_path(site, layer, stacks))
     if index is None and not site.parameters and site.around is not None:
-        paths = map(_split_at_layer, site.around.paths(site.stack_indices(layer)))
-        stack, index, module = next((p for p in paths if p[1] is not None), ("", None, ""))
+        paths = [_split_at_layer(path) for path in site.around.paths(site.stack_indices(layer))]
+        paths = sorted((p for p in paths if p[1] is not None), key=lambda p: p[0] not in stacks)
+        stack, index, module = paths[0] if paths else ("", None, "")
         name = ".".join(filter(None, (module, name or _short_name(site))))
     return stack, index, name or _short_name(site)
 

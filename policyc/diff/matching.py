@@ -58,6 +58,7 @@ class Match:
       product: of the gradient of a site: fprop, dgrad or wgrad.
       is_backward: in a gradient: does it belong to the backward pass?
       iterations: see `Iterations`.
+      ranges: of a hoisted quantization: the iterations of each scan over layers around its site, the outermost first.
     """
 
     address: Address
@@ -69,6 +70,7 @@ class Match:
     product: str = ""
     is_backward: bool = False
     iterations: Iterations = field(default_factory=dict)
+    ranges: tuple[IterationRange, ...] = ()
 
     @property
     def equation(self) -> JaxprEqn:
@@ -133,7 +135,7 @@ def _match_hoisted(before: RewrittenLoss, after: RewrittenLoss) -> Iterator[Matc
             if new is not None
             else (),
             reason=None if same else Reason.HOISTED,
-            iterations={address: ranges[0].start} if ranges else {},
+            ranges=ranges,
         )
 
 

@@ -121,7 +121,8 @@ class Linear:
 
     @property
     def full_name(self) -> str:
-        return f"{self.stack}.{self.name}" if self.stack else self.name
+        """Its path without indices. A parameter that is a stack itself has no name inside the stack."""
+        return f"{self.stack}.{self.name}" if self.stack and self.name != self.stack else self.name
 
     def run_at(self, layer: int | None) -> LinearLayers | None:
         """The run that has this layer."""

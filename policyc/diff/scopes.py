@@ -197,7 +197,10 @@ class SiteIndex:
 
     def _locate(self, address: Address, match: Match) -> tuple[int, int | None] | None:
         stacks = self._diff.scans.get(address, ())
-        layer = tuple(match.iterations.get(stack, 0) for stack in stacks)
+        if len(match.ranges) == len(stacks):
+            layer = tuple(piece.start for piece in match.ranges)
+        else:
+            layer = tuple(match.iterations.get(stack, 0) for stack in stacks)
         return self._diff.places.get((address, layer))
 
     def attributes(self, match: Match) -> dict[str, Any]:
@@ -220,9 +223,13 @@ class SiteIndex:
         place = self._locate(match.address, match)
         return "" if place is None else self._diff.linears[place[0]].full_name
 
-    def layer(self, match: Match) -> int | None:
-        place = self._locate(match.address, match)
-        return None if place is None else place[1]
+    def layers(self, match: Match) -> Iterator[int]:
+        """All layers that a hoisted quantization is for; none if its site is in no stack."""
+        ranges = match.ranges if len(match.ranges) == len(self._diff.scans.get(match.address, ())) else ()
+        for layer in itertools.product(*(range(piece.start, piece.stop) for piece in ranges)):
+            place = self._diff.places.get((match.address, layer))
+            if place is not None and place[1] is not None:
+                yield place[1]
 
     def unrolled_layer(self, match: Match) -> tuple[str, int] | None:
         """The stack and the layer of a site that is no part of a scan."""

@@ -70,7 +70,7 @@ def render_stat(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> 
                 gemms_of.setdefault(item, []).append(gemm)
         for (text, count), gemms in gemms_of.items():
             tail = f"{text:<16} {' '.join(gemms):<17} x{count:<4}"
-            name = _shorten(_escape(linear.full_name), width - len(tail) - 2)
+            name = _shorten_left(linear.full_name, width - len(tail) - 2)
             lines.append(f"{name.ljust(width - len(tail))}{paint('rule', tail.rstrip())}")
     return "".join(f"{line}\n" for line in lines)
 
@@ -98,7 +98,7 @@ def _strips(diff: DiffData, stack: Stack, paint: Paint, width: int, used: dict[s
                 continue
             glyphs = _row_glyphs(linear, gemm, stack.size, per_column)
             used.update(dict.fromkeys(glyph for glyph, _ in glyphs))
-            name = _shorten(_escape(linear.name), labels - 7)
+            name = _shorten_left(linear.name, labels - 7)  # the end tells linears apart
             cells = "".join(
                 paint(kind, "".join(glyph for glyph, _ in group))
                 for kind, group in itertools.groupby(glyphs, key=lambda item: item[1])

@@ -170,3 +170,22 @@ def test_hostile_names_are_data() -> None:
     assert data["program"] == name
     assert "\x1b" not in text
     assert "<script>" in data["linears"][0]["name"]
+
+
+def test_hoisted_quantizations_name_their_layers() -> None:
+    """Weights of a scan with remat are quantized once per step, those of a piece of it together."""
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        body = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), None))
+        return jnp.sum(jax.lax.scan(body, x @ p["embed"], p["layers"])[0])
+
+    params = {"embed": W, "layers": SCANNED["layers"]["up"]}
+    nodes = diff_data(loss, params, "layers -> mxfp8\nlayers[4:] -> nvfp4\nlayers[-1] -> keep")["graph"][
+        "nodes"
+    ]
+    hoisted = [n for n in nodes if n.get("kind") == "hoisted" and "members" in n]
+    assert [(n["name"], n["members"]) for n in hoisted] == [
+        ("layers", [[0, 3]]),
+        ("layers", [[4, 4]]),
+    ]
+    assert [n["layer"] for n in nodes if n.get("op") == "optimization_barrier"] == [0, 4]

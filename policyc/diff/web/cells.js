@@ -2,7 +2,7 @@
 
 const FORMATS = [...new Set(data.states.map((state) => state.format))];
 const KNOWN_FORMATS = ["nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "f32"];
-const fullName = (linear) => (linear.stack ? linear.stack + "." + linear.name : linear.name);
+const fullName = (linear) => (linear.stack && linear.stack !== linear.name ? linear.stack + "." + linear.name : linear.name);
 const lastName = (linear) => (/\(.*\)$/.exec(linear.name)?.[0] ?? linear.name.split(".").at(-1)); // "(train.py:8)" is one name
 const formatColor = (format) => (KNOWN_FORMATS.includes(format) ? `var(--${format})` : "var(--other)");
 const stateOf = (side) => (side ? data.states[side.state] : null);
@@ -100,7 +100,7 @@ function describeSide(cell, side) {
 function describeCell(cell, layer, isKept) {
   const { run, linear } = cell;
   const index = run.layers ? `[${layer}]` : "";
-  const path = linear.stack ? `${linear.stack}${index}.${linear.name}` : linear.name;
+  const path = linear.stack ? `${linear.stack}${index}${linear.name === linear.stack ? "" : "." + linear.name}` : linear.name;
   const extra = overlayTexts(cell, layer);
   return [
     h("h3", {}, path, " ", h("em", {}, cell.product), isKept ? [" ", copyButton(path, "copy path"), " ",
