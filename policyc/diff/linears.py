@@ -187,15 +187,17 @@ def _layer_path(site: Site, layer: Layer, stacks: Collection[str]) -> DottedPath
 def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> tuple[str, int | None, str]:
     """The stack of a layer of a site, the index in it, and the name inside.
 
-    A product of activations without a name scope is in the layer whose weights made its operands.
+    A product of activations whose name scope is in no stack of weights is in the layer whose weights made its operands.
     """
-    stack, index, name = _split_at_layer(_layer_path(site, layer, stacks))
-    if index is None and not site.parameters and site.around is not None:
-        paths = [_split_at_layer(path) for path in site.around.paths(site.stack_indices(layer))]
-        paths = sorted((p for p in paths if p[1] is not None), key=lambda p: p[0] not in stacks)
-        stack, index, module = paths[0] if paths else ("", None, "")
-        name = ".".join(filter(None, (module, name or _short_name(site))))
-    return stack, index, name or _short_name(site)
+    place = _split_at_layer(_layer_path(site, layer, stacks))
+    has_stack = place[1] is not None and place[0] in stacks
+    if not has_stack and not site.parameters and site.around is not None:
+        paths = map(_split_at_layer, site.around.paths(site.stack_indices(layer)))
+        around = next((path for path in paths if path[1] is not None and path[0] in stacks), None)
+        if around is not None:
+            name = ".".join(name.text for name in site.scope.path) or _short_name(site)
+            place = around[0], around[1], ".".join(filter(None, (around[2], name)))
+    return place[0], place[1], place[2] or _short_name(site)
 
 
 def _short_name(site: Site) -> str:

@@ -107,8 +107,11 @@ def _draw_cells(
         yield _cells_path([x + inner / 3 for x in lefts], y, inner * 2 / 3, after)
     else:
         yield _cells_path(lefts, y, inner, after)
-    if run.site.opaque or (product.after is not None and product.after.state.is_emulated):
+    if run.site.opaque:
         yield _cells_path(lefts, y, inner, "url(#hatch)")
+    elif product.after is not None and product.after.state.is_emulated:
+        before_width = inner / 3 if product.is_changed else 0.0
+        yield _cells_path([x + before_width for x in lefts], y, inner - before_width, "url(#hatch)")
 
 
 def _cells_path(lefts: Sequence[float], y: float, width: float, fill: str) -> str:

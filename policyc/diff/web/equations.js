@@ -11,7 +11,9 @@ const ranges = (list) => list.map(([first, last]) => (first === last ? `${first}
 function scopeName(node) {
   const layers = node.members ? `[${ranges(node.members)}]` : "";
   const pieces = node.iterations ? ` iterations ${ranges([node.iterations])}` : "";
-  return `${node.name || node.kind}${layers}${pieces}`;
+  const isBody = !["scope", "layers", "hoisted", "pass", "loss", "gradient"].includes(node.kind); // what a container runs
+  const name = isBody ? [node.kind, /^(call_)?jaxpr$/.test(node.name) ? null : node.name].filter(Boolean).join(" ") : node.name || node.kind;
+  return `${name}${layers}${pieces}`;
 }
 
 function ancestors(number) {
@@ -177,7 +179,7 @@ function drawScope(number) {
     h("div", { class: "scope-head" },
       h("button", { type: "button", class: "opener", "aria-expanded": String(isOpen), click: () => toggleScope(number) },
         h("span", { class: "arrow", "aria-hidden": "true" }, isOpen ? "▾" : "▸"), " ", h("b", {}, scopeName(node)),
-        node.kind === "scope" || node.kind === node.name ? null : h("small", {}, " " + node.kind), h("span", { class: "quiet" }, "  " + changes)),
+        h("span", { class: "quiet" }, "  " + changes)),
       h("button", { type: "button", class: "copy", click: () => setState({ scope: String(number) }) }, "only this"),
       copyButton(scopePath(number), "copy path")),
     isOpen ? h("div", { class: "scope-body" }, rowsOf(number)) : null);

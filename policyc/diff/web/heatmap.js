@@ -76,7 +76,8 @@ function drawRun(cell, y, column) {
     add(color(cell, "after", layer), isSplit ? x + width * 0.36 : x, isSplit ? width * 0.64 : width);
   }
   if (isHatched(cell)) { // last, on top of all colors
-    for (let layer = cell.first; layer <= cell.last; layer += 1) add("url(#hatch)", LABEL + layer * column, width);
+    const before = isSplit && !cell.run.opaque ? width * 0.36 : 0; // only what is after is emulated
+    for (let layer = cell.first; layer <= cell.last; layer += 1) add("url(#hatch)", LABEL + layer * column + before, width - before);
   }
   const group = s("g", {}, [...paths].map(([fill, d]) => s("path", { d, style: `fill:${fill}` })));
   heat.groups.push([group, cell]);

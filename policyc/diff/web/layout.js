@@ -18,7 +18,7 @@ function groupsOf(number) {
     } else if (block.kind === "same" && !openScopes().has(block.numbers[0]) && block.numbers.length > 1) groups.push(runGroup(block.numbers));
     else if (block.kind === "same") groups.push(...block.numbers.map((each) => makeGroup([each], [equationBox(each, bodies)], [equationBox(each, bodies)])));
     else {
-      const boxes = SIDES.map((side) => block[side].map((each) => equationBox(each, bodies)));
+      const boxes = SIDES.map((side) => stackBoxes(block[side].map((each) => equationBox(each, bodies))));
       groups.push(makeGroup([...block.before, ...block.after], boxes[0], boxes[1]));
     }
   }
@@ -84,6 +84,18 @@ function equationBox(number, bodies) {
   return { number, kind: node.side, text: name + node.op, small: figure ? figure.text : types, color: figure?.color, cell: figure?.cell, body,
     title: [node.outputs.join(", "), node.op, node.params, node.place].filter(Boolean).join("\n"),
     open: body === null ? null : () => setState({ scope: String(body) }) };
+}
+
+/** Boxes with those in a row that have the same operation as one: a split scan slices each of its inputs. */
+function stackBoxes(boxes) {
+  const stacked = [];
+  for (const box of boxes) {
+    const last = stacked.at(-1);
+    const isAlike = last && last.text === box.text && !box.open && !box.cell && !last.open && !last.cell;
+    if (isAlike) stacked[stacked.length - 1] = { ...last, count: last.count + 1, title: `${last.title}\n\n${box.title}`, small: `${last.small}, ${box.small}` };
+    else stacked.push({ ...box, count: 1 });
+  }
+  return stacked;
 }
 
 /** The edges of equations between the groups that show them, with the sides on which they exist. */
@@ -181,7 +193,7 @@ function drawBox(box, width, x, y) {
   s("title", {}, box.title),
   s("rect", { width, height: BOX.height, rx: 4 }),
   box.color ? s("rect", { class: "strip", width: 5, height: BOX.height, rx: 2, style: `fill:${box.color}` }) : null,
-  s("text", { x: width / 2, y: 15, "text-anchor": "middle" }, shortenRight(visible(box.text), BOX.most), box.open ? " ▸" : ""),
+  s("text", { x: width / 2, y: 15, "text-anchor": "middle" }, shortenRight(visible(box.text), BOX.most), box.count > 1 ? ` ×${box.count}` : "", box.open ? " ▸" : ""),
   s("text", { x: width / 2, y: 28, "text-anchor": "middle", class: "small" }, shortenRight(visible(box.small), BOX.most + 2)));
   if (box.cell) figures.push([element, box.cell]);
   return element;
