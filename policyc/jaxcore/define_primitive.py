@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
@@ -45,6 +45,18 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """Another primitive that computes only some results: its parameters, how many of the operands it takes, and which
+    results it has.
+    """
+
+    primitive: Primitive
+    params: Mapping[str, Any]
+    operand_count: int
+    results: range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrimitiveRules:
     """How a primitive behaves. All functions take the operands (or their avals) and the parameters.
 
@@ -57,6 +69,7 @@ class PrimitiveRules:
       single_device_bodies: bodies for programs on one device, which nothing has to partition, by platform.
       needs_devices: whether lowering needs to know the devices. True if the body partitions itself.
       batched: what `vmap` makes of an equation, if it cannot batch the body.
+      reduced: what to run if only some results are used (one boolean each); None to run the whole equation.
     """
 
     body: Implementation
@@ -66,6 +79,7 @@ class PrimitiveRules:
     single_device_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     needs_devices: bool = False
     batched: Replacement | None = None
+    reduced: Callable[..., Reduction | None] | None = None
 
 
 def define(name: str, rules: PrimitiveRules) -> Primitive:
@@ -78,6 +92,8 @@ def define(name: str, rules: PrimitiveRules) -> Primitive:
     primitive.def_abstract_eval(partial(_abstract_eval, rules))
     primitive.def_impl(partial(_run, primitive))
     batching.primitive_batchers[primitive] = partial(_batch, primitive, rules.batched)
+    if rules.reduced is not None:
+        internals.partial_eval.dce_rules[primitive] = partial(_drop_unused_results, rules.reduced)
     mlir.register_lowering(primitive, _lowering_rule(rules.body, None))
     for platform, body in rules.platform_bodies.items():
         rule = _lowering_rule(body, rules.single_device_bodies.get(platform))
@@ -198,6 +214,28 @@ def _vmap_body(body: Implementation) -> Implementation:
         return function(*args)
 
     return run
+
+
+# ---- dead code
+
+
+def _drop_unused_results(
+    reduce: Callable[..., Reduction | None], used: Sequence[bool], eqn: JaxprEqn
+) -> tuple[list[bool], JaxprEqn | None]:
+    """Which operands are used, and the equation without results that nothing uses."""
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    reduction = reduce(used, **eqn.params)
+    if reduction is None:
+        return [True] * len(eqn.invars), eqn
+    count = reduction.operand_count
+    reduced = eqn.replace(
+        primitive=reduction.primitive,
+        params=dict(reduction.params) | {"mapped": tuple(level[:count] for level in eqn.params["mapped"])},
+        invars=eqn.invars[:count],
+        outvars=[eqn.outvars[i] for i in reduction.results],
+    )
+    return [i < count for i in range(len(eqn.invars))], reduced
 
 
 # ---- running and lowering

@@ -150,7 +150,8 @@ def divide(
         if axis not in factor_of and sizes[factor] % shards == 0:
             factor_of[axis] = factor
     # In the order of the candidates, so that a device keeps the shard that it has.
-    factors = {name: tuple(a for _, f, a in candidates if f == factor_of.get(a) == name) for name in sizes}
+    names = dict.fromkeys((*sizes, *_factors(rule.results)))  # a factor that only results have is not divided
+    factors = {name: tuple(a for _, f, a in candidates if f == factor_of.get(a) == name) for name in names}
     gathered = _gather_to_fit(rule, sizes, mesh, factors)
     return Division(
         factors=factors, scattered=_scatter(rule, sizes, mesh, factors, results), gathered=gathered
@@ -163,7 +164,7 @@ def _gather_to_fit(
     """Gathers factors until the function takes the shards. Returns why."""
     reason = ""
     for factor in reversed(list(sizes)):
-        shard = {name: sizes[name] // prod(mesh[a] for a in axes) for name, axes in factors.items()}
+        shard = {name: size // prod(mesh[a] for a in factors[name]) for name, size in sizes.items()}
         limit = rule.limit(shard)
         if not limit:
             break
@@ -186,7 +187,7 @@ def _scatter(
 
     def scatter(dim: Dim, wanted: MeshAxes) -> MeshAxes:
         kept, rest = factors[dim[0]], wanted[len(factors[dim[0]]) :]
-        fits = wanted[: len(kept)] == kept and sizes[dim[0]] % prod(mesh[a] for a in wanted) == 0
+        fits = wanted[: len(kept)] == kept and sizes.get(dim[0], 1) % prod(mesh[a] for a in wanted) == 0
         return rest if fits and rest and summed.issuperset(rest) else ()
 
     return tuple(tuple(map(scatter, dims, axes)) for dims, axes in zip(rule.results, results, strict=True))

@@ -19,7 +19,15 @@ from policyc.language.formats import FORMATS
 from policyc.language.recipes import Recipe
 from policyc.language.treatments import normalize_recipe
 from policyc.numerics import primitives
-from policyc.numerics.operands import Keys, Parts, quantize_operand, select_code_order, shares_codes
+from policyc.numerics.operands import (
+    Keys,
+    Parts,
+    can_join,
+    quantize_joined,
+    quantize_operand,
+    select_code_order,
+    shares_codes,
+)
 from policyc.numerics.products import (
     DEFAULT_OPTIONS,
     Backends,
@@ -150,6 +158,12 @@ def prequantize(
         return cast("Quantized", quantized)
 
     differs = gradient.gemm in options.products and not shares_codes(forward, backward)
+    is_random = any(o.treatment.rounding != "rne" for o in (forward, backward))
+    if differs and not is_random and can_join(forward, backward):
+        key = make_key(0, options.site)
+        with jax.named_scope(products.fprop.scope):
+            pair = quantize_joined(array, forward, backward, (key, key), save=operand != options.weight)
+        return Prequantized(*pair)
     return Prequantized(quantize(products.fprop, forward), quantize(gradient, backward) if differs else None)
 
 
@@ -274,6 +288,10 @@ def _gemm_fwd(
     products = gemm_products(spec)
     fprop, d_lhs, d_rhs = products.fprop, products.d_lhs, products.d_rhs
     keys = key, sign_key(spec, lhs, rhs, key)
+    prequantized = (
+        _quantize_for_both(spec, lhs, prequantized[0], (fprop.left, d_rhs.left), keys),
+        _quantize_for_both(spec, rhs, prequantized[1], (fprop.right, d_lhs.right), keys),
+    )
     y, left, right = _forward(spec, lhs, rhs, prequantized, keys, save=True)
     if not shares_codes(fprop.right, d_lhs.right):
         right = _as_parts(prequantized[1].backward) or _quantize(rhs, d_lhs.right, d_lhs, keys, save=True)
@@ -281,6 +299,22 @@ def _gemm_fwd(
         left = _as_parts(prequantized[0].backward) or _quantize(lhs, d_rhs.left, d_rhs, keys, save=True)
     saved_rhs, saved_lhs = select_code_order(right, d_lhs.right), select_code_order(left, d_rhs.left)
     return y, _Residuals(saved_rhs, saved_lhs, keys)
+
+
+def _quantize_for_both(
+    spec: GemmSpec,
+    x: jax.Array,
+    prequantized: Prequantized,
+    operands: tuple[OperandSpec, OperandSpec],
+    keys: Keys,
+) -> Prequantized:
+    """Quantizes an operand for fprop and for the gradient of the other operand, if its backend does both at once."""
+    forward, backward = operands
+    is_used = backward.gemm in spec.options.products
+    if prequantized.fprop is not None or not is_used or not can_join(forward, backward):
+        return prequantized
+    with jax.named_scope(gemm_products(spec).fprop.scope):
+        return Prequantized(*quantize_joined(x, forward, backward, keys, save=True))
 
 
 def sign_key(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, key: Key) -> Key:
@@ -299,15 +333,13 @@ def _gemm_bwd(
 ) -> tuple[jax.Array, jax.Array, None, None]:
     products = gemm_products(spec)
     d_lhs, d_rhs = products.d_lhs, products.d_rhs
-    shared: Parts = ()
-    if shares_codes(d_lhs.left, d_rhs.right):
-        shared = _quantize(dy, d_lhs.left, d_lhs, residuals.keys)
+    for_lhs, for_rhs = _quantize_dy_for_both(spec, dy, residuals.keys)
 
     def quantize_for_lhs() -> Parts:
-        return shared or _quantize(dy, d_lhs.left, d_lhs, residuals.keys)
+        return for_lhs or _quantize(dy, d_lhs.left, d_lhs, residuals.keys)
 
     def quantize_for_rhs() -> Parts:
-        return shared or _quantize(dy, d_rhs.right, d_rhs, residuals.keys)
+        return for_rhs or _quantize(dy, d_rhs.right, d_rhs, residuals.keys)
 
     return (
         _gradient(spec, d_lhs, dy, residuals.rhs, quantize_for_lhs, wrt="lhs"),
@@ -315,6 +347,20 @@ def _gemm_bwd(
         None,
         None,
     )
+
+
+def _quantize_dy_for_both(spec: GemmSpec, dy: jax.Array, keys: Keys) -> tuple[Parts, Parts]:
+    """dy as the GEMMs of both gradients read it, if it is quantized once for both; empty if not."""
+    products = gemm_products(spec)
+    d_lhs, d_rhs = products.d_lhs, products.d_rhs
+    if shares_codes(d_lhs.left, d_rhs.right):
+        shared = _quantize(dy, d_lhs.left, d_lhs, keys)
+        return shared, shared
+    if {d_lhs.gemm, d_rhs.gemm} <= spec.options.products and can_join(d_lhs.left, d_rhs.right):
+        with jax.named_scope(d_lhs.scope):
+            one, other = quantize_joined(dy, d_lhs.left, d_rhs.right, keys)
+        return (one,), (other,)
+    return (), ()
 
 
 def _gradient(

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Treatment
-from policyc.numerics import primitives
+from policyc.numerics import backends, primitives
 from policyc.numerics.products import OperandSpec, free_dims
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized
 
@@ -86,6 +86,46 @@ def has_same_codes(one: Treatment, other: Treatment) -> bool:
 def shares_codes(one: OperandSpec, other: OperandSpec) -> bool:
     """Whether two GEMMs can read an operand that is quantized once."""
     return FORMATS[one.treatment.format].is_quantized and has_same_codes(one.treatment, other.treatment)
+
+
+def can_join(one: OperandSpec, other: OperandSpec) -> bool:
+    """Whether the backend of two GEMMs quantizes an operand for both at once."""
+    if one.backend != other.backend or not backends.load(one.backend).JOINS_ORDERS:
+        return False
+    treatments = (one.treatment, other.treatment)
+    is_plain = all(t.rounding in ("rne", "sr") and not t.mean_split for t in treatments)
+    return is_plain and {t.format for t in treatments} == {"nvfp4"} and not shares_codes(one, other)
+
+
+def quantize_joined(
+    x: jax.Array, one: OperandSpec, other: OperandSpec, keys: Keys, *, save: bool = False
+) -> tuple[Quantized, Quantized]:
+    """Quantizes an operand for two GEMMs at once. Only if `can_join`."""
+    pair = primitives.quantize_pair(
+        x,
+        (
+            primitives.QuantizeSpec(one.treatment, one.axes),
+            primitives.QuantizeSpec(other.treatment, other.axes),
+        ),
+        operands=(one.name, other.name),
+        rounding_key=keys[0],
+        backend=one.backend,
+    )
+    return (_name_for_checkpoint(pair[0]), _save_in_memory_order(pair[1], other.axes)) if save else pair
+
+
+def _save_in_memory_order(q: Quantized, axes: Axes) -> Quantized:
+    """Names an operand for `jax.checkpoint` with its contracted axes last, as kernels write it and GEMMs read it.
+
+    In this order XLA stacks the operands of all layers, and reads one of them, without moving its elements.
+    """
+    ndim = q.codes.ndim
+    contract = tuple(ndim + i for i in axes.contract)
+    order = (*free_dims(ndim, contract), *contract)
+    arrays = (q.codes, q.scales)
+    named = checkpoint_name([a.transpose(order) for a in arrays if a is not None], CHECKPOINT_NAME)
+    codes, scales = (a.transpose(sorted(range(ndim), key=order.__getitem__)) for a in named)
+    return replace(q, codes=codes, scales=scales, amax=checkpoint_name(q.amax, CHECKPOINT_NAME))
 
 
 def select_code_order(parts: Parts, spec: OperandSpec) -> Parts:

@@ -14,15 +14,24 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from policyc.jaxcore.define_primitive import DimSource, PrimitiveRules, Replacement, Shape, bind, define
+from policyc.jaxcore.define_primitive import (
+    DimSource,
+    PrimitiveRules,
+    Reduction,
+    Replacement,
+    Shape,
+    bind,
+    define,
+)
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Treatment
 from policyc.numerics import backends
 from policyc.numerics import quantize as q
-from policyc.numerics.backends import LoweringContext, emulate
+from policyc.numerics.backends import LoweringContext
+from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_operands, unflatten_quantized
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.blocks import layout_of, outer_scale_axes
-from policyc.numerics.quantize.layout import TILE, Axes, Layout, Operand, Quantized
+from policyc.numerics.quantize.layout import TILE, Axes, Operand, Quantized
 
 _PLATFORMS = ("cpu", "cuda")
 """The platforms that some backend handles specially."""
@@ -72,7 +81,7 @@ def quantize(
     words = [word for k in used_keys for word in (k.a, k.b)]
     spec = QuantizeSpec(treatment, axes)
     primitive = _quantize_primitive(treatment.format, backend)
-    return _unflatten_quantized(
+    return unflatten_quantized(
         layout, bind(primitive, x, *words, spec=spec, operand=operand, backend=backend)
     )
 
@@ -166,65 +175,116 @@ def _quantize_dim_sources(
     return [*(dims for _ in results[1:]), [dims[-1], *dims[:-1]]]
 
 
-def _unflatten_quantized(layout: Layout, arrays: Sequence[jax.Array]) -> Quantized:
-    format = FORMATS[layout.format]
-    parts = iter(arrays)
-    return Quantized(
-        codes=next(parts),
-        scales=next(parts) if format.block else None,
-        amax=next(parts) if format.tensor_scale else None,
-        transposed_codes=next(parts, None),
-        layout=layout,
+# ---- quantizing for two GEMMs
+
+
+def quantize_pair(
+    x: jax.Array,
+    specs: tuple[QuantizeSpec, QuantizeSpec],
+    *,
+    operands: tuple[str, str],
+    rounding_key: q.Key,
+    backend: str,
+) -> tuple[Quantized, Quantized]:
+    """Quantizes an operand for two GEMMs that contract different dimensions of it, as one equation.
+
+    Args:
+      specs: how each of them reads it, both in the same format.
+      operands: the names `gemm.operand`. They are part of the rounding keys.
+      rounding_key: the key of stochastic rounding.
+      backend: the backend that runs it.
+    """
+    words = [rounding_key.a, rounding_key.b] if any(s.treatment.rounding == "sr" for s in specs) else []
+    primitive = _quantize_pair_primitive(specs[0].treatment.format, backend)
+    arrays = bind(primitive, x, *words, specs=specs, operands=operands, backend=backend)
+    first, second = (layout_of(x.shape, s.treatment, s.axes)[0] for s in specs)
+    half = len(arrays) // 2
+    return unflatten_quantized(first, arrays[:half]), unflatten_quantized(second, arrays[half:])
+
+
+@cache
+def _quantize_pair_primitive(format: str, backend: str) -> Primitive:
+    return define(
+        f"{format}_pair_quantize",
+        PrimitiveRules(
+            body=_quantize_pair,
+            shapes=_quantize_pair_shapes,
+            dim_sources=_quantize_pair_dim_sources,
+            platform_bodies={
+                name: partial(_quantize_pair, context=LoweringContext(platform=name)) for name in _PLATFORMS
+            },
+            needs_devices=backends.load(backend).NEEDS_DEVICES,
+            batched=_batched(backend, partial(_quantize_pair_primitive, format, _BATCHING_BACKEND)),
+            reduced=_quantize_one_of_pair,
+        ),
     )
 
 
-# ---- operands of products
+def _quantize_pair(
+    x: jax.Array,
+    *words: jax.Array,
+    specs: tuple[QuantizeSpec, QuantizeSpec],
+    operands: tuple[str, str],
+    backend: str,
+    context: LoweringContext = backends.ANY_PLATFORM,
+) -> Sequence[jax.Array]:
+    requests = [
+        backends.QuantizeRequest(
+            treatment=spec.treatment,
+            axes=spec.axes,
+            key=q.Key(*words).fold(operand) if spec.treatment.rounding == "sr" else None,
+        )
+        for spec, operand in zip(specs, operands, strict=True)
+    ]
+    module = backends.load(backend)
+    if module.JOINS_ORDERS:
+        quantized = module.quantize_orders(x, requests, context)
+    else:
+        quantized = [module.quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
+    return [a for out in quantized for a in (out.codes, out.scales, out.amax) if a is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class OperandLayout:
-    """The parameters `lhs` and `rhs` of a product: the layout of an operand, None if it is a plain array.
-
-    Prints as the name of the format.
-    """
-
-    layout: Layout | None
-
-    def __repr__(self) -> str:
-        return self.layout.format if self.layout else "plain"
-
-    @property
-    def array_count(self) -> int:
-        """The number of arrays that the equation takes for this operand."""
-        if self.layout is None:
-            return 1
-        format = FORMATS[self.layout.format]
-        return 1 + bool(format.block) + format.tensor_scale
-
-    def unflatten(self, arrays: Sequence[jax.Array]) -> Operand:
-        return arrays[0] if self.layout is None else _unflatten_quantized(self.layout, arrays)
-
-    def dim_size(self, codes: Any, axis: int) -> int:
-        """The size of a dimension of the operand, without the packing and padding of its codes."""
-        layout = self.layout
-        if layout is not None and axis - codes.ndim == layout.axis:
-            return layout.size
-        if layout is not None and axis - codes.ndim == layout.tile_axis:
-            return layout.tile_size
-        return int(codes.shape[axis])
+def _quantize_one_of_pair(
+    used: Sequence[bool],
+    *,
+    specs: tuple[QuantizeSpec, QuantizeSpec],
+    operands: tuple[str, str],
+    backend: str,
+    mapped: Any,
+) -> Reduction | None:
+    """The quantizer for one GEMM, if nothing uses the results for the other: in a forward pass that is recomputed."""
+    del mapped
+    half = len(used) // 2
+    if any(used[:half]) and any(used[half:]):
+        return None
+    index = int(any(used[half:]))
+    treatment = specs[index].treatment
+    return Reduction(
+        primitive=_quantize_primitive(treatment.format, backend),
+        params={"spec": specs[index], "operand": operands[index], "backend": backend},
+        operand_count=3 if treatment.rounding == "sr" else 1,  # with both words of the key
+        results=range(index * half, (index + 1) * half),
+    )
 
 
-def _flatten_operand(operand: Operand) -> tuple[OperandLayout, list[jax.Array]]:
-    if isinstance(operand, Quantized):
-        arrays = (operand.codes, operand.scales, operand.amax)
-        return OperandLayout(operand.layout), [a for a in arrays if a is not None]
-    return OperandLayout(None), [operand]
+def _quantize_pair_shapes(
+    x: Any, *words: Any, specs: tuple[QuantizeSpec, QuantizeSpec], operands: tuple[str, str], backend: str
+) -> list[Shape]:
+    return [
+        shape
+        for spec, operand in zip(specs, operands, strict=True)
+        for shape in _quantize_shapes(x, *words, spec=spec, operand=operand, backend=backend)
+    ]
 
 
-def _unflatten_operands(
-    arrays: Sequence[jax.Array], lhs: OperandLayout, rhs: OperandLayout
-) -> tuple[Operand, Operand]:
-    return lhs.unflatten(arrays[: lhs.array_count]), rhs.unflatten(arrays[lhs.array_count :])
+def _quantize_pair_dim_sources(
+    x: Any, *words: Any, specs: tuple[QuantizeSpec, QuantizeSpec], operands: tuple[str, str], backend: str
+) -> list[list[DimSource]]:
+    return [
+        source
+        for spec, operand in zip(specs, operands, strict=True)
+        for source in _quantize_dim_sources(x, *words, spec=spec, operand=operand, backend=backend)
+    ]
 
 
 # ---- scaled_gemm
@@ -234,7 +294,7 @@ def scaled_gemm(
     lhs: Operand, rhs: Operand, dimension_numbers: DimensionNumbers, out: Any, *, backend: str = "emulate"
 ) -> jax.Array:
     """The product of two operands, each `Quantized` or a plain array, as one equation."""
-    (left, a), (right, b) = _flatten_operand(lhs), _flatten_operand(rhs)
+    (left, a), (right, b) = flatten_operand(lhs), flatten_operand(rhs)
     params = {"lhs": left, "rhs": right, "dimension_numbers": dimension_numbers, "out": jnp.dtype(out)}
     return bind(_scaled_gemm_primitive(backend), *a, *b, backend=backend, **params)[0]
 
@@ -265,7 +325,7 @@ def _gemm(
     backend: str,
     context: LoweringContext = backends.ANY_PLATFORM,
 ) -> Sequence[jax.Array]:
-    a, b = _unflatten_operands(arrays, lhs, rhs)
+    a, b = unflatten_operands(arrays, lhs, rhs)
     return [backends.load(backend).gemm(a, b, dimension_numbers, out, context)]
 
 
@@ -299,57 +359,3 @@ def _gemm_dim_sources(
     (lc, rc), (lb, rb) = dimension_numbers
     left: list[DimSource] = [(0, i - a) for i in (*lb, *free_dims(a, lc, lb))]
     return [left + [(lhs.array_count, i - b) for i in free_dims(b, rc, rb)]]
-
-
-# ---- scaled_ragged_gemm
-
-
-def scaled_ragged_gemm(
-    lhs: Operand, rhs: Operand, sizes: jax.Array, *, contracting: bool, out: Any
-) -> jax.Array:
-    """Products of groups of rows, as one equation. `emulate.scaled_ragged_gemm` describes the shapes."""
-    (left, a), (right, b) = _flatten_operand(lhs), _flatten_operand(rhs)
-    params = {"lhs": left, "rhs": right, "contracting": contracting, "out": jnp.dtype(out)}
-    return bind(_SCALED_RAGGED_GEMM, sizes, *a, *b, **params)[0]
-
-
-def _ragged(
-    sizes: jax.Array,
-    *arrays: jax.Array,
-    lhs: OperandLayout,
-    rhs: OperandLayout,
-    contracting: bool,
-    out: Any,
-    value_dtype: Any = jnp.bfloat16,
-) -> Sequence[jax.Array]:
-    a, b = _unflatten_operands(arrays, lhs, rhs)
-    return [emulate.scaled_ragged_gemm(a, b, sizes, contracting, value_dtype).astype(out)]
-
-
-def _ragged_shapes(
-    sizes: Any, *avals: Any, lhs: OperandLayout, rhs: OperandLayout, contracting: bool, out: Any
-) -> list[Shape]:
-    a, b = avals[0], avals[lhs.array_count]
-    if contracting:
-        return [((sizes.shape[0], lhs.dim_size(a, 1), rhs.dim_size(b, 1)), out)]
-    return [((lhs.dim_size(a, 0), rhs.dim_size(b, 2)), out)]
-
-
-def _ragged_dim_sources(
-    sizes: Any, *avals: Any, lhs: OperandLayout, rhs: OperandLayout, contracting: bool, out: Any
-) -> list[list[DimSource]]:
-    del sizes, avals, rhs, out
-    # The sizes of the groups are operand 0.
-    right = 1 + lhs.array_count
-    return [[None, (1, -1), (right, -1)] if contracting else [(1, -2), (right, -1)]]
-
-
-_SCALED_RAGGED_GEMM = define(
-    "scaled_ragged_gemm",
-    PrimitiveRules(
-        body=_ragged,
-        shapes=_ragged_shapes,
-        dim_sources=_ragged_dim_sources,
-        platform_bodies={"cpu": partial(_ragged, value_dtype=jnp.float32)},
-    ),
-)

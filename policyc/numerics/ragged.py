@@ -20,11 +20,11 @@ from policyc.jaxcore.shardings import match_varying_axes, shape_dtype_struct
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role
 from policyc.language.treatments import normalize_recipe
-from policyc.numerics import primitives
 from policyc.numerics.gemm import sign_key
 from policyc.numerics.operands import Keys, has_same_codes, quantize_operand
 from policyc.numerics.products import DEFAULT_OPTIONS, GemmOptions, GemmSpec, OperandSpec
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized, make_key
+from policyc.numerics.ragged_primitive import scaled_ragged_gemm
 
 _ROWS = Axes(axis=-1, tile=-2)
 _COLUMNS = Axes(axis=-2, tile=-1)
@@ -77,7 +77,7 @@ def _multiply(
     contracting = gemm is Gemm.WGRAD
     if isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
         with _product_scope(spec, gemm):
-            return primitives.scaled_ragged_gemm(lhs, rhs, sizes, contracting=contracting, out=out)
+            return scaled_ragged_gemm(lhs, rhs, sizes, contracting=contracting, out=out)
     is_kept = spec.recipe.gemm_treatments(gemm)[0].format == "keep"
     multiply = partial(
         _contract_groups if contracting else lax.ragged_dot,

@@ -66,6 +66,15 @@ def test_a_factor_that_does_not_divide_is_gathered() -> None:
     assert division.factors["m"] == ()
 
 
+def test_a_factor_that_only_results_have_is_not_divided() -> None:
+    rule = PartitionRule(
+        name="maxima", operands=((("m", 1),),), results=((("numbers", 1),),), reduction="max"
+    )
+    division = divide(rule, {"m": 64}, MESH, ((("fsdp",),),), ((("data",),),))
+    assert dict(division.factors) == {"m": ("fsdp",), "numbers": ()}
+    assert division.scattered == (((),),)
+
+
 def test_a_limit_gathers_and_says_why() -> None:
     rule = PartitionRule(
         name="kernel",

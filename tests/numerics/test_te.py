@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import policyc
 from policyc.compiler import plan as planner
 from policyc.compiler.plan_tables import lowering_reasons
+from policyc.jaxcore import jaxprs
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe
 from policyc.numerics import backends, primitives
 from policyc.numerics.backends import te, te_calls
@@ -150,17 +152,23 @@ def test_the_plan_names_the_backend_of_each_gemm() -> None:
 
 
 def equations(backend: str) -> list[str]:
-    """Every quantizer and GEMM of a step, in order, with all its parameters except the backend.
+    """Every quantizer and GEMM of a step, with its site and all its parameters except the backend.
 
-    Of operands the size, since codes may be packed along either axis.
+    Of operands the size, since codes may be packed along either axis. An equation that quantizes for two GEMMs is two
+    lines.
     """
     jaxpr = jax.make_jaxpr(jax.grad(apply(backend), argnums=(0, 1)))(*arguments())
     kinds = ("quantize", "scaled_gemm")
-    eqns = [e for e in jaxpr.jaxpr.eqns if e.primitive.name.endswith(kinds)]
-    params = [{k: v for k, v in e.params.items() if k != "backend"} for e in eqns]
-    operands = [[(v.aval.dtype.name, v.aval.size) for v in e.invars] for e in eqns]
-    names = [f"{e.source_info.name_stack} {e.primitive.name}" for e in eqns]
-    return [f"{name} {p} {o}" for name, p, o in zip(names, params, operands, strict=True)]
+    lines = []
+    for e in (e for e in jaxpr.jaxpr.eqns if e.primitive.name.endswith(kinds)):
+        site = str(e.source_info.name_stack).rpartition("/")[0]
+        params = {k: v for k, v in e.params.items() if k not in ("backend", "specs", "operands")}
+        pairs = zip(e.params.get("specs", ()), e.params.get("operands", ()), strict=True)
+        name = e.primitive.name.replace("_pair", "")
+        operands = [(v.aval.dtype.name, v.aval.size) for v in e.invars]
+        quantizers = [{"spec": s, "operand": o} for s, o in pairs]
+        lines += [f"{site} {name} {params | more} {operands}" for more in quantizers or [{}]]
+    return sorted(lines)
 
 
 def test_backends_treat_operands_alike() -> None:
@@ -173,6 +181,29 @@ def test_backends_treat_operands_alike() -> None:
     assert sum("'wgrad." in e and ",rht16@" in e for e in emulated) == 6
     assert equations("xla") == emulated
     assert equations("te") == emulated
+
+
+def test_an_operand_is_quantized_once_for_two_gemms() -> None:
+    """One equation for x, one for the weight and one for dy, if the same backend runs both GEMMs that read them."""
+    jaxpr = jax.make_jaxpr(jax.grad(apply("te"), argnums=(0, 1)))(*arguments())
+    names = [e.primitive.name for e in jaxpr.jaxpr.eqns if e.primitive.name.endswith("quantize")]
+    assert collections.Counter(names) == {"nvfp4_pair_quantize": 4, "nvfp4_quantize": 3 + 4}
+
+
+def test_an_unused_order_is_not_quantized() -> None:
+    """A forward pass that is recomputed needs no columns, nor the maximum after RHT."""
+    p, x = arguments()
+
+    def recomputed(p: Any, x: Any) -> Any:
+        with jax.named_scope("up"):
+            return jnp.sum(jnp.tanh(jax.checkpoint(lambda x, w: x @ w)(x, p["up"])).astype(jnp.float32))
+
+    f = policyc.apply(VENDOR, recomputed, backend="te", target="gb200")
+    jaxpr = jaxprs.eliminate_dead_code(jax.make_jaxpr(jax.grad(f))(p, x))
+    names = [jaxprs.primitive_name(e) for e in jaxprs.all_equations(jaxpr)]
+    quantizers = collections.Counter(n for n in names if n.endswith("quantize"))
+    # The weight, x in the forward pass, and in the backward pass x and dy for wgrad: x needs no gradient.
+    assert quantizers == {"nvfp4_quantize": 4}
 
 
 @pytest.mark.slow

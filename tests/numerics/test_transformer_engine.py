@@ -99,8 +99,8 @@ def test_calls_are_those_of_the_plan() -> None:
         assert len(gemms[site.name]) == sum(r.backend == "te" for r in decision.lowerings)
     assert {name: len(c) for name, c in gemms.items()} == {"up": 3, "down": 3, "narrow": 1, "kept": 0}
     quantizers = by_site(calls, "dbias_quantize")
-    all_five = ["1D", "2D", "1D rht", "1D sr", "1D sr rht"]
-    assert {s: [treatment(c) for c in quantizers[s]] for s in quantizers} == {
+    all_five = ["1D", "1D rht", "1D sr", "1D sr rht", "2D"]
+    assert {s: sorted(treatment(c) for c in quantizers[s]) for s in quantizers} == {
         "up": all_five, "down": all_five, "narrow": ["1D", "2D"],
     }  # fmt: skip
     rotated = by_site(calls, "rht_amax")
@@ -112,15 +112,20 @@ def test_calls_are_those_of_the_plan() -> None:
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
-        ("nvfp4", ["1D", "1D", "1D", "1D", "1D", "1D"]),
-        ("nvfp4(scale2d=weights)", ["1D", "2D", "1D", "1D", "1D"]),
-        ("nvfp4(sr=grad)", ["1D", "1D", "1D", "1D", "1D sr", "1D sr"]),
-        ("nvfp4(rht=wgrad)", ["1D", "1D", "1D", "1D rht", "1D", "1D rht"]),
+        ("nvfp4", ["1D both", "1D both", "1D both"]),
+        ("nvfp4(scale2d=weights)", ["1D both", "1D both", "2D both"]),
+        ("nvfp4(sr=grad)", ["1D both", "1D both", "1D sr both"]),
+        ("nvfp4(rht=wgrad)", ["1D both", "1D rht columns", "1D rht columns", "1D rows", "1D rows"]),
     ],
 )
 def test_each_option_reaches_its_operands(recipe: str, expected: list[str]) -> None:
+    """Without rotation, one call writes the rows and the columns of an operand."""
     calls = find_calls(lower_for_cuda(step(f"up -> {recipe}"), *arguments()))
-    assert [treatment(c) for c in quantizer_calls(calls)] == expected
+    orders = {0: "rows", 1: "columns", 2: "both"}
+    assert (
+        sorted(f"{treatment(c)} {orders[c.attributes['q_layout']]}" for c in quantizer_calls(calls))
+        == expected
+    )
     assert {site_of(c) for c in calls} == {"up"}
 
 

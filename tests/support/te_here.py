@@ -7,13 +7,18 @@ from typing import Any
 
 from policyc.numerics.backends import LoweringContext, te
 
-NEEDS_DEVICES, UNBATCHABLE = True, False
+NEEDS_DEVICES, UNBATCHABLE, JOINS_ORDERS = True, False, True
 obstacle, missing = te.obstacle, te.missing
 
 
 def quantize(*args: Any) -> Any:
     *rest, context = args
     return te.quantize(*rest, _as_cuda(context))
+
+
+def quantize_orders(*args: Any) -> Any:
+    *rest, context = args
+    return te.quantize_orders(*rest, _as_cuda(context))
 
 
 def gemm(*args: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.backends.te_calls import QuantizedMatrix
+from policyc.numerics.backends.te_calls import Maxima, QuantizedMatrix, QuantizedOrders, QuantizerOutput
 from policyc.numerics.quantize import Axes, Key, block_values, quantize
 from policyc.numerics.quantize.hadamard import rotate
 from policyc.numerics.quantize.layout import Layout, Quantized, repeat_axis
@@ -72,18 +72,15 @@ class Engine:
         return jnp.max(jnp.abs(rotate_columns(x))).astype(jnp.float32)
 
     def quantize(
-        self, x: Any, amax: Any, state: Any, rotation: Any, *, columns: bool, two_d: bool, both: bool
-    ) -> QuantizedMatrix:
-        if both:
-            codes, scales, _ = quantize_rows(x.T if columns else x, amax, two_d=two_d)
-            return QuantizedMatrix(
-                codes, scales, quantize_rows(x if columns else x.T, amax, two_d=two_d).codes
-            )
-        if rotation is None:
-            return quantize_rows(x.T if columns else x, amax, state, two_d=two_d)
-        assert columns  # Transformer Engine has no kernel that rotates rows
-        assert not two_d
-        return quantize_rows(rotate_columns(x), amax, state)
+        self, x: Any, maxima: Maxima, state: Any, rotation: Any, output: QuantizerOutput
+    ) -> QuantizedOrders:
+        amax = maxima.amax
+        if rotation is not None:
+            assert not output.rows  # Transformer Engine has no kernel that rotates rows
+            assert not output.two_d
+            return QuantizedOrders(None, quantize_rows(rotate_columns(x), amax, state), amax)
+        rows, columns = (quantize_rows(a, amax, state, two_d=output.two_d) for a in (x, x.T))
+        return QuantizedOrders(rows if output.rows else None, columns if output.columns else None, amax)
 
     def gemm(self, left: Any, right: Any, alpha: Any, out: Any) -> jax.Array:
         return multiply_rows(left, right, alpha, out)

@@ -11,6 +11,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import jax
 
     from policyc.language.recipes import Treatment
@@ -43,6 +45,15 @@ class LoweringContext:
 ANY_PLATFORM = LoweringContext()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeRequest:
+    """An operand as one GEMM reads it: its treatment, its axes, and the key of stochastic rounding."""
+
+    treatment: Treatment
+    axes: Axes
+    key: Key | None
+
+
 class Backend(Protocol):
     """What the module of a backend defines.
 
@@ -53,6 +64,8 @@ class Backend(Protocol):
     """Whether lowering needs to know the devices."""
     UNBATCHABLE: bool
     """Whether `vmap` cannot batch its calls."""
+    JOINS_ORDERS: bool
+    """Whether it reads an operand less often if it quantizes it for two GEMMs at once, by `quantize_orders`."""
 
     def obstacle(self, query: GemmQuery) -> Obstacle | None:
         """Why the backend cannot run this GEMM on any machine; None if it can."""
@@ -70,6 +83,11 @@ class Backend(Protocol):
         context: LoweringContext,
     ) -> Quantized:
         """Quantizes an operand. `key` feeds stochastic rounding, `signs` the fresh signs of MS-EDEN."""
+
+    def quantize_orders(
+        self, x: jax.Array, requests: Sequence[QuantizeRequest], context: LoweringContext
+    ) -> list[Quantized]:
+        """Quantizes an operand for several GEMMs, which contract different dimensions of it. Only if JOINS_ORDERS."""
 
     def gemm(
         self, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext

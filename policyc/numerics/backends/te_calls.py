@@ -7,6 +7,7 @@ over all devices.
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -30,15 +31,45 @@ _MODULES = {
 
 
 class QuantizedMatrix(NamedTuple):
-    """Rows of float4 codes, and a float8 scale for each 16 of them. If requested, also the codes of the transpose."""
+    """Rows of float4 codes, and a float8 scale for each 16 of them."""
 
     codes: jax.Array
     scales: jax.Array
-    transposed: jax.Array | None = None
+
+
+class QuantizedOrders(NamedTuple):
+    """A matrix that is quantized along its rows, along its columns, which gives rows of its transpose, or both.
+
+    `used_maximum` is the array of the maximum, which the call has overwritten.
+    """
+
+    rows: QuantizedMatrix | None
+    columns: QuantizedMatrix | None
+    used_maximum: jax.Array
+
+
+class Maxima(NamedTuple):
+    """The maximum that a matrix is scaled by, after the rotation if there is one.
+
+    A call overwrites its first maximum, but a call that rotates does not read it. `overwritten` can take its place, so
+    that XLA need not copy the other.
+    """
+
+    amax: jax.Array
+    overwritten: jax.Array | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizerOutput:
+    """What a quantizer writes: rows, columns or both, with a scale for each block or for each 2D tile."""
+
+    rows: bool
+    columns: bool
+    two_d: bool = False
 
 
 class Engine(Protocol):
-    """The kernels. A matrix is quantized along its rows, or along its columns, which gives rows of its transpose."""
+    """The kernels."""
 
     def rotation_matrix(self) -> np.ndarray:
         """The matrix of the random Hadamard transform, 16 x 16."""
@@ -49,18 +80,15 @@ class Engine(Protocol):
     def quantize(
         self,
         x: jax.Array,
-        amax: jax.Array,
+        maxima: Maxima,
         state: jax.Array | None,
         rotation: jax.Array | None,
-        *,
-        columns: bool,
-        two_d: bool,
-        both: bool,
-    ) -> QuantizedMatrix:
-        """Quantizes a matrix whose largest magnitude is `amax`, after the rotation if there is one.
+        output: QuantizerOutput,
+    ) -> QuantizedOrders:
+        """Quantizes a matrix.
 
         `state` is that of the generator for stochastic rounding, four words. `rotation` is the matrix of the transform.
-        With `both`, of 2D tiles, the codes are also packed along the other axis.
+        Only columns are rotated, and then no rows are written.
         """
 
     def gemm(self, left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:
@@ -103,24 +131,24 @@ class _TransformerEngine:
     def quantize(
         self,
         x: jax.Array,
-        amax: jax.Array,
+        maxima: Maxima,
         state: jax.Array | None,
         rotation: jax.Array | None,
-        *,
-        columns: bool,
-        two_d: bool,
-        both: bool,
-    ) -> QuantizedMatrix:
-        rows, column, scales, column_scales, *_ = self._quantize(
+        output: QuantizerOutput,
+    ) -> QuantizedOrders:
+        amax, overwritten = maxima
+        rows, column, scales, column_scales, used, *_ = self._quantize(
             x,
             jnp.zeros((1,), jnp.float32),  # a scale that NVFP4 does not use
-            amax.reshape(1),
+            amax if rotation is None or overwritten is None else overwritten,
             jnp.zeros((0,), jnp.uint32) if state is None else state,
-            jnp.zeros((1,), jnp.float32) if rotation is None else amax.reshape(1),
+            jnp.zeros((1,), jnp.float32) if rotation is None else amax,
             jnp.zeros((1, 1), jnp.bfloat16) if rotation is None else rotation,
             out_dtype=jnp.float4_e2m1fn,
-            scaling_mode=(self._modes.NVFP4_2D_SCALING if two_d else self._modes.NVFP4_1D_SCALING).value,
-            q_layout=self._layout(columns=columns, both=both or (columns and rotation is None)),
+            scaling_mode=(
+                self._modes.NVFP4_2D_SCALING if output.two_d else self._modes.NVFP4_1D_SCALING
+            ).value,
+            q_layout=self._layout(output, rotates=rotation is not None),
             flatten_axis=1,
             scale_dtype=jnp.float8_e4m3fn,
             is_dbias=False,
@@ -128,15 +156,17 @@ class _TransformerEngine:
             stochastic_rounding=state is not None,
             use_rht=rotation is not None,
         )
-        if columns:
-            return QuantizedMatrix(column, column_scales, rows if both else None)
-        return QuantizedMatrix(rows, scales, column if both else None)
+        return QuantizedOrders(
+            QuantizedMatrix(rows, scales) if output.rows else None,
+            QuantizedMatrix(column, column_scales) if output.columns else None,
+            used,
+        )
 
-    def _layout(self, *, columns: bool, both: bool) -> Any:
+    def _layout(self, output: QuantizerOutput, *, rotates: bool) -> Any:
         """What the kernel writes. Only the kernel that rotates can write columns alone."""
-        if both:
-            return self._layouts.ROWWISE_COLWISE
-        return self._layouts.COLWISE if columns else self._layouts.ROWWISE
+        if not output.columns:
+            return self._layouts.ROWWISE
+        return self._layouts.COLWISE if rotates else self._layouts.ROWWISE_COLWISE
 
     def gemm(self, left: QuantizedMatrix, right: QuantizedMatrix, alpha: jax.Array, out: Any) -> jax.Array:
         (product,) = self._gemm(

@@ -35,10 +35,20 @@ from policyc.numerics.quantize.layout import (
 )
 from policyc.numerics.quantize.values import outer_scale
 
-__all__ = ["NEEDS_DEVICES", "UNBATCHABLE", "as_rows", "gemm", "missing", "obstacle", "quantize"]
+__all__ = [
+    "JOINS_ORDERS",
+    "NEEDS_DEVICES",
+    "UNBATCHABLE",
+    "as_rows",
+    "gemm",
+    "missing",
+    "obstacle",
+    "quantize",
+]
 
 NEEDS_DEVICES = True
 UNBATCHABLE = False
+JOINS_ORDERS = False
 
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 

@@ -1,0 +1,164 @@
+"""How an operand and its shards become the matrices that Transformer Engine's kernels read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.jaxcore.partition import Dims
+from policyc.language.recipes import Treatment
+from policyc.numerics.backends.te_calls import QuantizedOrders
+from policyc.numerics.products import free_dims
+from policyc.numerics.quantize.blocks import layout_of
+from policyc.numerics.quantize.layout import TILE, Axes, Layout
+
+BLOCK = 16
+ROTATED_TOKENS, ROTATED_FEATURES = 64, 128
+"""What the sizes of a rotated matrix must be multiples of."""
+
+_UNITS = {"elements": (BLOCK, TILE), "codes": (BLOCK // 2, TILE), "scales": (1, 1)}
+"""The size of a block along the quantized axis and along the other axis of 2D tiles, in each of the arrays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """How the shard of an operand becomes the matrix that a kernel quantizes.
+
+    Its rows are free dimensions and its columns contracted ones, or the other way round: the kernel that rotates reads
+    it transposed, and so does every kernel if it lies in memory that way. With `both`, the codes are packed along both.
+
+    Attributes:
+      blocked: dimensions that have blocks in another order of the same operand, and are divided in whole blocks too.
+    """
+
+    layout: Layout
+    ndim: int
+    contract: tuple[int, ...]
+    rotates: bool
+    both: bool = False
+    blocked: tuple[int, ...] = ()
+
+    @classmethod
+    def from_treatment(cls, shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> Matrix:
+        ndim = len(shape)
+        return cls(
+            layout=layout_of(shape, treatment, axes)[0],
+            ndim=ndim,
+            contract=tuple(ndim + i for i in (axes.contract or (axes.axis,))),
+            rotates=bool(treatment.rht),
+            both=axes.both_orders,
+        )
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        return free_dims(self.ndim, self.contract)
+
+    @property
+    def is_transposed(self) -> bool:
+        return self.rotates or self.contract == tuple(range(len(self.contract)))
+
+    @property
+    def dim_order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The dimensions that the rows and those that the columns of the matrix run over."""
+        return (self.contract, self.free) if self.is_transposed else (self.free, self.contract)
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The names of the dimensions in a `PartitionRule`."""
+        return tuple(f"d{i}" for i in range(self.ndim))
+
+    def flatten(self, shard: jax.Array) -> jax.Array:
+        """The shard as the kernel reads it."""
+        outer, inner = self.dim_order
+        rows = prod(shard.shape[i] for i in outer)
+        return shard.transpose(*outer, *inner).reshape(rows, -1)
+
+    def results(self, quantized: QuantizedOrders, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """Codes, scales and, with `both`, the codes of the transpose, in the order of a shard of this shape."""
+        matrix, other = (quantized.rows, quantized.columns)[:: -1 if self.is_transposed else 1]
+        assert matrix is not None
+        order = (*self.free, *self.contract)
+        scales = _restore_dims(_as_bytes(matrix.scales), shape, order, BLOCK)
+        if self.layout.tile_axis is not None:
+            # The kernel repeats the scale of a tile for each of its rows.
+            scales = lax.slice_in_dim(scales, 0, None, TILE, axis=self.ndim + self.layout.tile_axis)
+        codes = _restore_dims(_as_bytes(matrix.codes), shape, order, 2)
+        if not self.both:
+            return codes, scales
+        assert other is not None
+        transposed = _as_bytes(other.codes)
+        return codes, scales, _restore_dims(transposed, shape, (*self.contract, *self.free), 2)
+
+    def element_dims(self) -> Dims:
+        """The dimensions of the operand in a `PartitionRule`."""
+        return array_dims(self.layout, self.factors, "elements", self.blocked)
+
+    def result_dims(self) -> tuple[Dims, ...]:
+        """The dimensions of the results in a `PartitionRule`."""
+        layout = self.layout
+        codes = array_dims(layout, self.factors, "codes", self.blocked)
+        scales = array_dims(layout, self.factors, "scales", self.blocked)
+        if not self.both:
+            return codes, scales
+        assert layout.tile_axis is not None
+        transposed = replace(layout, axis=layout.tile_axis, tile_axis=layout.axis)
+        return codes, scales, array_dims(transposed, self.factors, "codes")
+
+    def find_limit(self, sizes: Mapping[str, int]) -> str:
+        """Why the kernel does not take a shard in which the factors have these sizes."""
+        lengths = [sizes[name] * unit for name, unit in self.element_dims()]
+        rows, columns = (prod(lengths[i] for i in dims) for dims in (self.free, self.contract))
+        features, tokens = (ROTATED_FEATURES, ROTATED_TOKENS) if self.rotates else (BLOCK, BLOCK)
+        return find_remainder({"rows": (rows, features), "contracted": (columns, tokens)})
+
+
+def matrices_of(
+    shape: tuple[int, ...], treatments: Sequence[Treatment], axes: Sequence[Axes]
+) -> tuple[Matrix, ...]:
+    """The matrices of one operand that is quantized in several orders."""
+    matrices = [Matrix.from_treatment(shape, t, a) for t, a in zip(treatments, axes, strict=True)]
+    block_axes = {len(shape) + m.layout.axis for m in matrices}
+    return tuple(
+        replace(m, blocked=tuple(sorted(block_axes - {len(shape) + m.layout.axis}))) for m in matrices
+    )
+
+
+def array_dims(
+    layout: Layout,
+    names: Sequence[str],
+    array: Literal["elements", "codes", "scales"],
+    blocked: tuple[int, ...] = (),
+) -> Dims:
+    """The dimensions of an operand, of its codes or of its scales, for a `PartitionRule`."""
+    block, tile = _UNITS[array]
+    units = dict.fromkeys(blocked, BLOCK) | {len(names) + layout.axis: block}
+    if layout.tile_axis is not None:
+        units[len(names) + layout.tile_axis] = tile
+    return tuple((name, units.get(i, 1)) for i, name in enumerate(names))
+
+
+def find_remainder(sizes: Mapping[str, tuple[int, int]]) -> str:
+    """Names the first size that is not a multiple of its unit; empty if there is none."""
+    for name, (size, unit) in sizes.items():
+        if size % unit:
+            return f"requires {name} % {unit} == 0, but a device has {size}"
+    return ""
+
+
+def _restore_dims(rows: jax.Array, shape: tuple[int, ...], order: tuple[int, ...], unit: int) -> jax.Array:
+    """Rows with one byte for `unit` elements along the last dimension of `order`, in the dimension order of `shape`."""
+    *outer, last = (shape[i] for i in order)
+    return rows.reshape(*outer, last // unit).transpose(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _as_bytes(rows: jax.Array) -> jax.Array:
+    """Rows of codes, two to a byte, or of scales."""
+    if rows.dtype == jnp.float4_e2m1fn:
+        rows = rows.reshape(rows.shape[0], -1, 2)
+    return lax.bitcast_convert_type(rows, jnp.uint8)
