@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from policyc.models.llama import configs
 from policyc.models.llama.configs import ConfigError
 
 DISK_FULL = "is the disk full? Earlier checkpoints are intact"
@@ -163,10 +164,10 @@ class Checkpoints:
         return state, position
 
     def _check_identity(self, step: int, before: dict[str, Any], accept_changes: bool) -> None:
-        now = self._identity
+        now, there = self._identity, configs.with_defaults(before)
         # A name that is only there was part of the identity in an earlier version.
-        names = sorted(name for name in now if before.get(name) != now[name])
-        changes = [f"\n  {n.replace('_', '-')}: {before.get(n)} there, {now[n]} now" for n in names]
+        names = sorted(name for name in now if there.get(name) != now[name])
+        changes = [f"\n  {n.replace('_', '-')}: {there.get(n)} there, {now[n]} now" for n in names]
         if changes and not accept_changes:
             remedy = "choose another folder with --out, or resume from it with --accept-changes"
             what = f"the checkpoint at step {step} in {self.folder} is of another run"

@@ -191,3 +191,8 @@ def identity(model: ModelConfig, run: RunConfig, policy: str | None) -> dict[str
     names = [f.name for config in configs for f in fields(config) if f.metadata["in_identity"]]
     values = {**vars(model), **vars(run)}
     return {"policy": policy} | {name: values[name] for name in names}
+
+
+def with_defaults(identity_of_run: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run, which may be older than some settings: then these had their default values."""
+    return identity(ModelConfig(), RunConfig(), None) | identity_of_run

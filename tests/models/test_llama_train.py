@@ -33,7 +33,7 @@ pytest.importorskip("optax", reason="optax is not installed: pip install 'policy
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import checkpoints, metrics, train
+from policyc.models.llama import checkpoints, configs, metrics, train
 from policyc.models.llama.configs import ConfigError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -111,6 +111,15 @@ def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_pa
     assert losses(folder) == losses(completed)
     assert train.main(flags(out=folder, **RUN)) == 0
     assert "is already at step 8 of 8" in capsys.readouterr().out
+
+
+def test_a_setting_that_is_newer_than_a_checkpoint_had_its_default():
+    now = configs.identity(configs.ModelConfig(), configs.RunConfig(gather="once", seed=3), None)
+    older = {name: value for name, value in now.items() if name != "gather"}
+    there = configs.with_defaults(older)
+    assert {name: (there[name], now[name]) for name in now if there[name] != now[name]} == {
+        "gather": ("each", "once")
+    }
 
 
 def test_a_checkpoint_of_another_run_is_refused(completed, capsys, monkeypatch):
