@@ -199,12 +199,12 @@ def _obstacles(baseline: SeedLosses, variant: SeedLosses) -> list[str]:
             f"{_count_failures(baseline)}: a baseline of the seeds that survived is no baseline. Start the same "
             "command again."
         )
+    if variant.unfinished or baseline.unfinished:
+        waiting = [_list_seeds(variant.unfinished)] if variant.unfinished else []
+        if baseline.unfinished:
+            waiting.append(f"{baseline.name} seed {', '.join(map(str, sorted(baseline.unfinished)))}")
+        sentences.append(f"There is no verdict before all runs have ended. Waiting for {'; '.join(waiting)}.")
     for runs in (variant, baseline):
-        if runs.unfinished:
-            sentences.append(
-                f"{runs.name} has not ended ({_list_seeds(runs.unfinished)}): there is no verdict before all runs have "
-                "ended."
-            )
         if len(set(runs.losses.values())) < len(runs.losses):
             sentences.append(
                 f"Seeds of {runs.name} have exactly the same loss: the program does not use its seed, so its runs are "

@@ -76,7 +76,8 @@ def test_nothing_is_claimed_before_all_runs_have_ended(side: str) -> None:
     baseline = runs("bf16", noise=0, unfinished=running if side == "baseline" else {})
     (comparison,) = compare(variant, baseline=baseline)
     assert comparison.verdict is Verdict.INCONCLUSIVE
-    assert "has not ended (seed 4: step 10 of 100)" in comparison.reason
+    waiting = "seed 4: step 10 of 100" if side == "variant" else "bf16 seed 4"
+    assert f"no verdict before all runs have ended. Waiting for {waiting}." in comparison.reason
     assert comparison.gap == pytest.approx(0.03, abs=0.001)
 
 
