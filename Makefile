@@ -50,11 +50,11 @@ test-slow: setup ## run the slow tests: fuzzing, scaling
 # CHROMIUM=/path/to/chromium is the browser (default: the first of chromium, chromium-browser, google-chrome on PATH).
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-test-browser: setup ## open the pages of diffs in Chromium, and use them
+test-browser: setup ## open the pages of diffs and reports in Chromium, and use them
 	@$(IN) if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PATH: make test-browser CHROMIUM=/path/to/chromium" >&2; exit 1; fi; \
 	$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python $(PIP) install --no-compile -qq -e '.[browser]' || { \
 	  echo "playwright could not be installed; see the output of pip above" >&2; exit 1; }; \
-	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/diff/test_browser.py $(ARGS)
+	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/diff/test_browser.py tests/experiments/test_report_browser.py $(ARGS)
 
 # A Slurm cluster of one node on this machine: the daemons are started without systemd, and all their files are in one
 # folder. It needs root, and installs Debian's packages slurm-wlm and munge if they are missing.

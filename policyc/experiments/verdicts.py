@@ -204,12 +204,12 @@ def _obstacles(baseline: SeedLosses, variant: SeedLosses) -> list[str]:
         if baseline.unfinished:
             waiting.append(f"{baseline.name} seed {', '.join(map(str, sorted(baseline.unfinished)))}")
         sentences.append(f"There is no verdict before all runs have ended. Waiting for {'; '.join(waiting)}.")
-    for runs in (variant, baseline):
-        if len(set(runs.losses.values())) < len(runs.losses):
-            sentences.append(
-                f"Seeds of {runs.name} have exactly the same loss: the program does not use its seed, so its runs are "
-                "not independent."
-            )
+    sentences += [
+        f"Seeds of {runs.name} have exactly the same loss: the program does not use its seed, so its runs are not "
+        "independent."
+        for runs in (variant, baseline)
+        if len(set(runs.losses.values())) < len(runs.losses)
+    ]
     return sentences
 
 

@@ -57,3 +57,4 @@ function setPaper(isPaper) {
 }
 addEventListener("beforeprint", () => setPaper(true));
 addEventListener("afterprint", () => setPaper(false));
+document.documentElement.dataset.ready = "true";

@@ -1,0 +1,83 @@
+"""The page of a report in Chromium: charts are drawn, show values, and fit the window. `make test-browser` runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from policyc.experiments.report.build import build_report
+from policyc.experiments.report.page import render_page
+from tests.experiments.test_report import write_run
+from tests.experiments.test_report_sweep import write_sweep
+
+if TYPE_CHECKING:
+    from tests.support.browser import Show
+
+pytestmark = pytest.mark.browser
+pytest_plugins = ["tests.support.browser"]
+
+GAPS = {"bf16": 0.0, "te_nvfp4": 0.05, "a_variant_with_a_long_name_<b>": 0.001}
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A sweep of three variants, with predicted speed-ups."""
+    report = build_report([write_sweep(tmp_path_factory.mktemp("sweep") / "s", GAPS)])
+    values = {name: 1.0 + 0.1 * number for number, name in enumerate(GAPS)}
+    report.data["speed_ups"] = {"step": "llama3_8b on 8 × GB200", "values": values}
+    return render_page(report)
+
+
+@pytest.mark.parametrize("width", [800, 1280])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_chart_is_drawn_and_nothing_runs_off_the_page(
+    html: str, show: Show, width: int, theme: str
+) -> None:
+    page = show(html, color_scheme=theme, viewport={"width": width, "height": 900})
+    figures = page.locator("figure.chart").count()
+    assert figures > 4
+    assert page.locator("figure.chart canvas").count() == figures
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    # Lines were drawn: a canvas has pixels that are not of the page.
+    drawn = page.locator("figure[data-chart='0'] canvas").evaluate(
+        "c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((v, i) => i % 4 === 3 && v > 200)"
+    )
+    assert drawn
+
+
+def test_pointing_at_a_chart_shows_the_values_of_all_lines(html: str, show: Show) -> None:
+    page = show(html, viewport={"width": 1280, "height": 900})
+    page.locator("figure[data-chart='0'] .u-over").hover()
+    tip = page.locator("#tip")
+    tip.wait_for(state="visible")
+    texts = tip.locator("tr").all_inner_texts()
+    assert len(texts) == 3
+    assert any(text.startswith("a_variant_with_a_long_name_<b>\t2.0") for text in texts)
+    assert "tokens" in tip.inner_text()
+
+
+def test_a_click_on_a_name_hides_its_line(html: str, show: Show) -> None:
+    page = show(html, viewport={"width": 1280, "height": 900})
+    name = page.locator("figure[data-chart='0']").get_by_role("button", name="te_nvfp4")
+    name.click()
+    assert name.get_attribute("aria-pressed") == "false"
+    page.locator("figure[data-chart='0'] .u-over").hover()
+    assert page.locator("#tip tr").count() == 2
+
+
+def test_a_dark_page_is_printed_on_white(html: str, show: Show) -> None:
+    page = show(html, color_scheme="dark", viewport={"width": 1280, "height": 900})
+    color = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(color) == "rgb(15, 19, 24)"
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(color) == "rgb(255, 255, 255)"
+    assert page.evaluate("document.body.clientWidth") == 700
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(color) == "rgb(15, 19, 24)"
+
+
+def test_a_single_run_has_its_charts(show: Show, tmp_path: Path) -> None:
+    page = show(render_page(build_report([write_run(tmp_path / "run")])))
+    assert page.locator("figure.chart canvas").count() == page.locator("figure.chart").count() > 6
