@@ -10,6 +10,7 @@ from policyc.cli.common import load_policy
 from policyc.cli.options import program_argument
 from policyc.cli.sweep_runs import SweepOptions, TrainerCommand, run_sweep, split_names, sweep_options
 
+_EVALUATIONS = 10
 _PLAYBOOK = "te_nvfp4,te_nvfp4_no_rht,llama_nvfp4"
 
 
@@ -26,6 +27,16 @@ def is_config(word: str) -> bool:
     from policyc.models.llama.configs import CONFIGS
 
     return word in CONFIGS
+
+
+def _evaluate(config: str, words: tuple[str, ...], steps: int | None) -> tuple[str, ...]:
+    """The options of the trainer, with ten validations per run unless they say how many."""
+    from policyc.models.llama.configs import CONFIGS
+
+    if any(word.partition("=")[0] == "--eval-every" for word in words):
+        return words
+    every = max(1, (steps or CONFIGS[config][1].steps) // _EVALUATIONS)
+    return (*words, "--eval-every", str(every))
 
 
 @click.command(
@@ -48,8 +59,9 @@ def is_config(word: str) -> bool:
 def parity(program: tuple[str, ...], policies: str, options: SweepOptions) -> None:
     """Compare low-precision policies with bf16 and fp8 on a program.
 
-    A sweep over whole policies, with the same options, files and rules as 'policyc sweep'. The program is a script, a
-    module, or the name of a configuration of the bundled Llama.
+    A sweep over whole policies, with the same options, files and rules as 'policyc sweep'. Ends with a verdict on each
+    policy, and a page. The program is a script, a module, or the name of a configuration of the bundled Llama, which
+    validates ten times per run unless --eval-every says otherwise.
     """
     if not program:
         raise click.UsageError("name a configuration of the bundled Llama, or a program")
@@ -57,7 +69,7 @@ def parity(program: tuple[str, ...], policies: str, options: SweepOptions) -> No
     from policyc.experiments.sweep.variants import policy_name
 
     config = program[0] if is_config(program[0]) else None
-    words = program[1:] if config else program
+    words = _evaluate(config, program[1:], options.steps) if config else program
     compared = [
         EditedPolicy(name=policy_name(name), policy=expand(load_policy(name)), edit=f"the policy {name}")
         for name in split_names(policies)

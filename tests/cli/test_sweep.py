@@ -91,7 +91,7 @@ def test_options_of_the_trainer_may_stand_anywhere(tmp_path: Path) -> None:
     )
     assert "2 runs: 2 policies x 1 seeds, 7 steps each" in result.out
     assert "--config tiny --steps 7 --seed 0" in result.out
-    assert "--keep 1 --batch 4" in result.out
+    assert "--keep 1 --batch 4 --eval-every 1\n" in result.out
 
 
 def test_parity_compares_the_policies_of_the_playbook(folder: Path) -> None:

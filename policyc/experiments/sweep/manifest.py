@@ -85,10 +85,11 @@ def open_sweep(out: Path, design: SweepDesign) -> list[str]:
 
 def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs between two sweeps. More seeds and more variants are no difference."""
+    before, after = (_list_settings(manifest) for manifest in (earlier, now))
     changes = [
-        f"its {name} is {_show(earlier[name])}, not {_show(now[name])}"
-        for name in ("program", "margin", "cwd")
-        if earlier[name] != now[name]
+        f"{name} is {before.get(name) or 'not set'} there, and {after.get(name) or 'not set'} here"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name)
     ]
     if missing := [seed for seed in earlier["seeds"] if seed not in now["seeds"]]:
         changes.append(f"it also has the seeds {', '.join(map(str, missing))}")
@@ -100,13 +101,18 @@ def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return changes
 
 
-def _show(value: Any) -> str:
-    """A value of the manifest, without what a program does not have."""
-    if not isinstance(value, dict):
-        return str(value)
-    return ", ".join(
-        f"{k}={' '.join(v) if isinstance(v, list | tuple) else v}" for k, v in value.items() if v
-    )
+def _list_settings(manifest: dict[str, Any]) -> dict[str, str]:
+    """What must stay as it is, in words."""
+    program = {**manifest["program"]}
+    words, apply = program.pop("words"), program.pop("apply")
+    settings = {
+        "program": shlex.join(words),
+        **program,
+        **apply,
+        "margin": manifest["margin"],
+        "cwd": manifest["cwd"],
+    }
+    return {name.replace("_", " "): "" if value is None else str(value) for name, value in settings.items()}
 
 
 def _find_changed_policies(out: Path, design: SweepDesign) -> list[str]:

@@ -16,7 +16,7 @@ from policyc.language.files import atomic_write
 
 Row = dict[str, Any]
 
-_LOSSES = ("loss", "val_loss", "learning/loss")
+_LOSSES = ("loss", "learning/loss")
 _TAIL_BYTES = 65_536  # many lines, so that validations and a broken last line do not hide the last step
 
 
@@ -25,7 +25,6 @@ class MetricsReader:
 
     Attributes:
       losses: the loss of every step so far.
-      validations: the validation loss of every step that has one.
       last: the last line with a loss.
     """
 
@@ -36,7 +35,6 @@ class MetricsReader:
     def _restart(self, identity: int | None) -> None:
         self._identity, self._offset, self._rest = identity, 0, b""
         self.losses: dict[int, float] = {}
-        self.validations: dict[int, float] = {}
         self.last: Row | None = None
 
     @property
@@ -65,8 +63,6 @@ class MetricsReader:
             if "loss" in row:
                 self.losses[row["step"]] = row["loss"]
                 self.last = row
-            if "val_loss" in row:
-                self.validations[row["step"]] = row["val_loss"]
 
 
 def parse_rows(lines: list[bytes]) -> Iterator[Row]:
