@@ -62,8 +62,7 @@ SLURM_CLUSTER := tests/support/slurm_cluster.sh
 SLURM_FOLDER ?= /tmp/policyc-slurm
 
 test-slurm: setup ## run sweeps on a Slurm cluster that is started here (root; installs slurm-wlm)
-	@$(IN) $(SLURM_CLUSTER) install || exit 1; folder=$$(mktemp -d); \
-	trap '$(SLURM_CLUSTER) stop "$$folder"; rm -rf "$$folder"' EXIT; trap 'exit 1' INT TERM; \
+	@$(IN) $(SLURM_CLUSTER) install || exit 1; folder=$$(mktemp -d); trap '$(SLURM_CLUSTER) stop "$$folder"; rm -rf "$$folder"' EXIT; \
 	$(SLURM_CLUSTER) start "$$folder" && \
 	SLURM_CONF="$$folder/slurm.conf" $(BIN)/python -m pytest -p no:xdist -m slurm tests/experiments/test_slurm_cluster.py $(ARGS)
 

@@ -22,6 +22,8 @@ from benchmarks.timing import print_times, save, time_median
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, Key, block_values, blocks, make_key, quantize
+from policyc.numerics.quantize.kernels import Kernels
+from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
 
 DIMS = (((1,), (0,)), ((), ()))
 nvfp4 = partial(Treatment, format="nvfp4", element="e2m1")
@@ -113,7 +115,7 @@ def threefry() -> Any:
 
 
 def time_designs(x: jax.Array, repeat: int) -> dict[str, Any]:
-    """Times alternatives for the random bits, for the transform, and for the two operands that come from dy."""
+    """Times alternatives for the random bits and for the transform."""
     sr, rotated = nvfp4(rounding="sr"), nvfp4(rht=16)
     rows = {"hash": time_median(partial(quantize, treatment=sr, key=make_key(1)), x, repeat=repeat)}
     with threefry():
@@ -125,18 +127,36 @@ def time_designs(x: jax.Array, repeat: int) -> dict[str, Any]:
         f = partial(quantize, treatment=rotated, axes=Axes(axis=-2), method=method)
         rows[method] = time_median(f, x, repeat=repeat)
     results["transform"] = print_times("transform", rows, "matmul")
-    by_row, by_column = nvfp4(rounding="sr"), nvfp4(rounding="sr", rht=16)
+    return results
+
+
+def time_both_orders(x: jax.Array, repeat: int) -> Any:
+    """Times the two operands that come from dy. The columns are returned as the GEMM reads them, tokens last."""
+    treatments = (nvfp4(rounding="sr"), Axes()), (nvfp4(rounding="sr", rht=16), Axes(axis=-2))
+    requests = [OrderRequest(treatment=t, axes=axes, key=make_key(1)) for t, axes in treatments]
+    is_gpu = jax.default_backend() == "gpu"
+
+    def row(x: jax.Array, method: Any) -> Any:
+        return quantize(x, *treatments[0], method=method)
+
+    def column(x: jax.Array, method: Any) -> Any:
+        return quantize(x, *treatments[1], method=method).swap_last_axes()
 
     def both(x: jax.Array) -> Any:
-        return quantize(x, by_row, Axes()), quantize(x, by_column, Axes(axis=-2))
+        rows, columns = quantize_orders(x, requests, Kernels())
+        return rows, columns.swap_last_axes()
 
     rows = {
-        "one program for both operands": time_median(both, x, repeat=repeat),
-        "two programs": time_median(partial(quantize, treatment=by_row), x, repeat=repeat)
-        + time_median(partial(quantize, treatment=by_column, axes=Axes(axis=-2)), x, repeat=repeat),
+        "rows, XLA": time_median(partial(row, method="matmul_bf16"), x, repeat=repeat),
+        "columns, XLA": time_median(partial(column, method="matmul_bf16"), x, repeat=repeat),
+        "both in one program, XLA": time_median(
+            lambda x: (row(x, "matmul_bf16"), column(x, "matmul_bf16")), x, repeat=repeat
+        ),
     }
-    results["rows and columns of dy"] = print_times("rows and columns of dy", rows, "two programs")
-    return results
+    if is_gpu:
+        rows["columns, kernels"] = time_median(partial(column, method="kernels"), x, repeat=repeat)
+        rows["both, kernels"] = time_median(both, x, repeat=repeat)
+    return print_times("rows and columns of dy", rows, "both in one program, XLA")
 
 
 def measure_residuals(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, int]:
@@ -173,7 +193,8 @@ def main() -> None:
         "linear": time_layers(x, w, dy, args.repeat),
         "forward": time_forward(x, w, args.repeat),
         "quantizers": time_quantizers(x, args.repeat),
-        "designs": time_designs(x, args.repeat),
+        "designs": time_designs(x, args.repeat)
+        | {"rows and columns of dy": time_both_orders(dy, args.repeat)},
         "memory": measure_residuals(x, w, dy),
     }
     save(args.json, results)

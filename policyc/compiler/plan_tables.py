@@ -81,7 +81,10 @@ def _rule_rows(plan: Plan, phase: Phase) -> Iterator[list[str]]:
 
 
 def lowering_reasons(plan: Plan) -> Iterator[str]:
-    """Why products are not native, or run on another backend than the fastest: one line per reason, with a remedy."""
+    """Why products are not native, run on another backend than the fastest, or have no kernels that quantize.
+
+    One line per reason, with a remedy.
+    """
     gemms_of: dict[tuple[str, Obstacle], set[str]] = {}
     for run in itertools.chain.from_iterable(map(plan.runs, plan.phases)):
         for product in run.products():
@@ -89,6 +92,10 @@ def lowering_reasons(plan: Plan) -> Iterator[str]:
             if lowering.obstacle is not None:
                 label = f"by {lowering.backend}" if lowering.native else "emulated"
                 gemms_of.setdefault((label, lowering.obstacle), set()).add(product.gemm)
+            elif lowering.native and lowering.quantizer_obstacle is not None:
+                gemms_of.setdefault(("quantized by XLA", lowering.quantizer_obstacle), set()).add(
+                    product.gemm
+                )
     for (label, obstacle), gemms in gemms_of.items():
         names = ", ".join(g for g in Gemm if g in gemms)
         yield f"{label} ({names}): {obstacle.reason}; {obstacle.remedy}"
@@ -299,4 +306,6 @@ def _lowering_json(lowering: Lowering) -> dict[str, Any]:
     data: dict[str, Any] = {"backend": lowering.backend, "native": lowering.native}
     if lowering.obstacle is not None:
         data |= {"reason": lowering.obstacle.reason, "remedy": lowering.obstacle.remedy}
+    if lowering.native and lowering.quantizer_obstacle is not None:
+        data["quantizer"] = f"{lowering.quantizer_obstacle.reason}; {lowering.quantizer_obstacle.remedy}"
     return data

@@ -67,6 +67,7 @@ class PrimitiveRules:
         dimensions if types carry shardings.
       platform_bodies: other bodies with the same results, by platform.
       single_device_bodies: bodies for programs on one device, which nothing has to partition, by platform.
+      partitioned_bodies: bodies that divide their work over devices themselves, which `vmap` cannot batch, by platform.
       needs_devices: whether lowering needs to know the devices. True if the body partitions itself.
       batched: what `vmap` makes of an equation, if it cannot batch the body.
       reduced: what to run if only some results are used (one boolean each); None to run the whole equation.
@@ -77,6 +78,7 @@ class PrimitiveRules:
     dim_sources: Callable[..., Sequence[Sequence[DimSource]]]
     platform_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     single_device_bodies: Mapping[str, Implementation] = field(default_factory=dict)
+    partitioned_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     needs_devices: bool = False
     batched: Replacement | None = None
     reduced: Callable[..., Reduction | None] | None = None
@@ -94,9 +96,11 @@ def define(name: str, rules: PrimitiveRules) -> Primitive:
     batching.primitive_batchers[primitive] = partial(_batch, primitive, rules.batched)
     if rules.reduced is not None:
         internals.partial_eval.dce_rules[primitive] = partial(_drop_unused_results, rules.reduced)
-    mlir.register_lowering(primitive, _lowering_rule(rules.body, None))
+    mlir.register_lowering(primitive, _lowering_rule(rules.body, rules.body, rules.body))
     for platform, body in rules.platform_bodies.items():
-        rule = _lowering_rule(body, rules.single_device_bodies.get(platform))
+        single_device_body = rules.single_device_bodies.get(platform, body)
+        partitioned_body = rules.partitioned_bodies.get(platform, body)
+        rule = _lowering_rule(body, single_device_body, partitioned_body)
         mlir.register_lowering(primitive, rule, platform=platform)
     return primitive
 
@@ -253,17 +257,18 @@ def _jit(body: Implementation, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(partial(body, **dict(params)))
 
 
-def _lowering_rule(body: Implementation, single_device_body: Implementation | None) -> Callable[..., Any]:
-    lower_general = _lower_body(_vmap_body(body))
-    lower_single = (
-        lower_general if single_device_body is None else _lower_body(_vmap_body(single_device_body))
+def _lowering_rule(
+    body: Implementation, single_device_body: Implementation, partitioned_body: Implementation
+) -> Callable[..., Any]:
+    lower_mapped, lower_single, lower_partitioned = (
+        _lower_body(_vmap_body(b)) for b in (body, single_device_body, partitioned_body)
     )
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         # Without sharding and varying axes: inside `shard_map` the body runs on one device's shard.
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
         devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-        rule = lower_single if devices == 1 and not params["mapped"] else lower_general
+        rule = lower_mapped if params["mapped"] else lower_single if devices == 1 else lower_partitioned
         with warnings.catch_warnings(), explicit_axes_as_auto(ctx.avals_in[0].sharding.mesh):
             # Every supported JAX has Pallas's Triton backend. Users need not hear that a later one will drop it.
             warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)

@@ -71,21 +71,37 @@ class Division:
     scattered: tuple[ArrayAxes, ...]
     gathered: str = ""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardIndex:
+    """Which shard a device has. Its methods are for the body of a divided function."""
+
+    factors: Mapping[str, MeshAxes]
+
     @property
     def axes(self) -> MeshAxes:
         """All mesh axes that the work is divided over."""
         return tuple(axis for axes in self.factors.values() for axis in axes)
 
+    def flat(self) -> jax.Array | None:
+        """The index among all shards; None if nothing is divided."""
+        return lax.axis_index(self.axes) if self.axes else None
+
+    def along(self, factor: str) -> jax.Array | int:
+        """The index among the shards of one factor."""
+        axes = self.factors.get(factor, ())
+        return lax.axis_index(axes) if axes else 0
+
 
 Body = Callable[..., Sequence[jax.Array]]
-"""Takes the index of the shard (None if nothing is divided) and the operands' shards."""
+"""Takes a `ShardIndex` and the operands' shards."""
 
 
 def partition(body: Body, rule: PartitionRule) -> Callable[..., Sequence[jax.Array]]:
     """The function of whole arrays that `body` computes, divided over devices as XLA's shardings and the rule say."""
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(body(None, *arrays))
+        return tuple(body(ShardIndex(factors={}), *arrays))
 
     def run_divided(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         sizes = factor_sizes(rule, [o.shape for o in operands])
@@ -95,8 +111,7 @@ def partition(body: Body, rule: PartitionRule) -> Callable[..., Sequence[jax.Arr
             warnings.warn(division.gathered, stacklevel=2)
 
         def run_shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            index = lax.axis_index(division.axes) if division.axes else None
-            return _reduce(rule, division, body(index, *arrays))
+            return _reduce(rule, division, body(ShardIndex(factors=division.factors), *arrays))
 
         none = tuple(((),) * len(dims) for dims in rule.operands)
         return (

@@ -21,6 +21,13 @@ BARRIERS_SKIP_ZERO_TANGENTS = jax.__version_info__ >= (0, 11)
 them if one had."""
 
 
+MOSAIC_LOAD_INDEX: tuple[None, ...] = () if jax.__version_info__ >= (0, 11) else (None,)
+"""The index that Mosaic's `load` takes beside a reference that is indexed already: since 0.11 none."""
+
+MOSAIC_HAS_STORE = jax.__version_info__ >= (0, 12)
+"""Whether Mosaic has `store`. Before, an assignment to a reference did the same."""
+
+
 def set_cpu_device_count(count: int) -> None:
     """Makes the CPU platform have `count` devices. Does nothing if JAX has initialized its devices already."""
     with contextlib.suppress(RuntimeError):

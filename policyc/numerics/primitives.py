@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 
 from policyc.jaxcore.define_primitive import (
     DimSource,
+    Implementation,
     PrimitiveRules,
     Reduction,
     Replacement,
@@ -94,17 +95,18 @@ def _quantize_primitive(format: str, backend: str) -> Primitive:
             body=_quantize,
             shapes=_quantize_shapes,
             dim_sources=_quantize_dim_sources,
-            platform_bodies={
-                name: partial(_quantize, context=LoweringContext(platform=name)) for name in _PLATFORMS
-            },
-            single_device_bodies={
-                name: partial(_quantize, context=LoweringContext(platform=name, single_device=True))
-                for name in _PLATFORMS
-            },
+            platform_bodies=_platform_bodies(_quantize),
+            single_device_bodies=_platform_bodies(_quantize, single_device=True),
+            partitioned_bodies=_platform_bodies(_quantize, can_partition=True),
             needs_devices=backends.load(backend).NEEDS_DEVICES,
             batched=_batched(backend, partial(_quantize_primitive, format, _BATCHING_BACKEND)),
         ),
     )
+
+
+def _platform_bodies(body: Implementation, **known: bool) -> dict[str, Implementation]:
+    """The body of a quantizer on each platform. `known` are fields of its `LoweringContext`."""
+    return {name: partial(body, context=LoweringContext(platform=name, **known)) for name in _PLATFORMS}
 
 
 _BATCHING_BACKEND = "xla"
@@ -210,9 +212,9 @@ def _quantize_pair_primitive(format: str, backend: str) -> Primitive:
             body=_quantize_pair,
             shapes=_quantize_pair_shapes,
             dim_sources=_quantize_pair_dim_sources,
-            platform_bodies={
-                name: partial(_quantize_pair, context=LoweringContext(platform=name)) for name in _PLATFORMS
-            },
+            platform_bodies=_platform_bodies(_quantize_pair),
+            single_device_bodies=_platform_bodies(_quantize_pair, single_device=True),
+            partitioned_bodies=_platform_bodies(_quantize_pair, can_partition=True),
             needs_devices=backends.load(backend).NEEDS_DEVICES,
             batched=_batched(backend, partial(_quantize_pair_primitive, format, _BATCHING_BACKEND)),
             reduced=_quantize_one_of_pair,

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from policyc.jaxcore.partition import PartitionRule, divide, partition
+from policyc.jaxcore.partition import PartitionRule, ShardIndex, divide, partition
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
 SIZES = {"m": 64, "k": 32, "n": 16}
@@ -91,8 +91,9 @@ def test_each_device_runs_the_function_on_its_shard() -> None:
     """Parts of a sum are added over devices, and every shard has another index."""
     mesh = Mesh(np.asarray(jax.devices()).reshape(4, 2), ("data", "tensor"))
 
-    def sum_rows(index: Any, x: Any) -> Any:
-        return jnp.sum(x, axis=1), jnp.full(x.shape[:1], -1 if index is None else index)
+    def sum_rows(index: ShardIndex, x: Any) -> Any:
+        flat = index.flat()
+        return jnp.sum(x, axis=1), jnp.full(x.shape[:1], -1 if flat is None else flat)
 
     rows = (("rows", 1),)
     rule = PartitionRule(name="sum", operands=((*rows, ("columns", 4)),), results=(rows, rows))

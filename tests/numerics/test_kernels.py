@@ -13,17 +13,27 @@ import numpy as np
 import pytest
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import Axes, Quantized, make_key, quantize
+from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
 from policyc.numerics.quantize.hadamard import Method
-from policyc.numerics.quantize.kernels import fits
+from policyc.numerics.quantize.orders import JnpEngine, OrderRequest, quantize_orders
 
 # Both sides are compiled the same way. That the jnp code is exact when compiled in full is in test_quantize.py.
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-NEAREST = Treatment(format="nvfp4", element="e2m1", rht=16)
-STOCHASTIC = Treatment(format="nvfp4", element="e2m1", rht=16, rounding="sr")
-WITH_HEADROOM = Treatment(format="nvfp4", element="e2m1", rht=16, rounding="sr", headroom=Fraction(17, 16))
-COLUMNS = Axes(axis=-2)
+PLAIN = Treatment(format="nvfp4", element="e2m1")
+NEAREST = replace(PLAIN, rht=16)
+STOCHASTIC = replace(PLAIN, rht=16, rounding="sr")
+WITH_HEADROOM = replace(STOCHASTIC, headroom=Fraction(17, 16))
+ROWS, COLUMNS = Axes(axis=-1), Axes(axis=-2)
+PAIRS = {
+    "nearest": (PLAIN, NEAREST),
+    "stochastic": (
+        replace(PLAIN, rounding="sr", outer="pow2"),
+        replace(WITH_HEADROOM, outer="pow2"),
+    ),
+}
+"""How an operand of fprop and wgrad is treated, and how dy is, in rows and in columns."""
+ENGINES = {"kernels": kernels.Kernels(interpret=True), "jnp": JnpEngine()}
 
 
 def normal(*shape: int) -> jax.Array:
@@ -40,20 +50,50 @@ def quantizer(treatment: Treatment, axes: Axes, method: Method) -> Any:
     return jax.jit(lambda x: quantize(x, treatment, axes, key=make_key(7), method=method))
 
 
-@pytest.mark.parametrize("treatment", [NEAREST, STOCHASTIC, WITH_HEADROOM])
-@pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan", "spread"])
-def test_kernels_give_the_bits_of_the_jnp_code(treatment: Treatment, case: str) -> None:
-    x = normal(64, 256)
+def requests(pair: str) -> list[OrderRequest]:
+    return [
+        OrderRequest(treatment=treatment, axes=axes, key=make_key(7, i))
+        for i, (treatment, axes) in enumerate(zip(PAIRS[pair], (ROWS, COLUMNS), strict=True))
+    ]
+
+
+@cache
+def orders_quantizer(pair: str, engine: str) -> Any:
+    return jax.jit(lambda x: quantize_orders(x, requests(pair), ENGINES[engine]))
+
+
+@cache
+def reference_quantizer(pair: str) -> Any:
+    return jax.jit(
+        lambda x: [quantize(x, r.treatment, r.axes, key=r.key, method="matmul") for r in requests(pair)]
+    )
+
+
+@pytest.mark.parametrize("pair", [pytest.param("nearest", marks=pytest.mark.slow), "stochastic"])
+@pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan", "infinity", "spread"])
+def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None:
+    """Of the kernels, on four tiles, and of the jnp code for shards without whole tiles."""
+    x = normal(2, 64, 512)
     x = {
         "normal": x,
         "huge": x * 1e37,
         "tiny": x * 1e-28,
         "zeros": x * 0,
-        "nan": x.at[3, 5].set(jnp.nan),
-        "spread": x * jnp.exp2(jnp.arange(256) % 24 - 12).astype(jnp.bfloat16),
+        "nan": x.at[1, 3, 5].set(jnp.nan),
+        "infinity": x.at[1, 3, 5].set(jnp.inf),
+        "spread": x * jnp.exp2(jnp.arange(512) % 24 - 12).astype(jnp.bfloat16),
     }[case]
-    interpreted, reference = (quantizer(treatment, COLUMNS, m) for m in ("interpreted", "matmul"))
-    assert_equal(interpreted(x), reference(x))
+    reference = reference_quantizer(pair)(x)
+    for engine in ENGINES:
+        for one, other in zip(orders_quantizer(pair, engine)(x), reference, strict=True):
+            assert one.layout == other.layout
+            assert_equal(one, other)
+
+
+def test_quantize_uses_kernels_for_rotated_columns() -> None:
+    x = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
+    jaxpr = str(jax.make_jaxpr(lambda x: quantize(x, NEAREST, COLUMNS, method="interpreted"))(x))
+    assert jaxpr.count("pallas_call[") == 2
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -65,7 +105,7 @@ def test_codes_in_both_orders(case: str, element: str) -> None:
         case
     ]
     treatment, both = Treatment(format="fp8", element=element), Axes(both_orders=True)
-    assert fits(x, treatment, both)
+    assert fp8_kernel.fits(x, treatment, both)
     reference = quantizer(treatment, Axes(), "matmul")(x)
     assert reference.transposed_codes is None
     transposed = np.moveaxis(np.asarray(reference.codes), -1, 0)
@@ -79,7 +119,7 @@ def test_which_operands_the_kernels_take() -> None:
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    fp8, both = Treatment(format="fp8", element="e4m3"), Axes(both_orders=True)
+    fp8, both, fits = Treatment(format="fp8", element="e4m3"), Axes(both_orders=True), fp8_kernel.fits
     assert fits(array(128, 256), fp8, both)
     assert not fits(array(128, 256), fp8, Axes())
     assert not fits(array(128, 256), replace(fp8, outer="row"), both)
@@ -87,10 +127,20 @@ def test_which_operands_the_kernels_take() -> None:
     assert not fits(array(64, 256), fp8, both)
     assert not fits(array(128, 200), fp8, both)
     assert not fits(array(128, 256), NEAREST, both)
+    fits = kernels.fits
     assert fits(array(64, 256), NEAREST, COLUMNS)
-    assert not fits(array(64, 256), NEAREST, Axes())
+    assert fits(array(4, 16, 256), NEAREST, COLUMNS)
+    assert fits(array(64, 256), PLAIN, ROWS)
+    assert fits(array(64, 256), replace(NEAREST, outer="pow2"), COLUMNS)
+    assert kernels.fits_alone(array(64, 256), NEAREST, COLUMNS)
+    assert not kernels.fits_alone(array(64, 256), PLAIN, ROWS)
+    assert not fits(array(64, 256), NEAREST, ROWS)
+    assert not fits(array(64, 256), replace(PLAIN, tile2d=True), Axes(axis=-1, tile=-2))
+    assert not fits(array(64, 256), NEAREST, Axes(axis=-2, batch=(-3,)))
     assert not fits(array(64, 256, dtype=jnp.float32), NEAREST, COLUMNS)
-    assert not fits(array(60, 256), NEAREST, COLUMNS)
-    assert not fits(array(64, 100), NEAREST, COLUMNS)
-    assert not fits(array(64, 256), Treatment(format="nvfp4", element="e2m1"), COLUMNS)
+    assert not fits(array(48, 256), NEAREST, COLUMNS)
+    assert not fits(array(8, 8, 256), NEAREST, COLUMNS)
+    assert not fits(array(64, 128), NEAREST, COLUMNS)
+    assert not fits(array(2, 2, 64, 256), NEAREST, COLUMNS)
     assert not fits(array(64, 256), replace(NEAREST, outer="row"), COLUMNS)
+    assert not fits(array(64, 256), replace(NEAREST, scale="four_over_six"), COLUMNS)

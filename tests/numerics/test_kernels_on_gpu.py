@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from policyc.language.recipes import Treatment
 from policyc.numerics import primitives
-from policyc.numerics.quantize import Axes, codes_of, make_key, quantize
-from tests.numerics.test_kernels import COLUMNS, NEAREST, STOCHASTIC, WITH_HEADROOM, assert_equal, normal
+from policyc.numerics.quantize import Axes, codes_of, kernels, make_key, quantize
+from policyc.numerics.quantize.kernel_bodies import Order, RowLengths
+from policyc.numerics.quantize.orders import JnpEngine, order_scales, quantize_orders
+from tests.numerics.test_kernels import (
+    COLUMNS,
+    NEAREST,
+    PAIRS,
+    STOCHASTIC,
+    WITH_HEADROOM,
+    assert_equal,
+    normal,
+    requests,
+)
 from tests.numerics.test_quantize import with_denormals
 from tests.support import rounding_oracle as oracle
 
@@ -19,15 +33,56 @@ pytestmark = [
 ]
 
 
+SHAPES = ((4, 2048, 1024), (64, 256), (3, 64, 768), (192, 14336))
+_NO_SIGNS = 0x77
+"""Both magnitudes of a byte of codes."""
+
+
 @pytest.mark.parametrize("treatment", [NEAREST, STOCHASTIC, WITH_HEADROOM])
 def test_compiled_kernels_on_large_arrays(treatment: Treatment) -> None:
     x, key = normal(8192, 4096), make_key(7)
     compiled = jax.jit(
         lambda x: primitives.quantize(x, treatment, COLUMNS, operand="wgrad.dy", keys=(key, key))
     )
-    assert "triton" in compiled.lower(x).as_text()
+    assert "mosaic_gpu" in compiled.lower(x).as_text()
     reference = jax.jit(lambda x: quantize(x, treatment, COLUMNS, key=key.fold("wgrad.dy"), method="matmul"))
     assert_equal(compiled(x), reference(x))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiled_kernels_of_both_orders(pair: str, shape: tuple[int, ...]) -> None:
+    x = normal(*shape) * jnp.exp2(jnp.arange(shape[-1]) % 24 - 12).astype(jnp.bfloat16)
+    run = jax.jit(lambda x: quantize_orders(x, requests(pair), kernels.Kernels()))
+    reference = jax.jit(
+        lambda x: [quantize(x, r.treatment, r.axes, key=r.key, method="matmul") for r in requests(pair)]
+    )
+    for scale in (1, 0, 1e33, 1e-28):
+        for one, other in zip(run(x * scale), reference(x * scale), strict=True):
+            assert_equal(one, other)
+    # The sign of a NaN is that of the machine, and a rotation computes many. All scales are NaN.
+    not_finite = x.at[..., 3].set(jnp.nan).at[..., 5].set(jnp.inf)
+    for one, other in zip(run(not_finite), reference(not_finite), strict=True):
+        assert_equal(replace(one, codes=one.codes & _NO_SIGNS), replace(other, codes=other.codes & _NO_SIGNS))
+
+
+def test_compiled_kernels_of_a_shard() -> None:
+    """The random words of a shard are those of its place in the whole operand."""
+    whole = normal(4, 256, 1024)
+    shard = whole[2:, 128:, 512:]
+    place = kernels.ShardPlace(
+        start=jnp.asarray([2 * 256 + 128, 512], jnp.uint32),
+        rows=RowLengths(shard=128, whole=256),
+        features=1024,
+    )
+    request = requests("stochastic")
+    orders = [Order.from_treatment(r.treatment, r.axes) for r in request]
+    statistics = kernels.Kernels().statistics(whole, orders)
+    scales = [order_scales(s, r, o) for s, r, o in zip(statistics, request, orders, strict=True)]
+    run = jax.jit(lambda engine, x: engine.codes(x, orders, scales, place), static_argnums=0)
+    for one, other in zip(run(kernels.Kernels(), shard), run(JnpEngine(), shard), strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def test_denormals_keep_their_codes() -> None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _REQUEST_FILE, _RESULT_FILE, _LOG_FILE = "request.json", "result.json", "log.txt"
 _LOG_LINES = 12
-_PROBE_VARIABLES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # other runs may be on the GPU
 
 
 class ProbeFailed(Exception):
@@ -62,7 +61,7 @@ def plan_policies(program: SweepProgram, seed: int, texts: Mapping[str, str]) ->
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**_PROBE_VARIABLES, **os.environ, **run.environment},
+                env={**os.environ, **run.environment},
                 cwd=run.cwd,
                 check=False,
             ).returncode

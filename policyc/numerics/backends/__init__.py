@@ -35,11 +35,13 @@ class LoweringContext:
     """What is known of a program when one of its equations is lowered.
 
     `platform` is JAX's name of the platform, empty for any other than cpu and cuda. `single_device` says that the
-    program runs on one device, so that nothing has to be partitioned.
+    program runs on one device, so that nothing has to be partitioned. `can_partition` says that a backend may divide
+    the work over devices itself: no `vmap` has to batch it.
     """
 
     platform: str = ""
     single_device: bool = False
+    can_partition: bool = False
 
 
 ANY_PLATFORM = LoweringContext()

@@ -64,6 +64,8 @@ class Lowering:
     obstacle: Obstacle | None = None
     doubt: str = ""
     """Why it is not known that a native kernel exists; empty if it is known."""
+    quantizer_obstacle: Obstacle | None = None
+    """Why no kernel quantizes its operands, if one would with other sizes."""
 
     def __str__(self) -> str:
         if not self.backend:
@@ -81,6 +83,10 @@ _PROVEN_CONTRACTION = 32
 def choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
     """How a GEMM runs on a machine, if this backend was requested."""
     lowering = _choose(backend, query, machine)
+    if lowering.backend == "xla" and query.format == "nvfp4":
+        from policyc.numerics.backends import xla  # imports this module
+
+        lowering = replace(lowering, quantizer_obstacle=xla.quantizer_obstacle(query))
     padded = query.k + -query.k % (FORMATS[query.format].block or 1)
     is_cudnn_call = lowering.backend == "xla" and lowering.native and query.format == "nvfp4"
     if not is_cudnn_call or padded % _PROVEN_CONTRACTION == 0:

@@ -49,14 +49,30 @@ def quantize(
     """Quantizes an operand by the method that is fastest on the platform."""
     method: Method = "cpu" if context.platform == "cpu" else "matmul"
     if context.platform == "cuda":
-        # There a product rounds its result to bfloat16 itself, which saves a pass over memory. Kernels save another,
-        # but they can only be built if there is a GPU to build them for.
-        can_build = context.single_device and jax.default_backend() == "gpu"
-        method = "kernels" if can_build else "matmul_bf16"
+        # There a product rounds its result to bfloat16 itself, which saves a pass over memory. Kernels save another.
+        has_kernels = context.single_device and can_build_kernels(treatment.format)
+        method = "kernels" if has_kernels else "matmul_bf16"
     quantized = q.quantize(x, treatment, axes, key=key, signs=signs, method=method)
     if axes.both_orders and quantized.layout.packed:
         return replace(quantized, transposed_codes=quantized.pack_along_tile_axis())
     return quantized
+
+
+def can_build_kernels(format: str) -> bool:
+    """Whether the kernels of a format can be built here.
+
+    That of FP8 needs a GPU to be built for. Those of NVFP4 are built for the GPU that is here, if it is a Hopper or
+    newer, or without one.
+    """
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        return format == "nvfp4"
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    return format == "fp8" or (major.isdigit() and int(major) >= _MOSAIC_CAPABILITY)
+
+
+_MOSAIC_CAPABILITY = 9
+"""The least compute capability for which Pallas's Mosaic backend builds kernels."""
 
 
 def gemm(

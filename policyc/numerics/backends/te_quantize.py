@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.partition import Dims, PartitionRule, partition
+from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.backends import QuantizeRequest, te_calls
 from policyc.numerics.backends.te_matrix import Matrix, matrices_of
 from policyc.numerics.quantize.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
@@ -137,7 +137,7 @@ def _quantize_matrices(
     )
 
     def run(
-        index: jax.Array | None,
+        index: ShardIndex,
         shard: jax.Array,
         rotation: jax.Array,
         numbers: jax.Array,
@@ -145,7 +145,7 @@ def _quantize_matrices(
     ) -> list[jax.Array]:
         shard_summary, words = replace(summary, numbers=numbers), iter(seeds)
         shard_keys = [None if key is None else Key(next(words), next(words)) for key in keys]
-        states = _rng_states(shard_summary, shard_keys, index)
+        states = _rng_states(shard_summary, shard_keys, index.flat())
         results: list[jax.Array] = []
         unused = None
         for call in _group_by_call(matrices):

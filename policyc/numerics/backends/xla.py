@@ -7,6 +7,7 @@ the same numbers. XLA reads both operands with the contracted dimension last, an
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -19,12 +20,15 @@ from jax import lax
 from policyc.jaxcore.versions import FP8_DOT_PRECISION
 from policyc.language.recipes import Treatment
 from policyc.numerics import quantize as q
-from policyc.numerics.backends import LoweringContext, emulate
+from policyc.numerics.backends import LoweringContext, QuantizeRequest, emulate
 from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, as_values, multiply_rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import apply_outer_scales, missing
+from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.products import DimensionNumbers, free_dims
+from policyc.numerics.quantize import kernels
 from policyc.numerics.quantize.bits import materialize, power_of_two
+from policyc.numerics.quantize.kernel_bodies import TILE_FEATURES, TILE_TOKENS
 from policyc.numerics.quantize.layout import (
     TILE,
     Axes,
@@ -33,6 +37,8 @@ from policyc.numerics.quantize.layout import (
     Quantized,
     repeat_axis,
 )
+from policyc.numerics.quantize.orders import OrderRequest
+from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kernels
 from policyc.numerics.quantize.values import outer_scale
 
 __all__ = [
@@ -44,11 +50,13 @@ __all__ = [
     "missing",
     "obstacle",
     "quantize",
+    "quantize_orders",
+    "quantizer_obstacle",
 ]
 
 NEEDS_DEVICES = True
 UNBATCHABLE = False
-JOINS_ORDERS = False
+JOINS_ORDERS = True
 
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -65,6 +73,29 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
     return None
 
 
+def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:
+    """Why no kernel rotates and quantizes the operands of an nvfp4 GEMM. XLA's code for it makes more passes."""
+    if not query.left.rht and not query.right.rht:
+        return None
+    sizes = {
+        "contracted": (query.k, TILE_TOKENS),
+        "rows": (query.m, TILE_FEATURES),
+        "columns": (query.n, TILE_FEATURES),
+    }
+    for name, (size, unit) in sizes.items():
+        if size % unit:
+            reason = f"the kernels that rotate require {name} % {unit} == 0, but {query.gemm} has {size}"
+            return Obstacle(reason, f"pad {size} to {size + -size % unit}")
+    if query.batch != 1:
+        return Obstacle(
+            "the kernels that rotate take no batch dimensions", "XLA's code rotates, in more passes"
+        )
+    for dtype in query.types:
+        if dtype != "bfloat16":
+            return Obstacle(f"the kernels that rotate take bfloat16, not {dtype}", "compute in bfloat16")
+    return None
+
+
 def quantize(
     x: jax.Array,
     treatment: Treatment,
@@ -73,10 +104,13 @@ def quantize(
     signs: q.Key | None,
     context: LoweringContext,
 ) -> Quantized:
-    """Quantizes as the emulation does. A weight in 2D tiles is transposed first, if the GEMM reads it transposed.
+    """Quantizes as the emulation does, on several devices by kernels too.
 
-    XLA would transpose it anyway, but later, as fp32 numbers on their way to codes.
+    A weight in 2D tiles is transposed first, if the GEMM reads it transposed. XLA would transpose it anyway, but later,
+    as fp32 numbers on their way to codes.
     """
+    if _has_kernels(context) and context.can_partition and kernels.fits_alone(x, treatment, axes):
+        return quantize_sharded(x, [OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())])[0]
     if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
         return emulate.quantize(x, treatment, axes, key, signs, context)
     swap = {-1: -2, -2: -1}
@@ -84,6 +118,27 @@ def quantize(
     transposed_axes = replace(axes, axis=-1, tile=-2, contract=contract)
     transposed = materialize(x.swapaxes(-1, -2))
     return emulate.quantize(transposed, treatment, transposed_axes, key, signs, context).swap_last_axes()
+
+
+def _has_kernels(context: LoweringContext) -> bool:
+    return context.platform == "cuda" and emulate.can_build_kernels("nvfp4")
+
+
+def quantize_orders(
+    x: jax.Array, requests: Sequence[QuantizeRequest], context: LoweringContext
+) -> list[Quantized]:
+    """Quantizes an operand for two GEMMs, by kernels with one read for all maxima and one for all codes.
+
+    Without a rotation, and where the kernels do not fit, each is quantized by itself.
+    """
+    orders = [OrderRequest(treatment=r.treatment, axes=r.axes, key=r.key or q.make_key()) for r in requests]
+    rotates = any(r.treatment.rht for r in requests)
+    fits = rotates and all(kernels.fits(x, r.treatment, r.axes) for r in requests)
+    if fits and _has_kernels(context) and context.single_device:
+        return quantize_by_kernels(x, orders, kernels.Kernels())
+    if fits and _has_kernels(context) and context.can_partition:
+        return quantize_sharded(x, orders)
+    return [quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
 
 
 def gemm(

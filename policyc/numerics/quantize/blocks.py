@@ -16,7 +16,6 @@ from jax import lax
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import kernels
 from policyc.numerics.quantize.bits import (
     E2M1,
     ELEMENTS,
@@ -32,6 +31,7 @@ from policyc.numerics.quantize.bits import (
     round_stochastic,
     sign_bit,
 )
+from policyc.numerics.quantize.fp8_kernel import Fp8Kernel
 from policyc.numerics.quantize.layout import (
     TILE,
     Axes,
@@ -60,14 +60,14 @@ _TINY = (127 - 104) << 23  # the bits of 2**-104
 class QuantizeContext:
     """What the quantizer of a format reads beside the array.
 
-    `kernels` are the GPU kernels to use, if any. `cpu` selects operations that suit a CPU. Neither changes a bit.
+    `fp8_kernel` is the GPU kernel to use, if any. `cpu` selects operations that suit a CPU. Neither changes a bit.
     """
 
     treatment: Treatment
     axes: Axes
     layout: Layout
     key: Key
-    kernels: kernels.Kernels | None = None
+    fp8_kernel: Fp8Kernel | None = None
     cpu: bool = False
 
     @property
@@ -127,9 +127,7 @@ def find_maxima(x: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.
     is made by a cast alone: it is written first, and read again in half the bytes.
     """
     layout, axes = context.layout, context.axes
-    if context.kernels is not None:
-        maxima = context.kernels.maxima(x)
-    elif layout.tile_axis is not None:
+    if layout.tile_axis is not None:
         x = materialize(x)
         maxima = materialize(_block_maxima(x, axes, layout))
     else:

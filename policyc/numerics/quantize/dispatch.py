@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import kernels
+from policyc.numerics.quantize import fp8_kernel, kernels
 from policyc.numerics.quantize.bits import materialize
 from policyc.numerics.quantize.blocks import QuantizeContext, layout_of
 from policyc.numerics.quantize.fp8 import quantize_fp8
@@ -16,6 +16,7 @@ from policyc.numerics.quantize.hadamard import Method, random_signs, rotate
 from policyc.numerics.quantize.layout import Axes, Quantized
 from policyc.numerics.quantize.mx import quantize_mx
 from policyc.numerics.quantize.nvfp4 import quantize_nvfp4
+from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
 from policyc.numerics.quantize.random import Key, make_key
 
 QUANTIZERS: dict[str, Callable[[jax.Array, QuantizeContext], Quantized]] = {
@@ -49,9 +50,15 @@ def quantize(
     key = make_key() if key is None else key
     run = QUANTIZERS[treatment.format]
     if method in ("kernels", "interpreted"):
-        if kernels.fits(x, treatment, axes):
-            kernel = kernels.Kernels(interpret=method == "interpreted")
-            context = QuantizeContext(treatment=treatment, axes=axes, layout=layout, key=key, kernels=kernel)
+        interpret = method == "interpreted"
+        if kernels.fits_alone(x, treatment, axes):
+            request = OrderRequest(treatment=treatment, axes=axes, key=key)
+            return quantize_orders(x, [request], kernels.Kernels(interpret=interpret))[0]
+        if fp8_kernel.fits(x, treatment, axes):
+            kernel = fp8_kernel.Fp8Kernel(interpret=interpret)
+            context = QuantizeContext(
+                treatment=treatment, axes=axes, layout=layout, key=key, fp8_kernel=kernel
+            )
             return run(x, context)
         method = "matmul_bf16"
     if treatment.rht:

@@ -29,14 +29,14 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
     if as_words:
         groups = replace(layout, axis=-1, block=_GROUP)
         along = replace(axes, axis=-1, contract=axes.contract or (axes.axis,))
-        x, _, amax = find_maxima(x, replace(context, axes=along, layout=groups, kernels=None))
+        x, _, amax = find_maxima(x, replace(context, axes=along, layout=groups))
     else:
         x = materialize(x)
         amax = abs_bits(x).max(axis=spanned, keepdims=True)
     enc, lift = encode_scale(amax, context)
     transposed: jax.Array | None = None
-    if context.kernels is not None:
-        codes, transposed = context.kernels.both_orders(x, lift, enc, amax, element)
+    if context.fp8_kernel is not None:
+        codes, transposed = context.fp8_kernel.both_orders(x, lift, enc, amax, element)
     else:
         encode = partial(encode_scaled, lift=lift, enc=enc, amax=amax, element=element)
         codes = _encode_words(x, encode) if as_words else encode(x.astype(jnp.float32)).astype(jnp.uint8)

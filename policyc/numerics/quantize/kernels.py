@@ -1,12 +1,12 @@
-"""GPU kernels (Pallas, Triton) for quantizers that make fewer passes over memory than XLA's code.
+"""GPU kernels (Pallas, Mosaic) that quantize a matrix to NVFP4 with two reads of it.
 
-For NVFP4, one kernel finds the maxima of the rotated blocks and a second one writes their codes. The rotated matrix is
-never in memory: the second kernel computes it again on the matrix units, while it waits for memory. For FP8, one kernel
-writes the codes in both orders. XLA cannot partition a kernel, so they run only in programs on one device.
+The first kernel finds maxima, the second one writes codes and scales: of blocks of features (rows), of blocks of tokens
+(columns), or of both. Rotated values are never in memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -18,39 +18,102 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import random
-from policyc.numerics.quantize.bits import (
-    E2M1,
-    Element,
-    abs_bits,
-    encode_scaled,
-    round_nearest,
-    round_stochastic,
-    sign_bit,
+from policyc.numerics.quantize import kernel_bodies, kernel_machines, random
+from policyc.numerics.quantize.kernel_bodies import (
+    BLOCK,
+    GROUPS,
+    TILE_BLOCKS,
+    TILE_FEATURES,
+    TILE_TOKENS,
+    WORDS,
+    Order,
+    RowLengths,
 )
-from policyc.numerics.quantize.hadamard import default_signs, sylvester
 from policyc.numerics.quantize.layout import Axes
 
-GROUP = 16
-"""The tokens of a block: one kernel instance rotates and quantizes this many rows."""
+_Shape = tuple[tuple[int, ...], Any]
 
-_COLUMNS, _WARPS = 128, 2
-"""The columns and the warps of one instance of the NVFP4 kernels."""
-_SQUARE, _SQUARE_WARPS = 128, 8
-"""The rows and columns, and the warps, of one instance of the FP8 kernel."""
-_RANDOM_BITS = 16
+Statistics = tuple[jax.Array, jax.Array]
+"""The bits of the largest magnitude, and the checksum of the bits of the block maxima."""
+CodesAndScales = tuple[jax.Array, jax.Array]
 
 
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     """Whether the kernels can quantize this operand."""
-    t = treatment
-    if x.dtype != jnp.bfloat16 or x.ndim < 2 or t.outer != "tensor" or axes.batch:
+    is_plain = (
+        treatment.format == "nvfp4"
+        and treatment.scale == "amax"
+        and treatment.rounding in ("rne", "sr")
+        and treatment.outer in ("tensor", "pow2")
+    )
+    if not is_plain or treatment.tile2d or treatment.mean_split:
         return False
-    if t.format == "fp8":
-        return axes.both_orders and prod(x.shape[:-1]) % _SQUARE == 0 and x.shape[-1] % _SQUARE == 0
-    has_whole_blocks = x.ndim == 2 and x.shape[0] % GROUP == 0 and x.shape[1] % _COLUMNS == 0
-    is_plain = t.format == "nvfp4" and t.scale == "amax" and t.rht == GROUP and t.rounding in ("rne", "sr")
-    return has_whole_blocks and is_plain and axes.axis == -2
+    if x.dtype != jnp.bfloat16 or x.ndim not in (2, 3) or axes.batch or not fits_shape(x.shape):
+        return False
+    if axes.axis == -1:
+        return not treatment.rht
+    return axes.axis == -2 and x.shape[-2] % BLOCK == 0 and treatment.rht in (0, BLOCK)
+
+
+def fits_alone(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
+    """Whether the kernels quantize this operand in one order with fewer bytes than XLA.
+
+    XLA finds the maxima of blocks that are not rotated where it computes x, and needs only one read of x for its codes.
+    """
+    return bool(treatment.rht) and fits(x, treatment, axes)
+
+
+def fits_shape(shape: tuple[int, ...]) -> bool:
+    """Whether an array of this shape has whole tiles."""
+    return prod(shape[:-1]) % TILE_TOKENS == 0 and shape[-1] % TILE_FEATURES == 0
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderScales:
+    """The scalars that quantize a matrix in one order.
+
+    Attributes:
+      lift, enc, dec: the lift of tiny tensors, the encoding scale, and its reciprocal.
+      amax: the bits of the largest magnitude.
+      key: the key of stochastic rounding.
+    """
+
+    lift: jax.Array
+    enc: jax.Array
+    dec: jax.Array
+    amax: jax.Array
+    key: random.Key
+
+    def words(self) -> jax.Array:
+        """All of it, as a row of 32-bit words."""
+        numbers = (self.lift, self.enc, self.dec, self.amax, self.key.a, self.key.b)
+        return jnp.stack([jnp.reshape(_as_word(n), ()) for n in numbers])
+
+
+def _as_word(number: Any) -> jax.Array:
+    number = jnp.asarray(number)
+    return number if number.dtype == jnp.uint32 else lax.bitcast_convert_type(number, jnp.uint32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlace:
+    """Where a shard lies in its whole operand: random words belong to the index in the whole operand.
+
+    Attributes:
+      start: the index of its first token and of its first feature, uint32.
+      rows: how its tokens are numbered in the whole operand.
+      features: the number of features of the whole operand.
+    """
+
+    start: jax.Array
+    rows: RowLengths
+    features: int
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> ShardPlace:
+        rows = RowLengths(shard=shape[-2], whole=shape[-2])
+        return cls(start=jnp.zeros(2, jnp.uint32), rows=rows, features=shape[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,113 +122,118 @@ class Kernels:
 
     interpret: bool = False
 
-    def maxima(self, x: jax.Array) -> jax.Array:
-        """The bits of the maximum of each block of 16 rotated tokens."""
-        out = ((x.shape[0] // GROUP, x.shape[1]), jnp.int32)
-        return _call(_maxima, out, (1, _COLUMNS), x, interpret=self.interpret)
+    def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[Statistics]:
+        """The largest magnitude and the checksum of the block maxima, in each order."""
+        parts = _find_statistics(_as_words(x), orders=tuple(orders), interpret=self.interpret)
+        return [(parts[2 * i].max(), parts[2 * i + 1].sum(dtype=jnp.uint32)) for i in range(len(orders))]
 
     def codes(
-        self, x: jax.Array, enc: jax.Array, lift: jax.Array, key: random.Key, treatment: Treatment
-    ) -> jax.Array:
-        """The packed codes of the rotated matrix. `enc` has one number per block; `lift` and the key are scalars."""
-        out = ((x.shape[0] // 2, x.shape[1]), jnp.uint8)
-        body = partial(_codes, stochastic=treatment.rounding == "sr", columns=x.shape[1])
-        scalars = [jnp.reshape(jnp.asarray(a), (1, 1)) for a in (lift, key.a, key.b)]
-        return _call(body, out, (GROUP // 2, _COLUMNS), x, enc, *scalars, interpret=self.interpret)
+        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], place: ShardPlace
+    ) -> list[CodesAndScales]:
+        """Packed codes and block scales in each order.
 
-    def both_orders(
-        self, x: jax.Array, lift: jax.Array, enc: jax.Array, amax: jax.Array, element: Element
-    ) -> tuple[jax.Array, jax.Array]:
-        """The FP8 codes, and the same with the last axis first. `lift`, `enc` and `amax` are scalars."""
-        flat = x.reshape(-1, x.shape[-1])
-        rows, columns = flat.shape
-        tile = ((_SQUARE, _SQUARE), lambda i, j: (i, j))
-        transposed_tile = ((_SQUARE, _SQUARE), lambda i, j: (j, i))
-        scalar = ((1, 1), lambda *_: (0, 0))
-        codes, transposed = pl.pallas_call(
-            partial(_both, element=element),
-            [_shape_dtype((rows, columns), jnp.uint8), _shape_dtype((columns, rows), jnp.uint8)],
-            grid=(rows // _SQUARE, columns // _SQUARE),
-            in_specs=[pl.BlockSpec(*s) for s in (tile, scalar, scalar, scalar)],
-            out_specs=[pl.BlockSpec(*s) for s in (tile, transposed_tile)],
-            **_compiler_options(_SQUARE_WARPS, self.interpret),
-        )(flat, *(a.reshape(1, 1) for a in (lift, enc, amax)))
-        return codes.reshape(x.shape), transposed.reshape(x.shape[-1], *x.shape[:-1])
+        Along tokens they have the shapes (tokens / 2, features) and (tokens / 16, features), and lie in memory with the
+        tokens last, as GEMMs read them.
+        """
+        results = _write_codes(
+            _as_words(x),
+            jnp.concatenate([place.start, *(s.words() for s in scales)]),
+            orders=tuple(orders),
+            rows=place.rows,
+            features=place.features,
+            interpret=self.interpret,
+        )
+        return [_arrange(results[2 * i], results[2 * i + 1], order) for i, order in enumerate(orders)]
 
 
-def _call(
-    body: Any,
-    out: tuple[tuple[int, int], Any],
-    block: tuple[int, int],
-    x: jax.Array,
-    *rest: jax.Array,
+# ---- calls of kernels. They are jitted, so that equal kernels are traced once.
+
+
+@partial(jax.jit, static_argnames=("orders", "interpret"))
+def _find_statistics(words: jax.Array, *, orders: tuple[Order, ...], interpret: bool) -> Sequence[jax.Array]:
+    groups = next(n for n in (16, 8, 4) if words.shape[0] % (n * BLOCK) == 0)
+    grid = (words.shape[0] // (groups * BLOCK), words.shape[1] // TILE_BLOCKS)
+    outs: list[_Shape] = []
+    for order in orders:
+        rest = (words.shape[1], WORDS) if order.along_tokens else (BLOCK, words.shape[1])
+        outs += [((grid[0], *rest), jnp.int32), ((grid[0], *rest), jnp.uint32)]
+    body = partial(kernel_bodies.find_statistics, orders=orders, groups=groups)
+    return _KernelCall(body=body, outs=outs, grid=grid).run(words, interpret=interpret)
+
+
+@partial(jax.jit, static_argnames=("orders", "rows", "features", "interpret"))
+def _write_codes(
+    words: jax.Array,
+    scalars: jax.Array,
+    *,
+    orders: tuple[Order, ...],
+    rows: RowLengths,
+    features: int,
     interpret: bool,
-) -> jax.Array:
-    """Calls a kernel on groups of tokens. `out` is the shape and dtype of its result, `block` that of one instance."""
-    matrix = (default_signs(GROUP)[:, None] * sylvester(GROUP) / 4).T.astype(jnp.bfloat16)
-
-    def spec(shape: tuple[int, int], moves: bool) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, (lambda i, j: (i, j)) if moves else (lambda *_: (0, 0)))
-
-    specs = [spec((GROUP, _COLUMNS), True), spec((GROUP, GROUP), False)]
-    specs += [spec((1, 1), False) if a.size == 1 else spec((1, _COLUMNS), True) for a in rest]
-    grid = (x.shape[0] // GROUP, x.shape[1] // _COLUMNS)
-    run = pl.pallas_call(
-        body,
-        _shape_dtype(*out),
-        grid=grid,
-        in_specs=specs,
-        out_specs=spec(block, True),
-        **_compiler_options(_WARPS, interpret),
-    )
-    result: jax.Array = run(x, matrix, *rest)
-    return result
+) -> Sequence[jax.Array]:
+    tokens, blocks, _ = words.shape
+    outs: list[_Shape] = []
+    scratch: list[_Shape] = []
+    for order in orders:
+        if not order.along_tokens:
+            outs += [((tokens, blocks, WORDS), jnp.uint8), ((tokens, blocks), jnp.uint8)]
+            continue
+        columns = (blocks, WORDS, 2)
+        outs += [((*columns, tokens // 8), jnp.uint32), ((*columns, tokens // TILE_TOKENS), jnp.uint32)]
+        scratch += [((2, TILE_BLOCKS, WORDS, 2 * GROUPS), jnp.uint32)]
+    body = partial(kernel_bodies.write_codes, orders=orders, rows=rows, features=features)
+    grid = (tokens // TILE_TOKENS, blocks // TILE_BLOCKS)
+    call = _KernelCall(body=body, outs=outs, grid=grid, scratch=scratch)
+    return call.run(words, scalars, interpret=interpret)
 
 
-def _shape_dtype(shape: tuple[int, int], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KernelCall:
+    """A kernel: its code, its results, its grid, and its scratch memory."""
+
+    body: Callable[..., None]
+    outs: Sequence[_Shape]
+    grid: tuple[int, int]
+    scratch: Sequence[_Shape] = ()
+
+    def run(self, *arguments: jax.Array, interpret: bool) -> Sequence[jax.Array]:
+        results = [jax.ShapeDtypeStruct(*out) for out in self.outs]
+        if interpret:
+            from jax.experimental.pallas import tpu
+
+            run = pl.pallas_call(
+                partial(self.body, kernel_machines.Interpreter()),
+                results,
+                grid=self.grid,
+                scratch_shapes=[tpu.VMEM(*s) for s in self.scratch],
+                interpret=True,
+            )
+        else:
+            from jax.experimental.pallas import mosaic_gpu
+
+            lane = mosaic_gpu.LoweringSemantics.Lane
+            run = mosaic_gpu.kernel(
+                partial(self.body, kernel_machines.Mosaic(mosaic_gpu)),
+                out_type=results,
+                grid=self.grid,
+                grid_names=kernel_machines.GRID,
+                scratch_types=[mosaic_gpu.SMEM(*s) for s in self.scratch],
+                compiler_params=mosaic_gpu.CompilerParams(lowering_semantics=lane),
+            )
+        arrays: Sequence[jax.Array] = run(*arguments)
+        return arrays
 
 
-def _compiler_options(warps: int, interpret: bool) -> dict[str, Any]:
-    if interpret:
-        return {"interpret": True}
-    from jax.experimental.pallas import triton  # cannot be imported without a GPU build of JAX
-
-    return {"compiler_params": triton.CompilerParams(num_warps=warps)}
+def _as_words(x: jax.Array) -> jax.Array:
+    """A bfloat16 array as words of two neighbouring features: (tokens, blocks, words of a block)."""
+    pairs = x.reshape(prod(x.shape[:-1]), x.shape[-1] // BLOCK, WORDS, 2)
+    return lax.bitcast_convert_type(pairs, jnp.uint32)
 
 
-def _rotate(x: Any, matrix: Any) -> jax.Array:
-    rotated = jnp.dot(matrix[...], x[...], preferred_element_type=jnp.float32)
-    return rotated.astype(jnp.bfloat16)
-
-
-def _maxima(x: Any, matrix: Any, out: Any) -> None:
-    bits = abs_bits(_rotate(x, matrix).astype(jnp.float32))
-    out[...] = jnp.max(bits, axis=0, keepdims=True)
-
-
-def _codes(
-    x: Any, matrix: Any, enc: Any, lift: Any, a: Any, b: Any, out: Any, *, stochastic: bool, columns: int
-) -> None:
-    scaled = _rotate(x, matrix).astype(jnp.float32) * lift[...] * enc[...]
-    rows = lax.broadcasted_iota(jnp.int32, scaled.shape, 0)
-    if stochastic:
-        # One word for a pair of tokens, by its index in the whole matrix: 16 bits each.
-        pair = pl.program_id(0) * (GROUP // 2) + rows // 2
-        column = pl.program_id(1) * _COLUMNS + lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
-        index = (pair * columns + column).astype(jnp.uint32)
-        word = random.mix(index ^ a[...], b[...])
-        bits = (jnp.where(rows % 2 == 0, word, word >> 16) & 0xFFFF).astype(jnp.int32)
-        magnitude = round_stochastic(jnp.abs(scaled), bits, _RANDOM_BITS, E2M1)
-    else:
-        magnitude = round_nearest(jnp.abs(scaled), E2M1)
-    code = (magnitude | sign_bit(scaled, E2M1)) << (4 * (rows % 2))
-    pairs = code.reshape(GROUP // 2, 2, code.shape[1])
-    out[...] = jnp.sum(pairs, axis=1).astype(jnp.uint8)
-
-
-def _both(x: Any, lift: Any, enc: Any, amax: Any, codes: Any, transposed: Any, *, element: Element) -> None:
-    values = x[...].astype(jnp.float32)
-    encoded = encode_scaled(values, lift[...], enc[...], amax[...], element).astype(jnp.uint8)
-    codes[...] = encoded
-    transposed[...] = encoded.T
+def _arrange(codes: jax.Array, scales: jax.Array, order: Order) -> CodesAndScales:
+    """Codes and scales as bytes, in the shapes of `Kernels.codes`."""
+    if not order.along_tokens:
+        return codes.reshape(codes.shape[0], -1), scales
+    features = codes.shape[0] * BLOCK
+    codes, scales = (lax.bitcast_convert_type(a, jnp.uint8).reshape(features, -1).T for a in (codes, scales))
+    return codes, scales

@@ -44,7 +44,7 @@ ScaleCandidate = tuple[jax.Array, jax.Array]
 
 
 def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
-    """Quantizes to NVFP4. With kernels, x is not rotated yet: the kernels rotate it."""
+    """Quantizes to NVFP4. `orders.quantize_orders` does the same by kernels."""
     t, layout, div = context.treatment, context.layout, context.div
     x, block_max, amax = find_maxima(x, context)
     key = context.key if t.rounding == "rne" else tensor_key(block_max, amax, context)
@@ -68,10 +68,7 @@ def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
         scale, enc = _choose_four_or_six(lifted, target, (scale, enc), block_scales(1 / 4), layout, t.scale)
     # Convert to bytes before the barrier: they take a quarter of the memory, and no later pass has to convert.
     byte, enc = materialize((_scale_bytes(scale, amax), enc))
-    if context.kernels is not None:
-        codes = context.kernels.codes(x, enc, lift, key, t)
-    else:
-        codes = encode_blocks(lifted, enc, context, key)
+    codes = encode_blocks(lifted, enc, context, key)
     if t.rounding == "ms_eden":
         scale = _correct_scales(lifted, enc, byte.astype(jnp.int32), layout, key.fold("scale"))
         byte = _scale_bytes(scale, amax)

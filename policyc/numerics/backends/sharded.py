@@ -1,0 +1,122 @@
+"""Quantizes an operand by kernels on several devices, each device its shard.
+
+Maxima are those of the whole operand, and random words belong to the index in it. So the sharding changes no bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
+from policyc.numerics.quantize.blocks import layout_of
+from policyc.numerics.quantize.kernel_bodies import BLOCK, TILE_FEATURES, TILE_TOKENS, RowLengths
+from policyc.numerics.quantize.kernels import Kernels, ShardPlace, Statistics, fits_shape
+from policyc.numerics.quantize.layout import Axes, Quantized
+from policyc.numerics.quantize.orders import Engine, JnpEngine, OrderRequest, Shard, quantize_orders
+from policyc.numerics.quantize.random import Key
+
+_NAME = "NVFP4 quantizer"
+
+
+def quantize_sharded(
+    x: jax.Array, requests: Sequence[OrderRequest], kernels: Kernels | None = None
+) -> list[Quantized]:
+    """`quantize_orders` of an operand whose sharding XLA chooses."""
+    kernels = kernels or Kernels()
+    treatments = [(r.treatment, r.axes) for r in requests]
+
+    def run(index: ShardIndex, shard: jax.Array, words: jax.Array) -> list[jax.Array]:
+        keys = [Key(words[2 * i], words[2 * i + 1]) for i in range(len(treatments))]
+        shard_requests = [
+            OrderRequest(treatment=t, axes=a, key=key) for (t, a), key in zip(treatments, keys, strict=True)
+        ]
+        place = _DividedShard(index=index, whole=x.shape)
+        quantized = quantize_orders(shard, shard_requests, _engine(shard.shape, kernels), place)
+        return [array for q in quantized for array in (q.codes, _not_none(q.scales), _as_scalar(q.amax))]
+
+    results = [dims for r in requests for dims in (*_result_dims(x.ndim, r.axes), ())]
+    rule = PartitionRule(name=_NAME, operands=(_dims(x.ndim, {}), (("key", 1),)), results=tuple(results))
+    words = jnp.stack([jnp.asarray(word) for r in requests for word in (r.key.a, r.key.b)])
+    arrays = partition(run, rule)(x, words)
+    return [_unflatten(x.shape, r, arrays[3 * i : 3 * i + 3]) for i, r in enumerate(requests)]
+
+
+def _engine(shape: tuple[int, ...], kernels: Kernels) -> Engine:
+    """The kernels, or plain jnp for a shard that has no whole tiles."""
+    if fits_shape(shape):
+        return kernels
+    warnings.warn(
+        f"{_NAME}: its kernels need a multiple of {TILE_TOKENS} tokens and of {TILE_FEATURES} features on each "
+        f"device, but a shard has {prod(shape[:-1])} and {shape[-1]}. So XLA quantizes it, with more reads.",
+        stacklevel=2,
+    )
+    return JnpEngine()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DividedShard(Shard):
+    """The shard of a device. `whole` is the shape of the whole operand."""
+
+    index: ShardIndex
+    whole: tuple[int, ...]
+
+    def reduce(self, statistics: Sequence[Statistics]) -> Sequence[Statistics]:
+        if not self.index.axes:
+            return statistics
+        # One small collective for all maxima and checksums.
+        words = jnp.stack([word.astype(jnp.uint32) for pair in statistics for word in pair])
+        gathered = lax.all_gather(words, self.index.axes)
+        maxima, checksums = gathered[:, 0::2].max(axis=0), gathered[:, 1::2].sum(axis=0, dtype=jnp.uint32)
+        return [(maxima[i].astype(jnp.int32), checksums[i]) for i in range(len(statistics))]
+
+    def place(self, shape: tuple[int, ...]) -> ShardPlace:
+        first = [
+            jnp.uint32(size) * jnp.asarray(self.index.along(name), jnp.uint32)
+            for size, (name, _) in zip(shape, _dims(len(shape), {}), strict=True)
+        ]
+        *rows, token, feature = first
+        if rows:
+            token = token + rows[0] * jnp.uint32(self.whole[-2])
+        # One row has no end.
+        length = self.whole[-2] if prod(shape[:-2]) > 1 else shape[-2]
+        return ShardPlace(
+            start=jnp.stack([token, feature]),
+            rows=RowLengths(shard=shape[-2], whole=length),
+            features=self.whole[-1],
+        )
+
+
+# ---- arrays
+
+
+def _dims(ndim: int, units: dict[int, int]) -> Dims:
+    """The dimensions of an array for a `PartitionRule`. Tokens and features are divided in whole blocks."""
+    sizes = {-1: BLOCK, -2: BLOCK} | units
+    return tuple((f"d{i}", sizes.get(i - ndim, 1)) for i in range(ndim))
+
+
+def _result_dims(ndim: int, axes: Axes) -> tuple[Dims, Dims]:
+    """The dimensions of codes and of scales."""
+    return _dims(ndim, {axes.axis: BLOCK // 2}), _dims(ndim, {axes.axis: 1})
+
+
+def _unflatten(shape: tuple[int, ...], request: OrderRequest, arrays: Sequence[jax.Array]) -> Quantized:
+    layout, _ = layout_of(shape, request.treatment, request.axes)
+    codes, scales, amax = arrays
+    return Quantized(codes=codes, scales=scales, amax=amax.reshape((1,) * len(shape)), layout=layout)
+
+
+def _not_none(array: jax.Array | None) -> jax.Array:
+    assert array is not None
+    return array
+
+
+def _as_scalar(amax: jax.Array | None) -> jax.Array:
+    return _not_none(amax).reshape(())

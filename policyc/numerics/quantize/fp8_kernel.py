@@ -1,0 +1,72 @@
+"""A GPU kernel (Pallas, Triton) that writes FP8 codes in both orders in one pass.
+
+XLA cannot partition it, so it runs only in programs on one device. Pallas's Mosaic backend has no faster way to
+transpose bytes yet, so this kernel stays on Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize.bits import Element, encode_scaled
+from policyc.numerics.quantize.layout import Axes
+
+_SQUARE, _WARPS = 128, 8
+"""The rows and columns of a tile, and the warps of the instance that reads it."""
+
+
+def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
+    """Whether the kernel can quantize this operand."""
+    is_plain = treatment.format == "fp8" and treatment.outer == "tensor" and not axes.batch
+    if not is_plain or not axes.both_orders or x.dtype != jnp.bfloat16 or x.ndim < 2:
+        return False
+    return prod(x.shape[:-1]) % _SQUARE == 0 and x.shape[-1] % _SQUARE == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Kernel:
+    """The kernel. `interpret` runs it without a GPU, slowly."""
+
+    interpret: bool = False
+
+    def both_orders(
+        self, x: jax.Array, lift: jax.Array, enc: jax.Array, amax: jax.Array, element: Element
+    ) -> tuple[jax.Array, jax.Array]:
+        """The codes, and the same with the last axis first. `lift`, `enc` and `amax` are scalars."""
+        flat = x.reshape(-1, x.shape[-1])
+        rows, columns = flat.shape
+        tile = ((_SQUARE, _SQUARE), lambda i, j: (i, j))
+        transposed_tile = ((_SQUARE, _SQUARE), lambda i, j: (j, i))
+        scalar = ((1, 1), lambda *_: (0, 0))
+        codes, transposed = pl.pallas_call(
+            partial(_both, element=element),
+            [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((rows, columns), (columns, rows))],
+            grid=(rows // _SQUARE, columns // _SQUARE),
+            in_specs=[pl.BlockSpec(*s) for s in (tile, scalar, scalar, scalar)],
+            out_specs=[pl.BlockSpec(*s) for s in (tile, transposed_tile)],
+            **_compiler_options(self.interpret),
+        )(flat, *(a.reshape(1, 1) for a in (lift, enc, amax)))
+        return codes.reshape(x.shape), transposed.reshape(x.shape[-1], *x.shape[:-1])
+
+
+def _compiler_options(interpret: bool) -> dict[str, Any]:
+    if interpret:
+        return {"interpret": True}
+    from jax.experimental.pallas import triton  # cannot be imported without a GPU build of JAX
+
+    return {"compiler_params": triton.CompilerParams(num_warps=_WARPS)}
+
+
+def _both(x: Any, lift: Any, enc: Any, amax: Any, codes: Any, transposed: Any, *, element: Element) -> None:
+    values = x[...].astype(jnp.float32)
+    encoded = encode_scaled(values, lift[...], enc[...], amax[...], element).astype(jnp.uint8)
+    codes[...] = encoded
+    transposed[...] = encoded.T

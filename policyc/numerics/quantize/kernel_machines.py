@@ -1,0 +1,99 @@
+"""Where the NVFP4 kernels run: on a GPU, by Pallas's Mosaic backend, or in JAX's interpreter of kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from policyc.jaxcore.versions import MOSAIC_HAS_STORE, MOSAIC_LOAD_INDEX
+
+GRID = ("tokens", "features")
+"""The axes of the grid of kernel instances."""
+
+Ref = Any
+"""A reference of Pallas to memory."""
+
+
+class Interpreter:
+    """What kernels need of JAX's interpreter of kernels."""
+
+    def index(self, axis: int) -> jax.Array:
+        return pl.program_id(axis)
+
+    def load(self, ref: Ref, index: Any, layout: str) -> jax.Array:
+        del layout
+        loaded: jax.Array = ref[index]
+        return loaded
+
+    def store(self, ref: Ref, index: Any, array: jax.Array) -> None:
+        ref[index] = array
+
+    def iota(self, shape: tuple[int, ...], axis: int, layout: str) -> jax.Array:
+        del layout
+        return lax.broadcasted_iota(jnp.uint32, shape, axis)
+
+    def expand(self, x: jax.Array, shape: tuple[int, ...], layout: str) -> jax.Array:
+        """Repeats x along a new last axis."""
+        del layout
+        return lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
+
+    def round_bf16(self, x: jax.Array) -> jax.Array:
+        """Rounds fp32 numbers to bfloat16. They stay fp32. XLA would drop a cast."""
+        return lax.reduce_precision(x, 8, 7)
+
+
+class Mosaic:
+    """What kernels need of Mosaic. Layouts say which elements of an array a thread has.
+
+    - words: (16, 8), one word
+    - blocks: (tokens, 16, 8), the 8 words of a block
+    - columns: (16, 8, 8), 8 words of a column
+    """
+
+    def __init__(self, mosaic_gpu: Any) -> None:
+        self.mosaic_gpu = mosaic_gpu
+        tiled, tiling = mosaic_gpu.Layout.TILED, mosaic_gpu.Tiling
+        over_blocks = {"warp_dims": (-6,), "lane_dims": (-3, -2), "vector_dim": -1}
+        self.layouts = {
+            "words": tiled(
+                tiling(((16, 8), (4, 8), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+            ),
+            "blocks": tiled(tiling(((8, 16, 8), (2, 16, 8))), **over_blocks),
+            "columns": tiled(tiling(((16, 8, 8), (4, 8, 8))), **over_blocks),
+        }
+
+    def index(self, axis: int) -> jax.Array:
+        return lax.axis_index(GRID[axis])
+
+    def load(self, ref: Ref, index: Any, layout: str) -> jax.Array:
+        # `optimized` would refuse layouts that have no special instruction.
+        loaded: jax.Array = self.mosaic_gpu.load(
+            ref.at[index], *MOSAIC_LOAD_INDEX, layout=self.layouts[layout], optimized=False
+        )
+        return loaded
+
+    def store(self, ref: Ref, index: Any, array: jax.Array) -> None:
+        if MOSAIC_HAS_STORE:
+            self.mosaic_gpu.store(ref.at[index], array, optimized=False)
+        else:
+            ref[index] = array
+
+    def iota(self, shape: tuple[int, ...], axis: int, layout: str) -> jax.Array:
+        layout_of_array = self.layouts[layout]
+        numbers: jax.Array = self.mosaic_gpu.broadcasted_iota(jnp.uint32, shape, axis, layout=layout_of_array)
+        return numbers
+
+    def expand(self, x: jax.Array, shape: tuple[int, ...], layout: str) -> jax.Array:
+        wide = lax.broadcast_in_dim(x, shape, tuple(range(x.ndim)))
+        cast: jax.Array = self.mosaic_gpu.layout_cast(wide, self.layouts[layout])
+        return cast
+
+    def round_bf16(self, x: jax.Array) -> jax.Array:
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+Machine = Interpreter | Mosaic

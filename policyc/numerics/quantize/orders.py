@@ -1,0 +1,156 @@
+"""Quantizes a matrix to NVFP4 in one or two orders, by kernels: whole, or the shard of each device.
+
+The scales of a shard are those of the whole operand, and so are its random words. So the sharding changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.language.recipes import Treatment
+from policyc.numerics.quantize.bits import abs_bits, exact_div, from_bits
+from policyc.numerics.quantize.blocks import QuantizeContext, encode_scale, layout_of, round_up_to_bound
+from policyc.numerics.quantize.kernel_bodies import BLOCK, Encoder, Order, rotate
+from policyc.numerics.quantize.kernel_machines import Interpreter
+from policyc.numerics.quantize.kernels import CodesAndScales, OrderScales, ShardPlace, Statistics
+from policyc.numerics.quantize.layout import Axes, Quantized
+from policyc.numerics.quantize.random import Key, checksum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderRequest:
+    """One order of an operand: its treatment, the axes, and the key of stochastic rounding."""
+
+    treatment: Treatment
+    axes: Axes
+    key: Key
+
+
+class Shard:
+    """The shard that a device quantizes; here the whole operand."""
+
+    def reduce(self, statistics: Sequence[Statistics]) -> Sequence[Statistics]:
+        """The statistics of the whole operand in each order, from those of each shard."""
+        return statistics
+
+    def place(self, shape: tuple[int, ...]) -> ShardPlace:
+        """Where the shard, which has this shape, lies in the whole operand."""
+        return ShardPlace.whole(shape)
+
+
+class Engine(Protocol):
+    """Code that quantizes matrices of tokens and features in several orders: `Kernels`, or `JnpEngine`."""
+
+    def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[Statistics]: ...
+
+    def codes(
+        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], place: ShardPlace
+    ) -> list[CodesAndScales]: ...
+
+
+def quantize_orders(
+    x: jax.Array, requests: Sequence[OrderRequest], engine: Engine, shard: Shard | None = None
+) -> list[Quantized]:
+    """Quantizes x in several orders, with one read for all maxima and one for all codes."""
+    shard = shard or Shard()
+    orders = [Order.from_treatment(r.treatment, r.axes) for r in requests]
+    statistics = shard.reduce(engine.statistics(x, orders))
+    scales = [order_scales(s, r, o) for s, r, o in zip(statistics, requests, orders, strict=True)]
+    arrays = engine.codes(x, orders, scales, shard.place(x.shape))
+    return [_as_quantized(x.shape, r, s, a) for r, s, a in zip(requests, scales, arrays, strict=True)]
+
+
+def order_scales(statistics: Statistics, request: OrderRequest, order: Order) -> OrderScales:
+    """The scalars of one order, from the statistics of the whole operand."""
+    maximum, content = statistics
+    amax = order.add_headroom(maximum)
+    layout, _ = layout_of((BLOCK, BLOCK), request.treatment, request.axes)
+    if request.treatment.outer == "pow2":
+        amax = round_up_to_bound(amax, layout.bound)
+    context = QuantizeContext(treatment=request.treatment, axes=request.axes, layout=layout, key=request.key)
+    enc, lift = encode_scale(amax, context)
+    dec = exact_div(jnp.float32(1), enc)
+    # As in `blocks.tensor_key`.
+    key = request.key.fold(maximum).fold(content) if order.stochastic else request.key
+    return OrderScales(lift=lift, enc=enc, dec=dec, amax=amax, key=key)
+
+
+def _as_quantized(
+    shape: tuple[int, ...], request: OrderRequest, scales: OrderScales, arrays: CodesAndScales
+) -> Quantized:
+    layout, _ = layout_of(shape, request.treatment, request.axes)
+    codes, block_scales = (_split_tokens(array, shape, request.axes) for array in arrays)
+    amax = from_bits(scales.amax).reshape((1,) * len(shape))
+    return Quantized(codes=codes, scales=block_scales, amax=amax, layout=layout)
+
+
+def _split_tokens(matrix: jax.Array, shape: tuple[int, ...], axes: Axes) -> jax.Array:
+    """A matrix with the dimensions of its operand. Along tokens it has the tokens last in memory, and keeps them so."""
+    if axes.axis == -1:
+        return matrix.reshape(*shape[:-1], -1)
+    return jnp.moveaxis(matrix.T.reshape(shape[-1], *shape[:-2], -1), 0, -1)
+
+
+# ---- shards without whole tiles
+
+
+class JnpEngine:
+    """The kernels in plain jnp, for shards that have whole blocks but no whole tiles."""
+
+    def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[Statistics]:
+        maxima = [self._pairs(x, order)[1] for order in orders]
+        return [(bits.max(), checksum(bits)) for bits in maxima]
+
+    def codes(
+        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], place: ShardPlace
+    ) -> list[CodesAndScales]:
+        results = []
+        for order, numbers in zip(orders, scales, strict=True):
+            pairs, maxima = self._pairs(x, order)
+            encoder = Encoder.from_words(numbers.words(), 0)
+            scale, enc = encoder.block_scales(order.add_headroom(maxima))
+            axis = 1 if order.along_tokens else 2
+            index = _pair_index(pairs[0].shape, order, place) if order.stochastic else None
+            packed = encoder.encode_pair(pairs, jnp.expand_dims(enc, axis), index)
+            rows = packed.shape[0] * (packed.shape[1] if order.along_tokens else 1)
+            results.append((packed.astype(jnp.uint8).reshape(rows, -1), scale.astype(jnp.uint8)))
+        return results
+
+    def _pairs(self, x: jax.Array, order: Order) -> tuple[list[jax.Array], jax.Array]:
+        """The first and the second elements of all pairs of a block, fp32, and the bits of the block maxima."""
+        flat = x.reshape(prod(x.shape[:-1]), x.shape[-1]).astype(jnp.float32)
+        tokens, features = flat.shape
+        if order.along_tokens:
+            groups, axis = flat.reshape(tokens // BLOCK, BLOCK, features), 1
+        else:
+            groups, axis = flat.reshape(tokens, features // BLOCK, BLOCK), 2
+        if order.rotates:
+            elements = [lax.index_in_dim(groups, i, axis, keepdims=False) for i in range(BLOCK)]
+            groups = jnp.stack(rotate(Interpreter(), elements), axis)
+        maxima = abs_bits(groups).max(axis=axis)
+        halves = [lax.slice_in_dim(groups, i, BLOCK, 2, axis) for i in range(2)]
+        return halves, maxima
+
+
+def _pair_index(shape: tuple[int, ...], order: Order, place: ShardPlace) -> jax.Array:
+    """The index of each pair in the whole operand."""
+    first, second, third = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
+    token, feature = place.start[0], place.start[1]
+    if order.along_tokens:
+        # Groups of tokens, pairs of a group, features.
+        pair = ((token + place.rows.first_token(first)) >> 1) + second
+        of_tokens: jax.Array = pair * jnp.uint32(place.features) + feature + third
+        return of_tokens
+    # Tokens, blocks of features, pairs of a block.
+    group = first // BLOCK
+    token = token + place.rows.first_token(group) + first % BLOCK
+    pair = (feature >> 1) + second * (BLOCK // 2) + third
+    of_features: jax.Array = token * jnp.uint32(place.features // 2) + pair
+    return of_features

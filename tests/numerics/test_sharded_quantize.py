@@ -1,0 +1,185 @@
+"""NVFP4 operands quantized by kernels: on several devices, for two GEMMs at once, and in programs lowered for CUDA."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import policyc
+from policyc.compiler.plan_tables import lowering_reasons
+from policyc.jaxcore import jaxprs
+from policyc.language.recipes import Gemm
+from policyc.numerics import primitives
+from policyc.numerics.backends.choice import GemmQuery, Machine, choose
+from policyc.numerics.backends.sharded import quantize_sharded
+from policyc.numerics.gemm import GemmOptions, quantized_dot_general
+from policyc.numerics.primitives import QuantizeSpec
+from policyc.numerics.quantize import kernels, make_key
+from tests.numerics.test_kernels import (
+    COLUMNS,
+    NEAREST,
+    ROWS,
+    STOCHASTIC,
+    assert_equal,
+    normal,
+    reference_quantizer,
+    requests,
+)
+from tests.support.gemms import FULL, MATMUL, quick_jit
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+BY_XLA = GemmOptions(backends=("xla", "xla", "xla"))
+BLACKWELL = Machine("gb200", frozenset({"nvfp4", "fp8"}))
+
+
+# ---- shards
+
+
+def assert_sharding_changes_no_bit(shape: tuple[int, ...], spec: P) -> None:
+    axes = (AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=axes, devices=jax.devices()[:8])
+    x = normal(*shape)
+    sharded = jax.device_put(x, NamedSharding(mesh, spec))
+    run = jax.jit(lambda x: quantize_sharded(x, requests("stochastic"), kernels.Kernels(interpret=True)))
+    compiled = run.lower(sharded).compile()
+    # Two words of each device for each order, and nothing else, are gathered.
+    assert re.findall(r"(\S+) all-gather\(", compiled.as_text()) == ["u32[8,4]{1,0}"]
+    for one, other in zip(compiled(sharded), reference_quantizer("stochastic")(x), strict=True):
+        assert one.codes.sharding.spec == spec
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        pytest.param((4, 64, 64), P("a", "b", "c"), id="rows, tokens and features"),
+        pytest.param((128, 64), P(("a", "b"), "c"), id="tokens and features", marks=pytest.mark.slow),
+    ],
+)
+def test_shards_without_whole_tiles_have_the_bits_of_the_whole(shape: tuple[int, ...], spec: P) -> None:
+    """Random words and scales are those of the whole operand. XLA quantizes such shards, and a warning says so."""
+    with pytest.warns(
+        UserWarning, match="NVFP4 quantizer: its kernels need a multiple of 64 tokens and of 256"
+    ):
+        assert_sharding_changes_no_bit(shape, spec)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error")
+def test_shards_by_interpreted_kernels_have_the_bits_of_the_whole() -> None:
+    assert_sharding_changes_no_bit((4, 128, 512), P("a", "b", "c"))
+
+
+# ---- two GEMMs at once
+
+DY = (
+    QuantizeSpec(replace(STOCHASTIC, rht=0), ROWS),
+    QuantizeSpec(STOCHASTIC, replace(COLUMNS, contract=(-2,))),
+)
+"""How the GEMMs of dgrad and wgrad read dy."""
+NAMES = ("dgrad.dy", "wgrad.dy")
+KEY = make_key(3)
+
+
+def quantize_pair(x: jax.Array) -> Any:
+    return primitives.quantize_pair(x, DY, operands=NAMES, rounding_key=KEY, backend="xla")
+
+
+def test_an_operand_of_two_gemms_has_the_codes_of_each() -> None:
+    x = normal(64, 256)
+
+    def alone(x: jax.Array) -> Any:
+        return [
+            primitives.quantize(x, s.treatment, s.axes, operand=name, keys=(KEY, KEY), backend="xla")
+            for s, name in zip(DY, NAMES, strict=True)
+        ]
+
+    for one, other in zip(quick_jit(quantize_pair)(x), quick_jit(alone)(x), strict=True):
+        assert one.layout == other.layout
+        assert_equal(one, other)
+
+
+def test_a_gradient_reads_each_operand_once() -> None:
+    """The activation and dy each have one equation for both of their GEMMs, the weight has one for its tiles."""
+
+    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+        return quantized_dot_general(x, w, MATMUL, FULL, BY_XLA).astype(jnp.float32).sum()
+
+    gradient = jax.make_jaxpr(jax.grad(multiply, (0, 1)))(normal(64, 256), normal(256, 256))
+    names = (jaxprs.primitive_name(eqn) for eqn in jaxprs.all_equations(gradient.jaxpr))
+    counts = Counter(name for name in names if name.endswith("_quantize"))
+    assert counts == {"nvfp4_pair_quantize": 2, "nvfp4_quantize": 1}
+
+
+# ---- lowering for CUDA
+
+
+def count_kernels(function: Any, *args: Any) -> int:
+    text: str = jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("mosaic_gpu_v2")
+
+
+@pytest.mark.slow
+def test_kernels_in_programs_for_cuda() -> None:
+    """Two kernels for an operand that is rotated. None under `vmap`, and none for an operand that does not fit."""
+    x = normal(2, 64, 256)
+
+    def quantize(x: jax.Array) -> Any:
+        return primitives.quantize(x, NEAREST, COLUMNS).codes
+
+    assert count_kernels(quantize, x) == 2
+    assert count_kernels(jax.vmap(quantize), x) == 0
+    assert count_kernels(quantize, x[:, :48]) == 0
+
+
+@pytest.mark.slow
+def test_two_kernels_quantize_for_both_gemms() -> None:
+    """None where the operand does not fit: XLA quantizes it."""
+    assert count_kernels(quantize_pair, normal(64, 256)) == 2
+    assert count_kernels(quantize_pair, normal(64, 128)) == 0
+
+
+# ---- the plan
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, None),
+        ({"left": replace(STOCHASTIC, rht=0), "right": replace(STOCHASTIC, rht=0), "m": 100}, None),
+        ({"k": 96}, "require contracted % 64 == 0, but wgrad has 96"),
+        ({"m": 384}, "require rows % 256 == 0, but wgrad has 384"),
+        ({"n": 640}, "require columns % 256 == 0, but wgrad has 640"),
+        ({"batch": 2}, "take no batch dimensions"),
+        ({"types": ("bfloat16", "float32")}, "take bfloat16, not float32"),
+    ],
+)
+def test_why_no_kernel_quantizes(fields: dict[str, Any], reason: str | None) -> None:
+    query = GemmQuery(
+        **({"gemm": Gemm.WGRAD, "left": NEAREST, "right": STOCHASTIC, "m": 256, "n": 512, "k": 64} | fields)
+    )
+    obstacle = choose("xla", query, BLACKWELL).quantizer_obstacle
+    assert (obstacle and obstacle.reason) == (reason and f"the kernels that rotate {reason}")
+
+
+def test_the_plan_says_where_no_kernel_quantizes() -> None:
+    def loss(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return (x @ w["odd"]).astype(jnp.float32).sum() + (x @ w["even"]).astype(jnp.float32).sum()
+
+    shapes = {name: jax.ShapeDtypeStruct((256, n), jnp.bfloat16) for name, n in (("odd", 384), ("even", 512))}
+    x = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
+    policy = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
+    plan = policyc.plan(policy, loss, shapes, x, backend="xla", target="gb200")
+    assert list(lowering_reasons(plan)) == [
+        "quantized by XLA (wgrad): the kernels that rotate require columns % 256 == 0, but wgrad has 384; "
+        "pad 384 to 512"
+    ]
