@@ -230,6 +230,8 @@ with open(path, "a", buffering=1) as metrics:
         metrics.write(json.dumps({"step": step, "loss": 1 / step}) + "\\n")
         if step == 2 and not before:
             time.sleep(60)
+if not os.fork():
+    time.sleep(60)  # a process that the program forgets
 """
 
 
@@ -278,6 +280,7 @@ def test_a_run_is_stopped_killed_and_continued(tmp_path: Path) -> None:
     assert status is not None
     assert (status.state, status.attempt, status.exit) == ("finished", 3, 0)
     assert "--- attempt 3" in (run.folder / "log.txt").read_text()
+    wait_until(lambda: not is_locked(run.folder))  # nothing that the program started is left
 
 
 def _runs_in(pid: str, folder: Path) -> bool:

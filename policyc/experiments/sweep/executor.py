@@ -93,7 +93,11 @@ class LocalExecutor:
         process = self._processes.get(run.folder)
         if process is not None and process.poll() is None:
             return True
-        if is_locked(run.folder):  # of an earlier sweep, or the wrapper was killed and its child lives
+        status = RunStatus.read(run.folder)
+        is_running = status is not None and status.state == "running"
+        if is_running and is_locked(
+            run.folder
+        ):  # of an earlier sweep, or the wrapper was killed and its child lives
             self._note_gpus(run)
             return True
         self._gpus.pop(run.folder, None)

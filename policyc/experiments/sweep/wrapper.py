@@ -123,6 +123,8 @@ class _Wrapper:
                 self._convert_metrics()
                 next_conversion = time.monotonic() + _CONVERT_SECONDS
             time.sleep(_POLL_SECONDS)
+        with suppress(ProcessLookupError):  # what the program left running, such as loaders of data
+            os.killpg(process.pid, signal.SIGKILL)
         self._convert_metrics()
         return process.returncode
 

@@ -1,0 +1,50 @@
+"""Hashes of plans: equal if and only if a program is changed in the same way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import policyc
+from policyc.experiments.sweep.probe import plan_digest
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    def layer(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        return (h @ w["up"]) @ w["down"], None
+
+    h, _ = jax.lax.scan(layer, x, params["layers"])
+    return jnp.sum(h @ params["head"])
+
+
+def digest(policy: str) -> str:
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    params = {"layers": {"up": shape(4, 32, 64), "down": shape(4, 64, 32)}, "head": shape(32, 32)}
+    return plan_digest(policyc.plan(policy, loss, params, shape(32, 32)))
+
+
+WHOLE = "layers.* -> mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_same"),
+    [
+        ("recipe a = mxfp8\nlayers.* -> a", True),
+        ("up -> mxfp8\ndown -> mxfp8", True),
+        ("layers[:2] -> mxfp8\nlayers[2:] -> mxfp8", True),  # by other rules, layer for layer
+        ("layers.* -> mxfp8\nrouter -> bf16", True),  # this program has no router
+        ("layers.* -> mxfp8\nhead -> bf16", False),
+        ("layers[1:] -> mxfp8", False),
+        ("layers.* @ fprop, layers.* @ wgrad -> mxfp8", False),
+        ("layers.* -> fp8", False),
+        ("seed = 1\nlayers.* -> mxfp8", False),
+        ("layers.* -> mxfp8\nafter 50% { layers.* -> bf16 }", False),
+    ],
+)
+def test_plans_that_do_the_same_have_the_same_hash(policy: str, is_same: bool) -> None:
+    assert (digest(policy) == digest(WHOLE)) == is_same
