@@ -217,17 +217,33 @@ def test_spikes_are_counted() -> None:
 def test_runs_that_are_not_comparable_are_named(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
     for number, run in enumerate(sorted(sweep.glob("*/seed*"))):
-        about = {"settings": {"learning_rate": 0.001 * (1 + number // 3), "seed": number}, "device": "H200"}
+        rate = 0.001 * (1 + number // 3)
+        settings = {"learning_rate": rate, "seed": number, "out": str(run)}
+        about = {"settings": settings, "device": "H200"}
         (run / "run.json").write_text(json.dumps(about))
         plan = {
             "rules": [],
             "sites": [{"place": f"/tmp/{number}", "m": 8 + (run.parent.name == "te_nvfp4") * number}],
         }
         (run / "plan.json").write_text(json.dumps(plan))
-    assert report_of(sweep)["inequalities"] == [
+    data = report_of(sweep)
+    assert data["inequalities"] == [
         "the setting learning_rate is not the same in all runs: 0.001, 0.002",
         "the runs of te_nvfp4 have different plans",
     ]
+    assert [(e["settings"], len(e["runs"])) for e in data["environment"]] == [
+        ({"learning_rate": "0.001"}, 3),
+        ({"learning_rate": "0.002"}, 1),
+    ]
+
+
+def test_sweeps_of_the_same_variants_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        write_sweep(tmp_path / name, {"bf16": 0.0, "fp8": 0.0}, seeds=2)
+    monkeypatch.chdir(tmp_path)
+    data = report_of(Path("a"), Path("b"))
+    assert [variant["name"] for variant in data["variants"]] == ["a/bf16", "a/fp8", "b/bf16", "b/fp8"]
+    assert data["statistics"]["baselines"] == ["a/bf16"]
 
 
 def test_json_has_the_documented_fields_and_markdown_the_verdicts(tmp_path: Path) -> None:

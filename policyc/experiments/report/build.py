@@ -18,6 +18,7 @@ from policyc.experiments.report.series import (
     make_axis,
 )
 from policyc.experiments.report.summary import (
+    FREE_SETTINGS,
     compare_all,
     comparison_data,
     find_inequalities,
@@ -197,14 +198,23 @@ def _environment(sweep: SweepData) -> list[Record]:
     environments: dict[str, Record] = {}
     for run in sweep.runs:
         values: dict[str, Any] = {name: as_text(run.about.get(name)) for name in _ENVIRONMENT}
+        values["host"] = values["host"] or as_text(run.status.get("host"))
         values |= {f"{k} version": as_text(v) for k, v in as_record(run.about.get("versions")).items()}
         if isinstance(run.plan, dict):
             values["machine of the plan"] = as_text(run.plan.get("machine"))
         values = {name: value for name, value in values.items() if value}
-        settings = {k: as_text(v) for k, v in as_record(run.about.get("settings")).items() if k != "seed"}
+        settings = {k: as_text(v) for k, v in as_record(run.about.get("settings")).items()}
         if values or settings:
-            key = repr(sorted(values.items())) + repr(sorted(settings.items()))
-            entry = environments.setdefault(key, {"values": values, "settings": settings, "runs": []})
+            shared = [(name, text) for name, text in settings.items() if name not in FREE_SETTINGS]
+            key = repr(sorted(values.items())) + repr(sorted(shared))
+            entry = environments.setdefault(
+                key,
+                {
+                    "values": values,
+                    "settings": settings if len(sweep.runs) == 1 else dict(shared),
+                    "runs": [],
+                },
+            )
             entry["runs"].append(run.name)
     return list(environments.values())
 

@@ -26,7 +26,7 @@ from policyc.experiments.report.sweeps import (
 from policyc.experiments.report.values import Record, as_record, as_records, as_text
 from policyc.experiments.verdicts import Comparison, compare_variants
 
-_FREE_SETTINGS = {"seed", "seeds", "out", "policy", "coordinator", "process_id", "accept_changes", "wandb"}
+FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", "accept_changes", "wandb"})
 """Settings that may differ between the runs of a sweep."""
 
 
@@ -232,7 +232,7 @@ def find_inequalities(sweep: SweepData) -> list[str]:
     """What should be equal in all runs of a sweep and is not, as sentences."""
     sentences = []
     settings = [(run, as_record(run.about.get("settings"))) for run in sweep.runs if run.about]
-    names = sorted({name for _, values in settings for name in values} - _FREE_SETTINGS)
+    names = sorted({name for _, values in settings for name in values} - FREE_SETTINGS)
     for name in names:
         texts = {json.dumps(values.get(name), sort_keys=True) for _, values in settings}
         if len(texts) > 1 and len(sweep.baselines):
