@@ -356,6 +356,22 @@ def test_shards_round_by_different_random_bits() -> None:
     assert 0.3 < np.mean(quick_jit(quantize)(x)) < 0.9
 
 
+@pytest.mark.usefixtures("kernels")
+def test_the_random_bits_depend_on_more_than_the_maximum() -> None:
+    """Two operands with the same maximum, which differ in one row: the other rows are rounded by other random bits."""
+    x = normal(32, 128, dtype=jnp.bfloat16).at[0, 0].set(9)
+    treatment = Treatment(format="nvfp4", element="e2m1", rounding="sr")
+    key = make_key(1)
+
+    @quick_jit
+    def quantize(x: Any) -> Any:
+        axes = Axes(axis=-1, contract=(-1,))
+        return primitives.quantize(x, treatment, axes, keys=(key, key), backend="te_here").codes
+
+    same, other = (np.asarray(quantize(a))[6:] for a in (x, x.at[5].multiply(1.5)))
+    assert 0.3 < np.mean(same == other) < 0.9
+
+
 # ---- errors
 
 
