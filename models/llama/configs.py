@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -66,6 +67,10 @@ class RunConfig:
     sequence: int = setting(128, "tokens per sequence", least=1)
     accumulate: int = setting(1, "compute the gradient of a batch in this many parts", least=1)
     seed: int = setting(0, "seed of the weights and of the order of the data")
+    seeds: str | None = setting(
+        None, "several seeds in one process, such as 0,1,2: a folder OUT/seedN for each"
+    )
+    seed_loop: str = operational("vmap", "how one step serves several seeds", choices=("vmap", "map"))
     data: str = setting("stdlib", "source of the tokens, as KIND:PATH or PATH; see data.py")
     tokenizer: str | None = setting(None, "tokenizer.json of a BPE tokenizer (default: tokens are bytes)")
     learning_rate: float = setting(3e-3, "peak learning rate")
@@ -122,8 +127,12 @@ def _model(*sizes: int, **options: Any) -> ModelConfig:
 _LLAMA3: dict[str, Any] = {"remat": "dots"}
 _SHORT: dict[str, Any] = {"batch": 512, "sequence": 512}
 _LONG: dict[str, Any] = {"steps": 10000, "batch": 1024, "sequence": 8192, "warmup": 0.02}
+_SMALL: dict[str, Any] = {"batch": 64, "sequence": 512, "warmup": 0.05}
 CONFIGS: dict[str, tuple[ModelConfig, RunConfig]] = {
     "tiny": (ModelConfig(), RunConfig()),
+    # For many runs of one policy: 10 tokens per parameter, not counting embedding and head.
+    "5m": (_model(6, 256, 768, 4, 4, 64, 8192), RunConfig(steps=1560, **_SMALL, learning_rate=3e-3)),
+    "19m": (_model(6, 512, 1408, 8, 8, 64, 8192), RunConfig(steps=6100, **_SMALL, learning_rate=2e-3)),
     # 25 tokens per parameter, not counting embedding and head.
     "30m": (_model(6, 640, 1792, 5, 5, 128, 32000), RunConfig(steps=2900, **_SHORT, learning_rate=1.2e-3)),
     "50m": (_model(7, 768, 2048, 6, 6, 128, 32000), RunConfig(steps=4700, **_SHORT, learning_rate=1.2e-3)),
@@ -180,9 +189,31 @@ def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
         errors.append(f"--profile-steps {run.profile_steps}: expected the first and last step, such as 10:13")
     elif run.profile and int(last) > run.steps:
         errors.append(f"--profile-steps {run.profile_steps}: there are only {run.steps} steps")
+    if run.seeds is not None:
+        errors += _invalid_seeds(run)
     if run.warmup + (run.decay if run.schedule == "wsd" else 0) > 1:
         errors.append("--warmup and --decay together are more than all steps")
     return errors
+
+
+def _invalid_seeds(run: RunConfig) -> list[str]:
+    words = (run.seeds or "").split(",")
+    errors = []
+    if not all(re.fullmatch(r"\d+", word) and int(word) < 2**32 for word in words) or len(set(words)) < len(
+        words
+    ):
+        errors.append(f"--seeds {run.seeds}: expected different whole numbers with commas, such as 0,1,2")
+    one_run = {"--seed": run.seed, "--distributed": run.distributed, "--wandb": run.wandb}
+    return errors + [
+        f"{option} is for one run, --seeds for several" for option, value in one_run.items() if value
+    ]
+
+
+def runs_of_seeds(run: RunConfig) -> list[RunConfig]:
+    """The run that each seed is alone. Without `--seeds`, the run itself."""
+    if run.seeds is None:
+        return [run]
+    return [replace(run, seed=int(seed), seeds=None) for seed in run.seeds.split(",")]
 
 
 def identity(model: ModelConfig, run: RunConfig, policy: str | None) -> dict[str, Any]:

@@ -209,7 +209,8 @@ def synthetic_row(vocab: int, sequence: int, seed: int, number: int) -> np.ndarr
 class BatchSource(Iterator[dict[str, np.ndarray]]):
     """Endless batches of `tokens`, `targets` and `mask`, int32: the rows of each batch that this host reads.
 
-    The split `validation` is the end of the data, independent of batch, sequence and seed. `position` is where the next
+    The split `validation` is the file that the option `validation` names, or else the end of the data: independent of
+    batch, sequence and seed. `position` is where the next
     batch begins, on all hosts; batches that a thread has read ahead are not counted.
     """
 
@@ -217,6 +218,8 @@ class BatchSource(Iterator[dict[str, np.ndarray]]):
         self._run, self._vocab, self._rows, training = run, vocab, rows or range(run.batch), split == "train"
         self._row: Row
         spec = parse_spec(run.data)
+        if not training and "validation" in spec.options:
+            spec = spec._replace(path=spec.options["validation"])
         if spec.kind == "synthetic":
             self.vocab, self.contents = vocab, "endless"
             self._row = partial(synthetic_row, vocab, run.sequence, 2 * run.seed if training else 1)
@@ -224,6 +227,8 @@ class BatchSource(Iterator[dict[str, np.ndarray]]):
             parts, self.vocab = load_tokens(spec, vocab, run.tokenizer)
             total = sum(map(len, parts))
             cut = total - max(total // 100, min(total // 10, 1 << 16))
+            if "validation" in spec.options:
+                cut = total if training else 0
             span = (0, cut, run.sequence, run.seed) if training else (cut, total, run.sequence, 0)
             count, self._row = shuffle_windows(parts, *span)
             ends = b"".join(p[:4096].tobytes() + p[-4096:].tobytes() for p in parts)

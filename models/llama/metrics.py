@@ -5,19 +5,25 @@ The metrics of a step are read one step late, so that the device always has its 
 
 import json
 import math
+import platform
 import resource
 import secrets
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, import_library
+from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, import_library, runs_of_seeds
+
+Row = dict[str, Any]  # one line of metrics
 
 # Dense bf16 TFLOP/s of a device, by a part of its name.
 PEAKS = {"GB300": 2450, "GB200": 2450, "B300": 2250, "B200": 2250, "H200": 989, "H100": 989, "A100": 312}
@@ -41,18 +47,10 @@ def memory_bytes() -> int:
     return stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class MetricsLog:
-    """Writes the metrics of a run. Only the first process writes."""
+class RunFiles:
+    """The files of one run: metrics.jsonl, and the same for TensorBoard and Weights & Biases."""
 
     def __init__(self, stack: ExitStack, folder: Path, config: ModelConfig, run: RunConfig, start: int):
-        self._run, self._peak, self._writes = run, peak_tflops(run), jax.process_index() == 0
-        self._flops = flops_per_token(config, run.sequence)
-        self._tokens = run.batch * run.sequence / jax.device_count()
-        self._faults = 0  # in a row
-        self._pending: tuple[int, dict[str, jax.Array], float] | None = None
-        self.restart_clock()
-        if not self._writes:
-            return
         self._lines = stack.enter_context(_open_at_step(folder / "metrics.jsonl", start))
         writer = import_library("tensorboardX", "train").SummaryWriter
         self._board = stack.enter_context(writer(str(folder / "tensorboard"), purge_step=start + 1))
@@ -61,6 +59,63 @@ class MetricsLog:
             options = {"project": run.wandb, "name": folder.name, "dir": folder, "id": _wandb_id(folder),
                        "resume": "allow", "config": vars(config) | vars(run)}  # fmt: skip
             self._wandb = stack.enter_context(import_library("wandb", "wandb").init(**options))
+
+    def write(self, row: Row) -> None:
+        self._lines.write(_as_json(row) + "\n")
+        step, numbers = row["step"], {name: value for name, value in row.items() if name != "step"}
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, step)
+        if self._wandb:
+            self._wandb.log(numbers, step=step)
+
+
+class FaultCheck:
+    """Decides, step after step, whether the faults of one seed stop it. `name` begins its messages."""
+
+    def __init__(self, run: RunConfig, name: str) -> None:
+        self._run, self._name = run, name
+        self._faults = 0  # in a row
+
+    def check(self, step: int, fine: bool, values: Row) -> str | None:
+        """What to print about a step, None if it is fine. Raises ConfigError as `--on-fault`, `--max-skips` ask."""
+        run, scale = self._run, values["loss_scale"]
+        if fine:
+            self._faults = 0
+            return None
+        loss, norm = values["loss"], values["grad_norm"]
+        if run.loss_scale and math.isfinite(loss) and scale >= 1 and not math.isfinite(norm):
+            overflow = f"{self._name}step {step}: the scaled gradient overflows"
+            return f"{overflow}; skipped, and the loss scale is {scale:g} now"
+        self._faults += 1
+        fault = f"{self._name}step {step}: the loss is {loss}, the gradient norm {norm}"
+        if run.on_fault == "stop":
+            raise ConfigError(f"{fault}. The weights are those before it; --on-fault skip continues")
+        if self._faults >= run.max_skips:
+            raise ConfigError(f"{fault}: {self._faults} faulty steps in a row. The weights are those before them; "
+                              "lower --learning-rate, or raise --max-skips")  # fmt: skip
+        return f"{fault}; skipped, {values['skipped']} in all"
+
+
+class MetricsLog:
+    """Writes the metrics of a run, or of several seeds, each to its folder. Only the first process writes.
+
+    A seed that stops writes no more. The others continue, and the log raises its error at the end.
+    """
+
+    def __init__(
+        self, stack: ExitStack, folders: Sequence[Path], config: ModelConfig, run: RunConfig, start: int
+    ):
+        self._run, self._peak, self._writes = run, peak_tflops(run), jax.process_index() == 0
+        self._flops = flops_per_token(config, run.sequence)
+        self._tokens = run.batch * run.sequence  # of a step, of one seed
+        names = ["" if run.seeds is None else f"seed {one.seed}, " for one in runs_of_seeds(run)]
+        self._checks = [FaultCheck(run, name) for name in names]
+        self._errors: dict[int, ConfigError] = {}  # of the seeds that stopped
+        self._pending: tuple[int, dict[str, jax.Array], float] | None = None
+        self.restart_clock()
+        if not self._writes:
+            return
+        self._files = [RunFiles(stack, folder, config, run, start) for folder in folders]
         columns = MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn()
         self._bar = stack.enter_context(Progress(*columns, disable=not sys.stdout.isatty()))
         self._task = self._bar.add_task("compiling", total=run.steps, completed=start)
@@ -80,65 +135,101 @@ class MetricsLog:
         """Starts the time of a step now: what happened before is not counted."""
         self._clock = time.perf_counter()
 
+    def raise_errors(self) -> None:
+        """Raises if a seed stopped."""
+        if self._errors:
+            raise ConfigError("\n".join(map(str, self._errors.values())))
+
     def _write_step(self, step: int, metrics: dict[str, jax.Array], stall: float) -> None:
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        values = self._split_seeds(jax.device_get(metrics))
         begin = self._clock
         self.restart_clock()
-        fine, seconds = values.pop("fine"), self._clock - begin
-        rate = self._tokens / seconds
+        seconds = self._clock - begin
+        rate = self._tokens / jax.device_count() / seconds
         tflops = rate * self._flops / 1e12
         speed = {"step_seconds": seconds, "stall_seconds": stall, "tokens_per_second_per_device": rate,
                  "tflops_per_device": tflops, "memory_bytes": memory_bytes()}  # fmt: skip
         mfu = {"mfu": tflops / self._peak} if self._peak else {}
-        self.write({"step": step, **values, **speed, **mfu})
-        self._check_fault(step, fine, values)
+        are_fine = [each.pop("fine") for each in values]
+        self._write(
+            [{"step": step, "tokens": step * self._tokens, **each, **speed, **mfu} for each in values]
+        )
+        for number in self._running():
+            self._check_seed(number, step, are_fine[number], values[number])
 
-    def _check_fault(self, step: int, fine: bool, values: dict[str, Any]) -> None:
-        """Reports a faulty step. Stops the run as `--on-fault` and `--max-skips` ask."""
-        run, scale = self._run, values["loss_scale"]
-        if fine:
-            self._faults = 0
-        elif (
-            run.loss_scale
-            and math.isfinite(values["loss"])
-            and scale >= 1
-            and not math.isfinite(values["grad_norm"])
-        ):
-            self.print(
-                f"step {step}: the scaled gradient overflows; skipped, and the loss scale is {scale:g} now"
-            )
-        else:
-            self._faults += 1
-            fault = f"step {step}: the loss is {values['loss']}, the gradient norm {values['grad_norm']}"
-            if run.on_fault == "stop":
-                raise ConfigError(f"{fault}. The weights are those before it; --on-fault skip continues")
-            if self._faults >= run.max_skips:
-                raise ConfigError(f"{fault}: {self._faults} faulty steps in a row. The weights are those before them; "
-                                  "lower --learning-rate, or raise --max-skips")  # fmt: skip
-            self.print(f"{fault}; skipped, {values['skipped']} in all")
+    def _running(self) -> list[int]:
+        """The seeds that have not stopped."""
+        return [number for number in range(len(self._checks)) if number not in self._errors]
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Writes one line of metrics. A line without a loss is a validation."""
+    def _split_seeds(self, values: dict[str, Any]) -> list[Row]:
+        """The numbers of each seed. Without `--seeds` they have no axis of seeds."""
+        arrays = {name: np.atleast_1d(value) for name, value in values.items()}
+        return [{name: array[i].item() for name, array in arrays.items()} for i in range(len(self._checks))]
+
+    def _check_seed(self, number: int, step: int, fine: bool, values: Row) -> None:
+        try:
+            message = self._checks[number].check(step, fine, values)
+        except ConfigError as error:
+            self._errors[number] = error
+            if not self._running():
+                self.raise_errors()
+            message = f"{error}\nthe other seeds continue"
+        if message:
+            self.print(message)
+
+    def write_validation(self, step: int, losses: dict[str, Any]) -> None:
+        """Writes a line without a loss."""
+        where = {"step": step, "tokens": step * self._tokens}
+        self._write([where | each for each in self._split_seeds(losses)])
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        """Writes a line of metrics for each seed, and prints all of them as one line."""
         if not self._writes:
             return
-        self._lines.write(_as_json(row) + "\n")
-        step, numbers = row["step"], {name: value for name, value in row.items() if name != "step"}
-        for name, value in numbers.items():
-            self._board.add_scalar(name, value, step)
-        if self._wandb:
-            self._wandb.log(numbers, step=step)
-        if "loss" not in row:
-            self.print(f"step {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
+        running = self._running()
+        for number in running:
+            self._files[number].write(rows[number])
+        first = rows[running[0]]
+        step = first["step"]
+
+        def text(name: str) -> str:
+            return f"{name} " + ", ".join(f"{rows[number][name]:.4f}" for number in running)
+
+        if "loss" not in first:
+            names = [name for name in first if name not in ("step", "tokens")]
+            self.print(f"step {step}  " + "  ".join(map(text, names)))
             return
-        speed = f"MFU {row['mfu']:.1%}" if "mfu" in row else f"{row['tflops_per_device']:.3g} TFLOP/s/device"
-        text = f"loss {row['loss']:.4f}  {row['tokens_per_second_per_device']:.0f} tokens/s/device  {speed}"
-        self._bar.update(self._task, completed=step, description=text)
+        speed = (
+            f"MFU {first['mfu']:.1%}"
+            if "mfu" in first
+            else f"{first['tflops_per_device']:.3g} TFLOP/s/device"
+        )
+        line = f"{text('loss')}  {first['tokens_per_second_per_device']:.0f} tokens/s/device  {speed}"
+        self._bar.update(self._task, completed=step, description=line)
         if self._bar.disable and (step % self._run.log_every == 0 or step in (1, self._run.steps)):
-            self.print(f"step {step}/{self._run.steps}  {text}")
+            self.print(f"step {step}/{self._run.steps}  {line}")
 
     def print(self, text: str) -> None:
         if self._writes:
             self._bar.console.out(text, highlight=False)
+
+
+def describe_run(name: str, config: ModelConfig, run: RunConfig, policy: str | None, data: str) -> Row:
+    """The content of run.json: what was run, with which settings, on what."""
+    versions = {package: version(package) for package in ("jax", "jaxlib", "numpy", "optax")}
+    return {
+        "program": "models/llama/train.py",
+        "command": sys.orig_argv,
+        "config": name,
+        "seed": run.seed,
+        "policy_sha256": policy,
+        "data": data,
+        "settings": vars(config) | vars(run),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "host": platform.node(),
+        "versions": {"python": platform.python_version(), **versions},
+    }
 
 
 def _wandb_id(folder: Path) -> str:

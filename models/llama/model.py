@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
+from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, runs_of_seeds
 
 Params = dict[str, Any]
 Batch = dict[str, Any]  # tokens, targets, mask
@@ -59,6 +59,9 @@ def make_mesh(config: ModelConfig, run: RunConfig) -> Mesh:
     """The mesh of a run, over all devices."""
     fsdp, tensor, context = run.fsdp_axis, run.tensor_axis, run.context_axis
     count, rest = jax.device_count(), fsdp * tensor * context
+    if run.seeds is not None and count > 1:
+        raise ConfigError(f"--seeds runs on one device, and there are {count}: choose one, such as by "
+                          "CUDA_VISIBLE_DEVICES=0, or start a process per seed with --seed")  # fmt: skip
     data = run.data_axis if run.data_axis > 0 else count // rest
     if data * rest != count:
         mesh = f"{data} data x {fsdp} fsdp x {tensor} tensor x {context} context"
@@ -88,9 +91,19 @@ def split_interleaved(x: jax.Array, axis: int, count: int) -> jax.Array:
 
 
 def abstract_batch(run: RunConfig, mesh: Mesh) -> Batch:
-    """The shapes and shardings of a batch."""
+    """The shapes and shardings of a batch. With several seeds, their batches are stacked."""
     array = abstract_array((run.batch, run.sequence), jnp.int32, sharding(mesh, ("batch", "sequence")))
-    return dict.fromkeys(("tokens", "targets", "mask"), array)
+    batch = dict.fromkeys(("tokens", "targets", "mask"), array)
+    return batch if run.seeds is None else stack_abstract(batch, len(runs_of_seeds(run)), mesh)
+
+
+def stack_abstract(tree: Any, count: int, mesh: Mesh) -> Any:
+    """The shapes of this many trees, stacked. They are not divided: several seeds run on one device."""
+
+    def stack(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return abstract_array((count, *array.shape), array.dtype, sharding(mesh, ()))
+
+    return jax.tree.map(stack, tree)
 
 
 def abstract_array(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

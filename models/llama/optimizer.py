@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import policyc
 from policyc.models.llama import model as llama
-from policyc.models.llama.configs import ModelConfig, RunConfig
+from policyc.models.llama.configs import ModelConfig, RunConfig, runs_of_seeds
 from policyc.models.llama.model import Batch, Params
 
 State = dict[str, Any]
@@ -44,15 +44,25 @@ def adamw(run: RunConfig) -> optax.GradientTransformation:
 
 
 def init_state(config: ModelConfig, run: RunConfig, mesh: Mesh) -> State:
-    """The state before the first step."""
-    shardings = _shardings(abstract_state(config, run, mesh))
-    return cast(State, jax.jit(partial(_make_state, config, run), out_shardings=shardings)())
+    """The state before the first step. With several seeds, their states are stacked."""
+    shardings = _shardings(_abstract_state_of_one(config, run, mesh))
+    make = jax.jit(partial(_make_state, config, run), out_shardings=shardings)
+    states = [make(jax.random.key(one.seed)) for one in runs_of_seeds(run)]
+    return cast(State, states[0] if run.seeds is None else jax.tree.map(lambda *a: jnp.stack(a), *states))
 
 
 def abstract_state(config: ModelConfig, run: RunConfig, mesh: Mesh) -> State:
     """The shapes and shardings of the state."""
+    state = _abstract_state_of_one(config, run, mesh)
+    return state if run.seeds is None else llama.stack_abstract(state, len(runs_of_seeds(run)), mesh)
+
+
+def _abstract_state_of_one(config: ModelConfig, run: RunConfig, mesh: Mesh) -> State:
     params = jax.tree.map(lambda spec: llama.sharding(mesh, spec.axes), llama.param_specs(config))
-    replicated, shapes = llama.sharding(mesh, ()), jax.eval_shape(partial(_make_state, config, run))
+    replicated, shapes = (
+        llama.sharding(mesh, ()),
+        jax.eval_shape(partial(_make_state, config, run), jax.random.key(0)),
+    )
     shardings = jax.tree.map(lambda _: replicated, shapes) | {"params": params}
     # Adam's moments are sharded like their parameters.
     other: Any = {"transform_non_params": lambda _: replicated}
@@ -61,8 +71,8 @@ def abstract_state(config: ModelConfig, run: RunConfig, mesh: Mesh) -> State:
     return cast(State, arrays)
 
 
-def _make_state(config: ModelConfig, run: RunConfig) -> State:
-    params = llama.init_params(jax.random.key(run.seed), config)
+def _make_state(config: ModelConfig, run: RunConfig, key: jax.Array) -> State:
+    params = llama.init_params(key, config)
     counts = dict.fromkeys(("step", "skipped", "good"), jnp.zeros((), jnp.int32))
     floats = {"scale": jnp.float32(run.loss_scale or 1), "mean": jnp.float32(jnp.inf)}
     return {"params": params, "adam": adamw(run).init(params), **counts, **floats}
@@ -152,12 +162,15 @@ def _add_over_devices(spec: llama.ParamSpec, gradient: jax.Array) -> jax.Array:
 
 
 def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stages.Wrapped:
-    """The jitted function (state, batch) -> (state, metrics). It donates the state."""
+    """The jitted function (state, batch) -> (state, metrics). It donates the state.
 
-    def step(state: State, batch: Batch) -> tuple[State, Metrics]:
+    With several seeds, all three have a leading axis of seeds.
+    """
+
+    def step(seed: Any, state: State, batch: Batch) -> tuple[State, Metrics]:
         old = {name: state[name] for name in ("params", "adam", "mean")}
         scale, mean, rate = state["scale"], state["mean"], learning_rate(run, state["step"])
-        with policyc.rounding_step(state["step"], seed=run.seed):
+        with policyc.rounding_step(state["step"], seed=seed):
             grads, nats = gradients(old["params"], batch, scale, config, run, mesh)
         if run.loss_scale:
             grads = jax.tree.map(lambda g: g / scale, grads)
@@ -184,7 +197,23 @@ def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stag
 
     # Without out_shardings, XLA may return the same shardings under other names, and the next call compiles again.
     shardings = _shardings(abstract_state(config, run, mesh))
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+    step_of_run = partial(step, run.seed) if run.seeds is None else partial(map_seeds(step, run), _seeds(run))
+    return jax.jit(step_of_run, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _seeds(run: RunConfig) -> jax.Array:
+    return jnp.array([one.seed for one in runs_of_seeds(run)], jnp.uint32)
+
+
+def map_seeds(function: Callable[..., Any], run: RunConfig) -> Callable[..., Any]:
+    """A function of one seed, over a leading axis of seeds of all its arguments.
+
+    Under `vmap` every GEMM serves all seeds at once. `lax.map` takes one seed after the other: the GEMMs are those of a
+    run of one seed, and so are the kernels, some of which `vmap` cannot batch.
+    """
+    if run.seed_loop == "vmap":
+        return jax.vmap(function)
+    return lambda *arguments: lax.map(lambda one: function(*one), arguments)
 
 
 def mean_loss(config: ModelConfig, mesh: Mesh, stride: int, params: Params, batch: Batch) -> jax.Array:
@@ -193,8 +222,11 @@ def mean_loss(config: ModelConfig, mesh: Mesh, stride: int, params: Params, batc
     return cast(jax.Array, llama.loss(params, part, config, mesh)[0] / part["mask"].sum())
 
 
-def make_eval_step(config: ModelConfig, mesh: Mesh, under_policy: bool) -> jax.stages.Wrapped:
-    """The jitted function (params, batch) -> losses: as in training and, under a policy, also without the policy."""
+def make_eval_step(config: ModelConfig, run: RunConfig, mesh: Mesh, under_policy: bool) -> jax.stages.Wrapped:
+    """The jitted function (params, batch) -> losses: as in training and, under a policy, also without the policy.
+
+    With several seeds, the parameters and the losses have a leading axis of seeds. The batch is the same for all.
+    """
     loss = partial(mean_loss, config, mesh, 1)
 
     def evaluate(params: Params, batch: Batch) -> Metrics:
@@ -202,4 +234,7 @@ def make_eval_step(config: ModelConfig, mesh: Mesh, under_policy: bool) -> jax.s
         losses = {"validation_loss": jax.value_and_grad(loss)(params, batch)[0]}
         return losses | ({"validation_loss_plain": loss(params, batch)} if under_policy else {})
 
-    return jax.jit(evaluate)
+    def evaluate_seeds(params: Params, batch: Batch) -> Metrics:
+        return cast(Metrics, map_seeds(lambda one: evaluate(one, batch), run)(params))
+
+    return jax.jit(evaluate if run.seeds is None else evaluate_seeds)

@@ -5,6 +5,7 @@ under a policy. The calls of `policyc` below tell the policy about the run; with
 """
 
 import ctypes
+import json
 import os
 import shlex
 import subprocess
@@ -14,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 try:
     import jax
+    import jax.numpy as jnp
     import numpy as np
 
     import policyc
@@ -58,13 +61,18 @@ def train(name: str, config: ModelConfig, run: RunConfig) -> None:
         if step >= run.steps:
             print(f"{folder} is already at step {step} of {run.steps}: remove it, or choose another --out")
             return
-        loss = trainer.train()
+        losses = trainer.train()
     if jax.process_index() == 0:
-        print(f"loss {loss:.4f} after {run.steps} steps; metrics and checkpoints are in {folder}")
+        text = ", ".join(f"{loss:.4f}" for loss in losses)
+        print(f"loss {text} after {run.steps} steps; metrics and checkpoints are in {folder}")
 
 
 class Trainer:
-    """One run. Nothing is written until settings, data, policy and initial weights are known to be good."""
+    """One run, or several seeds of it. Nothing is written until settings, data, policy and initial weights are good.
+
+    With several seeds, the state and the batches have a leading axis of seeds, and each seed has a folder of a run.
+    Their checkpoints are common.
+    """
 
     def __init__(
         self, name: str, config: ModelConfig, run: RunConfig, stop: StopRequest, stack: ExitStack
@@ -73,25 +81,37 @@ class Trainer:
         self.policy = os.environ.get("POLICYC_POLICY_SHA256")
         self.folder = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
         stop.announce(max(saved_steps(self.folder / "checkpoints"), default=0))
-        self.source, self.batches = self.open_data("train")
+        self.name, self.runs = name, configs.runs_of_seeds(run)
+        several = run.seeds is not None
+        self.folders = [self.folder / f"seed{one.seed}" if several else self.folder for one in self.runs]
+        self.sources, self.batches = self.open_data("train")
         self.start_profile, self.stop_profile = make_profiler(run, self.folder)
         self.train_step = optimizer.make_train_step(config, run, self.mesh)
-        self.eval_step = optimizer.make_eval_step(config, self.mesh, under_policy=self.policy is not None)
+        self.eval_step = optimizer.make_eval_step(
+            config, run, self.mesh, under_policy=self.policy is not None
+        )
         self.observed_loss = partial(optimizer.mean_loss, config, self.mesh, run.accumulate)
         abstract_state = optimizer.abstract_state(config, run, self.mesh)
         policyc.set_step(0, total=run.steps)
         self.train_step.trace(abstract_state, model.abstract_batch(run, self.mesh))  # a bad policy fails here
         self.state, self.steps_done, self.checkpoints = self.resume(abstract_state, stack)
 
-    def open_data(self, split: str) -> tuple[data.BatchSource, Iterator[model.Batch]]:
-        """A source of batches, and its batches on the devices."""
+    def open_data(self, split: str) -> tuple[list[data.BatchSource], Iterator[model.Batch]]:
+        """The source of batches of each seed, and their batches on the devices. Seeds have one validation set."""
         shape = (self.run.batch, self.run.sequence)
         sharding = model.sharding(self.mesh, ("batch", "sequence"))
         indices: Any = sharding.addressable_devices_indices_map(shape).values()
         rows = sorted({row for index in indices for row in range(self.run.batch)[index[0]]})
-        source = data.BatchSource(self.run, self.config.vocab, rows, split)
-        make_global: Any = jax.make_array_from_process_local_data
-        return source, (make_global(sharding, batch, shape) for batch in source)
+        runs = self.runs if split == "train" else self.runs[:1]
+        sources = [data.BatchSource(run, self.config.vocab, rows, split) for run in runs]
+        if self.run.seeds is None or split != "train":
+            make_global: Any = jax.make_array_from_process_local_data
+            return sources, (make_global(sharding, batch, shape) for batch in sources[0])
+        return sources, map(self.stack_batches, *sources)
+
+    def stack_batches(self, *batches: dict[str, np.ndarray]) -> model.Batch:
+        stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+        return cast(model.Batch, jax.device_put(stacked, model.sharding(self.mesh, ())))
 
     def resume(
         self, abstract_state: optimizer.State, stack: ExitStack
@@ -102,24 +122,48 @@ class Trainer:
         if is_new:
             state = optimizer.init_state(config, run, self.mesh)
             if run.init_from:
-                state["params"] = weights.load_safetensors(Path(run.init_from), config, self.mesh)
+                params = weights.load_safetensors(Path(run.init_from), config, self.mesh)
+                state["params"] = self.for_all_seeds(params)
         stack.enter_context(lock_folder(self.folder))
-        identity = configs.identity(config, run, self.policy) | {"contents_of_the_data": self.source.contents}
+        identity = configs.identity(config, run, self.policy) | {
+            "contents_of_the_data": self.sources[0].contents
+        }
         checkpoints = Checkpoints(folder, run.keep, identity)
         if is_new:
             return state, 0, checkpoints
         state, position, step = checkpoints.restore(abstract_state, run.accept_changes)
-        self.source.seek(position)
+        for source in self.sources:
+            source.seek(position)
         return state, step, checkpoints
 
-    def train(self) -> float:
-        """Runs the remaining steps. Returns the last loss."""
+    def for_all_seeds(self, params: model.Params) -> model.Params:
+        """The same parameters for every seed."""
+        if self.run.seeds is None:
+            return params
+        return cast(model.Params, jax.tree.map(lambda array: jnp.stack([array] * len(self.runs)), params))
+
+    def of_each_seed(self, tree: Any) -> Iterator[tuple[Path, Any]]:
+        """The folder of each seed, and its part of a tree of stacked arrays."""
+        for number, folder in enumerate(self.folders):
+            yield folder, tree if self.run.seeds is None else jax.tree.map(itemgetter(number), tree)
+
+    def write_descriptions(self) -> None:
+        """Writes run.json, and under a policy plan.json, to the folder of each seed."""
+        for folder, one in zip(self.folders, self.runs, strict=True):
+            policyc.set_output_dir(folder)
+            about = metrics.describe_run(self.name, self.config, one, self.policy, self.sources[0].contents)
+            if jax.process_index() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "run.json").write_text(json.dumps(about, indent=1) + "\n")
+
+    def train(self) -> list[float]:
+        """Runs the remaining steps. Returns the last loss of each seed."""
         run = self.run
         first, last = map(int, run.profile_steps.split(":")) if run.profile else (0, 0)
-        policyc.set_output_dir(self.folder)
+        self.write_descriptions()
         with ExitStack() as stack:
             stack.callback(self.checkpoints.close)
-            log = metrics.MetricsLog(stack, self.folder, self.config, run, self.steps_done)
+            log = metrics.MetricsLog(stack, self.folders, self.config, run, self.steps_done)
             profile = stack.enter_context(ExitStack())  # an interrupted run keeps what it recorded
             stack.enter_context(end_together(run.distributed))
             self.stop.defer()
@@ -142,7 +186,8 @@ class Trainer:
                 if stops:
                     raise self.stop.make_error(step)
             log.flush()
-        return float(measured["loss"])
+            log.raise_errors()
+        return [float(loss) for loss in np.atleast_1d(jax.device_get(measured["loss"]))]
 
     def run_due_actions(self, step: int, batch: model.Batch, log: metrics.MetricsLog, stops: bool) -> None:
         """Validates, exports, saves and observes, each if it is due after this step."""
@@ -158,20 +203,23 @@ class Trainer:
             return
         log.flush()
         if evaluate:
-            log.write({"step": step, **self.evaluate(params)})
+            log.write_validation(step, self.evaluate(params))
         if export:
-            self.export(params, self.folder / "exports" / str(step))
+            for folder, params_of_seed in self.of_each_seed(params):
+                self.export(params_of_seed, folder / "exports" / str(step))
         if save:
-            self.checkpoints.save(step, self.state, self.source.position)
+            self.checkpoints.save(step, self.state, self.sources[0].position)
         if observe:
-            policyc.observe(step, self.observed_loss, params, batch)
+            for folder, (params_of_seed, rows) in self.of_each_seed((params, batch)):
+                policyc.set_output_dir(folder)
+                policyc.observe(step, self.observed_loss, params_of_seed, rows)
         log.restart_clock()
 
-    def evaluate(self, params: model.Params) -> dict[str, float]:
-        """The mean losses on the validation set."""
+    def evaluate(self, params: model.Params) -> dict[str, np.ndarray]:
+        """The mean losses on the validation set, of each seed."""
         _, batches = self.open_data("validation")
         losses = [self.eval_step(params, batch) for batch in islice(batches, self.run.eval_batches)]
-        return {name: float(np.mean([each[name] for each in losses])) for name in losses[0]}
+        return {name: np.mean([each[name] for each in losses], axis=0) for name in losses[0]}
 
     def export(self, params: model.Params, folder: Path) -> None:
         """Writes safetensors with a tokenizer, and runs `--export-command` on them."""

@@ -17,9 +17,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunStep:
-    """A step of a run: the seed of the run, and the number of the step, traced or not."""
+    """A step of a run: the seed of the run and the number of the step, traced or not."""
 
-    seed: int
+    seed: Any
     step: Any
 
 
@@ -28,7 +28,7 @@ _entries = itertools.count()
 
 
 @contextlib.contextmanager
-def rounding_step(step: Any, *, seed: int = 0) -> Iterator[None]:
+def rounding_step(step: Any, *, seed: Any = 0) -> Iterator[None]:
     """Makes the step part of the key of stochastic rounding in every loss that is differentiated inside this `with`.
 
     Enter it inside the jitted step, with the step as a traced value, for example the counter of the optimizer:
@@ -41,20 +41,25 @@ def rounding_step(step: Any, *, seed: int = 0) -> Iterator[None]:
 
     Args:
       step: an integer, traced if the loss is.
-      seed: the seed of the run. The seed of the policy is a separate part of the key.
+      seed: the seed of the run, an integer. Traced if one step serves several seeds, for example under `jax.vmap`. The
+        seed of the policy is a separate part of the key.
     """
     import jax.numpy as jnp
 
     from policyc.jaxcore import autodiff
 
-    if jnp.ndim(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
-        raise TypeError(f"a step is one integer, not {jnp.result_type(step)} of shape {jnp.shape(step)}")
-    token = _run_step.set(RunStep(seed=int(seed), step=step))
+    for name, number in (("step", step), ("seed", seed)):
+        if jnp.ndim(number) or not jnp.issubdtype(jnp.result_type(number), jnp.integer):
+            kind = f"{jnp.result_type(number)} of shape {jnp.shape(number)}"
+            raise TypeError(f"a {name} is one integer, not {kind}")
+    seed = seed if autodiff.is_tracer(seed) else int(seed)
+    token = _run_step.set(RunStep(seed=seed, step=step))
     compiler = sys.modules.get("policyc.compiler.rounding")
     try:
         # Functions that are jitted inside the step, and traced before in another one, must not reuse its traced value.
         # Before the compiler is loaded, no function has a policy.
-        key = next(_entries) if autodiff.is_tracer(step) else "number"
+        is_traced = autodiff.is_tracer(step) or autodiff.is_tracer(seed)
+        key = next(_entries) if is_traced else "number"
         with contextlib.nullcontext() if compiler is None else compiler.CACHE_KEY(key):
             yield
     finally:
