@@ -43,7 +43,15 @@ def quantized(policy: str = STOCHASTIC) -> Any:
 # ---- the words of a key
 
 
-@pytest.mark.parametrize("run_step", [None, RunStep(seed=5, step=11), RunStep(seed=5, step=jnp.int32(11))])
+@pytest.mark.parametrize(
+    "run_step",
+    [
+        None,
+        RunStep(seed=5, step=11),
+        RunStep(seed=5, step=jnp.int32(11)),
+        RunStep(seed=jnp.uint32(5), step=jnp.int32(11)),
+    ],
+)
 def test_a_key_consists_of_seed_site_layer_and_step(run_step: RunStep | None) -> None:
     source = RandomSource(seed=3, run_step=run_step)
     extra = (5, 11) if run_step else ()
@@ -125,6 +133,8 @@ def test_a_number_under_jit_is_an_error() -> None:
 @pytest.mark.parametrize("step", [1.5, np.arange(3), True])
 def test_a_step_is_one_integer(step: Any) -> None:
     with pytest.raises(TypeError, match="a step is one integer"), policyc.rounding_step(step):
+        pass
+    with pytest.raises(TypeError, match="a seed is one integer"), policyc.rounding_step(0, seed=step):
         pass
 
 

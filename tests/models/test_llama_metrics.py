@@ -22,7 +22,7 @@ def open_log(tmp_path):
     model, run = configs.CONFIGS["tiny"]
     with ExitStack() as stack:
         yield lambda start, **settings: metrics.MetricsLog(
-            stack, tmp_path, model, dataclasses.replace(run, **settings), start
+            stack, [tmp_path], model, dataclasses.replace(run, **settings), start
         )
 
 
@@ -39,11 +39,12 @@ def test_damaged_lines_of_metrics_are_kept_aside(open_log, tmp_path, capsys):
 
 def test_a_value_that_is_not_finite_is_null_in_metrics(open_log, tmp_path):
     log = open_log(0)
-    log.write({"step": 1, "validation_loss": float("nan"), "validation_loss_plain": 1.0})
+    log.write_validation(1, {"validation_loss": float("nan"), "validation_loss_plain": 1.0})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=pytest.fail)
     assert row == {
-        "step": 1, "validation_loss": None, "validation_loss_plain": 1.0, "not_finite": ["validation_loss"]
+        "step": 1, "tokens": 1024, "validation_loss": None, "validation_loss_plain": 1.0,
+        "not_finite": ["validation_loss"],
     }  # fmt: skip
 
 

@@ -1,0 +1,155 @@
+"""Several seeds of the Llama in one process: each as if it were alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import policyc
+from tests.support import llama_runs
+from tests.support.llama_runs import flags, losses, spawn, wait
+
+pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
+pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
+pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
+from policyc.models.llama import configs, data, metrics, optimizer, train
+from policyc.models.llama.configs import ConfigError
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+SMALL = configs.ModelConfig(**llama_runs.SMALL | {"layers": 1}, compute="float32")
+RUN = configs.RunConfig(**llama_runs.SHORT | {"batch": 2}, seeds="0,3")
+
+
+def by_loop(function: Any) -> Any:
+    return lambda *arguments: jax.lax.map(lambda one: function(*one), arguments)
+
+
+@pytest.mark.parametrize("over_seeds", [jax.vmap, pytest.param(by_loop, marks=pytest.mark.slow)])
+def test_a_seed_has_the_random_bits_and_the_scales_that_it_has_alone(over_seeds):
+    """Sums of small integers are exact in any order, so the gradients must be equal bit for bit."""
+    random = np.random.default_rng(0)
+    weights = jnp.array(random.integers(-4, 5, (2, 16, 32)) * np.array([1, 64])[:, None, None], jnp.float32)
+    x = jnp.array(random.integers(-4, 5, (32, 16)), jnp.float32)
+
+    def gradient(seed: Any, step: Any, w: Any) -> Any:
+        with policyc.rounding_step(step, seed=seed):
+            return jax.grad(policyc.apply("* -> nvfp4(sr=grad)", lambda w: jnp.sum(jnp.square(x @ w))))(w)
+
+    seeds, steps = jnp.array([5, 9], jnp.uint32), jnp.array([2, 2])
+    together = jax.jit(over_seeds(gradient))(seeds, steps, weights)
+    for number, seed in enumerate((5, 9)):
+        alone = jax.jit(partial(gradient, seed))(steps[number], weights[number])
+        np.testing.assert_array_equal(together[number], alone)
+    other = jax.jit(partial(gradient, 5))(steps[1], weights[1])
+    assert not np.array_equal(together[1], other)  # the seed is part of the random bits
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seeds": "0,0"}, "expected different whole numbers"),
+        ({"seeds": "0,x"}, "expected different whole numbers"),
+        ({"seeds": "-1"}, "expected different whole numbers"),
+        ({"seeds": "0,1", "seed": 2}, "--seed is for one run"),
+        ({"seeds": "0,1", "wandb": "project"}, "--wandb is for one run"),
+        ({"seeds": "0,1", "distributed": True}, "--distributed is for one run"),
+    ],
+)
+def test_settings_that_do_not_fit_several_seeds_are_errors(settings, message):
+    (error,) = configs.invalid_settings(SMALL, replace(RUN, **settings))
+    assert message in error
+
+
+def test_several_seeds_are_refused_on_several_devices(tmp_path, capsys):
+    assert jax.device_count() > 1
+    assert train.main(flags(out=tmp_path / "run", seeds="0,1")) == 1
+    assert "--seeds runs on one device" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def step_values(*seed_losses: float) -> dict[str, Any]:
+    loss = jnp.array(seed_losses)
+    ones = jnp.ones_like(loss)
+    return {
+        "loss": loss,
+        "grad_norm": ones,
+        "fine": jnp.isfinite(loss),
+        "skipped": ones,
+        "loss_scale": ones,
+    }
+
+
+def test_a_seed_that_stops_does_not_stop_the_others(tmp_path, capsys):
+    folders = [tmp_path / f"seed{seed}" for seed in (0, 3)]
+    for folder in folders:
+        folder.mkdir()
+    with ExitStack() as stack:
+        log = metrics.MetricsLog(stack, folders, SMALL, RUN, 0)
+        for step, values in enumerate([(1.0, 2.0), (math.nan, 2.5), (1.5, 3.0)], start=1):
+            log.record(step, step_values(*values), 0)
+        log.flush()
+        log.write_validation(3, {"validation_loss": jnp.array([7.0, 8.0])})
+        with pytest.raises(ConfigError, match="seed 0, step 2: the loss is nan"):
+            log.raise_errors()
+    assert "the other seeds continue" in capsys.readouterr().out
+    first, second = (
+        [json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders
+    )
+    assert [row["loss"] for row in first] == [1.0, None]
+    assert [row.get("loss") for row in second] == [2.0, 2.5, 3.0, None]
+    assert second[-1]["validation_loss"] == 8.0
+    assert [row["tokens"] for row in second] == [64, 128, 192, 192]  # 2 rows of 32
+
+
+# ---- slow
+
+
+def step_losses(run: configs.RunConfig, steps: int) -> np.ndarray:
+    """The losses of the first steps on one device, one row for each step."""
+    mesh = llama_runs.make_mesh()
+    with policyc.active("layers.* where weight -> mxfp8"):
+        step, state = optimizer.make_train_step(SMALL, run, mesh), optimizer.init_state(SMALL, run, mesh)
+        sources = [data.BatchSource(one, SMALL.vocab) for one in configs.runs_of_seeds(run)]
+        rows = []
+        for batches in islice(zip(*sources, strict=True), steps):
+            batch = batches[0] if run.seeds is None else jax.tree.map(lambda *a: jnp.stack(a), *batches)
+            state, measured = step(state, batch)
+            rows.append(np.atleast_1d(measured["loss"]))
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("loop", ["vmap", "map"])
+@pytest.mark.slow
+def test_a_seed_has_the_losses_that_it_has_alone(loop):
+    together = step_losses(replace(RUN, seed_loop=loop), 2)
+    alone = step_losses(replace(RUN, seeds=None, seed=3), 2)
+    # All is float32, and only the order of sums may differ. That changes last bits (see test_llama_step), and so the
+    # rounding of single operands: one of thousands of values, by 2^-3 of itself at most.
+    np.testing.assert_allclose(together[:, 1], alone[:, 0], rtol=1e-5)
+    assert np.abs(together[:, 0] - together[:, 1]).min() > 1e-3  # seeds differ in weights and data
+
+
+@pytest.mark.slow
+def test_a_run_of_several_seeds_writes_the_folder_of_each(tmp_path):
+    settings = {"steps": 4, "checkpoint_every": 2, "eval_every": 2, "export_every": 4, "compute": "float32"}
+    code, output = wait(spawn(*flags(out=tmp_path / "both", seeds="0,3", **settings), policy="llama_nvfp4"))
+    assert code == 0, output
+    code, output = wait(spawn(*flags(out=tmp_path / "alone", seed=3, **settings), policy="llama_nvfp4"))
+    assert code == 0, output
+    folder = tmp_path / "both" / "seed3"
+    # As above. Sums in another order can also change single roundings to 4 bits, by a quarter of a value at most.
+    np.testing.assert_allclose(losses(folder), losses(tmp_path / "alone"), rtol=1e-4)
+    assert (folder / "exports" / "4" / "model.safetensors").exists()
+    assert (folder / "plan.json").exists()
+    assert json.loads((folder / "run.json").read_text())["seed"] == 3
+    assert (tmp_path / "both" / "checkpoints").exists()
