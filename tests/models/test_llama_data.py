@@ -127,6 +127,18 @@ def test_the_validation_split_is_fixed_and_disjoint(tmp_path: Path) -> None:
     assert set(tokens["validation", 0]) <= set(range(4500, 5000))
 
 
+def test_validation_data_can_have_a_file_of_its_own(tmp_path: Path) -> None:
+    spec = write_tokens(tmp_path / "a.bin", np.arange(65), "uint32")
+    other = (
+        write_tokens(tmp_path / "b.bin", np.arange(100, 165), "uint32").removeprefix("tokens:").split(",")[0]
+    )
+    for split, first in (("train", 0), ("validation", 100)):
+        (batch,) = take(open_source(f"{spec},validation={other}", split=split), 1)
+        assert set(np.ravel(batch["tokens"])) == set(
+            range(first, first + 64)
+        )  # all of the file, and nothing else
+
+
 def test_synthetic_data_can_be_learned_and_its_splits_differ() -> None:
     train = next(open_source("synthetic", sequence=64))
     validation = next(open_source("synthetic", sequence=64, split="validation"))
