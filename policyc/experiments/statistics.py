@@ -166,8 +166,9 @@ class SeedsNeeded:
 def seeds_needed(
     variant: ArrayLike, baseline: ArrayLike, settings: Settings, variants: int
 ) -> SeedsNeeded | None:
-    """The smallest number of more seeds than now that decides a variant with the wanted power. None above 1000.
+    """The smallest number of seeds, above the present one, that decides a variant with the wanted power.
 
+    None if 1000 are too few.
     The power of the two one-sided tests is bounded from below by the sum of their powers minus 1.
     """
     alpha = settings.alpha / variants

@@ -98,6 +98,14 @@ def test_a_finished_sweep_has_verdicts_against_each_baseline(tmp_path: Path) -> 
     assert any(text.startswith("+# good") for text in page.texts)  # the diff of an edit
 
 
+def test_a_margin_that_was_chosen_later_is_named(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
+    assert not any("Chosen for this report" in rule for rule in report_of(sweep)["statistics"]["rules"])
+    rules = report_of(sweep, margin="5%", baselines=("te_nvfp4",))["statistics"]["rules"]
+    expected = "the margin (it was 0.5%) and the baselines (they were bf16)"
+    assert f"Chosen for this report, and not before the runs: {expected}." in rules[-1]
+
+
 def test_the_gap_and_its_interval_are_those_of_a_paired_t_test(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05})
     losses = {

@@ -39,8 +39,8 @@ def simulate(gaps: list[float], seeds: int, deviation: float = 0.006) -> tuple[n
     """
     generator = np.random.default_rng(len(gaps) * 100 + seeds)
     by_seed = 2.5 + 5 * deviation * generator.standard_normal((SWEEPS, 1, seeds))
-    own = deviation * generator.standard_normal((SWEEPS, len(gaps), seeds))
-    return by_seed + np.array(gaps)[:, None] + own, by_seed
+    by_run = deviation * generator.standard_normal((SWEEPS, len(gaps), seeds))
+    return by_seed + np.array(gaps)[:, None] + by_run, by_seed
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])

@@ -161,7 +161,7 @@ def _rules(sweep: SweepData) -> list[str]:
         f"the mean training loss of the last {TRAILING_FRACTION:.0%} of the steps (at least {LEAST_TRAILING})"
     )
     measure = "the validation loss after the last step" if uses_validation(sweep) else trailing
-    return [
+    rules = [
         f"Losses: {measure}. It is the validation loss if every run that finished has one, else {trailing}.",
         "Pairs: a variant and its baseline with the same seed, which have the same data order and first weights.",
         f"Interval: paired t interval at {1 - settings.alpha:.0%}, for each variant alone.",
@@ -175,6 +175,12 @@ def _rules(sweep: SweepData) -> list[str]:
         "Failed seeds: a variant that lost seeds cannot be at parity or better, because those that survived are no "
         "fair sample. Before all runs have ended there is no verdict.",
     ]
+    if sweep.later_choices:
+        rules.append(
+            f"Chosen for this report, and not before the runs: {' and '.join(sweep.later_choices)}. If the results "
+            "were known, the error rates above do not hold."
+        )
+    return rules
 
 
 def _policy_diffs(sweep: SweepData) -> list[Record]:

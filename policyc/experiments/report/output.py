@@ -46,8 +46,8 @@ def choose_path(folders: Sequence[Path], out: Path | None) -> Path:
     """The file of a page. Raises UnreadableRun if a page of several folders would replace the page of one."""
     if out is None:
         return folders[0] / PAGE_NAME if len(folders) == 1 else Path(COMPARISON_NAME)
-    own = {(folder / PAGE_NAME).resolve() for folder in folders}
-    if len(folders) > 1 and str(out) != STANDARD_OUTPUT and out.resolve() in own:
+    pages = {(folder / PAGE_NAME).resolve() for folder in folders}
+    if len(folders) > 1 and str(out) != STANDARD_OUTPUT and out.resolve() in pages:
         raise UnreadableRun(f"'{out}' is the page of one of these folders: choose another --out")
     return out
 

@@ -60,7 +60,7 @@ class SweepData:
     Attributes:
       baselines: the variants that others are compared with, the most important first.
       manifest: `sweep.json`, where there is one.
-      not_run: edits that the sweep left out, and why.
+      later_choices: what was chosen for this report and not when the sweep began, in words.
     """
 
     title: str
@@ -69,6 +69,7 @@ class SweepData:
     settings: Settings
     manifest: Record
     problems: tuple[str, ...] = ()
+    later_choices: tuple[str, ...] = ()
 
     @property
     def runs(self) -> tuple[RunData, ...]:
@@ -94,22 +95,24 @@ def read_sweep(
       margin: the margin, if it is not that of the sweep.
     """
     parts = [_read_folder(folder) for folder in folders]
-    if len(parts) == 1:
-        sweep = parts[0]
-    else:
-        sweep = _merge(parts, folders)
+    sweep = parts[0] if len(parts) == 1 else _merge(parts, folders)
     if not any(len(run.steps) or run.status for run in sweep.runs):
-        folder = folders[0]
-        raise UnreadableRun(f"'{folder}' has no run yet: no metrics.jsonl has a step in it")
+        raise UnreadableRun(f"'{folders[0]}' has no run yet: no metrics.jsonl has a step in it")
     names = [variant.name for variant in sweep.variants]
     if unknown := [name for name in baselines if name not in names]:
         raise UnreadableRun(f"no variant is named '{unknown[0]}'; variants: {', '.join(names)}")
     settings = sweep.settings if margin is None else replace(sweep.settings, margin=parse_margin(margin))
-    chosen_baselines = tuple(baselines) or sweep.baselines
-    ordered = sorted(
-        sweep.variants, key=lambda v: v.name not in chosen_baselines
-    )  # stable: the others keep their order
-    return replace(sweep, variants=tuple(ordered), baselines=chosen_baselines, settings=settings)
+    compared = tuple(baselines) or sweep.baselines
+    # The sort is stable: the other variants keep their order.
+    ordered = sorted(sweep.variants, key=lambda variant: variant.name not in compared)
+    changes = []
+    if sweep.manifest and settings.margin != sweep.settings.margin:
+        changes.append(f"the margin (it was {sweep.settings.margin})")
+    if sweep.manifest and compared != sweep.baselines:
+        changes.append(f"the baselines (they were {', '.join(sweep.baselines) or 'none'})")
+    return replace(
+        sweep, variants=tuple(ordered), baselines=compared, settings=settings, later_choices=tuple(changes)
+    )
 
 
 def _read_folder(folder: Path) -> SweepData:

@@ -152,11 +152,11 @@ function lineChart(element, chart) {
       drawClear: chart.zone ? [(u) => drawZone(u, chart.zone, chart.zone_label)] : [],
       setCursor: [(u) => {
         if (!u.over.matches(":hover")) return;
-        const at = u.cursor.idx;
-        if (at === null || at === undefined) return void (tip.hidden = true);
-        const rows = owners.map((line, n) => [line, n]).filter(([line, n]) => line && u.series[n].show && line.values[at] !== null);
-        rows.sort(([a], [b]) => b.values[at] - a.values[at]);
-        showTip(u, rows.map(([line]) => tipRow(line.color, line.label, format(line.values[at]), line.low && line.low[at] !== null ? format(line.low[at]) + " to " + format(line.high[at]) : "")), withPrefix(chart.x[at], 4) + " " + chart.x_label);
+        const index = u.cursor.idx;
+        if (index === null || index === undefined) return void (tip.hidden = true);
+        const rows = owners.map((line, n) => [line, n]).filter(([line, n]) => line && u.series[n].show && line.values[index] !== null);
+        rows.sort(([a], [b]) => b.values[index] - a.values[index]);
+        showTip(u, rows.map(([line]) => tipRow(line.color, line.label, format(line.values[index]), line.low && line.low[index] !== null ? format(line.low[index]) + " to " + format(line.high[index]) : "")), withPrefix(chart.x[index], 4) + " " + chart.x_label);
       }],
     },
   }, columns, plot);
@@ -246,9 +246,9 @@ function pointChart(element, points, { title, note, xAxis, range, zone, zoneLabe
       drawClear: zone ? [(u) => drawZone(u, zone, zoneLabel)] : [],
       draw: [(u) => { drawIntervals(u, ordered); if (labels) drawLabels(u, ordered); }],
       setCursor: [(u) => {
-        const at = u.cursor.idx;
-        if (!u.over.matches(":hover") || at === null || at === undefined) return;
-        const point = ordered[at];
+        const index = u.cursor.idx;
+        if (!u.over.matches(":hover") || index === null || index === undefined) return;
+        const point = ordered[index];
         const interval = point.interval ? signed(point.interval[0]) + " to " + signed(point.interval[1]) : "";
         showTip(u, [tipRow(point.color, point.label, signed(point.y), interval)], point.note);
       }],
