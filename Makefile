@@ -62,7 +62,8 @@ SLURM_CLUSTER := tests/support/slurm_cluster.sh
 SLURM_FOLDER ?= /tmp/policyc-slurm
 
 test-slurm: setup ## run sweeps on a Slurm cluster that is started here (root; installs slurm-wlm)
-	@$(IN) $(SLURM_CLUSTER) install || exit 1; folder=$$(mktemp -d); trap '$(SLURM_CLUSTER) stop "$$folder"; rm -rf "$$folder"' EXIT; \
+	@$(IN) $(SLURM_CLUSTER) install || exit 1; folder=$$(mktemp -d); \
+	trap '$(SLURM_CLUSTER) stop "$$folder"; rm -rf "$$folder"' EXIT; trap 'exit 1' INT TERM; \
 	$(SLURM_CLUSTER) start "$$folder" && \
 	SLURM_CONF="$$folder/slurm.conf" $(BIN)/python -m pytest -p no:xdist -m slurm tests/experiments/test_slurm_cluster.py $(ARGS)
 

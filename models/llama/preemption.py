@@ -29,9 +29,15 @@ _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 class Stopped(BaseException):
     """A signal ended the run. Not an Exception: a library that catches all exceptions must not go on."""
 
-    def __init__(self, cause: str, exit_code: int, step: int | None = None) -> None:
+    def __init__(self, cause: str, exit_code: int, step: int | None = None, is_saved: bool = True) -> None:
         super().__init__(cause if step is None else f"{cause} after step {step}")
-        self.exit_code = exit_code
+        self.exit_code, self._is_saved = exit_code, is_saved
+
+    @property
+    def advice(self) -> str:
+        if self._is_saved:
+            return "the same command resumes from the last checkpoint"
+        return "the same command starts over, because --checkpoint-every 0 saves nothing"
 
 
 class StopRequest:
@@ -57,12 +63,12 @@ class StopRequest:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._signal is not None
 
-    def make_error(self, step: int | None = None) -> Stopped:
+    def make_error(self, step: int | None = None, is_saved: bool = True) -> Stopped:
         if self._signal == signal.SIGINT:
-            return Stopped("interrupted", INTERRUPTED, step)
+            return Stopped("interrupted", INTERRUPTED, step, is_saved)
         # None: JAX's service had the signal, in this process or in another.
         name = "a signal" if self._signal is None else signal.Signals(self._signal).name
-        return Stopped(f"stopped by {name}", PREEMPTED, step)
+        return Stopped(f"stopped by {name}", PREEMPTED, step, is_saved)
 
     def handle(self, number: int, _: Any) -> None:
         """Handles a signal. Further signals of a scheduler change nothing; a second Ctrl-C ends the run at once."""

@@ -43,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except (Stopped, KeyboardInterrupt) as stop:
-        reason = str(stop) or "interrupted"
-        print(f"{reason}: the same command resumes from the last checkpoint", file=sys.stderr)
-        return stop.exit_code if isinstance(stop, Stopped) else INTERRUPTED
+    except (Stopped, KeyboardInterrupt) as error:
+        stop = error if isinstance(error, Stopped) else Stopped("interrupted", INTERRUPTED)
+        print(f"{stop}: {stop.advice}", file=sys.stderr)
+        return stop.exit_code
     return 0
 
 
@@ -184,7 +184,7 @@ class Trainer:
                 stops = self.stop.is_due(step) and step < run.steps
                 self.run_due_actions(step, batch, log, stops)
                 if stops:
-                    raise self.stop.make_error(step)
+                    raise self.stop.make_error(step, is_saved=run.checkpoint_every > 0)
             log.flush()
             log.raise_errors()
         return [float(loss) for loss in np.atleast_1d(jax.device_get(measured["loss"]))]

@@ -164,7 +164,7 @@ def run_sweep(
     from policyc.experiments.sweep.programs import make_runs
 
     out = out.absolute()
-    design = _design_sweep(policies, edits, _make_program(program, config, options), options)
+    design = _design_sweep(policies, edits, _make_program(program, config, options), options, out)
     names = [variant.name for variant in design.policies.variants]
     tracked = track_runs(make_runs(design.program, names, design.seeds, out))
     _print_omitted(design.policies)
@@ -220,10 +220,11 @@ def _design_sweep(
     edits: Sequence[EditedPolicy],
     program: SweepProgram,
     options: SweepOptions,
+    out: Path,
 ) -> SweepDesign:
     """Which policies run, after those that mean the same have been dropped. Exits if one cannot be used."""
     from policyc.experiments.statistics import parse_margin
-    from policyc.experiments.sweep.manifest import SweepDesign
+    from policyc.experiments.sweep.manifest import SweepDesign, reuse_plans
     from policyc.experiments.sweep.probe import ProbeFailed, plan_policies
     from policyc.experiments.sweep.variants import collect_variants, drop_equal_plans, load_baseline
     from policyc.language.diagnostics import PolicyError
@@ -233,7 +234,10 @@ def _design_sweep(
     try:
         parse_margin(options.margin)
         listed = collect_variants([load_baseline(name) for name in names], policies, edits)
-        if not options.no_plan and not _has_several_processes(options):
+        earlier = reuse_plans(out, program, listed)
+        if earlier is not None:
+            listed = earlier
+        elif not options.no_plan and not _has_several_processes(options):
             click.echo("planning the policies for the program, up to its first loss ...", err=True)
             texts = {variant.name: variant.text for variant in listed.variants}
             listed = drop_equal_plans(listed, plan_policies(program, seeds[0], texts))
@@ -310,6 +314,7 @@ def _write_page(out: Path) -> None:
     """Prints the verdict on each variant, and writes the page of the sweep."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from policyc.experiments.report.build import build_report
     from policyc.experiments.report.format import format_gap, format_interval
@@ -324,15 +329,19 @@ def _write_page(out: Path) -> None:
         click.echo(f"policyc: no page: {error}", err=True)
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("variant", "against", "verdict", "gap, nats", "interval", "reason"):
+    for name in ("variant", "against", "verdict", "gap, nats", "interval", "seeds"):
         table.add_column(name, overflow="fold")
-    for row in report.data["comparisons"]:
-        numbers = format_gap(row["gap"]), format_interval(row["interval"])
-        table.add_row(row["variant"], row["baseline"], row["verdict"], *numbers, row["reason"])
+    comparisons = report.data["comparisons"]
+    for row in comparisons:
+        numbers = format_gap(row["gap"]), format_interval(row["interval"]), str(len(row["seeds"]))
+        table.add_row(row["variant"], row["baseline"], row["verdict"], *numbers)
     console = Console(highlight=False)
-    if report.data["comparisons"]:
+    if comparisons:
         console.print(f"\nverdicts with a margin of {report.data['statistics']['margin']}:")
         console.print(table)
+    for row in comparisons:
+        if row["verdict"] in ("inconclusive", "failed"):
+            console.print(Text(f"{row['variant']} against {row['baseline']}: {row['reason']}"))
     for problem in report.problems:
         click.echo(f"policyc: warning: {problem}", err=True)
     console.print(f"report: {path}", soft_wrap=True)

@@ -205,10 +205,10 @@ def _obstacles(baseline: SeedLosses, variant: SeedLosses) -> list[str]:
             waiting.append(f"{baseline.name} seed {', '.join(map(str, sorted(baseline.unfinished)))}")
         sentences.append(f"There is no verdict before all runs have ended. Waiting for {'; '.join(waiting)}.")
     sentences += [
-        f"Seeds of {runs.name} have exactly the same loss: the program does not use its seed, so its runs are not "
+        f"All seeds of {runs.name} have exactly the same loss: the program does not use its seed, so its runs are not "
         "independent."
         for runs in (variant, baseline)
-        if len(set(runs.losses.values())) < len(runs.losses)
+        if len(runs.losses) > 1 and len(set(runs.losses.values())) == 1
     ]
     return sentences
 

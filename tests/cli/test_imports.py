@@ -24,6 +24,7 @@ COMMANDS = {
     "--version": HEAVY | PARSING | OTHER_COMMANDS,
     "lint --help": HEAVY | PARSING | OTHER_COMMANDS,
     "--help": HEAVY | PARSING,
+    "sweep --help": HEAVY | PARSING,
     "lint a.policy": HEAVY | PRINTING,
     "lint a.policy --format full": HEAVY | PRINTING,
     "lint a.policy --fix": HEAVY | PRINTING,

@@ -166,12 +166,16 @@ def test_a_job_in_the_queue_is_active(state, cluster, tmp_path):
     assert executor.is_active(run)
 
 
-def test_a_controller_that_does_not_answer_ends_no_run(cluster, tmp_path):
+def test_a_controller_that_does_not_answer_ends_no_run(cluster, tmp_path, capsys):
     run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
     executor.start(run)
     (cluster.folder / "queue.txt").unlink()
     assert executor.is_active(run)
+    assert executor.is_active(run)
     assert RunStatus.read(run.folder) is None
+    assert capsys.readouterr().err == (
+        "policyc: warning: squeue: Unable to contact slurm controller; until Slurm answers, no run is taken as ended\n"
+    )
 
 
 def test_a_job_that_vanished_is_failed_with_its_last_lines(cluster, tmp_path):

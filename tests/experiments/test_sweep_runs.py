@@ -16,11 +16,12 @@ import pytest
 from policyc.experiments.sweep.edits import EditedPolicy
 from policyc.experiments.sweep.executor import LocalExecutor, is_locked
 from policyc.experiments.sweep.gpus import find_gpus, group_gpus
-from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, open_sweep
+from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, open_sweep, reuse_plans
 from policyc.experiments.sweep.metrics import MetricsReader, convert_metrics, last_row, parse_metrics_source
+from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram, make_runs
 from policyc.experiments.sweep.run import Run, RunStatus, tail_lines
-from policyc.experiments.sweep.variants import VariantList, collect_variants
+from policyc.experiments.sweep.variants import VariantList, collect_variants, drop_equal_plans
 from policyc.experiments.sweep.wrapper import judge_end
 from policyc.language.loader import parse
 from tests.support.sweep_runs import make_run, read_state, write_metrics
@@ -326,10 +327,29 @@ def test_a_changed_sweep_in_the_same_folder_is_refused(
 def test_a_sweep_may_grow(tmp_path: Path) -> None:
     open_sweep(tmp_path, design())
     assert open_sweep(tmp_path, design(seeds=(0, 1, 2))) == []
+    grown = tmp_path / "grown"
+    grown.mkdir()
+    open_sweep(grown, design(seeds=(0, 1, 2), seeds_per_process=2))
+    with pytest.raises(ChangedSweep, match="its last process has fewer than 2 seeds"):
+        open_sweep(grown, design(seeds=(0, 1, 2, 3), seeds_per_process=2))
     manifest = json.loads((tmp_path / "sweep.json").read_text())
     assert manifest["seeds"] == [0, 1, 2]
     assert manifest["variants"][0]["policy_file"] == "mine/policy.policy"
     assert (tmp_path / "mine" / "policy.policy").read_text() == "# the policy mine\n\nmlp.* -> fp8\n"
+
+
+def test_a_sweep_that_is_continued_keeps_its_plans(tmp_path: Path) -> None:
+    base = EditedPolicy(name="mine", policy=parse("mlp.* -> fp8"), edit="the policy mine")
+    edit = EditedPolicy(name="same", policy=parse("mlp.* -> fp8\nmlp.* -> fp8"), edit="an edit")
+    listed = collect_variants([], [base], [edit])
+    program = SweepProgram(words=(), config="tiny")
+    assert reuse_plans(tmp_path, program, listed) is None
+    plans = {"mine": PlannedPolicy(digest="a"), "same": PlannedPolicy(digest="a")}
+    planned = drop_equal_plans(listed, plans)
+    open_sweep(tmp_path, SweepDesign(program=program, policies=planned, seeds=(0,), margin="0.5%"))
+    assert reuse_plans(tmp_path, program, listed) == planned
+    other = EditedPolicy(name="same", policy=parse("mlp.* -> mxfp8"), edit="an edit")
+    assert reuse_plans(tmp_path, program, collect_variants([], [base], [other, edit])) is None
 
 
 def test_a_script_that_changed_is_noted(tmp_path: Path) -> None:

@@ -357,9 +357,9 @@ def test_the_properties_hold_for_a_thousand_mutated_policies(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 21))
-def test_the_properties_hold_for_a_hundred_thousand_mutated_policies(seed, tmp_path):
-    """Twenty parts of five thousand, so that they can run in parallel."""
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_the_properties_hold_for_many_more_mutated_policies(seed, tmp_path):
+    """Five parts of five thousand, so that they can run in parallel."""
     run_fuzzer(seed, 5_000, tmp_path)
 
 

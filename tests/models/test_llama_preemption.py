@@ -54,6 +54,14 @@ def test_a_second_ctrl_c_ends_the_run_at_once():
             send(signal.SIGINT)
 
 
+def test_a_run_without_checkpoints_says_that_it_starts_over():
+    with preemption.watch_signals(distributed=False) as stop:
+        stop.defer()
+        send(signal.SIGTERM)
+    assert stop.make_error(5).advice == "the same command resumes from the last checkpoint"
+    assert stop.make_error(5, is_saved=False).advice.startswith("the same command starts over")
+
+
 def test_before_the_first_step_a_signal_ends_the_run_at_once():
     with preemption.watch_signals(distributed=False), pytest.raises(preemption.Stopped) as caught:
         send(signal.SIGTERM)

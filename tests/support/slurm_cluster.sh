@@ -65,16 +65,16 @@ MinJobAge=300
 SlurmdParameters=config_overrides
 ReturnToService=2
 GresTypes=gpu
-NodeName=$name NodeAddr=127.0.0.1 CPUs=4 RealMemory=8000 Gres=gpu:2
-PartitionName=low Nodes=$name Default=YES PriorityTier=1 GraceTime=30 MaxTime=60
-PartitionName=high Nodes=$name PriorityTier=2 PreemptMode=OFF MaxTime=60
+NodeName=localhost NodeHostname=$name NodeAddr=127.0.0.1 CPUs=4 RealMemory=8000 Gres=gpu:2
+PartitionName=low Nodes=localhost Default=YES PriorityTier=1 GraceTime=30 MaxTime=60
+PartitionName=high Nodes=localhost PriorityTier=2 PreemptMode=OFF MaxTime=60
 CONF
   printf "Name=gpu File=/dev/%s\n" null zero >"$folder/gres.conf" # two files that every machine has
   export SLURM_CONF="$folder/slurm.conf" PATH="$PATH:/usr/sbin"
   munged --force --key-file="$folder/munge.key" --socket="$folder/munge.socket" --pid-file="$folder/munged.pid" \
     --log-file="$folder/munged.log" --seed-file="$folder/munged.seed" 2>"$folder/munged.err" || { cat "$folder/munged.err"; exit 1; }
   slurmctld
-  slurmd
+  slurmd -N localhost # a name that JAX can resolve on every machine
   for _ in $(seq 100); do
     if sinfo -h -o %T 2>/dev/null | grep -q idle; then return 0; fi
     sleep 0.1

@@ -160,9 +160,12 @@ def _rules(sweep: SweepData) -> list[str]:
     trailing = (
         f"the mean training loss of the last {TRAILING_FRACTION:.0%} of the steps (at least {LEAST_TRAILING})"
     )
-    measure = "the validation loss after the last step" if uses_validation(sweep) else trailing
+    validation = "the validation loss after the last step"
+    losses = f"{validation}, which every run that finished has"
+    if not uses_validation(sweep):
+        losses = f"{trailing}: not every run that finished has {validation}, which would be used instead"
     rules = [
-        f"Losses: {measure}. It is the validation loss if every run that finished has one, else {trailing}.",
+        f"Losses: {losses}.",
         "Pairs: a variant and its baseline with the same seed, which have the same data order and first weights.",
         f"Interval: paired t interval at {1 - settings.alpha:.0%}, for each variant alone.",
         f"Parity: two one-sided t tests show that the gap is inside the margin of {settings.margin}"

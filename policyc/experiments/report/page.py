@@ -216,36 +216,38 @@ def _charts(data: Record) -> str:
 
 
 def _equal_loss(data: Record, colors: dict[str, int]) -> str:
-    if not data["equal_loss"]:
-        return ""
-    rows = []
-    for row in data["equal_loss"]:
-        ratios = [row["measured_speed_up"], row["predicted_speed_up"]]
-        gains = [None if r is None else r / row["token_ratio"] for r in ratios]
-        rows.append(
+    """What each variant costs in tokens and gains in speed. Speeds that nobody measured or predicted have no column."""
+    rows = data["equal_loss"]
+    kinds = [
+        kind for kind in ("measured", "predicted") if any(row[f"{kind}_speed_up"] is not None for row in rows)
+    ]
+    cells = []
+    for row in rows:
+        speed_ups = [row[f"{kind}_speed_up"] for kind in kinds]
+        gains = [None if ratio is None else ratio / row["token_ratio"] for ratio in speed_ups]
+        figures = [value for pair in zip(speed_ups, gains, strict=True) for value in pair]
+        cells.append(
             [
                 _chip(row["variant"], colors[row["variant"]]),
                 _safe(row["baseline"]),
                 f"{row['loss']:.4f}",
                 f"{row['token_ratio'] - 1:+.1%}",
-                *(
-                    _safe(format_figure("ratio", value))
-                    for value in (ratios[0], gains[0], ratios[1], gains[1])
-                ),
+                *(_safe(format_figure("ratio", value)) for value in figures),
             ]
         )
-    has_prediction = data["speed_ups"] is not None
-    head = ["variant", "baseline", "loss", "extra tokens", "measured speed-up", "to that loss"]
-    head += ["predicted speed-up", "to that loss"] if has_prediction else []
-    shown = [row if has_prediction else row[:6] for row in rows]
-    note = (
-        "<p class=quiet>The loss is the larger of the two final trailing losses; extra tokens are what the variant "
-        "needs beyond the baseline to reach it. A variant breaks even at a speed-up of 1 plus the extra tokens. "
-        "Where the learning rate decays, the baseline is met before its own decay: a baseline with a shorter schedule "
-        "would need fewer tokens, so the extra tokens are a lower bound. An emulated format is slower than bf16: its "
-        "measured speed says nothing about native GEMMs.</p>"
-    )
-    return _section("equal-loss", "Time to equal loss", _table(head, shown) + note)
+    head = ["variant", "baseline", "loss", "extra tokens"]
+    head += [title for kind in kinds for title in (f"{kind} speed-up", "to that loss")]
+    content = _table(head, cells) + f"<p class=quiet>{_EQUAL_LOSS_NOTE}</p>" if rows else ""
+    return _section("equal-loss", "Time to equal loss", content)
+
+
+_EQUAL_LOSS_NOTE = (
+    "The loss is the larger of the two final trailing losses; extra tokens are what the variant needs beyond the "
+    "baseline to reach it. A variant breaks even at a speed-up of 1 plus the extra tokens. Where the learning rate "
+    "decays, the baseline is met before its own decay: a baseline with a shorter schedule would need fewer tokens, so "
+    "the extra tokens are a lower bound. An emulated format is slower than bf16: its measured speed says nothing about "
+    "native GEMMs."
+)
 
 
 # ---- runs

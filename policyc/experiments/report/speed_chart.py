@@ -66,17 +66,27 @@ def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float], baseline:
     """Draws points, intervals and margin. Returns the labels of the points."""
     margin = next((row["margin"] for row in rows if row["margin"] is not None), None)
     if margin is not None:
-        axes.axhspan(-margin, margin, color=_ZONE, alpha=0.14, linewidth=0)
+        axes.axhspan(-margin, margin, color=_ZONE, alpha=0.14, linewidth=0, label="margin of parity")
     labels = [(1.0, 0.0, baseline)]
     axes.plot([1], [0], "o", color=_QUIET)
+    named: set[str] = set()  # verdicts that the legend has
     for row in rows:
         x, color = speed_ups[row["variant"]], _POINTS[row["verdict"]]
+        label = None if row["verdict"] in named else row["verdict"]
+        named.add(row["verdict"])
         low, high = row["interval"] or (row["gap"], row["gap"])
         axes.errorbar(
-            [x], [row["gap"]], [[row["gap"] - low], [high - row["gap"]]], fmt="o", color=color, capsize=3
+            [x],
+            [row["gap"]],
+            [[row["gap"] - low], [high - row["gap"]]],
+            fmt="o",
+            color=color,
+            capsize=3,
+            label=label,
         )
         labels.append((x, row["gap"], row["variant"]))
     axes.margins(x=0.16, y=0.12)
+    axes.legend(loc="upper left", frameon=False, fontsize=9, labelcolor=_INK)
     axes.set_ylabel(f"loss gap to {baseline}, nats", color=_INK)
     axes.grid(color=_LINE, linewidth=0.8)
     axes.set_axisbelow(True)

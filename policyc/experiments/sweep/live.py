@@ -31,11 +31,11 @@ class SweepView:
     def count(self, progress: Progress) -> int:
         return sum(run.progress == progress for run in self.runs)
 
-    def summary(self) -> str:
-        """One line: how many runs are in which state, and the time left."""
+    def summary(self, *, is_over: bool = False) -> str:
+        """One line: how many runs are in which state, and the time left unless the sweep is over."""
         counts = [f"{self.count('finished')} of {len(self.runs)} runs finished"]
         counts += [f"{n} {state}" for state in ("running", "failed", "preempted") if (n := self.count(state))]
-        left = self.seconds_left() if self.count("running") else None
+        left = None if is_over else self.seconds_left()
         return ", ".join(counts) + ("" if left is None else f"; about {format_seconds(left)} left")
 
     def seconds_left(self) -> float | None:
@@ -176,7 +176,7 @@ class LiveTable:
 def print_result(console: Console, result: SweepResult, view: SweepView) -> None:
     """Prints the table, and every run that failed with the last lines of its log."""
     console.print(view.table())
-    console.print(Text(view.summary()))
+    console.print(Text(view.summary(is_over=True)))
     for run in result.failed:
         console.print(Text(f"\n{escape_controls(describe_end(run))}", style="bold red"))
         log = run.run.folder / LOG_FILE

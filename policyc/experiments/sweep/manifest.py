@@ -13,7 +13,7 @@ from typing import Any, cast
 from policyc import __version__
 from policyc.experiments.sweep.programs import POLICY_FILE, SweepProgram
 from policyc.experiments.sweep.run import LOCK_FILE, write_json
-from policyc.experiments.sweep.variants import VariantList
+from policyc.experiments.sweep.variants import OmittedEdit, VariantList
 
 MANIFEST_FILE = "sweep.json"
 _FORMAT = 1
@@ -54,6 +54,27 @@ class SweepDesign:
         return cast(dict[str, Any], json.loads(json.dumps(values)))  # tuples become lists, as in the file
 
 
+def reuse_plans(out: Path, program: SweepProgram, policies: VariantList) -> VariantList | None:
+    """Which of these policies run, as the sweep in this folder has decided; None if it has not.
+
+    So a sweep that is continued does not trace its program again, while its runs may use the devices.
+    """
+    path = out / MANIFEST_FILE
+    if not path.exists():
+        return None
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    hashes = {variant["name"]: variant["sha256"] for variant in earlier["variants"]}
+    dropped = {row["name"]: OmittedEdit(**row) for row in earlier["not_run"]}
+    unchanged = earlier["program_sha256"] == program.source_hash() and all(
+        hashes.get(variant.name) == variant.sha256 or variant.name in dropped for variant in policies.variants
+    )
+    if not unchanged:
+        return None
+    kept = tuple(variant for variant in policies.variants if variant.name in hashes)
+    omitted = tuple(dropped[v.name] for v in policies.variants if v.name not in hashes)
+    return VariantList(variants=kept, omitted=(*policies.omitted, *omitted))
+
+
 def open_sweep(out: Path, design: SweepDesign) -> list[str]:
     """Writes the files of a sweep into its folder, or continues the sweep that is there.
 
@@ -91,6 +112,9 @@ def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in dict.fromkeys([*before, *after])
         if before.get(name) != after.get(name)
     ]
+    size = earlier["program"]["seeds_per_process"]
+    if earlier["seeds"] != now["seeds"] and len(earlier["seeds"]) % size:
+        changes.append(f"its last process has fewer than {size} seeds, so that it cannot get more")
     if missing := [seed for seed in earlier["seeds"] if seed not in now["seeds"]]:
         changes.append(f"it also has the seeds {', '.join(map(str, missing))}")
     if missing := [name for name in earlier["baselines"] if name not in now["baselines"]]:

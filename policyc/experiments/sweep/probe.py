@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _REQUEST_FILE, _RESULT_FILE, _LOG_FILE = "request.json", "result.json", "log.txt"
 _LOG_LINES = 12
+_PROBE_VARIABLES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # other runs may be on the GPU
 
 
 class ProbeFailed(Exception):
@@ -61,7 +62,7 @@ def plan_policies(program: SweepProgram, seed: int, texts: Mapping[str, str]) ->
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **run.environment},
+                env={**_PROBE_VARIABLES, **os.environ, **run.environment},
                 cwd=run.cwd,
                 check=False,
             ).returncode

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -94,6 +95,7 @@ class SlurmQueue:
     def __init__(self) -> None:
         self._jobs: dict[str, QueuedJob] | None = None
         self._asked = 0.0
+        self._answers = True
 
     def jobs(self) -> dict[str, QueuedJob]:
         """The jobs by their numbers. Raises OSError if Slurm has never answered; later the last answer counts."""
@@ -102,9 +104,15 @@ class SlurmQueue:
             self._asked = now
             try:
                 self._jobs = _ask_queue()
-            except OSError:
+                self._answers = True
+            except OSError as error:
                 if self._jobs is None:
                     raise
+                if self._answers:  # one warning for one outage
+                    sys.stderr.write(
+                        f"policyc: warning: {error}; until Slurm answers, no run is taken as ended\n"
+                    )
+                self._answers = False
         return self._jobs
 
     def add(self, job: QueuedJob) -> None:
@@ -123,12 +131,12 @@ def _ask_queue() -> dict[str, QueuedJob]:
 def _run_slurm(*words: str) -> str:
     """Runs a command of Slurm. Raises OSError with its message."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_SLURM_TIMEOUT, check=True)
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=_SLURM_TIMEOUT, check=True)
     except subprocess.CalledProcessError as error:
         raise OSError(f"{words[0]}: {error.stderr.strip() or error}") from None
     except subprocess.TimeoutExpired:
         raise OSError(f"{words[0]}: Slurm did not answer within {_SLURM_TIMEOUT:.0f} s") from None
-    return done.stdout
+    return answer.stdout
 
 
 class SlurmExecutor:

@@ -18,8 +18,9 @@ from typing import Any
 
 from policyc.experiments.sweep.executor import wrapper_command
 from policyc.experiments.sweep.run import Run, RunStatus
+from policyc.experiments.sweep.wrapper import EXIT_PREEMPTED
 
-_STOPPED = (0, 75, 130)  # exit codes of a program that has finished, or saved on a signal: see docs/cli.md
+_GOOD_EXITS = (0, EXIT_PREEMPTED, 130)  # 130: the bundled trainer saved on SIGINT
 _LAST_WORDS_SECONDS = 30  # the first task sees that another one is dead, and says so, before Slurm kills it
 
 
@@ -66,7 +67,7 @@ class SlurmTask:
         with (run.folder / f"log.{rank}.txt").open("ab") as log:
             environment = {**os.environ, **run.environment}
             code = self._run(run.command, stdout=log, stderr=log, env=environment, cwd=run.cwd)
-        if code not in _STOPPED:
+        if code not in _GOOD_EXITS:
             time.sleep(_LAST_WORDS_SECONDS)
             raise RuntimeError(f"task {rank} ended with exit code {code}: see {run.folder}/log.{rank}.txt")
 

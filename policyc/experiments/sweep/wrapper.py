@@ -29,9 +29,11 @@ from policyc.experiments.sweep.run import LOCK_FILE, LOG_FILE, METRICS_FILE, Run
 GRACE_VARIABLE = "POLICYC_STOP_GRACE"
 """Environment variable: how many seconds a stopped program may take to save before it is killed."""
 
+EXIT_PREEMPTED = 75
+"""EX_TEMPFAIL: the program had the signal of a scheduler, and saved."""
+
 _DEFAULT_GRACE = 60.0  # a step and a checkpoint of a small model
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_EXIT_PREEMPTED = 75  # EX_TEMPFAIL: the program had the signal of a scheduler, and saved
 _POLL_SECONDS = 0.1
 _CONVERT_SECONDS = 5.0  # between two conversions of another trainer's metrics
 _EXIT_BUSY = 75  # EX_TEMPFAIL: another process runs this run
@@ -177,7 +179,7 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None) -> Run
         )
     if code == 0 and is_complete:
         return RunEnd(state="finished")
-    if stop_signal is not None or code == _EXIT_PREEMPTED:
+    if stop_signal is not None or code == EXIT_PREEMPTED:
         name = "a signal" if stop_signal is None else signal.Signals(stop_signal).name
         reason = f"stopped by {name} at step {step or 0}"
         return RunEnd(state="preempted", reason=reason)

@@ -50,6 +50,7 @@ const TICKS = {
   count: (value) => withPrefix(value, 4),
   number: (value) => String(+value.toPrecision(4)),
 };
+TICKS.loss = TICKS.gap = TICKS.number;
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const COLORS = 12;
