@@ -8,7 +8,7 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.diff.graph import build_graph, children_of
+from policyc.diff.graph import children_of, graph_of
 from policyc.diff.model import DiffData, DiffSide, Linear, LinearLayers, ProductSide, ProductState, Stack
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
@@ -46,7 +46,7 @@ def as_data(diff: DiffData) -> dict[str, Any]:
         "states": writer.states,
         "linears": linears,
         "stacks": [_stack(stack) for stack in diff.stacks],
-        "graph": graph_data(build_graph(diff)),
+        "graph": graph_data(graph_of(diff)),
         "overlays": dict(diff.overlays),
         "notes": list(diff.notes),
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from policyc.diff.graph import build_graph, children_of
+from policyc.diff.graph import children_of, graph_of
 from policyc.diff.model import DiffData, format_ranges
 from policyc.diff.terminal import equation_text
 from policyc.language.diagnostics import escape_controls
@@ -17,7 +17,7 @@ _MAX_LABEL = 60
 
 def as_dot(diff: DiffData) -> str:
     """The whole graph. `dot -Tsvg` draws it."""
-    graph = build_graph(diff)
+    graph = graph_of(diff)
     lines = [
         "digraph diff {",
         '  graph [fontname="Helvetica", rankdir=TB, compound=true];',

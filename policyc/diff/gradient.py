@@ -30,7 +30,7 @@ from policyc.diff.matching import (
 from policyc.jaxcore import jaxprs, product_tags
 from policyc.jaxcore.containers import IterationRange, container_of
 from policyc.jaxcore.jaxprs import AnyJaxpr
-from policyc.jaxcore.product_tags import Tag
+from policyc.jaxcore.product_tags import Tag, TaggedLoss
 from policyc.jaxcore.transform import Address
 from policyc.language.recipes import Gemm
 
@@ -43,18 +43,23 @@ def match_gradients(plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLo
 
 def match_tagged(before: AnyJaxpr, after: AnyJaxpr, sites: Sites) -> MatchedLoss:
     """Matches two gradients of a loss with these sites."""
-    matches = _GradientMatcher({site.address: site for site in sites}).match(before, after, {})
+    matches = _GradientMatcher(sites).match(before, after, {})
     return MatchedLoss(loss=MatchedJaxpr(label="gradient", matches=matches, inputs=_inputs(before, after)))
+
+
+def tag_loss(sites: Sites) -> TaggedLoss:
+    """The loss of these sites with a tag on every equation. Equal losses have equal tags."""
+    return TaggedLoss(sites.jaxpr, {site.address for site in sites if not site.opaque})
 
 
 def tagged_gradient(plan: Plan, phase: Phase) -> AnyJaxpr:
     """The gradient of a plan's loss, with a tag on every equation."""
     sites = plan.sites
-    products = {site.address for site in sites if not site.opaque}
+    loss_with_tags = tag_loss(sites)
     tagged = replace(
         sites,
-        jaxpr=product_tags.tag_equations(sites.jaxpr, products),
-        sites=tuple(replace(s, eqn=product_tags.tag_equation(s.eqn, s.address)) for s in sites),
+        jaxpr=loss_with_tags.jaxpr,
+        sites=tuple(replace(s, eqn=loss_with_tags.tag_site(s.eqn, s.address)) for s in sites),
     )
     source = RandomSource(seed=plan.policy.seed)
     rewritten = rewrite(tagged, plan.decisions(phase), plan.constant_inputs, source)
@@ -91,24 +96,34 @@ class _Key:
 class _GradientMatcher:
     """Matches two jaxprs of gradients, and the jaxprs inside them."""
 
-    def __init__(self, sites: Mapping[Address, Site]) -> None:
-        self._sites = sites
+    def __init__(self, sites: Sites) -> None:
+        self._sites: Mapping[Address, Site] = {site.address: site for site in sites}
+        self._tags = tag_loss(sites)
         self._texts = StructureTexts()
 
     def match(
-        self, before: AnyJaxpr, after: AnyJaxpr, iterations: Iterations, *, backward: bool = False
+        self,
+        before: AnyJaxpr,
+        after: AnyJaxpr,
+        iterations: Iterations,
+        *,
+        container: Address = (),
+        backward: bool = False,
     ) -> tuple[Match, ...]:
-        olds, news = (self._by_key(jaxprs.equations(side), backward) for side in (before, after))
+        """Matches two jaxprs that a container runs; `container` is the equation of the loss that it is from."""
+        olds, news = (self._by_key(jaxprs.equations(side), container, backward) for side in (before, after))
         matches = {
             key: list(self._match_key(key, olds.get(key, ()), news.get(key, ()), iterations))
             for key in (*olds, *(k for k in news if k not in olds))
         }
         return tuple(_in_order(itertools.chain.from_iterable(matches.values()), before, after))
 
-    def _by_key(self, eqns: Sequence[JaxprEqn], backward: bool) -> dict[_Key, tuple[JaxprEqn, ...]]:
+    def _by_key(
+        self, eqns: Sequence[JaxprEqn], container: Address, backward: bool
+    ) -> dict[_Key, tuple[JaxprEqn, ...]]:
         by_key: dict[_Key, list[JaxprEqn]] = {}
         for eqn in eqns:
-            tag = product_tags.read_tag(eqn)
+            tag = self._tags.read_tag(eqn, container)
             key = _Key(tag.address, self._product(eqn, tag), backward or tag.is_backward, tag.is_recomputed)
             by_key.setdefault(key, []).append(eqn)
         return {key: tuple(members) for key, members in by_key.items()}
@@ -180,7 +195,9 @@ class _GradientMatcher:
         inside = tuple(
             MatchedJaxpr(
                 label=sub.param if sub.index is None else f"{sub.param}[{sub.index}]",
-                matches=self.match(sub.jaxpr, other.jaxpr, iterations, backward=key.is_backward),
+                matches=self.match(
+                    sub.jaxpr, other.jaxpr, iterations, container=key.address or (), backward=key.is_backward
+                ),
                 inputs=_inputs(sub.jaxpr, other.jaxpr),
             )
             for sub, other in subs
@@ -203,7 +220,7 @@ class _GradientMatcher:
         for piece in pieces:
             before, after = (jaxprs.sub_jaxprs(eqn)[0].jaxpr for eqn in (piece.whole, piece.scan))
             fixed = {**iterations, key.address or (): piece.iterations.start}
-            matches = self.match(before, after, fixed, backward=key.is_backward)
+            matches = self.match(before, after, fixed, container=key.address or (), backward=key.is_backward)
             inside.append(MatchedJaxpr(label="jaxpr", matches=matches, iterations=piece.iterations))
         return self._make(key, tuple(old), tuple(new), Reason.SPLIT, iterations, tuple(inside))
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import networkx as nx
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -37,6 +38,16 @@ def build_graph(diff: DiffData) -> nx.DiGraph[int]:
         builder.add_jaxpr(root, diff.matched.loss)
     builder.count_changes(root)
     return builder.graph
+
+
+_GRAPHS: WeakKeyDictionary[DiffData, nx.DiGraph[int]] = WeakKeyDictionary()
+
+
+def graph_of(diff: DiffData) -> nx.DiGraph[int]:
+    """The graph of a diff, built once for all outputs. They must not change it."""
+    if diff not in _GRAPHS:
+        _GRAPHS[diff] = build_graph(diff)
+    return _GRAPHS[diff]
 
 
 # ---- nodes

@@ -199,7 +199,7 @@ class Totals:
     """The part of the model that all changed products are in ("mlp"); `products` counts that part."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DiffData:
     """Everything that is known of a difference, whatever it is shown as."""
 

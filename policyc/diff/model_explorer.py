@@ -12,7 +12,7 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.diff.graph import build_graph, children_of
+from policyc.diff.graph import children_of, graph_of
 from policyc.diff.model import DiffData, format_ranges
 from policyc.diff.svg import FORMAT_COLORS, OTHER_COLOR
 from policyc.language.diagnostics import escape_controls
@@ -30,7 +30,7 @@ def write_model_explorer(diff: DiffData, folder: Path) -> None:
 
 def model_explorer_data(diff: DiffData) -> dict[str, Any]:
     """The content of the files, by their names."""
-    graph = build_graph(diff)
+    graph = graph_of(diff)
     return {
         "before": _collection(diff, graph, "before"),
         "after": _collection(diff, graph, "after"),

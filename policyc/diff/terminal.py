@@ -14,7 +14,7 @@ import networkx as nx
 
 from policyc.diff.data import sentence
 from policyc.diff.figures import product_figures
-from policyc.diff.graph import build_graph, children_of
+from policyc.diff.graph import children_of, graph_of
 from policyc.diff.model import DiffData, Linear, LinearLayers, ProductChange, Stack, format_ranges
 from policyc.language.diagnostics import escape_controls
 from policyc.language.recipes import Gemm
@@ -142,7 +142,7 @@ class EquationLines:
 
     def __init__(self, diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> None:
         self._diff, self._paint, self._width = diff, paint, width
-        self._graph: nx.DiGraph[int] = build_graph(diff)
+        self._graph: nx.DiGraph[int] = graph_of(diff)
 
     def lines(self) -> Iterator[str]:
         unchanged = 0

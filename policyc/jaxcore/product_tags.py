@@ -1,4 +1,4 @@
-"""Tags equations with their addresses, so that each equation of a gradient says which equation of the loss it is from.
+"""Tags equations with their places, so that each equation of a gradient says which equation of the loss it is from.
 
 A tag is a name scope. JAX gives what it derives from an equation the equation's name scopes. A product is wrapped into
 a primitive whose derivative is JAX's own, one operand at a time, each under a scope: so the gradient also says which of
@@ -45,52 +45,115 @@ class Tag:
     is_recomputed: bool = False
 
 
-def read_tag(eqn: JaxprEqn) -> Tag:
-    stack = eqn.source_info.name_stack.stack
-    names = [s.name for s in stack if isinstance(s, sources.Scope)]
-    tags = [name for name in names if name.startswith(_TAG)]
-    parts = [name.removeprefix(_PART) for name in names if name.startswith(_PART)]
-    part = next((p for p in parts[-1:] if p in ("result", "lhs", "rhs")), "")
-    return Tag(
-        address=tuple(map(int, tags[-1].removeprefix(_TAG).split("."))) if tags else None,
-        part=part,  # type: ignore[arg-type]  # one of the three names
-        is_backward=any(not isinstance(s, sources.Scope) and s.name == "transpose" for s in stack),
-        is_recomputed=_RECOMPUTED in names,
-    )
-
-
 def is_tag(name: str) -> bool:
     """Is a name scope a tag, or part of one?"""
     return name.startswith((_TAG, _PART)) or name == _RECOMPUTED
 
 
-def tag_equations(jaxpr: ClosedJaxpr, products: Collection[Address]) -> ClosedJaxpr:
-    """The jaxpr with a tag on every equation, and with the equations at `products` wrapped."""
-    return _tag(jaxpr, products, ())
+class TaggedLoss:
+    """A loss with a tag on every equation, and with its products wrapped.
+
+    A tag has the number of a jaxpr in the loss, and the number of the equation in it. Containers with the same jaxpr
+    (layers that are not scanned) keep it in common, so that JAX differentiates it once. Which of the containers an
+    equation of the gradient is in follows from the tags around it, or from the container that holds it there.
+    """
+
+    def __init__(self, jaxpr: ClosedJaxpr, products: Collection[Address]) -> None:
+        self._numbers: dict[Address, int] = {
+            (): 0
+        }  # of jaxprs, by the address of the container and the index in it
+        # The containers of a jaxpr: the number of the jaxpr that they are in, their own, and the index in them.
+        self._containers: dict[int, dict[tuple[int, int], int]] = {}
+        self._tagged: dict[tuple[int, int, frozenset[Address]], tuple[int, Any]] = {}
+        self._products = products
+        self.jaxpr = self._tag(jaxpr, (), 0)
+
+    def tag_site(self, eqn: JaxprEqn, address: Address) -> JaxprEqn:
+        """The equation with its tag and those of the containers around it: parts of a site are moved out of them."""
+        for length in range(1, len(address) + 1, 2):
+            eqn = self._tag_equation(eqn, address[:length])
+        return eqn
+
+    def _tag_equation(self, eqn: JaxprEqn, address: Address) -> JaxprEqn:
+        info = eqn.source_info
+        stack = info.name_stack.extend(f"{_TAG}{self._numbers[address[:-1]]}.{address[-1]}")
+        return jaxprs.replace_eqn(eqn, source_info=info.replace(name_stack=stack))
+
+    def _tag(self, jaxpr: J, outer: Address, number: int) -> J:
+        eqns: list[JaxprEqn] = []
+        for position, eqn in enumerate(jaxprs.equations(jaxpr)):
+            address = (*outer, position)
+            tagged = self._tag_equation(eqn, address)
+            if container_of(eqn) is not None:
+                subs = enumerate(jaxprs.sub_jaxprs(eqn))
+                tagged = jaxprs.replace_sub_jaxprs(
+                    tagged,
+                    [(sub, self._tag_body(sub.jaxpr, (*address, index), number)) for index, sub in subs],
+                )
+            elif address in self._products:
+                params = {"primitive": eqn.primitive, "params": tuple(eqn.params.items())}
+                tagged = jaxprs.replace_eqn(tagged, primitive=_wrapped_product_p, params=params)
+            eqns.append(tagged)
+        return jaxprs.replace_equations(jaxpr, eqns)
+
+    def _tag_body(self, jaxpr: J, outer: Address, holder: int) -> J:
+        """The jaxpr of a container, tagged once for all containers that have it."""
+        depth = len(outer)
+        products = frozenset(address[depth:] for address in self._products if address[:depth] == outer)
+        key = (id(jaxpr), outer[-1], products)  # the branches of a cond may be one jaxpr: they are told apart
+        is_new = key not in self._tagged
+        number = len(self._containers) + 1 if is_new else self._tagged[key][0]
+        self._containers.setdefault(number, {})[holder, outer[-2]] = outer[-1]
+        self._numbers[outer] = number
+        if is_new:
+            self._tagged[key] = (number, self._tag(jaxpr, outer, number))
+        else:
+            self._number_inside(outer)
+        tagged: J = self._tagged[key][1]
+        return tagged
+
+    def _number_inside(self, outer: Address) -> None:
+        """Gives the jaxprs inside one that was tagged before the numbers that they have there."""
+        first = next(address for address, number in self._numbers.items() if number == self._numbers[outer])
+        for address, number in list(self._numbers.items()):
+            if len(address) > len(first) and address[: len(first)] == first:
+                self._numbers[(*outer, *address[len(first) :])] = number
+
+    def read_tag(self, eqn: JaxprEqn, container: Address = ()) -> Tag:
+        """What an equation of the gradient is from. `container` is the equation of the loss that it is inside of."""
+        stack = eqn.source_info.name_stack.stack
+        names = [s.name for s in stack if isinstance(s, sources.Scope)]
+        tags = [_read_numbers(name) for name in names if name.startswith(_TAG)]
+        parts = [name.removeprefix(_PART) for name in names if name.startswith(_PART)]
+        part = next((p for p in parts[-1:] if p in ("result", "lhs", "rhs")), "")
+        return Tag(
+            address=self._resolve(tags, container) if tags else None,
+            part=part,  # type: ignore[arg-type]  # one of the three names
+            is_backward=any(not isinstance(s, sources.Scope) and s.name == "transpose" for s in stack),
+            is_recomputed=_RECOMPUTED in names,
+        )
+
+    def _resolve(self, tags: Sequence[tuple[int, int]], container: Address) -> Address:
+        """The address that the last of some tags stands for."""
+        number, position = tags[-1]
+        if number == 0:
+            return (position,)
+        holders = self._containers[number]
+        for count in range(len(tags) - 1, 0, -1):
+            if tags[count - 1] in holders:
+                return (*self._resolve(tags[:count], container), holders[tags[count - 1]], position)
+        for length in range(len(container), 0, -1):  # the innermost container around it that has this jaxpr
+            for index in {*holders.values()}:
+                if self._numbers.get((*container[:length], index)) == number:
+                    return (*container[:length], index, position)
+        # JAX left the tags around it out. That is no loss where one container has the jaxpr.
+        ((holder, index),) = holders.items()
+        return (*self._resolve([holder], container), index, position)
 
 
-def tag_equation(eqn: JaxprEqn, address: Address) -> JaxprEqn:
-    """The equation with its tag."""
-    info = eqn.source_info
-    stack = info.name_stack.extend(f"{_TAG}{'.'.join(map(str, address))}")
-    return jaxprs.replace_eqn(eqn, source_info=info.replace(name_stack=stack))
-
-
-def _tag(jaxpr: J, products: Collection[Address], outer: Address) -> J:
-    eqns: list[JaxprEqn] = []
-    for number, eqn in enumerate(jaxprs.equations(jaxpr)):
-        address = (*outer, number)
-        tagged = tag_equation(eqn, address)
-        if container_of(eqn) is not None:
-            subs = enumerate(jaxprs.sub_jaxprs(eqn))
-            tagged = jaxprs.replace_sub_jaxprs(
-                tagged, [(sub, _tag(sub.jaxpr, products, (*address, index))) for index, sub in subs]
-            )
-        elif address in products:
-            params = {"primitive": eqn.primitive, "params": tuple(eqn.params.items())}
-            tagged = jaxprs.replace_eqn(tagged, primitive=_wrapped_product_p, params=params)
-        eqns.append(tagged)
-    return jaxprs.replace_equations(jaxpr, eqns)
+def _read_numbers(name: str) -> tuple[int, int]:
+    number, _, position = name.removeprefix(_TAG).partition(".")
+    return int(number), int(position)
 
 
 def trace_gradient(

@@ -104,3 +104,39 @@ def test_two_policies_with_hoisted_weights() -> None:
     plan = policyc.plan("* -> mxfp8", loss, {"layers": struct(4, 16, 16)}, X)
     assert any(m.reason for m in match_plans(plan, "* -> fp8").all_matches())
     assert not any(m.reason for m in match_plans(plan, "* -> mxfp8").all_matches())
+
+
+def test_branches_that_share_a_jaxpr_are_told_apart() -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        def branch(w: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.tanh(x @ w)
+
+        return jnp.sum(lax.cond(x[0, 0] > 0, branch, branch, p["w"], x))
+
+    plan = policyc.plan("* -> mxfp8", loss, {"w": W}, X)
+    assert len(plan.sites) == 2
+    check_gradient(plan)
+
+
+def test_layers_that_share_a_jaxpr_are_told_apart() -> None:
+    """JAX traces a function under `jax.checkpoint` or `jax.jit` once for all layers that call it."""
+    inner = jax.jit(lambda h, w: jnp.sin(h @ w))
+    block = jax.checkpoint(lambda h, up, down: jnp.tanh(inner(h @ up, down)))
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        for layer in p["layers"]:
+            x = block(x, layer["up"], layer["down"])
+        return jnp.sum(x)
+
+    plan = policyc.plan("layers[1:3] -> mxfp8", loss, {"layers": [{"up": W, "down": W}] * 4}, W)
+    assert len({id(jaxprs.sub_jaxprs(eqn)[0].jaxpr) for eqn in plan.sites.jaxpr.eqns[:4]}) == 1
+    check_gradient(plan)
+    names = {site.address: f"{site.name} {number // 2}" for number, site in enumerate(plan.sites)}
+    changed = {
+        (names[m.address], m.product)
+        for m in match_plans(plan).all_matches()
+        if m.reason is Reason.REPLACED and m.before and m.after
+    }
+    expected = {(f"layers[{n}].{name} {n}", gemm) for n in (1, 2) for name in ("up", "down")
+                for gemm in ("fprop", "dgrad", "wgrad")}  # fmt: skip
+    assert changed == expected
