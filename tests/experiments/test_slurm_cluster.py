@@ -132,26 +132,23 @@ def test_a_sweep_survives_what_happens_to_it_and_its_jobs(tmp_path):
 
 
 def test_a_preempted_mesh_goes_on_with_the_same_losses(tmp_path):
-    """The trainer on two processes, which find each other through Slurm. A job of higher priority takes their place."""
+    """The trainer on two processes, which find each other through Slurm. A run with higher priority preempts it."""
     steps = 40
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    options += ["--batch=8", "--sequence=32", "--data=synthetic", "--distributed", "--fsdp-axis=2"]
-    options += ["--compute=float32", "--checkpoint-every=1000"]
-    options += [
-        "--export-every=1",
-        "--export-command=sleep 0.1",
-    ]  # a step takes longer: Slurm needs some seconds
+    model = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    model += ["--batch=8", "--sequence=32", "--data=synthetic", "--distributed", "--fsdp-axis=2"]
+    model += ["--compute=float32", "--checkpoint-every=1000"]
+    # The first attempt is slow, so that it does not end before the other run is scheduled.
+    slow = ["--export-every=1", "--export-command=sh -c 'test -n \"$SLURM_RESTART_COUNT\" || sleep 1'"]
 
-    def start(name: str) -> tuple[Sweep, Path]:
-        resources = f"partition={name},tasks=2,cpus=1,time=5"
+    def start(name: str, options: list[str]) -> tuple[Sweep, Path]:
+        resources = f"partition={name},tasks=2,cpus=2,time=10"
         words = ("bf16", "--config", "tiny", "--seeds", "1", "--steps", str(steps), "--out", name)
         sweep = Sweep(tmp_path, *words, "--slurm", resources, *options)
         return sweep, tmp_path / name / "bf16" / "seed0"
 
-    preempted, folder = start("low")
-    whole, whole_folder = start("high")
-    preempted.wait_until(lambda: count_steps(folder) > 3 and count_steps(whole_folder) > 0)
-    slurm("sbatch", "--partition=high", "--ntasks=2", "--output=/dev/null", "--wrap=sleep 1")
+    preempted, folder = start("low", [*model, *slow])
+    preempted.wait_until(lambda: count_steps(folder) > 2)
+    whole, whole_folder = start("high", model)
     for sweep in (whole, preempted):
         assert sweep.end() == 0, sweep.output
     log = (folder / "log.txt").read_text()
