@@ -71,7 +71,7 @@ class Trainer:
     """One run, or several seeds of it. Nothing is written until settings, data, policy and initial weights are good.
 
     With several seeds, the state and the batches have a leading axis of seeds, and each seed has a folder of a run.
-    Their checkpoints are common.
+    Their checkpoints are common, in the folder of the first one.
     """
 
     def __init__(
@@ -79,11 +79,13 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.mesh, self.stop = config, run, model.make_mesh(config, run), stop
         self.policy = os.environ.get("POLICYC_POLICY_SHA256")
-        self.folder = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
-        stop.announce(max(saved_steps(self.folder / "checkpoints"), default=0))
+        out = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
         self.name, self.runs = name, configs.runs_of_seeds(run)
-        several = run.seeds is not None
-        self.folders = [self.folder / f"seed{one.seed}" if several else self.folder for one in self.runs]
+        self.folders = [out if run.seeds is None else out / f"seed{one.seed}" for one in self.runs]
+        self.folder = self.folders[
+            0
+        ]  # also of what seeds have in common, so that several processes may share `out`
+        stop.announce(max(saved_steps(self.folder / "checkpoints"), default=0))
         self.sources, self.batches = self.open_data("train")
         self.start_profile, self.stop_profile = make_profiler(run, self.folder)
         self.train_step = optimizer.make_train_step(config, run, self.mesh)

@@ -67,6 +67,27 @@ def test_a_sweep_that_is_continued_runs_what_failed_or_was_stopped_but_not_what_
     assert [run.run.variant for run in result.failed] == ["diverged"]
 
 
+@pytest.mark.parametrize(
+    ("states", "is_run_again"),
+    [
+        ([("finished", False), ("finished", False)], False),
+        ([("finished", False), ("failed", True)], False),
+        ([("failed", True), ("failed", False)], True),
+        ([("finished", False), ("preempted", False)], True),
+        ([("finished", False)], True),  # the other one has not started
+    ],
+)
+def test_a_run_of_several_seeds_is_run_again_if_one_needs_it(
+    tmp_path: Path, states: list[tuple[State, bool]], is_run_again: bool
+) -> None:
+    run = make_run(tmp_path, seeds=(0, 1))
+    for folder, (state, diverged) in zip(run.folders, states, strict=False):
+        write_status(folder, state, diverged=diverged)
+    executor = FakeExecutor(finish)
+    run_all([run], executor)
+    assert bool(executor.started) == is_run_again
+
+
 def test_a_run_whose_wrapper_was_killed_has_failed(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     result = run_all([run], FakeExecutor(lambda _: ("running", [3.0])))

@@ -22,7 +22,7 @@ from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram, make_runs
 from policyc.experiments.sweep.run import Run, RunStatus, tail_lines
 from policyc.experiments.sweep.variants import VariantList, collect_variants, drop_equal_plans
-from policyc.experiments.sweep.wrapper import judge_end
+from policyc.experiments.sweep.wrapper import judge_end, judge_seeds
 from policyc.language.loader import parse
 from tests.support.sweep_runs import make_run, read_state, write_metrics
 
@@ -56,6 +56,20 @@ def test_how_a_run_ended(
     assert end.reason.startswith(reason)
     assert end.reason == reason or reason.startswith("the program wrote")
     assert end.diverged == reason.startswith("diverged")
+
+
+def test_one_seed_that_diverged_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    run = make_run(tmp_path, seeds=(0, 1, 2))
+    for folder, losses in zip(run.folders, ([3.0, 2.0, 1.0], [3.0, float("nan")], [3.0]), strict=True):
+        write_metrics(folder, losses)
+    ends = judge_seeds(run, 1, None)
+    assert [(end.state, end.diverged) for end in ends] == [
+        ("finished", False),
+        ("failed", True),
+        ("failed", False),
+    ]
+    write_metrics(run.folders[1], [3.0, 2.0])
+    assert {end.state for end in judge_seeds(run, 1, None)} == {"failed"}
 
 
 # ---- metrics

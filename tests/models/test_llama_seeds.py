@@ -152,4 +152,4 @@ def test_a_run_of_several_seeds_writes_the_folder_of_each(tmp_path):
     assert (folder / "exports" / "4" / "model.safetensors").exists()
     assert (folder / "plan.json").exists()
     assert json.loads((folder / "run.json").read_text())["seed"] == 3
-    assert (tmp_path / "both" / "checkpoints").exists()
+    assert (tmp_path / "both" / "seed0" / "checkpoints").exists()

@@ -96,9 +96,16 @@ def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
 
 
 def _read_worst_status(run: Run) -> RunStatus | None:
-    """The status of the run; that of the seed that is furthest from finished if it has several."""
-    statuses = [RunStatus.read(folder) for folder in run.folders]
-    return next((s for s in statuses if s is None or s.state != "finished"), statuses[0])
+    """The status of the run; that of the seed that is furthest from its end if it has several."""
+
+    def distance(status: RunStatus | None) -> int:
+        if status is None:
+            return 4
+        return {"finished": 0, "failed": 1 if status.diverged else 2, "preempted": 3, "running": 3}[
+            status.state
+        ]
+
+    return max((RunStatus.read(folder) for folder in run.folders), key=distance)
 
 
 @contextlib.contextmanager

@@ -78,12 +78,10 @@ class _Wrapper:
                 log.write(f"--- attempt {status.attempt}, {status.started}\n")
                 log.flush()
             code = self._run_program(log)
-        end = self._judge(code)
-        status = replace(
-            status, state=end.state, reason=end.reason, diverged=end.diverged, exit=code, ended=_now(),
-            seconds=status.seconds + time.monotonic() - begin,
-        )  # fmt: skip
-        self._write(status)
+        seconds = status.seconds + time.monotonic() - begin
+        status = replace(status, exit=code, ended=_now(), seconds=seconds)
+        for folder, end in zip(self._run.folders, self._judge(code), strict=True):
+            replace(status, state=end.state, reason=end.reason, diverged=end.diverged).write(folder)
         return code if code >= 0 else 128 - code
 
     def _first_status(self) -> RunStatus:
@@ -148,12 +146,11 @@ class _Wrapper:
         except (OSError, ValueError) as error:
             self._metrics_fault = str(error)
 
-    def _judge(self, code: int) -> RunEnd:
-        """The state of the run after its program ended. With several seeds, that of the worst seed."""
+    def _judge(self, code: int) -> list[RunEnd]:
+        """How each seed ended."""
         if code == 0 and self._metrics_fault:
-            return RunEnd(state="failed", reason=self._metrics_fault)
-        ends = [judge_end(folder, self._run, code, self._signal) for folder in self._run.folders]
-        return max(ends, key=lambda end: ("finished", "preempted", "failed").index(end.state))
+            return [RunEnd(state="failed", reason=self._metrics_fault)]  # such a program has one seed
+        return judge_seeds(self._run, code, self._signal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +160,14 @@ class RunEnd:
     state: State
     reason: str = ""
     diverged: bool = False
+
+
+def judge_seeds(run: Run, code: int, stop_signal: int | None) -> list[RunEnd]:
+    """How each seed of a run ended. If one diverged, this is why the program failed: the others may have finished."""
+    ends = [judge_end(folder, run, code, stop_signal) for folder in run.folders]
+    if not any(end.diverged for end in ends):
+        return ends
+    return [judge_end(folder, run, 0, stop_signal) for folder in run.folders]
 
 
 def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None) -> RunEnd:
