@@ -51,6 +51,13 @@ if TYPE_CHECKING:
     show_default=True,
     help="GPUs of the prediction.",
 )
+@click.option(
+    "--backend",
+    metavar="NAME",
+    default="auto",
+    show_default=True,
+    help="Backend of the prediction: auto, xla or te. It need not be installed.",
+)
 @click.argument("folders", nargs=-1, required=True, metavar="DIR...")
 def report(folders: tuple[str, ...], **options: Any) -> None:
     """Write a report of runs or of a sweep.
@@ -82,6 +89,7 @@ class _ReportCommand:
     config: str | None
     target: str
     devices: int
+    backend: str
 
     def report_options(self) -> ReportOptions:
         from policyc.experiments.report.build import PredictedStep, ReportOptions
@@ -89,7 +97,10 @@ class _ReportCommand:
         step = None
         if self.svg or self.config:
             step = PredictedStep(
-                config=self.config or PredictedStep().config, target=self.target, devices=self.devices
+                config=self.config or PredictedStep().config,
+                target=self.target,
+                devices=self.devices,
+                backend=self.backend,
             )
         baselines = tuple(name.strip() for name in (self.baseline or "").split(",") if name.strip())
         return ReportOptions(baselines=baselines, margin=self.margin, step=step)

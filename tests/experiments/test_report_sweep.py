@@ -285,6 +285,12 @@ def test_predicted_speed_ups_are_those_of_estimate() -> None:
     arguments = ("--config", "tiny", "--target", "gb200", "--format", "json")
     estimate = json.loads(policyc("estimate", "te_nvfp4", "--against", "bf16", *arguments).out)
     assert speed_ups["te_nvfp4"] == pytest.approx(estimate["speed_up"])
+    by_te = predict_speed_ups(policies, "bf16", "tiny", "gb200", 1, "te")
+    estimate = json.loads(
+        policyc("estimate", "te_nvfp4", "--against", "bf16", *arguments, "--backend", "te").out
+    )
+    assert by_te["te_nvfp4"] == pytest.approx(estimate["speed_up"])
+    assert by_te["te_nvfp4"] != pytest.approx(speed_ups["te_nvfp4"])
     # A quarter of the steps has the time of mxfp8, the others that of bf16.
     assert 1 / speed_ups["switch"] == pytest.approx(0.25 / speed_ups["mxfp8"] + 0.75)
 

@@ -41,14 +41,16 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedStep:
-    """The step whose speed is predicted: a configuration of the bundled Llama on some GPUs."""
+    """The step whose speed is predicted: a configuration of the bundled Llama on some GPUs, with a backend."""
 
     config: str = "llama3_8b"
     target: str = "gb200"
     devices: int = 8
+    backend: str = "auto"
 
     def __str__(self) -> str:
-        return f"{self.config} on {self.devices} × {self.target.upper()}"
+        backend = "" if self.backend == "auto" else f", backend {self.backend}"
+        return f"{self.config} on {self.devices} × {self.target.upper()}{backend}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,7 @@ def _predict(sweep: SweepData, step: PredictedStep, problems: list[str]) -> dict
     if baseline is None:
         problems.append("no baseline has a policy.policy, so no speed-up is predicted")
         return {}
-    return predict_speed_ups(texts, baseline, step.config, step.target, step.devices)
+    return predict_speed_ups(texts, baseline, step.config, step.target, step.devices, step.backend)
 
 
 def _statistics(sweep: SweepData) -> Record:

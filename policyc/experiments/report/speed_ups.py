@@ -16,7 +16,7 @@ _STEPS = 1000  # of the training whose phases are counted, for a policy with a s
 
 
 def predict_speed_ups(
-    policies: Mapping[str, str], baseline: str, config: str, gpu: str, devices: int
+    policies: Mapping[str, str], baseline: str, config: str, gpu: str, devices: int, backend: str = "auto"
 ) -> dict[str, float]:
     """The speed-up of each policy over the baseline. Raises ValueError if the step is not possible.
 
@@ -25,8 +25,9 @@ def predict_speed_ups(
     Args:
       policies: the text of each policy by its name; the baseline is one of them.
       config: a configuration of the bundled Llama.
+      backend: what runs the products that it can run. It need not be installed here.
     """
-    execution = execution_options("auto", gpu, False)
+    execution = execution_options(backend, gpu, False)
     mesh = parse_mesh(f"fsdp={devices}", devices)
     first = parse(policies[baseline])
     traced = llama_step.plan_step(first, config, mesh, llama_step.Sizes(), execution)
