@@ -5,9 +5,7 @@ Import slow modules inside functions: `--help` loads this module.
 
 from __future__ import annotations
 
-import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,8 +19,6 @@ from policyc.cli.common import (
     EXIT_USAGE,
     exit_with_diagnostics,
     exit_with_message,
-    unified_diff,
-    use_color,
 )
 from policyc.cli.options import (
     ProgramCommand,
@@ -33,6 +29,7 @@ from policyc.cli.options import (
     require_native_option,
 )
 from policyc.cli.program import parse_program
+from policyc.cli.sweep_output import print_dry_run, print_omitted, write_page
 
 if TYPE_CHECKING:
     from policyc.experiments.sweep.edits import EditedPolicy
@@ -40,10 +37,8 @@ if TYPE_CHECKING:
     from policyc.experiments.sweep.executor import Executor
     from policyc.experiments.sweep.manifest import SweepDesign
     from policyc.experiments.sweep.programs import SweepProgram
-    from policyc.experiments.sweep.variants import VariantList
 
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
-_EDIT_WIDTH = 80  # characters of an edit in a message: rules can be long
 
 
 class TrainerCommand(ProgramCommand):
@@ -167,9 +162,9 @@ def run_sweep(
     design = _design_sweep(policies, edits, _make_program(program, config, options), options, out)
     names = [variant.name for variant in design.policies.variants]
     tracked = track_runs(make_runs(design.program, names, design.seeds, out))
-    _print_omitted(design.policies)
+    print_omitted(design.policies)
     if options.dry_run:
-        _print_dry_run(design, tracked)
+        print_dry_run(design, tracked)
         return
     try:
         executor = _make_executor(options)
@@ -281,7 +276,7 @@ def _run(design: SweepDesign, tracked: Sequence[TrackedRun], executor: Executor)
     from policyc.experiments.sweep.engine import Engine
     from policyc.experiments.sweep.live import LiveTable, PlainLines, SweepView, print_result
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     view = SweepView(tracked, design.policies.baselines)
     with ExitStack() as stack:
         if console.is_terminal:
@@ -302,83 +297,9 @@ def _finish(result: SweepResult, out: Path) -> None:
         sys.exit(EXIT_INTERRUPTED)
     if result.stopped:
         click.echo("stopped: several runs in a row failed before their first step", err=True)
-    _write_page(out)
+    write_page(out)
     if result.failed or result.unfinished:
         click.echo("the same command runs failed runs again, except those that diverged", err=True)
         sys.exit(EXIT_FAILURE)
     if find_equal_seeds(result.runs):
         sys.exit(EXIT_FAILURE)
-
-
-def _write_page(out: Path) -> None:
-    """Prints the verdict on each variant, and writes the page of the sweep."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from policyc.experiments.report.build import build_report
-    from policyc.experiments.report.format import format_gap, format_interval
-    from policyc.experiments.report.output import choose_path, render_report, write_text
-    from policyc.experiments.report.sweeps import UnreadableRun
-
-    try:
-        report = build_report([out])
-        path = choose_path([out], None)
-        write_text(path, render_report(report, "html"))
-    except UnreadableRun as error:
-        click.echo(f"policyc: no page: {error}", err=True)
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("variant", "against", "verdict", "gap, nats", "interval", "seeds"):
-        table.add_column(name, overflow="fold")
-    comparisons = report.data["comparisons"]
-    for row in comparisons:
-        numbers = format_gap(row["gap"]), format_interval(row["interval"]), str(len(row["seeds"]))
-        table.add_row(row["variant"], row["baseline"], row["verdict"], *numbers)
-    console = Console(highlight=False)
-    if comparisons:
-        console.print(f"\nverdicts with a margin of {report.data['statistics']['margin']}:")
-        console.print(table)
-    for row in comparisons:
-        if row["verdict"] in ("inconclusive", "failed"):
-            console.print(Text(f"{row['variant']} against {row['baseline']}: {row['reason']}"))
-    for problem in report.problems:
-        click.echo(f"policyc: warning: {problem}", err=True)
-    console.print(f"report: {path}", soft_wrap=True)
-
-
-# ---- printing what a sweep is
-
-
-def _print_omitted(policies: VariantList) -> None:
-    for omitted in policies.omitted:
-        edit = textwrap.shorten(omitted.edit, _EDIT_WIDTH, placeholder=" ...")
-        click.echo(f"policyc: note: {omitted.name} ({edit}) is not run: {omitted.reason}", err=True)
-    for variant in policies.variants:
-        for finding in variant.findings:
-            click.echo(f"policyc: note: {variant.name}: {finding}", err=True)
-
-
-def _print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
-    """Prints every variant with its diff to the policy, and the command of every run."""
-    variants = design.policies.variants
-    base = next((variant.text for variant in variants if variant.role == "policy"), None)
-    for variant in variants:
-        click.echo(click.style(f"{variant.name}: {variant.edit}", bold=True), color=use_color())
-        if variant.role == "edit" and base is not None:
-            changes = unified_diff(
-                variant.name, _without_title(base), _without_title(variant.text), context=0
-            )
-            click.echo(changes, nl=False, color=use_color())
-    counts = f"{len(tracked)} runs: {len(variants)} policies x {len(design.seeds)} seeds"
-    steps = design.program.total_steps
-    click.echo(f"\n{counts}" + ("" if steps is None else f", {steps} steps each"))
-    for variant in variants:
-        runs = [run for run in tracked if run.run.variant == variant.name]
-        states = ", ".join(f"{' and '.join(map(str, run.run.seeds))} ({run.progress})" for run in runs)
-        click.echo(f"{variant.name}: seeds {states}\n    {shlex.join(runs[0].run.command)}")
-
-
-def _without_title(text: str) -> str:
-    """A policy without the comment that says which edit it is."""
-    return text.partition("\n\n")[2]

@@ -1,0 +1,96 @@
+"""What sweeps print before and after their runs: the dry run, edits that are not run, verdicts and the page.
+
+Import slow modules inside functions: `--help` loads this module.
+"""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from policyc.cli.common import unified_diff, use_color
+
+if TYPE_CHECKING:
+    from policyc.experiments.sweep.engine import TrackedRun
+    from policyc.experiments.sweep.manifest import SweepDesign
+    from policyc.experiments.sweep.variants import VariantList
+
+_EDIT_WIDTH = 80  # characters of an edit in a message: rules can be long
+
+
+def write_page(out: Path) -> None:
+    """Prints the verdict on each variant, and writes the page of the sweep."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from policyc.experiments.report.build import build_report
+    from policyc.experiments.report.format import format_gap, format_interval
+    from policyc.experiments.report.output import choose_path, render_report, write_text
+    from policyc.experiments.report.sweeps import UnreadableRun
+    from policyc.language.diagnostics import escape_controls
+
+    try:
+        report = build_report([out])
+        path = choose_path([out], None)
+        write_text(path, render_report(report, "html"))
+    except UnreadableRun as error:
+        click.echo(f"policyc: no page: {error}", err=True)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("variant", "against", "verdict", "gap, nats", "interval", "seeds"):
+        table.add_column(name, overflow="fold")
+    comparisons = report.data["comparisons"]
+    for row in comparisons:
+        numbers = format_gap(row["gap"]), format_interval(row["interval"]), str(len(row["seeds"]))
+        table.add_row(row["variant"], row["baseline"], row["verdict"], *numbers)
+    console = Console(highlight=False, markup=False)
+    if comparisons:
+        console.print(f"\nverdicts with a margin of {report.data['statistics']['margin']}:")
+        console.print(table)
+    for row in comparisons:
+        if row["verdict"] in ("inconclusive", "failed"):
+            console.print(Text(f"{row['variant']} against {row['baseline']}: {row['reason']}"))
+    for problem in report.problems:
+        click.echo(f"policyc: warning: {problem}", err=True)
+    console.print(f"report: {escape_controls(str(path))}", soft_wrap=True)
+
+
+def print_omitted(policies: VariantList) -> None:
+    """Prints the edits that are not run, and what the linter says about the others."""
+    for omitted in policies.omitted:
+        edit = textwrap.shorten(omitted.edit, _EDIT_WIDTH, placeholder=" ...")
+        click.echo(f"policyc: note: {omitted.name} ({edit}) is not run: {omitted.reason}", err=True)
+    for variant in policies.variants:
+        for finding in variant.findings:
+            click.echo(f"policyc: note: {variant.name}: {finding}", err=True)
+
+
+def print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
+    """Prints every variant with its diff to the policy, and the command of every run."""
+    variants = design.policies.variants
+    base = next((variant.text for variant in variants if variant.role == "policy"), None)
+    for variant in variants:
+        click.echo(click.style(f"{variant.name}: {variant.edit}", bold=True), color=use_color())
+        if variant.role == "edit" and base is not None:
+            changes = unified_diff(
+                variant.name, _without_title(base), _without_title(variant.text), context=0
+            )
+            click.echo(changes, nl=False, color=use_color())
+    counts = f"{len(tracked)} runs: {len(variants)} policies x {len(design.seeds)} seeds"
+    steps = design.program.total_steps
+    click.echo(f"\n{counts}" + ("" if steps is None else f", {steps} steps each"))
+    for variant in variants:
+        runs = [run for run in tracked if run.run.variant == variant.name]
+        states = ", ".join(f"{' and '.join(map(str, run.run.seeds))} ({run.progress})" for run in runs)
+        click.echo(f"{variant.name}: seeds {states}\n    {shlex.join(runs[0].run.command)}")
+
+
+def _without_title(text: str) -> str:
+    """A policy without the comment that says which edit it is."""
+    return text.partition("\n\n")[2]
