@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,12 +15,19 @@ from hypothesis.strategies import integers, sampled_from
 from jax import lax
 
 import policyc
+from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.hoist import RewrittenLoss
 from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.rewrite import rewrite
+from policyc.diff.build import DiffRequest, build_diff
+from policyc.diff.graph import build_graph, children_of
 from policyc.diff.matching import Match, MatchedLoss, Reason, match_losses
+from policyc.hardware.llama_step import Sizes, plan_step
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.training_step import TrainingStep
 from policyc.jaxcore import jaxprs
 from policyc.language.loader import parse
+from policyc.language.policy import Policy
 from tests.support.diff_checks import check_gradient
 from tests.support.jaxpr_tools import struct
 from tests.support.layered_models import GATED, REMAT, STACKED, UNROLLED, gated_model, model
@@ -117,6 +125,25 @@ def check_diff(plan: Plan, before: str, after: str) -> None:
     assert jaxprs.fingerprint(applied) == jaxprs.fingerprint(new.jaxpr)
     if before == after:
         assert not any(match.reason for match in matched.all_matches())
+    check_graph(plan, before, after, (len(jaxprs.equations(old.jaxpr)), len(jaxprs.equations(new.jaxpr))))
+
+
+def check_graph(plan: Plan, before: str, after: str, equations: tuple[int, int]) -> None:
+    """The graph has every equation of both losses once, where a scope counts for all layers that it stands for."""
+    step = TrainingStep(plan=make_plan(parse(after), plan.sites))
+    graph = build_graph(build_diff(DiffRequest(step=step, before=parse(before))))
+    counts = Counter[str]()
+
+    def count(node: int, layers: int) -> None:
+        for child in children_of(graph, node):
+            data = graph.nodes[child]
+            if data["type"] == "equation":
+                counts[data["side"]] += layers
+            elif data["kind"] in ("scope", "layers"):  # not what containers run, nor what is hoisted
+                count(child, layers * sum(last - first + 1 for first, last in data["members"] or ((0, 0),)))
+
+    count(0, 1)
+    assert (counts["both"] + counts["before"], counts["both"] + counts["after"]) == equations
 
 
 @settings(max_examples=10, phases=[Phase.generate], deadline=None)
@@ -155,6 +182,12 @@ def test_the_diff_of_a_sharded_program_is_exact(make: Any) -> None:
 def test_the_diff_of_a_layered_program_is_exact(make: Any, params: Any, remat: str) -> None:
     plan = policyc.plan("* -> mxfp8", make(remat), params, BATCH[0])
     check_diff(plan, "* -> keep", "* -> mxfp8; layers[-1] -> nvfp4(sr=grad)")
+
+
+@pytest.mark.parametrize("unrolled", [False, True], ids=["scan", "unrolled"])
+def test_the_diff_of_the_bundled_llama_is_exact(unrolled: bool) -> None:
+    plan = plan_step(Policy(), "tiny", MeshShape(), Sizes(unrolled=unrolled), ExecutionOptions()).plan
+    check_diff(plan, "* -> keep", "mlp.* -> mxfp8; layers[-1] -> nvfp4(sr=grad); lm_head -> bf16")
 
 
 # ---- reasons
