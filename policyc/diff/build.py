@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from policyc.compiler.plan import Phase, Plan, make_plan
+from policyc.compiler.plan_tables import other_products
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
 from policyc.diff.earlier import read_earlier_plan
@@ -97,7 +98,10 @@ def build_diff(request: DiffRequest) -> DiffData:
         devices=request.mesh.devices,
         is_gradient=request.is_gradient,
         matched=None if earlier is not None else _match(request, plans, phases),
-        notes=_seed_notes(request.before, after.policy, linears) if earlier is None else earlier.notes,
+        notes=(
+            *(f"not in the predicted time: {line}" for line in other_products(after)),
+            *(_seed_notes(request.before, after.policy, linears) if earlier is None else earlier.notes),
+        ),
         folder=request.folder,
     )
 

@@ -18,17 +18,28 @@ def product_figures(diff: DiffData, linear: int, layer: int | None, gemm: str) -
     product = None if run is None else run.product(Gemm(gemm))
     if run is None or product is None:
         return
-    name = short_name(diff.linears[linear].name)
+    name = short_name(diff, linear)
     for texts in (_predictions(run, product), _measurements(diff.overlays, linear, run, gemm)):
         line = "; ".join(texts)
         if line:
             yield f"{name} {gemm}: {line}"
 
 
-def short_name(name: str) -> str:
-    """The last part of a name; `(train.py:8)` is one part."""
+def short_name(diff: DiffData, linear: int) -> str:
+    """As many of the last parts of a name as tell the linear from others of its stack; `(train.py:8)` is one part."""
+    stack = diff.linears[linear].stack
+    names = [name_parts(other.name) for other in diff.linears if other.stack == stack]
+    parts = name_parts(diff.linears[linear].name)
+    for count in range(1, len(parts)):
+        if sum(other[-count:] == parts[-count:] for other in names) == 1:
+            return ".".join(parts[-count:])
+    return ".".join(parts)
+
+
+def name_parts(name: str) -> tuple[str, ...]:
+    """The parts of a dotted name; `(train.py:8)` is one part."""
     head, bracket, place = name.partition("(")
-    return f"{bracket}{place}" if bracket else head.rpartition(".")[2]
+    return (*(part for part in head.split(".") if part), *([bracket + place] if bracket else []))
 
 
 def _predictions(run: LinearLayers, product: ProductChange) -> Iterator[str]:

@@ -130,6 +130,16 @@ def test_a_product_of_activations_has_no_weight() -> None:
     assert roles["q"] == {"fprop": ["activation", "weight"], "wgrad": ["activation", "gradient"]}
 
 
+def test_products_that_are_no_gemms_are_named() -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        image = jnp.reshape(x @ p["w"], (1, 1, 64, 64))
+        return jnp.sum(jax.lax.conv(image, jnp.reshape(p["w"][0, :9], (1, 1, 3, 3)), (1, 1), "SAME"))
+
+    (note,) = diff_data(loss, {"w": W}, "* -> mxfp8")["notes"]
+    assert note.startswith("not in the predicted time: ")
+    assert "1 convolution (conv_general_dilated), left as it is" in note
+
+
 def test_places_are_relative_to_the_folder() -> None:
     folder = Path(__file__).parents[2]
     data = json.loads(as_json(make_diff(unrolled, UNROLLED, KEEP_LAST, folder=str(folder))))

@@ -92,7 +92,7 @@ const operandsAfter = (cell) => (stateOf(cell.change.after) ?? stateOf(cell.chan
 function drawOperand(number, cell, operand, { position, x, y, layer }) {
   const shared = findFact(layerFacts.shared, (fact) => fact.readers.includes(number), cell.product, position, layer);
   const hoisted = findFact(layerFacts.hoisted, (fact) => fact.linear === number, cell.product, position, layer);
-  const names = shared ? shared.readers.map((reader) => lastName(data.linears[reader])) : [];
+  const names = shared ? shared.readers.map((reader) => shortNames[reader]) : [];
   const mark = shared ? `once for ${shared.readers.length} linears` : (hoisted ? "once per step" : "");
   const words = operand.badges.filter((word) => word !== "e2m1" || operand.format !== "nvfp4");
   return s("g", { class: "operand" + (mark ? " once" : "") },

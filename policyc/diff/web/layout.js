@@ -3,7 +3,7 @@
 
 const MOST_BOXES = 150; // a flat layout of more takes seconds and cannot be read
 const BOX = { height: 36, gap: 9, letter: 6.7, most: 38 };
-const PANES = { gap: 28, smallest: 0.55 }; // the smallest scale at which the texts can be read
+const SMALLEST = 0.7; // the smallest scale at which the texts can be read
 let layoutWorker = null;
 let layoutRequest = 0;
 
@@ -80,7 +80,7 @@ function equationBox(number, bodies) {
   const body = bodies.of.get(number) ?? scopesIn(number)[0] ?? null;
   const figure = figureOf(number);
   const types = node.outputs.map((output) => output.split(":").slice(1).join(":")).join(", ");
-  const name = figure?.cell ? lastName(data.linears[node.linear]) + ": " : "";
+  const name = figure?.cell ? shortNames[node.linear] + ": " : "";
   return { number, kind: node.side, text: name + node.op, small: figure ? figure.text : types, color: figure?.color, cell: figure?.cell, body,
     title: [node.outputs.join(", "), node.op, node.params, node.place].filter(Boolean).join("\n"),
     open: body === null ? null : () => setState({ scope: String(body) }) };
@@ -141,21 +141,30 @@ function drawLayout(number) {
 
 function showLayout(container, groups, edges, layout, left) {
   const places = new Map(layout.nodes.map((node) => [node.id, node]));
-  const room = container.clientWidth - 2;
-  const scale = Math.min(1, Math.max(PANES.smallest, room / (2 * layout.width + PANES.gap)));
-  const pane = Math.max(layout.width, (room / scale - PANES.gap) / 2);
-  const [width, height] = [2 * pane + PANES.gap, layout.height];
+  const room = container.clientWidth / 2 - 4;
+  const scale = Math.min(1, Math.max(SMALLEST, room / layout.width));
+  const width = Math.max(layout.width, room / scale);
   const drawn = new Map(groups.map((group) => [group.id, []])); // the elements of a group on both sides
-  const svg = s("svg", { width: width * scale, height: height * scale, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": "Graphs of equations before and after" },
-    s("defs", {}, s("marker", { id: "arrow", viewBox: "0 0 6 6", refX: 6, refY: 3, markerWidth: 6, markerHeight: 6, orient: "auto" }, s("path", { d: "M0 0L6 3L0 6z" }))),
-    s("path", { class: "divider", d: `M${pane + PANES.gap / 2} 0V${height}` }),
-    SIDES.map((side, index) => s("g", { class: `pane ${side}`, transform: `translate(${index * (pane + PANES.gap) + (pane - layout.width) / 2} 0)` },
+  const panes = SIDES.map((side) => h("div", {}, s("svg", { width: width * scale, height: layout.height * scale, viewBox: `0 0 ${width} ${layout.height}`, role: "group", "aria-label": `Graph of equations ${side}` },
+    s("defs", {}, s("marker", { id: `arrow-${side}`, viewBox: "0 0 6 6", refX: 6, refY: 3, markerWidth: 6, markerHeight: 6, orient: "auto" }, s("path", { d: "M0 0L6 3L0 6z" }))),
+    s("g", { class: `pane ${side}`, transform: `translate(${(width - layout.width) / 2} 0)` },
       edges.map((edge, number) => (edge.sides.has(side) ? drawEdge(edge, side, groups, places, layout.edges[number]) : null)),
-      groups.map((group) => drawGroup(group, side, places.get(group.id), drawn.get(group.id))))));
-  container.replaceChildren(sideHeads(), h("div", { class: "graph" }, svg),
+      groups.map((group) => drawGroup(group, side, places.get(group.id), drawn.get(group.id)))))));
+  container.replaceChildren(sideHeads(), h("div", { class: "graph" }, panes),
     h("p", { class: "quiet" }, "Boxes beside each other stand for each other. Click a scope or a run to open it.",
       left ? ` ${left} of the groups are left out: open a smaller scope.` : ""));
+  scrollTogether(panes);
   markCurrent();
+}
+
+/** Scrolling one side scrolls the other. */
+function scrollTogether([one, other]) {
+  for (const [from, to] of [[one, other], [other, one]]) {
+    from.addEventListener("scroll", () => {
+      if (to.scrollTop !== from.scrollTop || to.scrollLeft !== from.scrollLeft) to.scrollTo(from.scrollLeft, from.scrollTop);
+    });
+  }
+  one.scrollLeft = (one.scrollWidth - one.clientWidth) / 2;
 }
 
 /** The top of a box of a group: both sides end at the same height, since the last equation gives the result. */
@@ -169,7 +178,7 @@ function drawEdge(edge, side, groups, places, points) {
   const text = (point) => `${point.x.toFixed(1)} ${point.y.toFixed(1)}`;
   const middle = (a, b) => ({ x: (a.x + b.x) / 2, y: (a.y + b.y) / 2 });
   const bends = line.slice(1, -1).map((point, index) => `Q${text(point)} ${text(index + 2 === line.length - 1 ? line.at(-1) : middle(point, line[index + 2]))}`);
-  return s("path", { class: "edge", d: bends.length ? `M${text(line[0])}${bends.join("")}` : `M${text(line[0])}L${text(line[1])}`, "marker-end": "url(#arrow)" });
+  return s("path", { class: "edge", d: bends.length ? `M${text(line[0])}${bends.join("")}` : `M${text(line[0])}L${text(line[1])}`, "marker-end": `url(#arrow-${side})` });
 }
 
 function drawGroup(group, side, place, drawn) {

@@ -11,8 +11,8 @@ function drawHeader() {
     seconds.every((each) => each !== null) ? `predicted step ${duration(seconds[0])} → ${duration(seconds[1])}` : null,
     ...hashes,
   ].filter(Boolean).join(" · ")));
-  byId("notes").replaceChildren(...data.notes.map((note) => h("p", {}, note)),
-    h("p", { class: "quiet" }, "Made by policyc diff. Times are predictions of its cost model; nothing was executed."));
+  byId("remarks").replaceChildren(...data.notes.map((note) => h("p", { class: "quiet" }, "Note: " + note)));
+  byId("notes").replaceChildren(h("p", { class: "quiet" }, "Made by policyc diff. Times are predictions of its cost model; nothing was executed."));
 }
 
 // ---- tools
