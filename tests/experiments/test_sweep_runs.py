@@ -210,6 +210,19 @@ def test_the_gpus_of_runs() -> None:
         group_gpus(("0",), 2)
 
 
+def test_gpus_are_listed_by_the_driver_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpus({}) == ()  # no driver
+    tool.write_text("#!/bin/sh\necho 0; echo 1\n")
+    tool.chmod(0o755)
+    assert find_gpus({}) == ("0", "1")
+    tool.write_text("#!/bin/sh\necho No devices were found; exit 6\n")
+    assert find_gpus({}) == ()
+
+
 class StubProcess:
     def poll(self) -> None:
         return None
