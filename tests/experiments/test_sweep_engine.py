@@ -179,13 +179,12 @@ def tracked_pair(tmp_path: Path) -> list[engine.TrackedRun]:
             reason="r",
             seconds=2.0,
         )
-    runs = track_runs([make_run(tmp_path, v, (s,), steps=20) for s in (0, 1) for v in ("bf16", "fp8")])
-    runs[3].progress = "failed"
-    return runs  # fmt: skip
+    return track_runs([make_run(tmp_path, v, (s,), steps=20) for s in (0, 1) for v in ("bf16", "fp8")])
 
 
 def test_gaps_are_paired_by_seed_and_step(tmp_path: Path) -> None:
     runs = tracked_pair(tmp_path)
+    runs[3].progress = "running"
     gap = compute_gap(runs, "fp8", "bf16")
     assert gap is not None
     # Seed 0: .25 at every step. Seed 1: .5625 - .5 at every step that both have, although one is further.
@@ -194,6 +193,10 @@ def test_gaps_are_paired_by_seed_and_step(tmp_path: Path) -> None:
     # The t interval of two values: 12.7062 times half of their distance.
     assert format_gap(gap) == f"+0.1562 ±{12.7062 * 0.09375:.4f} (2)"
     assert compute_gap(runs, "fp8", "f32") is None
+    runs[3].progress = "failed"  # an unfinished run says nothing about the end
+    gap = compute_gap(runs, "fp8", "bf16")
+    assert gap is not None
+    assert gap.differences == pytest.approx((0.25,), abs=1e-12)
     # The mean of 4/step over the last ten steps.
     assert trailing_loss(runs[0].readers[0]) == pytest.approx(
         sum(4 / s for s in range(11, 21)) / 10, rel=1e-12
@@ -216,13 +219,14 @@ def test_the_lines_and_the_table_name_every_failure(
     from rich.console import Console
 
     runs = tracked_pair(tmp_path)
+    runs[3].progress = "failed"
     (tmp_path / "fp8" / "seed1" / "log.txt").write_text("Traceback\nRuntimeError: \x1b[31mboom\n")
     console, view = Console(width=120), SweepView(runs, ("bf16",))
     PlainLines(console, view).end(runs[1])
     print_result(console, SweepResult(runs=tuple(runs)), view)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0].startswith("fp8 seed 0: finished, loss ")
-    assert "gap to bf16 +0.1562" in lines[0]
+    assert "gap to bf16 +0.2500 (1)" in lines[0]
     assert lines[1] == "3 of 4 runs finished, 1 failed"
     assert lines[2].split() == ["variant", "runs", "step", "loss", "gap", "to", "bf16"]
     assert lines[4].startswith("fp8      1/2 1 failed")

@@ -39,7 +39,8 @@ def trailing_loss(reader: MetricsReader) -> float:
 
 
 def compute_gap(runs: Sequence[TrackedRun], variant: str, baseline: str) -> Gap | None:
-    """The gap of a variant to a baseline so far; None if they have no step in common."""
+    """The gap of a variant to a baseline so far; None if they have no step in common. Failed runs have no gap."""
+    runs = [run for run in runs if run.progress != "failed"]
     base = seed_readers(runs, baseline)
     differences = []
     for seed, reader in seed_readers(runs, variant).items():

@@ -63,7 +63,8 @@ class SweepView:
         counts = Text(f"{done}/{len(runs)}")
         if failed:
             counts.append(f" {failed} failed", style="bold red")
-        losses = [trailing_loss(reader) for reader in seed_readers(runs, variant).values() if reader.losses]
+        alive = [run for run in runs if run.progress != "failed"]
+        losses = [trailing_loss(reader) for reader in seed_readers(alive, variant).values() if reader.losses]
         loss = f"{math.fsum(losses) / len(losses):.4f}" if losses else "-"
         gaps = [compute_gap(self.runs, variant, b) if b != variant else None for b in self.baselines]
         return [counts, _step_text(runs), loss, *map(format_gap, gaps)]
