@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from policyc.cli.common import load_policy
-from policyc.cli.options import program_argument
 from policyc.cli.sweep_runs import SweepOptions, TrainerCommand, run_sweep, split_names, sweep_options
 
 _EVALUATIONS = 10
@@ -47,7 +46,7 @@ def _evaluate(config: str, words: tuple[str, ...], steps: int | None) -> tuple[s
     policyc parity --policies mine.policy --steps 2000 train.py --seed {seed} --out {out} --steps {steps}
     """,
 )
-@program_argument(required=True)
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="CONFIG|SCRIPT|-m MODULE [ARGS]...")
 @click.option(
     "--policies",
     metavar="A,B",

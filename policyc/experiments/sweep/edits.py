@@ -24,7 +24,7 @@ _DEPENDENT_OPTIONS = {"rht": ("rht_size",), "sr": ("sr_headroom",)}
 ABSENT = "none"
 """The value of a grid that removes an option."""
 
-Calls = Callable[[RecipeCall], RecipeCall]
+CallEdit = Callable[[RecipeCall], RecipeCall]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +279,7 @@ def _make_setting(option: str, value: str) -> Setting:
 # ---- recipes inside a policy
 
 
-def _edit_calls(policy: Policy, edit: Calls, owner: str | int | None = None) -> Policy:
+def _edit_calls(policy: Policy, edit: CallEdit, owner: str | int | None = None) -> Policy:
     """Changes the quantizing formats in one recipe or rule, or in all of them."""
 
     def edit_quantizing(call: RecipeCall) -> RecipeCall:
@@ -297,7 +297,7 @@ def _edit_calls(policy: Policy, edit: Calls, owner: str | int | None = None) -> 
     return replace(policy, recipes=recipes, rules=rules)
 
 
-def _map_calls(expr: RecipeExpr, edit: Calls) -> RecipeExpr:
+def _map_calls(expr: RecipeExpr, edit: CallEdit) -> RecipeExpr:
     if isinstance(expr, SplitRecipe):
         return replace(expr, parts=tuple((gemm, _map_calls(part, edit)) for gemm, part in expr.parts))
     return edit(expr)

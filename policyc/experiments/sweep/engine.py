@@ -83,15 +83,17 @@ class SweepResult:
 
 def track_runs(runs: Sequence[Run]) -> list[TrackedRun]:
     """The runs with what their folders say about them. A run that failed by accident is waiting again."""
-    tracked = []
-    for run in runs:
-        readers = tuple(MetricsReader(folder / METRICS_FILE) for folder in run.folders)
-        one = TrackedRun(run=run, progress="waiting", readers=readers)
-        one.update()
-        one.status = _read_worst_status(run)
-        if one.status is not None and (one.status.state == "finished" or one.status.diverged):
-            one.progress = "finished" if one.status.state == "finished" else "failed"
-        tracked.append(one)
+    return [_track_run(run) for run in runs]
+
+
+def _track_run(run: Run) -> TrackedRun:
+    status = _read_worst_status(run)
+    progress: Progress = "waiting"
+    if status is not None and (status.state == "finished" or status.diverged):
+        progress = status.state
+    readers = tuple(MetricsReader(folder / METRICS_FILE) for folder in run.folders)
+    tracked = TrackedRun(run=run, progress=progress, readers=readers, status=status)
+    tracked.update()
     return tracked
 
 

@@ -59,8 +59,8 @@ class SweepView:
 
     def _cells(self, variant: str) -> list[RenderableType]:
         runs = [run for run in self.runs if run.run.variant == variant]
-        done, failed = (sum(run.progress == state for run in runs) for state in ("finished", "failed"))
-        counts = Text(f"{done}/{len(runs)}")
+        finished, failed = (sum(run.progress == state for run in runs) for state in ("finished", "failed"))
+        counts = Text(f"{finished}/{len(runs)}")
         if failed:
             counts.append(f" {failed} failed", style="bold red")
         alive = [run for run in runs if run.progress != "failed"]

@@ -15,7 +15,7 @@ from policyc.language.formatter import format_file
 from policyc.language.loader import load, parse_with_diagnostics
 from policyc.lint.engine import lint
 
-Role = Literal["baseline", "policy", "edit"]
+VariantRole = Literal["baseline", "policy", "edit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class SweepVariant:
     """
 
     name: str
-    role: Role
+    role: VariantRole
     edit: str
     text: str
     sha256: str
@@ -78,7 +78,7 @@ def collect_variants(
     An edit that means the same as an earlier policy, or that is not a valid policy, is omitted. Two policies of one
     name get different names.
     """
-    candidates: list[tuple[Role, EditedPolicy]] = [
+    candidates: list[tuple[VariantRole, EditedPolicy]] = [
         *(("baseline", baseline) for baseline in baselines),
         *(("policy", policy) for policy in policies),
         *(("edit", edit) for edit in edits),
