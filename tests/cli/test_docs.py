@@ -136,7 +136,10 @@ def test_the_picture_of_the_readme_is_what_the_command_draws(
     drawn = tmp_path / "diff.svg"
     words = ("diff", "docs/pictures/llama.policy", "--config", "llama3_8b", "--stat", "--svg", drawn)
     assert policyc(*words).code == 0
-    assert drawn.read_text() == (ROOT / "docs" / "pictures" / "diff.svg").read_text()
+    texts = [path.read_text() for path in (drawn, ROOT / "docs" / "pictures" / "diff.svg")]
+    # Lines of the model move with every change of its file.
+    first, second = (re.sub(r"(model\.py):\d+", r"\1", text) for text in texts)
+    assert first == second
 
 
 # ---- commands
