@@ -166,7 +166,7 @@ def test_the_kernels_and_bytes_of_a_llama_block_stay_within_limits(policy_name: 
 
     The limits are a tenth above the figures in docs/blackwell.md at the time they were written.
     """
-    most_kernels, most_bytes = {"llama_nvfp4": (267, 41e9), "fp8": (197, 25.5e9)}[policy_name]
+    most_kernels, most_bytes = {"llama_nvfp4": (227, 32.5e9), "fp8": (197, 25.5e9)}[policy_name]
     words = [sys.executable, "-m", "benchmarks.compiled_block", policy_name, "--json", str(tmp_path / "out")]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     subprocess.run(words, cwd=ROOT, env=env, check=True, timeout=1200, stdout=subprocess.PIPE)
