@@ -52,6 +52,26 @@ def tag_loss(sites: Sites) -> TaggedLoss:
     return TaggedLoss(sites.jaxpr, {site.address for site in sites if not site.opaque})
 
 
+def _tag_sites(sites: Sites, tags: TaggedLoss) -> Iterator[Site]:
+    """The sites with tags, and with the scopes of their containers on what their weights derive by.
+
+    Sites with the same weight keep its equations in common: they are moved out of the loss once.
+    """
+    moved: dict[tuple[int, int], JaxprEqn] = {}
+    for site in sites:
+        origin = site.origin
+        if origin is not None:
+            steps: list[JaxprEqn | Address] = []
+            for step in origin.steps:
+                if isinstance(step, tuple):
+                    steps.append(step)
+                else:
+                    key = (origin.input, id(step))
+                    steps.append(moved.setdefault(key, tags.scope_equation(step, site.address)))
+            origin = replace(origin, steps=tuple(steps))
+        yield replace(site, eqn=tags.tag_site(site.eqn, site.address), origin=origin)
+
+
 def tagged_gradient(plan: Plan, phase: Phase) -> AnyJaxpr:
     """The gradient of a plan's loss, with a tag on every equation."""
     sites = plan.sites
@@ -59,7 +79,7 @@ def tagged_gradient(plan: Plan, phase: Phase) -> AnyJaxpr:
     tagged = replace(
         sites,
         jaxpr=loss_with_tags.jaxpr,
-        sites=tuple(replace(s, eqn=loss_with_tags.tag_site(s.eqn, s.address)) for s in sites),
+        sites=tuple(_tag_sites(sites, loss_with_tags)),
     )
     source = RandomSource(seed=plan.policy.seed)
     rewritten = rewrite(tagged, plan.decisions(phase), plan.constant_inputs, source)
@@ -274,7 +294,7 @@ def _in_order(matches: Iterable[Match], before: AnyJaxpr, after: AnyJaxpr) -> It
         present.append(match)
         if match.before:
             in_front[id(match)], removed = removed, []
-    for match in sorted(present, key=lambda m: places[1][id(m.after[0])]):
+    for match in sorted(present, key=lambda m: places[1][id(m.after[-1])]):  # where its result is
         yield from in_front.get(id(match), ())
         yield match
     yield from removed

@@ -197,7 +197,8 @@ def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> tuple[str, i
         if around is not None:
             name = ".".join(name.text for name in site.scope.path) or _short_name(site)
             place = around[0], around[1], ".".join(filter(None, (around[2], name)))
-    return place[0], place[1], place[2] or _short_name(site)
+    # A list of arrays is a stack whose layers have no names inside.
+    return place[0], place[1], place[2] or place[0] or _short_name(site)
 
 
 def _short_name(site: Site) -> str:

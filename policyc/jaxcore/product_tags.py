@@ -65,19 +65,38 @@ class TaggedLoss:
         # The containers of a jaxpr: the number of the jaxpr that they are in, their own, and the index in them.
         self._containers: dict[int, dict[tuple[int, int], int]] = {}
         self._tagged: dict[tuple[int, int, frozenset[Address]], tuple[int, Any]] = {}
+        self._stacks: dict[
+            tuple[int, int], Any
+        ] = {}  # the name stacks of containers: number of a jaxpr, equation
         self._products = products
         self.jaxpr = self._tag(jaxpr, (), 0)
 
     def tag_site(self, eqn: JaxprEqn, address: Address) -> JaxprEqn:
-        """The equation with its tag and those of the containers around it: parts of a site are moved out of them."""
-        for length in range(1, len(address) + 1, 2):
-            eqn = self._tag_equation(eqn, address[:length])
-        return eqn
+        """The equation with its tag, and with the scopes and tags of the containers around it.
+
+        Parts of a site are moved out of its containers, and must be known there.
+        """
+        return self._tag_equation(
+            _replace_stack(eqn, self._around(address) + eqn.source_info.name_stack), address
+        )
+
+    def scope_equation(self, eqn: JaxprEqn, address: Address) -> JaxprEqn:
+        """An equation beside that at an address, with the scopes of the containers around both, and without tags."""
+        around = self._around(address)
+        stack = around + eqn.source_info.name_stack
+        scopes = tuple(s for s in stack.stack if not s.name.startswith(_TAG))
+        return _replace_stack(eqn, type(around)(scopes))
+
+    def _around(self, address: Address) -> Any:
+        """The name stacks of the containers around an address, one after another."""
+        stack = sources.NameStack()
+        for length in range(1, len(address) - 1, 2):
+            stack = stack + self._stacks[self._numbers[address[: length - 1]], address[length - 1]]
+        return stack
 
     def _tag_equation(self, eqn: JaxprEqn, address: Address) -> JaxprEqn:
-        info = eqn.source_info
-        stack = info.name_stack.extend(f"{_TAG}{self._numbers[address[:-1]]}.{address[-1]}")
-        return jaxprs.replace_eqn(eqn, source_info=info.replace(name_stack=stack))
+        tag = f"{_TAG}{self._numbers[address[:-1]]}.{address[-1]}"
+        return _replace_stack(eqn, eqn.source_info.name_stack.extend(tag))
 
     def _tag(self, jaxpr: J, outer: Address, number: int) -> J:
         eqns: list[JaxprEqn] = []
@@ -85,6 +104,7 @@ class TaggedLoss:
             address = (*outer, position)
             tagged = self._tag_equation(eqn, address)
             if container_of(eqn) is not None:
+                self._stacks[number, position] = tagged.source_info.name_stack
                 subs = enumerate(jaxprs.sub_jaxprs(eqn))
                 tagged = jaxprs.replace_sub_jaxprs(
                     tagged,
@@ -149,6 +169,11 @@ class TaggedLoss:
         # JAX left the tags around it out. That is no loss where one container has the jaxpr.
         ((holder, index),) = holders.items()
         return (*self._resolve([holder], container), index, position)
+
+
+def _replace_stack(eqn: JaxprEqn, stack: Any) -> JaxprEqn:
+    """The equation with another name stack."""
+    return jaxprs.replace_eqn(eqn, source_info=eqn.source_info.replace(name_stack=stack))
 
 
 def _read_numbers(name: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from jax import lax
 
 import policyc
 from policyc.compiler.plan import Plan
+from policyc.diff.graph import children_of
 from policyc.diff.matching import MatchedLoss, Reason
 from policyc.jaxcore import jaxprs
 from tests.support.diff_checks import check_gradient, match_plans
@@ -140,3 +141,20 @@ def test_layers_that_share_a_jaxpr_are_told_apart() -> None:
     expected = {(f"layers[{n}].{name} {n}", gemm) for n in (1, 2) for name in ("up", "down")
                 for gemm in ("fprop", "dgrad", "wgrad")}  # fmt: skip
     assert changed == expected
+
+
+def test_what_is_moved_out_of_layers_stays_in_their_scopes() -> None:
+    """A weight in a remat is quantized once per step, before all layers. It is shown under its layer."""
+    block = jax.checkpoint(lambda h, w: jnp.tanh(h @ w.astype(h.dtype)))
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.bfloat16) @ p["embed"].astype(jnp.bfloat16)
+        for number, w in enumerate(p["layers"]):
+            with jax.named_scope(f"layers_{number}"):
+                x = block(x, w)
+        return jnp.sum(x)
+
+    graph = policyc.diff("layers -> mxfp8", loss, {"embed": W, "layers": [W] * 4}, X, grad=True).graph
+    forward = children_of(graph, 0)[0]
+    scopes = [graph.nodes[n] for n in children_of(graph, forward) if graph.nodes[n]["type"] == "scope"]
+    assert [(n["name"], n["members"]) for n in scopes] == [("layers", ((0, 3),)), ("layers", ((0, 3),))]
