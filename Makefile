@@ -21,6 +21,12 @@ PIP := -m pip --disable-pip-version-check --no-input
 # The tests start many processes. Each would compile JAX's Python code again if none may keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
+# CHROMIUM=/path/to/chromium is the browser (default: the first of chromium, chromium-browser, google-chrome on PATH).
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PATH: make $@ CHROMIUM=/path/to/chromium" >&2; exit 1; fi; \
+	$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python $(PIP) install --no-compile -qq -e '.[browser]' || { \
+	  echo "playwright could not be installed; see the output of pip above" >&2; exit 1; }
+
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .PHONY: help setup demo pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-te check format wheel clean
@@ -37,9 +43,9 @@ demo: setup ## lint the bundled policies, show one, and train a small Llama unde
 
 pictures: setup ## draw the pictures of README.md and docs/ again (needs chromium)
 	@$(IN) $(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --stat --svg docs/pictures/diff.svg
-	@$(IN) page=$$(mktemp -d) && $(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --stat --out "$$page/page.html" >/dev/null && \
-	chromium --headless --no-sandbox --hide-scrollbars --window-size=1280,1010 --virtual-time-budget=3000 \
-	  --screenshot=docs/pictures/page.png "file://$$page/page.html" 2>/dev/null; status=$$?; rm -rf "$$page"; exit $$status
+	@$(IN) $(INSTALL_BROWSER); page=$$(mktemp -d) && \
+	$(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --stat --out "$$page/page.html" >/dev/null && \
+	$(BIN)/python docs/pictures/draw_pages.py "$$page/page.html" "$(CHROMIUM)"; status=$$?; rm -rf "$$page"; exit $$status
 
 test: setup ## run the fast tests
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal $(ARGS)
@@ -47,13 +53,8 @@ test: setup ## run the fast tests
 test-slow: setup ## run the slow tests: fuzzing, scaling
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal -m slow $(ARGS)
 
-# CHROMIUM=/path/to/chromium is the browser (default: the first of chromium, chromium-browser, google-chrome on PATH).
-CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
-
 test-browser: setup ## open the pages of diffs and reports in Chromium, and use them
-	@$(IN) if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PATH: make test-browser CHROMIUM=/path/to/chromium" >&2; exit 1; fi; \
-	$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python $(PIP) install --no-compile -qq -e '.[browser]' || { \
-	  echo "playwright could not be installed; see the output of pip above" >&2; exit 1; }; \
+	@$(IN) $(INSTALL_BROWSER); \
 	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -p no:xdist -m browser tests/diff/test_browser.py tests/experiments/test_report_browser.py $(ARGS)
 
 # A Slurm cluster of one node on this machine: the daemons are started without systemd, and all their files are in one

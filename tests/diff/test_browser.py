@@ -211,6 +211,17 @@ def test_pointing_at_a_cell_shows_its_details(show: Show, html: str) -> None:
         assert words in tip
 
 
+def test_a_card_says_what_is_quantized_once_for_several_linears(show: Show) -> None:
+    """Both forward and backward, whether one equation quantizes an operand for one product or for two."""
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(x @ p["q"]) * (x @ p["k"]))
+
+    for recipe in ("mxfp8", "nvfp4(rht=wgrad)"):
+        page = show(render_page(make_diff(loss, {"q": W, "k": W}, f"* -> {recipe}")))
+        assert page.locator(".flow").first.locator(".mark").all_text_contents() == ["once for 2 linears"] * 2
+
+
 # ---- search, filters, figures
 
 

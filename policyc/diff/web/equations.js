@@ -103,10 +103,11 @@ function figureOf(number) {
 
 /** The measured error of a quantization, where the overlay asks for it. */
 function quantizationFigure(node) {
-  const operand = /\boperand=(\w+\.\w+)/.exec(node.params ?? "");
-  if (state.overlay !== "sqnr" || !operand || node.linear === undefined) return null;
-  const entry = stats.operands.find((each) => each.linear === node.linear && each.operand === operand[1] && isLayer(each, node.layer ?? 0));
-  return entry && typeof entry.sqnr_db === "number" ? { text: `${operand[1]} ${entry.sqnr_db.toFixed(1)} dB` } : null;
+  if (state.overlay !== "sqnr" || node.linear === undefined) return null;
+  const operands = quantizedOperands(node);
+  const entries = stats.operands.filter((each) => each.linear === node.linear && operands.includes(each.operand)
+    && isLayer(each, node.layer ?? 0) && typeof each.sqnr_db === "number");
+  return entries.length ? { text: entries.map((each) => `${each.operand} ${each.sqnr_db.toFixed(1)} dB`).join(", ") } : null;
 }
 
 let figures = []; // elements of products, with their cells
@@ -187,8 +188,10 @@ function drawScope(number) {
 
 // ---- the level
 
+/** The scope that is shown: its number, or the end of its path ("#scope=mlp": the first one with changes). */
 function currentScope() {
-  const number = Number(state.scope);
+  const number = /^\d+$/.test(state.scope) ? Number(state.scope)
+    : graph.nodes.findIndex((node, each) => isScope(node) && node.changed && scopePath(each).endsWith(state.scope));
   return graph.nodes[number] && isScope(graph.nodes[number]) ? number : 0;
 }
 

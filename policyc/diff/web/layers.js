@@ -4,14 +4,20 @@ const CARD = { width: 580, tensor: 76, operand: 246, product: 142, row: 36, gap:
 const TENSORS = ["activation", "lhs", "weight", "rhs", "gradient"]; // lhs and rhs: of a GEMM without a weight
 const layerFacts = { shared: [], hoisted: [] }; // operands that are quantized once, for several linears or per step
 
+/** The operands that an equation quantizes: `operand=fprop.lhs`, or `operands=(fprop.lhs,wgrad.lhs)` for two at once. */
+function quantizedOperands(node) {
+  const text = isScope(node) ? null : /\boperands?=\(?([\w.,]+)/.exec(node.params ?? "");
+  return text ? text[1].split(",").filter((operand) => /^\w+\.(lhs|rhs)$/.test(operand)) : [];
+}
+
 /** Finds the operands that are quantized once for several linears, or once per step. */
 function collectQuantizations() {
   const visit = (number, layers) => {
     const node = graph.nodes[number];
     const inside = node.members ?? (node.iterations ? [node.iterations] : layers);
-    const operand = node.type === "scope" ? null : /\boperand=(\w+)\.(lhs|rhs)/.exec(node.params ?? "");
-    if (operand && node.side !== "before") {
-      const fact = { product: operand[1], position: operand[2] === "lhs" ? 0 : 1, layers: inside, linear: node.linear, readers: node.readers ?? [] };
+    for (const operand of node.side === "before" ? [] : quantizedOperands(node)) {
+      const [product, position] = operand.split(".");
+      const fact = { product, position: position === "lhs" ? 0 : 1, layers: inside, linear: node.linear, readers: node.readers ?? [] };
       if (node.reason === "shared") layerFacts.shared.push(fact);
       if (node.reason === "hoisted") layerFacts.hoisted.push(fact);
     }

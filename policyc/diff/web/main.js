@@ -103,5 +103,6 @@ startPolicies();
 startMap();
 startLayers();
 startEquations();
+if (state.view !== DEFAULTS.view || state.scope !== DEFAULTS.scope) byId("level3").scrollIntoView(); // a link to it
 document.documentElement.dataset.ready = "true";
 addEventListener("hashchange", () => { readHash(); notify(Object.keys(DEFAULTS)); });
