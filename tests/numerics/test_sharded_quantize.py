@@ -94,6 +94,7 @@ def quantize_pair(x: jax.Array) -> Any:
     return primitives.quantize_pair(x, DY, operands=NAMES, rounding_key=KEY, backend="xla")
 
 
+@pytest.mark.slow
 def test_an_operand_of_two_gemms_has_the_codes_of_each() -> None:
     x = normal(64, 256)
 
