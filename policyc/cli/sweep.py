@@ -69,7 +69,6 @@ class SweepCommand(TrainerCommand, ProgramCommand):
     policyc sweep llama_nvfp4 --config tiny --ablate --seeds 3        the bundled Llama
     policyc sweep my.policy --variants all --steps 2000 train.py --seed {seed} --steps {steps} --out {out}
     policyc sweep te_nvfp4 --grid 'rht=wgrad,none; sr=grad,none' --jobs 4 -m trainer.main
-    policyc report sweeps/llama_nvfp4                                 the page of a sweep, also while it runs
     """,
 )
 @click.argument("policy")

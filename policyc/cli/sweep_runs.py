@@ -90,7 +90,10 @@ sweep_options = collect_options(
             "--seeds", type=click.IntRange(1), default=5, show_default=True, metavar="N",
             help="Number of seeds. All variants get the same.",
         ),
-        click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, metavar="N"),
+        click.option(
+            "--first-seed", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+            help="The first seed; the others follow it.",
+        ),
         click.option(
             "--steps", type=click.IntRange(1), metavar="N", show_default="from the configuration",
             help="Steps of a run. A run that ends earlier has failed.",

@@ -84,7 +84,6 @@ def run(
             raise
 
     settings = SessionSettings(policy, execution, multiple_losses, stats_every)
-
     refusals = ChildRefusals()
 
     def reject(error: PolicyError) -> BaseException:
@@ -110,15 +109,20 @@ def run(
         raise session.refusal
     if exit is not None and exit.code not in (None, 0):
         raise exit
-    if refused := refusals.count():
-        processes = "a process" if refused == 1 else f"{refused} processes"
+    _exit_if_refused(refusals)
+    if session is not None:
+        session.children = children.count
+    return session
+
+
+def _exit_if_refused(refusals: ChildRefusals) -> None:
+    """Ends with an error if the policy could not be applied in a child."""
+    if count := refusals.count():
+        processes = "a process" if count == 1 else f"{count} processes"
         sys.stderr.write(
             f"policyc: the policy could not be applied in {processes} that the program started\n"
         )
         raise SystemExit(1)
-    if session is not None:
-        session.children = children.count
-    return session
 
 
 def _run_to_end(program: Program) -> SystemExit | None:
