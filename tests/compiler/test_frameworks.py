@@ -125,7 +125,8 @@ def mixture(params, tokens, key):
     return cross_entropy(logits, (tokens + 1) % 16), {"norm": jnp.linalg.norm(logits), "kind": "mixture"}
 
 
-@pytest.mark.parametrize("experts", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["mxfp8", "nvfp4"])
 def test_a_model_with_every_kind_of_gemm(experts):
     def weights(seed, *shape):
         return jax.random.normal(jax.random.key(seed), shape) / 4

@@ -203,6 +203,7 @@ def check_any_program(seed: int, quantize_in_place: Callable[[], None], format: 
     assert_same_bits(hoisted, run())
 
 
+@pytest.mark.slow
 def test_hoisting_changes_no_bit_of_a_random_program(quantize_in_place: Callable[[], None]) -> None:
     """A stack with a branch, jits and a remat around it."""
     check_any_program(0, quantize_in_place, "mxfp8")

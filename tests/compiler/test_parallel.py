@@ -149,10 +149,14 @@ def train_pipeline(loss: Any, policy: str | None) -> list[float]:
 @pytest.mark.parametrize(
     ("loss", "policy"),
     [
-        (parallel_programs.pipelined_by_ppermute, "layers -> fp8 expect 8; layers[1::2] -> keep expect 4"),
-        (parallel_programs.pipelined_by_vmap, "layers -> fp8"),
+        pytest.param(
+            parallel_programs.pipelined_by_ppermute,
+            "layers -> fp8 expect 8; layers[1::2] -> keep expect 4",
+            id="ppermute",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(parallel_programs.pipelined_by_vmap, "layers -> fp8", id="vmap"),
     ],
-    ids=["ppermute", "vmap"],
 )
 def test_a_pipeline(loss: Any, policy: str) -> None:
     """Keeping changes nothing. Quantized, it learns, and its first loss is that of the model without a pipeline."""

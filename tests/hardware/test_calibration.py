@@ -35,6 +35,7 @@ CLAIMED = {
 }
 
 
+@pytest.mark.slow
 def test_the_errors_are_those_that_the_docs_claim(calibration):
     rows = {(row.case.trainer, row.case.config, row.case.gpu): row for row in calibration.predict_all()}
     assert {key: round(row.errors()[2], 2) for key, row in rows.items()} == CLAIMED

@@ -106,6 +106,7 @@ def test_eight_devices_give_the_losses_of_one(axes):
 LAYOUT = {"accumulate": 4, "loss_chunks": 4, "remat": "dots", "scan": False}
 
 
+@pytest.mark.slow
 def test_all_layouts_at_once_give_the_losses_of_the_plain_one():
     check_same_losses({}, **LAYOUT)
 

@@ -122,6 +122,7 @@ def test_nonfinite_operands_give_nonfinite_results() -> None:
             assert not np.isfinite(result).any()
 
 
+@pytest.mark.slow
 def test_powers_of_two_are_applied_after_rounding() -> None:
     """The GEMM writes bfloat16, and the result has the bits of the emulation, which rounds once at the end."""
     recipe = make_recipe("nvfp4", {"scale2d": OPERAND_GROUPS["weights"], "outer": "pow2"})
