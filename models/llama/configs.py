@@ -1,4 +1,4 @@
-"""The settings of a run, the table of configurations, and the command line.
+"""The settings of a run, and the table of configurations.
 
 Every field of `ModelConfig` and `RunConfig` is an option of the command line. The fields that decide the numbers of a
 run are its identity. Checkpoints store the identity, so a field must keep its name.
@@ -6,10 +6,8 @@ run are its identity. Checkpoints store the identity, so a field must keep its n
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -147,36 +145,6 @@ CONFIGS: dict[str, tuple[ModelConfig, RunConfig]] = {
     "llama3_405b": (_model(126, 16384, 53248, 128, 8, 128, 128256, **(_LLAMA3 | {"remat": "full"}), rope_scaling=8.0),
                     RunConfig(**_LONG, learning_rate=8e-5)),
 }  # fmt: skip
-
-EXAMPLES = """examples:
-  python models/llama/train.py --config tiny
-  python models/llama/train.py --config 30m --data corpus.bin --batch 64 --accumulate 8 --eval-every 200
-  python models/llama/train.py --config llama3_8b --fsdp-axis 8 --distributed --out runs/8b
-  policyc apply llama_nvfp4 models/llama/train.py --config tiny
-"""
-
-
-def parse_args(arguments: Sequence[str] | None = None) -> tuple[str, ModelConfig, RunConfig]:
-    """The name of the configuration, the model and the run that a command line describes."""
-    usage = "train.py [--help] [--config NAME] [OPTION ...]"
-    parser = argparse.ArgumentParser("train.py", usage, "Pretrain a Llama.", EXAMPLES, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--config", default="tiny", choices=CONFIGS, help="(default: tiny)")
-    for title, config in (("run", RunConfig), ("model", ModelConfig)):
-        group = parser.add_argument_group(title, "defaults are those of the configuration")
-        for f in fields(config):
-            kind = {"int": int, "float": float}.get(str(f.type).split(" ")[0], str)
-            options: Any = {"type": kind, "choices": f.metadata["choices"]}
-            options = {"action": argparse.BooleanOptionalAction} if f.type == "bool" else options
-            group.add_argument("--" + f.name.replace("_", "-"), help=f.metadata["help"], **options)
-    values = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
-    name = values.pop("config")
-    model, run = CONFIGS[name]
-    model = replace(model, **{n: v for n, v in values.items() if hasattr(model, n)})
-    run = replace(run, **{n: v for n, v in values.items() if hasattr(run, n)})
-    if errors := invalid_settings(model, run):
-        parser.error("; ".join(errors))
-    return name, model, run
 
 
 def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:

@@ -25,7 +25,7 @@ try:
     import numpy as np
 
     import policyc
-    from policyc.models.llama import configs, data, metrics, model, optimizer, weights
+    from policyc.models.llama import command_line, configs, data, metrics, model, optimizer, weights
     from policyc.models.llama.checkpoints import Checkpoints, lock_folder, saved_steps
     from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
     from policyc.models.llama.preemption import INTERRUPTED, Stopped, StopRequest, end_together, watch_signals
@@ -39,7 +39,7 @@ except KeyboardInterrupt:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        train(*configs.parse_args(arguments))
+        train(*command_line.parse_args(arguments))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -23,7 +23,7 @@ from tests.support.jaxpr_tools import primitive_counts
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import configs, data, metrics, optimizer
+from policyc.models.llama import command_line, configs, data, metrics, optimizer
 from policyc.models.llama import model as llama
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -316,7 +316,7 @@ def test_configurations_have_the_published_number_of_parameters(name, size):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--config lama3_8b", "invalid choice: 'lama3_8b' (choose from"),
+        ("--config lama3_8b", "there is no configuration 'lama3_8b': choose from"),
         ("--steps 0", "--steps 0: it must be at least 1"),
         ("--schedule wsd --warmup 0.9", "more than all steps"),
         ("--profile-steps 3", "such as 10:13"),
@@ -327,7 +327,7 @@ def test_configurations_have_the_published_number_of_parameters(name, size):
 )
 def test_bad_settings_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
-        configs.parse_args(arguments.split())
+        command_line.parse_args(arguments.split())
     assert end.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -347,17 +347,63 @@ def test_bad_settings_are_refused(arguments, message, capsys):
     ],
 )
 def test_meshes_that_do_not_divide_the_sizes_are_refused(arguments, message):
-    _, config, run = configs.parse_args(arguments.split())
+    _, config, run = command_line.parse_args(arguments.split())
     with pytest.raises(configs.ConfigError, match=message):
         llama.make_mesh(config, run)
 
 
 def test_every_setting_is_an_option():
-    name, config, run = configs.parse_args(
+    name, config, run = command_line.parse_args(
         ["--config", "100m", "--layers", "3", "--no-scan", "--z-loss", "1e-4"]
     )
     values = (name, config.layers, config.scan, config.width, run.z_loss, run.learning_rate)
     assert values == ("100m", 3, False, 1024, 1e-4, 9e-4)
+    names = [name for group in command_line.GROUPS.values() for name in group]
+    assert sorted(names) == sorted(vars(config) | vars(run))
+
+
+def test_the_help_has_the_defaults_of_the_configuration(capsys):
     with pytest.raises(SystemExit) as end:
-        configs.parse_args(["--help"])
+        command_line.parse_args(["--config", "100m", "--help"])
     assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--learning-rate X peak learning rate (default: 0.0009)" in text
+    assert "--layers N number of transformer blocks (default: 8)" in text
+    assert "devices and hosts:" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.toml", 'config = "100m"\nlearning-rate = 1e-4\nbatch = 64\nz_loss = 1\nscan = false\n'),
+        ("run.yaml", "config: 100m\nlearning_rate: 1e-4\nbatch: 64\nz_loss: 1\nscan: false\n"),
+    ],
+)
+def test_options_go_before_a_file_of_settings(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    config_name, config, run = command_line.parse_args(["--settings", str(path), "--batch", "32"])
+    values = (config_name, config.width, config.scan, run.learning_rate, run.batch, run.z_loss)
+    assert values == ("100m", 1024, False, 1e-4, 32, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.toml", "learning_rat = 1", "there is no setting 'learning_rat': did you mean 'learning_rate'?"),
+        ("run.toml", "batch = 1.5", "batch = 1.5: expected a whole number"),
+        ("run.toml", "batch = true", "batch = True: expected a whole number"),
+        ("run.toml", 'schedule = "cosin"', "schedule = 'cosin': choose from cosine, wsd, constant"),
+        ("run.toml", 'config = "7b"', "there is no configuration '7b'"),
+        ("run.toml", "batch = ", "Invalid value"),
+        ("run.yaml", "a: [", "expected the node content"),
+        ("run.yaml", "- 1", "expected names and values"),
+        ("run.json", "{}", "expected a file named .toml, .yaml or .yml"),
+    ],
+)
+def test_a_faulty_file_of_settings_is_refused(name, text, message, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as end:
+        command_line.parse_args(["--settings", str(tmp_path / name)])
+    assert end.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -22,7 +22,8 @@ from policyc.experiments.sweep.run import (
     Run,
 )
 from policyc.language.bundled import data_folder
-from policyc.models.llama.configs import CONFIGS, parse_args
+from policyc.models.llama.command_line import parse_args
+from policyc.models.llama.configs import CONFIGS
 
 POLICY_FILE = "policy.policy"
 

@@ -1,0 +1,154 @@
+"""The command line of the training program, and files of settings."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import Field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from policyc.models.llama.configs import (
+    CONFIGS,
+    ConfigError,
+    ModelConfig,
+    RunConfig,
+    import_library,
+    invalid_settings,
+)
+
+EXAMPLES = """examples:
+  python models/llama/train.py --config tiny
+  python models/llama/train.py --config 30m --data corpus.bin --batch 64 --accumulate 8 --eval-every 200
+  python models/llama/train.py --settings run.toml --seed 1
+  python models/llama/train.py --config llama3_8b --fsdp-axis 8 --distributed --out runs/8b
+  policyc apply llama_nvfp4 models/llama/train.py --config tiny
+"""
+
+GROUPS = {
+    "run": ("steps", "batch", "sequence", "accumulate", "seed", "seeds", "seed_loop", "out"),
+    "data": ("data", "tokenizer"),
+    "optimizer": ("learning_rate", "schedule", "warmup", "decay", "final", "beta1", "beta2", "weight_decay", "clip",
+                  "z_loss"),
+    "faults": ("loss_scale", "spike", "on_fault", "max_skips"),
+    "devices and hosts": ("gather", "data_axis", "fsdp_axis", "tensor_axis", "context_axis", "distributed",
+                          "coordinator", "processes", "process_id", "heartbeat"),
+    "checkpoints and weights": ("checkpoint_every", "keep", "accept_changes", "init_from"),
+    "validation and exports": ("eval_every", "eval_batches", "export_every", "export_command", "export_timeout",
+                               "on_export_fault"),
+    "metrics and profiles": ("log_every", "wandb", "peak_tflops", "profile", "profile_steps"),
+    "model": tuple(f.name for f in fields(ModelConfig)),
+}  # fmt: skip
+"""The groups of options in the help."""
+
+FIELDS: dict[str, Field[Any]] = {f.name: f for config in (RunConfig, ModelConfig) for f in fields(config)}
+TYPES = {"int": int, "float": float, "bool": bool}
+
+
+def parse_args(arguments: Sequence[str] | None = None) -> tuple[str, ModelConfig, RunConfig]:
+    """The name of the configuration, the model and the run that a command line describes.
+
+    Options go before the file of settings, and the file before the configuration.
+    """
+    parser = argparse.ArgumentParser(
+        "train.py", "train.py [--help] [--config NAME] [--settings FILE] [OPTION ...]", "Pretrain a Llama.", EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    known, _ = _add_sources(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(
+        arguments
+    )
+    try:
+        file = read_settings(Path(known.settings)) if known.settings else {}
+    except ConfigError as error:
+        parser.error(str(error))
+    name = known.config or file.pop("config", "tiny")
+    if name not in CONFIGS:
+        parser.error(f"there is no configuration '{name}': choose from {', '.join(CONFIGS)}")
+    model, run = _replace(*CONFIGS[name], file)
+    _add_sources(parser)
+    _add_options(parser, {**vars(model), **vars(run)}, name)
+    values = {n: v for n, v in vars(parser.parse_args(arguments)).items() if n in FIELDS and v is not None}
+    model, run = _replace(model, run, values)
+    if errors := invalid_settings(model, run):
+        parser.error("; ".join(errors))
+    return name, model, run
+
+
+def _add_sources(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--config", metavar="NAME", help=f"one of {', '.join(CONFIGS)} (default: tiny)")
+    parser.add_argument(
+        "--settings", metavar="FILE", help="TOML or YAML file of settings, such as `learning_rate = 1e-3`"
+    )
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], config: str) -> None:
+    """An option for each setting, in groups, with its default."""
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title, f"of {config}" if title == "model" else None)
+        for name in names:
+            setting = FIELDS[name]
+            options: Any = {
+                "type": TYPES.get(_type_name(setting), str),
+                "choices": setting.metadata["choices"],
+            }
+            if setting.type == "bool":
+                options = {"action": argparse.BooleanOptionalAction}
+            elif setting.metadata["choices"] is None:
+                options["metavar"] = {"int": "N", "float": "X"}.get(_type_name(setting), "TEXT")
+            text = setting.metadata["help"].replace("%", "%%")
+            if defaults[name] is not None:
+                text += f" (default: {defaults[name]})"
+            group.add_argument("--" + name.replace("_", "-"), help=text, **options)
+
+
+def _type_name(setting: Field[Any]) -> str:
+    return str(setting.type).split(" ")[0]
+
+
+def _replace(model: ModelConfig, run: RunConfig, values: Mapping[str, Any]) -> tuple[ModelConfig, RunConfig]:
+    of_model = {name: value for name, value in values.items() if hasattr(model, name)}
+    of_run = {name: value for name, value in values.items() if hasattr(run, name)}
+    return replace(model, **of_model), replace(run, **of_run)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a TOML or YAML file, by the names of their fields; `config` is the name of a configuration."""
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise ConfigError(f"--settings {path}: expected a file named .toml, .yaml or .yml")
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = (
+            tomllib.loads(text) if path.suffix == ".toml" else import_library("yaml", "train").safe_load(text)
+        )
+    except OSError as error:
+        raise ConfigError(f"--settings {path}: {error.strerror}") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  # YAML's errors share no base class with TOML's
+        raise ConfigError(f"--settings {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--settings {path}: expected names and values")
+    return dict(_check_value(path, str(key), value) for key, value in content.items())
+
+
+def _check_value(path: Path, key: str, value: Any) -> tuple[str, Any]:
+    name = key.replace("-", "_")
+    if name not in FIELDS and name != "config":
+        close = difflib.get_close_matches(name, [*FIELDS, "config"], n=1)
+        remedy = f": did you mean '{close[0]}'?" if close else "; --help lists all settings"
+        raise ConfigError(f"--settings {path}: there is no setting '{key}'{remedy}")
+    kind = str if name == "config" else TYPES.get(_type_name(FIELDS[name]), str)
+    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        with suppress(ValueError):
+            value = float(value)  # YAML reads 1e-3 as a text
+    if type(value) is not kind:
+        expected = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+        raise ConfigError(f"--settings {path}: {key} = {value!r}: expected {expected}")
+    choices = None if name == "config" else FIELDS[name].metadata["choices"]
+    if choices and value not in choices:
+        raise ConfigError(f"--settings {path}: {key} = {value!r}: choose from {', '.join(choices)}")
+    return name, value
