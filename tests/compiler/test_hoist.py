@@ -217,7 +217,8 @@ def test_hoisting_changes_no_bit_of_any_program(
     check_any_program(seed, quantize_in_place, format)
 
 
-@pytest.mark.parametrize("policy", ["* -> mxfp8", pytest.param(SQUARE, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["* -> mxfp8", SQUARE])
 def test_hoisting_on_eight_devices(policy: str, quantize_in_place: Callable[[], None]) -> None:
     """Weights are sharded over all devices. The same arrays are gathered with and without hoisting: codes."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))

@@ -180,6 +180,7 @@ main_ended.set()
 """
 
 
+@pytest.mark.slow
 def test_policy_and_schedule_hold_in_every_thread(home: Path) -> None:
     (home / "program.py").write_text(THREADS)
     (home / "switch.policy").write_text("* -> fp8\nafter 50% { * -> keep }\n")

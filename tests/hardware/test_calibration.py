@@ -20,6 +20,7 @@ def calibration():
     return importlib.import_module("benchmarks.calibration")
 
 
+@pytest.mark.slow
 def test_the_constants_are_what_the_calibration_fits(calibration):
     assert calibration.fit() == (gemm_cost.HIDDEN_FRACTION, gemm_cost.OTHER_FRACTION)
 
