@@ -224,9 +224,13 @@ def _vmap_body(body: Implementation) -> Implementation:
 
 
 def _drop_unused_results(
-    reduce: Callable[..., Reduction | None], used: Sequence[bool], eqn: JaxprEqn
+    reduce: Callable[..., Reduction | None], used: Sequence[bool], *rest: Any
 ) -> tuple[list[bool], JaxprEqn | None]:
-    """Which operands are used, and the equation without results that nothing uses."""
+    """Which operands are used, and the equation without results that nothing uses.
+
+    `rest` ends with the equation. Since JAX 0.12, it begins with which operands are live references; we take none.
+    """
+    eqn: JaxprEqn = rest[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
     reduction = reduce(used, **eqn.params)
