@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -37,8 +38,29 @@ _COMPILER_OPTIONS: dict[str, str | bool] = {
 }
 
 
+_ASSUMED_FRACTION, _SLOP_PERCENT = 0.8, 95
+"""Without a device, XLA assumes that this fraction of the memory is allocated. A program may use this percentage of it."""
+
+
 class CannotCompile(Exception):
     """The step cannot be compiled for this target on this machine. The message says what would help."""
+
+
+def memory_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """XLA's limit on memory as it is on a GPU, if the environment sets the fraction that JAX allocates.
+
+    A step above the limit is compiled to compute more than once what it could have kept.
+    """
+    text = environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if text is None:
+        return {}
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise CannotCompile(f"XLA_PYTHON_CLIENT_MEM_FRACTION={text} is not a fraction between 0 and 1")
+    return {"xla_gpu_memory_limit_slop_factor": str(round(_SLOP_PERCENT * fraction / _ASSUMED_FRACTION))}
 
 
 def check_installed() -> None:
@@ -170,9 +192,10 @@ class _CompiledProgram:
 
 def _compile(lowered: Lowered, start: float) -> _CompiledProgram:
     """Compiles a lowered function whose tracing began at `start`."""
+    options = _COMPILER_OPTIONS | memory_options(os.environ)
     traced = time.perf_counter()
     try:
-        executable = lowered.compile(compiler_options=_COMPILER_OPTIONS)
+        executable = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise CannotCompile(

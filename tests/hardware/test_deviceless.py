@@ -18,6 +18,16 @@ from tests.support.command import policyc as command
 CONFIG = ("--config", "tiny")
 
 
+def test_the_limit_on_memory_is_that_of_the_environment():
+    """On a GPU, a step may use 95 % of what JAX allocates: of .75, that is 89 % of the .8 that XLA assumes here."""
+    variable = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    assert deviceless.memory_options({}) == {}
+    assert deviceless.memory_options({variable: ".75"}) == {"xla_gpu_memory_limit_slop_factor": "89"}
+    for text in ("much", "0", "1.5", "nan"):
+        with pytest.raises(deviceless.CannotCompile, match=f"{variable}={text} is not a fraction"):
+            deviceless.memory_options({variable: text})
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
