@@ -39,7 +39,8 @@ _COMPILER_OPTIONS: dict[str, str | bool] = {
 
 
 _ASSUMED_FRACTION, _SLOP_PERCENT = 0.8, 95
-"""Without a device, XLA assumes that this fraction of the memory is allocated. A program may use this percentage of it."""
+"""Without a device, XLA assumes that this fraction of its memory is allocated. A program may use so many percent of
+it."""
 
 
 class CannotCompile(Exception):
