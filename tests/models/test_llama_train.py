@@ -133,13 +133,10 @@ def test_a_checkpoint_of_another_run_is_refused(completed, capsys, monkeypatch):
     assert len(losses(completed)) == 8
 
 
-def flip_bytes(folder: Path) -> None:
-    """Flips eight bytes in the middle of the largest file."""
-    path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 8] = bytes(byte ^ 0xFF for byte in content[middle : middle + 8])
-    path.write_bytes(content)
+def replace_by_earlier(state: Path) -> None:
+    """Puts the state of step 6 in place: it is read without an error."""
+    shutil.rmtree(state)
+    shutil.copytree(state.parents[1] / "6" / "state", state)
 
 
 def truncate_files(folder: Path) -> None:
@@ -148,7 +145,7 @@ def truncate_files(folder: Path) -> None:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("damage", [flip_bytes, truncate_files])
+@pytest.mark.parametrize("damage", [replace_by_earlier, truncate_files])
 def test_a_run_resumes_from_the_last_checkpoint_that_is_whole(completed, tmp_path, capsys, damage):
     folder = tmp_path / "run"
     shutil.copytree(completed, folder)
