@@ -95,18 +95,24 @@ def _quantize_primitive(format: str, backend: str) -> Primitive:
             body=_quantize,
             shapes=_quantize_shapes,
             dim_sources=_quantize_dim_sources,
-            platform_bodies=_platform_bodies(_quantize),
-            single_device_bodies=_platform_bodies(_quantize, single_device=True),
-            partitioned_bodies=_platform_bodies(_quantize, can_partition=True),
-            needs_devices=backends.load(backend).NEEDS_DEVICES,
+            **_lowering_rules(_quantize, backend),
             batched=_batched(backend, partial(_quantize_primitive, format, _BATCHING_BACKEND)),
         ),
     )
 
 
-def _platform_bodies(body: Implementation, **known: bool) -> dict[str, Implementation]:
-    """The body of a quantizer on each platform. `known` are fields of its `LoweringContext`."""
-    return {name: partial(body, context=LoweringContext(platform=name, **known)) for name in _PLATFORMS}
+def _lowering_rules(body: Implementation, backend: str) -> dict[str, Any]:
+    """The rules by which a quantizer is lowered: its body on each platform, with what is known of the devices."""
+
+    def bodies(**known: bool) -> dict[str, Implementation]:
+        return {name: partial(body, context=LoweringContext(platform=name, **known)) for name in _PLATFORMS}
+
+    return {
+        "platform_bodies": bodies(),
+        "single_device_bodies": bodies(single_device=True),
+        "partitioned_bodies": bodies(can_partition=True),
+        "needs_devices": backends.load(backend).NEEDS_DEVICES,
+    }
 
 
 _BATCHING_BACKEND = "xla"
@@ -212,10 +218,7 @@ def _quantize_pair_primitive(format: str, backend: str) -> Primitive:
             body=_quantize_pair,
             shapes=_quantize_pair_shapes,
             dim_sources=_quantize_pair_dim_sources,
-            platform_bodies=_platform_bodies(_quantize_pair),
-            single_device_bodies=_platform_bodies(_quantize_pair, single_device=True),
-            partitioned_bodies=_platform_bodies(_quantize_pair, can_partition=True),
-            needs_devices=backends.load(backend).NEEDS_DEVICES,
+            **_lowering_rules(_quantize_pair, backend),
             batched=_batched(backend, partial(_quantize_pair_primitive, format, _BATCHING_BACKEND)),
             reduced=_quantize_one_of_pair,
         ),
@@ -238,11 +241,7 @@ def _quantize_pair(
         )
         for spec, operand in zip(specs, operands, strict=True)
     ]
-    module = backends.load(backend)
-    if module.JOINS_ORDERS:
-        quantized = module.quantize_orders(x, requests, context)
-    else:
-        quantized = [module.quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
+    quantized = backends.load(backend).quantize_orders(x, requests, context)
     return [a for out in quantized for a in (out.codes, out.scales, out.amax) if a is not None]
 
 
