@@ -254,7 +254,9 @@ def _has_several_processes(options: SweepOptions) -> bool:
 
     if not options.slurm or (processes := parse_slurm_options(options.slurm).processes) == 1:
         return False
-    click.echo(f"policyc: note: a run has {processes} processes, so it is not traced beforehand", err=True)
+    click.echo(
+        f"policyc: note: a run has {processes} processes, so it is not traced before it runs", err=True
+    )
     return True
 
 
@@ -273,7 +275,7 @@ def _make_executor(options: SweepOptions) -> Executor:
 
 
 def _run(design: SweepDesign, tracked: Sequence[TrackedRun], executor: Executor) -> SweepResult:
-    """Runs everything, with a live table in a terminal and lines elsewhere."""
+    """Runs everything, with a live table in a terminal, and else with lines."""
     from rich.console import Console
 
     from policyc.experiments.sweep.engine import Engine

@@ -15,7 +15,6 @@ from policyc.experiments.report.charts import by_seed
 from policyc.experiments.report.runs import Column, RunData
 from policyc.experiments.report.series import Axis, count_spikes, first_crossing, with_derived_metrics
 from policyc.experiments.report.sweeps import (
-    TRAILING_FRACTION,
     SweepData,
     VariantData,
     final_validation_loss,
@@ -24,6 +23,7 @@ from policyc.experiments.report.sweeps import (
     trailing_loss,
 )
 from policyc.experiments.report.values import Record, as_record, as_records, as_text
+from policyc.experiments.trailing import TRAILING_FRACTION
 from policyc.experiments.verdicts import Comparison, compare_variants
 
 FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", "accept_changes", "wandb"})

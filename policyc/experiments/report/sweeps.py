@@ -26,13 +26,11 @@ from policyc.experiments.report.values import (
     read_text,
 )
 from policyc.experiments.statistics import Settings, parse_margin
+from policyc.experiments.trailing import trailing_steps
 from policyc.experiments.verdicts import SeedLosses
 
 MANIFEST_FILE = "sweep.json"
 USUAL_BASELINES = ("bf16", "fp8")
-
-TRAILING_FRACTION = 0.05  # of a run's steps, at its end, over which losses are averaged
-LEAST_TRAILING = 10  # steps: the loss of a single batch is mostly noise
 
 _SEED_FOLDER = re.compile(r"seed(\d{1,9})")
 
@@ -284,8 +282,7 @@ def judge_run(run: RunData, longest: int) -> RunEnd:
 def trailing_loss(run: RunData) -> float | None:
     """The mean loss of the last steps, or None if one of them is not finite."""
     losses = run.steps.columns["loss"]
-    count = max(LEAST_TRAILING, round(TRAILING_FRACTION * len(losses)))
-    mean = float(np.mean(losses[-count:])) if len(losses) else math.nan
+    mean = float(np.mean(losses[-trailing_steps(len(losses)) :])) if len(losses) else math.nan
     return mean if math.isfinite(mean) else None
 
 

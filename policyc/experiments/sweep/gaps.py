@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from policyc.experiments.sweep.engine import TrackedRun
 from policyc.experiments.sweep.metrics import MetricsReader
-
-_WINDOW = 0.05  # fraction of the steps so far, at the end, over which losses are averaged
-_LEAST_WINDOW = 10  # steps: the loss of a single batch is mostly noise
+from policyc.experiments.trailing import trailing_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ def compute_gap(runs: Sequence[TrackedRun], variant: str, baseline: str) -> Gap 
 def _last_steps(one: MetricsReader, other: MetricsReader) -> list[int]:
     """The last steps that two runs have in common."""
     last = min(one.step, other.step)
-    first = last - max(_LEAST_WINDOW, round(_WINDOW * last))
+    first = last - trailing_steps(last)
     return [step for step in range(first + 1, last + 1) if step in one.losses and step in other.losses]
 
 

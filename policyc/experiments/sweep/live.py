@@ -1,4 +1,4 @@
-"""Shows a sweep: a live table in a terminal, a line for each event elsewhere, and the failures at the end."""
+"""Shows a sweep: a live table in a terminal (else a line for each event), and the failures at the end."""
 
 from __future__ import annotations
 
