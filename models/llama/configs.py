@@ -71,6 +71,9 @@ class RunConfig:
     seed_loop: str = operational("vmap", "how one step serves several seeds", choices=("vmap", "map"))
     data: str = setting("stdlib", "source of the tokens, as KIND:PATH or PATH; see data.py")
     tokenizer: str | None = setting(None, "tokenizer.json of a BPE tokenizer (default: tokens are bytes)")
+    document_mask: bool = setting(
+        False, "tokens attend only to their own document, and positions start again with each document"
+    )
     learning_rate: float = setting(3e-3, "peak learning rate")
     schedule: str = setting("cosine", "schedule after the warm-up", choices=("cosine", "wsd", "constant"))
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")

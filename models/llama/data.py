@@ -21,6 +21,7 @@ import grain
 import numpy as np
 
 from policyc.models.llama.configs import ConfigError, RunConfig, import_library
+from policyc.models.llama.packing import documents_in_row
 
 KINDS = ("stdlib", "synthetic", "text", "tokens", "array_record", "parquet", "hf")
 SUFFIXES = {".bin": "tokens", ".npy": "tokens", ".parquet": "parquet", ".array_record": "array_record"}
@@ -107,10 +108,8 @@ def read_documents(spec: DataSpec) -> Iterator[bytes]:
         raise ConfigError(f"'{path}' cannot be read; is it truncated, or of another kind? {error}") from None
 
 
-def make_encoder(tokenizer: str | None) -> tuple[Callable[[Iterator[bytes]], Iterator[np.ndarray]], int]:
-    """A function from documents to tokens, and the size of its vocabulary. Without a tokenizer, tokens are bytes."""
-    if tokenizer is None:
-        return lambda texts: (np.append(np.frombuffer(t, np.uint8), np.uint16(END)) for t in texts), END + 1
+def read_tokenizer(tokenizer: str) -> tuple[Any, int]:
+    """A tokenizer.json, and the id of its end token."""
     read = import_library("tokenizers", "data").Tokenizer.from_file
     try:
         bpe = read(tokenizer)
@@ -119,6 +118,32 @@ def make_encoder(tokenizer: str | None) -> tuple[Callable[[Iterator[bytes]], Ite
     end = next((token for token in map(bpe.token_to_id, END_TOKENS) if token is not None), None)
     if end is None:
         raise ConfigError(f"the tokenizer '{tokenizer}' has no end token: none of {', '.join(END_TOKENS)}")
+    return bpe, end
+
+
+def find_end_token(spec: DataSpec, tokenizer: str | None) -> int:
+    """The token that ends a document. Raises ConfigError if it is not known."""
+    if "end" in spec.options:
+        if not spec.options["end"].isdigit():
+            raise ConfigError(
+                f"end={spec.options['end']}: expected the number of the token that ends a document"
+            )
+        return int(spec.options["end"])
+    if spec.kind == "synthetic":
+        raise ConfigError("--document-mask: synthetic data has no documents")
+    if tokenizer is not None:
+        return read_tokenizer(tokenizer)[1]
+    if spec.kind == "tokens":
+        unknown = f"--document-mask: the token that ends a document of '{spec.path}' is not known"
+        raise ConfigError(f"{unknown}: add end=NUMBER to --data, or name the --tokenizer")
+    return END
+
+
+def make_encoder(tokenizer: str | None) -> tuple[Callable[[Iterator[bytes]], Iterator[np.ndarray]], int]:
+    """A function from documents to tokens, and the size of its vocabulary. Without a tokenizer, tokens are bytes."""
+    if tokenizer is None:
+        return lambda texts: (np.append(np.frombuffer(t, np.uint8), np.uint16(END)) for t in texts), END + 1
+    bpe, end = read_tokenizer(tokenizer)
 
     def encode(texts: Iterator[bytes]) -> Iterator[np.ndarray]:
         while group := [text.decode("utf-8", "replace") for text in itertools.islice(texts, 512)]:
@@ -209,6 +234,8 @@ def synthetic_row(vocab: int, sequence: int, seed: int, number: int) -> np.ndarr
 class BatchSource(Iterator[dict[str, np.ndarray]]):
     """Endless batches of `tokens`, `targets` and `mask`, int32: the rows of each batch that this host reads.
 
+    With `--document-mask` also `segments` and `positions`, see `documents_in_row`. `end` ends a document then.
+
     The split `validation` is the file that the option `validation` names, or else the end of the data: independent of
     batch, sequence and seed. `position` is where the next
     batch begins, on all hosts; batches that a thread has read ahead are not counted.
@@ -220,6 +247,7 @@ class BatchSource(Iterator[dict[str, np.ndarray]]):
         spec = parse_spec(run.data)
         if not training and "validation" in spec.options:
             spec = spec._replace(path=spec.options["validation"])
+        self.end = find_end_token(spec, run.tokenizer) if run.document_mask else None
         if spec.kind == "synthetic":
             self.vocab, self.contents = vocab, "endless"
             self._row = partial(synthetic_row, vocab, run.sequence, 2 * run.seed if training else 1)
@@ -256,4 +284,5 @@ class BatchSource(Iterator[dict[str, np.ndarray]]):
         if rows.max() >= self._vocab:
             largest = f"'{self._run.data}' has token {rows.max()}"
             raise ConfigError(f"{largest}, the model a vocabulary of {self._vocab}{VOCAB_HINT}")
-        return {"tokens": rows[:, :-1], "targets": rows[:, 1:], "mask": np.ones_like(rows[:, 1:])}
+        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "mask": np.ones_like(rows[:, 1:])}
+        return batch if self.end is None else batch | documents_in_row(rows, self.end)

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, runs_of_seeds
 
 Params = dict[str, Any]
-Batch = dict[str, Any]  # tokens, targets, mask
+Batch = dict[str, Any]  # tokens, targets, mask; with --document-mask also segments, positions
 LossSums = tuple[jax.Array, jax.Array]
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -93,7 +93,8 @@ def split_interleaved(x: jax.Array, axis: int, count: int) -> jax.Array:
 def abstract_batch(run: RunConfig, mesh: Mesh) -> Batch:
     """The shapes and shardings of a batch. With several seeds, their batches are stacked."""
     array = abstract_array((run.batch, run.sequence), jnp.int32, sharding(mesh, ("batch", "sequence")))
-    batch = dict.fromkeys(("tokens", "targets", "mask"), array)
+    names = ("tokens", "targets", "mask", *(("segments", "positions") if run.document_mask else ()))
+    batch = dict.fromkeys(names, array)
     return batch if run.seeds is None else stack_abstract(batch, len(runs_of_seeds(run)), mesh)
 
 
@@ -177,16 +178,16 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (wide * scale).astype(x.dtype)
 
 
-def rotary(config: ModelConfig, length: int) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of every position. Llama 3.1 lowers the low frequencies by a factor and keeps the high ones."""
+def rotary(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of positions. Llama 3.1 lowers the low frequencies by a factor and keeps the high ones."""
     exponents = -jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     frequency = config.rope_theta**exponents
     if config.rope_scaling:
         turns = 8192 * frequency / (2 * jnp.pi)  # within the sequence length of the first training, 8192
         keep = jnp.clip((turns - 1) / (4 - 1), 0, 1)
         frequency = frequency * (keep + (1 - keep) / config.rope_scaling)
-    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
-    return jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    angles = positions.astype(jnp.float32)[..., None] * frequency
+    return jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -195,7 +196,15 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attention(params: Params, x: jax.Array, rope: Any, config: ModelConfig, mesh: Mesh | None) -> jax.Array:
+def same_document(segments: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Whether two tokens of a row are of one document: (batch, 1, queries, keys)."""
+    rows = constrain(segments, mesh, "batch", None)
+    return constrain(rows[:, None, :, None] == rows[:, None, None, :], mesh, "batch", None, None, None)
+
+
+def attention(
+    params: Params, x: jax.Array, rope: Any, mask: jax.Array | None, config: ModelConfig, mesh: Mesh | None
+) -> jax.Array:
     batch, length, _ = x.shape
     q, k, v = (linear(params, f"{n}_proj", x).reshape(batch, length, -1, config.head_dim) for n in "qkv")
     q, k = rotate(q, rope), rotate(k, rope)
@@ -205,15 +214,17 @@ def attention(params: Params, x: jax.Array, rope: Any, config: ModelConfig, mesh
     on_gpu = jax.default_backend() == "gpu" and config.compute == "bfloat16"
     name: Any = config.attention if config.attention != "auto" else "cudnn" if on_gpu else "xla"
     with jax.named_scope("scores"):
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=name)
+        y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=name)
     y = constrain(y.reshape(batch, length, -1), mesh, "batch", "sequence", "inner")
     return linear(params, "o_proj", y)
 
 
-def block(x: jax.Array, params: Params, rope: Any, config: ModelConfig, mesh: Mesh | None) -> jax.Array:
+def block(
+    x: jax.Array, params: Params, rope: Any, mask: jax.Array | None, config: ModelConfig, mesh: Mesh | None
+) -> jax.Array:
     with jax.named_scope("attention"):
         y = rms_norm(x, params["attention_norm"], config.norm_eps)
-        x = x + attention(params["attention"], y, rope, config, mesh)
+        x = x + attention(params["attention"], y, rope, mask, config, mesh)
     x = constrain(x, mesh, "batch", "sequence", None)
     with jax.named_scope("mlp"):
         y = rms_norm(x, params["mlp_norm"], config.norm_eps)
@@ -244,12 +255,22 @@ def embed(table: jax.Array, tokens: jax.Array, compute: str, mesh: Mesh | None) 
     return constrain(x, mesh, "batch", "sequence", None)
 
 
-def hidden(params: Params, tokens: jax.Array, config: ModelConfig, mesh: Mesh | None = None) -> jax.Array:
-    """The input of the head."""
+def hidden(
+    params: Params,
+    tokens: jax.Array,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    documents: Batch | None = None,
+) -> jax.Array:
+    """The input of the head. Without `documents` (segments and positions), every row is one document."""
     with jax.named_scope("embed"):
         x = embed(params["embed"], tokens, config.compute, mesh)
-    rope = rotary(config, tokens.shape[1])
-    layer: Callable[..., jax.Array] = partial(block, rope=rope, config=config, mesh=mesh)
+    if documents is None:
+        positions, mask = jnp.arange(tokens.shape[1], dtype=jnp.float32), None
+    else:
+        positions, mask = documents["positions"], same_document(documents["segments"], mesh)
+    rope = rotary(config, positions)
+    layer: Callable[..., jax.Array] = partial(block, rope=rope, mask=mask, config=config, mesh=mesh)
     if config.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan)
     if config.scan:
@@ -276,7 +297,7 @@ def loss(
     params: Params, batch: Batch, config: ModelConfig, mesh: Mesh | None = None, z_loss: float = 0.0
 ) -> LossSums:
     """Sums over all unmasked tokens: the cross entropy in nats, and the z-loss."""
-    x = hidden(params, batch["tokens"], config, mesh)
+    x = hidden(params, batch["tokens"], config, mesh, batch if "segments" in batch else None)
     whole = config.loss_chunks == 1
     head = params["lm_head"] if whole else gather_weight(params["lm_head"], mesh, (None, "inner"))
 

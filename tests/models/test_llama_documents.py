@@ -1,0 +1,235 @@
+"""Document masks of the Llama: a row of several documents computes what its documents compute alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import policyc
+from policyc.compiler import plan_tables
+from policyc.models.llama import configs
+from policyc.models.llama import model as llama
+from policyc.models.llama.configs import ConfigError, RunConfig
+from policyc.models.llama.packing import documents_in_row
+from tests.support import llama_runs
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+CONFIG = configs.ModelConfig(**llama_runs.SMALL, compute="float32")
+END = 7
+# Windows of 13 tokens: 12 inputs, and the target of the last one.
+ROWS = {
+    "a document of one token between two others, and one cut off": [
+        1,
+        2,
+        3,
+        4,
+        END,
+        END,
+        5,
+        6,
+        8,
+        9,
+        1,
+        2,
+        3,
+    ],
+    "no end token": [1, 2, 3, 4, 5, 6, 8, 9, 1, 2, 3, 4, 5],
+    "begins with the end of a document": [END, 1, 2, 3, 4, 5, 6, END, 8, 9, 1, 2, END],
+    "only end tokens": [END] * 13,
+    "the last input is a document of its own": [1, 2, 3, 4, 5, 6, 8, 9, 1, 2, END, 3, 4],
+}
+
+
+def split_documents(window: list[int], end: int) -> list[list[int]]:
+    """The documents of a window, in plain Python. The end token is the last one of its document."""
+    documents: list[list[int]] = [[]]
+    for token in window:
+        if documents[-1] and documents[-1][-1] == end:
+            documents.append([])
+        documents[-1].append(token)
+    return documents
+
+
+@pytest.mark.parametrize(
+    ("window", "segments", "positions", "mask"),
+    [
+        ([1, 2, END, 3, 4, 5], [0, 0, 0, 1, 1], [0, 1, 2, 0, 1], [1, 1, 0, 1, 1]),
+        ([1, 2, 3, 4, 5, END], [0, 0, 0, 0, 0], [0, 1, 2, 3, 4], [1, 1, 1, 1, 1]),
+        ([END, 1, 2, 3, END, 4], [0, 1, 1, 1, 1], [0, 0, 1, 2, 3], [0, 1, 1, 1, 0]),
+        ([1, END, END, END, 2, 3], [0, 0, 1, 2, 3], [0, 1, 0, 0, 0], [1, 0, 0, 0, 1]),
+    ],
+    ids=[
+        "two documents",
+        "no end token among the inputs",
+        "begins with an end token",
+        "consecutive end tokens",
+    ],
+)
+def test_segments_and_positions_start_again_after_an_end_token(
+    window: list[int], segments: list[int], positions: list[int], mask: list[int]
+) -> None:
+    arrays = documents_in_row(np.array([window], np.int32), END)
+    assert {name: array[0].tolist() for name, array in arrays.items()} == {
+        "segments": segments,
+        "positions": positions,
+        "mask": mask,
+    }
+    assert {array.dtype.name for array in arrays.values()} == {"int32"}
+
+
+@given(
+    st.integers(2, 9).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=1)
+    )
+)
+def test_documents_of_any_rows_are_those_of_plain_python(windows: list[list[int]]) -> None:
+    arrays = documents_in_row(np.array(windows, np.int32), end=0)
+    for row, window in enumerate(windows):
+        documents = split_documents(window[:-1], end=0)
+        assert arrays["segments"][row].tolist() == [i for i, each in enumerate(documents) for _ in each]
+        assert arrays["positions"][row].tolist() == [i for each in documents for i in range(len(each))]
+        # An input counts if it is not the last token of a document that has ended.
+        assert arrays["mask"][row].tolist() == [int(token != 0) for each in documents for token in each]
+
+
+# ---- the loss and its gradient
+
+
+def packed_batch(windows: list[list[int]]) -> llama.Batch:
+    rows = np.array(windows, np.int32)
+    return {"tokens": rows[:, :-1], "targets": rows[:, 1:], **documents_in_row(rows, END)}
+
+
+def batch_of_single_documents(windows: list[list[int]]) -> llama.Batch:
+    """Each document in a row of its own, without a document mask. What follows it is not visible to it."""
+    documents = [each for window in windows for each in split_documents(window, END) if len(each) > 1]
+    length = len(windows[0]) - 1
+    tokens, targets, mask = (np.zeros((len(documents), length), np.int32) for _ in range(3))
+    for row, document in enumerate(documents):
+        count = len(document) - 1
+        tokens[row, :count], targets[row, :count], mask[row, :count] = document[:-1], document[1:], 1
+    return {"tokens": tokens, "targets": targets, "mask": mask}
+
+
+@cache
+def params() -> llama.Params:
+    return llama.init_params(jax.random.key(0), CONFIG)
+
+
+def loss_and_gradient(batch: llama.Batch, config: configs.ModelConfig = CONFIG, mesh: Any = None) -> Any:
+    def total(weights: llama.Params, batch: llama.Batch) -> jax.Array:
+        return llama.loss(weights, batch, config, mesh)[0]
+
+    weights = params()
+    if not config.scan:
+        weights = weights | {
+            "layers": [jax.tree.map(lambda a, i=i: a[i], weights["layers"]) for i in range(config.layers)]
+        }
+    value, gradient = jax.jit(jax.value_and_grad(total))(weights, batch)
+    if not config.scan:
+        gradient |= {"layers": jax.tree.map(lambda *a: jnp.stack(a), *gradient["layers"])}
+    return value, gradient
+
+
+@cache
+def of_single_documents() -> Any:
+    return loss_and_gradient(batch_of_single_documents(list(ROWS.values())))
+
+
+def check_equal(results: Any, expected: Any) -> None:
+    # All is float32, and only the order of sums differs, over at most 60 tokens: some ulps (6e-8) of the largest term.
+    for value, of_documents in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(value, of_documents, rtol=1e-5, atol=1e-5 * np.abs(of_documents).max())
+
+
+def test_a_packed_row_has_the_loss_and_gradient_of_its_documents_alone() -> None:
+    windows = list(ROWS.values())
+    check_equal(loss_and_gradient(packed_batch(windows)), of_single_documents())
+    assert packed_batch(windows)["mask"].sum() == batch_of_single_documents(windows)["mask"].sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "settings"),
+    [
+        ({}, {"scan": False, "loss_chunks": 3, "remat": "dots"}),
+        (llama_runs.MESH, {"remat": "full"}),
+        ({"data": 2, "context": 2}, {"scan": False}),
+    ],
+    ids=str,
+)
+def test_every_layout_gives_the_loss_and_gradient_of_the_documents(
+    axes: Any, settings: dict[str, Any]
+) -> None:
+    windows = [*ROWS.values(), ROWS["only end tokens"]]  # a multiple of the devices that divide the batch
+    mesh = llama_runs.make_mesh(**axes)
+    batch = jax.device_put(packed_batch(windows), llama.sharding(mesh, ("batch", "sequence")))
+    config = dataclasses.replace(CONFIG, **settings)
+    check_equal(loss_and_gradient(batch, config, mesh), of_single_documents())
+
+
+@pytest.mark.slow
+def test_seeds_at_once_give_the_losses_of_each_batch() -> None:
+    windows = [[row] for row in ROWS.values()]
+    batches = [packed_batch(each) for each in windows]
+    stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+    losses = jax.jit(jax.vmap(lambda batch: llama.loss(params(), batch, CONFIG)[0]))(stacked)
+    alone = jax.jit(lambda batch: llama.loss(params(), batch, CONFIG)[0])
+    np.testing.assert_allclose(losses, [alone(batch) for batch in batches], rtol=1e-5)  # as in `check_equal`
+
+
+def test_a_policy_has_the_same_sites_under_a_document_mask() -> None:
+    """Also the products of attention, on both sides of the mask."""
+    batch = packed_batch(list(ROWS.values()))
+    plain = {name: batch[name] for name in ("tokens", "targets", "mask")}
+
+    def table(batch: llama.Batch) -> str:
+        plan = policyc.plan("attention.* -> mxfp8", lambda p, b: llama.loss(p, b, CONFIG)[0], params(), batch)
+        return plan_tables.sites_table(plan)
+
+    assert table(batch) == table(plain)
+    assert "scores" in table(batch)
+
+
+# ---- batches
+
+
+def open_source(spec: str, **settings: Any) -> Any:
+    data = pytest.importorskip("policyc.models.llama.data", reason="grain: pip install 'policyc[train]'")
+    return data.BatchSource(RunConfig(data=spec, batch=2, sequence=8, document_mask=True, **settings), 300)
+
+
+def test_batches_have_the_documents_of_their_rows(tmp_path: Path) -> None:
+    """Bytes end with token 256. A token file names its end token."""
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_bytes(bytes(range(65, 65 + number % 5)))
+    np.tile(np.array([5, 6, 7, 9], np.uint16), 40).tofile(tmp_path / "a.bin")
+    for spec, end in ((f"{tmp_path}/*.txt", 256), (f"{tmp_path}/a.bin,end=9", 9)):
+        source = open_source(spec)
+        batch = next(source)
+        rows = np.concatenate([batch["tokens"], batch["targets"][:, -1:]], axis=1)
+        assert source.end == end
+        assert (rows == end).any()
+        expected = documents_in_row(rows, end)
+        assert set(batch) == {"tokens", "targets", "mask", "segments", "positions"}
+        assert all(np.array_equal(batch[name], expected[name]) for name in expected)
+
+
+def test_the_end_of_a_document_must_be_known(tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    for spec, message in (
+        (f"{tmp_path}/a.bin", "add end=NUMBER"),
+        (f"{tmp_path}/a.bin,end=eot", "end=eot: expected the number"),
+        ("synthetic", "synthetic data has no documents"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_source(spec)
