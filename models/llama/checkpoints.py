@@ -153,9 +153,8 @@ class Checkpoints:
             _shapes(abstract_state),
         ):  # earlier versions stored no shapes and no hash
             what = f"the checkpoint at step {step} in {self.folder} is whole, but of a model with other sizes"
-            raise ConfigError(
-                f"{what}: --accept-changes cannot change them; choose another folder with --out"
-            )
+            raise ConfigError(f"{what} or of another optimizer: --accept-changes cannot change them; choose another "
+                              "folder with --out")  # fmt: skip
         with self._raise_damaged():
             parts = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
             state = self._manager.restore(step, args=parts).state

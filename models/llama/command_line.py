@@ -31,8 +31,8 @@ EXAMPLES = """examples:
 GROUPS = {
     "run": ("steps", "batch", "sequence", "accumulate", "seed", "seeds", "seed_loop", "out"),
     "data": ("data", "tokenizer", "document_mask"),
-    "optimizer": ("learning_rate", "schedule", "warmup", "decay", "final", "beta1", "beta2", "weight_decay", "clip",
-                  "z_loss"),
+    "optimizer": ("optimizer", "learning_rate", "schedule", "warmup", "decay", "final", "beta1", "beta2", "momentum",
+                  "weight_decay", "clip", "z_loss"),
     "faults": ("loss_scale", "spike", "on_fault", "max_skips"),
     "devices and hosts": ("gather", "data_axis", "fsdp_axis", "tensor_axis", "context_axis", "distributed",
                           "coordinator", "processes", "process_id", "heartbeat"),

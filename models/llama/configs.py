@@ -74,6 +74,8 @@ class RunConfig:
     document_mask: bool = setting(
         False, "tokens attend only to their own document, and positions start again with each document"
     )
+    optimizer: str = setting("adamw", "AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for "
+                             "the others", choices=("adamw", "muon"))  # fmt: skip
     learning_rate: float = setting(3e-3, "peak learning rate")
     schedule: str = setting("cosine", "schedule after the warm-up", choices=("cosine", "wsd", "constant"))
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
@@ -81,6 +83,7 @@ class RunConfig:
     final: float = setting(0.1, "final learning rate, as a fraction of the peak")
     beta1: float = setting(0.9, "beta1 of AdamW")
     beta2: float = setting(0.95, "beta2 of AdamW")
+    momentum: float = setting(0.95, "momentum of Muon")
     weight_decay: float = setting(0.1, "weight decay; not applied to norms")
     clip: float = setting(1.0, "largest gradient norm; 0: no clipping")
     z_loss: float = setting(0.0, "weight of the squared log-partition in the loss")

@@ -1,9 +1,10 @@
-"""One step of training: the gradient in parts, AdamW, and what happens on a NaN, an Inf or a spike of the loss.
+"""One step of training: the gradient in parts, AdamW or Muon, and what happens on a NaN, an Inf or a spike of the loss.
 
 The host does not wait for a step to learn whether it is faulty. The device itself keeps the old weights after a faulty
 step, and the host reads the result later.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -24,6 +25,9 @@ Metrics = dict[str, jax.Array]
 
 GROW_AFTER = 1000  # finite steps after which the loss scale doubles
 MEAN_DECAY = 0.95  # of the running mean of the loss
+MUON_RMS = (
+    0.2  # root mean square of an update of Muon, about that of Adam's: https://arxiv.org/abs/2502.16982
+)
 
 
 def learning_rate(run: RunConfig, step: jax.Array) -> jax.Array:
@@ -36,11 +40,39 @@ def learning_rate(run: RunConfig, step: jax.Array) -> jax.Array:
     return run.learning_rate * rise * (run.final + (1 - run.final) * fall)
 
 
-def adamw(run: RunConfig) -> optax.GradientTransformation:
-    """AdamW without the learning rate. Norms do not decay."""
+def make_optimizer(run: RunConfig) -> optax.GradientTransformation:
+    """The optimizer without the learning rate. Norms do not decay."""
     decays = partial(jax.tree.map_with_path, lambda path, _: "norm" not in str(path[-1]))
-    adam = optax.scale_by_adam(run.beta1, run.beta2, eps=1e-8)
-    return optax.chain(adam, optax.add_decayed_weights(run.weight_decay, mask=decays))
+    transform = optax.scale_by_adam(run.beta1, run.beta2, eps=1e-8)
+    if run.optimizer == "muon":
+        muon = optax.chain(
+            optax.contrib.scale_by_muon(beta=run.momentum, weight_dimension_numbers=_matrix_axes),
+            optax.stateless_with_tree_map(_scale_to_adam),
+        )
+        transform = optax.partition({"muon": muon, "adam": transform}, _choose_optimizers)
+    return optax.chain(transform, optax.add_decayed_weights(run.weight_decay, mask=decays))
+
+
+def _choose_optimizers(params: Params) -> Params:
+    """Muon for the matrices of the blocks, Adam for norms, embedding and head."""
+
+    def choose(path: Any, _: Any) -> str:
+        is_block_matrix = path[0].key == "layers" and "norm" not in str(path[-1])
+        return "muon" if is_block_matrix else "adam"
+
+    return cast(Params, jax.tree.map_with_path(choose, params))
+
+
+def _matrix_axes(params: Params) -> Params:
+    """The last two axes of a weight are its matrix. The others are layers and experts: each has its own matrix."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+    return cast(Params, jax.tree.map(lambda _: matrix, params))
+
+
+def _scale_to_adam(update: jax.Array, _: Any) -> jax.Array:
+    """Gives an orthogonal update the root mean square of Adam's, so that both take one learning rate."""
+    size = MUON_RMS * math.sqrt(max(update.shape[-2:]))
+    return size * update
 
 
 def init_state(config: ModelConfig, run: RunConfig, mesh: Mesh) -> State:
@@ -64,9 +96,12 @@ def _abstract_state_of_one(config: ModelConfig, run: RunConfig, mesh: Mesh) -> S
         jax.eval_shape(partial(_make_state, config, run), jax.random.key(0)),
     )
     shardings = jax.tree.map(lambda _: replicated, shapes) | {"params": params}
-    # Adam's moments are sharded like their parameters.
-    other: Any = {"transform_non_params": lambda _: replicated}
-    shardings["adam"] = optax.tree_map_params(adamw(run), lambda _, s: s, shapes["adam"], params, **other)
+    # Moments are sharded like their parameters. Under Muon, each optimizer has those of its own parameters.
+    is_masked: Any = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    options: Any = {"transform_non_params": lambda _: replicated, "is_leaf": is_masked}
+    shardings["adam"] = optax.tree_map_params(
+        make_optimizer(run), lambda x, s: x if is_masked(x) else s, shapes["adam"], params, **options
+    )
     arrays = jax.tree.map(lambda x, s: llama.abstract_array(x.shape, x.dtype, s), shapes, shardings)
     return cast(State, arrays)
 
@@ -75,7 +110,7 @@ def _make_state(config: ModelConfig, run: RunConfig, key: jax.Array) -> State:
     params = llama.init_params(key, config)
     counts = dict.fromkeys(("step", "skipped", "good"), jnp.zeros((), jnp.int32))
     floats = {"scale": jnp.float32(run.loss_scale or 1), "mean": jnp.float32(jnp.inf)}
-    return {"params": params, "adam": adamw(run).init(params), **counts, **floats}
+    return {"params": params, "adam": make_optimizer(run).init(params), **counts, **floats}
 
 
 def _shardings(abstract: State) -> State:
@@ -177,7 +212,7 @@ def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stag
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
         if run.clip:
             grads = jax.tree.map(lambda g: g * jnp.minimum(1, run.clip / norm), grads)
-        updates, adam = adamw(run).update(grads, old["adam"], old["params"])
+        updates, adam = make_optimizer(run).update(grads, old["adam"], old["params"])
         params = jax.tree.map(lambda p, u: p - rate * u, old["params"], updates)
 
         finite = jnp.isfinite(nats) & jnp.isfinite(norm)

@@ -266,7 +266,7 @@ def test_the_learning_rate_follows_its_schedule():
 
 
 def test_norms_do_not_decay():
-    transform = optimizer.adamw(configs.RunConfig(weight_decay=0.5))
+    transform = optimizer.make_optimizer(configs.RunConfig(weight_decay=0.5))
     params = {
         "norm": np.ones(2),
         "layers": {"mlp_norm": np.ones((2, 2)), "mlp": {"up_proj": np.ones((2, 2))}},
