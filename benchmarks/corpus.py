@@ -17,10 +17,13 @@ import sys
 import tarfile
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import tokenizers
+
+from policyc.models.llama.corpora import TokenFile, train_tokenizer, write_tokens
 
 PACKAGES = {
     "astropy-8.0.2.tar.gz": "955702089e6da0fc00846d309034ad74e13ebcadc67b1c5cef397ae0597473fa",
@@ -58,7 +61,7 @@ VALIDATION = 0.01
 SAMPLE = 0.125
 """Part of the documents that the BPE is made from."""
 VOCABULARY = 8192
-END = "<|end_of_text|>"
+NAMES = {False: "train", True: "validation"}
 CORPUS_SHA256 = "6bd2970ccbf3f2586ad5f268371c352e40a369814945617c02bd223ce9e227cf"
 TOKENS_SHA256 = "d75e93627171e736c3042e8479631fd6ec5aa55abc00b3b950baa5a57ab1d16a"
 """With tokenizers 0.23.3."""
@@ -108,30 +111,6 @@ def fraction(digest: bytes) -> float:
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
-def make_tokenizer(documents: Sequence[bytes]) -> tokenizers.Tokenizer:
-    """A byte-level BPE."""
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator((document.decode() for document in documents), trainer)
-    return bpe
-
-
-def encode(bpe: tokenizers.Tokenizer, documents: Sequence[bytes], path: Path) -> int:
-    """Writes the tokens of documents, each with an end token, as uint16. Returns their number."""
-    end = bpe.token_to_id(END)
-    with path.open("wb") as file:
-        for begin in range(0, len(documents), 512):
-            texts = [document.decode() for document in documents[begin : begin + 512]]
-            for encoding in bpe.encode_batch_fast(texts, add_special_tokens=False):
-                file.write(np.array([*encoding.ids, end], "<u2").tobytes())
-        return file.tell() // 2
-
-
 def make_corpus(folder: Path, cache: Path) -> dict[str, object]:
     """Writes the tokenizer and the tokens, and returns what they are."""
     packages = [fetch_package(name, digest, cache) for name, digest in PACKAGES.items()]
@@ -139,26 +118,23 @@ def make_corpus(folder: Path, cache: Path) -> dict[str, object]:
     digests = sorted(unique, key=lambda digest: digest[::-1])
     sample = [unique[digest] for digest in digests if fraction(digest[4:]) < SAMPLE]
     folder.mkdir(parents=True, exist_ok=True)
-    bpe = make_tokenizer(sample)
-    bpe.save(str(folder / "tokenizer.json"))
-    held_out = {digest for digest in digests if fraction(digest) < VALIDATION}
-    parts = {
-        "train": [d for d in digests if d not in held_out],
-        "validation": [d for d in digests if d in held_out],
-    }
-    counts = {
-        name: encode(bpe, [unique[digest] for digest in part], folder / f"{name}.bin")
-        for name, part in parts.items()
-    }
-    tokens = hashlib.sha256(b"".join((folder / f"{name}.bin").read_bytes() for name in parts))
+    train_tokenizer(sample, VOCABULARY).save(str(folder / "tokenizer.json"))
+    with ExitStack() as stack:
+        parts = {
+            is_validation: TokenFile(stream=stack.enter_context((folder / f"{name}.bin").open("wb")))
+            for is_validation, name in NAMES.items()
+        }
+        documents = (unique[digest] for digest in digests)
+        write_tokens(documents, str(folder / "tokenizer.json"), parts, VALIDATION)
+    tokens = hashlib.sha256(b"".join((folder / f"{name}.bin").read_bytes() for name in NAMES.values()))
     about: dict[str, object] = {
         "corpus_sha256": hashlib.sha256(b"".join(digests)).hexdigest(),
         "tokens_sha256": tokens.hexdigest(),
         "tokenizers": tokenizers.__version__,
         "packages": len(packages),
-        "documents": {name: len(part) for name, part in parts.items()},
+        "documents": {name: parts[key].count.documents for key, name in NAMES.items()},
         "bytes": sum(map(len, unique.values())),
-        "tokens": counts,
+        "tokens": {name: parts[key].count.tokens for key, name in NAMES.items()},
     }
     (folder / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
     return about

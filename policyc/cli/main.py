@@ -29,6 +29,7 @@ COMMANDS = {
     "targets": "policyc.cli.targets:targets",
     "estimate": "policyc.cli.estimate:estimate",
     "compile": "policyc.cli.compile:compile",
+    "data": "policyc.cli.data:data",
     "train": "policyc.cli.train:train",
     "sweep": "policyc.cli.sweep:sweep",
     "parity": "policyc.cli.parity:parity",

@@ -551,11 +551,11 @@ def test_show_a_faulty_policy_prints_its_diagnostics(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_ends_with_examples_of_the_command(name: str) -> None:
-    out = policyc(name, "--help").out
+    out = policyc(*name.split(), "--help").out
     examples = out.partition("Examples:\n")[2].splitlines()
     assert examples
     assert all(line.strip().startswith(f"policyc {name}") for line in examples)
-    assert policyc(name, "-h").out == out
+    assert policyc(*name.split(), "-h").out == out
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -575,7 +575,7 @@ def test_every_default_is_shown(name: str) -> None:
 
 def test_help_lists_every_command_in_one_whole_line_each() -> None:
     out = policyc("--help").out
-    assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in COMMANDS)
+    assert all(re.search(rf"^  {name.split()[0]} ", out, re.MULTILINE) for name in COMMANDS)
     assert max(map(len, out.splitlines())) <= 110
     assert "..." not in out.partition("Commands:")[2], "a summary is cut"
 

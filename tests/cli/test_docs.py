@@ -149,9 +149,10 @@ def parse_command_line(line: str) -> None:
     """Parses a command line without running it. Two spaces, a comment, a pipe or a redirection end it."""
     words = shlex.split(re.split(r"  +|\s[|<>]\s", line)[0], comments=True)
     assert words[0] == "policyc"
-    name, *arguments = words[1:]
-    if name.startswith("--"):
+    if words[1].startswith("--"):
         return
+    length = 1 if words[1] in COMMANDS else 2  # words of the name: `lint`, `data show`
+    name, arguments = " ".join(words[1 : 1 + length]), words[1 + length :]
     # With the parent's settings: a command keeps the help option of its first context.
     COMMANDS[name].make_context(name, arguments, parent=click.Context(cli, **cli.context_settings))
 
@@ -159,7 +160,7 @@ def parse_command_line(line: str) -> None:
 def command_lines(document: str) -> list[str]:
     """The lines of shell and text blocks that start with `policyc`, with continued lines joined."""
     blocks = [block for language in ("sh", "text") for _, block in fenced_blocks(document, language)]
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for block in blocks for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines()]
     return [line for line in lines if re.match(rf"policyc ({'|'.join(COMMANDS)}|--\w+)( |$)", line)]
 
 

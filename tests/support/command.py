@@ -33,9 +33,16 @@ class CommandResult:
 
 
 def load_commands() -> dict[str, click.Command]:
-    """Every command by its name."""
-    commands = {name: cli.get_command(click.Context(cli), name) for name in COMMANDS}
-    return {name: command for name, command in commands.items() if command is not None}
+    """Every command by its name. A command of a group has a name of two words."""
+    commands: dict[str, click.Command] = {}
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            commands |= {f"{name} {inner}": each for inner, each in command.commands.items()}
+        else:
+            commands[name] = command
+    return commands
 
 
 def policyc(

@@ -1,0 +1,151 @@
+"""Prepares corpora: trains tokenizers, writes token files, and describes data."""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from policyc.models.llama import data
+from policyc.models.llama.configs import ConfigError, import_library
+
+END_TOKEN = data.END_TOKENS[0]
+LEAST_VOCAB = 257  # every byte, and the end token
+SHOWN_TOKENS = 64  # at the beginning of the data
+
+
+@dataclass(slots=True, kw_only=True)
+class TextCount:
+    """How much of a corpus was read, and how many tokens it became."""
+
+    documents: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    is_cut: bool = False  # there is more, which was not read
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.bytes / max(1, self.tokens)
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenFile:
+    """A token file that is being written: its stream, its hash so far, and what is in it."""
+
+    stream: BinaryIO
+    digest: Any = field(default_factory=hashlib.sha256)
+    count: TextCount = field(default_factory=TextCount)
+
+    def write(self, size: int, tokens: np.ndarray) -> None:
+        """Appends the tokens of a document of `size` bytes."""
+        content = tokens.tobytes()
+        self.stream.write(content)
+        self.digest.update(content)
+        self.count.documents += 1
+        self.count.bytes += size
+        self.count.tokens += len(tokens)
+
+
+def read_corpus(spec: str, limit: int | None, report: Callable[[TextCount], None]) -> Iterator[bytes]:
+    """The documents of a source of text, until they have `limit` bytes. `report` is called after each document."""
+    parsed, count = data.parse_spec(spec), TextCount()
+    if parsed.kind in ("tokens", "synthetic"):
+        raise ConfigError(f"'{spec}' holds tokens, not text: name the text that they were made from")
+    for document in data.read_documents(parsed):
+        count.is_cut = limit is not None and count.bytes >= limit
+        if count.is_cut:
+            break
+        count.documents += 1
+        count.bytes += len(document)
+        report(count)
+        yield document
+    if not count.bytes:
+        raise ConfigError(f"'{spec}' holds no text")
+    report(count)
+
+
+def train_tokenizer(documents: Iterable[bytes], vocab: int) -> Any:
+    """A byte-level BPE with an end token. The same documents give the same tokenizer."""
+    library = import_library("tokenizers", "data")
+    bpe = library.Tokenizer(library.models.BPE())
+    bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((document.decode("utf-8", "replace") for document in documents), trainer)
+    return bpe
+
+
+def is_token_source(spec: str) -> bool:
+    return data.parse_spec(spec).kind == "tokens"
+
+
+def token_dtype(vocab: int) -> str:
+    """The dtype of the tokens in a file."""
+    return "uint16" if vocab <= 1 << 16 else "uint32"
+
+
+def is_held_out(document: bytes, fraction: float) -> bool:
+    """Is this document for validation? Equal documents always are in the same part."""
+    return int.from_bytes(hashlib.sha256(document).digest()[:4], "big") < fraction * 2**32
+
+
+def write_tokens(
+    documents: Iterable[bytes], tokenizer: str | None, parts: Mapping[bool, TokenFile], fraction: float
+) -> str:
+    """Writes the tokens of each document, with an end token, to the part for training or validation.
+
+    `parts[True]` is for validation, and gets about this fraction of the documents. Returns the dtype of the tokens.
+    """
+    encode, vocab = data.make_encoder(tokenizer)
+    dtype = token_dtype(vocab)
+    read: deque[tuple[bool, int]] = deque()  # the part and size of documents that are not encoded yet
+
+    def note(documents: Iterable[bytes]) -> Iterator[bytes]:
+        for document in documents:
+            read.append((is_held_out(document, fraction), len(document)))
+            yield document
+
+    for tokens in encode(note(documents)):
+        part, size = read.popleft()
+        parts[part].write(size, tokens.astype(np.dtype(dtype).newbyteorder("<")))
+    return dtype
+
+
+def describe_text(
+    spec: str, tokenizer: str | None, limit: int | None, report: Callable[[TextCount], None]
+) -> tuple[TextCount, np.ndarray]:
+    """How much a source of text holds, up to `limit` bytes, and its first tokens."""
+    encode, _ = data.make_encoder(tokenizer)
+    total, first = TextCount(), np.zeros(0, np.uint32)
+
+    def note(count: TextCount) -> None:
+        total.documents, total.bytes = count.documents, count.bytes
+        report(count)
+
+    for tokens in encode(read_corpus(spec, limit, note)):
+        total.tokens += len(tokens)
+        first = np.append(first, tokens[: SHOWN_TOKENS - len(first)])
+    return total, first
+
+
+def describe_tokens(spec: str, tokenizer: str | None) -> tuple[int, int, np.ndarray]:
+    """The number of tokens in a source of token files, the largest token, and the first tokens."""
+    _, vocab = data.make_encoder(tokenizer)
+    parts, _ = data.load_tokens(data.parse_spec(spec), vocab, tokenizer)
+    first = np.concatenate([part[:SHOWN_TOKENS] for part in parts])[:SHOWN_TOKENS]
+    return sum(map(len, parts)), max(int(part.max()) for part in parts), first
+
+
+def decode(tokens: np.ndarray, tokenizer: str | None) -> str:
+    """Tokens as text."""
+    if tokenizer is None:
+        return bytes(tokens[tokens < data.END].astype(np.uint8)).decode("utf-8", "replace")
+    read = import_library("tokenizers", "data").Tokenizer.from_file
+    return str(read(tokenizer).decode(tokens.tolist(), skip_special_tokens=False))

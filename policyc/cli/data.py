@@ -1,0 +1,259 @@
+"""`policyc data`: trains tokenizers, writes token files, and describes data for the bundled Llama."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+import click
+
+from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message
+from policyc.language.files import atomic_write
+
+if TYPE_CHECKING:
+    from policyc.models.llama.corpora import TextCount, TokenFile
+
+_MEGABYTE = 10**6
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+@click.group()
+def data() -> None:
+    """Prepare data for the bundled Llama: tokenizers and token files.
+
+    A CORPUS is a source of text as in --data of the training program: stdlib, PATH, or KIND:PATH,option=value.
+    """
+
+
+def _megabytes_option(default: int | None, help: str) -> Callable[[_Command], _Command]:
+    return click.option(
+        "--megabytes", type=click.IntRange(1), default=default, show_default=True, metavar="N", help=help
+    )
+
+
+_tokenizer_option = click.option(
+    "--tokenizer",
+    type=click.Path(dir_okay=False),
+    show_default="tokens are bytes",
+    help="A tokenizer.json.",
+)
+
+
+@data.command(
+    "train-tokenizer",
+    cls=ExampleCommand,
+    examples="""
+    policyc data train-tokenizer 'text:books/*.txt'                           32,000 tokens, into tokenizer.json
+    policyc data train-tokenizer stdlib a.parquet --vocab 8192 --out bpe.json   of two corpora
+    """,
+)
+@click.argument("corpora", nargs=-1, required=True, metavar="CORPUS...")
+@click.option(
+    "--vocab",
+    type=click.IntRange(257, 1 << 24),
+    default=32000,
+    show_default=True,
+    metavar="N",
+    help="Number of tokens. 32000 is the vocabulary of the configurations 30m to 200m.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False),
+    default="tokenizer.json",
+    show_default=True,
+    help="File to write.",
+)
+@_megabytes_option(1000, "Read at most this much text of each corpus.")
+def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, megabytes: int) -> None:
+    """Train a byte-level BPE tokenizer, with an end token.
+
+    The same text gives the same file.
+    """
+    with _explain_errors():
+        from policyc.models.llama import corpora as tools
+
+        with _open_outputs(out) as (stream,):
+            bpe = tools.train_tokenizer(_read_corpora(corpora, megabytes), vocab)
+            content = str(bpe.to_str(pretty=True)).encode()
+            stream.write(content)
+    size = bpe.get_vocab_size()
+    if size < vocab:
+        click.echo(
+            f"warning: the text is enough for {size:,} tokens only: add text, or lower --vocab", err=True
+        )
+    click.echo(f"{out}: {size:,} tokens, sha256 {hashlib.sha256(content).hexdigest()}")
+
+
+@data.command(
+    cls=ExampleCommand,
+    examples="""
+    policyc data tokenize 'text:books/*.txt' --tokenizer tokenizer.json --out train.bin
+    policyc data tokenize a.parquet --tokenizer tokenizer.json --out train.bin --validation validation.bin
+    """,
+)
+@click.argument("corpora", nargs=-1, required=True, metavar="CORPUS...")
+@_tokenizer_option
+@click.option(
+    "--out", type=click.Path(dir_okay=False), required=True, help="Token file to write, named .bin."
+)
+@click.option("--validation", type=click.Path(dir_okay=False), help="Token file of documents for validation.")
+@click.option(
+    "--validation-fraction",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.01,
+    show_default=True,
+    metavar="X",
+    help="With --validation: this part of the documents, chosen by a hash of their text.",
+)
+@_megabytes_option(None, "Read at most this much text of each corpus.")
+def tokenize(
+    corpora: tuple[str, ...],
+    tokenizer: str | None,
+    out: str,
+    validation: str | None,
+    validation_fraction: float,
+    megabytes: int | None,
+) -> None:
+    """Tokenize corpora once, into memory-mapped token files.
+
+    Each document ends with the end token. Tokens are uint16, or uint32 if the vocabulary is larger.
+    """
+    names = {False: out} if validation is None else {False: out, True: validation}
+    _check_token_files(names)
+    with _explain_errors(), ExitStack() as stack:
+        from policyc.models.llama import corpora as tools
+        from policyc.models.llama.configs import ConfigError
+
+        streams = stack.enter_context(_open_outputs(*names.values()))
+        files = {part: tools.TokenFile(stream=stream) for part, stream in zip(names, streams, strict=True)}
+        documents = _read_corpora(corpora, megabytes)
+        dtype = tools.write_tokens(documents, tokenizer, files, validation_fraction if validation else 0)
+        if empty := [name for part, name in names.items() if not files[part].count.tokens]:
+            raise ConfigError(f"no document is for {empty[0]}: raise --validation-fraction, or add text")
+    for part, name in names.items():
+        _print_token_file(name, files[part])
+    split = f",validation={validation}" if validation else ""
+    click.echo(f"train with: --data 'tokens:{out},dtype={dtype}{split}'")
+
+
+def _check_token_files(names: dict[bool, str]) -> None:
+    for name in names.values():
+        if not name.endswith(".bin"):
+            raise click.UsageError(f"'{name}': a token file is named .bin")
+    if len({Path(name).resolve() for name in names.values()}) < len(names):
+        raise click.UsageError("--out and --validation name the same file")
+
+
+def _print_token_file(name: str, file: TokenFile) -> None:
+    count = file.count
+    click.echo(
+        f"{name}: {count.documents:,} documents, {count.tokens:,} tokens, {count.bytes_per_token:.2f} bytes per token, "
+        f"sha256 {file.digest.hexdigest()}"
+    )
+
+
+@data.command(
+    cls=ExampleCommand,
+    examples="""
+    policyc data show stdlib
+    policyc data show a.parquet --tokenizer tokenizer.json
+    policyc data show tokens:train.bin,dtype=uint16 --tokenizer tokenizer.json
+    """,
+)
+@click.argument("source", metavar="SPEC")
+@_tokenizer_option
+@_megabytes_option(100, "Read at most this much text.")
+def show(source: str, tokenizer: str | None, megabytes: int) -> None:
+    """Show what a source of data holds: documents, tokens, and how it begins."""
+    with _explain_errors():
+        from policyc.models.llama import corpora as tools
+
+        if tools.is_token_source(source):
+            tokens, largest, first = tools.describe_tokens(source, tokenizer)
+            click.echo(f"{source}: {tokens:,} tokens, the largest is {largest}")
+        else:
+            with _Progress(source) as progress:
+                count, first = tools.describe_text(source, tokenizer, megabytes * _MEGABYTE, progress.show)
+            click.echo(
+                f"{source}: {count.documents:,} documents, {count.bytes:,} bytes, {count.tokens:,} tokens, "
+                f"{count.bytes_per_token:.2f} bytes per token"
+            )
+        click.echo(f"first tokens: {' '.join(map(str, first))}")
+        click.echo(f"as text: {tools.decode(first, tokenizer)!r}")
+
+
+def _read_corpora(corpora: tuple[str, ...], megabytes: int | None) -> Iterator[bytes]:
+    """The documents of several corpora, one after the other."""
+    from policyc.models.llama.corpora import read_corpus
+
+    for spec in corpora:
+        with _Progress(spec) as progress:
+            yield from read_corpus(spec, megabytes and megabytes * _MEGABYTE, progress.show)
+
+
+class _Progress:
+    """Prints how much of a corpus is read: a line that changes on a terminal, elsewhere a line a minute."""
+
+    def __init__(self, spec: str) -> None:
+        self._spec, self._is_terminal = spec, sys.stderr.isatty()
+        self._interval = 0.5 if self._is_terminal else 60.0
+        self._next = time.monotonic() + self._interval
+        self._count: TextCount | None = None
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def show(self, count: TextCount) -> None:
+        self._count = count
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._interval
+            self._print(nl=not self._is_terminal)
+
+    def __exit__(self, *_: object) -> None:
+        if self._count is not None:
+            self._print(nl=True)
+
+    def _print(self, nl: bool) -> None:
+        count = self._count
+        assert count is not None
+        cut = "; the rest is not read (--megabytes)" if count.is_cut else ""
+        text = f"read {self._spec}: {count.documents:,} documents, {count.bytes / _MEGABYTE:,.1f} MB{cut}"
+        click.echo(("\r" if self._is_terminal else "") + text, err=True, nl=nl)
+
+
+@contextmanager
+def _open_outputs(*names: str) -> Iterator[tuple[BinaryIO, ...]]:
+    """Opens files that appear when the block ends. If it fails, nothing is left. Exits if one cannot be written."""
+    try:
+        with ExitStack() as stack:
+            yield tuple([stack.enter_context(atomic_write(Path(name))) for name in names])
+    except OSError as error:
+        exit_with_message(f"{' or '.join(names)} cannot be written: {error.strerror}", EXIT_USAGE)
+
+
+@contextmanager
+def _explain_errors() -> Iterator[None]:
+    """Prints errors with what to do. A termination removes unfinished files, like every error."""
+
+    from policyc.models.llama.configs import ConfigError
+
+    def end(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("policyc."):
+            raise
+        exit_with_message(f"this needs the package '{error.name}': pip install 'policyc[train,data]'")
+    except ConfigError as error:
+        exit_with_message(str(error))
+    finally:
+        signal.signal(signal.SIGTERM, previous)

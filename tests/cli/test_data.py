@@ -1,0 +1,197 @@
+"""`policyc data`: tokenizers and token files from text, checked with the library that reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from policyc.cli import data as command
+from policyc.models.llama.configs import RunConfig
+from tests.support.command import policyc
+
+tokenizers = pytest.importorskip("tokenizers")
+corpora = pytest.importorskip("policyc.models.llama.corpora")
+
+END = "<|end_of_text|>"
+STRANGE = "naïve 漢字 🙂 \u200b\t\r\n  ٣ é́"
+
+
+@pytest.fixture
+def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with 60 documents, two of which are equal, which is the working directory too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for i in range(60):
+        text = f"Book {i % 59}: the policy keeps {i % 59 * 7919} layers in bf16.\n"
+        (folder / f"{i:02}.txt").write_text(text * 20)
+    return folder
+
+
+def read_books(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.iterdir())]
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def decode_tokens(path: Path, dtype: str, bpe: tokenizers.Tokenizer) -> list[str]:
+    """The documents of a token file."""
+    tokens = np.fromfile(path, dtype)
+    ends = np.flatnonzero(tokens == bpe.token_to_id(END))
+    assert ends[-1] == len(tokens) - 1
+    return [bpe.decode(part.tolist()) for part in np.split(tokens[:-1], ends[:-1] + 1)]
+
+
+def test_a_trained_tokenizer_keeps_every_text_and_is_the_same_each_time(books: Path) -> None:
+    words = ("data", "train-tokenizer", "text:books/*.txt", "--vocab", "300")
+    first, second = policyc(*words), policyc(*words, "--out", "b.json")
+    assert (first.code, second.code) == (0, 0), first.err
+    content = Path("tokenizer.json").read_bytes()
+    assert content == Path("b.json").read_bytes()
+    assert f"300 tokens, sha256 {hashlib.sha256(content).hexdigest()}" in first.out
+    assert "read text:books/*.txt: 60 documents" in first.err
+    bpe = tokenizers.Tokenizer.from_file("tokenizer.json")
+    assert bpe.get_vocab_size() == 300
+    assert bpe.token_to_id(END) is not None
+    for text in (STRANGE, *read_books(books)):
+        assert bpe.decode(bpe.encode(text).ids) == text
+    assert len(bpe.encode("the policy keeps").ids) < 6  # it has learnt the words
+
+
+def test_text_that_is_too_little_for_the_vocabulary_is_a_warning(books: Path) -> None:
+    result = policyc("data", "train-tokenizer", "books/00.txt", "--vocab", "5000")
+    assert result.code == 0
+    size = tokenizers.Tokenizer.from_file("tokenizer.json").get_vocab_size()
+    assert size < 5000
+    assert f"enough for {size} tokens only: add text, or lower --vocab" in result.err
+
+
+def test_only_the_first_megabytes_of_each_corpus_are_read(
+    books: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_MEGABYTE", 1000)
+    result = policyc("data", "train-tokenizer", "text:books/*.txt", "books/00.txt", "--megabytes", "2")
+    sizes = np.cumsum([len(text) for text in read_books(books)])
+    assert sizes[1] < 2000 < sizes[2]
+    assert f"3 documents, {sizes[2] / 1000:.1f} MB; the rest is not read" in result.err
+    assert re.search(r"books/00.txt: 1 documents, [\d.]+ MB\n", result.err)
+
+
+def test_tokens_are_as_wide_as_the_vocabulary_needs() -> None:
+    assert [corpora.token_dtype(vocab) for vocab in (65_536, 65_537)] == ["uint16", "uint32"]
+
+
+@pytest.mark.parametrize("vocab", [300, pytest.param(70_000, marks=pytest.mark.slow)])
+def test_token_files_hold_every_document_once_in_one_part(books: Path, vocab: int) -> None:
+    bpe = corpora.train_tokenizer((text.encode() for text in read_books(books)), 300)
+    bpe.add_tokens([f"<{i}>" for i in range(vocab - 300)])
+    bpe.save("tokenizer.json")
+    words = ("--tokenizer", "tokenizer.json", "--out", "train.bin", "--validation", "validation.bin")
+    result = policyc("data", "tokenize", "text:books/*.txt", *words, "--validation-fraction", "0.3")
+    assert result.code == 0, result.err
+    dtype = "uint16" if vocab == 300 else "uint32"
+    parts = {name: decode_tokens(Path(name), dtype, bpe) for name in ("train.bin", "validation.bin")}
+    held_out = {t for t in read_books(books) if hashlib.sha256(t.encode()).digest()[0] < 0.3 * 256 - 1}
+    assert 5 < len(held_out) < 30
+    assert sorted(parts["train.bin"] + parts["validation.bin"]) == sorted(read_books(books))
+    assert not set(parts["train.bin"]) & set(parts["validation.bin"])
+    assert held_out <= set(parts["validation.bin"])
+    for name in parts:
+        digest = hashlib.sha256(Path(name).read_bytes()).hexdigest()
+        tokens = len(np.fromfile(name, dtype))
+        assert re.search(
+            rf"{name}: {len(parts[name])} documents, {tokens:,} tokens, .* {digest}\n", result.out
+        )
+
+
+def test_the_printed_source_is_what_training_reads(books: Path) -> None:
+    words = ("data", "tokenize", "text:books/*.txt", "--out", "train.bin", "--validation", "validation.bin")
+    result = policyc(*words, "--validation-fraction", "0.3")
+    (spec,) = re.findall(r"--data '(.*)'", result.out)
+    for split in ("train", "validation"):
+        tokens = np.fromfile(f"{split}.bin", "uint16")
+        run = RunConfig(data=spec, batch=4, sequence=16)
+        source = corpora.data.BatchSource(run, 257, split=split)
+        row = next(source)["tokens"][0]
+        windows = np.lib.stride_tricks.sliding_window_view(tokens, 16)
+        assert (windows == row).all(axis=1).any()
+
+
+def test_show_counts_documents_and_decodes_the_beginning(books: Path) -> None:
+    out = policyc("data", "show", "text:books/*.txt").out
+    size = sum(map(len, read_books(books)))
+    assert f"60 documents, {size:,} bytes, {size + 60:,} tokens, 1.00 bytes per token" in out
+    assert repr(read_books(books)[0][:64]) in out
+    corpora.train_tokenizer([b"the policy " * 9], 300).save("tokenizer.json")
+    policyc("data", "tokenize", "text:books/*.txt", "--tokenizer", "tokenizer.json", "--out", "a.bin")
+    out = policyc("data", "show", "tokens:a.bin,dtype=uint16", "--tokenizer", "tokenizer.json").out
+    tokens = np.fromfile("a.bin", "uint16")
+    assert f"{len(tokens):,} tokens, the largest is {tokens.max()}" in out
+    assert "as text: 'Book 0: the policy keeps 0 layers in bf16.\\nBook 0:" in out
+
+
+FAULTS = {
+    "train-tokenizer missing.txt": (1, "there is no file 'missing.txt'"),
+    "train-tokenizer empty.txt": (1, "'empty.txt' holds no text"),
+    "train-tokenizer tokens:a.bin": (1, "holds tokens, not text: name the text that they were made from"),
+    "train-tokenizer books/00.txt missing.txt": (1, "there is no file 'missing.txt'"),
+    "train-tokenizer stdlib --vocab 256": (2, "257"),
+    "train-tokenizer books/00.txt --out no/folder/t.json": (
+        2,
+        "no/folder/t.json cannot be written: No such file",
+    ),
+    "train-tokenizer": (2, "Missing argument 'CORPUS...'"),
+    "tokenize books/00.txt --out a.txt": (2, "'a.txt': a token file is named .bin"),
+    "tokenize books/00.txt --out a.bin --validation ./a.bin": (2, "name the same file"),
+    "tokenize books/00.txt --out a.bin --tokenizer empty.txt": (1, "is not a tokenizer.json"),
+    "tokenize books/00.txt --out a.bin --validation b.bin --validation-fraction 1e-9": (
+        1,
+        "no document is for b.bin: raise --validation-fraction, or add text",
+    ),
+    "tokenize synthetic --out a.bin": (1, "holds tokens, not text"),
+    "show missing.txt": (1, "there is no file 'missing.txt'"),
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_a_fault_is_explained_and_leaves_no_file(books: Path, words: str) -> None:
+    Path("empty.txt").write_text("")
+    before = files_of(Path.cwd())
+    result = policyc("data", *words.split())
+    code, message = FAULTS[words]
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
+    assert files_of(Path.cwd()) == before
+
+
+def test_a_termination_leaves_no_file(books: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_and_end(*_: object) -> Iterator[bytes]:
+        for _ in range(600):  # more than are encoded at a time
+            yield b"some text"
+        assert any(name.startswith(".a.bin") for name in files_of(Path.cwd()))
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield b"more text"
+
+    monkeypatch.setattr(corpora, "read_corpus", read_and_end)
+    before = files_of(Path.cwd())
+    assert policyc("data", "tokenize", "books/00.txt", "--out", "a.bin").code == 128 + signal.SIGTERM
+    assert files_of(Path.cwd()) == before
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_missing_package_is_named(books: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    result = policyc("data", "train-tokenizer", "books/00.txt")
+    assert result.code == 1
+    assert "this needs the package 'tokenizers': pip install 'policyc[data]'" in result.err
