@@ -165,8 +165,11 @@ class Checkpoints:
     def _check_identity(self, step: int, before: dict[str, Any], accept_changes: bool) -> None:
         now, there = self._identity, configs.with_defaults(before)
         # A name that is only there was part of the identity in an earlier version.
-        names = sorted(name for name in now if there.get(name) != now[name])
+        names = sorted(n for n in now if there.get(n) != now[n] and n not in ("policy", configs.POLICY_NAME))
         changes = [f"\n  {n.replace('_', '-')}: {there.get(n)} there, {now[n]} now" for n in names]
+        if there["policy"] != now["policy"]:
+            policies = [configs.describe_policy(each) for each in (there, now)]
+            changes.insert(0, f"\n  policy: {policies[0]} there, {policies[1]} now")
         if changes and not accept_changes:
             remedy = "choose another folder with --out, or resume from it with --accept-changes"
             what = f"the checkpoint at step {step} in {self.folder} is of another run"

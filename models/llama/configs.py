@@ -199,6 +199,18 @@ def identity(model: ModelConfig, run: RunConfig, policy: str | None) -> dict[str
     return {"policy": policy} | {name: values[name] for name in names}
 
 
+POLICY_NAME = "policy_name"
+"""In the identity that a checkpoint stores: for messages. Equal policies may have several names."""
+
+
+def describe_policy(identity_of_run: dict[str, Any]) -> str:
+    """The policy of a run in messages. Earlier versions stored no name."""
+    sha256 = identity_of_run["policy"]
+    return (
+        "no policy" if sha256 is None else f"{identity_of_run.get(POLICY_NAME) or 'a policy'} ({sha256[:8]})"
+    )
+
+
 def with_defaults(identity_of_run: dict[str, Any]) -> dict[str, Any]:
     """The identity of a run, which may be older than some settings: then these had their default values."""
     return identity(ModelConfig(), RunConfig(), None) | identity_of_run

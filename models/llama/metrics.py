@@ -214,15 +214,14 @@ class MetricsLog:
             self._bar.console.out(text, highlight=False)
 
 
-def describe_run(name: str, config: ModelConfig, run: RunConfig, policy: str | None, data: str) -> Row:
-    """The content of run.json: what was run, with which settings, on what."""
+def describe_run(name: str, config: ModelConfig, run: RunConfig, data: str) -> Row:
+    """The content of run.json, without the policy: what was run, with which settings, on what."""
     versions = {package: version(package) for package in ("jax", "jaxlib", "numpy", "optax")}
     return {
         "program": "models/llama/train.py",
         "command": sys.orig_argv,
         "config": name,
         "seed": run.seed,
-        "policy_sha256": policy,
         "data": data,
         "settings": vars(config) | vars(run),
         "device": jax.devices()[0].device_kind,

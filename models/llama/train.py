@@ -79,6 +79,7 @@ class Trainer:
     ) -> None:
         self.config, self.run, self.mesh, self.stop = config, run, model.make_mesh(config, run), stop
         self.policy = os.environ.get("POLICYC_POLICY_SHA256")
+        self.policy_name = os.environ.get("POLICYC_POLICY_NAME")
         out = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
         self.name, self.runs = name, configs.runs_of_seeds(run)
         self.folders = [out if run.seeds is None else out / f"seed{one.seed}" for one in self.runs]
@@ -128,7 +129,8 @@ class Trainer:
                 state["params"] = self.for_all_seeds(params)
         stack.enter_context(lock_folder(self.folder))
         identity = configs.identity(config, run, self.policy) | {
-            "contents_of_the_data": self.sources[0].contents
+            "contents_of_the_data": self.sources[0].contents,
+            configs.POLICY_NAME: self.policy_name,
         }
         checkpoints = Checkpoints(folder, run.keep, identity)
         if is_new:
@@ -153,7 +155,8 @@ class Trainer:
         """Writes run.json, and under a policy plan.json, to the folder of each seed."""
         for folder, one in zip(self.folders, self.runs, strict=True):
             policyc.set_output_dir(folder)
-            about = metrics.describe_run(self.name, self.config, one, self.policy, self.sources[0].contents)
+            about = metrics.describe_run(self.name, self.config, one, self.sources[0].contents)
+            about |= {"policy_sha256": self.policy, "policy_name": self.policy_name}
             if jax.process_index() == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / "run.json").write_text(json.dumps(about, indent=1) + "\n")

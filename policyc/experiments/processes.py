@@ -2,7 +2,7 @@
 
 Children of `multiprocessing` and `os.fork` run under the policy, however they are started. They report a refusal.
 Processes of `subprocess`, `os.system`, `os.posix_spawn*` and `os.exec*` do not run under it: they do not get the
-environment variable with the policy's hash, and a warning is printed if they run Python.
+environment variables with the policy's hash and name, and a warning is printed if they run Python.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from policyc.language.diagnostics import escape_controls
+from policyc.language.policy import Policy
 
 _PYTHON = re.compile(r"python[0-9.]*")
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
@@ -30,26 +31,31 @@ _SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
 POLICY_HASH_VARIABLE = "POLICYC_POLICY_SHA256"
 """Environment variable with the hash of the policy, so that a program can record it with its results."""
 
+POLICY_NAME_VARIABLE = "POLICYC_POLICY_NAME"
+"""Environment variable with the name of the policy, for messages: equal policies may have several names."""
+
+_VARIABLES = (POLICY_HASH_VARIABLE, POLICY_NAME_VARIABLE)
+
 
 @contextlib.contextmanager
-def export_policy_hash(sha256: str) -> Iterator[None]:
-    """Sets the policy's hash in the environment of this program and of its children that run under the policy."""
-    previous = os.environ.get(POLICY_HASH_VARIABLE)
-    os.environ[POLICY_HASH_VARIABLE] = sha256
+def export_policy(policy: Policy) -> Iterator[None]:
+    """Sets the policy's hash and name in the environment of this program and of its children under the policy."""
+    previous = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    os.environ |= {POLICY_HASH_VARIABLE: policy.sha256, POLICY_NAME_VARIABLE: policy.name}
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_replace(subprocess.Popen, "__init__", _without_hash))
-            stack.enter_context(_replace(os, "execv", _exec_without_hash))
-            stack.enter_context(_replace(os, "execve", _without_hash))
-            stack.enter_context(_replace(os, "system", _system_without_hash))
+            stack.enter_context(_replace(subprocess.Popen, "__init__", _without_policy))
+            stack.enter_context(_replace(os, "execv", _exec_without_policy))
+            stack.enter_context(_replace(os, "execve", _without_policy))
+            stack.enter_context(_replace(os, "system", _system_without_policy))
             for name in ("posix_spawn", "posix_spawnp"):
                 if hasattr(os, name):  # not on every system
-                    stack.enter_context(_replace(os, name, _spawn_without_hash))
+                    stack.enter_context(_replace(os, name, _spawn_without_policy))
             yield
     finally:
-        os.environ.pop(POLICY_HASH_VARIABLE, None)
-        if previous is not None:
-            os.environ[POLICY_HASH_VARIABLE] = previous
+        for name in _VARIABLES:
+            os.environ.pop(name, None)
+        os.environ |= previous
 
 
 class ChildRefusals:
@@ -127,15 +133,15 @@ _is_starting = contextvars.ContextVar("_is_starting", default=False)
 """Whether `Popen` starts a process. Since Python 3.13 it does so by `os.posix_spawn` in more cases."""
 
 
-def _without_hash(start: Callable[..., Any]) -> Callable[..., Any]:
-    """`Popen.__init__` or `os.execve`, with an environment that lacks the hash."""
+def _without_policy(start: Callable[..., Any]) -> Callable[..., Any]:
+    """`Popen.__init__` or `os.execve`, with an environment that does not name the policy."""
     signature = inspect.signature(start)
 
     @wraps(start)
-    def start_without_hash(*args: Any, **kwargs: Any) -> Any:
+    def start_without_policy(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         environment = call.arguments.get("env")
-        call.arguments["env"] = _remove_hash(os.environ if environment is None else environment)
+        call.arguments["env"] = _remove_policy(os.environ if environment is None else environment)
         words = call.arguments.get("args", call.arguments.get("argv", ()))
         _warn_if_python(call.arguments.get("executable") or call.arguments.get("path"), words)
         token = _is_starting.set(True)
@@ -144,39 +150,39 @@ def _without_hash(start: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _is_starting.reset(token)
 
-    return start_without_hash
+    return start_without_policy
 
 
-def _exec_without_hash(_: Callable[..., Any]) -> Callable[..., Any]:
+def _exec_without_policy(_: Callable[..., Any]) -> Callable[..., Any]:
     def execv(path: Any, argv: Any, /) -> Any:
         os.execve(path, argv, os.environ)
 
     return execv
 
 
-def _spawn_without_hash(start: Callable[..., int]) -> Callable[..., int]:
+def _spawn_without_policy(start: Callable[..., int]) -> Callable[..., int]:
     @wraps(start)
     def posix_spawn(path: Any, argv: Any, env: Any, /, **options: Any) -> int:
         argv = list(argv)
         if not _is_starting.get():
             _warn_if_python(path, argv)
-        return start(path, argv, _remove_hash(os.environ if env is None else env), **options)
+        return start(path, argv, _remove_policy(os.environ if env is None else env), **options)
 
     return posix_spawn
 
 
-def _system_without_hash(start: Callable[..., int]) -> Callable[..., int]:
+def _system_without_policy(start: Callable[..., int]) -> Callable[..., int]:
     @wraps(start)
     def system(command: Any) -> int:
         text = os.fsdecode(command)
         _warn_if_python(None, text)
-        return start(f"unset {POLICY_HASH_VARIABLE}\n{text}" if os.name == "posix" else command)
+        return start(f"unset {' '.join(_VARIABLES)}\n{text}" if os.name == "posix" else command)
 
     return system
 
 
-def _remove_hash(environment: Mapping[Any, Any]) -> dict[Any, Any]:
-    names = (POLICY_HASH_VARIABLE, os.fsencode(POLICY_HASH_VARIABLE))
+def _remove_policy(environment: Mapping[Any, Any]) -> dict[Any, Any]:
+    names = (*_VARIABLES, *map(os.fsencode, _VARIABLES))
     return {name: value for name, value in environment.items() if name not in names}
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from policyc.compiler.execution import ExecutionOptions
 from policyc.experiments.import_hook import on_import
-from policyc.experiments.processes import ChildRefusals, SpawnedChildren, export_policy_hash
+from policyc.experiments.processes import ChildRefusals, SpawnedChildren, export_policy
 from policyc.experiments.program import BadProgram, Program
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
@@ -97,7 +97,7 @@ def run(
     children = SpawnedChildren(_start_in_child, settings, refusals)
     with contextlib.ExitStack() as stack:
         stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
-        stack.enter_context(export_policy_hash(policy.sha256))
+        stack.enter_context(export_policy(policy))
         stack.enter_context(children.follow())
         stack.enter_context(_hide_in_threads(PolicyRejected, StopAfterTrace))
         stack.enter_context(on_import("jax", start))
@@ -247,7 +247,7 @@ def _start_in_child(settings: SessionSettings, refusals: ChildRefusals) -> None:
 
     stack = _CHILD_STACK
     stack.enter_context(SpawnedChildren(_start_in_child, settings, refusals).follow())
-    stack.enter_context(export_policy_hash(settings.policy.sha256))
+    stack.enter_context(export_policy(settings.policy))
     stack.enter_context(on_import("jax", start))
 
 

@@ -10,7 +10,9 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import PurePath
 
+from policyc.language.bundled import POLICY_SUFFIX
 from policyc.language.diagnostics import NO_SPAN, SourceText, Span, span_field
 from policyc.language.notebook import html_text
 from policyc.language.predicates import Predicate
@@ -162,6 +164,7 @@ class Policy:
     variants: tuple[Variant, ...] = ()
     seed_statement: Seed | None = None
     source: SourceText = field(default=NO_SPAN.source, compare=False, repr=False)
+    applied_variant: str | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         lines = [
@@ -178,6 +181,12 @@ class Policy:
     def sha256(self) -> str:
         """Identifies the policy by its printed text: imports expanded, without comments and layout."""
         return hashlib.sha256(str(self).encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """The policy in messages: the name of its file, and of the variant that is applied. Does not identify it."""
+        file = PurePath(self.source.path).name.removesuffix(POLICY_SUFFIX)
+        return file if self.applied_variant is None else f"{file}, variant {self.applied_variant}"
 
     @property
     def seed(self) -> int:
@@ -211,6 +220,7 @@ class Policy:
             recipes=tuple(redefined.values()),
             rules=self.rules + variant.rules,
             seed_statement=variant.seed_statement or self.seed_statement,
+            applied_variant=name,
         )
 
     def resolver(self) -> Resolver:

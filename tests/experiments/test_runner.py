@@ -199,7 +199,8 @@ from model import *
 w, x = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16))
 
 def report():
-    print(is_quantized(jax.grad(loss), w, x), os.environ.get("POLICYC_POLICY_SHA256", "")[:4], flush=True)
+    print(is_quantized(jax.grad(loss), w, x), os.environ.get("POLICYC_POLICY_SHA256", "")[:4],
+          os.environ.get("POLICYC_POLICY_NAME"), flush=True)
 
 if __name__ == "__main__":
     for method in ("spawn", "forkserver"):
@@ -207,7 +208,7 @@ if __name__ == "__main__":
         child = multiprocessing.get_context(method).Process(target=report)
         child.start()
         child.join()
-    look = "import os; print('hash' if 'POLICYC_POLICY_SHA256' in os.environ else 'no hash')"
+    look = "import os; print([name for name in os.environ if name.startswith('POLICYC_POLICY')])"
     subprocess.run([sys.executable, "-c", look])
     subprocess.run([sys.executable, "-c", look], env={**os.environ})
     subprocess.run(["echo", "not python"])
@@ -226,7 +227,7 @@ def test_children_run_under_the_policy_or_the_run_says_that_they_do_not(home: Pa
     result = apply(home, "fp8.policy", "program.py")
     assert result.code == 0, result.err
     assert result.out.split("\n") == [
-        "spawn", f"True {sha}", "forkserver", f"True {sha}", "no hash", "no hash", "not python", "",
+        "spawn", f"True {sha} fp8", "forkserver", f"True {sha} fp8", "[]", "[]", "not python", "",
     ]  # fmt: skip
     assert result.err.count("starts another Python, which does not run under the policy") == 2
     assert "this process differentiated nothing" in result.err

@@ -27,6 +27,16 @@ def test_a_variant_replaces_recipes_and_appends_rules():
     assert policy.variant("w").rules == policy.rules
 
 
+def test_the_name_of_a_policy_is_that_of_its_file_and_variant(tmp_path):
+    path = tmp_path / "mine.policy"
+    path.write_text("x -> fp8; variant v { y -> bf16 }")
+    assert load(path).name == "mine"
+    assert load(path).variant("v").name == "mine, variant v"
+    assert load("llama_nvfp4").with_seed(1).name == "llama_nvfp4"
+    assert parse("x -> fp8").name == "<policy>"
+    assert load(path) == parse(path.read_text())  # a name does not identify it
+
+
 @pytest.mark.parametrize(("text", "known"), [("variant a {}; variant b {}", "a, b"), ("", "none")])
 def test_an_unknown_variant_is_an_error_with_the_known_names(text, known):
     with pytest.raises(KeyError, match=rf"no variant named 'c' \(variants: {known}\)"):

@@ -129,8 +129,27 @@ def test_a_checkpoint_of_another_run_is_refused(completed, capsys, monkeypatch):
     assert "--accept-changes" in message
     monkeypatch.setenv("POLICYC_POLICY_SHA256", "f" * 64)
     assert train.main(flags(out=completed, **RUN)) == 1
-    assert f"policy: None there, {'f' * 64} now" in capsys.readouterr().err
+    assert "policy: no policy there, a policy (ffffffff) now" in capsys.readouterr().err
+    monkeypatch.setenv("POLICYC_POLICY_NAME", "mine")
+    assert train.main(flags(out=completed, **RUN)) == 1
+    assert "policy: no policy there, mine (ffffffff) now" in capsys.readouterr().err
     assert len(losses(completed)) == 8
+
+
+def test_a_refusal_names_the_policies_and_only_their_hashes_are_compared(tmp_path):
+    def open_checkpoints(**policy: str) -> checkpoints.Checkpoints:
+        settings = configs.identity(configs.ModelConfig(), configs.RunConfig(), policy.pop("policy"))
+        return checkpoints.Checkpoints(tmp_path, 1, settings | policy)
+
+    state = {"weight": jax.numpy.arange(4.0)}
+    saved = open_checkpoints(policy="3fa2" * 16, policy_name="te_nvfp4")
+    saved.save(1, state, 0)
+    saved.close()
+    with pytest.raises(ConfigError) as refusal:
+        open_checkpoints(policy="81c0" * 16, policy_name="llama_nvfp4").restore(state, False)
+    assert "\n  policy: te_nvfp4 (3fa23fa2) there, llama_nvfp4 (81c081c0) now\n" in str(refusal.value)
+    restored, _, _ = open_checkpoints(policy="3fa2" * 16, policy_name="renamed").restore(state, False)
+    assert np.array_equal(restored["weight"], state["weight"])
 
 
 def replace_by_earlier(state: Path) -> None:
