@@ -190,10 +190,14 @@ class Checkpoints:
         multihost_utils.sync_global_devices(f"set aside {step}")
         self._open()
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Waits for checkpoints that are being written."""
         with self._explain_errors("writing a checkpoint failed", DISK_FULL):
             self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self.wait()
+        with self._explain_errors("writing a checkpoint failed", DISK_FULL):
             self._manager.close()
 
     @contextmanager

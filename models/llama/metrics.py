@@ -1,16 +1,17 @@
-"""The output of a run: metrics.jsonl, a progress bar, TensorBoard, Weights & Biases.
+"""The metrics of a run: metrics.jsonl, TensorBoard, Weights & Biases, and what is printed of them.
 
 The metrics of a step are read one step late, so that the device always has its next step before the host waits.
 """
 
+import errno
 import json
 import math
+import os
 import platform
 import resource
 import secrets
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -19,11 +20,10 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, import_library, runs_of_seeds
-
-Row = dict[str, Any]  # one line of metrics
+from policyc.models.llama.goodput import Row, TimeAccount, TimeLeft
+from policyc.models.llama.progress import ProgressLine
 
 # Dense bf16 TFLOP/s of a device, by a part of its name.
 PEAKS = {"GB300": 2450, "GB200": 2450, "B300": 2250, "B200": 2250, "H200": 989, "H100": 989, "A100": 312}
@@ -53,7 +53,8 @@ class RunFiles:
     def __init__(self, stack: ExitStack, folder: Path, config: ModelConfig, run: RunConfig, start: int):
         self._lines = stack.enter_context(_open_at_step(folder / "metrics.jsonl", start))
         writer = import_library("tensorboardX", "train").SummaryWriter
-        self._board = stack.enter_context(writer(str(folder / "tensorboard"), purge_step=start + 1))
+        self._board = writer(str(folder / "tensorboard"), purge_step=start + 1)
+        stack.callback(self._close_board)
         self._wandb = None
         if run.wandb:
             options = {"project": run.wandb, "name": folder.name, "dir": folder, "id": _wandb_id(folder),
@@ -61,12 +62,31 @@ class RunFiles:
             self._wandb = stack.enter_context(import_library("wandb", "wandb").init(**options))
 
     def write(self, row: Row) -> None:
-        self._lines.write(_as_json(row) + "\n")
-        step, numbers = row["step"], {name: value for name, value in row.items() if name != "step"}
+        try:
+            self._lines.write(_as_json(row) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._lines.name) from None
+        nested = {f"seconds/{name}": value for name, value in row.get("seconds", {}).items()}
+        step, others = row["step"], ("step", "time", "seconds")
+        numbers = {name: value for name, value in row.items() if name not in others} | nested
+        if not self._board.file_writer.event_writer._worker.is_alive():
+            # An error of writing ended this thread. Without it, add_scalar would wait forever for room in its queue.
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._board.logdir)
         for name, value in numbers.items():
             self._board.add_scalar(name, value, step)
         if self._wandb:
             self._wandb.log(numbers, step=step)
+
+    def _close_board(self) -> None:
+        try:
+            self._board.close()
+        except OSError as error:
+            # Else the library tries it again when Python exits, with two tracebacks.
+            writer = self._board.file_writer.event_writer
+            writer._closed = True
+            if writer._worker.is_alive():
+                writer._worker.stop()
+            print(f"warning: {self._board.logdir} is not complete: {error}", file=sys.stderr)
 
 
 class FaultCheck:
@@ -103,7 +123,13 @@ class MetricsLog:
     """
 
     def __init__(
-        self, stack: ExitStack, folders: Sequence[Path], config: ModelConfig, run: RunConfig, start: int
+        self,
+        stack: ExitStack,
+        folders: Sequence[Path],
+        config: ModelConfig,
+        run: RunConfig,
+        start: int,
+        account: TimeAccount,
     ):
         self._run, self._peak, self._writes = run, peak_tflops(run), jax.process_index() == 0
         self._flops = flops_per_token(config, run.sequence)
@@ -112,13 +138,15 @@ class MetricsLog:
         self._checks = [FaultCheck(run, name) for name in names]
         self._errors: dict[int, ConfigError] = {}  # of the seeds that stopped
         self._pending: tuple[int, dict[str, jax.Array], float] | None = None
+        self.account = account
+        account.resume(folders[0] / "metrics.jsonl", start)
+        self._time_left = TimeLeft(account)
+        self.progress = ProgressLine(stack, run, start, account, self._writes)
+        self._files: list[RunFiles] = []
+        if self._writes:
+            self._files = [RunFiles(stack, folder, config, run, start) for folder in folders]
+        self.write_account(start)
         self.restart_clock()
-        if not self._writes:
-            return
-        self._files = [RunFiles(stack, folder, config, run, start) for folder in folders]
-        columns = MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn()
-        self._bar = stack.enter_context(Progress(*columns, disable=not sys.stdout.isatty()))
-        self._task = self._bar.add_task("compiling", total=run.steps, completed=start)
 
     def record(self, step: int, metrics: dict[str, jax.Array], stall: float) -> None:
         """Takes the metrics of a step that is still running, and writes those of the step before it."""
@@ -131,9 +159,14 @@ class MetricsLog:
         if pending is not None:
             self._write_step(*pending)
 
+    def is_idle(self) -> bool:
+        """Have the devices finished the last step?"""
+        arrays: Any = () if self._pending is None else self._pending[1].values()
+        return all(array.is_ready() for array in arrays)
+
     def restart_clock(self) -> None:
         """Starts the time of a step now: what happened before is not counted."""
-        self._clock = time.perf_counter()
+        self._begin, self._compiled = self.account.clock(), self.account.seconds["compile"]
 
     def raise_errors(self) -> None:
         """Raises if a seed stopped."""
@@ -142,14 +175,18 @@ class MetricsLog:
 
     def _write_step(self, step: int, metrics: dict[str, jax.Array], stall: float) -> None:
         values = self._split_seeds(jax.device_get(metrics))
-        begin = self._clock
+        begin, compiled = self._begin, self._compiled
         self.restart_clock()
-        seconds = self._clock - begin
+        compile_seconds = self._compiled - compiled
+        seconds = self._begin - begin - compile_seconds
+        if not compile_seconds:
+            self._time_left.add_step(seconds)
         rate = self._tokens / jax.device_count() / seconds
         tflops = rate * self._flops / 1e12
         speed = {"step_seconds": seconds, "stall_seconds": stall, "tokens_per_second_per_device": rate,
                  "tflops_per_device": tflops, "memory_bytes": memory_bytes()}  # fmt: skip
         mfu = {"mfu": tflops / self._peak} if self._peak else {}
+        mfu |= {"compile_seconds": compile_seconds} if compile_seconds else {}
         are_fine = [each.pop("fine") for each in values]
         self._write(
             [{"step": step, "tokens": step * self._tokens, **each, **speed, **mfu} for each in values]
@@ -175,12 +212,18 @@ class MetricsLog:
                 self.raise_errors()
             message = f"{error}\nthe other seeds continue"
         if message:
-            self.print(message)
+            self.progress.print(message)
 
     def write_validation(self, step: int, losses: dict[str, Any]) -> None:
         """Writes a line without a loss."""
         where = {"step": step, "tokens": step * self._tokens}
         self._write([where | each for each in self._split_seeds(losses)])
+
+    def write_account(self, step: int) -> None:
+        """Writes a line on where the time of the run went up to now. A restart continues from it."""
+        row = {"step": step, "tokens": step * self._tokens, "time": self.account.wall_clock()}
+        for files in self._files:
+            files.write(row | self.account.as_row())
 
     def _write(self, rows: Sequence[Row]) -> None:
         """Writes a line of metrics for each seed, and prints all of them as one line."""
@@ -188,7 +231,7 @@ class MetricsLog:
             return
         running = self._running()
         for number in running:
-            self._files[number].write(rows[number])
+            self._files[number].write(rows[number] | {"time": self.account.wall_clock()})
         first = rows[running[0]]
         step = first["step"]
 
@@ -197,21 +240,16 @@ class MetricsLog:
 
         if "loss" not in first:
             names = [name for name in first if name not in ("step", "tokens")]
-            self.print(f"step {step}  " + "  ".join(map(text, names)))
+            self.progress.print(f"step {step}  " + "  ".join(map(text, names)))
             return
         speed = (
             f"MFU {first['mfu']:.1%}"
             if "mfu" in first
             else f"{first['tflops_per_device']:.3g} TFLOP/s/device"
         )
-        line = f"{text('loss')}  {first['tokens_per_second_per_device']:.0f} tokens/s/device  {speed}"
-        self._bar.update(self._task, completed=step, description=line)
-        if self._bar.disable and (step % self._run.log_every == 0 or step in (1, self._run.steps)):
-            self.print(f"step {step}/{self._run.steps}  {line}")
-
-    def print(self, text: str) -> None:
-        if self._writes:
-            self._bar.console.out(text, highlight=False)
+        eta = f"ETA {self._time_left.predict(self._run.steps - step)}"
+        rate = f"{first['tokens_per_second_per_device']:.0f} tokens/s/device"
+        self.progress.show_step(step, f"{text('loss')}  {eta}  {rate}  {speed}")
 
 
 def describe_run(name: str, config: ModelConfig, run: RunConfig, data: str) -> Row:

@@ -5,12 +5,12 @@ under a policy. The calls of `policyc` below tell the policy about the run; with
 """
 
 import ctypes
+import errno
 import json
 import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -28,6 +28,7 @@ try:
     from policyc.models.llama import command_line, configs, data, metrics, model, optimizer, weights
     from policyc.models.llama.checkpoints import Checkpoints, lock_folder, saved_steps
     from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
+    from policyc.models.llama.goodput import TimeAccount
     from policyc.models.llama.preemption import INTERRUPTED, Stopped, StopRequest, end_together, watch_signals
 except ModuleNotFoundError as error:
     if error.name is None or error.name.startswith("policyc."):
@@ -37,11 +38,25 @@ except KeyboardInterrupt:
     sys.exit(130)
 
 
+# Errors of writing that are no fault of the program, and what to do about them.
+ROOM, WRITABLE = (
+    "make room: the same command resumes from the last checkpoint",
+    "choose another folder with --out",
+)
+STORAGE_ERRORS = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EFBIG: ROOM, errno.EROFS: WRITABLE,
+                  errno.EACCES: WRITABLE}  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         train(*command_line.parse_args(arguments))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        print(f"error: writing failed: {error}\n{STORAGE_ERRORS[error.errno]}", file=sys.stderr)
         return 1
     except (Stopped, KeyboardInterrupt) as error:
         stop = error if isinstance(error, Stopped) else Stopped("interrupted", INTERRUPTED)
@@ -51,20 +66,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def train(name: str, config: ModelConfig, run: RunConfig) -> None:
+    account = TimeAccount()
     if run.distributed:
         initialize: Any = jax.distributed.initialize
         initialize(run.coordinator, run.processes, run.process_id, heartbeat_timeout_seconds=run.heartbeat)
-    with watch_signals(run.distributed) as stop, ExitStack() as stack:
+    with watch_signals(run.distributed) as stop, account.watch_compilation(), ExitStack() as stack:
         with end_together(run.distributed):
             trainer = Trainer(name, config, run, stop, stack)
         folder, step = trainer.folder, trainer.steps_done
         if step >= run.steps:
             print(f"{folder} is already at step {step} of {run.steps}: remove it, or choose another --out")
             return
-        losses = trainer.train()
+        losses = trainer.train(account)
     if jax.process_index() == 0:
         text = ", ".join(f"{loss:.4f}" for loss in losses)
         print(f"loss {text} after {run.steps} steps; metrics and checkpoints are in {folder}")
+        print(account)
+
+
+STARVED_SECONDS = 0.02  # a wait for data above the usual cost of placing a batch on the devices
 
 
 class Trainer:
@@ -88,6 +108,7 @@ class Trainer:
         ]  # also of what seeds have in common, so that several processes may share `out`
         stop.announce(max(saved_steps(self.folder / "checkpoints"), default=0))
         self.sources, self.batches = self.open_data("train")
+        self.is_starved = False
         self.start_profile, self.stop_profile = make_profiler(run, self.folder)
         self.train_step = optimizer.make_train_step(config, run, self.mesh)
         self.eval_step = optimizer.make_eval_step(
@@ -161,26 +182,26 @@ class Trainer:
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / "run.json").write_text(json.dumps(about, indent=1) + "\n")
 
-    def train(self) -> list[float]:
+    def train(self, account: TimeAccount) -> list[float]:
         """Runs the remaining steps. Returns the last loss of each seed."""
         run = self.run
         first, last = map(int, run.profile_steps.split(":")) if run.profile else (0, 0)
         self.write_descriptions()
         with ExitStack() as stack:
             stack.callback(self.checkpoints.close)
-            log = metrics.MetricsLog(stack, self.folders, self.config, run, self.steps_done)
+            log = metrics.MetricsLog(stack, self.folders, self.config, run, self.steps_done, account)
             profile = stack.enter_context(ExitStack())  # an interrupted run keeps what it recorded
             stack.enter_context(end_together(run.distributed))
             self.stop.defer()
+            account.switch("step")
             for step in range(self.steps_done + 1, run.steps + 1):
-                begin = time.perf_counter()
-                batch = next(self.batches)
-                stall = time.perf_counter() - begin
+                batch, stall = self.next_batch(log)
                 policyc.set_step(step - 1, total=run.steps)
                 if step == first:
                     self.start_profile()
                     profile.callback(self.stop_profile)
-                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
+                with annotation, log.progress.watch_step(is_first=step == self.steps_done + 1):
                     self.state, measured = self.train_step(self.state, batch)
                 log.record(step, measured, stall)
                 if step == last:
@@ -189,10 +210,27 @@ class Trainer:
                 stops = self.stop.is_due(step) and step < run.steps
                 self.run_due_actions(step, batch, log, stops)
                 if stops:
+                    self.finish(step, log)
                     raise self.stop.make_error(step, is_saved=run.checkpoint_every > 0)
-            log.flush()
+            self.finish(run.steps, log)
             log.raise_errors()
         return [float(loss) for loss in np.atleast_1d(jax.device_get(measured["loss"]))]
+
+    def next_batch(self, log: metrics.MetricsLog) -> tuple[model.Batch, float]:
+        """The next batch, and for how many seconds the devices waited for it.
+
+        A wait while the devices compute costs nothing. To tell how much of a wait is longer than that, a run that
+        waited before first lets the devices finish their step.
+        """
+        if self.is_starved:
+            log.flush()
+        begin = log.account.clock()
+        batch = next(self.batches)
+        waited = log.account.clock() - begin
+        stall = waited if log.is_idle() else 0.0
+        log.account.move("stall", stall)
+        self.is_starved = stall > STARVED_SECONDS
+        return batch, stall
 
     def run_due_actions(self, step: int, batch: model.Batch, log: metrics.MetricsLog, stops: bool) -> None:
         """Validates, exports, saves and observes, each if it is due after this step."""
@@ -208,17 +246,30 @@ class Trainer:
             return
         log.flush()
         if evaluate:
-            log.write_validation(step, self.evaluate(params))
+            with log.account.during("eval"):
+                losses = self.evaluate(params)
+            log.write_validation(step, losses)
         if export:
-            for folder, params_of_seed in self.of_each_seed(params):
-                self.export(params_of_seed, folder / "exports" / str(step))
+            with log.account.during("export"):
+                for folder, params_of_seed in self.of_each_seed(params):
+                    self.export(params_of_seed, folder / "exports" / str(step))
         if save:
-            self.checkpoints.save(step, self.state, self.sources[0].position)
+            with log.account.during("checkpoint"):
+                self.checkpoints.save(step, self.state, self.sources[0].position)
+            log.write_account(step)
         if observe:
-            for folder, (params_of_seed, rows) in self.of_each_seed((params, batch)):
-                policyc.set_output_dir(folder)
-                policyc.observe(step, self.observed_loss, params_of_seed, rows)
+            with log.account.during("other"):
+                for folder, (params_of_seed, rows) in self.of_each_seed((params, batch)):
+                    policyc.set_output_dir(folder)
+                    policyc.observe(step, self.observed_loss, params_of_seed, rows)
         log.restart_clock()
+
+    def finish(self, step: int, log: metrics.MetricsLog) -> None:
+        """Waits for the metrics and the checkpoint of the last step, and closes the account of this process."""
+        log.flush()
+        with log.account.during("checkpoint"):
+            self.checkpoints.wait()
+        log.write_account(step)
 
     def evaluate(self, params: model.Params) -> dict[str, np.ndarray]:
         """The mean losses on the validation set, of each seed."""

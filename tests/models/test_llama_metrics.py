@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
-from contextlib import ExitStack
+import os
+import threading
+from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,6 +18,7 @@ import pytest
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import configs, metrics
 from policyc.models.llama.configs import ConfigError
+from policyc.models.llama.goodput import TimeAccount
 
 
 @pytest.fixture
@@ -22,7 +27,7 @@ def open_log(tmp_path):
     model, run = configs.CONFIGS["tiny"]
     with ExitStack() as stack:
         yield lambda start, **settings: metrics.MetricsLog(
-            stack, [tmp_path], model, dataclasses.replace(run, **settings), start
+            stack, [tmp_path], model, dataclasses.replace(run, **settings), start, TimeAccount()
         )
 
 
@@ -32,7 +37,8 @@ def test_damaged_lines_of_metrics_are_kept_aside(open_log, tmp_path, capsys):
     path.write_bytes(good + b'\xff\xfe\n[1]\n{"loss": 3}\n' + b'{"step": 5, "loss": 1.0}\n')
     damaged = path.read_bytes()
     open_log(2)
-    assert path.read_bytes() == good
+    assert path.read_bytes().startswith(good)
+    assert path.read_bytes().count(b"\n") == 2  # and the account of this process
     assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged
     assert "line 2 is damaged (3 in all)" in capsys.readouterr().err
 
@@ -40,8 +46,9 @@ def test_damaged_lines_of_metrics_are_kept_aside(open_log, tmp_path, capsys):
 def test_a_value_that_is_not_finite_is_null_in_metrics(open_log, tmp_path):
     log = open_log(0)
     log.write_validation(1, {"validation_loss": float("nan"), "validation_loss_plain": 1.0})
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    _, line = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line, parse_constant=pytest.fail)
+    assert row.pop("time") > 0
     assert row == {
         "step": 1, "tokens": 1024, "validation_loss": None, "validation_loss_plain": 1.0,
         "not_finite": ["validation_loss"],
@@ -70,3 +77,28 @@ def test_an_overflow_under_loss_scaling_is_normal(open_log, capsys):
     log.record(2, step_values(grad_norm=math.inf, loss_scale=0.5), 0)  # no scale can help
     with pytest.raises(ConfigError, match="step 2"):
         log.flush()
+
+
+def raise_disk_full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_does_not_stop_the_log_forever(open_log, monkeypatch):
+    """The thread that writes TensorBoard's file ends at the first error, and nobody reads its queue any more."""
+    log = open_log(0)
+    writer = log._files[0]._board.file_writer.event_writer
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(writer._ev_writer, "write_event", raise_disk_full)
+    with suppress(OSError):
+        log.write_validation(1, {"validation_loss": 1.0})
+    writer._worker.join(timeout=60)
+    assert not writer._worker.is_alive()
+    with pytest.raises(OSError, match=r"No space left on device: '.*tensorboard'"):
+        log.write_validation(2, {"validation_loss": 1.0})
+
+
+def test_a_line_that_cannot_be_written_names_its_file(open_log):
+    log = open_log(0)
+    log._files[0]._lines = SimpleNamespace(write=raise_disk_full, name="run/metrics.jsonl")
+    with pytest.raises(OSError, match=r"No space left on device: 'run/metrics\.jsonl'"):
+        log.write_validation(1, {"validation_loss": 1.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import os
 import random
@@ -66,8 +67,18 @@ def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], None]) ->
 
 
 def test_a_run_writes_metrics_checkpoints_and_a_profile(completed):
-    rows = [json.loads(line) for line in (completed / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (completed / "metrics.jsonl").read_text().splitlines()]
+    rows = [line for line in lines if "loss" in line]
     assert [row["step"] for row in rows] == list(range(1, 9))
+    accounts = [line for line in lines if "goodput" in line]
+    assert [row["step"] for row in accounts] == [0, 3, 6, 8, 8]  # the start, three checkpoints, the end
+    seconds = accounts[-1]["seconds"]
+    assert all(seconds[name] > 0 for name in ("start", "compile", "step", "checkpoint"))
+    # The parts add up to the time between the first account and the last, each rounded to milliseconds.
+    passed = accounts[-1]["time"] - accounts[0]["time"]
+    assert sum(seconds.values()) - sum(accounts[0]["seconds"].values()) == pytest.approx(passed, abs=0.05)
+    assert 0 < rows[0]["compile_seconds"] < seconds["compile"]
+    assert "compile_seconds" not in rows[1]
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
     names = {"loss", "grad_norm", "learning_rate", "step_seconds", "stall_seconds", "tokens_per_second_per_device",
              "tflops_per_device", "memory_bytes", "skipped"}  # fmt: skip
@@ -87,7 +98,8 @@ def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_pa
         at_step(patch, 5, kill)
         with pytest.raises(Killed):
             train.main(flags(out=folder, **RUN))
-    assert [step for step, _ in losses(folder)] == [1, 2, 3]
+    # Step 4 too, if data was late: the metrics of a step are then written before the next one.
+    assert [step for step, _ in losses(folder)][:3] == [1, 2, 3]
     assert (folder / "checkpoints" / "3").exists()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
@@ -226,6 +238,32 @@ def test_a_checkpoint_without_room_is_refused_before_it_is_written(tmp_path, mon
     manager.close()
 
 
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    """The kernel lets nobody write here, not even root. A file in place of a folder is refused too."""
+    (tmp_path / "file").touch()
+    for folder in (Path("/proc/run"), tmp_path / "file", tmp_path / "file" / "run"):
+        with (
+            pytest.raises(ConfigError, match=rf"(?s)cannot write to {folder}: .*--out"),
+            checkpoints.lock_folder(folder),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(errno.ENOSPC, "resumes from the last checkpoint"), (errno.EROFS, "another folder with --out")],
+)
+def test_an_error_of_writing_is_explained(monkeypatch, capsys, code, remedy):
+    def write(*_: Any) -> None:
+        raise OSError(code, os.strerror(code), "runs/a/metrics.jsonl")
+
+    monkeypatch.setattr(train, "train", write)
+    assert train.main(flags()) == 1
+    message = capsys.readouterr().err
+    assert f"{os.strerror(code)}: 'runs/a/metrics.jsonl'" in message
+    assert remedy in message
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -338,7 +376,7 @@ def test_a_run_killed_ten_times_resumes_to_the_same_losses(tmp_path):
 
     def count_steps(name: str) -> int:
         path = tmp_path / name / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
+        return path.read_text().count('"loss"') if path.exists() else 0
 
     code, output = wait(start("undisturbed"))
     assert code == 0, output
@@ -432,7 +470,7 @@ def test_two_processes_stop_at_one_step_and_end_together(tmp_path):
             address = f"127.0.0.1:{free.getsockname()[1]}"
         options = {**settings, "distributed": True, "coordinator": address, "processes": 2}
         both = [spawn(*flags(**options, process_id=i), as_module=True) for i in range(2)]
-        while not (metrics_file.exists() and metrics_file.read_text().count("\n") > first_step):
+        while not (metrics_file.exists() and metrics_file.read_text().count('"loss"') > first_step):
             assert [process.poll() for process in both] == [None, None], [wait(process) for process in both]
             time.sleep(0.05)
         return both

@@ -1,0 +1,172 @@
+"""Where the time of a run goes, over all its processes; and how much time is left.
+
+Goodput is the fraction of a run's time that was spent in steps which count: steps that no restart had to repeat.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import jax
+
+Row = dict[str, Any]  # one line of metrics
+Clock = Callable[[], float]
+
+# What time is spent on, as `seconds` of a line of metrics names it and as a sentence does.
+ACTIVITIES = {
+    "step": "in steps",
+    "stall": "waiting for data",
+    "compile": "compiling",
+    "checkpoint": "saving checkpoints",
+    "eval": "validating",
+    "export": "exporting",
+    "start": "starting",
+    "other": "measuring and profiling",
+    "lost": "in steps lost to restarts",
+    "down": "between an end and a restart",
+}
+PAUSES = ("checkpoint", "eval", "export", "other")  # activities that come back during a run
+# Lowering and XLA's compilation. Tracing is not among them: the durations of nested traces overlap.
+COMPILE_EVENTS = (
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
+RECENT_STEPS = 50  # over which the time of a step is averaged to predict the time left
+
+
+class TimeAccount:
+    """The seconds of a run by activity. Every moment of its processes belongs to one activity.
+
+    Attributes:
+      seconds: by the names of ACTIVITIES.
+      restarts: how often the run was started again.
+      lost_steps: steps that were computed and had to be computed again, as far as their lines were written.
+    """
+
+    def __init__(self, clock: Clock = time.perf_counter, wall_clock: Clock = time.time) -> None:
+        self.clock, self.wall_clock = clock, wall_clock
+        self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self.restarts = self.lost_steps = 0
+        self._activity, self._since, self._started_at = "start", clock(), wall_clock()
+
+    def switch(self, activity: str) -> str:
+        """From now on time is spent on this activity. Returns the activity until now."""
+        now, before = self.clock(), self._activity
+        self.seconds[before] += now - self._since
+        self._activity, self._since = activity, now
+        return before
+
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        before = self.switch(activity)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def move(self, activity: str, seconds: float) -> None:
+        """Counts some of the time that was just spent for another activity."""
+        self.seconds[self._activity] -= seconds
+        self.seconds[activity] += seconds
+
+    @contextmanager
+    def watch_compilation(self) -> Iterator[None]:
+        """Counts what JAX compiles as such, whichever activity it happens in."""
+
+        def listen(event: str, duration_secs: float, **_: str | int) -> None:
+            if event in COMPILE_EVENTS:
+                self.move("compile", duration_secs)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            yield
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+
+    def as_row(self) -> Row:
+        """The account up to now, as fields of a line of metrics."""
+        self.switch(self._activity)
+        total = sum(self.seconds.values())
+        seconds = {name: round(value, 3) for name, value in self.seconds.items()}
+        goodput = self.seconds["step"] / total if total else 0.0
+        return {
+            "goodput": goodput,
+            "seconds": seconds,
+            "restarts": self.restarts,
+            "lost_steps": self.lost_steps,
+        }
+
+    def resume(self, path: Path, start: int) -> None:
+        """Adds the time of the processes before this one, from their metrics. They are continued at step `start`."""
+        rows = _read_last_rows(path, start)
+        if not rows:
+            return
+        account, kept = rows[0], [row for row in rows if row["step"] <= start]
+        self.restarts += 1
+        self.lost_steps += sum("loss" in row for row in rows if row["step"] > start)
+        if not _is_account(account, start):
+            return  # written by an earlier version: the account begins now
+        for name in self.seconds:
+            self.seconds[name] += account["seconds"].get(name, 0.0)
+        self.restarts += account["restarts"]
+        self.lost_steps += account["lost_steps"]
+        stall, steps = (sum(row.get(f"{name}_seconds", 0.0) for row in kept) for name in ("stall", "step"))
+        self.seconds["stall"] += stall
+        self.seconds["step"] += steps - stall
+        self.seconds["other"] += max(0.0, kept[-1]["time"] - account["time"] - steps)
+        self.seconds["lost"] += max(0.0, rows[-1]["time"] - kept[-1]["time"])
+        self.seconds["down"] += max(0.0, self._started_at - rows[-1]["time"])
+
+    def __str__(self) -> str:
+        row = self.as_row()
+        others = sorted(((s, name) for name, s in row["seconds"].items() if name != "step"), reverse=True)
+        texts = [f"{seconds:.1f} s {ACTIVITIES[name]}" for seconds, name in others if seconds >= 0.05]
+        total = f"{row['seconds']['step']:.1f} of {sum(row['seconds'].values()):.1f} s {ACTIVITIES['step']}"
+        return f"goodput {row['goodput']:.1%}: {total}" + "".join(f", {text}" for text in texts)
+
+
+def _read_last_rows(path: Path, start: int) -> list[Row]:
+    """The lines of metrics from the last account that holds at step `start` on. Damaged lines are left out."""
+    rows: list[Row] = []
+    for line in reversed(path.read_bytes().splitlines() if path.exists() else []):
+        with suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            if isinstance(row["step"], int) and isinstance(row["time"], float):
+                rows.append(row)
+                if _is_account(row, start):
+                    break
+    return rows[::-1]
+
+
+def _is_account(row: Row, start: int) -> bool:
+    return row["step"] <= start and isinstance(row.get("seconds"), dict)
+
+
+class TimeLeft:
+    """Predicts the time that a run still needs, from the steps and the pauses of this process."""
+
+    def __init__(self, account: TimeAccount) -> None:
+        self._account, self._pauses_before = account, _pauses(account)
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._steps = 0
+
+    def add_step(self, seconds: float) -> None:
+        """Takes the time of a step that compiled nothing."""
+        self._recent.append(seconds)
+        self._steps += 1
+
+    def predict(self, steps: int) -> str:
+        """The time for so many steps, as hours:minutes:seconds. Unknown until a step was added."""
+        if not self._recent:
+            return "-:--:--"
+        pauses = (_pauses(self._account) - self._pauses_before) / self._steps
+        return str(timedelta(seconds=round(steps * (sum(self._recent) / len(self._recent) + pauses))))
+
+
+def _pauses(account: TimeAccount) -> float:
+    return sum(account.seconds[name] for name in PAUSES)

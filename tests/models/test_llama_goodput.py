@@ -1,0 +1,269 @@
+"""Where the time of a run goes, with a clock that the tests move; what is printed while it compiles; the time left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from rich.progress import Task, TaskID
+
+pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
+from policyc.models.llama import configs, goodput, metrics, progress, train
+from policyc.models.llama.goodput import TimeAccount
+
+NOTHING = dict.fromkeys(goodput.ACTIVITIES, 0.0)
+
+
+class FakeTime:
+    """A clock that stands still unless it is moved. Its processes read one time and one date."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class FakeArray:
+    """A result that the device has ready at some time. Reading it waits until then."""
+
+    def __init__(self, clock: FakeTime, ready_at: float, value: Any = 1.0) -> None:
+        self._clock, self._ready_at, self._value = clock, ready_at, value
+
+    def is_ready(self) -> bool:
+        return self._clock.now >= self._ready_at
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self._clock.now = max(self._clock.now, self._ready_at)
+        return np.asarray(self._value)
+
+
+VALUES = {"loss": 1.0, "grad_norm": 1.0, "fine": True, "skipped": 0, "loss_scale": 1.0}
+
+
+class Process:
+    """A process of a run, in which every step takes the device 2 s and every batch is there at once."""
+
+    def __init__(self, clock: FakeTime, folder: Path, start: int, stack: ExitStack) -> None:
+        model, run = configs.CONFIGS["tiny"]
+        self.clock, self.step = clock, start
+        self.account = TimeAccount(clock, clock)
+        clock.sleep(5)  # starts
+        settings = dataclasses.replace(run, steps=100)
+        self.log = metrics.MetricsLog(stack, [folder], model, settings, start, self.account)
+        self.account.switch("step")
+
+    def run_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step += 1
+            ready_at = self.clock.now + 2
+            self.log.record(self.step, {n: FakeArray(self.clock, ready_at, v) for n, v in VALUES.items()}, 0)
+            self.log.flush()
+
+    def save(self, seconds: float) -> None:
+        with self.account.during("checkpoint"):
+            self.clock.sleep(seconds)
+        self.log.write_account(self.step)
+        self.log.restart_clock()
+
+
+@pytest.fixture
+def start_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that starts a process of a run at a step."""
+    monkeypatch.setattr(jax, "device_get", lambda tree: {name: np.asarray(a) for name, a in tree.items()})
+    clock = FakeTime()
+    with ExitStack() as stack:
+        yield lambda start: Process(clock, tmp_path, start, stack)
+
+
+def read_account(folder: Path) -> dict[str, Any]:
+    """The last account in the metrics of a run."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "goodput" in row][-1]
+
+
+def test_every_second_of_a_run_is_counted_once(start_process, tmp_path):
+    process = start_process(0)
+    process.run_steps(3)
+    with process.account.during("eval"):
+        process.clock.sleep(7)
+        process.account.move("compile", 4)
+    process.log.restart_clock()
+    process.save(1)
+    account = read_account(tmp_path)
+    assert account["seconds"] == {**NOTHING, "start": 5, "step": 6, "eval": 3, "compile": 4, "checkpoint": 1}
+    assert account["goodput"] == pytest.approx(6 / 19)
+    assert str(process.account) == (
+        "goodput 31.6%: 6.0 of 19.0 s in steps, 5.0 s starting, 4.0 s compiling, 3.0 s validating, "
+        "1.0 s saving checkpoints"
+    )
+
+
+def test_steps_after_the_last_checkpoint_of_a_killed_run_are_lost(start_process, tmp_path):
+    """Killed after step 7, with a checkpoint of step 4; then before its first step; then it runs to step 10."""
+    first = start_process(0)
+    first.run_steps(4)
+    first.save(1)
+    first.run_steps(3)
+    first.clock.sleep(60)
+    killed_early = start_process(4)
+    killed_early.clock.sleep(30)
+    last = start_process(4)
+    last.run_steps(6)
+    last.save(1)
+    account = read_account(tmp_path)
+    # The second process left nothing after its start: the 30 s are not told from the time until the next start.
+    assert account["seconds"] == {**NOTHING, "start": 15, "step": 20, "checkpoint": 2, "lost": 6, "down": 90}
+    assert account["goodput"] == pytest.approx(20 / 133)
+    assert (account["restarts"], account["lost_steps"]) == (2, 3)
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps if "loss" in row] == list(range(1, 11))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_lost_everything(start_process, tmp_path):
+    start_process(0).run_steps(2)
+    start_process(0).run_steps(1)
+    account = read_account(tmp_path)
+    assert (account["seconds"]["lost"], account["seconds"]["start"], account["lost_steps"]) == (4, 10, 2)
+
+
+def test_steps_before_a_checkpoint_count_if_their_account_was_not_written(start_process, tmp_path):
+    """Killed between the end of a checkpoint and the line after it. Its three seconds are not told apart."""
+    first = start_process(0)
+    first.run_steps(4)
+    first.clock.sleep(3)
+    first.log.restart_clock()
+    first.run_steps(1)
+    start_process(4)
+    seconds = read_account(tmp_path)["seconds"]
+    assert (seconds["step"], seconds["lost"], seconds["other"]) == (8, 5, 0)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        '{"step": 4, "loss": 1.0, "step_seconds": 2.0}\n',
+        '{"step": 4, "time": 1.0, "seconds": 3}\n\xff\n[]\n',
+        "",
+    ],
+    ids=["earlier version", "damaged", "empty"],
+)
+def test_the_account_begins_now_where_there_was_none(start_process, tmp_path, lines):
+    (tmp_path / "metrics.jsonl").write_bytes(lines.encode("latin-1"))
+    start_process(4)
+    assert read_account(tmp_path)["seconds"] == {**NOTHING, "start": 5}
+
+
+def test_what_jax_compiles_is_counted_as_such():
+    account = TimeAccount()
+    account.switch("step")
+    with account.watch_compilation():
+        jax.jit(lambda x: x + 1).lower(1.0).compile()
+    compiled = account.seconds["compile"]
+    jax.jit(lambda x: x + 2).lower(1.0).compile()  # nobody listens any more
+    assert 0 < compiled == account.seconds["compile"]
+    account.switch("step")
+    assert account.seconds["step"] > 0
+
+
+class Batches(Iterator[int]):
+    """Each batch takes this long from the request for it."""
+
+    def __init__(self, clock: FakeTime, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def __next__(self) -> int:
+        self._clock.sleep(self._seconds)
+        return 0
+
+
+@pytest.mark.parametrize(("wait", "stall"), [(1.5, 0), (3, 1)])
+def test_only_a_wait_of_the_devices_is_a_stall(start_process, tmp_path, wait, stall):
+    """Steps of 2 s. A batch that comes before the step ends costs nothing; one after 3 s costs 1 s of every step.
+
+    The first such wait is counted whole, because when the devices finished is not known.
+    """
+    process = start_process(0)
+    trainer: Any = object.__new__(train.Trainer)
+    trainer.is_starved, trainer.batches = False, Batches(process.clock, wait)
+    free_at, stalls = process.clock.now, []
+    for step in range(1, 7):
+        if trainer.is_starved:
+            trainer.batches = Batches(process.clock, wait - 2)  # read while the devices finished their step
+        _, seconds = trainer.next_batch(process.log)
+        stalls.append(seconds)
+        free_at = max(free_at, process.clock.now) + 2
+        process.log.record(
+            step, {n: FakeArray(process.clock, free_at, v) for n, v in VALUES.items()}, seconds
+        )
+    assert stalls[2:] == [stall] * 4
+    process.log.flush()
+    process.log.write_account(6)
+    assert read_account(tmp_path)["seconds"]["stall"] == sum(stalls)
+
+
+# ---- the time left
+
+
+def test_the_time_left_is_that_of_recent_steps_and_pauses():
+    account = TimeAccount(FakeTime(), FakeTime())
+    account.seconds["eval"] = 1e6  # of processes before this one
+    left = goodput.TimeLeft(account)
+    assert left.predict(10) == "-:--:--"
+    left.add_step(2.0)
+    assert left.predict(10) == "0:00:20"  # whichever step this is: a resumed run knows as much
+    account.seconds["eval"] += 5
+    for _ in range(9):
+        left.add_step(2.0)
+    assert left.predict(10) == "0:00:25"  # half a second of pauses for each of ten steps
+    left.add_step(52.0)
+    assert left.predict(1000) == "1:56:40"  # one slow step of eleven: (72 + 5) / 11 = 7 s for each
+    for _ in range(goodput.RECENT_STEPS):
+        left.add_step(2.0)
+    assert left.predict(1_000_000) == "24 days, 2:19:27"  # 2 + 5 / 61 s for each
+
+
+# ---- what is printed
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_line_shows_that_a_step_compiles(capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: is_terminal)
+    clock, before = FakeTime(), set(threading.enumerate())
+    account, run = TimeAccount(clock, clock), configs.RunConfig(steps=20)
+    with ExitStack() as stack:
+        line = progress.ProgressLine(stack, run, 10, account, writes=True)
+        with line.watch_step(is_first=True):
+            clock.sleep(12.34)
+            account.move("compile", 12)
+        with line.watch_step(is_first=False):
+            clock.sleep(1)
+        line.show_step(11, "loss 1.0")
+        line.show_step(20, "loss 0.5")
+    plain = "compiling ...\ncompiled in 12.3 s\nstep 20/20  loss 0.5\n"
+    assert "compiled in 12.3 s\n" in (out := capsys.readouterr().out)
+    assert is_terminal or out == plain
+    for thread in set(threading.enumerate()) - before:  # rich has told its thread to end
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def test_the_seconds_of_compiling_are_updated_in_place():
+    clock = FakeTime()
+    task = Task(TaskID(0), "compiling", 20, 0, clock, fields={"compiles": True})
+    task.start_time = clock.now
+    column = progress.DescriptionColumn()
+    assert column(task).plain == "compiling, 0 s"
+    clock.sleep(12.4)
+    assert column(task).plain == "compiling, 12 s"
