@@ -2,8 +2,9 @@
 
     python -m benchmarks.speed_ups [--compiled FOLDER [--backend te]] [--json FILE]
 
-Needs no GPU. With --compiled, bytes, kernels and collectives come from the reports that `benchmarks.compile_matrix
---reports` wrote to the folder; a policy without a report is left out. --backend is the one they were compiled with.
+Needs no GPU. With --compiled, it compares the model with estimates whose bytes, kernels and collectives come from the
+reports that `benchmarks.compile_matrix --reports` wrote to the folder; a policy without a report is left out. --backend
+is the one they were compiled with.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from policyc import load
 from policyc.compiler.execution import execution_options
@@ -20,7 +22,7 @@ from policyc.compiler.plan import make_plan
 from policyc.hardware import llama_step
 from policyc.hardware.compiled_cost import read_compiled_step, with_compiled
 from policyc.hardware.mesh import MeshShape
-from policyc.hardware.step_cost import estimate_parts
+from policyc.hardware.step_cost import StepParts, estimate_parts
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.policy import Policy
 from policyc.numerics.targets import get_target
@@ -63,18 +65,72 @@ def trace_step(config: str, devices: int) -> TrainingStep:
 
 
 @cache
-def seconds(policy: str, case: Case, backend: str, compiled: Path | None) -> float | None:
-    """The predicted time of a step. None if a compiled step is asked for and missing."""
-    traced, mesh = trace_step(case.config, case.devices), MeshShape(fsdp=case.devices)
-    target = get_target(case.target)
+def step_parts(policy: str, case: Case, backend: str) -> StepParts:
+    traced = trace_step(case.config, case.devices)
     plan = make_plan(load(policy), traced.plan.sites, execution_options(backend, case.target))
-    parts = estimate_parts(replace(traced, plan=plan), target, mesh)
-    if compiled is not None:
-        path = compiled / report_name(policy, case)
-        if not path.exists():
-            return None
-        parts = with_compiled(parts, read_compiled_step(path), target, mesh)
+    return estimate_parts(replace(traced, plan=plan), get_target(case.target), MeshShape(fsdp=case.devices))
+
+
+def model_seconds(policy: str, case: Case, backend: str) -> float:
+    """The predicted time of a step."""
+    return step_parts(policy, case, backend).combine().seconds
+
+
+def compiled_seconds(policy: str, case: Case, backend: str, folder: Path) -> float | None:
+    """The predicted time of a compiled step. None if its report is missing."""
+    path = folder / report_name(policy, case)
+    if not path.exists():
+        return None
+    mesh, target = MeshShape(fsdp=case.devices), get_target(case.target)
+    parts = with_compiled(step_parts(policy, case, backend), read_compiled_step(path), target, mesh)
     return parts.combine().seconds
+
+
+def compare_backends() -> list[dict[str, Any]]:
+    """Prints the speed-ups over fp8 with both backends, and returns them as data."""
+    columns = [(case, backend) for case in CASES for backend in ("xla", "te")]
+    titles = [f"{c.config}, {c.devices} {c.target.upper()}: {b}" for c, b in columns]
+    print(f"| policy | {' | '.join(titles)} |\n|{'---|' * (1 + len(titles))}")
+    results = []
+    for policy in POLICIES:
+        cells = []
+        for case, backend in columns:
+            before, after = (model_seconds(name, case, backend) for name in ("fp8", policy))
+            cells.append(f"{before / after:.2f}")
+            row = {"policy": policy, "backend": backend, "fp8_seconds": before, "seconds": after}
+            results.append(row | asdict(case))
+        print(f"| `{policy}` | {' | '.join(cells)} |", flush=True)
+    return results
+
+
+def compare_with_compiled(folder: Path, backend: str) -> list[dict[str, Any]]:
+    """Prints the times and speed-ups of the model beside those from compiled steps, and returns them as data."""
+    titles = [
+        "step",
+        "policy",
+        "backend",
+        "seconds: model",
+        "compiled step",
+        "",
+        "speed-up: model",
+        "compiled steps",
+    ]
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+    results = []
+    for case in CASES:
+        fp8 = model_seconds("fp8", case, backend), compiled_seconds("fp8", case, backend, folder)
+        for policy in ("fp8", *POLICIES):
+            compiled = compiled_seconds(policy, case, backend, folder)
+            if compiled is None or fp8[1] is None:
+                continue
+            model = model_seconds(policy, case, backend)
+            cells = [f"{case.config}, {case.devices} {case.target.upper()}", f"`{policy}`", f"`{backend}`"]
+            cells += [f"{model:.1f}", f"{compiled:.1f}", f"{model / compiled - 1:+.0%}"]
+            cells += [f"{fp8[0] / model:.2f}", f"{fp8[1] / compiled:.2f}"] if policy != "fp8" else ["", ""]
+            print(f"| {' | '.join(cells)} |", flush=True)
+            row = {"policy": policy, "backend": backend, "seconds": model, "compiled_seconds": compiled}
+            results.append(row | asdict(case))
+    return results
 
 
 def main() -> None:
@@ -85,22 +141,10 @@ def main() -> None:
     parser.add_argument("--backend", default="auto", help="with --compiled: the backend (default: auto)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     options = parser.parse_args()
-    backends = ("xla", "te") if options.compiled is None else (options.backend,)
-    titles = [f"{c.config}, {c.devices} {c.target.upper()}: {b}" for c in CASES for b in backends]
-    print(f"| policy | {' | '.join(titles)} |\n|{'---|' * (1 + len(titles))}")
-    results = []
-    for policy in POLICIES:
-        cells = []
-        for case in CASES:
-            for backend in backends:
-                before, after = (seconds(name, case, backend, options.compiled) for name in ("fp8", policy))
-                if before is None or after is None:
-                    cells.append("-")
-                    continue
-                cells.append(f"{before / after:.2f}")
-                row = {"policy": policy, "backend": backend, "fp8_seconds": before, "seconds": after}
-                results.append(row | asdict(case))
-        print(f"| `{policy}` | {' | '.join(cells)} |", flush=True)
+    if options.compiled is None:
+        results = compare_backends()
+    else:
+        results = compare_with_compiled(options.compiled, options.backend)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

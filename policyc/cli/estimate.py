@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 ASSUMPTIONS = """\
 A large GEMM reaches .73 (bf16), .72 (fp8; .60 on Hopper) or .60 (nvfp4) of the dense peak, or is bound by memory.
 A copy reaches .62 of the memory bandwidth. Between GEMMs, each input is written and each output read once per pass.
-te: a tensor is read for its maximum, and once more for all of its codes.
-xla: each quantization of a tensor runs in passes of its own, as measured on an H200. An NVFP4 GEMM writes fp32.
+Maxima are found where a tensor is computed. te reads a tensor once for all of its codes, or three times if some are
+rotated, at the speed of a copy. xla reads it once for each kind of codes, or twice if some are rotated, more slowly, as
+measured on an H200, and an NVFP4 GEMM writes fp32.
+If layers are in a scan, saved activations are moved four times more.
 A weight is quantized once per step, and each device quantizes its shard.
 Attention reaches half of the bf16 peak. A configuration counts causal FLOPs, a program all of them.
 fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and else in bf16, and scatters gradients

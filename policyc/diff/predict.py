@@ -36,8 +36,8 @@ class Prediction:
         return step_cost.estimate(self._step, self._target, self._mesh, self._phase).seconds
 
     @cached_property
-    def _readers(self) -> step_cost.ReaderCounts:
-        return step_cost.count_readers(self._step.plan)
+    def _readers(self) -> training_step.ReaderCounts:
+        return training_step.count_readers(self._step.plan)
 
     def products(self, site: Site, decision: Decision) -> LayerTimes:
         """The times of one layer of a site."""
@@ -55,7 +55,7 @@ class Prediction:
         return LayerTimes(
             seconds={gemm: seconds for gemm, (_, seconds) in zip(gemms, times, strict=True)},
             quantization=step_cost.quantization_seconds(
-                group, self._target, self._mesh, self._readers, self._step.accumulate
+                group, self._target, self._mesh, self._readers, self._step.accumulate, self._step.remat
             ),
         )
 

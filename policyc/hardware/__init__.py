@@ -10,6 +10,7 @@ __all__ = [
     "hlo",
     "llama_step",
     "mesh",
+    "saved_activations",
     "step_cost",
     "training_step",
 ]

@@ -13,6 +13,7 @@ from policyc.hardware.training_step import (
     LayerGroup,
     TrainingStep,
     group_layers,
+    microbatch_tokens,
     unquantized_format,
 )
 from policyc.language.recipes import Gemm, Role
@@ -79,8 +80,7 @@ def communication_seconds(
     total = times * exchange_seconds(target, fsdp_bytes, mesh.fsdp, stride)
     total += times * exchange_seconds(target, data_bytes, mesh.data, stride * mesh.fsdp)
     if step.block is not None:
-        microbatch_tokens = max(s.m * s.batch for s in step.plan.sites if s.weight is not None)
-        tokens = microbatch_tokens * step.accumulate / mesh.batch_shards
+        tokens = microbatch_tokens(step.plan) * step.accumulate / mesh.batch_shards
         stream = BF16_BYTES * tokens / mesh.context * step.block.layers
         total += exchange_seconds(target, 2 * 4 * stream * step.block.width, mesh.tensor, 1)
         heads = 2 * (2 * step.block.heads_width + 2 * step.block.kv_width) / mesh.tensor

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.numerics import backends
 from policyc.numerics.targets import Target
 
 # ---- constants that are measured, published or assumed
@@ -28,10 +29,10 @@ HOPPER_FP8_PEAK_FRACTION = 0.60
 COPY_BANDWIDTH_FRACTION = 0.62
 """Fraction of the memory bandwidth that a copy reaches: 2 x 134 MB in 0.09 ms on an H200."""
 
-NVFP4_QUANTIZE_COPIES = {"plain": 1.65, "sr": 1.75, "tile2d": 1.35, "rht": 1.8, "rht sr": 2.2}
-FP8_QUANTIZE_COPIES = 1.45
-"""Time of XLA's quantizer as a multiple of the time to copy its input, on the H200 that the model was calibrated with.
-docs/numerics.md has the latest measurements; the fp8 quantizer has become faster since."""
+QUANTIZER_SLOWDOWNS = {"tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht": 2.0}
+"""Time of a quantizer to block-scaled codes, as a multiple of the time to copy as many bytes as it moves: from times in
+docs/numerics.md that were measured on an H200. The fp8 quantizer is as fast as a copy. Those of Transformer Engine are
+assumed to be: none was measured."""
 
 ATTENTION_PEAK_FRACTION = 0.5
 """Fraction of the bf16 peak that attention reaches, forward and backward, counting causal FLOPs. Assumed."""
@@ -41,6 +42,11 @@ FP32_RESULT_BYTES = 4
 
 LAUNCH_SECONDS = 3e-6
 """The least time that a kernel takes. Assumed."""
+
+STACK_PASSES = 4
+"""How often more the bytes of a saved activation are moved if its layers are in a scan. The stack of all layers is
+filled with zeros (1) or is a copy of another one's zeros (2), each layer is copied into it (2), and some are copied out
+of it. Found in the compiled step of Llama 3 8B on 8 GB200: 3.9 for results of GEMMs."""
 
 # ---- constants that benchmarks.calibration fits
 
@@ -99,40 +105,44 @@ def weight_bytes(treatment: Treatment, plain: float) -> float:
     return format.bits / 8 + (1 / tile if tile else 0)
 
 
-def quantize_seconds(target: Target, treatments: Sequence[Treatment], elements: float, backend: str) -> float:
-    """Time to quantize one bf16 tensor in several ways.
+def quantize_seconds(
+    target: Target,
+    treatments: Sequence[Treatment],
+    elements: float,
+    backend: str,
+    *,
+    is_computed: bool = True,
+) -> float:
+    """Time to quantize one bf16 tensor in several ways, with the kernels of a backend.
 
-    With `te`, Transformer Engine reads the tensor for its maximum, if a format needs one, and once more for all codes.
-    With `xla`, each treatment runs in passes of its own, as measured.
+    Args:
+        target: the GPU.
+        treatments: the ways.
+        elements: the number of elements of the tensor.
+        backend: the name of the backend.
+        is_computed: whether XLA computes the tensor, and finds its largest magnitude meanwhile. It reads others for it.
     """
-    if backend == "xla":
-        copy = copy_seconds(target, 2 * BF16_BYTES * elements)
-        return sum(quantize_copies(t) * copy + LAUNCH_SECONDS for t in treatments)
-    reads = 1 + any(FORMATS[t.format].tensor_scale for t in treatments)
-    written_bytes = sum(code_bytes(t.format) for t in treatments)
-    return copy_seconds(target, elements * (reads * BF16_BYTES + written_bytes)) + reads * LAUNCH_SECONDS
+    reads = backends.load(backend).count_reads(treatments)
+    needs_maximum = any(FORMATS[t.format].tensor_scale and not t.rht for t in treatments)
+    reads += needs_maximum and not is_computed
+    moved_bytes = elements * (reads * BF16_BYTES + sum(code_bytes(t.format) for t in treatments))
+    slowdown = 1.0 if backend == "te" else max(map(quantizer_slowdown, treatments))
+    return slowdown * copy_seconds(target, moved_bytes) + reads * LAUNCH_SECONDS
+
+
+def quantizer_slowdown(treatment: Treatment) -> float:
+    """Time of the jnp code or kernel that quantizes an operand, as a multiple of the time to copy as many bytes."""
+    if not FORMATS[treatment.format].block:
+        return 1.0
+    stochastic = treatment.rounding != "rne"
+    kind = "rht" if treatment.rht else "tile2d" if treatment.tile2d else "sr" if stochastic else "plain"
+    return QUANTIZER_SLOWDOWNS[kind]
 
 
 def code_bytes(format: str) -> float:
     """Bytes of one quantized element, with its share of the block scale."""
     layout = FORMATS[format]
     return layout.bits / 8 + (1 / layout.block if layout.block else 0)
-
-
-def quantize_copies(treatment: Treatment) -> float:
-    """Time to quantize an operand, as a multiple of the time to copy it. 0 if it is not quantized."""
-    format = FORMATS[treatment.format]
-    if not format.is_quantized:
-        return 0.0
-    if treatment.format == "fp8":
-        return FP8_QUANTIZE_COPIES
-    stochastic = treatment.rounding != "rne"
-    kind = ("rht sr" if stochastic else "rht") if treatment.rht else "sr" if stochastic else "plain"
-    copies = NVFP4_QUANTIZE_COPIES["tile2d" if treatment.tile2d else kind]
-    if format.tensor_scale:
-        return copies
-    # Not measured. Without a tensor scale the input is read once, so scale the time by the bytes that are moved.
-    return copies * (BF16_BYTES + format.bits / 8) / (2 * BF16_BYTES + FORMATS["nvfp4"].bits / 8)
 
 
 def collect_quantizations(recipe: Recipe, products: frozenset[Gemm]) -> dict[Role, tuple[Treatment, ...]]:
@@ -142,7 +152,7 @@ def collect_quantizations(recipe: Recipe, products: frozenset[Gemm]) -> dict[Rol
     """
     quantizations: dict[Role, list[Treatment]] = {}
     for (gemm, role), treatment in zip(OPERANDS, recipe.treatments, strict=True):
-        if gemm not in products or not quantize_copies(treatment):
+        if gemm not in products or not FORMATS[treatment.format].is_quantized:
             continue
         treatments = quantizations.setdefault(role, [])
         undirected = treatment.tile2d or not FORMATS[treatment.format].block

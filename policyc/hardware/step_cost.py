@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from policyc.compiler.plan import Phase, Plan, make_plan
+from policyc.compiler.plan import Phase, make_plan
 from policyc.compiler.sites import Site
 from policyc.hardware import gemm_cost
 from policyc.hardware.communication import communication_seconds
 from policyc.hardware.gemm_cost import BF16_BYTES
 from policyc.hardware.mesh import MeshShape
+from policyc.hardware.saved_activations import stack_seconds
 from policyc.hardware.training_step import (
     RECOMPUTES_GEMMS,
     LayerGroup,
+    ReaderCounts,
     TrainingStep,
+    activation_key,
     count_parameters,
+    count_readers,
     group_layers,
     is_quantized,
     local_shape,
     unquantized_format,
 )
+from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy
-from policyc.language.recipes import Gemm, Role
+from policyc.language.recipes import Gemm, Recipe, Role
 from policyc.numerics.targets import Target
 
 # Bytes that AdamW moves per parameter, all in fp32: it reads the parameter, its gradient twice (once for the norm) and
@@ -104,7 +109,8 @@ def estimate_parts(
         else:
             for format, seconds in gemm_times(group, target, mesh, step.remat):
                 gemms[format] += seconds * group.count
-            quantization += group.count * quantization_seconds(group, target, mesh, readers, step.accumulate)
+            seconds = quantization_seconds(group, target, mesh, readers, step.accumulate, step.remat)
+            quantization += group.count * seconds
             kernels += group.count * elementwise_seconds(site, target, mesh, step.remat)
         flops += product_flops * products
     microbatch = {
@@ -112,6 +118,7 @@ def estimate_parts(
         "quantization": quantization,
         "attention": attention,
         "other kernels": kernels,
+        "saved activations": stack_seconds(step, target, mesh, phase),
     }
     parameters = count_parameters(step.plan)
     local_parameters = parameters / (mesh.fsdp * mesh.tensor)
@@ -174,40 +181,44 @@ def elementwise_seconds(site: Site, target: Target, mesh: MeshShape, remat: str)
     return passes * gemm_cost.copy_seconds(target, moved_bytes)
 
 
-_OperandKey = tuple[object, ...]
-ReaderCounts = dict[_OperandKey, int]
-
-
-def count_readers(plan: Plan) -> ReaderCounts:
-    """Counts the sites that read each activation. They share its codes, if these are rounded to nearest."""
-    return dict(Counter(_activation(site) for site in plan.sites))
-
-
-def _activation(site: Site) -> _OperandKey:
-    """A key for the variable that is the activation of a site."""
-    variable = site.eqn.invars[0 if site.weight != "lhs" else 1]
-    return (*site.address[:-1], id(variable))
-
-
 def quantization_seconds(
-    group: LayerGroup, target: Target, mesh: MeshShape, readers: ReaderCounts, accumulate: int = 1
+    group: LayerGroup,
+    target: Target,
+    mesh: MeshShape,
+    readers: ReaderCounts,
+    accumulate: int = 1,
+    remat: str = "none",
 ) -> float:
     """Time to quantize the operands of one layer on one device, per microbatch, and to apply outer scales to results.
 
-    A weight is quantized once per step, and each device quantizes its shard.
+    A weight is quantized once per step, and each device quantizes its shard. If fprop runs again in the backward pass,
+    its activation is quantized again.
     """
     if group.recipe is None:
         return 0.0
     m, n, k, batch = local_shape(group.site, mesh)
-    backend = "te" if "te" in group.backends else "xla"
+    backend = next((name for name in ("te", "xla") if name in group.backends), "emulate")
     total = sum(_outer_scale_seconds(group, target, mesh, gemm) for gemm in group.site.products)
     for role, treatments in gemm_cost.collect_quantizations(group.recipe, group.site.products).items():
         elements = batch * gemm_cost.operand_size(role, m, n, k)
-        share = 1 / (mesh.fsdp * accumulate) if role is Role.WEIGHT else 1.0
-        seconds = share * gemm_cost.quantize_seconds(target, treatments, elements, backend)
+        if role is Role.WEIGHT:
+            seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend, is_computed=False)
+            total += seconds / (mesh.fsdp * accumulate)
+            continue
+        seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend)
+        if role is Role.ACTIVATION and remat in RECOMPUTES_GEMMS:
+            seconds += _fprop_seconds(group.recipe, target, elements, backend)
         is_shared = role is Role.ACTIVATION and all(t.rounding == "rne" for t in treatments)
-        total += seconds / (readers[_activation(group.site)] if is_shared else 1)
+        total += seconds / (readers[activation_key(group.site)] if is_shared else 1)
     return total
+
+
+def _fprop_seconds(recipe: Recipe, target: Target, elements: float, backend: str) -> float:
+    """Time to quantize an activation for fprop alone."""
+    treatment = recipe.treatment(Gemm.FPROP, Role.ACTIVATION)
+    if not FORMATS[treatment.format].is_quantized:
+        return 0.0
+    return gemm_cost.quantize_seconds(target, [treatment], elements, backend)
 
 
 def _outer_scale_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:

@@ -85,6 +85,26 @@ def group_layers(plan: Plan, phase: Phase | None = None) -> Iterator[LayerGroup]
             )
 
 
+OperandKey = tuple[object, ...]
+ReaderCounts = dict[OperandKey, int]
+
+
+def count_readers(plan: Plan) -> ReaderCounts:
+    """Counts the sites that read each activation. They share its codes, if these are rounded to nearest."""
+    return dict(Counter(activation_key(site) for site in plan.sites))
+
+
+def activation_key(site: Site) -> OperandKey:
+    """A key for the variable that is the activation of a site."""
+    variable = site.eqn.invars[0 if site.weight != "lhs" else 1]
+    return (*site.address[:-1], id(variable))
+
+
+def microbatch_tokens(plan: Plan) -> int:
+    """The number of tokens in one evaluation of the loss."""
+    return max(site.m * site.batch for site in plan.sites if site.weight is not None)
+
+
 def count_backends(plan: Plan, phase: Phase | None = None) -> Counter[str]:
     """Counts the quantized products that each backend runs, in all layers. The default phase is the first."""
     counts: Counter[str] = Counter()

@@ -9,7 +9,7 @@ from policyc.compiler.plan import Plan
 from policyc.compiler.sites import Site
 from policyc.hardware import step_cost
 from policyc.hardware.mesh import MeshShape
-from policyc.hardware.training_step import LayerGroup, group_layers, is_quantized
+from policyc.hardware.training_step import LayerGroup, ReaderCounts, count_readers, group_layers, is_quantized
 from policyc.language.recipes import Recipe
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
@@ -29,9 +29,9 @@ SlowSites = dict[int, dict[Site, SlowSite]]
 """The slow sites of each rule, by the rule's index."""
 
 
-def find_slow_sites(plan: Plan, is_slow: Callable[[LayerGroup, step_cost.ReaderCounts], float]) -> SlowSites:
+def find_slow_sites(plan: Plan, is_slow: Callable[[LayerGroup, ReaderCounts], float]) -> SlowSites:
     """The sites for which `is_slow` gives a ratio above 1: how many times as long they take."""
-    readers = step_cost.count_readers(plan)
+    readers = count_readers(plan)
     slow_sites: SlowSites = {}
     for phase in plan.phases:
         for group in group_layers(plan, phase):
@@ -45,7 +45,7 @@ def find_slow_sites(plan: Plan, is_slow: Callable[[LayerGroup, step_cost.ReaderC
 
 
 def layer_seconds(
-    group: LayerGroup, recipe: Recipe, backends: Backends, target: Target, readers: step_cost.ReaderCounts
+    group: LayerGroup, recipe: Recipe, backends: Backends, target: Target, readers: ReaderCounts
 ) -> float:
     """The time of one layer with a recipe on one device: its GEMMs and the quantization of their operands."""
     layer = LayerGroup(site=group.site, recipe=recipe, rule=group.rule, count=1, backends=backends)

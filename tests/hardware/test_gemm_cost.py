@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import policyc
 from policyc.hardware import gemm_cost
-from policyc.language.recipes import Gemm, make_recipe
+from policyc.language.recipes import Gemm, Treatment, make_recipe
 from policyc.numerics.targets import TARGETS, get_target
 
 SIZES = st.integers(1, 20).map(lambda n: 2**n)
@@ -40,3 +42,39 @@ def test_a_tensor_is_quantized_as_often_as_the_numerics_need_it():
     full = policyc.parse("* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)")
     assert counts(full.resolver()(full.rules[0].recipe)) == [2, 1, 2]  # both products share 16x16 tiles
     assert counts(make_recipe("bf16")) == []
+
+
+ROWS = Treatment(format="nvfp4", element="e2m1")
+ROTATED = replace(ROWS, rht=16)
+FP8 = make_recipe("fp8").treatments[0]
+CODES = 0.5 + 1 / 16
+
+
+@pytest.mark.parametrize(
+    ("backend", "treatments", "slowdown", "reads", "written"),
+    [
+        pytest.param("te", [ROWS, ROTATED], 1, 3, 2 * CODES, id="te, rotated: maximum, rows, columns"),
+        pytest.param("te", [ROWS, ROWS], 1, 1, 2 * CODES, id="te: rows and columns at once"),
+        pytest.param("te", [ROWS], 1, 1, CODES, id="te: rows"),
+        pytest.param("xla", [ROWS, ROTATED], 2, 2, 2 * CODES, id="xla, rotated: maxima, both codes"),
+        pytest.param("xla", [ROWS, ROWS], 1.4, 2, 2 * CODES, id="xla: rows, columns"),
+        pytest.param("emulate", [ROWS, ROTATED], 2, 3, 2 * CODES, id="emulate: rows; maxima, columns"),
+        pytest.param("xla", [FP8], 1, 1, 1, id="fp8"),
+    ],
+)
+def test_a_quantizer_moves_the_bytes_of_its_kernels(backend, treatments, slowdown, reads, written):
+    """A GB200 copies 0.62 of 8 TB/s, and a kernel takes 3 us or longer."""
+    target, elements = get_target("gb200"), 1e9
+    seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend)
+    expected = slowdown * elements * (2 * reads + written) / (0.62 * 8e12) + reads * 3e-6
+    assert seconds == pytest.approx(expected, rel=1e-12)  # exact but for rounding
+
+
+def test_a_tensor_that_is_not_computed_is_read_for_its_maximum():
+    target = get_target("gb200")
+    for treatment in (ROWS, FP8):
+        computed, read = (
+            gemm_cost.quantize_seconds(target, [treatment], 1e9, "te", is_computed=is_computed)
+            for is_computed in (True, False)
+        )
+        assert read - computed == pytest.approx(2e9 / (0.62 * 8e12) + 3e-6)

@@ -15,7 +15,7 @@ from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import make_plan
 from policyc.hardware import gemm_cost, llama_step, step_cost
 from policyc.hardware.mesh import MeshShape, exchange_seconds, parse_mesh
-from policyc.hardware.training_step import TrainingStep, group_layers
+from policyc.hardware.training_step import TrainingStep, count_readers, group_layers
 from policyc.language.loader import load
 from policyc.language.recipes import make_recipe
 from policyc.numerics.targets import get_target
@@ -112,11 +112,25 @@ def test_only_four_bits_are_compared_with_fp8():
 
 def test_a_weight_is_quantized_once_per_step_on_the_devices_that_hold_it():
     step, target = training_step("* -> split(fprop=nvfp4, dgrad=bf16, wgrad=bf16)"), get_target("gb200")
-    (group, *_), readers = tuple(group_layers(step.plan)), step_cost.count_readers(step.plan)
+    (group, *_), readers = tuple(group_layers(step.plan)), count_readers(step.plan)
     quantize = partial(step_cost.quantization_seconds, group, target, readers=readers)
-    weight = gemm_cost.quantize_seconds(target, [group.recipe.treatments[1]], 4096 * 14336, "xla")
+    weight = gemm_cost.quantize_seconds(
+        target, [group.recipe.treatments[1]], 4096 * 14336, "xla", is_computed=False
+    )
     saved = quantize(mesh=MeshShape(), accumulate=1) - quantize(mesh=MeshShape(), accumulate=4)
     assert saved == pytest.approx(weight * (1 - 1 / 4))
+
+
+def test_an_activation_is_quantized_again_if_fprop_is_recomputed():
+    step, target = training_step("* -> nvfp4(rht=wgrad)", "te"), get_target("gb200")
+    (group, *_), readers = tuple(group_layers(step.plan)), count_readers(step.plan)
+    kept, dots, full = (
+        step_cost.quantization_seconds(group, target, MeshShape(), readers, remat=remat)
+        for remat in ("none", "dots", "full")
+    )
+    rows = gemm_cost.quantize_seconds(target, [group.recipe.treatments[0]], 65536 * 4096, "te")
+    assert kept == dots
+    assert full - kept == pytest.approx(rows)
 
 
 def test_a_gather_crosses_the_network_once_for_each_nvlink_domain():

@@ -45,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 VENDOR = "* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"
 BLACKWELL = Machine("gb200", frozenset({"nvfp4", "mxfp8", "fp8"}))
 HERE = ("te_here", "te_here", "te_here")
+CUDA = backends.LoweringContext(platform="cuda", single_device=True)
 SUM_ORDER = 1e-6
 """The effect of the order of fp32 sums of at most 256 products, relative to the norm."""
 
@@ -293,6 +294,38 @@ def test_a_weight_is_packed_along_both_axes(axis: int, backend: str) -> None:
         ):
             np.testing.assert_array_equal(a, b)
         assert both.select_packing(one).layout == quantize(one).layout
+
+
+class CountingEngine(te_kernels.Engine):
+    """Counts the kernels that read an operand."""
+
+    reads = 0
+
+    def rotated_amax(self, *args: Any) -> Any:
+        CountingEngine.reads += 1
+        return super().rotated_amax(*args)
+
+    def quantize(self, *args: Any) -> Any:
+        CountingEngine.reads += 1
+        return super().quantize(*args)
+
+
+@pytest.mark.parametrize(("rht", "reads"), [(0, 1), (16, 3)])
+def test_reads_are_counted_as_the_kernels_make_them(
+    rht: int, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an operand that two GEMMs read, along its features and, rotated or not, along its tokens."""
+    monkeypatch.setattr(te_calls, "load", CountingEngine)
+    monkeypatch.setattr(CountingEngine, "reads", 0)
+    rows = Treatment(format="nvfp4", element="e2m1")
+    treatments = [rows, replace(rows, rht=rht)]
+    axes = [Axes(axis=axis, contract=(axis,)) for axis in (-1, -2)]
+    requests = [
+        backends.QuantizeRequest(treatment=t, axes=a, key=None) for t, a in zip(treatments, axes, strict=True)
+    ]
+    operand = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+    jax.eval_shape(partial(te.quantize_orders, requests=requests, context=CUDA), operand)
+    assert CountingEngine.reads == te.count_reads(treatments) == reads
 
 
 # ---- several devices

@@ -91,6 +91,13 @@ class Backend(Protocol):
     ) -> list[Quantized]:
         """Quantizes an operand for several GEMMs, which contract different dimensions of it. Only if JOINS_ORDERS."""
 
+    def count_reads(self, treatments: Sequence[Treatment]) -> int:
+        """How often its kernels on a GPU read an operand, to quantize it in these ways.
+
+        XLA finds the largest magnitudes of an operand where it computes the operand: that is not a read. Those after a
+        rotation are.
+        """
+
     def gemm(
         self, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
     ) -> jax.Array:

@@ -6,6 +6,7 @@ result. The other order would not be exact.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,11 @@ def quantize(
     if axes.both_orders and quantized.layout.packed:
         return replace(quantized, transposed_codes=quantized.pack_along_tile_axis())
     return quantized
+
+
+def count_reads(treatments: Sequence[Treatment]) -> int:
+    """How often an operand is read on a GPU: by the kernel that rotates, twice, else once."""
+    return sum(2 if t.rht else 1 for t in treatments)
 
 
 def can_build_kernels(format: str) -> bool:

@@ -144,6 +144,9 @@ def quantize_orders(
     return te_quantize.quantize_orders(x, requests)
 
 
+count_reads = te_quantize.count_reads
+
+
 def gemm(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, out: Any, context: LoweringContext
 ) -> jax.Array:

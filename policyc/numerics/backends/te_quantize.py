@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
+from policyc.language.recipes import Treatment
 from policyc.numerics.backends import QuantizeRequest, te_calls
 from policyc.numerics.backends.te_matrix import Matrix, matrices_of
 from policyc.numerics.quantize.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
@@ -46,6 +47,12 @@ def quantize_orders(x: jax.Array, requests: Sequence[QuantizeRequest]) -> list[Q
             )
         )
     return quantized
+
+
+def count_reads(treatments: Sequence[Treatment]) -> int:
+    """How often the kernels read an operand: for the maximum after the rotation, and once in each call."""
+    rotates = [bool(t.rht) for t in treatments]
+    return any(rotates) + len(_group_orders(rotates))
 
 
 # ---- maxima
@@ -164,9 +171,15 @@ def _quantize_matrices(
 
 def _group_by_call(matrices: Sequence[Matrix]) -> list[list[int]]:
     """The indices of matrices that one call writes: rows and columns of the same array, neither rotated."""
-    if len({m.dim_order for m in matrices}) == 1 and not any(m.rotates for m in matrices):
-        return [list(range(len(matrices)))]
+    if len({m.dim_order for m in matrices}) == 1:
+        return _group_orders([m.rotates for m in matrices])
     return [[i] for i in range(len(matrices))]
+
+
+def _group_orders(rotates: Sequence[bool]) -> list[list[int]]:
+    """The same for orders of one array. The kernel that rotates writes one order."""
+    indices = range(len(rotates))
+    return [[i] for i in indices] if any(rotates) else [list(indices)]
 
 
 def _output(matrices: Sequence[Matrix], call: Sequence[int]) -> te_calls.QuantizerOutput:

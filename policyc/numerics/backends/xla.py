@@ -46,6 +46,7 @@ __all__ = [
     "NEEDS_DEVICES",
     "UNBATCHABLE",
     "as_rows",
+    "count_reads",
     "gemm",
     "missing",
     "obstacle",
@@ -71,6 +72,11 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
     if query.format not in (*DTYPES, "fp8"):
         return Obstacle(f"XLA has no block-scaled GEMM of {query.format}", "nvfp4 or mxfp8")
     return None
+
+
+def count_reads(treatments: Sequence[Treatment]) -> int:
+    """How often an operand is read: by the kernels that rotate, twice for all codes; else once for each treatment."""
+    return 2 if any(t.rht for t in treatments) else len(treatments)
 
 
 def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:

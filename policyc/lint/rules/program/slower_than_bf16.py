@@ -27,8 +27,7 @@ from collections.abc import Iterator, Sequence
 
 from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import suggest_recipe
-from policyc.hardware.step_cost import ReaderCounts
-from policyc.hardware.training_step import LayerGroup
+from policyc.hardware.training_step import LayerGroup, ReaderCounts
 from policyc.language.recipes import make_recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding

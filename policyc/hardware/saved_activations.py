@@ -1,0 +1,60 @@
+"""Activations that a step saves for its backward pass: the bytes that it moves more because layers are in a scan.
+
+A scan saves the activations of all layers in stacks. JAX fills a stack with zeros, and XLA copies each layer into it:
+kernels of their own, under every policy. Layers that are not in a scan have no stacks.
+"""
+
+from __future__ import annotations
+
+from policyc.compiler.plan import Phase
+from policyc.hardware import gemm_cost
+from policyc.hardware.gemm_cost import BF16_BYTES
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.training_step import (
+    RECOMPUTES_GEMMS,
+    LayerGroup,
+    ReaderCounts,
+    TrainingStep,
+    activation_key,
+    count_readers,
+    group_layers,
+    local_shape,
+    microbatch_tokens,
+)
+from policyc.language.formats import FORMATS
+from policyc.language.recipes import Gemm, Role
+from policyc.numerics.targets import Target
+
+
+def stack_seconds(step: TrainingStep, target: Target, mesh: MeshShape, phase: Phase | None = None) -> float:
+    """Time to fill the stacks of saved activations and to copy layers into them, per microbatch."""
+    return gemm_cost.copy_seconds(target, gemm_cost.STACK_PASSES * stacked_bytes(step, mesh, phase))
+
+
+def stacked_bytes(step: TrainingStep, mesh: MeshShape, phase: Phase | None = None) -> float:
+    """Bytes of all saved activations of layers in scans, on one device."""
+    readers = count_readers(step.plan)
+    groups = [g for g in group_layers(step.plan, phase) if g.site.loops and g.site.weight is not None]
+    total = sum(group.count * _saved_bytes(group, mesh, step.remat, readers) for group in groups)
+    if groups and step.block is not None:
+        # If GEMMs run again, the input of each layer is saved. Else the output of attention, which is no GEMM here.
+        width = step.block.width if step.remat in RECOMPUTES_GEMMS else step.block.heads_width / mesh.tensor
+        total += BF16_BYTES * microbatch_tokens(step.plan) / mesh.token_shards * step.block.layers * width
+    return total
+
+
+def _saved_bytes(group: LayerGroup, mesh: MeshShape, remat: str, readers: ReaderCounts) -> float:
+    """Bytes that one layer of a site saves: its result, unless it is recomputed, and the activation as wgrad reads it.
+
+    An activation that is not quantized is recomputed from results, if anything is.
+    """
+    m, n, k, batch = local_shape(group.site, mesh)
+    result = 0.0 if remat in RECOMPUTES_GEMMS else BF16_BYTES * batch * m * n
+    if remat == "full" or Gemm.WGRAD not in group.site.products:
+        return result
+    format = "bf16" if group.recipe is None else group.recipe.treatment(Gemm.WGRAD, Role.ACTIVATION).format
+    if FORMATS[format].is_quantized:
+        element_bytes = gemm_cost.code_bytes(format)
+    else:
+        element_bytes = BF16_BYTES if remat == "none" else 0
+    return result + batch * m * k * element_bytes / readers[activation_key(group.site)]
