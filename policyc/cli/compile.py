@@ -15,12 +15,19 @@ from policyc.cli.options import (
     StepOptions,
     backend_option,
     format_option,
+    multiple_losses_option,
     program_argument,
     require_native_option,
     step_options,
     variant_option,
 )
-from policyc.cli.program import check_order, exit_on_error, parse_execution, parse_program
+from policyc.cli.program import (
+    check_order,
+    exit_on_error,
+    explain_early_exit,
+    parse_execution,
+    parse_program,
+)
 
 if TYPE_CHECKING:
     from policyc.compiler.execution import ExecutionOptions
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
 @variant_option
 @backend_option
 @require_native_option
+@multiple_losses_option
 @click.option("--dump-hlo", metavar="DIR", help="Write the optimized HLO into this folder.")
 @format_option("table", "json")
 @click.argument("policy")
@@ -60,6 +68,8 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
     step.check_source(program)
     if program:
         check_order(policy, program)
+    elif options["multiple_losses"]:
+        raise click.UsageError("--multiple-losses is for programs: the bundled Llama has one loss")
     if options["dump_hlo"]:
         options["dump_hlo"] = os.path.abspath(options["dump_hlo"])  # the program may change the folder
     loaded = load_policy(policy, options["variant"])
@@ -73,7 +83,9 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
             if step.config:
                 report, planned = _compile_config(loaded, step.config, execution, step)
             else:
-                report, planned = _compile_program(loaded, program, execution, step)
+                report, planned = _compile_program(
+                    loaded, program, execution, step, may_miss=options["multiple_losses"]
+                )
     except (CannotCompile, ImportError, NotImplementedError) as error:  # a backend raises the last two
         exit_with_message(str(error))
     title = f"{step.config or program[program[0] in ('-m', '-c')]} under {policy}"
@@ -92,6 +104,7 @@ def _compile_config(
     policy: Policy, config: str, execution: ExecutionOptions, options: StepOptions
 ) -> tuple[CompileReport, TrainingStep]:
     """Compiles the step of a configuration of the bundled Llama. Returns it as it was planned, too."""
+    from policyc.compiler.plan_checks import check_plan
     from policyc.compiler.schedule import set_step
     from policyc.hardware import deviceless, llama_step
 
@@ -99,21 +112,29 @@ def _compile_config(
     count = options.devices
     sizes, mesh = options.sizes(), options.mesh_shape()
     llama_step.check_mesh(config, mesh, sizes)
+    planned = llama_step.plan_step(policy, config, mesh, sizes, execution)
+    check_plan(planned.plan, hint=f"'policyc diff POLICY --config {config} --stat' lists the linears")
     devices = deviceless.make_devices(execution.target, count)
     step, arguments, run = llama_step.jit_step(config, mesh, sizes, devices)
     set_step(0, total=run.steps)
     report = deviceless.compile_step(
         step, arguments, policy, execution, devices=count, microbatches=run.accumulate
     )
-    return report, llama_step.plan_step(policy, config, mesh, sizes, execution)
+    return report, planned
 
 
 def _compile_program(
-    policy: Policy, program: tuple[str, ...], execution: ExecutionOptions, options: StepOptions
+    policy: Policy,
+    program: tuple[str, ...],
+    execution: ExecutionOptions,
+    options: StepOptions,
+    *,
+    may_miss: bool,
 ) -> tuple[CompileReport, TrainingStep]:
     """Compiles the step of a program, or its loss if it differentiates that outside jax.jit.
 
-    Returns the loss as it was planned, too: the step of a program without microbatches.
+    With `may_miss`, a rule may match nothing: it is about another loss. Returns the loss as it was planned, too: the
+    step of a program without microbatches.
     """
     from policyc.compiler.plan_checks import check_plan
     from policyc.experiments import runner
@@ -131,7 +152,9 @@ def _compile_program(
     deviceless.check_installed()
     if count > 1:
         versions.set_cpu_device_count(count)
-    jitted, plans = runner.trace_first_step(parse_program(program), policy, execution)
+    parsed = parse_program(program)
+    with explain_early_exit():
+        jitted, plans = runner.trace_first_step(parsed, policy, execution, multiple_losses=may_miss)
     if not plans:
         raise ValueError("the program ended, and no loss that it differentiated has a GEMM")
     if jitted is not None:
@@ -141,7 +164,7 @@ def _compile_program(
             "the program differentiates its loss outside jax.jit, which is compiled for one device only: put the step "
             "into jax.jit, or use --devices 1"
         )
-    check_plan(plans[0])
+    check_plan(plans[0], may_miss=may_miss)
     report = deviceless.compile_loss(plans[0], *deviceless.make_devices(execution.target, 1))
     return report, TrainingStep(plan=plans[0])
 

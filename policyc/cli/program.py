@@ -87,6 +87,23 @@ def exit_on_error() -> Iterator[None]:
         exit_with_message(str(error))
 
 
+_TRAIN_HINT = "give it the arguments with which it trains, and see that it trains without policyc"
+
+
+@contextlib.contextmanager
+def explain_early_exit() -> Iterator[None]:
+    """Says why there is no result if a program exits before it differentiates a loss. Keeps its exit code."""
+    try:
+        yield
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            click.echo(end.code, err=True)  # Python prints it when the process ends
+        code = 1 if isinstance(end.code, str) else end.code
+        message = f"the program exited with {code} before it differentiated a loss: {_TRAIN_HINT}"
+        click.echo(f"policyc: error: {message}", err=True)
+        raise SystemExit(code) from None
+
+
 def parse_execution(backend: str, target: str | None, require_native: bool) -> ExecutionOptions:
     """How quantized products run. Raises a usage error if there is no such backend or target."""
     from policyc.compiler.execution import execution_options
@@ -102,10 +119,10 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
     program = parse_program(words)
     from policyc.experiments import runner
 
-    with exit_on_error():
+    with exit_on_error(), explain_early_exit():
         plan = runner.trace_first_plan(program, policy, execution)
     if plan is None:
-        exit_with_message("the program differentiated nothing (jax.grad, vjp, ...)")
+        exit_with_message(f"the program ended and differentiated nothing (jax.grad, vjp, ...): {_TRAIN_HINT}")
     if not len(plan.sites):
         exit_with_message("no loss of the program has a GEMM")
     return plan

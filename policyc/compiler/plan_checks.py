@@ -27,15 +27,15 @@ MULTIPLE_LOSSES_HINT = (
 """For a rule that matches nothing in the first loss of a program that is run."""
 
 
-def check_plan(plan: Plan, *, may_miss: bool = False) -> None:
+def check_plan(plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT) -> None:
     """Raises everything that keeps the policy from being applied to this loss.
 
     A quantizing rule must match something, unless it expects 0 sites. With `may_miss` any rule may match nothing,
-    whatever it expects: it is about another loss of the program.
+    whatever it expects: it is about another loss of the program. `hint` is for a rule that matches nothing.
     """
     diagnostics = [
-        *unmet_expectations(plan, may_miss=may_miss),
-        *(() if may_miss else unmatched_quantizing_rules(plan)),
+        *unmet_expectations(plan, may_miss=may_miss, hint=hint),
+        *(() if may_miss else unmatched_quantizing_rules(plan, hint=hint)),
         *opaque_sites(plan),
         *opaque_indices(plan),
         *inseparable_layers(plan),

@@ -282,7 +282,7 @@ def trace_first_plan(
 
 
 def trace_first_step(
-    program: Program, policy: Policy, execution: ExecutionOptions
+    program: Program, policy: Policy, execution: ExecutionOptions, *, multiple_losses: bool = False
 ) -> tuple[JittedFunction | None, list[Plan]]:
     """Runs a program until it lowers its first jitted function that differentiates a loss with a GEMM.
 
@@ -307,7 +307,7 @@ def trace_first_step(
             raise StopAfterTrace
 
     with contextlib.suppress(StopAfterTrace), intercept_lowering(stop_at_step):
-        run(program, policy, execution, record)
+        run(program, policy, execution, record, multiple_losses=multiple_losses)
     return (steps[0] if steps else None), plans
 
 

@@ -47,6 +47,29 @@ def test_before_against_after(folder: Path) -> None:
     assert max(map(len, result.out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "prints"),
+    [
+        ("sys.exit('there is no data')", 1, "there is no data\n"),
+        ("import argparse; argparse.ArgumentParser().parse_args()", 2, "unrecognized arguments: 64\n"),
+        ("open('no such file')", 1, "FileNotFoundError"),
+        ("sys.exit()", 1, ""),
+    ],
+)
+def test_a_program_that_ends_before_its_first_loss(folder: Path, end: str, code: int, prints: str) -> None:
+    (folder / "train.py").write_text(f"import sys, jax\n{end}\n")
+    result = policyc("diff", "a.policy", "train.py", "64")
+    assert (result.code, result.out) == (code, "")
+    assert result.err.count(prints) > 0
+    what = (
+        "ended and differentiated nothing"
+        if end == "sys.exit()"
+        else f"exited with {code} before it differentiated"
+    )
+    assert f"policyc: error: the program {what}" in result.err
+    assert "give it the arguments with which it trains" in result.err
+
+
 def test_two_variants_of_a_policy(folder: Path) -> None:
     result = policyc("diff", "a.policy", "a.policy:no_rht", "--json", "train.py", "64")
     data = json.loads(result.out)

@@ -158,6 +158,30 @@ def test_a_quantizing_rule_without_sites_is_refused_as_by_apply(
     assert "did you mean 'mlp' for 'mpl'?" in ran.err
 
 
+def test_a_rule_without_sites_has_a_remedy_that_the_command_takes(
+    program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tmp_path / "gan.policy"
+    policy.write_text("mlp -> fp8\njudge -> fp8\n", encoding="utf-8")
+    path = program(LOSS, "jax.grad(loss)(params, x)")
+    ran = command("compile", str(policy), "--target", "gb200", path)
+    assert "if another loss of the program has these sites: --multiple-losses" in ran.err
+
+    def compile_loss(*_: object) -> None:
+        raise deviceless.CannotCompile("the compiler is reached")
+
+    monkeypatch.setattr(deviceless, "make_devices", lambda *_: [None])
+    monkeypatch.setattr(deviceless, "compile_loss", compile_loss)
+    ran = command("compile", str(policy), "--target", "gb200", "--multiple-losses", path)
+    assert ran.err == "policyc: error: the compiler is reached\n"
+    ran = command("compile", str(policy), "--target", "gb200", "--config", "tiny")
+    assert "'policyc diff POLICY --config tiny --stat' lists the linears" in ran.err
+    assert "--multiple-losses" not in ran.err
+    ran = command("compile", str(policy), "--target", "gb200", "--config", "tiny", "--multiple-losses")
+    assert ran.code == 2
+    assert "the bundled Llama has one loss" in ran.err
+
+
 def test_an_error_of_xla_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: no kernel for this GEMM\n  at gemm_rewriter.cc")
