@@ -172,7 +172,7 @@ def run_sweep(
     try:
         executor = _make_executor(options)
         out.mkdir(parents=True, exist_ok=True)
-        with lock_sweep(out):
+        with lock_sweep(out, lambda text: click.echo(f"policyc: {text}", err=True)):
             for note in open_sweep(out, design):
                 click.echo(f"policyc: note: {note}", err=True)
             result = _run(design, tracked, executor)

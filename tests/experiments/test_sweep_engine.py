@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from policyc.experiments.sweep import engine
+from policyc.experiments.sweep import engine, locks
 from policyc.experiments.sweep.engine import Engine, SweepBusy, SweepResult, lock_sweep, track_runs
 from policyc.experiments.sweep.gaps import compute_gap, find_equal_seeds, trailing_loss
 from policyc.experiments.sweep.live import PlainLines, SweepView, describe_end, format_gap, print_result
@@ -155,10 +156,33 @@ def test_an_interrupt_leaves_jobs_in_a_queue(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path) -> None:
-    with lock_sweep(tmp_path), pytest.raises(SweepBusy, match="another process"), lock_sweep(tmp_path):
+    warnings: list[str] = []
+    with lock_sweep(tmp_path, warnings.append):
+        assert locks.is_locked(tmp_path)
+        with pytest.raises(SweepBusy, match="another process"), lock_sweep(tmp_path, warnings.append):
+            pass
+    assert not locks.is_locked(tmp_path)
+    with lock_sweep(tmp_path, warnings.append):
         pass
-    with lock_sweep(tmp_path):
-        pass
+    assert not warnings
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks.fcntl, "flock", fail)
+    warnings: list[str] = []
+    with lock_sweep(tmp_path, warnings.append):
+        assert not locks.is_locked(tmp_path)
+    (warning,) = warnings
+    assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available)" in warning
+    assert "nothing keeps a second sweep out" in warning
+
+
+def test_a_folder_without_a_lock_file_is_not_locked(tmp_path: Path) -> None:
+    assert not locks.is_locked(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 # ---- numbers and texts

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from policyc.experiments.sweep.edits import EditedPolicy
-from policyc.experiments.sweep.executor import LocalExecutor, is_locked
+from policyc.experiments.sweep.executor import LocalExecutor
 from policyc.experiments.sweep.gpus import find_gpus, group_gpus
+from policyc.experiments.sweep.locks import is_locked
 from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, open_sweep, reuse_plans
 from policyc.experiments.sweep.metrics import MetricsReader, convert_metrics, last_row, parse_metrics_source
 from policyc.experiments.sweep.probe import PlannedPolicy

@@ -22,10 +22,10 @@ from policyc.experiments.report.values import (
     read_records,
     read_text,
 )
+from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, STATUS_FILE
 
 Column = NDArray[np.float64]
 
-METRICS_FILE = "metrics.jsonl"
 LAST_LINES = 12  # of the log of a failed run
 
 _ALIASES = {"val_loss": "validation_loss", "tokens_per_second": "tokens_per_second_total"}
@@ -123,7 +123,7 @@ def read_run(
     records = read_records(folder / METRICS_FILE, problems, _is_metric)
     records = [{_ALIASES.get(name, name): value for name, value in record.items()} for record in records]
     about = read_object(folder / "run.json", problems) or {}
-    status = read_object(folder / "status.json", problems) or {}
+    status = read_object(folder / STATUS_FILE, problems) or {}
     settings = as_record(about.get("settings"))
     if planned_steps is None and is_count(settings.get("steps")):
         planned_steps = settings["steps"]
@@ -139,7 +139,7 @@ def read_run(
         plan=_read_plan(folder / "plan.json", problems),
         about=about,
         status=status,
-        log_tail=_read_log_tail(folder / "log.txt", problems) if has_failed else (),
+        log_tail=_read_log_tail(folder / LOG_FILE, problems) if has_failed else (),
         planned_steps=planned_steps,
         problems=tuple(problems),
     )

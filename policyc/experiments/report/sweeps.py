@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from policyc.experiments.report.runs import METRICS_FILE, RunData, read_run
+from policyc.experiments.report.runs import RunData, read_run
 from policyc.experiments.report.values import (
     Record,
     as_list,
@@ -26,10 +26,10 @@ from policyc.experiments.report.values import (
     read_text,
 )
 from policyc.experiments.statistics import Settings, parse_margin
+from policyc.experiments.sweep.run import MANIFEST_FILE, METRICS_FILE
 from policyc.experiments.trailing import trailing_steps
 from policyc.experiments.verdicts import SeedLosses
 
-MANIFEST_FILE = "sweep.json"
 USUAL_BASELINES = ("bf16", "fp8")
 
 _SEED_FOLDER = re.compile(r"seed(\d{1,9})")

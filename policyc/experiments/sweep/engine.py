@@ -6,19 +6,18 @@ The engine keeps no state: everything is in the folders of the runs. Killing it 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Literal, Protocol
 
 from policyc.experiments.sweep.executor import Executor
+from policyc.experiments.sweep.locks import try_lock
 from policyc.experiments.sweep.metrics import MetricsReader
-from policyc.experiments.sweep.run import LOCK_FILE, METRICS_FILE, Run, RunStatus
+from policyc.experiments.sweep.run import METRICS_FILE, Run, RunStatus
 
 _POLL_SECONDS = 0.5
 _MOST_EARLY_FAILURES = 3  # runs in a row that fail before their first step: the others would fail too
@@ -111,20 +110,14 @@ def _read_worst_status(run: Run) -> RunStatus | None:
 
 
 @contextlib.contextmanager
-def lock_sweep(out: Path) -> Iterator[None]:
-    """Raises SweepBusy if another process runs the sweep in this folder."""
-    descriptor = os.open(out / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise SweepBusy(f"another process runs the sweep in {out}: wait for it, or stop it") from None
-    except OSError:  # a file system without locks: two sweeps at a time cannot be told
-        pass
-    try:
+def lock_sweep(out: Path, warn: Callable[[str], None]) -> Iterator[None]:
+    """Raises SweepBusy if another process runs the sweep in this folder. Warns on a file system without locks."""
+    with try_lock(out) as lock:
+        if lock.is_busy:
+            raise SweepBusy(f"another process runs the sweep in {out}: wait for it, or stop it")
+        if text := lock.warning(out, "sweep"):
+            warn(text)
         yield
-    finally:
-        os.close(descriptor)
 
 
 class Engine:

@@ -6,7 +6,6 @@ So a run outlives the sweep that started it, and the next sweep in the same fold
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
@@ -16,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from policyc.experiments.sweep.run import LOCK_FILE, Run, RunStatus
+from policyc.experiments.sweep.locks import is_locked
+from policyc.experiments.sweep.run import Run, RunStatus
 
 WRAPPER_MODULE = "policyc.experiments.sweep.wrapper"
 
@@ -44,23 +44,6 @@ class Executor(Protocol):
 def wrapper_command(run: Run) -> list[str]:
     """The words of the process that runs a run and writes its status."""
     return [sys.executable, "-m", WRAPPER_MODULE, str(run.folder)]
-
-
-def is_locked(folder: Path) -> bool:
-    """Is a process of this run alive? It holds the lock of its folder until it ends, however it ends."""
-    try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks: only the processes of this sweep are known
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 class LocalExecutor:

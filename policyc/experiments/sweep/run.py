@@ -20,6 +20,7 @@ STATUS_FILE = "status.json"
 METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
 LOCK_FILE = ".lock"
+MANIFEST_FILE = "sweep.json"  # in the folder of the sweep
 
 SEED_VARIABLE = "POLICYC_SEED"
 STEPS_VARIABLE = "POLICYC_STEPS"

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from policyc.experiments.sweep.executor import is_locked
+from policyc.experiments.sweep.locks import is_locked
 from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus, State, tail_lines, write_json
 from policyc.experiments.sweep.slurm_options import SlurmOptions
 from policyc.experiments.sweep.slurm_task import SlurmTask

@@ -7,7 +7,6 @@ grace period.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import signal
@@ -23,8 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from policyc.experiments.sweep.locks import try_lock
 from policyc.experiments.sweep.metrics import convert_metrics, last_row
-from policyc.experiments.sweep.run import LOCK_FILE, LOG_FILE, METRICS_FILE, Run, RunStatus, State, tail_lines
+from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunStatus, State, tail_lines
 
 GRACE_VARIABLE = "POLICYC_STOP_GRACE"
 """Environment variable: how many seconds a stopped program may take to save before it is killed."""
@@ -46,15 +46,13 @@ def main() -> int:
         sys.stderr.write("usage: python -m policyc.experiments.sweep.wrapper FOLDER\n")
         return 2
     folder = Path(sys.argv[1]).absolute()
-    lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        sys.stderr.write(f"{folder}: another process runs this run\n")
-        return _EXIT_BUSY
-    except OSError as error:  # a file system without locks
-        sys.stderr.write(f"warning: {folder} cannot be locked ({error}): nothing keeps a second run out\n")
-    return _Wrapper(Run.read(folder), lock).run()
+    with try_lock(folder) as lock:
+        if lock.is_busy:
+            sys.stderr.write(f"{folder}: another process runs this run\n")
+            return _EXIT_BUSY
+        if text := lock.warning(folder, "run"):
+            sys.stderr.write(f"{text}\n")
+        return _Wrapper(Run.read(folder), lock.descriptor).run()
 
 
 class _Wrapper:
