@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from policyc.experiments.report.build import ReportOptions, build_report
 from policyc.experiments.report.output import render_report, write_report
@@ -117,6 +116,8 @@ def test_the_gap_and_its_interval_are_those_of_a_paired_t_test(tmp_path: Path) -
         ]
         for name in ("bf16", "te_nvfp4")
     }
+    from scipy import stats  # a second of import, which other tests do not need
+
     test = stats.ttest_rel(losses["te_nvfp4"], losses["bf16"])
     (row,) = report_of(sweep)["comparisons"]
     assert row["gap"] == pytest.approx(np.subtract(losses["te_nvfp4"], losses["bf16"]).mean(), rel=1e-9)

@@ -10,7 +10,6 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from policyc.experiments.statistics import (
     Margin,
@@ -119,6 +118,8 @@ def test_a_gap_on_the_margin_that_is_lost_in_noise_needs_more_seeds_than_anyone_
 
 
 def test_p_values_and_intervals_agree_with_scipy() -> None:
+    from scipy import stats  # a second of import, which other tests do not need
+
     generator = np.random.default_rng(1)
     baseline = generator.normal(2.5, 0.03, 5)
     variant = baseline + generator.normal(0.004, 0.003, 5)
