@@ -21,6 +21,7 @@ from policyc.models.llama import configs
 from policyc.models.llama.configs import ConfigError
 
 DISK_FULL = "is the disk full? Earlier checkpoints are intact"
+CONTENTS = "contents_of_the_data"  # what identifies the data, in the identity of a run
 HASH_MULTIPLIERS = np.array([0x9E3779B1, 0x85EBCA6B], np.uint32)  # odd, as in xxHash
 
 
@@ -102,8 +103,11 @@ class Checkpoints:
         with self._explain_errors("checkpoints cannot be written here", "is the folder writable?"):
             self._manager = ocp.CheckpointManager(self.folder, options=self._options)
 
-    def save(self, step: int, state: Any, position: int) -> None:
-        """Returns once the state is copied. A checkpoint appears only when it is completely written."""
+    def save(self, step: int, state: Any, position: Any) -> None:
+        """Stores a state, and a position in the data as JSON. Returns once the state is copied.
+
+        A checkpoint appears only when it is completely written.
+        """
         needed = sum(array.nbytes for array in jax.tree.leaves(state)) // jax.process_count()
         free = shutil.disk_usage(self.folder).free
         if free < needed:
@@ -123,8 +127,10 @@ class Checkpoints:
         with self._explain_errors(f"writing a checkpoint at step {step} failed", DISK_FULL):
             self._manager.save(step, args=parts)
 
-    def restore(self, abstract_state: Any, accept_changes: bool) -> tuple[Any, int, int]:
+    def restore(self, abstract_state: Any, accept_changes: bool) -> tuple[Any, Any, int]:
         """State, position in the data and step of the latest checkpoint that is whole.
+
+        The position is None if the data is another one, which `accept_changes` allows.
 
         Damaged checkpoints are named, and moved where nothing reads or removes them.
         """
@@ -143,7 +149,7 @@ class Checkpoints:
             f"no checkpoint in {self.folder} can be read: start again in another folder with --out"
         )
 
-    def _restore(self, step: int, abstract_state: Any, accept_changes: bool) -> tuple[Any, int]:
+    def _restore(self, step: int, abstract_state: Any, accept_changes: bool) -> tuple[Any, Any]:
         with self._raise_damaged():
             about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
             before, position = about["identity"], about["position"]
@@ -160,12 +166,17 @@ class Checkpoints:
             state = self._manager.restore(step, args=parts).state
         if about.get("hash") not in (None, hash_state(state)):
             raise DamagedCheckpointError("its contents are not those that were written")
-        return state, position
+        is_same_data = _is_same(CONTENTS, before.get(CONTENTS), self._identity[CONTENTS])
+        return state, position if is_same_data else None
 
     def _check_identity(self, step: int, before: dict[str, Any], accept_changes: bool) -> None:
         now, there = self._identity, configs.with_defaults(before)
         # A name that is only there was part of the identity in an earlier version.
-        names = sorted(n for n in now if there.get(n) != now[n] and n not in ("policy", configs.POLICY_NAME))
+        names = sorted(
+            n
+            for n in now
+            if not _is_same(n, there.get(n), now[n]) and n not in ("policy", configs.POLICY_NAME)
+        )
         changes = [f"\n  {n.replace('_', '-')}: {there.get(n)} there, {now[n]} now" for n in names]
         if there["policy"] != now["policy"]:
             policies = [configs.describe_policy(each) for each in (there, now)]
@@ -213,6 +224,11 @@ class Checkpoints:
             yield
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(_first_line(error)) from error
+
+
+def _is_same(name: str, before: Any, now: Any) -> bool:
+    """Whether two values of an identity agree. Earlier versions stored only the first part of the contents."""
+    return bool(before == now) or (name == CONTENTS and str(now).startswith(f"{before}, "))
 
 
 def _shapes(state: Any) -> list[list[int]]:

@@ -69,8 +69,14 @@ class RunConfig:
         None, "several seeds in one process, such as 0,1,2: a folder OUT/seedN for each"
     )
     seed_loop: str = operational("vmap", "how one step serves several seeds", choices=("vmap", "map"))
-    data: str = setting("stdlib", "source of the tokens, as KIND:PATH or PATH; see data.py")
-    tokenizer: str | None = setting(None, "tokenizer.json of a BPE tokenizer (default: tokens are bytes)")
+    # The identity of a run has the contents of its data instead of these two paths.
+    data: str = operational("stdlib", "source of the tokens: PATH, KIND:PATH,option=value, or a blend of both, such as "
+                            "'SPEC@0.7 SPEC@0.3'; see docs/data.md")  # fmt: skip
+    tokenizer: str | None = operational(None, "tokenizer.json of a BPE tokenizer (default: tokens are bytes)")
+    max_bad_rows: int = operational(
+        10,
+        "rows without readable text that are skipped in an epoch of a source, with a warning; one more stops",
+    )
     document_mask: bool = setting(
         False, "tokens attend only to their own document, and positions start again with each document"
     )

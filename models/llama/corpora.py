@@ -138,9 +138,9 @@ def describe_text(
 def describe_tokens(spec: str, tokenizer: str | None) -> tuple[int, int, np.ndarray]:
     """The number of tokens in a source of token files, the largest token, and the first tokens."""
     _, vocab = data.make_encoder(tokenizer)
-    parts, _ = data.load_tokens(data.parse_spec(spec), vocab, tokenizer)
+    parts = data.open_token_files(data.parse_spec(spec), vocab)
     first = np.concatenate([part[:SHOWN_TOKENS] for part in parts])[:SHOWN_TOKENS]
-    return sum(map(len, parts)), max(int(part.max()) for part in parts), first
+    return sum(map(len, parts)), max(data.scan_tokens(part).largest for part in parts), first
 
 
 def decode(tokens: np.ndarray, tokenizer: str | None) -> str:

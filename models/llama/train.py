@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -26,7 +26,7 @@ try:
 
     import policyc
     from policyc.models.llama import command_line, configs, data, metrics, model, optimizer, weights
-    from policyc.models.llama.checkpoints import Checkpoints, lock_folder, saved_steps
+    from policyc.models.llama.checkpoints import CONTENTS, Checkpoints, lock_folder, saved_steps
     from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
     from policyc.models.llama.goodput import TimeAccount
     from policyc.models.llama.preemption import INTERRUPTED, Stopped, StopRequest, end_together, watch_signals
@@ -108,6 +108,8 @@ class Trainer:
         ]  # also of what seeds have in common, so that several processes may share `out`
         stop.announce(max(saved_steps(self.folder / "checkpoints"), default=0))
         self.sources, self.batches = self.open_data("train")
+        if run.eval_every:
+            (self.validation,), self.validation_batches = self.open_data("validation")
         self.is_starved = False
         self.start_profile, self.stop_profile = make_profiler(run, self.folder)
         self.train_step = optimizer.make_train_step(config, run, self.mesh)
@@ -119,6 +121,7 @@ class Trainer:
         policyc.set_step(0, total=run.steps)
         self.train_step.trace(abstract_state, model.abstract_batch(run, self.mesh))  # a bad policy fails here
         self.state, self.steps_done, self.checkpoints = self.resume(abstract_state, stack)
+        self.saved_step = self.steps_done
 
     def open_data(self, split: str) -> tuple[list[data.BatchSource], Iterator[model.Batch]]:
         """The source of batches of each seed, and their batches on the devices. Seeds have one validation set."""
@@ -150,16 +153,39 @@ class Trainer:
                 state["params"] = self.for_all_seeds(params)
         stack.enter_context(lock_folder(self.folder))
         identity = configs.identity(config, run, self.policy) | {
-            "contents_of_the_data": self.sources[0].contents,
+            CONTENTS: self.sources[0].contents,
             configs.POLICY_NAME: self.policy_name,
         }
         checkpoints = Checkpoints(folder, run.keep, identity)
         if is_new:
             return state, 0, checkpoints
         state, position, step = checkpoints.restore(abstract_state, run.accept_changes)
-        for source in self.sources:
-            source.seek(position)
+        if position is None:
+            print(
+                "warning: the data is another one than before: it is read from its beginning", file=sys.stderr
+            )
+            return state, step, checkpoints
+        # Earlier versions stored one number for all seeds.
+        positions = position if isinstance(position, list) else [position] * len(self.sources)
+        for source, one in zip(self.sources, positions, strict=True):
+            source.restore(one)
         return state, step, checkpoints
+
+    @contextmanager
+    def save_if_data_fails(self, step: int, log: metrics.MetricsLog) -> Iterator[None]:
+        """Saves the run after a step if its data cannot be read. One of several processes cannot save alone."""
+        positions = self.positions()
+        try:
+            yield
+        except ConfigError:
+            if self.run.checkpoint_every and step != self.saved_step and jax.process_count() == 1:
+                log.flush()
+                self.checkpoints.save(step, self.state, positions)
+            raise
+
+    def positions(self) -> list[Any]:
+        """Where the next batch of each seed begins in the data."""
+        return [source.state for source in self.sources]
 
     def for_all_seeds(self, params: model.Params) -> model.Params:
         """The same parameters for every seed."""
@@ -195,7 +221,8 @@ class Trainer:
             self.stop.defer()
             account.switch("step")
             for step in range(self.steps_done + 1, run.steps + 1):
-                batch, stall = self.next_batch(log)
+                with self.save_if_data_fails(step - 1, log):
+                    batch, stall = self.next_batch(log)
                 policyc.set_step(step - 1, total=run.steps)
                 if step == first:
                     self.start_profile()
@@ -246,7 +273,7 @@ class Trainer:
             return
         log.flush()
         if evaluate:
-            with log.account.during("eval"):
+            with self.save_if_data_fails(step, log), log.account.during("eval"):
                 losses = self.evaluate(params)
             log.write_validation(step, losses)
         if export:
@@ -255,7 +282,8 @@ class Trainer:
                     self.export(params_of_seed, folder / "exports" / str(step))
         if save:
             with log.account.during("checkpoint"):
-                self.checkpoints.save(step, self.state, self.sources[0].position)
+                self.checkpoints.save(step, self.state, self.positions())
+            self.saved_step = step
             log.write_account(step)
         if observe:
             with log.account.during("other"):
@@ -273,8 +301,9 @@ class Trainer:
 
     def evaluate(self, params: model.Params) -> dict[str, np.ndarray]:
         """The mean losses on the validation set, of each seed."""
-        _, batches = self.open_data("validation")
-        losses = [self.eval_step(params, batch) for batch in islice(batches, self.run.eval_batches)]
+        batches = islice(self.validation_batches, self.run.eval_batches)
+        losses = [self.eval_step(params, batch) for batch in batches]
+        self.validation.restore(self.validation.start)  # every validation reads the same batches
         return {name: np.mean([each[name] for each in losses], axis=0) for name in losses[0]}
 
     def export(self, params: model.Params, folder: Path) -> None:

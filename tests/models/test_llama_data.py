@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from policyc.models.llama.configs import ConfigError, RunConfig
 
 data = pytest.importorskip("policyc.models.llama.data")
+tokens = pytest.importorskip("policyc.models.llama.data.tokens")
 
 Batch = dict[str, np.ndarray]
 
@@ -54,7 +57,7 @@ def spec(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     if request.param == "file":
         return write_text(tmp_path / "a.txt")
     folder = str(Path(json.__file__).parent)
-    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": folder})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": folder})
     return request.param
 
 
@@ -97,14 +100,16 @@ def test_hosts_together_read_what_one_host_reads(spec: str) -> None:
 def test_a_source_resumes_at_a_position(spec: str) -> None:
     source = open_source(spec)
     take(source, 50)
-    position = source.position
+    position = source.state
     expected = take(source, 5)
     resumed = open_source(spec)
     take(resumed, 2)  # batches that were read ahead are dropped
-    resumed.seek(position)
+    resumed.restore(position)
+    assert equal(expected, take(resumed, 5))
+    resumed.restore(200)  # as earlier versions stored it: the number of the next row
     assert equal(expected, take(resumed, 5))
     resumed = open_source(spec, rows=range(2, 4))  # with another number of hosts
-    resumed.seek(position)
+    resumed.restore(position)
     assert np.array_equal(next(resumed)["tokens"], expected[0]["tokens"][2:])
 
 
@@ -113,6 +118,34 @@ def test_contents_identify_the_data(tmp_path: Path) -> None:
     assert open_source(str(tmp_path / "a.txt"), seed=1).contents == before
     write_text(tmp_path / "a.txt", 5000)
     assert open_source(str(tmp_path / "a.txt")).contents != before
+
+
+def test_contents_cover_every_token_and_not_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "CHUNK", 1 << 12)
+    array = np.arange(30000) % 500
+    before = open_source(write_tokens(tmp_path / "a.bin", array)).contents
+    (tmp_path / "a.bin").rename(tmp_path / "moved.bin")
+    assert open_source(str(tmp_path / "moved.bin")).contents == before
+    array[15000] += 1
+    after = open_source(write_tokens(tmp_path / "b.bin", array)).contents
+    assert after != before
+    assert after.rsplit(", ", 1)[0] == before.rsplit(", ", 1)[0]  # earlier versions saw no difference
+
+
+def test_the_hash_of_a_file_is_kept_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "KEPT_SCAN", 0)
+    path = write_tokens(tmp_path / "a.bin", [1] * 1000)
+    before = open_source(path).contents
+    scan, scanned = tokens._scan, []
+    monkeypatch.setattr(tokens, "_scan", lambda array: scanned.append(array) or scan(array))
+    assert open_source(path).contents == before
+    assert not scanned
+    write_tokens(Path(path), [2] * 1000)
+    os.utime(path, ns=(1, 1))
+    assert open_source(path).contents != before
+    assert len(scanned) == 1
 
 
 def test_the_validation_split_is_fixed_and_disjoint(tmp_path: Path) -> None:
@@ -177,22 +210,51 @@ BAD = {
     ),
     "odd size": (
         lambda p: _write_bytes(p / "a.bin", b"x" * 1001),
-        "truncated, or not a token file: Size of available data",
+        "truncated, or not a token file: it has 1001 bytes",
     ),
     "empty": (lambda p: _write_bytes(p / "a.bin", b""), "truncated, or not a token file"),
     "short of its header": (
         lambda p: _write_with_header(p / "a.bin", "uint16", 500, np.zeros(499)),
-        "truncated, or not a token file: mmap length is greater than file size",
+        "truncated, or not a token file: its header says 500 tokens, and it has 499",
     ),
     "truncated npy": (lambda p: _write_truncated_npy(p / "a.npy"), "truncated, or not a token file"),
     "matrix": (lambda p: _write_npy(p / "a.npy", np.zeros((3, 3), np.int32)), "not a vector of integers"),
     "no such dtype": (lambda p: write_tokens(p / "a.bin", [1] * 99) + ",dtype=int8", "uint16 or uint32"),
     "binary text": (
         lambda p: _write_bytes(p / "a.txt", b"ab\0" * 1000),
-        "has numbers or zero bytes: it is not text",
+        "has zero bytes: it is not text",
     ),
     "small text": (lambda p: _write_bytes(p / "a.txt", b"abc"), "has 4 tokens"),
     "no file": (lambda p: str(p / "none.txt"), "there is no file"),
+    "header cut short": (
+        lambda p: _write_bytes(p / "a.bin", np.int32(20240520).tobytes()),
+        "its header is not one of llm.c",
+    ),
+    "empty header": (
+        lambda p: _write_with_header(p / "a.bin", "uint16", 0, np.zeros(0)),
+        "its header says 0 tokens",
+    ),
+    "negative": (
+        lambda p: _write_npy(p / "a.npy", np.full(999, -1, np.int32)),
+        "token -1: tokens are not negative",
+    ),
+    "beyond int32": (
+        lambda p: _write_npy(p / "a.npy", np.full(999, 1 << 32, np.int64)),
+        "tokens up to 4294967296",
+    ),
+    "unknown option": (
+        lambda p: write_tokens(p / "a.bin", [1] * 99) + ",dtyp=uint16",
+        "kind tokens has no option 'dtyp': did you mean dtype",
+    ),
+    "option of another kind": (
+        lambda p: write_text(p / "a.txt") + ",column=text",
+        "kind text has no option 'column': its options are validation",
+    ),
+    "several kinds": (
+        lambda p: (write_text(p / "a.txt"), write_tokens(p / "a.bin", [1]), str(p / "a.*"))[-1],
+        "files of several kinds: text, tokens",
+    ),
+    "json": (lambda p: _write_bytes(p / "a.json", b"{}"), "write jsonl:.* if each line is an object"),
     "no kind": (lambda p: "parket:x", "no kind of data is named 'parket': there are stdlib"),
 }
 
@@ -231,15 +293,31 @@ def test_a_small_vocabulary_is_refused(tmp_path: Path) -> None:
         open_source(text, vocab=100)
 
 
-def test_a_token_that_was_not_scanned_is_found_when_it_is_read(
+def test_every_token_is_checked_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "SCAN_LIMIT", 1 << 16)
-    tokens = np.ones(1 << 18, np.uint16)
-    tokens[(1 << 17) - 1] = 9999
-    source = open_source(write_tokens(tmp_path / "a.bin", tokens), batch=1, sequence=1 << 14)
+    monkeypatch.setattr(tokens, "CHUNK", 1 << 12)  # bytes
+    array = np.ones(1 << 14, np.uint16)
+    array[(1 << 13) - 1] = 9999
+    with pytest.raises(ConfigError, match="tokens up to 9999"):
+        open_source(write_tokens(tmp_path / "a.bin", array))
+
+
+def test_a_token_that_changes_during_a_run_is_found(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "a.bin", [1] * 1000)
+    source = open_source(path, batch=1)
+    write_tokens(Path(path), [9999] * 1000)
     with pytest.raises(ConfigError, match="has token 9999"):
-        take(source, 20)
+        next(source)
+
+
+def test_a_file_that_is_shortened_during_a_run_is_an_error(tmp_path: Path) -> None:
+    path = Path(write_tokens(tmp_path / "a.bin", [1] * 1000))
+    source = open_source(str(path))
+    with path.open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(ConfigError, match=r"a\.bin' was shortened during the run"):  # not SIGBUS
+        take(source, 50)
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +345,7 @@ def test_parquet_has_the_tokens_of_a_text_file(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"text": _documents(), "body": _documents()[::-1]}), path)
-    assert _tokens(str(path)) == _tokens(_write_documents(tmp_path / "a.txt"))
+    assert _tokens(f"{path},cache=yes") == _tokens(_write_documents(tmp_path / "a.txt"))
     assert not equal(take(open_source(str(path))), take(open_source(f"{path},column=body")))
     with pytest.raises(ConfigError, match="no column 'no': it has text, body"):
         open_source(f"{path},column=no")
@@ -285,7 +363,7 @@ def test_array_records_have_the_tokens_of_a_text_file(tmp_path: Path) -> None:
     for document in _documents():
         writer.write(document.encode())
     writer.close()
-    assert _tokens(str(path)) == _tokens(_write_documents(tmp_path / "a.txt"))
+    assert _tokens(f"{path},cache=yes") == _tokens(_write_documents(tmp_path / "a.txt"))
     path.write_bytes(b"no such records" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
         open_source(str(path))
@@ -294,7 +372,7 @@ def test_array_records_have_the_tokens_of_a_text_file(tmp_path: Path) -> None:
 def test_hugging_face_datasets_have_the_tokens_of_a_text_file(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": _documents()}).save_to_disk(str(tmp_path / "saved"))
-    assert _tokens(f"hf:{tmp_path / 'saved'}") == _tokens(_write_documents(tmp_path / "a.txt"))
+    assert _tokens(f"hf:{tmp_path / 'saved'},cache=yes") == _tokens(_write_documents(tmp_path / "a.txt"))
 
 
 def test_a_tokenizer_is_read_from_a_file(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_the_end_of_a_document_must_be_known(tmp_path: Path) -> None:
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
     for spec, message in (
         (f"{tmp_path}/a.bin", "add end=NUMBER"),
-        (f"{tmp_path}/a.bin,end=eot", "end=eot: expected the number"),
+        (f"{tmp_path}/a.bin,end=eot", "end=eot: expected a whole number"),
         ("synthetic", "synthetic data has no documents"),
     ):
         with pytest.raises(ConfigError, match=message):

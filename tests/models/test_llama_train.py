@@ -103,6 +103,12 @@ def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_pa
     assert (folder / "checkpoints" / "3").exists()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
+    # An earlier version stored the number of the next row, and the path of the data.
+    about_file = folder / "checkpoints" / "3" / "about" / "metadata"
+    about = json.loads(about_file.read_text())
+    assert about["position"] == [{"row": 24, "streams": {}}]
+    about["position"], about["identity"]["data"] = 24, "synthetic"
+    about_file.write_text(json.dumps(about))
 
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -286,6 +292,49 @@ def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
     assert train.main(flags(out=tmp_path / "run", data="stdlib", vocab=256)) == 1
     assert "vocabulary of 256" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("saved_step", "processes", "saved"), [(3, 1, [5]), (5, 1, []), (3, 2, [])])
+def test_a_run_is_saved_before_a_step_that_has_no_data(saved_step, processes, saved, monkeypatch):
+    """Unless it is already saved there, or is one of several processes."""
+    calls: list[Any] = []
+    trainer = SimpleNamespace(
+        run=configs.RunConfig(), positions=lambda: ["here"], saved_step=saved_step, state="state",
+        checkpoints=SimpleNamespace(save=lambda *arguments: calls.append(arguments)),
+    )  # fmt: skip
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    log: Any = SimpleNamespace(flush=lambda: None)
+    with pytest.raises(ConfigError, match="no data"), train.Trainer.save_if_data_fails(trainer, 5, log):
+        raise ConfigError("no data")
+    assert calls == [(number, "state", ["here"]) for number in saved]
+
+
+@pytest.mark.slow
+def test_a_run_on_a_blend_survives_a_shortened_file_and_moved_data(tmp_path, capsys, monkeypatch):
+    """It is saved before the step that has no data. With the data at another path, it resumes to the same losses."""
+    monkeypatch.setattr("policyc.models.llama.data.batches.READ_AHEAD", 0)
+    tokens = np.random.default_rng(0).integers(256, size=5000).astype(np.uint16)
+    stream, array = tmp_path / "a.jsonl", tmp_path / "b.bin"
+    stream.write_text("".join(json.dumps({"text": f"document {i} " * (i % 9)}) + "\n" for i in range(300)))
+    tokens.tofile(array)
+    settings = RUN | {"data": f"{stream},shuffle=7,validation={stream}@0.25 {array}@0.75", "eval_every": 3}
+    assert train.main(flags(out=tmp_path / "whole", **settings)) == 0
+    with monkeypatch.context() as patch:
+        at_step(patch, 4, lambda: os.truncate(array, 60))
+        assert train.main(flags(out=tmp_path / "run", **settings)) == 1
+    assert "b.bin' was shortened during the run" in capsys.readouterr().err
+    saved = max(checkpoints.saved_steps(tmp_path / "run" / "checkpoints"))
+    assert saved == 4
+    array.unlink()
+    tokens.tofile(tmp_path / "c.bin")
+    settings["data"] = settings["data"].replace("b.bin", "c.bin")
+    assert train.main(flags(out=tmp_path / "run", **settings)) == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "run")]
+    rows = [[json.loads(line) for line in each] for each in lines]
+    validations = [[row["validation_loss"] for row in each if "validation_loss" in row] for each in rows]
+    assert validations[0] == validations[1]
+    assert len(set(validations[0])) == 3
 
 
 def test_weights_that_do_not_fit_leave_no_folder(capsys, tmp_path):
@@ -514,7 +563,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_a_policy_changes_the_losses_a_little(tmp_path):
-    settings = {"steps": 4, "checkpoint_every": 0, "eval_every": 4}
+    settings = {"steps": 4, "checkpoint_every": 0, "eval_every": 3}
     code, output = wait(spawn(*flags(out=tmp_path / "run", **settings), policy="llama_nvfp4"))
     assert code == 0, output
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -1,0 +1,29 @@
+"""Text and tokens to batches, the same on every machine and for any number of hosts."""
+
+from policyc.models.llama.data.batches import BatchSource
+from policyc.models.llama.data.documents import read_documents
+from policyc.models.llama.data.specs import DataSpec, parse_blend, parse_spec
+from policyc.models.llama.data.tokens import (
+    END,
+    END_TOKENS,
+    find_end_token,
+    make_encoder,
+    open_token_files,
+    read_tokenizer,
+    scan_tokens,
+)
+
+__all__ = [
+    "END",
+    "END_TOKENS",
+    "BatchSource",
+    "DataSpec",
+    "find_end_token",
+    "make_encoder",
+    "open_token_files",
+    "parse_blend",
+    "parse_spec",
+    "read_documents",
+    "read_tokenizer",
+    "scan_tokens",
+]

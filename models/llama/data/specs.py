@@ -1,0 +1,153 @@
+"""Specs of data, as in `--data`: `KIND:PATH,option=value`, or a blend `SPEC@WEIGHT SPEC@WEIGHT`."""
+
+import difflib
+import glob
+import math
+import os
+import re
+import shlex
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from policyc.models.llama.configs import ConfigError
+
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "stdlib": (),
+    "synthetic": (),
+    "text": ("validation",),
+    "tokens": ("dtype", "end", "validation"),
+    "jsonl": ("column", "shuffle", "cache", "validation"),
+    "parquet": ("column", "shuffle", "cache", "validation"),
+    "array_record": ("shuffle", "cache", "validation"),
+    "hf": ("column", "name", "split", "revision", "shuffle", "cache", "validation", "validation_split"),
+}
+"""The kinds of data, and the options of each."""
+
+STREAMS = ("jsonl", "parquet", "array_record", "hf")
+SUFFIXES = {
+    "tokens": (".bin", ".npy"),
+    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".json.gz", ".json.zst"),
+    "parquet": (".parquet",),
+    "array_record": (".array_record",),
+}
+SHUFFLE = 1000  # documents in the shuffling buffer of a stream, as in Hugging Face datasets
+VALUES = {"dtype": r"uint16|uint32", "end": r"\d{1,9}", "shuffle": r"\d{1,9}", "cache": r"yes|no"}
+
+
+class DataSpec(NamedTuple):
+    """`KIND:PATH,option=value`, as in `--data`."""
+
+    kind: str
+    path: str
+    options: dict[str, str]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is read while the model trains, instead of being tokenized before."""
+        return self.kind in STREAMS and self.options.get("cache") != "yes"
+
+    @property
+    def column(self) -> str:
+        return self.options.get("column", "text")
+
+    @property
+    def name(self) -> str:
+        return self.path or self.kind
+
+    def of_validation(self) -> "DataSpec":
+        """The data that the options name for validation; this data if they name none."""
+        options = dict(self.options)
+        if "validation_split" in options:
+            options["split"] = options["validation_split"]
+        return DataSpec(self.kind, options.get("validation", self.path), options)
+
+    @property
+    def has_validation(self) -> bool:
+        return not {"validation", "validation_split"}.isdisjoint(self.options)
+
+
+def parse_spec(text: str) -> DataSpec:
+    path, options = text, {}
+    while match := re.fullmatch(r"(.*),(\w+)=([^,=]*)", path):
+        path, options[match[2]] = match[1], match[3]
+    kind, colon, rest = path.partition(":")
+    if kind in OPTIONS and (colon or kind in ("stdlib", "synthetic")):
+        path = rest
+    elif colon and len(kind) > 1 and not glob.glob(path):
+        raise ConfigError(f"no kind of data is named '{kind}': there are {', '.join(OPTIONS)}")
+    else:
+        kind = _guess_kind(path)
+    spec = DataSpec(kind, path, options)
+    _check_options(spec)
+    return spec
+
+
+def _guess_kind(path: str) -> str:
+    """The kind of the files that a path without a kind names, by the ends of their names."""
+    kinds = {
+        next((kind for kind, suffixes in SUFFIXES.items() if name.endswith(suffixes)), "text")
+        for name in glob.glob(path, recursive=True) or [path]
+    }
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"'{path}' names files of several kinds: {', '.join(sorted(kinds))}; write KIND:PATH"
+        )
+    if path.endswith(".json"):
+        raise ConfigError(f"'{path}': write jsonl:{path} if each line is an object, text:{path} if not")
+    return kinds.pop()
+
+
+def _check_options(spec: DataSpec) -> None:
+    known = OPTIONS[spec.kind]
+    for name, value in spec.options.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            there_are = f"its options are {', '.join(known)}" if known else "it has none"
+            remedy = f"did you mean {close[0]}?" if close else there_are
+            raise ConfigError(f"data of kind {spec.kind} has no option '{name}': {remedy}")
+        if name in VALUES and not re.fullmatch(VALUES[name], value):
+            expected = VALUES[name].replace("|", " or ").replace(r"\d{1,9}", "a whole number")
+            raise ConfigError(f"{name}={value}: expected {expected}")
+
+
+class BlendPart(NamedTuple):
+    """A source of a blend, and how many of every `total` rows come from it."""
+
+    spec: DataSpec
+    weight: int
+
+
+def parse_blend(text: str) -> list[BlendPart]:
+    """The sources of `--data`, with whole weights that have no common divisor. A single spec is a blend of one."""
+    if not re.search(r"@[^@\s/,]*(\s|$)", text) or glob.glob(text):
+        return [BlendPart(parse_spec(text), 1)]
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--data {text}: {error}") from None
+    names, _, weights = zip(*(word.rpartition("@") for word in words), strict=True)
+    shares = [_parse_weight(*pair) for pair in zip(words, weights, strict=True)]
+    scale = math.lcm(*(share.denominator for share in shares))
+    counts = [int(share * scale) for share in shares]
+    divisor = math.gcd(*counts)
+    return [BlendPart(parse_spec(n), count // divisor) for n, count in zip(names, counts, strict=True)]
+
+
+def _parse_weight(word: str, weight: str) -> Fraction:
+    try:
+        share = Fraction(weight)
+    except (ValueError, ZeroDivisionError):
+        share = Fraction(0)
+    if "@" not in word or share <= 0:
+        raise ConfigError(
+            f"--data: '{word}' has no positive weight: each part of a blend is SPEC@WEIGHT, as in 'a.bin@0.7 b.bin@0.3'"
+        )
+    return share
+
+
+def list_files(path: str) -> list[Path]:
+    files = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if os.path.isfile(name)]
+    if not files:
+        raise ConfigError(f"there is no file '{path}'")
+    return files

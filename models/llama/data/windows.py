@@ -1,0 +1,150 @@
+"""Rows of tokens: windows of an array, in an order that is computed, and windows of a stream of documents."""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+from policyc.models.llama.configs import ConfigError, RunConfig
+from policyc.models.llama.data.documents import Documents, ShuffledDocuments, open_corpus
+from policyc.models.llama.data.specs import SHUFFLE, DataSpec
+from policyc.models.llama.data.tokens import Encoder, TokenArray, check_vocab, load_tokens, make_encoder
+
+GROUP = 64  # documents that are tokenized together: the threads of the tokenizer share them
+
+Row = Callable[[int], np.ndarray]  # from the number of a window to its tokens
+
+
+class RowArray(NamedTuple):
+    """Rows that are found by their number. `epoch_rows` is the number of rows in an epoch; 0: they never repeat."""
+
+    row: Row
+    epoch_rows: int
+    vocab: int
+    contents: str
+
+
+def shuffle_windows(arrays: list[TokenArray], span: range, sequence: int, seed: int) -> tuple[int, Row]:
+    """The number of windows in a span of tokens, and their endless order, shuffled anew in each epoch."""
+    begins = np.cumsum([0, *map(len, arrays)]).tolist()
+    spans = [
+        range(max(0, span.start - begin), max(0, min(len(array), span.stop - begin)))
+        for array, begin in zip(arrays, begins, strict=False)
+    ]
+    ends = np.cumsum([max(0, len(span) - 1) // sequence for span in spans])
+    order = grain.MapDataset.range(int(ends[-1])).shuffle(seed=seed % 2**32)  # computed, not stored
+
+    def row(number: int) -> np.ndarray:
+        window = order[number]
+        part = int(np.searchsorted(ends, window, side="right"))
+        start = spans[part].start + (window - int(ends[part - 1] if part else 0)) * sequence
+        return arrays[part][start : start + sequence + 1]
+
+    return int(ends[-1]), row
+
+
+def synthetic_row(vocab: int, sequence: int, seed: int, number: int) -> np.ndarray:
+    """A learnable row: it counts up in steps of a random size, and one token in ten is random."""
+    random = np.random.default_rng((seed, number))
+    tokens = random.integers(vocab) + np.arange(sequence + 1) * random.integers(1, 8)
+    noise = random.integers(10 * vocab, size=sequence + 1)
+    return np.where(noise < vocab, noise, tokens % vocab)
+
+
+def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> RowArray:
+    training = split == "train"
+    if spec.kind == "synthetic":
+        seed = 2 * run.seed if training else 1
+        return RowArray(lambda number: synthetic_row(vocab, run.sequence, seed, number), 0, vocab, "endless")
+    tokens = load_tokens(spec if training else spec.of_validation(), vocab, run.tokenizer, run.max_bad_rows)
+    total = tokens.total
+    cut = total - max(total // 100, min(total // 10, 1 << 16))
+    if spec.has_validation:
+        cut = total if training else 0
+    span = range(cut) if training else range(cut, total)
+    count, row = shuffle_windows(tokens.arrays, span, run.sequence, run.seed if training else 0)
+    if not count:
+        short = f"fewer than {run.sequence + 1} consecutive ones are for {split}"
+        raise ConfigError(f"'{spec.name}' has {total} tokens: {short}")
+    contents = tokens.contents + (", all for training" if spec.has_validation else "")
+    return RowArray(row, count, tokens.vocab, contents)
+
+
+class RowStream:
+    """The rows of a stream: its documents, shuffled in a buffer, tokenized, joined, and cut into windows.
+
+    As in an array of tokens, the last token of a row is also the first of the next one. The state is where the
+    documents of the next row begin, and the number of their tokens before it. To restore it, they are read again.
+    """
+
+    def __init__(self, documents: ShuffledDocuments, encode: Encoder, sequence: int) -> None:
+        self._documents, self._encode, self._sequence = documents, encode, sequence
+        self.epoch = 0
+        self._groups: deque[tuple[Any, np.ndarray]] = (
+            deque()
+        )  # state of the documents before them, their tokens
+        self._offset = 0
+
+    def get_state(self) -> dict[str, Any]:
+        documents = self._groups[0][0] if self._groups else self._documents.get_state()
+        return {"documents": documents, "offset": self._offset, "epoch": self.epoch}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._groups.clear()
+        self._documents.set_state(state["documents"])
+        self._offset, self.epoch = state["offset"], state["epoch"]
+
+    def __next__(self) -> np.ndarray:
+        pieces: list[np.ndarray] = []
+        missing, begin, number = self._sequence + 1, self._offset, 0
+        while missing:
+            if number == len(self._groups):
+                self._read_group()
+            pieces.append(self._groups[number][1][begin : begin + missing])
+            missing, begin, number = missing - len(pieces[-1]), 0, number + 1
+        self._offset += self._sequence
+        while self._offset >= len(self._groups[0][1]):
+            self._offset -= len(self._groups.popleft()[1])
+        return np.concatenate(pieces)
+
+    def _read_group(self) -> None:
+        state = self._documents.get_state()
+        group = [next(self._documents) for _ in range(GROUP)]
+        self.epoch = max(self.epoch, *(document.epoch for document in group))
+        self._groups.append((state, np.concatenate(list(self._encode(document.text for document in group)))))
+
+
+class OpenStream(NamedTuple):
+    """A stream, the size of its vocabulary, and what identifies it."""
+
+    rows: RowStream
+    vocab: int
+    contents: str
+
+
+def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> OpenStream:
+    if split != "train" and not spec.has_validation:
+        names = "validation=PATH" + (" or validation_split=NAME" if spec.kind == "hf" else "")
+        raise ConfigError(
+            f"'{spec.name}' is a stream, which has no end for validation: add {names}, or cache=yes"
+        )
+    spec, seed = (spec, run.seed) if split == "train" else (spec.of_validation(), 0)
+    encode, size = make_encoder(run.tokenizer)
+    check_vocab(run.tokenizer or spec.name, size, vocab)
+    window = int(spec.options.get("shuffle", SHUFFLE))
+    corpus = open_corpus(spec, seed if window > 1 else None)
+    next(
+        Documents(corpus, spec.column, run.max_bad_rows)
+    )  # finds errors of the first rows before the first step
+    documents = ShuffledDocuments(Documents(corpus, spec.column, run.max_bad_rows), window, seed)
+    vocabulary = (
+        hashlib.sha256(Path(run.tokenizer).read_bytes()).hexdigest()[:16] if run.tokenizer else "bytes"
+    )
+    details = f"column {spec.column}, tokens {vocabulary}, shuffled over {window} documents"
+    return OpenStream(
+        RowStream(documents, encode, run.sequence), size, f"{spec.kind}: {corpus.contents}, {details}"
+    )
