@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,8 +67,29 @@ def make_mesh(config: ModelConfig, run: RunConfig) -> Mesh:
         mesh = f"{data} data x {fsdp} fsdp x {tensor} tensor x {context} context"
         raise ConfigError(f"a mesh of {mesh} is not {count} devices: change the axes, or omit --data-axis")
     shape = (data, fsdp, tensor, context)
+    check_masked_attention(config, run)
     check_divisible(config, run, dict(zip(AXES, shape, strict=True)))
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def attention_implementation(config: ModelConfig) -> Literal["cudnn", "xla"]:
+    """The implementation of attention that runs on the default devices."""
+    if config.attention == "auto":
+        return "cudnn" if jax.default_backend() == "gpu" and config.compute == "bfloat16" else "xla"
+    return cast(Literal["cudnn", "xla"], config.attention)
+
+
+def check_masked_attention(config: ModelConfig, run: RunConfig) -> None:
+    """Raises ConfigError for what cuDNN's attention cannot do under a document mask."""
+    if not run.document_mask or attention_implementation(config) == "xla":
+        return
+    if run.seeds is not None and run.seed_loop == "vmap":
+        raise ConfigError("--document-mask: JAX cannot batch cuDNN's attention over seeds if it has a mask: use "
+                          "--seed-loop map or --attention xla")  # fmt: skip
+    if run.sequence % 2:
+        raise ConfigError(
+            f"--document-mask: cuDNN's attention with a mask needs an even --sequence, not {run.sequence}"
+        )
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
@@ -211,8 +232,7 @@ def attention(
     if mesh is not None and config.kv_heads % (mesh.shape["tensor"] * mesh.shape["context"]):
         k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=2) for t in (k, v))  # fewer than devices
     q, k, v = (constrain(t, mesh, "batch", None, "heads", None) for t in (q, k, v))
-    on_gpu = jax.default_backend() == "gpu" and config.compute == "bfloat16"
-    name: Any = config.attention if config.attention != "auto" else "cudnn" if on_gpu else "xla"
+    name = attention_implementation(config)
     with jax.named_scope("scores"):
         y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=name)
     y = constrain(y.reshape(batch, length, -1), mesh, "batch", "sequence", "inner")

@@ -5,12 +5,13 @@ step, and the host reads the result later.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh
@@ -254,11 +255,13 @@ def map_seeds(function: Callable[..., Any], run: RunConfig) -> Callable[..., Any
 def mean_loss(config: ModelConfig, mesh: Mesh, stride: int, params: Params, batch: Batch) -> jax.Array:
     """The mean loss over every `stride`-th row of a batch."""
     part = {name: rows[::stride] for name, rows in batch.items()}
-    return cast(jax.Array, llama.loss(params, part, config, mesh)[0] / part["mask"].sum())
+    return llama.loss(params, part, config, mesh)[0] / jnp.maximum(part["mask"].sum(), 1)
 
 
 def make_eval_step(config: ModelConfig, run: RunConfig, mesh: Mesh, under_policy: bool) -> jax.stages.Wrapped:
     """The jitted function (params, batch) -> losses: as in training and, under a policy, also without the policy.
+
+    With a document mask, batches differ in the number of tokens that predict: `tokens`.
 
     With several seeds, the parameters and the losses have a leading axis of seeds. The batch is the same for all.
     """
@@ -267,9 +270,18 @@ def make_eval_step(config: ModelConfig, run: RunConfig, mesh: Mesh, under_policy
     def evaluate(params: Params, batch: Batch) -> Metrics:
         # A policy changes only what is differentiated. XLA removes the unused gradient.
         losses = {"validation_loss": jax.value_and_grad(loss)(params, batch)[0]}
-        return losses | ({"validation_loss_plain": loss(params, batch)} if under_policy else {})
+        if under_policy:
+            losses["validation_loss_plain"] = loss(params, batch)
+        return losses | ({"tokens": batch["mask"].sum()} if run.document_mask else {})
 
     def evaluate_seeds(params: Params, batch: Batch) -> Metrics:
         return cast(Metrics, map_seeds(lambda one: evaluate(one, batch), run)(params))
 
     return jax.jit(evaluate if run.seeds is None else evaluate_seeds)
+
+
+def average_losses(losses: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The mean of each loss over batches, which weigh as much as their `tokens` if these differ."""
+    names = [name for name in losses[0] if name != "tokens"]
+    tokens = [each["tokens"] for each in losses] if "tokens" in losses[0] else None
+    return {name: np.average([each[name] for each in losses], axis=0, weights=tokens) for name in names}

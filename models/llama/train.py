@@ -304,7 +304,7 @@ class Trainer:
         batches = islice(self.validation_batches, self.run.eval_batches)
         losses = [self.eval_step(params, batch) for batch in batches]
         self.validation.restore(self.validation.start)  # every validation reads the same batches
-        return {name: np.mean([each[name] for each in losses], axis=0) for name in losses[0]}
+        return optimizer.average_losses(jax.device_get(losses))
 
     def export(self, params: model.Params, folder: Path) -> None:
         """Writes safetensors with a tokenizer, and runs `--export-command` on them."""

@@ -233,3 +233,29 @@ def test_the_end_of_a_document_must_be_known(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             open_source(spec)
+
+
+# ---- validation, and what cuDNN cannot do
+
+
+def test_the_validation_loss_is_that_of_all_tokens_whatever_batch_they_are_in() -> None:
+    optimizer = pytest.importorskip("policyc.models.llama.optimizer", reason="pip install 'policyc[train]'")
+    batches = [{"loss": np.float32(1), "tokens": np.int32(1)}, {"loss": np.float32(4), "tokens": np.int32(5)}]
+    assert optimizer.average_losses(batches) == {"loss": 21 / 6}
+    assert optimizer.average_losses([{"loss": each["loss"]} for each in batches]) == {"loss": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seeds": "0,1"}, "use --seed-loop map or --attention xla"),
+        ({"sequence": 33}, "even --sequence, not 33"),
+    ],
+)
+def test_what_cudnn_cannot_do_under_a_mask_is_refused(settings: dict[str, Any], message: str) -> None:
+    config = dataclasses.replace(CONFIG, attention="cudnn", compute="bfloat16")
+    run = RunConfig(**{"document_mask": True} | settings)
+    with pytest.raises(ConfigError, match=message):
+        llama.check_masked_attention(config, run)
+    llama.check_masked_attention(dataclasses.replace(config, attention="xla"), run)
+    llama.check_masked_attention(config, dataclasses.replace(run, document_mask=False))
