@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,11 @@ from jax.experimental import multihost_utils
 from policyc.models.llama import configs
 from policyc.models.llama.configs import ConfigError
 
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every part of every save
+
 DISK_FULL = "is the disk full? Earlier checkpoints are intact"
 CONTENTS = "contents_of_the_data"  # what identifies the data, in the identity of a run
+NOT_WRITTEN = "its contents are not those that were written"
 HASH_MULTIPLIERS = np.array([0x9E3779B1, 0x85EBCA6B], np.uint32)  # odd, as in xxHash
 
 
@@ -94,7 +97,6 @@ class Checkpoints:
     """The checkpoints of a run, in one folder. Each stores the identity of its run and a hash of its state."""
 
     def __init__(self, folder: Path, keep: int, identity: dict[str, Any]) -> None:
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every part of every save
         self.folder, self._identity = folder.resolve(), identity
         self._options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         self._open()
@@ -165,7 +167,7 @@ class Checkpoints:
             parts = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
             state = self._manager.restore(step, args=parts).state
         if about.get("hash") not in (None, hash_state(state)):
-            raise DamagedCheckpointError("its contents are not those that were written")
+            raise DamagedCheckpointError(NOT_WRITTEN)
         is_same_data = _is_same(CONTENTS, before.get(CONTENTS), self._identity[CONTENTS])
         return state, position if is_same_data else None
 
@@ -229,6 +231,38 @@ class Checkpoints:
 def _is_same(name: str, before: Any, now: Any) -> bool:
     """Whether two values of an identity agree. Earlier versions stored only the first part of the contents."""
     return bool(before == now) or (name == CONTENTS and str(now).startswith(f"{before}, "))
+
+
+def read_params(
+    folder: Path, step: int, abstract_state: Callable[[dict[str, Any]], Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The parameters of a checkpoint, without the rest of its state; and the identity of its run. Writes nothing.
+
+    `abstract_state` makes the shapes of the state from the identity.
+    """
+    path = folder.resolve() / str(step)
+    with _explain_unreadable(path):
+        about = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "about")
+    state = abstract_state(about["identity"])
+    item = {"params": state["params"]}
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    parts = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+    with _explain_unreadable(path):
+        params = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path / "state", args=parts)["params"]
+    places = [n for n, (names, _) in enumerate(jax.tree.leaves_with_path(state)) if names[0].key == "params"]
+    begin, end = (place * 4 * HASH_MULTIPLIERS.size * 2 for place in (places[0], places[-1] + 1))
+    if "hash" in about and hash_state(params) != about["hash"][begin:end]:  # two digits for each byte
+        raise ConfigError(f"checkpoint {path} is damaged: {NOT_WRITTEN}; choose another one with --step")
+    return params, about["identity"]
+
+
+@contextmanager
+def _explain_unreadable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        remedy = "choose another one with --step"
+        raise ConfigError(f"checkpoint {path} cannot be read: {_first_line(error)}\n{remedy}") from error
 
 
 def _shapes(state: Any) -> list[list[int]]:

@@ -139,6 +139,24 @@ def _numpy_tensors(params: Any, config: ModelConfig, dtype: str) -> Iterator[tup
             yield name, np.ascontiguousarray(array.T if is_transposed else array)
 
 
+def read_config(folder: Path) -> tuple[ModelConfig, int]:
+    """The model that a config.json describes, and the length of the sequences that it was trained on."""
+    path = folder / "config.json"
+    try:
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+        theirs = {"rope_theta": rope.get("rope_theta"), **theirs}
+        sizes = {field: theirs[name] for name, field in HF_FIELDS.items() if theirs.get(name) is not None}
+        sizes.setdefault("kv_heads", sizes["heads"])
+        sizes.setdefault("head_dim", sizes["width"] // sizes["heads"])
+        dtype = "float32" if theirs.get("torch_dtype", theirs.get("dtype")) == "float32" else "bfloat16"
+        return ModelConfig(rope_scaling=rope.get("factor", 0.0), compute=dtype, **sizes), theirs[
+            "max_position_embeddings"
+        ]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path} does not describe a Llama: {error!r}") from None
+
+
 def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
     """Parameters in float32. Each device reads only its own part."""
     slices: dict[str, Any] = {}

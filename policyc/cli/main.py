@@ -31,6 +31,7 @@ COMMANDS = {
     "compile": "policyc.cli.compile:compile",
     "data": "policyc.cli.data:data",
     "train": "policyc.cli.train:train",
+    "generate": "policyc.cli.generate:generate",
     "sweep": "policyc.cli.sweep:sweep",
     "parity": "policyc.cli.parity:parity",
     "report": "policyc.cli.report:report",

@@ -1,0 +1,211 @@
+"""`policyc generate`: continues texts with a model that the bundled trainer has trained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from policyc.cli.common import ExampleCommand, exit_with_message, load_policy
+from policyc.cli.options import format_option
+from policyc.cli.program import exit_on_error
+
+if TYPE_CHECKING:
+    from policyc.language.policy import Policy
+    from policyc.models.llama.generate import Generator, Sampling, Transform
+    from policyc.models.llama.trained import TrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GenerateCommand:
+    """The options of the command, without those of sampling."""
+
+    prompt: tuple[str, ...]
+    step: int | None
+    tokenizer: str | None
+    policy: str | None
+    variant: str | None
+    backend: str
+    output_format: str
+
+
+@click.command(
+    cls=ExampleCommand,
+    examples="""
+    policyc generate runs/tiny --prompt 'import os'                    continue a text
+    policyc generate runs/tiny --prompt 'def f(' --temperature 0       the most probable tokens
+    policyc generate runs/tiny --prompt A --prompt B --tokens 32       several texts
+    policyc generate runs/tiny/exports/300 < prompt.txt                an export; the text is a file
+    policyc generate runs/tiny --prompt 'def f(' --policy llama_nvfp4  under a policy
+    """,
+)
+@click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
+@click.option(
+    "--prompt",
+    multiple=True,
+    metavar="TEXT",
+    help="Text to continue; may be repeated. Default: standard input.",
+)
+@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="Most tokens to draw.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.8,
+    show_default=True,
+    help="0: the most probable token.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Draw from so many tokens; 0: from all.",
+)
+@click.option(
+    "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+    help="Draw from the most probable tokens with this probability together.",
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the drawing.")
+@click.option(
+    "--step", type=int, metavar="STEP", help="Use the checkpoint of this step. Default: the last one."
+)
+@click.option("--tokenizer", metavar="FILE", help="tokenizer.json, if it is not that of the run.")
+@click.option(
+    "--policy", metavar="POLICY", help="Compute under this policy. Default: without any, as in bf16 training."
+)
+@click.option("--variant", metavar="NAME", help="Use this variant of the policy.")
+@click.option(
+    "--backend", metavar="NAME", default="auto", show_default=True, help="Backend of quantized GEMMs."
+)
+@format_option("text", "json", help="The texts, or a JSON object per prompt.")
+def generate(
+    folder: Path, tokens: int, temperature: float, top_k: int, top_p: float, seed: int, **options: Any
+) -> None:
+    """Continue texts with a trained model.
+
+    RUN is the folder of a run of the bundled trainer, or of one of its exports. Each text is printed with its
+    continuation, which ends where the model ends the document, or after --tokens. What was used goes to standard
+    error.
+    """
+    command = _GenerateCommand(**options)
+    prompts = _read_prompts(command.prompt)
+    if command.variant and not command.policy:
+        raise click.UsageError("--variant needs --policy")
+    try:
+        from policyc.models.llama.generate import Sampling
+        from policyc.models.llama.trained import load_trained
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("policyc"):
+            raise
+        exit_with_message(f"this needs the package '{error.name}': pip install 'policyc[train]'")
+    policy = load_policy(command.policy, command.variant) if command.policy else None
+    sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    with exit_on_error():
+        model = load_trained(folder, command.step, command.tokenizer)
+        transform = None if policy is None else _make_transform(model, policy, command.backend)
+        _continue_all(model, prompts, sampling, transform, command)
+
+
+def _read_prompts(texts: tuple[str, ...]) -> list[bytes]:
+    if texts:
+        return [text.encode("utf-8", "surrogateescape") for text in texts]
+    if sys.stdin.isatty():
+        raise click.UsageError("there is no text to continue: name one with --prompt TEXT, or pipe one")
+    return [sys.stdin.buffer.read()]
+
+
+def _continue_all(
+    model: TrainedModel,
+    prompts: list[bytes],
+    sampling: Sampling,
+    transform: Transform | None,
+    command: _GenerateCommand,
+) -> None:
+    from policyc.models.llama.generate import Generator
+
+    encoded = [model.codec.encode(prompt) or [model.codec.end] for prompt in prompts]
+    for ids in encoded:
+        _check_tokens(ids, model)
+    longest = max(map(len, encoded))
+    if longest + sampling.tokens > model.positions:
+        _say(
+            f"warning: {longest} + {sampling.tokens} tokens: the model was trained on sequences of {model.positions}, "
+            "and may get worse after that"
+        )
+    generator = Generator(model.params, model.config, sampling, longest, transform)
+    _say(_describe(model, sampling, command))
+    for number, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+        _continue(model, generator, number, (prompt, ids), command.output_format)
+
+
+def _check_tokens(ids: list[int], model: TrainedModel) -> None:
+    if max(ids) >= model.config.vocab or min(ids) < 0:
+        exit_with_message(
+            f"the tokenizer gives token {max(ids)}, and the model has a vocabulary of {model.config.vocab}: it is of "
+            "another model, or the prompt is empty and it has no end token"
+        )
+
+
+def _make_transform(model: TrainedModel, policy: Policy, backend: str) -> Transform:
+    import policyc
+
+    if model.step is not None and model.steps is not None:
+        policyc.set_step(max(model.step - 1, 0), total=model.steps)  # chooses the phase of a schedule
+    return partial(policyc.apply, policy, has_aux=True, backend=backend)
+
+
+def _describe(model: TrainedModel, sampling: Sampling, command: _GenerateCommand) -> str:
+    draws = "the most probable tokens"
+    if sampling.temperature:
+        draws = f"temperature {sampling.temperature:g}, seed {sampling.seed}"
+    trained = f" (trained under {model.policy})" if model.policy else ""
+    policy = f"policy {command.policy}" if command.policy else "no policy"
+    return f"{model.name}: {model.config.compute}, {policy}{trained}; {draws}"
+
+
+def _say(text: str) -> None:
+    click.echo(f"policyc: {text}", err=True)
+
+
+def _continue(
+    model: TrainedModel,
+    generator: Generator,
+    number: int,
+    prompt: tuple[bytes, list[int]],
+    output_format: str,
+) -> None:
+    """Prints a prompt and its continuation, each piece when it is known; or all of it as JSON."""
+    text, ids = prompt
+    drawn: list[int] = []
+    is_complete = False
+
+    def until_end() -> Iterator[int]:
+        nonlocal is_complete
+        for token in generator.generate(ids, number):
+            if token == model.codec.end:
+                is_complete = True
+                return
+            drawn.append(token)
+            yield token
+
+    pieces = model.codec.decode(ids, until_end())
+    if output_format == "json":
+        continuation = "".join(pieces)
+        row = {
+            "prompt": text.decode("utf-8", "replace"),
+            "text": continuation,
+            "tokens": drawn,
+            "ended": is_complete,
+        }
+        click.echo(json.dumps(row))
+        return
+    click.echo(text.decode("utf-8", "replace"), nl=False)
+    for piece in pieces:
+        click.echo(piece, nl=False)
+    click.echo()

@@ -1,0 +1,345 @@
+"""Texts from trained models: greedy tokens against the model that was trained, sampling, codecs, folders of runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import policyc
+from tests.support.command import policyc as command
+from tests.support.llama_runs import SHORT, make_mesh
+
+pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
+from policyc.models.llama import checkpoints, generate, optimizer, trained, weights
+from policyc.models.llama import model as llama
+from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, runs_of_seeds
+from policyc.models.llama.generate import Generator, Sampling
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+SMALL = ModelConfig(
+    layers=2, width=32, hidden=64, heads=4, kv_heads=2, head_dim=8, vocab=272, rope_scaling=8.0, compute="float32"
+)  # fmt: skip
+
+
+def make_params(config: ModelConfig = SMALL, scale: float = 10.0) -> llama.Params:
+    """Random weights, so large that the most probable tokens vary."""
+    random = np.random.default_rng(3)
+
+    def draw(spec: llama.ParamSpec) -> jax.Array:
+        return jnp.asarray(
+            1.0 if spec.deviation == 0 else scale * spec.deviation * random.normal(size=spec.shape),
+            jnp.float32,
+        ) * jnp.ones(spec.shape, jnp.float32)
+
+    return jax.tree.map(draw, llama.param_specs(config))
+
+
+def predict_next(params: llama.Params, tokens: jax.Array) -> jax.Array:
+    """The most probable token after each prefix of a row, by the model that is trained, without a cache."""
+    x = llama.hidden(params, tokens, SMALL)
+    return jnp.argmax(llama.linear(params, "lm_head", x)[0], axis=-1)
+
+
+def assert_greedy(prompt: list[int], drawn: list[int], predicted: list[int]) -> None:
+    assert drawn == predicted[len(prompt) - 1 : -1]
+    assert len(set(drawn)) > len(drawn) // 2  # not the same token again and again
+
+
+def test_greedy_tokens_are_those_of_the_model_that_is_trained():
+    """One generator continues prompts of several lengths: the shorter ones are padded."""
+    params = make_params()
+    generator = Generator(params, SMALL, Sampling(tokens=12, temperature=0), longest=9)
+    oracle = jax.jit(predict_next)
+    for prompt in ([5, 7, 11, 250, 3, 17, 2, 9, 80], [42], [1, 2, 3]):
+        drawn = list(generator.generate(prompt))
+        assert len(drawn) == 12
+        padded = [
+            *prompt,
+            *drawn,
+            *[0] * (9 - len(prompt)),
+        ]  # one shape is compiled; what follows changes nothing
+        assert_greedy(prompt, drawn, oracle(params, jnp.array([padded])).tolist()[: len(prompt) + 12])
+    assert generator._advance._cache_size() == 2  # one program for prompts, one for tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scan", "policy"), [(True, "attention.*, mlp.down_proj -> mxfp8"), (False, None)])
+def test_greedy_tokens_under_a_policy_are_those_of_the_model_under_it(scan, policy):
+    """MXFP8 scales the blocks of a token: it does not matter which other tokens are computed with it."""
+    config, prompt = replace(SMALL, scan=scan), [5, 7, 11]
+    params = make_params(config)
+
+    def transform(function: Any) -> Any:
+        return policyc.apply(policy, function, has_aux=True)
+
+    def logits(params: Any, tokens: Any) -> Any:
+        return llama.linear(params, "lm_head", llama.hidden(params, tokens, config)), None
+
+    sampling = Sampling(tokens=10, temperature=0)
+    generator = Generator(params, config, sampling, 3, transform if policy else None)
+    drawn = list(generator.generate(prompt))
+    full = jax.jit(transform(logits) if policy else logits)(params, jnp.array([[*prompt, *drawn]]))[0]
+    assert_greedy(prompt, drawn, jnp.argmax(full[0], axis=-1).tolist())
+    plain = list(Generator(params, config, sampling, 3).generate(prompt))
+    assert (plain == drawn) == (policy is None)
+
+
+def test_a_policy_reaches_the_weights_by_name():
+    """Traced, not compiled."""
+    params, cache = make_params(), generate.make_cache(SMALL, 4)
+    function = policyc.apply(
+        "layers.attention.q_proj, layers.mlp.* -> mxfp8\nlm_head -> bf16",
+        lambda *args: generate.forward(*args, config=SMALL), has_aux=True,
+    )  # fmt: skip
+    text = str(jax.make_jaxpr(function)(params, cache, jnp.zeros((1, 1), jnp.int32), 0, 0))
+    assert text.count("scaled_gemm") >= 4
+
+
+# ---- sampling
+
+
+@pytest.mark.parametrize(
+    ("sampling", "allowed"),
+    [
+        (Sampling(temperature=0), {2}),
+        (Sampling(temperature=1.0), {0, 1, 2, 3, 4}),
+        (Sampling(temperature=1.0, top_k=2), {2, 4}),
+        (Sampling(temperature=1.0, top_k=9), {0, 1, 2, 3, 4}),
+        (Sampling(temperature=1.0, top_p=0.1), {2}),  # never nothing
+        (Sampling(temperature=1.0, top_p=0.71), {2, 4, 0}),  # 0.4 + 0.3 is not enough
+        (Sampling(temperature=1.0, top_k=3, top_p=0.95), {2, 4, 0}),
+        (Sampling(temperature=0.25, top_p=0.7), {2}),  # 0.4**4 is 73 % of the sum of all fourth powers
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_from_the_allowed_ones(sampling, allowed):
+    probabilities = np.array([0.15, 0.1, 0.4, 0.05, 0.3])
+    keys = jax.random.split(jax.random.key(0), 2000)
+    draw = jax.vmap(
+        lambda key: generate.sample(jnp.log(jnp.asarray(probabilities, jnp.float32)), key, sampling)
+    )
+    counts = np.bincount(draw(keys), minlength=5)
+    assert set(np.flatnonzero(counts)) == allowed
+    weights = np.where(
+        [n in allowed for n in range(5)], probabilities ** (1 / (sampling.temperature or 1)), 0
+    )
+    expected = weights / weights.sum()
+    # Five standard deviations of a binomial frequency: wrong by chance once in a million draws.
+    assert np.all(np.abs(counts / 2000 - expected) <= 5 * np.sqrt(expected * (1 - expected) / 2000))
+
+
+# ---- texts
+
+
+def test_bytes_are_printed_when_their_characters_are_complete():
+    codec = trained.ByteCodec()
+    assert codec.encode("aé".encode()) == [97, 0xC3, 0xA9]
+    assert list(codec.decode([97], [0xC3, 0xA9, 98, 300, 0xFF])) == ["", "é", "b", "", "\ufffd", ""]
+    assert (
+        "".join(codec.decode([97, 0xC3], [0xA9, 0xE2])) == "é\ufffd"
+    )  # begun in the prompt; never completed
+
+
+def test_a_tokenizer_prints_what_a_token_adds(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    from policyc.models.llama.weights import tokenizer_files
+
+    (tmp_path / "tokenizer.json").write_text(tokenizer_files(None)["tokenizer.json"])
+    codec = trained.TokenizerCodec(tmp_path / "tokenizer.json")
+    assert codec.end == 256
+    assert codec.encode("aé".encode()) == [97, 0xC3, 0xA9]
+    assert list(codec.decode([97], [0xC3, 0xA9, 98])) == ["é", "b", ""]
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    words.decoder = tokenizers.decoders.Metaspace()
+    words.save(str(tmp_path / "words.json"))
+    codec = trained.TokenizerCodec(tmp_path / "words.json")
+    assert codec.end == 2
+    with pytest.raises(ConfigError, match="is not a tokenizer"):
+        trained.TokenizerCodec(tmp_path / "none.json")
+
+
+# ---- folders
+
+
+def save_params(folder: Path, **identity: Any) -> dict[str, Any]:
+    """A checkpoint of step 3. Its state has leaves before and after the parameters."""
+    leaves = {name: np.arange(4, dtype=np.float32) + n for n, name in enumerate(("adam", "zeta"))}
+    state = {**leaves, "params": {"norm": np.ones(4, np.float32), "w": np.arange(8, dtype=np.float32)}}
+    manager = checkpoints.Checkpoints(folder, 2, identity)
+    manager.save(3, jax.tree.map(jnp.asarray, state), 0)
+    manager.close()
+    return state
+
+
+def test_parameters_are_read_without_the_rest_and_compared_with_their_hash(tmp_path):
+    folder = tmp_path / "checkpoints"
+    state = save_params(folder, seeds=None, steps=8)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = jax.tree.map(lambda a: llama.abstract_array(a.shape, a.dtype, sharding), state)
+    before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*"))
+    params, identity = checkpoints.read_params(folder, 3, lambda _: shapes)
+    jax.tree.map(np.testing.assert_array_equal, params, state["params"])
+    assert identity == {"seeds": None, "steps": 8}
+    assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*")) == before
+    about = folder / "3" / "about" / "metadata"
+    text = json.loads(about.read_text())
+    digits = text["hash"]
+    about.write_text(json.dumps(text | {"hash": "0" * 16 + digits[16:]}))  # of the optimizer: not read
+    checkpoints.read_params(folder, 3, lambda _: shapes)
+    about.write_text(json.dumps(text | {"hash": digits[:16] + "0" * 16 + digits[32:]}))
+    with pytest.raises(ConfigError, match=r"3 is damaged: its contents are not those.*--step"):
+        checkpoints.read_params(folder, 3, lambda _: shapes)
+    about.write_text("{")
+    with pytest.raises(ConfigError, match=r"(?s)3 cannot be read.*--step"):
+        checkpoints.read_params(folder, 3, lambda _: shapes)
+
+
+def write_run(folder: Path, **settings: Any) -> Path:
+    """A folder with the run.json of a small run."""
+    folder.mkdir(parents=True)
+    settings = (
+        vars(SMALL) | vars(RunConfig(**(SHORT | {"data": "stdlib"}))) | settings | {"a_later_setting": 1}
+    )
+    (folder / "run.json").write_text(json.dumps({"settings": settings, "policy_sha256": None}))
+    return folder
+
+
+def test_a_run_without_checkpoints_is_refused(tmp_path):
+    folder = write_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="run has no checkpoint: train it with --checkpoint-every N"):
+        trained.load_trained(folder)
+    (folder / "exports" / "8").mkdir(parents=True)
+    (folder / "exports" / "8" / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"run has no checkpoint: use its export .*/run/exports/8"):
+        trained.load_trained(folder)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no run\.json and no config\.json: .*RUN/exports/STEP"):
+        trained.load_trained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is an export"):
+        trained.load_trained(tmp_path, step=3)
+    with pytest.raises(ConfigError, match=r"config\.json does not describe a Llama"):
+        trained.load_trained(tmp_path)
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"run\.json cannot be read"):
+        trained.load_trained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokenizer", "message"),
+    [
+        (
+            {"data": "tokens:corpus.bin"},
+            None,
+            r"was trained on tokens \(tokens:corpus\.bin\).*--tokenizer FILE",
+        ),
+        (
+            {"tokenizer": "gone.json"},
+            None,
+            r"with the tokenizer gone\.json, which is not here: .*--tokenizer FILE",
+        ),
+        ({}, "gone.json", r"--tokenizer gone\.json: there is no such file"),
+    ],
+)
+def test_a_run_without_its_tokenizer_is_refused(tmp_path, settings, tokenizer, message):
+    run = replace(RunConfig(), **settings)
+    with pytest.raises(ConfigError, match=message):
+        trained._find_codec(tmp_path, run, tokenizer)
+
+
+# ---- the command
+
+
+@pytest.fixture
+def fake_model(monkeypatch):
+    """A model whose continuation of every prompt is 'hé', and then the end of the document."""
+    model = trained.TrainedModel(
+        config=SMALL, params={}, codec=trained.ByteCodec(), positions=32, name="runs/a, step 8",
+        policy="llama_nvfp4 (0123abcd)", step=8, steps=8,
+    )  # fmt: skip
+    monkeypatch.setattr(trained, "load_trained", lambda *_: model)
+    monkeypatch.setattr(Generator, "generate", lambda *_: iter([*"hé".encode(), 256, 1]))
+
+
+@pytest.mark.usefixtures("fake_model")
+def test_generate_prints_prompts_and_their_continuations():
+    ran = command("generate", "runs/a", "--prompt", "a", "--prompt", "", "--tokens", "4")
+    assert (ran.code, ran.out) == (0, "ahé\nhé\n")
+    assert ran.err == (
+        "policyc: runs/a, step 8: float32, no policy (trained under llama_nvfp4 (0123abcd)); "
+        "temperature 0.8, seed 0\n"
+    )
+    ran = command(
+        "generate", "runs/a", "--prompt", "a", "--tokens", "40", "--format", "json", "--temperature", "0"
+    )
+    assert json.loads(ran.out) == {"prompt": "a", "text": "hé", "tokens": [104, 0xC3, 0xA9], "ended": True}
+    assert "warning: 1 + 40 tokens: the model was trained on sequences of 32" in ran.err
+    assert "no policy (trained under llama_nvfp4 (0123abcd)); the most probable tokens" in ran.err
+
+
+@pytest.mark.usefixtures("fake_model")
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--prompt", "a", "--variant", "b"], 2, "--variant needs --policy"),
+        (["--prompt", "a", "--policy", "no_such_policy"], 2, "no bundled policy of that name"),
+        (["--prompt", "a", "--temperature", "-1"], 2, "--temperature"),
+        (["--prompt", "a", "--top-p", "0"], 2, "--top-p"),
+    ],
+)
+def test_wrong_options_of_generate_are_refused(words, code, message):
+    ran = command("generate", "runs/a", *words)
+    assert ran.code == code, ran.err
+    assert message in ran.err
+
+
+def save_first_step(out: Path, seeds: str | None) -> None:
+    """The folders of a run, or of several seeds, with a checkpoint of the initial state."""
+    run = RunConfig(**(SHORT | {"data": "stdlib"}), seeds=seeds)
+    config, mesh = replace(SMALL, compute="bfloat16"), make_mesh()
+    folders = [out] if seeds is None else [out / f"seed{seed}" for seed in seeds.split(",")]
+    for folder, one in zip(folders, runs_of_seeds(run), strict=True):
+        write_run(folder, **vars(config), seed=one.seed)
+    manager = checkpoints.Checkpoints(folders[0] / "checkpoints", 2, {"seeds": seeds})
+    manager.save(1, optimizer.init_state(config, run, mesh), 0)
+    manager.close()
+
+
+@pytest.mark.slow
+def test_runs_seeds_and_exports_give_their_parameters(tmp_path, monkeypatch):
+    """Compared with the initial weights of each seed, rounded to bfloat16 except for norms."""
+    monkeypatch.chdir(tmp_path)
+    save_first_step(Path("one"), None)
+    save_first_step(Path("many"), "1,0")
+    expected = {}
+    for seed in (0, 1):
+        params = llama.init_params(jax.random.key(seed), SMALL)
+        expected[seed] = jax.tree.map(
+            lambda array: np.asarray(array.astype(jnp.bfloat16), np.float32), params
+        )
+    files = weights.export_files(SMALL, 32, None)
+    weights.save_safetensors(expected[1], SMALL, Path("export"), files)
+    for name, seed in (("one", 0), ("many/seed0", 0), ("many/seed1", 1), ("export", 1)):
+        params = trained.load_trained(Path(name)).params
+        assert params["norm"].dtype == jnp.float32
+        assert params["lm_head"].dtype == jnp.bfloat16
+        # Compiled and interpreted initial weights differ in their last bit of float32, which may change a bfloat16.
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=2**-7),
+            params,
+            expected[seed],
+        )
+    ran = command("generate", "one", "--prompt", "a", "--step", "2")
+    assert (ran.code, "has no checkpoint of step 2: there are 1" in ran.err) == (1, True)
+    ran = command("generate", "one", "--prompt", "a", "--tokens", "3", "--policy", "bf16")
+    assert (ran.code, ran.out[:1]) == (0, "a"), ran.err
+    assert "one, step 1: bfloat16, policy bf16; temperature 0.8, seed 0" in ran.err
