@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from policyc.models.llama.corpora import TokenFile, train_tokenizer, write_tokens
+from policyc.models.llama.corpora import TokenWriter, train_tokenizer, write_tokens
 
 PACKAGES = {
     "astropy-8.0.2.tar.gz": "955702089e6da0fc00846d309034ad74e13ebcadc67b1c5cef397ae0597473fa",
@@ -121,7 +121,7 @@ def make_corpus(folder: Path, cache: Path) -> dict[str, object]:
     train_tokenizer(sample, VOCABULARY).save(str(folder / "tokenizer.json"))
     with ExitStack() as stack:
         parts = {
-            is_validation: TokenFile(stream=stack.enter_context((folder / f"{name}.bin").open("wb")))
+            is_validation: TokenWriter(stream=stack.enter_context((folder / f"{name}.bin").open("wb")))
             for is_validation, name in NAMES.items()
         }
         documents = (unique[digest] for digest in digests)

@@ -31,7 +31,7 @@ class TextCount:
 
 
 @dataclass(slots=True, kw_only=True)
-class TokenFile:
+class TokenWriter:
     """A token file that is being written: its stream, its hash so far, and what is in it."""
 
     stream: BinaryIO
@@ -48,12 +48,14 @@ class TokenFile:
         self.count.tokens += len(tokens)
 
 
-def read_corpus(spec: str, limit: int | None, report: Callable[[TextCount], None]) -> Iterator[bytes]:
+def read_corpus(
+    spec: str, limit: int | None, max_bad_rows: int, report: Callable[[TextCount], None]
+) -> Iterator[bytes]:
     """The documents of a source of text, until they have `limit` bytes. `report` is called after each document."""
     parsed, count = data.parse_spec(spec), TextCount()
     if parsed.kind in ("tokens", "synthetic"):
         raise ConfigError(f"'{spec}' holds tokens, not text: name the text that they were made from")
-    for document in data.read_documents(parsed):
+    for document in data.read_documents(parsed, max_bad_rows):
         count.is_cut = limit is not None and count.bytes >= limit
         if count.is_cut:
             break
@@ -97,11 +99,12 @@ def is_held_out(document: bytes, fraction: float) -> bool:
 
 
 def write_tokens(
-    documents: Iterable[bytes], tokenizer: str | None, parts: Mapping[bool, TokenFile], fraction: float
-) -> str:
+    documents: Iterable[bytes], tokenizer: str | None, parts: Mapping[bool, TokenWriter], fraction: float
+) -> tuple[str, int]:
     """Writes the tokens of each document, with an end token, to the part for training or validation.
 
-    `parts[True]` is for validation, and gets about this fraction of the documents. Returns the dtype of the tokens.
+    `parts[True]` is for validation, and gets about this fraction of the documents. Returns the dtype of the
+    tokens, and the end token.
     """
     encode, vocab = data.make_encoder(tokenizer)
     dtype = token_dtype(vocab)
@@ -115,21 +118,21 @@ def write_tokens(
     for tokens in encode(note(documents)):
         part, size = read.popleft()
         parts[part].write(size, tokens.astype(np.dtype(dtype).newbyteorder("<")))
-    return dtype
+    return dtype, data.END if tokenizer is None else data.read_tokenizer(tokenizer)[1]
 
 
-def describe_text(
-    spec: str, tokenizer: str | None, limit: int | None, report: Callable[[TextCount], None]
-) -> tuple[TextCount, np.ndarray]:
-    """How much a source of text holds, up to `limit` bytes, and its first tokens."""
+def describe_text(documents: Iterable[bytes], tokenizer: str | None) -> tuple[TextCount, np.ndarray]:
+    """How much text and how many tokens documents have, and their first tokens."""
     encode, _ = data.make_encoder(tokenizer)
     total, first = TextCount(), np.zeros(0, np.uint32)
 
-    def note(count: TextCount) -> None:
-        total.documents, total.bytes = count.documents, count.bytes
-        report(count)
+    def note(documents: Iterable[bytes]) -> Iterator[bytes]:
+        for document in documents:
+            total.documents += 1
+            total.bytes += len(document)
+            yield document
 
-    for tokens in encode(read_corpus(spec, limit, note)):
+    for tokens in encode(note(documents)):
         total.tokens += len(tokens)
         first = np.append(first, tokens[: SHOWN_TOKENS - len(first)])
     return total, first
@@ -147,5 +150,4 @@ def decode(tokens: np.ndarray, tokenizer: str | None) -> str:
     """Tokens as text."""
     if tokenizer is None:
         return bytes(tokens[tokens < data.END].astype(np.uint8)).decode("utf-8", "replace")
-    read = import_library("tokenizers", "data").Tokenizer.from_file
-    return str(read(tokenizer).decode(tokens.tolist(), skip_special_tokens=False))
+    return str(data.read_tokenizer(tokenizer)[0].decode(tokens.tolist(), skip_special_tokens=False))

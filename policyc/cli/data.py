@@ -8,16 +8,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import click
 
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message
+from policyc.cli.options import collect_options, group_options
 from policyc.language.files import atomic_write
 
 if TYPE_CHECKING:
-    from policyc.models.llama.corpora import TextCount, TokenFile
+    from policyc.models.llama.corpora import TextCount, TokenWriter
 
 _MEGABYTE = 10**6
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -31,10 +33,30 @@ def data() -> None:
     """
 
 
-def _megabytes_option(default: int | None, help: str) -> Callable[[_Command], _Command]:
-    return click.option(
-        "--megabytes", type=click.IntRange(1), default=default, show_default=True, metavar="N", help=help
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How much of a corpus is read: the values of `read_options`."""
+
+    megabytes: int | None
+    max_bad_rows: int
+
+
+def read_options(megabytes: int | None) -> Callable[[_Command], _Command]:
+    """The options of every command that reads text, passed as `reading`."""
+    return collect_options(
+        ReadOptions,
+        "reading",
+        group_options(
+            click.option(
+                "--megabytes", type=click.IntRange(1), default=megabytes, show_default=True, metavar="N",
+                help="Read at most this much text of each corpus.",
+            ),
+            click.option(
+                "--max-bad-rows", type=click.IntRange(0), default=10, show_default=True, metavar="N",
+                help="Rows without readable text that are skipped; one more is an error.",
+            ),
+        ),
+    )  # fmt: skip
 
 
 _tokenizer_option = click.option(
@@ -69,8 +91,8 @@ _tokenizer_option = click.option(
     show_default=True,
     help="File to write.",
 )
-@_megabytes_option(1000, "Read at most this much text of each corpus.")
-def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, megabytes: int) -> None:
+@read_options(megabytes=1000)
+def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, reading: ReadOptions) -> None:
     """Train a byte-level BPE tokenizer, with an end token.
 
     The same text gives the same file.
@@ -79,7 +101,7 @@ def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, megabytes: i
         from policyc.models.llama import corpora as tools
 
         with _open_outputs(out) as (stream,):
-            bpe = tools.train_tokenizer(_read_corpora(corpora, megabytes), vocab)
+            bpe = tools.train_tokenizer(_read_corpora(corpora, reading), vocab)
             content = str(bpe.to_str(pretty=True)).encode()
             stream.write(content)
     size = bpe.get_vocab_size()
@@ -111,16 +133,16 @@ def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, megabytes: i
     metavar="X",
     help="With --validation: this part of the documents, chosen by a hash of their text.",
 )
-@_megabytes_option(None, "Read at most this much text of each corpus.")
+@read_options(megabytes=None)
 def tokenize(
     corpora: tuple[str, ...],
     tokenizer: str | None,
     out: str,
     validation: str | None,
     validation_fraction: float,
-    megabytes: int | None,
+    reading: ReadOptions,
 ) -> None:
-    """Tokenize corpora once, into memory-mapped token files.
+    """Tokenize corpora once, into token files.
 
     Each document ends with the end token. Tokens are uint16, or uint32 if the vocabulary is larger.
     """
@@ -131,15 +153,15 @@ def tokenize(
         from policyc.models.llama.configs import ConfigError
 
         streams = stack.enter_context(_open_outputs(*names.values()))
-        files = {part: tools.TokenFile(stream=stream) for part, stream in zip(names, streams, strict=True)}
-        documents = _read_corpora(corpora, megabytes)
-        dtype = tools.write_tokens(documents, tokenizer, files, validation_fraction if validation else 0)
+        files = {part: tools.TokenWriter(stream=stream) for part, stream in zip(names, streams, strict=True)}
+        documents = _read_corpora(corpora, reading)
+        dtype, end = tools.write_tokens(documents, tokenizer, files, validation_fraction if validation else 0)
         if empty := [name for part, name in names.items() if not files[part].count.tokens]:
             raise ConfigError(f"no document is for {empty[0]}: raise --validation-fraction, or add text")
     for part, name in names.items():
         _print_token_file(name, files[part])
     split = f",validation={validation}" if validation else ""
-    click.echo(f"train with: --data 'tokens:{out},dtype={dtype}{split}'")
+    click.echo(f"train with: --data 'tokens:{out},dtype={dtype},end={end}{split}'")
 
 
 def _check_token_files(names: dict[bool, str]) -> None:
@@ -150,7 +172,7 @@ def _check_token_files(names: dict[bool, str]) -> None:
         raise click.UsageError("--out and --validation name the same file")
 
 
-def _print_token_file(name: str, file: TokenFile) -> None:
+def _print_token_file(name: str, file: TokenWriter) -> None:
     count = file.count
     click.echo(
         f"{name}: {count.documents:,} documents, {count.tokens:,} tokens, {count.bytes_per_token:.2f} bytes per token, "
@@ -168,8 +190,8 @@ def _print_token_file(name: str, file: TokenFile) -> None:
 )
 @click.argument("source", metavar="SPEC")
 @_tokenizer_option
-@_megabytes_option(100, "Read at most this much text.")
-def show(source: str, tokenizer: str | None, megabytes: int) -> None:
+@read_options(megabytes=100)
+def show(source: str, tokenizer: str | None, reading: ReadOptions) -> None:
     """Show what a source of data holds: documents, tokens, and how it begins."""
     with _explain_errors():
         from policyc.models.llama import corpora as tools
@@ -178,8 +200,7 @@ def show(source: str, tokenizer: str | None, megabytes: int) -> None:
             tokens, largest, first = tools.describe_tokens(source, tokenizer)
             click.echo(f"{source}: {tokens:,} tokens, the largest is {largest}")
         else:
-            with _Progress(source) as progress:
-                count, first = tools.describe_text(source, tokenizer, megabytes * _MEGABYTE, progress.show)
+            count, first = tools.describe_text(_read_corpora((source,), reading), tokenizer)
             click.echo(
                 f"{source}: {count.documents:,} documents, {count.bytes:,} bytes, {count.tokens:,} tokens, "
                 f"{count.bytes_per_token:.2f} bytes per token"
@@ -188,13 +209,14 @@ def show(source: str, tokenizer: str | None, megabytes: int) -> None:
         click.echo(f"as text: {tools.decode(first, tokenizer)!r}")
 
 
-def _read_corpora(corpora: tuple[str, ...], megabytes: int | None) -> Iterator[bytes]:
+def _read_corpora(corpora: tuple[str, ...], reading: ReadOptions) -> Iterator[bytes]:
     """The documents of several corpora, one after the other."""
     from policyc.models.llama.corpora import read_corpus
 
+    limit = None if reading.megabytes is None else reading.megabytes * _MEGABYTE
     for spec in corpora:
         with _Progress(spec) as progress:
-            yield from read_corpus(spec, megabytes and megabytes * _MEGABYTE, progress.show)
+            yield from read_corpus(spec, limit, reading.max_bad_rows, progress.show)
 
 
 class _Progress:

@@ -119,6 +119,7 @@ def test_the_printed_source_is_what_training_reads(books: Path) -> None:
     words = ("data", "tokenize", "text:books/*.txt", "--out", "train.bin", "--validation", "validation.bin")
     result = policyc(*words, "--validation-fraction", "0.3")
     (spec,) = re.findall(r"--data '(.*)'", result.out)
+    assert spec == "tokens:train.bin,dtype=uint16,end=256,validation=validation.bin"
     for split in ("train", "validation"):
         tokens = np.fromfile(f"{split}.bin", "uint16")
         run = RunConfig(data=spec, batch=4, sequence=16)
@@ -139,6 +140,18 @@ def test_show_counts_documents_and_decodes_the_beginning(books: Path) -> None:
     tokens = np.fromfile("a.bin", "uint16")
     assert f"{len(tokens):,} tokens, the largest is {tokens.max()}" in out
     assert "as text: 'Book 0: the policy keeps 0 layers in bf16.\\nBook 0:" in out
+
+
+def test_bad_rows_are_named_and_skipped_up_to_a_limit(books: Path) -> None:
+    Path("a.jsonl").write_text('{"text": "one"}\nnot JSON\n{"text": null}\n{"text": "two"}\n')
+    result = policyc("data", "tokenize", "a.jsonl", "--out", "a.bin", "--max-bad-rows", "2")
+    assert result.code == 0, result.err
+    assert bytes(np.fromfile("a.bin", "uint16").astype(np.uint8)) == b"one\0two\0"  # 256 is 0 in 8 bits
+    assert "'a.jsonl', row 2 is skipped" in result.err
+    result = policyc("data", "tokenize", "a.jsonl", "--out", "b.bin", "--max-bad-rows", "1")
+    assert result.code == 1
+    assert "row 3" in result.err
+    assert not Path("b.bin").exists()
 
 
 FAULTS = {

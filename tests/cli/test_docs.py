@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import click
@@ -177,6 +178,15 @@ def test_every_example_of_the_help_parses(name: str) -> None:
     assert lines
     for line in lines:
         parse_command_line(line)
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    """In the documents, and in the messages of the program."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [path.read_text(encoding="utf-8") for path in (*DOCS, *(ROOT / "policyc").rglob("*.py"))]
+    names = {name for text in texts for extras in re.findall(r"install '(?:policyc|\.)\[([\w,]+)\]'", text)
+             for name in extras.split(",")}  # fmt: skip
+    assert {"train", "data"} <= names <= set(project["optional-dependencies"])
 
 
 def test_every_target_of_make_that_is_documented_exists() -> None:
