@@ -285,3 +285,36 @@ def test_a_site_in_two_stacks_has_a_column_for_each_pair_of_layers(tmp_path: Pat
     ]
     (run / "stats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert {"0.0", "0.1", "9.5", "10.5"} <= set(texts_of(write_report([run])))
+
+
+def test_a_report_shows_where_the_time_went(tmp_path: Path) -> None:
+    """The last account counts. Activities that took no time have no column."""
+    run = write_run(tmp_path / "run", stats=False)
+    early, late = ({"step": 20, "seconds": {"step": 1.0}, "goodput": 1.0, "restarts": 0, "lost_steps": 0},
+                   {"step": 40, "seconds": {"step": 5400, "compile": 61.0, "eval": 0.0, "lost": 539.0}, "goodput": 0.9,
+                    "restarts": 2, "lost_steps": 31})  # fmt: skip
+    with (run / "metrics.jsonl").open("a") as out:
+        out.writelines(json.dumps(row) + "\n" for row in (early, late))
+    texts = texts_of(write_report([run]))
+    assert {"90.0%", "1 h 40 min", "1 h 30 min", "61.0 s", "8 min 59 s", "31", "lost steps"} <= set(texts)
+    assert "validation" not in texts
+    text = policyc("report", run, "--markdown").out
+    assert (
+        "| run | goodput | time | steps | compiling | lost steps | restarts | steps lost |\n|---|---:|---:|---:|---:|"
+        "---:|---:|---:|\n| run | 90.0% | 1 h 40 min | 1 h 30 min | 61.0 s | 8 min 59 s | 2 | 31 |"
+    ) in text
+    data = json.loads(policyc("report", run, "--json").out)["variants"][0]
+    assert data["figures"]["goodput"] == 0.9
+    assert data["runs"][0]["seconds"] == late["seconds"]
+    other = json.loads(policyc("report", write_run(tmp_path / "other", stats=False), "--json").out)
+    assert other["variants"][0]["runs"][0]["seconds"] is None  # a program that has not said so
+
+
+@pytest.mark.parametrize(
+    "account", [{"seconds": [1]}, {"seconds": {"step": "many"}, "goodput": {}}, {"seconds": {}}]
+)
+def test_a_damaged_account_is_left_out(tmp_path: Path, account: dict[str, Any]) -> None:
+    run = write_run(tmp_path / "run", stats=False)
+    with (run / "metrics.jsonl").open("a") as out:
+        out.write(json.dumps({"step": 40, **account}) + "\n")
+    assert "Time" not in texts_of(write_report([run]))

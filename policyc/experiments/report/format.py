@@ -19,8 +19,28 @@ FIGURES = (
     ("mfu", "MFU"),
     ("memory_bytes", "peak memory"),
     ("stall_fraction", "stalls"),
+    ("goodput", "goodput"),
 )
 """The figures of runs and variants, and what they are called."""
+
+ACTIVITIES = {
+    "step": "steps",
+    "stall": "data",
+    "compile": "compiling",
+    "checkpoint": "checkpoints",
+    "eval": "validation",
+    "export": "exports",
+    "start": "starting",
+    "other": "other",
+    "lost": "lost steps",
+    "down": "between restarts",
+}
+"""What the time of a run is spent on, and what it is called."""
+
+TIME_NOTE = (
+    "Goodput: the part of a run's time in steps that count, which no restart had to repeat. Lost steps: computed after "
+    "the last checkpoint of a process that died."
+)
 
 MISSING = "–"
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -32,17 +52,45 @@ def format_figure(name: str, value: float | None) -> str:
         return MISSING
     if name.endswith("_loss") or name == "validation_loss_plain":
         return f"{value:.4f}"
-    if name.endswith(("_spikes", "_steps")):
+    if name.endswith(("_spikes", "_steps")) or name == "restarts":
         return f"{value:,.0f}"
     if name == "ratio":
         return f"{value:.2f}×"
     if name == "step_seconds":
         return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
-    if name in ("mfu", "stall_fraction"):
+    if name == "duration":
+        return _format_duration(value)
+    if name in ("mfu", "stall_fraction", "goodput"):
         return f"{value:.1%}" if value >= 0.001 or value == 0 else "< 0.1%"
     if name == "memory_bytes":
         return f"{_with_prefix(value)}B"
     return _with_prefix(value).strip()
+
+
+def _format_duration(seconds: float) -> str:
+    """Seconds below a hundred of them, else hours and minutes."""
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+
+
+def time_table(data: Record) -> tuple[list[str], list[list[str]]]:
+    """Where the time of each run went, as texts: the titles of columns, and a row per run that has said so."""
+    runs = [run for variant in data["variants"] for run in variant["runs"] if run["seconds"]]
+    names = [name for name in ACTIVITIES if any(run["seconds"].get(name) for run in runs)]
+    rows = [
+        [
+            run["name"],
+            format_figure("goodput", run["goodput"]),
+            format_figure("duration", sum(run["seconds"].values())),
+            *(format_figure("duration", run["seconds"].get(name)) for name in names),
+            format_figure("restarts", run["restarts"]),
+            format_figure("lost_steps", run["lost_steps"]),
+        ]
+        for run in runs
+    ]
+    return ["run", "goodput", "time", *(ACTIVITIES[name] for name in names), "restarts", "steps lost"], rows
 
 
 def _with_prefix(value: float) -> str:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from policyc.experiments.report.format import (
     FIGURES,
     MISSING,
+    TIME_NOTE,
     format_figure,
     format_gap,
     format_interval,
     summarize,
+    time_table,
 )
 from policyc.experiments.report.values import Record
 from policyc.language.diagnostics import escape_controls
@@ -22,6 +24,7 @@ def render_markdown(data: Record) -> str:
     blocks = [f"# {_cell(data['title'])}", _cell(summarize(data)) + "."]
     blocks += _verdicts(data)
     blocks += ["## Figures", _figures(data)]
+    blocks += _time(data)
     blocks += _equal_loss(data)
     blocks += _failures(data)
     if data["commands"]:
@@ -85,6 +88,13 @@ def _figures(data: Record) -> str:
         for variant in data["variants"]
     ]
     return _table(["variant", "finished", *(label for _, label in columns)], rows)
+
+
+def _time(data: Record) -> list[str]:
+    head, rows = time_table(data)
+    return (
+        ["## Time", _table(head, [[_cell(cell) for cell in row] for row in rows]), TIME_NOTE] if rows else []
+    )
 
 
 def _equal_loss(data: Record) -> list[str]:

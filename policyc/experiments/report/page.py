@@ -13,7 +13,15 @@ from typing import Any
 
 from policyc.experiments.report.build import Report
 from policyc.experiments.report.charts import colors_of
-from policyc.experiments.report.format import FIGURES, format_figure, format_gap, format_interval, summarize
+from policyc.experiments.report.format import (
+    FIGURES,
+    TIME_NOTE,
+    format_figure,
+    format_gap,
+    format_interval,
+    summarize,
+    time_table,
+)
 from policyc.experiments.report.runs import RunData
 from policyc.experiments.report.sweeps import SweepData
 from policyc.experiments.report.tables import heat_maps, plan_table
@@ -23,6 +31,7 @@ from policyc.language.web_page import compress_json, fill_template, read_asset
 
 _read = partial(read_asset, "policyc.experiments.report")
 
+_OPEN_RUNS = 12  # a longer table of runs is closed at first
 _COLORS = 12  # that page.css defines; charts.js draws further lines dashed
 
 
@@ -35,7 +44,7 @@ def render_page(report: Report) -> str:
         parts += [_cards(data["variants"][0]["runs"][0])]
     else:
         parts += [_verdicts(data, colors), _variant_table(data, colors)]
-    parts += [_charts(data), _equal_loss(data, colors)]
+    parts += [_charts(data), _time(data), _equal_loss(data, colors)]
     parts += [_run_table(data, colors), _failures(data), _numerics(sweep), _policies(data, sweep)]
     parts += [_environment(data), _commands(data), _notes(data)]
     embedded = {
@@ -213,6 +222,14 @@ def _charts(data: Record) -> str:
         "it.</p>"
     )
     return _section("charts", "Over the run", f"{hint}<div class=charts>{figures}</div>")
+
+
+def _time(data: Record) -> str:
+    """Where the time of each run went."""
+    head, rows = time_table(data)
+    table = _table(head, [[_safe(cell) for cell in row] for row in rows]) if rows else ""
+    content = table if len(rows) <= _OPEN_RUNS else _details(f"All {len(rows)} runs", table)
+    return _section("time", "Time", content and content + f"<p class=quiet>{_safe(TIME_NOTE)}</p>")
 
 
 def _equal_loss(data: Record, colors: dict[str, int]) -> str:

@@ -61,6 +61,7 @@ class RunData:
       name: for people: the variant and the seed, or the folder.
       steps: one row per training step; the last line of a step counts.
       evaluations: one row per validation.
+      account: where the time of the run went, as the last line of metrics on it says; empty if there is none.
       stats: rows of `stats.jsonl`.
       plan, about, status: `plan.json`, `run.json` and `status.json`.
       log_tail: the last lines of `log.txt`.
@@ -73,6 +74,7 @@ class RunData:
     seed: int | None
     steps: Table
     evaluations: Table
+    account: Record = field(default_factory=dict)
     stats: tuple[Record, ...] = ()
     plan: Record | None = None
     about: Record = field(default_factory=dict)
@@ -135,6 +137,7 @@ def read_run(
         seed=seed,
         steps=_make_table([r for r in records if "loss" in r], STEP_METRICS),
         evaluations=_make_table([r for r in records if "validation_loss" in r], EVALUATION_METRICS),
+        account=next((r for r in reversed(records) if as_record(r.get("seconds"))), {}),
         stats=tuple(read_records(folder / "stats.jsonl", problems, _is_measurement)),
         plan=_read_plan(folder / "plan.json", problems),
         about=about,

@@ -22,7 +22,7 @@ from policyc.experiments.report.sweeps import (
     seed_losses,
     trailing_loss,
 )
-from policyc.experiments.report.values import Record, as_record, as_records, as_text
+from policyc.experiments.report.values import Record, as_number, as_record, as_records, as_text
 from policyc.experiments.trailing import TRAILING_FRACTION
 from policyc.experiments.verdicts import Comparison, compare_variants
 
@@ -63,8 +63,21 @@ def summarize_run(run: RunData, longest: int) -> Record:
         "mfu": figure("mfu", np.median),
         "memory_bytes": figure("memory_bytes", np.max),
         "stall_fraction": _stall_fraction(run),
+        **_account(run),
         "command": [as_text(word) for word in _command(run)],
         "log_tail": list(run.log_tail),
+    }
+
+
+def _account(run: RunData) -> Record:
+    """Where the time of a run went, over all its restarts. None where it has not said so."""
+    seconds = {name: as_number(value) for name, value in as_record(run.account.get("seconds")).items()}
+    known = {name: value for name, value in seconds.items() if value is not None}
+    return {
+        "goodput": as_number(run.account.get("goodput")),
+        "seconds": known or None,
+        "restarts": as_number(run.account.get("restarts")),
+        "lost_steps": as_number(run.account.get("lost_steps")),
     }
 
 
@@ -86,7 +99,7 @@ def _stall_fraction(run: RunData) -> float | None:
 
 
 _LOSSES = ("trailing_loss", "validation_loss", "validation_loss_plain")
-_MEANS = ("step_seconds", "tokens_per_second", "mfu", "stall_fraction")
+_MEANS = ("step_seconds", "tokens_per_second", "mfu", "stall_fraction", "goodput")
 _MAXIMA = ("memory_bytes",)
 _SUMS = ("loss_spikes", "gradient_spikes", "skipped_steps")
 
