@@ -54,6 +54,7 @@ Memory is not checked: a step that does not fit has an estimate too.
     policyc estimate te_nvfp4 --against fp8 --config llama3_8b --target gb200 --devices 8 --batch 128
     policyc estimate te_nvfp4 --config llama3_405b --target gb200 --devices 128 --mesh 'fsdp=32 tensor=4'
     policyc estimate fp8 --config llama3_8b --target gb200 --devices 8 --compiled fp8.json
+    policyc estimate fp8 --config llama3_405b --target gb200 --devices 1024 --store-bandwidth 200
     policyc estimate llama.policy --target b200 train.py --steps 100       any program, from its traced loss
     """,
 )
@@ -73,6 +74,12 @@ Memory is not checked: a step that does not fit has an estimate too.
     multiple=True,
     help="Take bytes, kernels and collectives from a step that 'compile --format json' wrote. Once for each policy.",
 )
+@click.option(
+    "--store-bandwidth",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GB/S",
+    help="Also estimate checkpoints, in a store that all hosts together write and read at this speed.",
+)
 @format_option("table", "json")
 @click.option("--assumptions", is_flag=True, help="Also print the assumptions of the cost model.")
 @click.argument("policy")
@@ -90,6 +97,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, **options
         mesh = step.mesh_shape()
         compiled = _read_compiled(options["compiled"], [name for name, _ in policies], step)
         traced = _trace_step(policies[-1][1], program, mesh, step, execution)
+        checkpoint = _estimate_checkpoint(step, mesh, options["store_bandwidth"])
     except ValueError as error:
         exit_with_message(str(error))
     estimates = [
@@ -97,9 +105,10 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, **options
         for name, loaded in policies
     ]
     if options["output_format"] == "json":
-        click.echo(json.dumps(_as_data(estimates, step.target, mesh), indent=2))
+        click.echo(json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2))
     else:
         _print_table(estimates, f"{step.devices} x {step.target} ({mesh})")
+        _print_checkpoint(checkpoint, options["store_bandwidth"])
         if options["assumptions"]:
             click.echo(ASSUMPTIONS, nl=False)
 
@@ -193,6 +202,33 @@ def _trace_step(
     return TrainingStep(plan=plan, accumulate=step.accumulate or 1, remat=step.remat or "none")
 
 
+def _estimate_checkpoint(
+    step: StepOptions, mesh: MeshShape, gigabytes_per_second: float | None
+) -> dict[str, Any]:
+    """What is known of checkpoints in a store. Empty without a store. Raises ValueError for a program."""
+    from policyc.hardware import llama_step
+    from policyc.hardware.checkpoint_cost import checkpoint_cost
+    from policyc.numerics.targets import get_target
+
+    if gigabytes_per_second is None:
+        return {}
+    if not step.config:
+        raise ValueError("--store-bandwidth is for --config: what a program saves is not known")
+    bandwidth = 1e9 * gigabytes_per_second
+    state = llama_step.abstract_state(step.config, mesh, step.sizes())
+    cost = checkpoint_cost(state, get_target(step.target), mesh.devices)
+    checkpoint = {
+        "bytes": cost.bytes,
+        "bytes_per_device": cost.device_bytes,
+        "devices_per_host": cost.devices_per_host,
+        "host_memory": cost.host_bytes,
+        "restored_bytes": cost.restored_bytes,
+        "write_seconds": cost.write_seconds(bandwidth),
+        "restore_seconds": cost.restore_seconds(bandwidth),
+    }
+    return {"checkpoint": checkpoint}
+
+
 # ---- output
 
 NamedEstimates = Sequence[NamedEstimate]
@@ -218,6 +254,20 @@ def _as_data(estimates: NamedEstimates, target: str, mesh: MeshShape) -> dict[st
 def _speed_up(estimates: NamedEstimates) -> float:
     before, after = (named.estimate.seconds for named in estimates)
     return before / after
+
+
+def _print_checkpoint(data: dict[str, Any], gigabytes_per_second: float) -> None:
+    if not data:
+        return
+    checkpoint = data["checkpoint"]
+    gb = {name: f"{checkpoint[name] / 1e9:.4g} GB" for name in ("bytes", "bytes_per_device", "host_memory")}
+    click.echo(
+        f"checkpoint: {gb['bytes']}, {gb['bytes_per_device']} of it on each device; a host with "
+        f"{checkpoint['devices_per_host']} devices needs {gb['host_memory']} of memory to write it\n"
+        f"at {gigabytes_per_second:g} GB/s: written in {checkpoint['write_seconds']:.4g} s; restored in "
+        f"{checkpoint['restore_seconds']:.4g} s, as every device reads its shards, "
+        f"{checkpoint['restored_bytes'] / 1e9:.4g} GB together"
+    )
 
 
 def _print_table(named: NamedEstimates, title: str) -> None:

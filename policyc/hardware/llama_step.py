@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -83,15 +83,28 @@ def jit_step(
 ) -> tuple[jax.stages.Wrapped, tuple[Any, Any], RunConfig]:
     """The jitted training step of a configuration on these devices, its abstract state and batch, and its settings."""
     config, run = _configure(name, mesh, sizes, attention="cudnn")
-    try:
-        from policyc.models.llama import optimizer
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"this needs the package '{error.name}': pip install 'policyc[train]'") from None
+    optimizer = _load_optimizer()
     shape = tuple(_axes(mesh).values())
     axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
     device_mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), llama.AXES, axis_types=axis_types)
     arguments = optimizer.abstract_state(config, run, device_mesh), llama.abstract_batch(run, device_mesh)
     return optimizer.make_train_step(config, run, device_mesh), arguments, run
+
+
+def abstract_state(name: str, mesh: MeshShape, sizes: Sizes) -> Any:
+    """The shapes and shardings of what a checkpoint of a configuration has, on a mesh without devices."""
+    config, run = _configure(name, mesh, sizes)
+    axes = _axes(mesh)
+    abstract_mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    return _load_optimizer().abstract_state(config, run, cast(jax.sharding.Mesh, abstract_mesh))
+
+
+def _load_optimizer() -> Any:
+    try:
+        from policyc.models.llama import optimizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"this needs the package '{error.name}': pip install 'policyc[train]'") from None
+    return optimizer
 
 
 def abstract_arguments(config: ModelConfig, rows: int, sequence: int) -> tuple[Any, Any]:
