@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 GROUPS = {
     "run": ("steps", "batch", "sequence", "accumulate", "seed", "seeds", "seed_loop", "out"),
-    "data": ("data", "tokenizer", "max_bad_rows", "document_mask"),
+    "data": ("data", "tokenizer", "max_bad_rows", "document_mask", "packing"),
     "optimizer": ("optimizer", "learning_rate", "schedule", "warmup", "decay", "final", "beta1", "beta2", "momentum",
                   "weight_decay", "clip", "z_loss"),
     "faults": ("loss_scale", "spike", "on_fault", "max_skips"),

@@ -82,6 +82,8 @@ class RunConfig:
     )
     optimizer: str = setting("adamw", "AdamW for all parameters, or Muon for the matrices of the blocks and AdamW for "
                              "the others", choices=("adamw", "muon"))  # fmt: skip
+    packing: str = setting("concat", "rows are windows of all documents in a row, or of whole documents with padding",
+                           choices=("concat", "whole"))  # fmt: skip
     learning_rate: float = setting(3e-3, "peak learning rate")
     schedule: str = setting("cosine", "schedule after the warm-up", choices=("cosine", "wsd", "constant"))
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
@@ -172,6 +174,8 @@ def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
         errors.append(f"--profile-steps {run.profile_steps}: there are only {run.steps} steps")
     if run.seeds is not None:
         errors += _invalid_seeds(run)
+    if run.packing == "whole" and not run.document_mask:
+        errors.append("--packing whole needs --document-mask: without it, documents see those before them")
     if run.warmup + (run.decay if run.schedule == "wsd" else 0) > 1:
         errors.append("--warmup and --decay together are more than all steps")
     return errors

@@ -51,7 +51,8 @@ class RunFiles:
     """The files of one run: metrics.jsonl, and the same for TensorBoard and Weights & Biases."""
 
     def __init__(self, stack: ExitStack, folder: Path, config: ModelConfig, run: RunConfig, start: int):
-        self._lines = stack.enter_context(_open_at_step(folder / "metrics.jsonl", start))
+        lines, self.tokens_at_start = _open_at_step(folder / "metrics.jsonl", start)
+        self._lines = stack.enter_context(lines)
         writer = import_library("tensorboardX", "train").SummaryWriter
         self._board = writer(str(folder / "tensorboard"), purge_step=start + 1)
         stack.callback(self._close_board)
@@ -145,6 +146,10 @@ class MetricsLog:
         self._files: list[RunFiles] = []
         if self._writes:
             self._files = [RunFiles(stack, folder, config, run, start) for folder in folders]
+        # The padding of each seed so far. Only the first process writes, and needs to know.
+        self._padding = [0] * len(self._checks)
+        if run.packing == "whole" and self._writes:
+            self._padding = [start * self._tokens - files.tokens_at_start for files in self._files]
         self.write_account(start)
         self.restart_clock()
 
@@ -181,18 +186,32 @@ class MetricsLog:
         seconds = self._begin - begin - compile_seconds
         if not compile_seconds:
             self._time_left.add_step(seconds)
-        rate = self._tokens / jax.device_count() / seconds
-        tflops = rate * self._flops / 1e12
-        speed = {"step_seconds": seconds, "stall_seconds": stall, "tokens_per_second_per_device": rate,
-                 "tflops_per_device": tflops, "memory_bytes": memory_bytes()}  # fmt: skip
-        mfu = {"mfu": tflops / self._peak} if self._peak else {}
-        mfu |= {"compile_seconds": compile_seconds} if compile_seconds else {}
+        times = {"step_seconds": seconds, "stall_seconds": stall}
+        times |= {"compile_seconds": compile_seconds} if compile_seconds else {}
         are_fine = [each.pop("fine") for each in values]
-        self._write(
-            [{"step": step, "tokens": step * self._tokens, **each, **speed, **mfu} for each in values]
-        )
+        rows = []
+        for number, each in enumerate(values):
+            padding = each.pop("padding", 0)
+            self._padding[number] += padding
+            speed = self._speed((self._tokens - padding) / jax.device_count() / seconds)
+            rows.append({**self._place(step, number), **each, **times, **speed})
+        self._write(rows)
         for number in self._running():
             self._check_seed(number, step, are_fine[number], values[number])
+
+    def _place(self, step: int, number: int) -> Row:
+        """Where a line of a seed is: its step, and the number of tokens so far, without padding."""
+        return {"step": step, "tokens": step * self._tokens - self._padding[number]}
+
+    def _speed(self, rate: float) -> Row:
+        """What follows from the tokens per second and device."""
+        tflops = rate * self._flops / 1e12
+        speed = {
+            "tokens_per_second_per_device": rate,
+            "tflops_per_device": tflops,
+            "memory_bytes": memory_bytes(),
+        }
+        return speed | ({"mfu": tflops / self._peak} if self._peak else {})
 
     def _running(self) -> list[int]:
         """The seeds that have not stopped."""
@@ -216,14 +235,13 @@ class MetricsLog:
 
     def write_validation(self, step: int, losses: dict[str, Any]) -> None:
         """Writes a line without a loss."""
-        where = {"step": step, "tokens": step * self._tokens}
-        self._write([where | each for each in self._split_seeds(losses)])
+        self._write([self._place(step, i) | each for i, each in enumerate(self._split_seeds(losses))])
 
     def write_account(self, step: int) -> None:
         """Writes a line on where the time of the run went up to now. A restart continues from it."""
-        row = {"step": step, "tokens": step * self._tokens, "time": self.account.wall_clock()}
-        for files in self._files:
-            files.write(row | self.account.as_row())
+        row = {"time": self.account.wall_clock()} | self.account.as_row()
+        for number, files in enumerate(self._files):
+            files.write(self._place(step, number) | row)
 
     def _write(self, rows: Sequence[Row]) -> None:
         """Writes a line of metrics for each seed, and prints all of them as one line."""
@@ -277,13 +295,19 @@ def _wandb_id(folder: Path) -> str:
     return path.read_text().strip()
 
 
-def _open_at_step(path: Path, start: int) -> TextIO:
-    """Opens a file of metrics at its end, without the lines after step `start`: those steps will run again."""
-    kept, damaged = [], []
+def _open_at_step(path: Path, start: int) -> tuple[TextIO, int]:
+    """Opens a file of metrics at its end, without the lines after step `start`: those steps will run again.
+
+    Also returns the number of tokens up to there.
+    """
+    kept, damaged, tokens = [], [], 0
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
-            kept += [line] if json.loads(line)["step"] <= start else []
+            row = json.loads(line)
+            if row["step"] <= start:
+                kept.append(line)
+                tokens = row.get("tokens", 0)
         except (ValueError, TypeError, KeyError):  # not UTF-8, not JSON, not an object, no step
             damaged.append(number)
     if damaged and damaged != [len(lines)]:  # the last line is torn where a run was killed while it wrote
@@ -293,7 +317,7 @@ def _open_at_step(path: Path, start: int) -> TextIO:
               "run continues without them", file=sys.stderr)  # fmt: skip
     new = path.with_suffix(".new")
     new.write_bytes(b"".join(kept))
-    return new.replace(path).open("a", buffering=1)  # line-buffered
+    return new.replace(path).open("a", buffering=1), tokens  # line-buffered
 
 
 def _as_json(row: dict[str, Any]) -> str:

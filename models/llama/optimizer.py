@@ -229,6 +229,8 @@ def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stag
         state_after |= {"step": state["step"] + 1, "skipped": skipped, "good": good, "scale": new_scale}
         metrics = {"loss": nats, "grad_norm": norm, "learning_rate": rate, "fine": fine,
                    "skipped": skipped, "loss_scale": new_scale}  # fmt: skip
+        if run.packing == "whole":
+            metrics["padding"] = jnp.sum(batch["segments"] < 0)
         return state_after, metrics
 
     # Without out_shardings, XLA may return the same shardings under other names, and the next call compiles again.

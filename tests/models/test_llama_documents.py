@@ -19,7 +19,7 @@ from policyc.compiler import plan_tables
 from policyc.models.llama import configs
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ConfigError, RunConfig
-from policyc.models.llama.packing import documents_in_row
+from policyc.models.llama.packing import PADDING, documents_in_row, pad_row, whole_rows
 from tests.support import llama_runs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -46,6 +46,7 @@ ROWS = {
     "begins with the end of a document": [END, 1, 2, 3, 4, 5, 6, END, 8, 9, 1, 2, END],
     "only end tokens": [END] * 13,
     "the last input is a document of its own": [1, 2, 3, 4, 5, 6, 8, 9, 1, 2, END, 3, 4],
+    "padding": [1, 2, 3, END, 4, 5, 6, 8, *[PADDING] * 5],
 }
 
 
@@ -53,6 +54,8 @@ def split_documents(window: list[int], end: int) -> list[list[int]]:
     """The documents of a window, in plain Python. The end token is the last one of its document."""
     documents: list[list[int]] = [[]]
     for token in window:
+        if token == PADDING:
+            break
         if documents[-1] and documents[-1][-1] == end:
             documents.append([])
         documents[-1].append(token)
@@ -106,7 +109,8 @@ def test_documents_of_any_rows_are_those_of_plain_python(windows: list[list[int]
 
 def packed_batch(windows: list[list[int]]) -> llama.Batch:
     rows = np.array(windows, np.int32)
-    return {"tokens": rows[:, :-1], "targets": rows[:, 1:], **documents_in_row(rows, END)}
+    tokens = np.maximum(rows, 0)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **documents_in_row(rows, END)}
 
 
 def batch_of_single_documents(windows: list[list[int]]) -> llama.Batch:
@@ -170,9 +174,8 @@ def test_a_packed_row_has_the_loss_and_gradient_of_its_documents_alone() -> None
 def test_every_layout_gives_the_loss_and_gradient_of_the_documents(
     axes: Any, settings: dict[str, Any]
 ) -> None:
-    windows = [*ROWS.values(), ROWS["only end tokens"]]  # a multiple of the devices that divide the batch
     mesh = llama_runs.make_mesh(**axes)
-    batch = jax.device_put(packed_batch(windows), llama.sharding(mesh, ("batch", "sequence")))
+    batch = jax.device_put(packed_batch(list(ROWS.values())), llama.sharding(mesh, ("batch", "sequence")))
     config = dataclasses.replace(CONFIG, **settings)
     check_equal(loss_and_gradient(batch, config, mesh), of_single_documents())
 
@@ -229,10 +232,90 @@ def test_the_end_of_a_document_must_be_known(tmp_path: Path) -> None:
     for spec, message in (
         (f"{tmp_path}/a.bin", "add end=NUMBER"),
         (f"{tmp_path}/a.bin,end=eot", "end=eot: expected a whole number"),
+        (f"{tmp_path}/a.bin,end=150", "no document of .* ends: it has no token 150"),
         ("synthetic", "synthetic data has no documents"),
     ):
         with pytest.raises(ConfigError, match=message):
             open_source(spec)
+
+
+# ---- rows of whole documents
+
+
+def pack_plainly(documents: list[list[int]], sequence: int) -> list[list[int]]:
+    """Rows of whole documents, in plain Python: one document after the other, into the row that is being filled."""
+    rows: list[list[int]] = [[]]
+    for document in documents:
+        size = sequence + 1
+        if len(rows[-1]) + len(document) > size and (len(document) <= size or len(rows[-1]) == size):
+            rows.append([])
+        rest = document
+        while (
+            len(rows[-1]) + len(rest) > size
+        ):  # fits into no row: it continues with the last token of this one
+            space = size - len(rows[-1])
+            rows[-1] += rest[:space]
+            rest = rest[space - 1 :]
+            rows.append([])
+        rows[-1] += rest
+    return [row for row in rows if len(row) > 1]
+
+
+@given(st.lists(st.integers(1, 14), min_size=1, max_size=12), st.integers(1, 6))
+def test_rows_of_whole_documents_are_those_of_plain_python(lengths: list[int], sequence: int) -> None:
+    documents = [[number + 1] * (length - 1) + [0] for number, length in enumerate(lengths)]
+    tokens = np.concatenate([np.array(each) for each in documents])
+    spans = whole_rows(np.flatnonzero(tokens == 0), range(len(tokens)), sequence)
+    rows = [pad_row(tokens[begin:stop], sequence) for begin, stop in spans]
+    assert [row[row != PADDING].tolist() for row in rows] == pack_plainly(documents, sequence)
+    for number, length in enumerate(lengths):
+        if 1 < length <= sequence + 1:  # it fits into a row, so it is in one row
+            assert sum((row == number + 1).any() for row in rows) == 1
+    if rows:  # every token but the first of a document is predicted once
+        assert documents_in_row(np.stack(rows), 0)["mask"].sum() == sum(lengths) - len(lengths)
+
+
+def test_padding_has_no_segment_and_no_loss() -> None:
+    row = pad_row(np.array([1, 2, END, 3, 4]), sequence=8)
+    arrays = documents_in_row(row[None], END)
+    assert arrays["segments"].tolist() == [[0, 0, 0, 1, 1, -1, -1, -1]]
+    assert arrays["mask"].tolist() == [[1, 1, 0, 1, 0, 0, 0, 0]]
+    assert arrays["positions"][0, :5].tolist() == [0, 1, 2, 0, 1]
+
+
+def test_whole_documents_of_arrays_and_streams_resume_where_they_were(tmp_path: Path) -> None:
+    """Both have the rows of plain Python, the array in another order."""
+    texts = ["abcdefghijklmnopqrstuvwxyz"[: 3 + 7 * i % 22] for i in range(40)]
+    documents = [[*text.encode(), 256] for text in texts]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    np.array([token for each in documents for token in each], np.uint16).tofile(tmp_path / "a.bin")
+    # A row has one token more than inputs: its last token is only a target.
+    expected = [(row + [PADDING] * 9)[:8] for row in pack_plainly(documents, sequence=8)]
+    for spec in (
+        f"jsonl:{tmp_path}/a.jsonl,shuffle=1",
+        f"{tmp_path}/a.bin,end=256,validation={tmp_path}/a.bin",
+    ):
+        source, other = (open_source(spec, packing="whole") for _ in range(2))
+        batches = [next(source) for _ in range(5)]
+        rows = [row for b in batches for row in np.where(b["segments"] < 0, PADDING, b["tokens"]).tolist()]
+        if spec.startswith("jsonl"):
+            assert rows == expected[:10]
+        else:
+            assert all(row in expected for row in rows)
+            assert rows != expected[:10]
+        for _ in range(2):
+            next(other)
+        again = open_source(spec, packing="whole")
+        again.restore(other.state)
+        for batch in batches[2:]:
+            resumed = next(again)
+            assert all(np.array_equal(batch[name], resumed[name]) for name in batch)
+
+
+def test_whole_documents_need_a_document_mask() -> None:
+    (error,) = configs.invalid_settings(CONFIG, RunConfig(packing="whole"))
+    assert "--packing whole needs --document-mask" in error
+    assert not configs.invalid_settings(CONFIG, RunConfig(packing="whole", document_mask=True))
 
 
 # ---- validation, and what cuDNN cannot do

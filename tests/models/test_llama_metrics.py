@@ -102,3 +102,19 @@ def test_a_line_that_cannot_be_written_names_its_file(open_log):
     log._files[0]._lines = SimpleNamespace(write=raise_disk_full, name="run/metrics.jsonl")
     with pytest.raises(OSError, match=r"No space left on device: 'run/metrics\.jsonl'"):
         log.write_validation(1, {"validation_loss": 1.0})
+
+
+def test_padding_does_not_count_as_tokens_also_after_a_restart(open_log, tmp_path):
+    def tokens() -> list[tuple[int, int]]:
+        rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+        return [(row["step"], row["tokens"]) for row in rows if "loss" in row]
+
+    log = open_log(0, packing="whole")
+    for step, padding in ((1, 24), (2, 1000), (3, 0)):
+        log.record(step, step_values(fine=True, padding=padding), 0.0)
+    log.flush()
+    assert tokens() == [(1, 1000), (2, 1024), (3, 2048)]  # a step has 8 rows of 128
+    log = open_log(2, packing="whole")
+    log.record(3, step_values(fine=True, padding=4), 0.0)
+    log.flush()
+    assert tokens() == [(1, 1000), (2, 1024), (3, 2044)]

@@ -12,7 +12,7 @@ from policyc.models.llama.configs import ConfigError, RunConfig
 from policyc.models.llama.data.specs import BlendPart, parse_blend
 from policyc.models.llama.data.tokens import VOCAB_HINT, find_end_token
 from policyc.models.llama.data.windows import OpenStream, RowArray, open_row_array, open_row_stream
-from policyc.models.llama.packing import documents_in_row
+from policyc.models.llama.packing import PADDING, documents_in_row
 
 READ_AHEAD = 4  # batches
 
@@ -166,9 +166,10 @@ class _BatchIterator(grain.DatasetIterator):  # type: ignore[misc]  # grain has 
 
     def _make_batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         vocab, name = self._reader.vocab, self._reader.run.data
-        if rows.max() >= vocab or rows.min() < 0:
+        if rows.max() >= vocab or rows.min() < (PADDING if self._reader.run.packing == "whole" else 0):
             token = rows.max() if rows.max() >= vocab else rows.min()
             raise ConfigError(f"'{name}' has token {token}, the model a vocabulary of {vocab}{VOCAB_HINT}")
         rows = rows.astype(np.int32)
-        batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:], "mask": np.ones_like(rows[:, 1:])}
+        tokens = np.maximum(rows, 0)  # what stands in the place of padding makes no difference
+        batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones_like(rows[:, 1:])}
         return batch if self._reader.end is None else batch | documents_in_row(rows, self._reader.end)

@@ -1,8 +1,8 @@
-"""Rows of tokens: windows of an array, in an order that is computed, and windows of a stream of documents."""
+"""Rows of tokens: of an array, in an order that is computed, and of a stream of documents."""
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +12,18 @@ import numpy as np
 from policyc.models.llama.configs import ConfigError, RunConfig
 from policyc.models.llama.data.documents import Documents, ShuffledDocuments, open_corpus
 from policyc.models.llama.data.specs import SHUFFLE, DataSpec
-from policyc.models.llama.data.tokens import Encoder, TokenArray, check_vocab, load_tokens, make_encoder
+from policyc.models.llama.data.tokens import (
+    Encoder,
+    TokenArray,
+    check_vocab,
+    find_end_token,
+    load_tokens,
+    make_encoder,
+)
+from policyc.models.llama.packing import fit_documents, pad_row, whole_rows
 
 GROUP = 64  # documents that are tokenized together: the threads of the tokenizer share them
+CHUNK = 1 << 24  # tokens that are searched at once
 
 Row = Callable[[int], np.ndarray]  # from the number of a window to its tokens
 
@@ -28,13 +37,18 @@ class RowArray(NamedTuple):
     contents: str
 
 
-def shuffle_windows(arrays: list[TokenArray], span: range, sequence: int, seed: int) -> tuple[int, Row]:
-    """The number of windows in a span of tokens, and their endless order, shuffled anew in each epoch."""
+def _split_span(arrays: list[TokenArray], span: range) -> list[range]:
+    """The part of a span of all tokens that each array holds."""
     begins = np.cumsum([0, *map(len, arrays)]).tolist()
-    spans = [
+    return [
         range(max(0, span.start - begin), max(0, min(len(array), span.stop - begin)))
         for array, begin in zip(arrays, begins, strict=False)
     ]
+
+
+def shuffle_windows(arrays: list[TokenArray], span: range, sequence: int, seed: int) -> tuple[int, Row]:
+    """The number of windows in a span of tokens, and their endless order, shuffled anew in each epoch."""
+    spans = _split_span(arrays, span)
     ends = np.cumsum([max(0, len(span) - 1) // sequence for span in spans])
     order = grain.MapDataset.range(int(ends[-1])).shuffle(seed=seed % 2**32)  # computed, not stored
 
@@ -45,6 +59,38 @@ def shuffle_windows(arrays: list[TokenArray], span: range, sequence: int, seed: 
         return arrays[part][start : start + sequence + 1]
 
     return int(ends[-1]), row
+
+
+def find_ends(array: TokenArray, span: range, end: int) -> Iterator[np.ndarray]:
+    """The places of the end tokens in a span, chunk after chunk."""
+    for begin in range(span.start, span.stop, CHUNK):
+        yield begin + np.flatnonzero(array[begin : min(begin + CHUNK, span.stop)] == end)
+
+
+def check_end(arrays: list[TokenArray], name: str, end: int) -> None:
+    """Raises ConfigError if no document ends."""
+    if not any(ends.size for array in arrays for ends in find_ends(array, range(len(array)), end)):
+        raise ConfigError(f"--document-mask: no document of '{name}' ends: it has no token {end}. Which one is it? "
+                          "tokens:PATH,end=NUMBER")  # fmt: skip
+
+
+def shuffle_whole_rows(
+    arrays: list[TokenArray], span: range, sequence: int, seed: int, end: int
+) -> tuple[int, Row]:
+    """The number of rows of whole documents in a span, and their endless order, shuffled anew in each epoch."""
+    parts = [
+        (part, np.concatenate([np.zeros(0, np.int64), *find_ends(array, piece, end)]), piece)
+        for part, (array, piece) in enumerate(zip(arrays, _split_span(arrays, span), strict=True))
+    ]
+    found = ((part, *row) for part, ends, piece in parts for row in whole_rows(ends, piece, sequence))
+    rows = np.fromiter(found, np.dtype((np.int64, 3)))
+    order = grain.MapDataset.range(len(rows)).shuffle(seed=seed % 2**32)  # computed, not stored
+
+    def row(number: int) -> np.ndarray:
+        part, begin, stop = rows[order[number]].tolist()
+        return pad_row(arrays[part][begin:stop], sequence)
+
+    return len(rows), row
 
 
 def synthetic_row(vocab: int, sequence: int, seed: int, number: int) -> np.ndarray:
@@ -66,7 +112,14 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> Ro
     if spec.has_validation:
         cut = total if training else 0
     span = range(cut) if training else range(cut, total)
-    count, row = shuffle_windows(tokens.arrays, span, run.sequence, run.seed if training else 0)
+    seed = run.seed if training else 0
+    if run.document_mask:
+        check_end(tokens.arrays, spec.name, find_end_token(spec, run.tokenizer))
+    if run.packing == "whole":
+        end = find_end_token(spec, run.tokenizer)
+        count, row = shuffle_whole_rows(tokens.arrays, span, run.sequence, seed, end)
+    else:
+        count, row = shuffle_windows(tokens.arrays, span, run.sequence, seed)
     if not count:
         short = f"fewer than {run.sequence + 1} consecutive ones are for {split}"
         raise ConfigError(f"'{spec.name}' has {total} tokens: {short}")
@@ -79,10 +132,13 @@ class RowStream:
 
     As in an array of tokens, the last token of a row is also the first of the next one. The state is where the
     documents of the next row begin, and the number of their tokens before it. To restore it, they are read again.
+    With the token `end`, rows are of whole documents.
     """
 
-    def __init__(self, documents: ShuffledDocuments, encode: Encoder, sequence: int) -> None:
-        self._documents, self._encode, self._sequence = documents, encode, sequence
+    def __init__(
+        self, documents: ShuffledDocuments, encode: Encoder, sequence: int, end: int | None = None
+    ) -> None:
+        self._documents, self._encode, self._sequence, self._end = documents, encode, sequence, end
         self.epoch = 0
         self._groups: deque[tuple[Any, np.ndarray]] = (
             deque()
@@ -99,17 +155,33 @@ class RowStream:
         self._offset, self.epoch = state["offset"], state["epoch"]
 
     def __next__(self) -> np.ndarray:
+        if self._end is None:
+            row = self._peek(self._sequence + 1)
+            self._advance(self._sequence)
+            return row
+        stop = 0
+        while stop < 2:  # a row of one token predicts nothing
+            tokens = self._peek(2 * self._sequence + 2)
+            stop, next_begin = fit_documents(np.flatnonzero(tokens == self._end), 0, self._sequence)
+            self._advance(next_begin)
+        return pad_row(tokens[:stop], self._sequence)
+
+    def _peek(self, missing: int) -> np.ndarray:
+        """The next tokens."""
         pieces: list[np.ndarray] = []
-        missing, begin, number = self._sequence + 1, self._offset, 0
+        begin, number = self._offset, 0
         while missing:
             if number == len(self._groups):
                 self._read_group()
             pieces.append(self._groups[number][1][begin : begin + missing])
             missing, begin, number = missing - len(pieces[-1]), 0, number + 1
-        self._offset += self._sequence
+        return np.concatenate(pieces)
+
+    def _advance(self, count: int) -> None:
+        """Leaves tokens behind, fewer than those that were read."""
+        self._offset += count
         while self._offset >= len(self._groups[0][1]):
             self._offset -= len(self._groups.popleft()[1])
-        return np.concatenate(pieces)
 
     def _read_group(self) -> None:
         state = self._documents.get_state()
@@ -145,6 +217,6 @@ def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> O
         hashlib.sha256(Path(run.tokenizer).read_bytes()).hexdigest()[:16] if run.tokenizer else "bytes"
     )
     details = f"column {spec.column}, tokens {vocabulary}, shuffled over {window} documents"
-    return OpenStream(
-        RowStream(documents, encode, run.sequence), size, f"{spec.kind}: {corpus.contents}, {details}"
-    )
+    end = find_end_token(spec, run.tokenizer) if run.packing == "whole" else None
+    rows = RowStream(documents, encode, run.sequence, end)
+    return OpenStream(rows, size, f"{spec.kind}: {corpus.contents}, {details}")
