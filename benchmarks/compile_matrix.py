@@ -1,7 +1,7 @@
 """Compiles the bundled Llamas for Blackwell: native products, memory, kernels, traffic and compile time.
 
     python -m benchmarks.compile_matrix [--config llama3_8b] [--policy fp8] [--target gb200] [--mesh "fsdp=4 tensor=2"]
-        [--gather once] [--backend te] [--reports FOLDER]
+        [--gather once] [--devices 1024 --batch 2048 --accumulate 4] [--backend te] [--reports FOLDER]
 
 Needs the extras cuda13 and train, and no GPU. Takes about a minute of processor time for each row. CPU time is that of
 the whole command. --reports keeps what `policyc compile --format json` says, for `policyc estimate --compiled`.
@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.speed_ups import REMAT, Case, report_name
 
 DEVICES = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 128}
+SETTINGS = ("batch", "accumulate", "gather")
 POLICIES = ("fp8", "llama_nvfp4", "te_nvfp4")
 COLUMNS = (
     "configuration",
@@ -51,7 +52,10 @@ WITH_TRANSFORMER_ENGINE = (
 """Loads Transformer Engine where there is no GPU, and runs a command of policyc."""
 
 
-def compile_step(policy: str, case: Case, mesh: str, gather: str, backend: str) -> dict[str, Any]:
+def compile_step(
+    policy: str, case: Case, mesh: str, backend: str, settings: dict[str, str]
+) -> dict[str, Any]:
+    """Compiles a step with other settings, if there are any, and measures the command."""
     words = [
         "compile",
         policy,
@@ -62,7 +66,8 @@ def compile_step(policy: str, case: Case, mesh: str, gather: str, backend: str) 
         "--devices",
         str(case.devices),
     ]
-    words += ["--mesh", mesh, "--gather", gather]
+    words += ["--mesh", mesh]
+    words += [word for name, value in settings.items() for word in (f"--{name}", value)]
     words += ["--remat", REMAT[case.config]] if case.config in REMAT else []
     words += [] if backend == "auto" else ["--backend", backend]
     start_command = ["-c", WITH_TRANSFORMER_ENGINE] if backend == "te" else ["-m", "policyc.cli.main"]
@@ -77,12 +82,12 @@ def compile_step(policy: str, case: Case, mesh: str, gather: str, backend: str) 
     after, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - start
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     report = json.loads(process.stdout)
-    mesh_and_gather = mesh if gather == "each" else f"{mesh}, gather {gather}"
+    mesh_and_settings = ", ".join([mesh, *(f"{name} {value}" for name, value in settings.items())])
     return {
         **report,
         "policy": policy,
         "config": case.config,
-        "mesh": mesh_and_gather,
+        "mesh": mesh_and_settings,
         "wall_s": wall,
         "cpu_s": cpu,
     }
@@ -126,8 +131,10 @@ def main() -> None:
     parser.add_argument("--target", action="append", help="only this GPU (default: gb200 and gb300)")
     parser.add_argument("--mesh", metavar="AXES", help="mesh axes and sizes (default: all devices on fsdp)")
     parser.add_argument(
-        "--gather", choices=("each", "once"), default="each", help="as in policyc compile (default: each)"
+        "--devices", type=int, metavar="N", help="number of devices (default: as in the docs)"
     )
+    for name in SETTINGS:
+        parser.add_argument(f"--{name}", help="as in policyc compile")
     parser.add_argument("--backend", default="auto", help="the backend (default: auto)")
     parser.add_argument(
         "--reports", type=Path, metavar="FOLDER", help="also write the reports to this folder"
@@ -138,9 +145,10 @@ def main() -> None:
     )
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     for config, target, policy in cases:
-        case = Case(config, target, DEVICES[config])
+        case = Case(config, target, options.devices or DEVICES[config])
         mesh = options.mesh or f"fsdp={case.devices}"
-        report = compile_step(policy, case, mesh, options.gather, options.backend)
+        settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name)}
+        report = compile_step(policy, case, mesh, options.backend, settings)
         print(table_row(report), flush=True)
         if options.reports is not None:
             options.reports.mkdir(parents=True, exist_ok=True)

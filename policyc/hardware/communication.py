@@ -69,8 +69,7 @@ def communication_seconds(
     """Time of everything that devices send each other in a step, with no overlap.
 
     fsdp gathers weights and scatters the sums of their gradients, and data adds these sums, for each microbatch or
-    once. tensor gathers and scatters the residual stream around attention and MLP, and context exchanges sequences for
-    heads around attention, in both passes, in bf16.
+    once. context exchanges sequences for heads around attention in both passes.
     """
     traffic = weight_traffic(step, phase)
     stride = mesh.context * mesh.tensor
@@ -79,10 +78,29 @@ def communication_seconds(
     times = 1 if step.gathers_once else step.accumulate
     total = times * exchange_seconds(target, fsdp_bytes, mesh.fsdp, stride)
     total += times * exchange_seconds(target, data_bytes, mesh.data, stride * mesh.fsdp)
-    if step.block is not None:
-        tokens = microbatch_tokens(step.plan) * step.accumulate / mesh.batch_shards
-        stream = BF16_BYTES * tokens / mesh.context * step.block.layers
-        total += exchange_seconds(target, 2 * 4 * stream * step.block.width, mesh.tensor, 1)
-        heads = 2 * (2 * step.block.heads_width + 2 * step.block.kv_width) / mesh.tensor
-        total += exchange_seconds(target, stream * heads, mesh.context, mesh.tensor)
-    return total
+    traffic_of_activations = activation_traffic(step, mesh)
+    total += exchange_seconds(target, traffic_of_activations.tensor, mesh.tensor, 1)
+    return total + exchange_seconds(target, traffic_of_activations.context, mesh.context, mesh.tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationTraffic:
+    """Bytes of activations that a device exchanges in a step, over the tensor axis and over the context axis."""
+
+    tensor: float = 0.0
+    context: float = 0.0
+
+
+def activation_traffic(step: TrainingStep, mesh: MeshShape) -> ActivationTraffic:
+    """What the tensor and context axes exchange, in bf16. Nothing if the sizes of a block are not known.
+
+    Over the tensor axis, the residual stream is summed after attention and after the MLP in both passes, and after
+    attention once more if the forward pass is recomputed. A sum scatters and gathers it.
+    """
+    if step.block is None:
+        return ActivationTraffic()
+    tokens = microbatch_tokens(step.plan) * step.accumulate / mesh.token_shards
+    stream = BF16_BYTES * tokens * step.block.layers
+    sums = 5 if step.remat in RECOMPUTES_GEMMS else 4
+    heads = 2 * (2 * step.block.heads_width + 2 * step.block.kv_width) / mesh.tensor
+    return ActivationTraffic(tensor=2 * sums * stream * step.block.width, context=stream * heads)
