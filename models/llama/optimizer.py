@@ -122,7 +122,8 @@ def gradients(
     params: Params, batch: Batch, scale: jax.Array, config: ModelConfig, run: RunConfig, mesh: Mesh
 ) -> tuple[Params, jax.Array]:
     """The scaled gradient of the mean loss over all unmasked tokens, in `accumulate` parts; and that mean."""
-    count = jnp.maximum(jnp.sum(batch["mask"].astype(jnp.float32)), 1)
+    # If all tokens are end tokens, the count is 0 and the loss is NaN: a faulty step.
+    count = jnp.sum(batch["mask"].astype(jnp.float32))
     if run.gather == "each":
         return _sum_parts(params, batch, (scale, count), config, run, mesh)
 

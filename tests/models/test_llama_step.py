@@ -224,6 +224,16 @@ def test_a_faulty_step_changes_no_weight(entries, scale):
     assert float(after["scale"]) == pytest.approx(scale)
 
 
+def test_a_batch_without_a_prediction_is_faulty() -> None:
+    """Such as one of end tokens only, under a document mask. Its loss is no 0, which would look like a success."""
+    batch = next(batches(llama_runs.make_mesh()))
+    batch["mask"] = jnp.zeros_like(batch["mask"])
+    after, measured = single_device_step()(state_with(), batch)
+    assert math.isnan(measured["loss"])
+    assert not measured["fine"]
+    jax.tree.map(np.testing.assert_array_equal, after["params"], initial_values()["params"])
+
+
 # ---- learning rate, weight decay, FLOPs, sizes
 
 

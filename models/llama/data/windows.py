@@ -121,7 +121,8 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> Ro
     else:
         count, row = shuffle_windows(tokens.arrays, span, run.sequence, seed)
     if not count:
-        short = f"fewer than {run.sequence + 1} consecutive ones are for {split}"
+        needed = 2 if run.packing == "whole" else run.sequence + 1
+        short = f"fewer than {needed} consecutive ones are for {split}"
         raise ConfigError(f"'{spec.name}' has {total} tokens: {short}")
     contents = tokens.contents + (", all for training" if spec.has_validation else "")
     return RowArray(row, count, tokens.vocab, contents)
