@@ -74,9 +74,15 @@ class Division:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardIndex:
-    """Which shard a device has. Its methods are for the body of a divided function."""
+    """Which shard a device has, and how results are divided further. Its methods are for the body of a function.
+
+    Attributes:
+      factors: as in `Division`.
+      scattered: as in `Division`.
+    """
 
     factors: Mapping[str, MeshAxes]
+    scattered: tuple[ArrayAxes, ...] = ()
 
     @property
     def axes(self) -> MeshAxes:
@@ -91,6 +97,14 @@ class ShardIndex:
         """The index among the shards of one factor."""
         axes = self.factors.get(factor, ())
         return lax.axis_index(axes) if axes else 0
+
+    def first_scattered(self, result: int = 0) -> int | None:
+        """The first dimension along which a result is scattered when it is reduced; None if there is none.
+
+        XLA transposes a result whose first dimension in memory is another one.
+        """
+        dims = self.scattered[result] if self.scattered else ()
+        return next((i for i, axes in enumerate(dims) if axes), None)
 
 
 Body = Callable[..., Sequence[jax.Array]]
@@ -110,8 +124,10 @@ def partition(body: Body, rule: PartitionRule) -> Callable[..., Sequence[jax.Arr
         if division.gathered:
             warnings.warn(division.gathered, stacklevel=2)
 
+        index = ShardIndex(factors=division.factors, scattered=division.scattered)
+
         def run_shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            return _reduce(rule, division, body(ShardIndex(factors=division.factors), *arrays))
+            return _reduce(rule, division, body(index, *arrays))
 
         none = tuple(((),) * len(dims) for dims in rule.operands)
         return (

@@ -104,3 +104,12 @@ def test_each_device_runs_the_function_on_its_shard() -> None:
     # The two shards of a row have the indices 2i and 2i + 1.
     np.testing.assert_array_equal(indices, np.repeat([1, 5, 9, 13], 2))
     np.testing.assert_array_equal(partition(sum_rows, rule)(x)[1], -1)
+
+
+def test_an_index_says_where_a_result_is_scattered() -> None:
+    columns = ((), ("fsdp",))
+    division = divide(PRODUCT, SIZES, MESH, (((), ("fsdp",)), (("fsdp",), ())), (columns,))
+    assert division.scattered == (columns,)
+    assert ShardIndex(factors=division.factors, scattered=division.scattered).first_scattered() == 1
+    assert ShardIndex(factors=division.factors, scattered=(((), ()),)).first_scattered() is None
+    assert ShardIndex(factors={}).first_scattered() is None

@@ -250,10 +250,14 @@ def test_compiled_for_eight_gb200(shape: tuple[int, int]) -> None:
             (tokens, local, width),  # up, fprop
             (tokens, width, local),  # down, fprop
             (tokens, local, width),  # down, dgrad
-            (local, width, tokens),  # down, wgrad
             (width, local, tokens),  # up, wgrad
+            # down, wgrad: transposed if the sum over devices is scattered along its columns.
+            (width, local, tokens) if fsdp > 1 else (local, width, tokens),
         ]
     )
+    transposed = re.findall(r"= bf16\[([\d,]*)\]\S* (?:transpose|copy)\(", report.text)
+    if fsdp > 1:  # else activations are larger than gradients of weights
+        assert all(math.prod(map(int, dims.split(","))) < width * local for dims in transposed)
     kinds = {(c.kind, c.type) for c in report.collectives}
     bulk = {k for k in kinds if k[0] != "all-reduce"}
     assert bulk == ({("all-gather", "u8"), ("reduce-scatter", "bf16")} if fsdp > 1 else set())

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from policyc.jaxcore.partition import Dim, Dims, PartitionRule, partition
+from policyc.jaxcore.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import LoweringContext, QuantizeRequest, emulate, te_calls, te_quantize, xla
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
@@ -161,14 +161,21 @@ def gemm(
     engine = te_calls.load()
     left_contract, right_contract = dimensions[0]
 
-    def run(_: Any, *arrays: jax.Array) -> tuple[jax.Array]:
+    def run(index: ShardIndex, *arrays: jax.Array) -> tuple[jax.Array]:
         left_codes, left_scales, right_codes, right_scales, alpha = arrays
         left, left_free = _as_matrix(lhs.layout, left_codes, left_scales, left_contract)
         right, right_free = _as_matrix(rhs.layout, right_codes, right_scales, right_contract)
+        # A sum over devices that is scattered along columns is computed transposed, so that XLA need not transpose it.
+        scattered = index.first_scattered()
+        is_transposed = scattered is not None and scattered >= len(left_free)
+        operands = (right, left) if is_transposed else (left, right)
         # Without the barrier, XLA multiplies twice if the product is also saved for the backward pass: once in place,
         # among those of the other layers.
-        product = materialize(engine.gemm(left, right, alpha, out))
-        return (product.reshape(*left_free, *right_free),)
+        product = materialize(engine.gemm(*operands, alpha, out))
+        if not is_transposed:
+            return (product.reshape(*left_free, *right_free),)
+        free = product.reshape(*right_free, *left_free)
+        return (jnp.moveaxis(free, range(len(right_free)), range(len(left_free), free.ndim)),)
 
     arrays = [array for operand in (lhs, rhs) for array in (operand.codes, operand.scales)]
     multiply = partition(run, _gemm_rule(lhs, rhs, dimensions))
