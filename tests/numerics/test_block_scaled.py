@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from policyc.jaxcore.partition import divide, factor_sizes
 from policyc.language.recipes import OPERAND_GROUPS, make_recipe
-from policyc.numerics.backends.block_scaled import Partition, Rows, divide
+from policyc.numerics.backends.block_scaled import Rows, gemm_rule
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, dequantize, quantize
 from tests.support.gemms import normal, quick_jit, three_products
@@ -30,54 +31,75 @@ def rows(count: int, contracted: int, tile: int = 1) -> Rows:
     return Rows(*(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in (codes, scales)))  # type: ignore[arg-type]
 
 
-def parts(**axes: tuple[str, ...]) -> Partition:
-    names = ("batch", "m", "n", "k", "sum_to_m", "sum_to_n")
-    return Partition(**{name: axes.get(name, ()) for name in names})
-
-
 X, W = rows(1024, 256), rows(512, 256, tile=16)
-CASES = {
+CASES: dict[str, Any] = {
     "tokens are divided and the weight is gathered": (
         (X, W),
         (((), BATCH, ()), ((), ("tensor",), ("fsdp",)), ((), BATCH, ("tensor",))),
-        parts(m=BATCH, n=("tensor",)),
+        {"m": BATCH, "n": ("tensor",)},
+        WHOLE,
     ),
     "the gradient of a weight goes to the devices that hold it": (
         (rows(256, 1024), rows(512, 1024)),
         (((), (), BATCH), ((), ("tensor",), BATCH), ((), ("fsdp",), ("tensor",))),
-        parts(n=("tensor",), k=BATCH, sum_to_m=("fsdp",)),
+        {"n": ("tensor",), "contracted": BATCH},
+        ((), ("fsdp",), ()),
     ),
     "also if they divide its columns": (
         (rows(256, 1024), rows(512, 1024)),
         (((), ("tensor",), BATCH), ((), (), BATCH), ((), ("tensor",), ("fsdp",))),
-        parts(m=("tensor",), k=BATCH, sum_to_n=("fsdp",)),
+        {"m": ("tensor",), "contracted": BATCH},
+        ((), (), ("fsdp",)),
     ),
     "a sharded contraction is summed": (
         (X, W),
         (((), BATCH, ("tensor",)), ((), ("fsdp",), ("tensor",)), ((), BATCH, ())),
-        parts(m=BATCH, k=("tensor",)),
+        {"m": BATCH, "contracted": ("tensor",)},
+        WHOLE,
     ),
     "blocks are not divided": (
         (rows(1024, 32), rows(512, 32)),
         (((), (), ("fsdp",)), ((), (), ("fsdp",)), WHOLE),
-        parts(),
+        {},
+        WHOLE,
     ),
     "nor are tiles": (
         (X, rows(48, 256, tile=16)),
         (WHOLE, ((), ("tensor",), ()), ((), (), ("tensor",))),
-        parts(),
+        {},
+        WHOLE,
     ),
     "a part of a sum is divided again after the axes that divide an operand": (
         (rows(256, 1024), rows(512, 1024)),
         (((), ("tensor",), BATCH), ((), (), BATCH), ((), ("fsdp", "tensor"), ())),
-        parts(m=("tensor",), k=BATCH),
+        {"m": ("tensor",), "contracted": BATCH},
+        WHOLE,
     ),
 }
 
 
-@pytest.mark.parametrize(("operands", "shardings", "expected"), CASES.values(), ids=CASES)
-def test_how_a_gemm_is_divided(operands: Any, shardings: Any, expected: Partition) -> None:
-    assert divide(MESH, operands, shardings) == expected
+@pytest.mark.parametrize(("operands", "shardings", "factors", "scattered"), CASES.values(), ids=CASES)
+def test_how_a_gemm_is_divided(operands: Any, shardings: Any, factors: Any, scattered: Any) -> None:
+    left, right, result = shardings
+    rule = gemm_rule(*operands)
+    sizes = factor_sizes(rule, [array.shape for x in operands for array in (x.codes, x.scales)])
+    division = divide(rule, sizes, MESH, (left, left, right, right), (result,))
+    assert {name: axes for name, axes in division.factors.items() if axes} == factors
+    assert division.scattered == (scattered,)
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_an_outer_scale_of_each_row_is_divided_with_the_rows(count: int) -> None:
+    outer = jax.ShapeDtypeStruct((1, count, 1), jnp.float32)
+    x = rows(64, 256)._replace(mantissa=outer, exponent=outer)
+    rule = gemm_rule(x, W)
+    assert [dims[1][0] for dims in rule.operands] == [
+        "m",
+        "m",
+        *["m" if count > 1 else "m_scale"] * 2,
+        "n",
+        "n",
+    ]
 
 
 DIMS = (((2,), (0,)), ((), ()))

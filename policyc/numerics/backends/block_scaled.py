@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from policyc.jaxcore.partition import ArrayAxes, MeshAxes, array_mesh_axes
+from policyc.jaxcore.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.quantize.layout import repeat_axis
 from policyc.numerics.quantize.values import apply_outer_scale
 
@@ -115,12 +112,10 @@ def _apply_outer_scales(product: jax.Array, a: Rows, b: Rows) -> jax.Array:
 @cache
 def _batched(spec: BlockScaledSpec) -> Any:
     """The GEMM under any number of `vmap`s: a mapped axis becomes part of the batch."""
-    partitioned = _partitioned(spec)
 
     @custom_vmap
     def multiply(a: Rows, b: Rows) -> jax.Array:
-        product: jax.Array = partitioned(a, b)
-        return product
+        return _multiply_divided(a, b, spec)
 
     @multiply.def_vmap
     def multiply_mapped(size: int, mapped: tuple[Rows, Rows], a: Rows, b: Rows) -> tuple[jax.Array, bool]:
@@ -138,122 +133,39 @@ def _batched(spec: BlockScaledSpec) -> Any:
 # ---- on several devices
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
-    """How a GEMM is divided: the mesh axes of its batch, of the rows of both operands, and of what it contracts.
+def _multiply_divided(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
+    """The product, each device its part."""
+    arrays, structure = jax.tree.flatten((a, b))
 
-    `sum_to_m` and `sum_to_n` are the contracted axes over which a sum leaves each device a part of the result's rows or
-    columns.
-    """
+    def run(index: ShardIndex, *shards: jax.Array) -> tuple[jax.Array]:
+        left, right = jax.tree.unflatten(structure, shards)
+        if index.first_scattered() == 2:
+            # Computed transposed, so that XLA need not transpose it before it scatters the sum along its columns.
+            return (_multiply(right, left, spec).swapaxes(1, 2),)
+        return (_multiply(left, right, spec),)
 
-    batch: MeshAxes
-    m: MeshAxes
-    n: MeshAxes
-    k: MeshAxes
-    sum_to_m: MeshAxes
-    sum_to_n: MeshAxes
-
-    @property
-    def result(self) -> tuple[MeshAxes, MeshAxes, MeshAxes]:
-        return self.batch, self.m + self.sum_to_m, self.n + self.sum_to_n
-
-    @property
-    def sum_to_all(self) -> MeshAxes:
-        """The contracted axes over which each device gets the whole sum."""
-        return tuple(axis for axis in self.k if axis not in self.sum_to_m + self.sum_to_n)
+    return partition(run, gemm_rule(a, b))(*arrays)[0]
 
 
-def divide(
-    mesh_shape: dict[str, int],
-    operands: tuple[Rows, Rows],
-    shardings: tuple[ArrayAxes, ArrayAxes, ArrayAxes],
-) -> Partition:
-    """The partition of a GEMM whose operands and result are sharded like this. What does not fit is gathered.
-
-    Both operands must be sharded alike along what is contracted, else it is gathered: for weights these are codes. A
-    sharded sum goes to the devices that the result asks for.
-    """
-    a, b = operands
-    (a_batch, a_m, a_k), (b_batch, b_n, b_k), (_, out_m, out_n) = shardings
-
-    def count(axes: MeshAxes) -> int:
-        return prod(mesh_shape[axis] for axis in axes)
-
-    def fits(axes: MeshAxes, *sizes: int) -> bool:
-        return all(size % count(axes) == 0 for size in sizes)
-
-    k = a_k if a_k == b_k and fits(a_k, a.scales.shape[2]) else ()
-    batch = a_batch if a_batch == b_batch and fits(a_batch, a.codes.shape[0]) else ()
-
-    def rows(requested: MeshAxes, sharded: MeshAxes, x: Rows, taken: MeshAxes) -> tuple[MeshAxes, MeshAxes]:
-        """The axes that divide the rows of an operand, and those over which its rows of the sum are divided."""
-        axes = requested or tuple(axis for axis in sharded if axis not in k)
-        axes = tuple(axis for axis in axes if axis not in taken)
-        kept = tuple(axis for axis in axes if axis not in k)
-        summed = tuple(axis for axis in axes if axis in k)
-        if not fits(kept, x.codes.shape[1], x.scales.shape[1]):
-            return (), ()
-        # A sum divides what each device has: its axes come after the others.
-        return kept, summed if kept + summed == axes and fits(axes, x.codes.shape[1]) else ()
-
-    m, sum_to_m = rows(out_m, a_m, a, batch)
-    n, sum_to_n = rows(out_n, b_n, b, batch + m + sum_to_m)
-    return Partition(batch=batch, m=m, n=n, k=k, sum_to_m=sum_to_m, sum_to_n=sum_to_n)
+def gemm_rule(a: Rows, b: Rows) -> PartitionRule:
+    """How a GEMM may be divided: rows in whole tiles, what is contracted in whole blocks."""
+    (left, left_arrays), (right, right_arrays) = (_row_dims(x, name) for x, name in ((a, "m"), (b, "n")))
+    return PartitionRule(
+        name="block-scaled GEMM",
+        operands=(*left_arrays, *right_arrays),
+        results=((("batch", 1), left, right),),
+    )
 
 
-@cache
-def _partitioned(spec: BlockScaledSpec) -> Any:
-    def multiply(a: Rows, b: Rows) -> jax.Array:
-        return _multiply(a, b, spec)
-
-    def partition(mesh: Mesh, operands: tuple[Rows, Rows], result: Any) -> tuple[Any, Any, Any, Any]:
-        a, b = operands
-        left, right, out = (array_mesh_axes(x, "block-scaled GEMM") for x in (a.codes, b.codes, result))
-        parts = divide(dict(mesh.shape), operands, (left, right, out))
-
-        def run(a: Rows, b: Rows) -> jax.Array:
-            if parts.sum_to_n and not parts.sum_to_m:
-                # Along its first dimension, XLA scatters a sum without transposing it first.
-                return _sum(_multiply(b, a, spec), parts.sum_to_n, parts.sum_to_all).swapaxes(1, 2)
-            product = _sum(_multiply(a, b, spec), parts.sum_to_m, parts.sum_to_all)
-            if parts.sum_to_n:
-                product = _sum(product.swapaxes(1, 2), parts.sum_to_n, ()).swapaxes(1, 2)
-            return product
-
-        rows = (
-            _operand_shardings(mesh, a, (parts.batch, parts.m, parts.k)),
-            _operand_shardings(mesh, b, (parts.batch, parts.n, parts.k)),
-        )
-        return mesh, run, _named_sharding(mesh, parts.result), rows
-
-    partitioned: Any = custom_partitioning(multiply)
-    partitioned.def_partition(partition, sharding_rule=_sharding_rule)
-    return partitioned
-
-
-def _sum(product: jax.Array, to_rows: MeshAxes, to_all: MeshAxes) -> jax.Array:
-    """Sums over devices, in the dtype of the product."""
-    if to_rows:
-        product = lax.psum_scatter(product, to_rows, scatter_dimension=1, tiled=True)
-    return lax.psum(product, to_all) if to_all else product
-
-
-def _sharding_rule(mesh: Any, operands: Any, results: Any) -> str:
-    """Shardy's rule: the dimension names of each array. Outer scales, if there are any, have few elements."""
-    del mesh, results
-    left, right = ["b m k", "b m k"], ["b n k", "b n k"]
-    if len(operands) > len(left + right):
-        left, right = [*left, "p q r", "p q r"], [*right, "s t u", "s t u"]
-    return f"{', '.join(left + right)} -> b m n"
-
-
-def _operand_shardings(mesh: Mesh, rows: Rows, axes: tuple[MeshAxes, MeshAxes, MeshAxes]) -> Rows:
-    along, batch = _named_sharding(mesh, axes), _named_sharding(mesh, (axes[0], axes[1], ()))
+def _row_dims(rows: Rows, name: str) -> tuple[Dim, tuple[Dims, ...]]:
+    """The dimension of the rows of an operand in the result, and the dimensions of its arrays."""
+    (_, count, length), (_, scale_rows, blocks) = rows.codes.shape, rows.scales.shape
+    dim = name, count // scale_rows
+    codes = ("batch", 1), dim, ("contracted", length // blocks)
+    scales = ("batch", 1), (name, 1), ("contracted", 1)
     if rows.mantissa is None:
-        return Rows(along, along)  # type: ignore[arg-type]  # shardings in place of arrays
-    outer = batch if rows.mantissa.shape[1] > 1 else _named_sharding(mesh, (axes[0], (), ()))
-    return Rows(along, along, outer, outer)  # type: ignore[arg-type]  # shardings in place of arrays
-
-
-def _named_sharding(mesh: Mesh, axes: ArrayAxes) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(*(a or None for a in axes)))
+        return dim, (codes, scales)
+    # An outer scale for all rows, or one for each of them.
+    scale_dim = dim if rows.mantissa.shape[1] == count else (f"{name}_scale", 1)
+    outer = ("batch", 1), scale_dim, (f"{name}_one", 1)
+    return dim, (codes, scales, outer, outer)
