@@ -40,7 +40,11 @@ class ModelConfig:
 
     layers: int = setting(4, "number of transformer blocks", least=1)
     width: int = setting(128, "size of the residual stream", least=1)
-    hidden: int = setting(384, "hidden size of the MLP", least=1)
+    hidden: int = setting(384, "hidden size of the MLP, or of each expert", least=1)
+    experts: int = setting(0, "number of experts in each block; 0: an MLP instead")
+    experts_per_token: int = setting(2, "number of experts that compute a token", least=1)
+    balance_loss: float = setting(0.02, "weight of the loss that balances the load of the experts")
+    router_z_loss: float = setting(0.0, "weight of the squared log-partition of the routers in the loss")
     heads: int = setting(4, "number of query heads", least=1)
     kv_heads: int = setting(2, "number of key and value heads", least=1)
     head_dim: int = setting(32, "size of one head", least=2)
@@ -103,6 +107,7 @@ class RunConfig:
                           "step: whole weights and gradients on every device", choices=("each", "once"))  # fmt: skip
     data_axis: int = operational(-1, "devices that divide the batch; -1: all that are left", least=-1)
     fsdp_axis: int = operational(1, "devices that divide the batch and the parameters", least=1)
+    expert_axis: int = operational(1, "devices that divide the batch and the experts", least=1)
     tensor_axis: int = operational(1, "devices that divide heads, hidden and vocabulary", least=1)
     context_axis: int = operational(1, "devices that divide the sequence", least=1)
     distributed: bool = operational(False, "start jax.distributed, for several processes")
@@ -136,12 +141,14 @@ def _model(*sizes: int, **options: Any) -> ModelConfig:
     return ModelConfig(**options)
 
 
+_MIXTRAL: dict[str, Any] = {"experts": 8, "rope_theta": 1e6, "remat": "dots"}
 _LLAMA3: dict[str, Any] = {"remat": "dots"}
 _SHORT: dict[str, Any] = {"batch": 512, "sequence": 512}
 _LONG: dict[str, Any] = {"steps": 10000, "batch": 1024, "sequence": 8192, "warmup": 0.02}
 _SMALL: dict[str, Any] = {"batch": 16, "sequence": 512, "learning_rate": 1e-3}
 CONFIGS: dict[str, tuple[ModelConfig, RunConfig]] = {
     "tiny": (ModelConfig(), RunConfig()),
+    "moe_tiny": (ModelConfig(layers=2, hidden=96, experts=4), RunConfig(sequence=64)),
     # For many runs of one policy: 10 tokens per parameter, not counting embedding and head. With four times the batch,
     # three times the learning rate and half the warm-up, the gap of two policies varies ten times as much over seeds.
     "5m": (_model(6, 256, 768, 4, 4, 64, 8192), RunConfig(steps=6100, **_SMALL)),
@@ -154,6 +161,7 @@ CONFIGS: dict[str, tuple[ModelConfig, RunConfig]] = {
     "1b": (_model(16, 2048, 8192, 32, 8, 64, 128256, rope_scaling=32.0),
            RunConfig(steps=25000, batch=256, sequence=4096, learning_rate=4e-4)),
     "llama3_8b": (_model(32, 4096, 14336, 32, 8, 128, 128256, **_LLAMA3), RunConfig(**_LONG, learning_rate=3e-4)),
+    "mixtral_8x7b": (_model(32, 4096, 14336, 32, 8, 128, 32000, **_MIXTRAL), RunConfig(**_LONG, learning_rate=3e-4)),
     "llama3_70b": (_model(80, 8192, 28672, 64, 8, 128, 128256, **_LLAMA3, rope_scaling=8.0),
                    RunConfig(**_LONG, learning_rate=1.5e-4)),
     "llama3_405b": (_model(126, 16384, 53248, 128, 8, 128, 128256, **(_LLAMA3 | {"remat": "full"}), rope_scaling=8.0),
@@ -172,6 +180,10 @@ def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
         errors.append(f"--profile-steps {run.profile_steps}: expected the first and last step, such as 10:13")
     elif run.profile and int(last) > run.steps:
         errors.append(f"--profile-steps {run.profile_steps}: there are only {run.steps} steps")
+    if model.experts and model.experts_per_token > model.experts:
+        errors.append(
+            f"--experts-per-token {model.experts_per_token}: there are only {model.experts} experts"
+        )
     if run.seeds is not None:
         errors += _invalid_seeds(run)
     if run.packing == "whole" and not run.document_mask:

@@ -30,9 +30,13 @@ PEAKS = {"GB300": 2450, "GB200": 2450, "B300": 2250, "B200": 2250, "H200": 989, 
 
 
 def flops_per_token(config: ModelConfig, sequence: int) -> int:
-    """Forward and backward: 6 for each weight of a GEMM, and attention's two products, half of which are masked."""
+    """Forward and backward: 6 for each weight of a GEMM, and attention's two products, half of which are masked.
+
+    Of the experts, only those of a token count.
+    """
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = config.width * (2 * q + 2 * kv + 3 * config.hidden)
+    hidden = config.hidden * (config.experts_per_token if config.experts else 1)
+    layer = config.width * (2 * q + 2 * kv + 3 * hidden + config.experts)
     return 6 * (config.layers * layer + config.width * config.vocab) + 6 * config.layers * q * sequence
 
 

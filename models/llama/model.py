@@ -1,9 +1,10 @@
-"""A Llama: grouped-query attention, rotary positions, SwiGLU, RMSNorm, an untied head; and its sharding.
+"""A Llama: grouped-query attention, rotary positions, SwiGLU or experts, RMSNorm, an untied head; and its sharding.
 
 Parameters are float32. Norms, rotations, the softmax of the loss and the sums of gradients are float32 too; all else
 is computed in `config.compute`. A weight is cast where it is used, so that its gradient is float32.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,35 +17,42 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, runs_of_seeds
+from policyc.models.llama.experts import RouterSummary, mix_experts
 
 Params = dict[str, Any]
 Batch = dict[str, Any]  # tokens, targets, mask; with --document-mask also segments, positions
 LossSums = tuple[jax.Array, jax.Array]
 
-AXES = ("data", "fsdp", "tensor", "context")
+AXES = ("data", "fsdp", "expert", "tensor", "context")
 # The mesh axes that divide each logical axis. Attention needs whole sequences, so inside it the context axis divides
 # heads instead.
-AXIS_RULES: dict[str | None, Any] = {"batch": ("data", "fsdp"), "rows": "data", "sequence": "context",
-                                     "width": "fsdp", "inner": "tensor", "heads": ("tensor", "context"),
-                                     None: None}  # fmt: skip
+AXIS_RULES: dict[str | None, Any] = {"batch": ("data", "fsdp", "expert"), "rows": ("data", "expert"),
+                                     "sequence": "context", "width": "fsdp", "inner": "tensor", "expert": "expert",
+                                     "heads": ("tensor", "context"), None: None}  # fmt: skip
 
 
 def check_divisible(config: ModelConfig, run: RunConfig, axes: Mapping[str, int]) -> None:
     """Raises ConfigError unless a mesh with these axes divides every size evenly."""
-    data, fsdp, tensor, context = (axes[name] for name in AXES)
-    if run.gather == "once" and tensor * context > 1:
+    data, fsdp, expert, tensor, context = (axes[name] for name in AXES)
+    if run.gather == "once" and expert * tensor * context > 1:
         raise ConfigError(
-            "--gather once: every device computes with whole weights and sequences, so tensor and context must be 1"
+            "--gather once: every device computes with whole weights and sequences, so expert, tensor and context "
+            "must be 1"
         )
-    parts = run.accumulate * data * fsdp
+    if expert > 1 and not config.experts:
+        raise ConfigError(
+            f"an expert axis of {expert} divides experts, and the model has none: add --experts"
+        )
+    parts = run.accumulate * data * fsdp * expert
     multiples = (
         ("heads", config.heads, config.kv_heads, "key and value heads"),
         ("head_dim", config.head_dim, 2, "rotary embedding"),
-        ("batch", run.batch, parts, "accumulate x data x fsdp"),
+        ("batch", run.batch, parts, "accumulate x data x fsdp x expert"),
         ("sequence", run.sequence, config.loss_chunks * context, "loss_chunks x context"),
         ("heads", config.heads, tensor * context, "tensor x context"),
         ("width", config.width, fsdp, "fsdp"),
         ("hidden", config.hidden, tensor, "tensor"),
+        ("experts", config.experts, expert, "expert"),
         ("kv_heads x head_dim", config.kv_heads * config.head_dim, tensor, "tensor"),
         ("vocab", config.vocab, tensor, "tensor"),
     )
@@ -57,19 +65,23 @@ def check_divisible(config: ModelConfig, run: RunConfig, axes: Mapping[str, int]
 
 def make_mesh(config: ModelConfig, run: RunConfig) -> Mesh:
     """The mesh of a run, over all devices."""
-    fsdp, tensor, context = run.fsdp_axis, run.tensor_axis, run.context_axis
-    count, rest = jax.device_count(), fsdp * tensor * context
+    fixed = {
+        "fsdp": run.fsdp_axis,
+        "expert": run.expert_axis,
+        "tensor": run.tensor_axis,
+        "context": run.context_axis,
+    }
+    count, rest = jax.device_count(), math.prod(fixed.values())
     if run.seeds is not None and count > 1:
         raise ConfigError(f"--seeds runs on one device, and there are {count}: choose one, such as by "
                           "CUDA_VISIBLE_DEVICES=0, or start a process per seed with --seed")  # fmt: skip
     data = run.data_axis if run.data_axis > 0 else count // rest
     if data * rest != count:
-        mesh = f"{data} data x {fsdp} fsdp x {tensor} tensor x {context} context"
+        mesh = " x ".join(f"{size} {name}" for name, size in {"data": data, **fixed}.items())
         raise ConfigError(f"a mesh of {mesh} is not {count} devices: change the axes, or omit --data-axis")
-    shape = (data, fsdp, tensor, context)
     check_masked_attention(config, run)
-    check_divisible(config, run, dict(zip(AXES, shape, strict=True)))
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    check_divisible(config, run, {"data": data, **fixed})
+    return jax.make_mesh((data, *fixed.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def attention_implementation(config: ModelConfig) -> Literal["cudnn", "xla"]:
@@ -149,17 +161,37 @@ def param_specs(config: ModelConfig) -> Params:
     to_q, to_kv, to_hidden, to_vocab = (ParamSpec((width, n), ("width", "inner"), 0.02) for n in sizes)
     small = 0.02 / (2 * config.layers) ** 0.5  # for weights that write to the residual stream
     from_q, from_hidden = (ParamSpec((n, width), ("inner", "width"), small) for n in (q, config.hidden))
+    mlp: Params = {"gate_proj": to_hidden, "up_proj": to_hidden, "down_proj": from_hidden}
+    if config.experts:
+        router = ParamSpec((width, config.experts), ("width", None), 0.02)
+        mlp = {"router": router, "experts": _stack_specs(mlp, config.experts, "expert")}
     layer = {
         "attention_norm": norm,
         "attention": {"q_proj": to_q, "k_proj": to_kv, "v_proj": to_kv, "o_proj": from_q},
         "mlp_norm": norm,
-        "mlp": {"gate_proj": to_hidden, "up_proj": to_hidden, "down_proj": from_hidden},
+        "mlp": mlp,
     }
-    count = config.layers
-    stacked = jax.tree.map(lambda p: ParamSpec((count, *p.shape), (None, *p.axes), p.deviation), layer)
     embed = ParamSpec((config.vocab, width), ("inner", "width"), 0.02)
-    layers = stacked if config.scan else [layer] * count
+    layers = _stack_specs(layer, config.layers, None) if config.scan else [layer] * config.layers
     return {"embed": embed, "layers": layers, "norm": norm, "lm_head": to_vocab}
+
+
+def _stack_specs(specs: Params, count: int, axis: str | None) -> Params:
+    """Parameters with one more axis, before the others."""
+
+    def stack(spec: ParamSpec) -> ParamSpec:
+        return ParamSpec((count, *spec.shape), (axis, *spec.axes), spec.deviation)
+
+    return cast(Params, jax.tree.map(stack, specs))
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """The number of parameters, and of those that compute a token: of the experts, only the token's."""
+    sizes = [(path, math.prod(spec.shape)) for path, spec in jax.tree.leaves_with_path(param_specs(config))]
+    of_experts = sum(size for path, size in sizes if "['experts']" in jax.tree_util.keystr(path))
+    total = sum(size for _, size in sizes)
+    idle = of_experts * (config.experts - config.experts_per_token) // max(config.experts, 1)
+    return total, total - idle
 
 
 def init_params(key: jax.Array, config: ModelConfig) -> Params:
@@ -241,16 +273,22 @@ def attention(
 
 def block(
     x: jax.Array, params: Params, rope: Any, mask: jax.Array | None, config: ModelConfig, mesh: Mesh | None
-) -> jax.Array:
+) -> tuple[jax.Array, RouterSummary | None]:
+    """The residual stream after a block, and what its router did if it has experts."""
+    summary = None
     with jax.named_scope("attention"):
         y = rms_norm(x, params["attention_norm"], config.norm_eps)
         x = x + attention(params["attention"], y, rope, mask, config, mesh)
     x = constrain(x, mesh, "batch", "sequence", None)
     with jax.named_scope("mlp"):
         y = rms_norm(x, params["mlp_norm"], config.norm_eps)
-        y = jax.nn.silu(linear(params["mlp"], "gate_proj", y)) * linear(params["mlp"], "up_proj", y)
-        x = x + linear(params["mlp"], "down_proj", y)
-    return constrain(x, mesh, "batch", "sequence", None)
+        if config.experts:
+            y, summary = mix_experts(params["mlp"], y, config, mesh)
+            x = x + y
+        else:
+            y = jax.nn.silu(linear(params["mlp"], "gate_proj", y)) * linear(params["mlp"], "up_proj", y)
+            x = x + linear(params["mlp"], "down_proj", y)
+    return constrain(x, mesh, "batch", "sequence", None), summary
 
 
 _save_quantized = jax.checkpoint_policies.save_only_these_names("quantization")
@@ -283,6 +321,13 @@ def hidden(
     documents: Batch | None = None,
 ) -> jax.Array:
     """The input of the head. Without `documents` (segments and positions), every row is one document."""
+    return run_blocks(params, tokens, config, mesh, documents)[0]
+
+
+def run_blocks(
+    params: Params, tokens: jax.Array, config: ModelConfig, mesh: Mesh | None, documents: Batch | None
+) -> tuple[jax.Array, RouterSummary | None]:
+    """The input of the head, and what the routers did, stacked over the layers. Without experts that is None."""
     with jax.named_scope("embed"):
         x = embed(params["embed"], tokens, config.compute, mesh)
     if documents is None:
@@ -290,17 +335,22 @@ def hidden(
     else:
         positions, mask = documents["positions"], same_document(documents["segments"], mesh)
     rope = rotary(config, positions)
-    layer: Callable[..., jax.Array] = partial(block, rope=rope, mask=mask, config=config, mesh=mesh)
+    layer: Callable[..., tuple[jax.Array, RouterSummary | None]] = partial(
+        block, rope=rope, mask=mask, config=config, mesh=mesh
+    )
     if config.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan)
     if config.scan:
         with jax.named_scope("layers"):
-            x, _ = lax.scan(lambda x, layer_params: (layer(x, layer_params), None), x, params["layers"])
+            x, summaries = lax.scan(layer, x, params["layers"])
     else:
+        each = []
         for index, layer_params in enumerate(params["layers"]):
             with jax.named_scope(f"layers_{index}"):
-                x = layer(x, layer_params)
-    return rms_norm(x, params["norm"], config.norm_eps)
+                x, summary = layer(x, layer_params)
+            each.append(summary)
+        summaries = jax.tree.map(lambda *arrays: jnp.stack(arrays), *each)
+    return rms_norm(x, params["norm"], config.norm_eps), summaries
 
 
 # Saves the logits, in the compute dtype, and the reductions over the vocabulary: nothing of their size in float32.
@@ -316,8 +366,28 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array, z_los
 def loss(
     params: Params, batch: Batch, config: ModelConfig, mesh: Mesh | None = None, z_loss: float = 0.0
 ) -> LossSums:
-    """Sums over all unmasked tokens: the cross entropy in nats, and the z-loss."""
-    x = hidden(params, batch["tokens"], config, mesh, batch if "segments" in batch else None)
+    """Sums over all unmasked tokens: the cross entropy in nats, and the z-loss with the losses of the routers."""
+    return loss_and_loads(params, batch, config, mesh, z_loss)[0]
+
+
+def loss_and_loads(
+    params: Params, batch: Batch, config: ModelConfig, mesh: Mesh | None = None, z_loss: float = 0.0
+) -> tuple[LossSums, jax.Array | None]:
+    """The sums of `loss`, and the share of each expert of each layer. Without experts that is None."""
+    x, routers = run_blocks(params, batch["tokens"], config, mesh, batch if "segments" in batch else None)
+    nats, penalty = _head_loss(params, x, batch, config, mesh, z_loss)
+    if routers is None:
+        return (nats, penalty), None
+    # Means over all tokens, so each unmasked token gets the same.
+    of_token = config.balance_loss * routers.balance_loss + config.router_z_loss * routers.z_loss
+    penalty = penalty + jnp.mean(of_token) * jnp.sum(batch["mask"].astype(jnp.float32))
+    return (nats, penalty), routers.loads
+
+
+def _head_loss(
+    params: Params, x: jax.Array, batch: Batch, config: ModelConfig, mesh: Mesh | None, z_loss: float
+) -> LossSums:
+    """Cross entropy and z-loss of the logits, which may be computed in chunks."""
     whole = config.loss_chunks == 1
     head = params["lm_head"] if whole else gather_weight(params["lm_head"], mesh, (None, "inner"))
 

@@ -120,8 +120,11 @@ def _shardings(abstract: State) -> State:
 
 def gradients(
     params: Params, batch: Batch, scale: jax.Array, config: ModelConfig, run: RunConfig, mesh: Mesh
-) -> tuple[Params, jax.Array]:
-    """The scaled gradient of the mean loss over all unmasked tokens, in `accumulate` parts; and that mean."""
+) -> tuple[Params, Metrics]:
+    """The scaled gradient of the mean loss over all unmasked tokens, in `accumulate` parts; and that mean.
+
+    If there are experts, also `loads`: the share of each expert of each layer.
+    """
     # If all tokens are end tokens, the count is 0 and the loss is NaN: a faulty step.
     count = jnp.sum(batch["mask"].astype(jnp.float32))
     if run.gather == "each":
@@ -133,17 +136,19 @@ def gradients(
 
     def on_device(
         shards: Params, rows: Batch, scale_and_count: tuple[jax.Array, jax.Array]
-    ) -> tuple[Params, jax.Array]:
+    ) -> tuple[Params, Metrics]:
         # The table of the embedding in float32, because its gradient adds the rows of equal tokens.
         dtypes = {name: "float32" if name == "embed" else config.compute for name in specs}
         whole = {
             name: jax.tree.map(partial(_gather, dtype=dtype), specs[name], shards[name])
             for name, dtype in dtypes.items()
         }
-        grads, nats = _sum_parts(whole, rows, scale_and_count, config, run, None)
-        return jax.tree.map(_add_over_devices, specs, grads), lax.psum(nats, ("data", "fsdp"))
+        grads, measured = _sum_parts(whole, rows, scale_and_count, config, run, None)
+        sums = {"loss": lax.psum(measured.pop("loss"), ("data", "fsdp"))}
+        means = {name: lax.pmean(array, ("data", "fsdp")) for name, array in measured.items()}
+        return jax.tree.map(_add_over_devices, specs, grads), sums | means
 
-    mapped: Callable[..., tuple[Params, jax.Array]] = jax.shard_map(
+    mapped: Callable[..., tuple[Params, Metrics]] = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=(axes_of_params, axes_of_rows, llama.sharding(mesh, ()).spec),
@@ -160,23 +165,27 @@ def _sum_parts(
     config: ModelConfig,
     run: RunConfig,
     mesh: Mesh | None,
-) -> tuple[Params, jax.Array]:
+) -> tuple[Params, Metrics]:
     """The sums of gradient and loss over the parts of a batch, in float32."""
     scale, count = scale_and_count
 
-    def objective(params: Params, part: Batch) -> tuple[jax.Array, jax.Array]:
-        nats, z = llama.loss(params, part, config, mesh, run.z_loss)
-        return scale * (nats + z) / count, nats / count
+    def objective(params: Params, part: Batch) -> tuple[jax.Array, Metrics]:
+        (nats, penalty), loads = llama.loss_and_loads(params, part, config, mesh, run.z_loss)
+        measured = {"loss": nats / count} | ({} if loads is None else {"loads": loads / run.accumulate})
+        return scale * (nats + penalty) / count, measured
 
-    gradient: Callable[[Params, Batch], tuple[Params, jax.Array]] = jax.grad(objective, has_aux=True)
+    gradient: Callable[[Params, Batch], tuple[Params, Metrics]] = jax.grad(objective, has_aux=True)
     if run.accumulate == 1:
-        grads, nats = gradient(params, batch)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), nats
+        grads, measured = gradient(params, batch)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), measured
 
     def add(total: Any, part: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradient(params, part)), None
 
-    zero = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params), jnp.zeros(())
+    measured = {"loss": jnp.zeros(())}
+    if config.experts:
+        measured["loads"] = jnp.zeros((config.layers, config.experts))
+    zero = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params), measured
     parts = jax.tree.map(lambda rows: llama.split_interleaved(rows, 0, run.accumulate), batch)
     parts = jax.tree.map(lambda rows: llama.constrain(rows, mesh, None, "batch", "sequence"), parts)
     return lax.scan(add, zero, parts)[0]
@@ -208,7 +217,8 @@ def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stag
         old = {name: state[name] for name in ("params", "adam", "mean")}
         scale, mean, rate = state["scale"], state["mean"], learning_rate(run, state["step"])
         with policyc.rounding_step(state["step"], seed=seed):
-            grads, nats = gradients(old["params"], batch, scale, config, run, mesh)
+            grads, measured = gradients(old["params"], batch, scale, config, run, mesh)
+        nats = measured["loss"]
         if run.loss_scale:
             grads = jax.tree.map(lambda g: g / scale, grads)
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
@@ -232,6 +242,8 @@ def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stag
                    "skipped": skipped, "loss_scale": new_scale}  # fmt: skip
         if run.packing == "whole":
             metrics["padding"] = jnp.sum(batch["segments"] < 0)
+        if config.experts:
+            metrics["largest_expert_load"] = jnp.max(measured["loads"])
         return state_after, metrics
 
     # Without out_shardings, XLA may return the same shardings under other names, and the next call compiles again.

@@ -14,17 +14,18 @@ class MeshShape:
 
     data: int = 1
     fsdp: int = 1
+    expert: int = 1
     context: int = 1
     tensor: int = 1
 
     @property
     def devices(self) -> int:
-        return self.data * self.fsdp * self.context * self.tensor
+        return self.batch_shards * self.context * self.tensor
 
     @property
     def batch_shards(self) -> int:
-        """Number of shards of the batch: data and fsdp divide its sequences."""
-        return self.data * self.fsdp
+        """Number of shards of the batch: data, fsdp and expert divide its sequences."""
+        return self.data * self.fsdp * self.expert
 
     @property
     def token_shards(self) -> int:

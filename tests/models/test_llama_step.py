@@ -150,9 +150,9 @@ def test_tokens_are_sent_to_the_table_and_not_the_table_to_the_tokens():
     jaxpr = jax.make_jaxpr(lambda table, tokens: llama.embed(table, tokens, "bfloat16", mesh))(table, tokens)
     constraints = [e for e in jaxpr.eqns if e.primitive.name == "sharding_constraint"]
     assert [(str(e.invars[0].aval.dtype), e.params["sharding"].spec) for e in constraints] == [
-        ("int32", jax.sharding.PartitionSpec("data", "context")),
-        ("float32", jax.sharding.PartitionSpec("data", "context", "fsdp")),
-        ("bfloat16", jax.sharding.PartitionSpec(("data", "fsdp"), "context", None)),
+        ("int32", jax.sharding.PartitionSpec(("data", "expert"), "context")),
+        ("float32", jax.sharding.PartitionSpec(("data", "expert"), "context", "fsdp")),
+        ("bfloat16", jax.sharding.PartitionSpec(("data", "fsdp", "expert"), "context", None)),
     ]
     assert not any(v is jaxpr.jaxpr.invars[0] for e in constraints for v in e.invars)
 

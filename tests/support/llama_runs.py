@@ -40,7 +40,7 @@ def flags(**settings: Any) -> list[str]:
 
 def make_mesh(**axes: int) -> Mesh:
     """A mesh of the first devices. An axis that is not named has size 1."""
-    names = ("data", "fsdp", "tensor", "context")
+    names = ("data", "fsdp", "expert", "tensor", "context")
     shape = tuple(axes.get(name, 1) for name in names)
     devices = jax.devices()[: math.prod(shape)]
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)

@@ -1,0 +1,103 @@
+"""The mixture of experts: its results, gradients and losses against plain formulas, on one device and on several."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from policyc.models.llama import configs, experts
+from policyc.models.llama import model as llama
+from tests.support import llama_runs
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+CONFIG = configs.ModelConfig(**llama_runs.SMALL | {"hidden": 16}, compute="float32", experts=4, router_z_loss=0.01)
+SHAPE = (8, 6)  # batch, sequence
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def mix_in_numpy(params: Any, x: np.ndarray, per_token: int) -> tuple[np.ndarray, float, float, np.ndarray]:
+    """Token by token: the result, the balance loss, the z-loss and the share of each expert."""
+    tokens, router, weights = x.reshape(-1, x.shape[-1]), params["router"], params["experts"]
+    count, results = router.shape[1], np.zeros_like(tokens)
+    assigned, probability, squares = np.zeros(count), np.zeros(count), 0.0
+    for number, token in enumerate(tokens):
+        exponentials = np.exp(token @ router)
+        probabilities = exponentials / exponentials.sum()
+        chosen = np.argsort(-probabilities)[:per_token]
+        for expert in chosen:
+            gate, up = (token @ weights[name][expert] for name in ("gate_proj", "up_proj"))
+            result = (silu(gate) * up) @ weights["down_proj"][expert]
+            results[number] += probabilities[expert] / probabilities[chosen].sum() * result
+        assigned[chosen] += 1
+        probability += probabilities
+        squares += np.log(exponentials.sum()) ** 2
+    balance = count * np.sum(assigned / len(tokens) * probability / len(tokens))
+    return results.reshape(x.shape), balance, squares / len(tokens), assigned / assigned.sum()
+
+
+def mix_densely(params: Any, x: jax.Array) -> jax.Array:
+    """Every expert on every token, and weights of zero for those that were not chosen. For its derivative."""
+    probabilities = jax.nn.softmax(x @ params["router"])
+    smallest = jnp.sort(probabilities)[..., -CONFIG.experts_per_token, None]
+    weights = jnp.where(probabilities >= smallest, probabilities, 0)
+    weights = weights / weights.sum(-1, keepdims=True)
+    gate, up = (jnp.einsum("bsw,ewh->bseh", x, params["experts"][n]) for n in ("gate_proj", "up_proj"))
+    results = jnp.einsum("bseh,ehw->bsew", jax.nn.silu(gate) * up, params["experts"]["down_proj"])
+    return jnp.sum(weights[..., None] * results, axis=2)
+
+
+@cache
+def arguments() -> tuple[Any, np.ndarray, np.ndarray]:
+    """Parameters of one layer, an input, and a cotangent of the result."""
+    draw = partial(np.random.default_rng(0).standard_normal, dtype=np.float32)
+    specs = llama.param_specs(configs.ModelConfig(**vars(CONFIG) | {"scan": False}))["layers"][0]["mlp"]
+    params = jax.tree.map(lambda spec: draw(spec.shape) / 4, specs)
+    return params, draw((*SHAPE, CONFIG.width)), draw((*SHAPE, CONFIG.width))
+
+
+def run_layer(axes: dict[str, int]) -> tuple[Any, Any]:
+    """The results of the layer on a mesh, and the gradient of its product with the cotangent."""
+    params, x, cotangent = arguments()
+    mesh = llama_runs.make_mesh(**axes)
+    specs = llama.param_specs(configs.ModelConfig(**vars(CONFIG) | {"scan": False}))["layers"][0]["mlp"]
+    params = jax.tree.map(lambda p, s: jax.device_put(p, llama.sharding(mesh, s.axes)), params, specs)
+    x = jax.device_put(x, llama.sharding(mesh, ("batch", "sequence", None)))
+
+    def objective(params: Any, x: jax.Array) -> Any:
+        y, summary = experts.mix_experts(params, x, CONFIG, mesh)
+        return jnp.sum(y * cotangent), (y, summary)
+
+    gradients, results = jax.jit(jax.grad(objective, (0, 1), has_aux=True))(params, x)
+    return jax.device_get(results), jax.device_get(gradients)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 2, "expert": 2, "tensor": 2},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 4}, marks=pytest.mark.slow),
+        pytest.param({"expert": 2, "context": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_compute_the_plain_formulas(axes: dict[str, int]) -> None:
+    params, x, cotangent = arguments()
+    (y, summary), gradients = run_layer(axes)
+    wide = jax.tree.map(lambda array: array.astype(np.float64), params)
+    expected, balance, z, loads = mix_in_numpy(wide, x.astype(np.float64), CONFIG.experts_per_token)
+    # Sums of at most 32 products of numbers near 1, in float32 (6e-8), three times in a row.
+    np.testing.assert_allclose(y, expected, atol=2e-5)
+    np.testing.assert_allclose([summary.balance_loss, summary.z_loss], [balance, z], rtol=1e-5)
+    np.testing.assert_allclose(summary.loads, loads, rtol=1e-6)
+    dense = jax.jit(jax.grad(lambda params, x: jnp.sum(mix_densely(params, x) * cotangent), (0, 1)))(params, x)
+    # As above, and a weight gets the sum of 48 tokens.
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-4), gradients, jax.device_get(dense))
