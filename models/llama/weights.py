@@ -1,6 +1,7 @@
-"""Weights as safetensors in the Hugging Face layout, with a tokenizer.
+"""Weights as safetensors in the Hugging Face layout of Llama, or of Mixtral if there are experts, with a tokenizer.
 
-Hugging Face stores a linear as (out, in), one tensor per layer. Here it is (in, out), and layers may be stacked.
+Hugging Face stores a linear as (out, in), one tensor per layer and expert. Here it is (in, out); experts are stacked,
+and layers may be.
 """
 
 import itertools
@@ -25,37 +26,65 @@ SHARD_BYTES = 5 * 10**9  # largest size of one safetensors file
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HF_NAMES = {"embed": EMBED, "norm": "model.norm.weight", "lm_head": HEAD, "attention": "self_attn",
             "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}  # fmt: skip
+MIXTRAL_NAMES = {
+    "mlp": "block_sparse_moe",
+    "router": "gate",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
 HF_FIELDS = {"hidden_size": "width", "intermediate_size": "hidden", "num_hidden_layers": "layers",
              "head_dim": "head_dim", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
              "vocab_size": "vocab", "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta"}  # fmt: skip
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # What this model computes. A config.json with another value is of another model.
 FIXED_FIELDS = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+MIXTRAL_FIELDS = {
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "sliding_window": None,
+    "router_jitter_noise": 0.0,
+}
 
 
-def hf_tensors(path: tuple[Any, ...], config: ModelConfig) -> tuple[list[str], bool, bool]:
-    """The names of a parameter's tensors; is the parameter a stack of them, and are they transposed?"""
+def hf_tensors(path: tuple[Any, ...], config: ModelConfig) -> tuple[np.ndarray, bool]:
+    """The names of a parameter's tensors, with an axis for each axis of stacked ones; and are they transposed?"""
     names = [str(entry.key) for entry in path if hasattr(entry, "key")]
-    is_transposed = names[-1].endswith(("_proj", "lm_head"))
+    is_transposed = names[-1].endswith(("_proj", "lm_head", "router"))
     if names[0] != "layers":
-        return [HF_NAMES[names[0]]], False, is_transposed
-    inner = ".".join(HF_NAMES.get(name, name) for name in names[1:])
+        return np.array(HF_NAMES[names[0]], object), is_transposed
+    renamed = HF_NAMES | (MIXTRAL_NAMES if config.experts else {})
+    inner = ".".join(renamed.get(name, name) for name in names[1:])
     layers = range(config.layers) if config.scan else [path[1].idx]
-    return [f"model.layers.{i}.{inner}.weight" for i in layers], config.scan, is_transposed
+    tensors: list[Any] = [f"model.layers.{layer}.{inner}.weight" for layer in layers]
+    if "experts" in names:
+        numbers = range(config.experts)
+        tensors = [[name.replace("experts", f"experts.{n}") for n in numbers] for name in tensors]
+    return np.array(tensors if config.scan else tensors[0], object), is_transposed
 
 
 def hf_config(config: ModelConfig, dtype: str, positions: int) -> dict[str, Any]:
     """The content of config.json. `positions` is the length of the sequences that the model was trained on."""
     fixed = {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": ["MixtralForCausalLM" if config.experts else "LlamaForCausalLM"],
         "torch_dtype": dtype,
         "tie_word_embeddings": False,
-        **FIXED_FIELDS,
+        **_fixed_fields(config),
     }
     rope = {"rope_type": "llama3", "factor": config.rope_scaling, **LLAMA3_ROPE}
-    sizes = {name: getattr(config, field) for name, field in HF_FIELDS.items()}
+    sizes = {name: getattr(config, field) for name, field in _size_fields(config).items()}
     scaling = {"rope_scaling": rope if config.rope_scaling else None}
-    return {**fixed, **sizes, **scaling, "max_position_embeddings": positions}
+    losses = {"router_aux_loss_coef": config.balance_loss} if config.experts else {}
+    return {**fixed, **sizes, **scaling, **losses, "max_position_embeddings": positions}
+
+
+def _fixed_fields(config: ModelConfig) -> dict[str, Any]:
+    return MIXTRAL_FIELDS if config.experts else FIXED_FIELDS
+
+
+def _size_fields(config: ModelConfig) -> dict[str, str]:
+    of_experts = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
+    return HF_FIELDS | (of_experts if config.experts else {})
 
 
 def export_files(
@@ -132,10 +161,10 @@ def save_safetensors(
 
 def _numpy_tensors(params: Any, config: ModelConfig, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
     for path, value in jax.tree_util.tree_flatten_with_path(params)[0]:
-        names, is_stacked, is_transposed = hf_tensors(path, config)
-        whole = multihost_utils.process_allgather(value, tiled=True)
-        for name, tensor in zip(names, whole if is_stacked else [whole], strict=True):
-            array = np.asarray(tensor).astype(jax.numpy.dtype(dtype))
+        names, is_transposed = hf_tensors(path, config)
+        whole = np.asarray(multihost_utils.process_allgather(value, tiled=True))
+        for index, name in np.ndenumerate(names):
+            array = whole[index].astype(jax.numpy.dtype(dtype))
             yield name, np.ascontiguousarray(array.T if is_transposed else array)
 
 
@@ -174,7 +203,7 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
         print(f"{folder} has no head: it starts as a copy of the embedding and is no longer tied to it")
 
     specs = llama.param_specs(config)
-    used = {name for path, _ in jax.tree.leaves_with_path(specs) for name in hf_tensors(path, config)[0]}
+    used = {name for path, _ in jax.tree.leaves_with_path(specs) for name in hf_tensors(path, config)[0].flat}
     if unused := sorted(
         name for name in slices if name not in used and not name.endswith("rotary_emb.inv_freq")
     ):
@@ -184,15 +213,14 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
         )
 
     def load(path: Any, spec: llama.ParamSpec) -> jax.Array:
-        names, is_stacked, is_transposed = hf_tensors(path, config)
-        if missing := [name for name in names if name not in slices]:
+        names, is_transposed = hf_tensors(path, config)
+        if missing := [name for name in names.flat if name not in slices]:
             raise ConfigError(f"--init-from {folder} has no tensor named {missing[0]}: is it a Llama?")
 
         def read(index: Any) -> np.ndarray:
-            part = index[1:] if is_stacked else index
-            chosen = names[index[0]] if is_stacked else names
-            arrays = [slices[n][part[::-1]].T if is_transposed else slices[n][part] for n in chosen]
-            return (np.stack(arrays) if is_stacked else arrays[0]).astype(np.float32)
+            part, tensors = index[names.ndim :], np.asarray(names[index[: names.ndim]])
+            arrays = [slices[n][part[::-1]].T if is_transposed else slices[n][part] for n in tensors.flat]
+            return np.stack(arrays).reshape(*tensors.shape, *arrays[0].shape).astype(np.float32)
 
         return jax.make_array_from_callback(spec.shape, llama.sharding(mesh, spec.axes), read)
 
@@ -211,7 +239,7 @@ def _check_same_model(folder: Path, theirs: dict[str, Any], config: ModelConfig)
     }
     ours = {**hf_config(config, "", 0), "rope_type": "llama3" if config.rope_scaling else "default",
             "rope_factor": config.rope_scaling}  # fmt: skip
-    compared = [*HF_FIELDS, *FIXED_FIELDS, "rope_type", "rope_factor"]
+    compared = [*_size_fields(config), *_fixed_fields(config), "rope_type", "rope_factor"]
     if kind == ours["rope_type"] == "llama3":
         theirs |= {name: rope.get(name) for name in LLAMA3_ROPE}
         ours |= LLAMA3_ROPE

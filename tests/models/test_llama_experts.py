@@ -15,7 +15,9 @@ from policyc.models.llama import model as llama
 from tests.support import llama_runs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-CONFIG = configs.ModelConfig(**llama_runs.SMALL | {"hidden": 16}, compute="float32", experts=4, router_z_loss=0.01)
+CONFIG = configs.ModelConfig(
+    **llama_runs.SMALL | {"hidden": 16}, compute="float32", experts=4, router_z_loss=0.01
+)
 SHAPE = (8, 6)  # batch, sequence
 
 
@@ -98,6 +100,8 @@ def test_experts_compute_the_plain_formulas(axes: dict[str, int]) -> None:
     np.testing.assert_allclose(y, expected, atol=2e-5)
     np.testing.assert_allclose([summary.balance_loss, summary.z_loss], [balance, z], rtol=1e-5)
     np.testing.assert_allclose(summary.loads, loads, rtol=1e-6)
-    dense = jax.jit(jax.grad(lambda params, x: jnp.sum(mix_densely(params, x) * cotangent), (0, 1)))(params, x)
+    dense = jax.jit(jax.grad(lambda params, x: jnp.sum(mix_densely(params, x) * cotangent), (0, 1)))(
+        params, x
+    )
     # As above, and a weight gets the sum of 48 tokens.
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-4), gradients, jax.device_get(dense))

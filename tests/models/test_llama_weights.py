@@ -23,6 +23,8 @@ SMALL = ModelConfig(
     layers=3, width=64, hidden=96, heads=4, kv_heads=2, head_dim=32, vocab=128, rope_scaling=8.0, compute="float32"
 )  # fmt: skip
 
+MIXTURE = replace(SMALL, rope_scaling=0.0, experts=4)
+
 
 @cache
 def weights(config: ModelConfig) -> llama.Params:
@@ -106,25 +108,47 @@ def test_a_tied_head_starts_as_a_copy_of_the_embedding(torch, tmp_path, capsys):
 
 
 @pytest.mark.peers
-def test_transformers_reads_our_weights(torch, tmp_path):
-    from transformers import LlamaForCausalLM
+@pytest.mark.parametrize("config", [SMALL, MIXTURE], ids=["llama", "mixtral"])
+def test_transformers_reads_our_weights(torch, tmp_path, config):
+    from transformers import AutoModelForCausalLM
 
-    save(tmp_path / "out", dtype="float32")
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    save(tmp_path / "out", config=config, dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
     tokens = np.random.default_rng(1).integers(0, 128, (2, 20))
-    assert_close(logits(weights(SMALL), tokens, SMALL), model(torch.tensor(tokens)).logits.numpy())
+    assert_close(logits(weights(config), tokens, config), model(torch.tensor(tokens)).logits.numpy())
+
+
+def test_experts_have_the_names_and_shapes_of_mixtral(tmp_path):
+    from safetensors.numpy import load_file
+
+    save(tmp_path / "out", config=MIXTURE, dtype="float32")
+    tensors, ours = load_file(tmp_path / "out" / "model.safetensors"), weights(MIXTURE)["layers"]["mlp"]
+    name = "model.layers.2.block_sparse_moe"
+    np.testing.assert_array_equal(tensors[f"{name}.gate.weight"], ours["router"][2].T)
+    for theirs, projection in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+        expected = ours["experts"][projection][2, 3].T
+        np.testing.assert_array_equal(tensors[f"{name}.experts.3.{theirs}.weight"], expected)
+    about = json.loads((tmp_path / "out" / "config.json").read_text())
+    fields = ("architectures", "model_type", "num_local_experts", "num_experts_per_tok")
+    assert [about[field] for field in fields] == [["MixtralForCausalLM"], "mixtral", 4, 2]
+    with pytest.raises(ConfigError, match="model_type: mixtral there, llama here"):
+        files.load_safetensors(tmp_path / "out", replace(MIXTURE, experts=0), make_mesh())
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_weights_survive_a_round_trip(tmp_path, monkeypatch, scan):
+@pytest.mark.parametrize(
+    ("model", "last"), [(SMALL, "mlp.down_proj"), (MIXTURE, "block_sparse_moe.experts.3.w2")]
+)
+def test_weights_survive_a_round_trip(tmp_path, monkeypatch, model, last, scan):
     monkeypatch.setattr(files, "SHARD_BYTES", 40_000)
-    config, mesh = replace(SMALL, scan=scan), make_mesh(fsdp=2, tensor=2)
+    axes = {"expert": 2} if model.experts else {"tensor": 2}
+    config, mesh = replace(model, scan=scan), make_mesh(fsdp=2, **axes)
     shardings = jax.tree.map(lambda spec: llama.sharding(mesh, spec.axes), llama.param_specs(config))
     sharded = jax.device_put(weights(config), shardings)
     save(tmp_path / "out", sharded, config, dtype="float32")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert index["weight_map"]["model.layers.2.mlp.down_proj.weight"].endswith(".safetensors")
+    assert index["weight_map"][f"model.layers.2.{last}.weight"].endswith(".safetensors")
     loaded = files.load_safetensors(tmp_path / "out", config, mesh)
     jax.tree.map(np.testing.assert_array_equal, loaded, weights(config))
     assert not list(tmp_path.glob("*.unfinished"))
