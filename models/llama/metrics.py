@@ -23,6 +23,7 @@ import numpy as np
 
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, import_library, runs_of_seeds
 from policyc.models.llama.goodput import Row, TimeAccount, TimeLeft
+from policyc.models.llama.model import count_parameters
 from policyc.models.llama.progress import ProgressLine
 
 # Dense bf16 TFLOP/s of a device, by a part of its name.
@@ -277,6 +278,7 @@ class MetricsLog:
 def describe_run(name: str, config: ModelConfig, run: RunConfig, data: str) -> Row:
     """The content of run.json, without the policy: what was run, with which settings, on what."""
     versions = {package: version(package) for package in ("jax", "jaxlib", "numpy", "optax")}
+    parameters, active_parameters = count_parameters(config)
     return {
         "program": "models/llama/train.py",
         "command": sys.orig_argv,
@@ -284,6 +286,8 @@ def describe_run(name: str, config: ModelConfig, run: RunConfig, data: str) -> R
         "seed": run.seed,
         "data": data,
         "settings": vars(config) | vars(run),
+        "parameters": parameters,
+        "active_parameters": active_parameters,
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "host": platform.node(),

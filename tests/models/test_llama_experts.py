@@ -10,9 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from policyc.models.llama import configs, experts
-from policyc.models.llama import model as llama
+import policyc
+from policyc.language.recipes import Gemm
 from tests.support import llama_runs
+from tests.support.jaxpr_tools import primitive_counts
+
+pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
+from policyc.models.llama import configs, experts, optimizer
+from policyc.models.llama import model as llama
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 CONFIG = configs.ModelConfig(
@@ -105,3 +110,69 @@ def test_experts_compute_the_plain_formulas(axes: dict[str, int]) -> None:
     )
     # As above, and a weight gets the sum of 48 tokens.
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-4), gradients, jax.device_get(dense))
+
+
+# ---- whole steps
+
+
+RUN = configs.RunConfig(**llama_runs.SHORT)
+
+
+def run_steps(axes: dict[str, int], **settings: Any) -> list[tuple[float, float]]:
+    """The loss and the largest share of an expert, in each step on a mesh."""
+    mesh, run = llama_runs.make_mesh(**axes), configs.RunConfig(**llama_runs.SHORT | settings)
+    state, step = optimizer.init_state(CONFIG, run, mesh), optimizer.make_train_step(CONFIG, run, mesh)
+    tokens = np.random.default_rng(0).integers(
+        CONFIG.vocab, size=(run.batch, run.sequence + 1), dtype=np.int32
+    )
+    arrays = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones_like(tokens[:, 1:])}
+    batch = jax.device_put(arrays, llama.sharding(mesh, ("batch", "sequence")))
+    rows = []
+    for _ in range(2):
+        state, measured = step(state, batch)
+        rows.append((float(measured["loss"]), float(measured["largest_expert_load"])))
+    return rows
+
+
+@pytest.mark.slow
+def test_eight_devices_give_the_losses_of_one() -> None:
+    """Also in parts. The second loss sees the first update."""
+    several = run_steps({"fsdp": 2, "expert": 2, "tensor": 2}, accumulate=2)
+    # Float32, in another order of sums: some ulps of a gradient, which Adam divides by its own size.
+    np.testing.assert_allclose(several, run_steps({}, accumulate=2), rtol=1e-5)
+
+
+# ---- policies
+
+
+def abstract_loss(axes: dict[str, int]) -> tuple[Any, Any, Any]:
+    """The loss on a mesh, and its abstract arguments."""
+    config, mesh = configs.ModelConfig(**vars(CONFIG) | {"compute": "bfloat16"}), llama_runs.make_mesh(**axes)
+    state = optimizer.abstract_state(config, RUN, mesh)
+    loss = partial(llama.loss, config=config, mesh=mesh)
+    return lambda params, batch: sum(loss(params, batch)), state["params"], llama.abstract_batch(RUN, mesh)
+
+
+@pytest.mark.parametrize("policy", ["fp8", "te_nvfp4", "llama_nvfp4"])
+def test_policies_quantize_experts_and_no_router(policy: str) -> None:
+    loss, params, batch = abstract_loss({})
+    plan = policyc.plan(policy, loss, params, batch)
+    decisions = plan.decisions(plan.phases[0])
+    bits = {}
+    for site in plan.sites:
+        recipes = [decisions[site.address, layer].recipe for layer in site.layers()]
+        bits[site.name] = {recipe.bits(Gemm.FPROP) for recipe in recipes if recipe is not None}
+    narrow = {"fp8": 8}.get(policy, 4)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert bits[f"layers.mlp.experts.{name}"] == {narrow}
+    assert bits["layers.mlp.router"] == {16}
+
+
+def test_experts_on_several_devices_run_under_a_policy() -> None:
+    """Three products of three weights, of each layer's experts on a device. The last layer is kept."""
+    loss, params, batch = abstract_loss({"fsdp": 2, "expert": 2, "tensor": 2})
+    policy = "layers.mlp.experts -> mxfp8\nlayers[-1].mlp.experts -> keep"
+    with policyc.active(policy):
+        gradient = jax.make_jaxpr(jax.grad(loss))(params, batch)
+    counts = primitive_counts(gradient)
+    assert (counts["scaled_ragged_gemm"], counts["ragged_dot_general"]) == (9, 9)

@@ -309,7 +309,7 @@ def test_flops_have_the_published_shares(name, published):
 @pytest.mark.parametrize(
     ("name", "size"),
     [("30m", 30e6), ("50m", 50e6), ("100m", 103e6), ("200m", 203e6), ("1b", 1.50e9), ("llama3_8b", 8.03e9),
-     ("llama3_70b", 70.6e9), ("llama3_405b", 405.9e9)],
+     ("mixtral_8x7b", 46.7e9), ("llama3_70b", 70.6e9), ("llama3_405b", 405.9e9)],
 )  # fmt: skip
 def test_configurations_have_the_published_number_of_parameters(name, size):
     """The published numbers of the small ones do not count embedding and head."""
@@ -318,6 +318,19 @@ def test_configurations_have_the_published_number_of_parameters(name, size):
     if name.endswith("m"):
         total -= 2 * config.vocab * config.width
     assert total == pytest.approx(size, rel=0.02)
+
+
+def test_only_the_experts_of_a_token_count():
+    """Mistral publishes 12.9 billion active parameters. Of these, GEMMs read all but the embedding and the norms."""
+    config, _ = configs.CONFIGS["mixtral_8x7b"]
+    total, active = llama.count_parameters(config)
+    assert active == pytest.approx(12.9e9, rel=0.002)
+    # Six of the eight experts of each layer are idle.
+    assert total - active == 32 * 6 * 3 * 4096 * 14336
+    weights = active - config.vocab * config.width - (2 * config.layers + 1) * config.width
+    assert metrics.flops_per_token(config, 8192) == 6 * weights + 6 * config.layers * 32 * 128 * 8192
+    dense, _ = configs.CONFIGS["llama3_8b"]
+    assert len(set(llama.count_parameters(dense))) == 1
 
 
 # ---- settings
@@ -333,6 +346,7 @@ def test_configurations_have_the_published_number_of_parameters(name, size):
         ("--profile xplane --steps 12", "there are only 12 steps"),
         ("--schedule cosin", "invalid choice: 'cosin'"),
         ("--layer 3", "unrecognized arguments: --layer 3"),
+        ("--experts 2 --experts-per-token 3", "--experts-per-token 3: there are only 2 experts"),
     ],
 )
 def test_bad_settings_are_refused(arguments, message, capsys):
@@ -346,7 +360,10 @@ def test_bad_settings_are_refused(arguments, message, capsys):
     ("arguments", "message"),
     [
         ("--batch 9 --accumulate 3", "batch 9 is not a multiple of 24"),
-        ("--batch 4", r"batch 4 is not a multiple of 8 \(accumulate x data x fsdp\): --batch 8 fits"),
+        (
+            "--batch 4",
+            r"batch 4 is not a multiple of 8 \(accumulate x data x fsdp x expert\): --batch 8 fits",
+        ),
         ("--batch 8 --accumulate 3", "batch 8 is not a multiple of 24"),
         ("--heads 4 --kv-heads 3", r"heads 4 is not a multiple of 3 \(key and value heads\): change"),
         ("--sequence 10 --loss-chunks 4", "sequence 10 is not a multiple of 4"),
@@ -354,6 +371,9 @@ def test_bad_settings_are_refused(arguments, message, capsys):
         ("--tensor-axis 8 --batch 8", "heads 4 is not a multiple of 8"),
         ("--tensor-axis 2 --gather once", "--gather once: every device computes with whole weights"),
         ("--context-axis 2 --tensor-axis 2 --sequence 7", "7 is not a multiple of 2"),
+        ("--expert-axis 2", "an expert axis of 2 divides experts, and the model has none: add --experts"),
+        ("--expert-axis 4 --experts 6", r"experts 6 is not a multiple of 4 \(expert\)"),
+        ("--expert-axis 2 --experts 4 --gather once", "so expert, tensor and context must be 1"),
     ],
 )
 def test_meshes_that_do_not_divide_the_sizes_are_refused(arguments, message):
