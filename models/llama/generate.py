@@ -94,10 +94,7 @@ def _block(
         x = x + llama.linear(params["attention"], "o_proj", y.reshape(1, x.shape[1], -1))
     with jax.named_scope("mlp"):
         y = llama.rms_norm(x, params["mlp_norm"], config.norm_eps)
-        y = jax.nn.silu(llama.linear(params["mlp"], "gate_proj", y)) * llama.linear(
-            params["mlp"], "up_proj", y
-        )
-        return x + llama.linear(params["mlp"], "down_proj", y), cache
+        return x + llama.mlp(params["mlp"], y, config, None)[0], cache
 
 
 def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

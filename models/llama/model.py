@@ -271,23 +271,27 @@ def attention(
     return linear(params, "o_proj", y)
 
 
+def mlp(
+    params: Params, x: jax.Array, config: ModelConfig, mesh: Mesh | None
+) -> tuple[jax.Array, RouterSummary | None]:
+    """The result of the MLP, or of the experts and what their router did."""
+    if config.experts:
+        return mix_experts(params, x, config, mesh)
+    y = jax.nn.silu(linear(params, "gate_proj", x)) * linear(params, "up_proj", x)
+    return linear(params, "down_proj", y), None
+
+
 def block(
     x: jax.Array, params: Params, rope: Any, mask: jax.Array | None, config: ModelConfig, mesh: Mesh | None
 ) -> tuple[jax.Array, RouterSummary | None]:
     """The residual stream after a block, and what its router did if it has experts."""
-    summary = None
     with jax.named_scope("attention"):
         y = rms_norm(x, params["attention_norm"], config.norm_eps)
         x = x + attention(params["attention"], y, rope, mask, config, mesh)
     x = constrain(x, mesh, "batch", "sequence", None)
     with jax.named_scope("mlp"):
-        y = rms_norm(x, params["mlp_norm"], config.norm_eps)
-        if config.experts:
-            y, summary = mix_experts(params["mlp"], y, config, mesh)
-            x = x + y
-        else:
-            y = jax.nn.silu(linear(params["mlp"], "gate_proj", y)) * linear(params["mlp"], "up_proj", y)
-            x = x + linear(params["mlp"], "down_proj", y)
+        y, summary = mlp(params["mlp"], rms_norm(x, params["mlp_norm"], config.norm_eps), config, mesh)
+        x = x + y
     return constrain(x, mesh, "batch", "sequence", None), summary
 
 

@@ -90,11 +90,14 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, **options
     The step is that of a configuration of the bundled Llama (--config) or of a program, whose loss is traced and not
     run. The estimate comes from a cost model, not from a measurement. docs/estimate.md says how accurate it is.
     """
+    from policyc.hardware.mesh import check_modelled
+
     step.check_source(program)
     execution = parse_execution(options["backend"], step.target, False)
     policies = _load_policies(policy, options["variant"], options["against"])
     try:
         mesh = step.mesh_shape()
+        check_modelled(mesh)
         compiled = _read_compiled(options["compiled"], [name for name, _ in policies], step)
         traced = _trace_step(policies[-1][1], program, mesh, step, execution)
         checkpoint = _estimate_checkpoint(step, mesh, options["store_bandwidth"])

@@ -15,6 +15,7 @@ from policyc.hardware.training_step import (
     group_layers,
     microbatch_tokens,
     unquantized_format,
+    weight_elements,
 )
 from policyc.language.recipes import Gemm, Role
 from policyc.numerics.targets import Target
@@ -32,14 +33,14 @@ def weight_traffic(step: TrainingStep, phase: Phase | None = None) -> WeightTraf
     """What fsdp gathers and sums in one microbatch, or in a step if that happens once. The default phase is the first.
 
     A weight is gathered for fprop, again for dgrad, and once more if the backward pass runs fprop again: its codes and
-    block scales if the product quantizes it, else the weight in the dtype of the product. Gradients are summed in that
-    dtype. Once per step, a weight is gathered in the dtype of the product, and gradients are summed in fp32.
+    block scales if the product quantizes it and is not ragged, else the weight in the dtype of the product. Gradients
+    are summed in that dtype. Once per step, a weight is gathered in the dtype of the product, and gradients are summed in fp32.
     """
     gathered = summed = 0.0
     for group in group_layers(step.plan, phase):
         if group.site.weight is None:
             continue
-        elements = group.count * group.site.batch * group.site.n * group.site.k
+        elements = group.count * weight_elements(group.site)
         plain = _plain_bytes(group)
         gathered += elements * (plain if step.gathers_once else _gathered_bytes(group, step.remat))
         sum_bytes = FP32_BYTES if step.gathers_once else plain
@@ -55,7 +56,7 @@ def _gathered_bytes(group: LayerGroup, remat: str) -> float:
     """Bytes of one element of a weight in all gathers of a microbatch."""
     plain, products, recipe = _plain_bytes(group), group.site.products, group.recipe
     passes = {Gemm.FPROP: 1 + (remat in RECOMPUTES_GEMMS), Gemm.DGRAD: int(Gemm.DGRAD in products)}
-    if recipe is None:
+    if recipe is None or group.site.kind == "ragged":
         return float(plain * sum(passes.values()))
     return sum(
         count * gemm_cost.weight_bytes(recipe.treatment(gemm, Role.WEIGHT), plain)

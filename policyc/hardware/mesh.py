@@ -37,6 +37,13 @@ class MeshShape:
         return " ".join(axes) or "one device"
 
 
+def check_modelled(mesh: MeshShape) -> None:
+    """Raises ValueError for a mesh that the cost model does not know."""
+    if mesh.expert > 1:
+        raise ValueError("the cost model does not know the expert axis: 'policyc compile' shows what it sends; "
+                         "or estimate it with fsdp instead")  # fmt: skip
+
+
 def exchange_seconds(target: Target, bytes: float, size: int, stride: int) -> float:
     """Time to gather or scatter bytes over an axis of `size` devices, whose neighbours are `stride` devices apart.
 

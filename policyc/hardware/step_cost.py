@@ -26,6 +26,7 @@ from policyc.hardware.training_step import (
     is_quantized,
     local_shape,
     unquantized_format,
+    weight_elements,
 )
 from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy
@@ -162,13 +163,15 @@ def gemm_times(
 ) -> Iterator[tuple[str, float]]:
     """Yields the format and the seconds of each product of one layer on one device, emulation included."""
     m, n, k, batch = local_shape(group.site, mesh)
-    for gemm in Gemm:
+    for gemm, backend in zip(Gemm, group.backends, strict=True):
         if gemm not in group.site.products:
             continue
         format = gemm_cost.product_format(group.recipe, gemm, unquantized_format(group.site))
         rows, columns, contracted = gemm_cost.product_shape(gemm, m, n, k)
-        seconds = gemm_cost.gemm_seconds(target, format, rows, columns, contracted, batch)
-        if not target.is_native(format):
+        is_emulated = backend == "emulate" or not target.is_native(format)
+        run_format = "bf16" if backend == "emulate" else format
+        seconds = gemm_cost.gemm_seconds(target, run_format, rows, columns, contracted, batch)
+        if is_emulated:
             operands = batch * contracted * (rows + columns)
             seconds += gemm_cost.emulation_seconds(target, operands, batch * rows * columns)
         yield format, seconds * (2 if remat in RECOMPUTES_GEMMS and gemm is Gemm.FPROP else 1)
@@ -191,8 +194,9 @@ def quantization_seconds(
 ) -> float:
     """Time to quantize the operands of one layer on one device, per microbatch, and to apply outer scales to results.
 
-    A weight is quantized once per step, and each device quantizes its shard. If fprop runs again in the backward pass,
-    its activation is quantized again.
+    A weight is quantized once per step, and each device quantizes its shard. Weights of a ragged product are quantized
+    in each microbatch, after they were gathered. If fprop runs again in the backward pass, its activation is quantized
+    again.
     """
     if group.recipe is None:
         return 0.0
@@ -202,8 +206,9 @@ def quantization_seconds(
     for role, treatments in gemm_cost.collect_quantizations(group.recipe, group.site.products).items():
         elements = batch * gemm_cost.operand_size(role, m, n, k)
         if role is Role.WEIGHT:
+            elements = weight_elements(group.site) / mesh.tensor
             seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend, is_computed=False)
-            total += seconds / (mesh.fsdp * accumulate)
+            total += seconds if group.site.kind == "ragged" else seconds / (mesh.fsdp * accumulate)
             continue
         seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend)
         if role is Role.ACTIVATION and remat in RECOMPUTES_GEMMS:

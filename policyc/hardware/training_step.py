@@ -101,8 +101,8 @@ def activation_key(site: Site) -> OperandKey:
 
 
 def microbatch_tokens(plan: Plan) -> int:
-    """The number of tokens in one evaluation of the loss."""
-    return max(site.m * site.batch for site in plan.sites if site.weight is not None)
+    """The number of tokens in one evaluation of the loss. A ragged product has a row for each expert of a token."""
+    return max(s.m * s.batch for s in plan.sites if s.weight is not None and s.kind == "dot")
 
 
 def count_backends(plan: Plan, phase: Phase | None = None) -> Counter[str]:
@@ -131,10 +131,17 @@ def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float
     return site.m / mesh.token_shards, n, k, site.batch
 
 
+def weight_elements(site: Site) -> int:
+    """The elements of the weights that one product reads. A ragged product reads a matrix for each group of rows."""
+    weights: Any = site.eqn.invars[1].aval
+    groups = weights.shape[0] if site.kind == "ragged" else 1
+    return int(site.batch * site.n * site.k * groups)
+
+
 def count_parameters(plan: Plan) -> float:
     """Counts the parameters that GEMMs read."""
     sizes = {
-        tuple(p.path for p in s.parameters): s.batch * s.n * s.k * s.count
+        tuple(p.path for p in s.parameters): weight_elements(s) * s.count
         for s in plan.sites
         if s.weight is not None
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import replace
 from functools import partial
 
@@ -14,8 +15,9 @@ import policyc as compiler
 from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import make_plan
 from policyc.hardware import gemm_cost, llama_step, step_cost
-from policyc.hardware.mesh import MeshShape, exchange_seconds, parse_mesh
-from policyc.hardware.training_step import TrainingStep, count_readers, group_layers
+from policyc.hardware.communication import weight_traffic
+from policyc.hardware.mesh import MeshShape, check_modelled, exchange_seconds, parse_mesh
+from policyc.hardware.training_step import TrainingStep, count_parameters, count_readers, group_layers
 from policyc.language.loader import load
 from policyc.language.recipes import make_recipe
 from policyc.numerics.targets import get_target
@@ -142,6 +144,37 @@ def test_a_gather_crosses_the_network_once_for_each_nvlink_domain():
     assert exchange_seconds(get_target("h100"), 9e11, 16, 8) == pytest.approx(9e11 * 15 / 16 / 50e9)
 
 
+# ---- mixtures of experts
+
+
+def plan_experts(policy: str) -> TrainingStep:
+    sizes = llama_step.Sizes()
+    return llama_step.plan_step(
+        load(policy), "moe_tiny", MeshShape(), sizes, execution_options("auto", "gb200")
+    )
+
+
+def test_the_weights_of_all_experts_count():
+    step, (config, _) = plan_experts("bf16"), llama_step.configuration("moe_tiny")
+    experts = 4 * 3 * 128 * 96
+    block = 2 * 128 * (128 + 64) + 128 * 4 + experts
+    assert count_parameters(step.plan) == config.layers * block + 128 * 512
+    gathered = weight_traffic(plan_experts("fp8")).gathered
+    # In bf16, twice: a ragged product quantizes its weights after they were gathered.
+    assert gathered >= 2 * 2 * config.layers * experts
+
+
+def test_an_emulated_product_is_no_faster_than_in_bf16():
+    """Also if the GPU has the format: no backend has a GEMM of ragged groups."""
+    target, mesh = get_target("gb200"), MeshShape()
+    times = {}
+    for policy in ("bf16", "te_nvfp4"):
+        groups = [g for g in group_layers(plan_experts(policy).plan) if g.site.kind == "ragged"]
+        times[policy] = [seconds for g in groups for _, seconds in step_cost.gemm_times(g, target, mesh)]
+    assert len(times["bf16"]) == 9
+    assert all(map(operator.gt, times["te_nvfp4"], times["bf16"]))
+
+
 # ---- the Llama configurations
 
 # Shares of MLP, attention linears, head and attention scores in the FLOPs at 8192 tokens, causal, as published.
@@ -245,6 +278,11 @@ def test_a_program_is_estimated_from_its_trace_and_does_not_run_a_step(tmp_path)
 def test_a_malformed_axis_of_a_mesh_is_named(word):
     with pytest.raises(ValueError, match="is not an axis of a mesh: write fsdp=8 tensor=4"):
         parse_mesh(word, 8)
+
+
+def test_an_expert_axis_has_no_estimate():
+    with pytest.raises(ValueError, match="the cost model does not know the expert axis"):
+        check_modelled(parse_mesh("fsdp=4 expert=2", 8))
 
 
 def test_a_mesh_has_no_axis_twice():
