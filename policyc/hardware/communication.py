@@ -34,7 +34,8 @@ def weight_traffic(step: TrainingStep, phase: Phase | None = None) -> WeightTraf
 
     A weight is gathered for fprop, again for dgrad, and once more if the backward pass runs fprop again: its codes and
     block scales if the product quantizes it and is not ragged, else the weight in the dtype of the product. Gradients
-    are summed in that dtype. Once per step, a weight is gathered in the dtype of the product, and gradients are summed in fp32.
+    are summed in that dtype. Once per step, a weight is gathered in the dtype of the product, and gradients are summed
+    in fp32.
     """
     gathered = summed = 0.0
     for group in group_layers(step.plan, phase):
