@@ -3,6 +3,7 @@
 import fcntl
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
@@ -19,6 +20,7 @@ from jax.experimental import multihost_utils
 
 from policyc.models.llama import configs
 from policyc.models.llama.configs import ConfigError
+from policyc.models.llama.data import ALL_FOR_TRAINING
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every part of every save
 
@@ -168,17 +170,14 @@ class Checkpoints:
             state = self._manager.restore(step, args=parts).state
         if about.get("hash") not in (None, hash_state(state)):
             raise DamagedCheckpointError(NOT_WRITTEN)
-        is_same_data = _is_same(CONTENTS, before.get(CONTENTS), self._identity[CONTENTS])
+        is_same_data = _current_contents(before, self._identity[CONTENTS]) == self._identity[CONTENTS]
         return state, position if is_same_data else None
 
     def _check_identity(self, step: int, before: dict[str, Any], accept_changes: bool) -> None:
         now, there = self._identity, configs.with_defaults(before)
         # A name that is only there was part of the identity in an earlier version.
-        names = sorted(
-            n
-            for n in now
-            if not _is_same(n, there.get(n), now[n]) and n not in ("policy", configs.POLICY_NAME)
-        )
+        there[CONTENTS] = _current_contents(before, now[CONTENTS])
+        names = sorted(n for n in now if there.get(n) != now[n] and n not in ("policy", configs.POLICY_NAME))
         changes = [f"\n  {n.replace('_', '-')}: {there.get(n)} there, {now[n]} now" for n in names]
         if there["policy"] != now["policy"]:
             policies = [configs.describe_policy(each) for each in (there, now)]
@@ -228,9 +227,17 @@ class Checkpoints:
             raise DamagedCheckpointError(_first_line(error)) from error
 
 
-def _is_same(name: str, before: Any, now: Any) -> bool:
-    """Whether two values of an identity agree. Earlier versions stored only the first part of the contents."""
-    return bool(before == now) or (name == CONTENTS and str(now).startswith(f"{before}, "))
+def _current_contents(before: dict[str, Any], now: str) -> str:
+    """The contents of the data of a checkpoint, as this version writes them.
+
+    Earlier versions stored the number of tokens and a hash of their ends, and the spec of the data. What they did not
+    store, the hash of all tokens, is taken from the data of now.
+    """
+    contents = str(before.get(CONTENTS))
+    if "data" not in before or not re.fullmatch(r"\d+ tokens, [0-9a-f]{16}", contents):
+        return contents
+    whole = now.removeprefix(f"{contents}, ").partition(", ")[0]
+    return f"{contents}, {whole}" + (ALL_FOR_TRAINING if ",validation=" in before["data"] else "")
 
 
 def read_params(

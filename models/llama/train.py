@@ -110,6 +110,9 @@ class Trainer:
         self.sources, self.batches = self.open_data("train")
         if run.eval_every:
             (self.validation,), self.validation_batches = self.open_data("validation")
+            stack.callback(self.validation.close)
+        for source in self.sources:
+            stack.callback(source.close)
         self.is_starved = False
         self.start_profile, self.stop_profile = make_profiler(run, self.folder)
         self.train_step = optimizer.make_train_step(config, run, self.mesh)

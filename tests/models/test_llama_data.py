@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -389,3 +390,23 @@ def test_a_tokenizer_is_read_from_a_file(tmp_path: Path) -> None:
         open_source(text, tokenizer=path, vocab=source.vocab - 1)
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
         open_source(text, tokenizer=text)
+
+
+def test_contents_of_earlier_versions_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
+    """They had the number of tokens and a hash of the ends; the spec said whether the end is for validation."""
+    pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
+    from policyc.models.llama.checkpoints import _current_contents
+
+    path = write_tokens(tmp_path / "a.bin", np.arange(9000) % 500)
+    plain, split = (open_source(f"{path}{options}").contents for options in ("", f",validation={path}"))
+    array = np.fromfile(path, np.uint16)
+    ends = hashlib.sha256(array[:4096].tobytes() + array[-4096:].tobytes()).hexdigest()[:16]
+    earlier = {"data": path, "contents_of_the_data": f"9000 tokens, {ends}"}
+    assert _current_contents(earlier, plain) == plain
+    assert _current_contents(earlier, split) != split
+    assert _current_contents(earlier | {"data": f"{path},validation=b.bin"}, split) == split
+    other = earlier | {"contents_of_the_data": f"9001 tokens, {ends}"}
+    assert _current_contents(other, plain) != plain
+    now = {"contents_of_the_data": plain}
+    assert _current_contents(now, plain) == plain
+    assert _current_contents(now, split) != split

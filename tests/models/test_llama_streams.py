@@ -151,6 +151,10 @@ def test_shuffling_keeps_every_document_of_an_epoch_and_seeds_and_epochs_differ(
     assert first != second != orders[1][90:] != orders[1][:90] != first
     assert first[:10] != sorted(first[:10])
     assert {int(text[:4]) // 10 for text in first[:10]} == {int(first[0][:4]) // 10}  # of one buffer
+    large = join_documents(take(open_source(spec.replace("=10", "=1000"), batch=90, sequence=17), 2))
+    assert sorted(large[:90]) == sorted(large[90:]) == texts  # a buffer does not mix epochs
+    assert len({int(text[:4]) // 30 for text in large[:10]}) > 1
+    assert large[:90] != large[90:]
 
 
 def test_a_stream_is_not_read_before_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +315,9 @@ def test_bad_streams_are_refused_before_the_first_step(tmp_path: Path) -> None:
         open_source(str(path), split="validation")
     with pytest.raises(ConfigError, match="tokens up to 256, the model a vocabulary of 100"):
         open_source(str(path), vocab=100)
+    table = write_parquet(tmp_path / "a.parquet", TEXTS)
+    with pytest.raises(ConfigError, match="column 'id' has values of type int64, not text"):
+        open_source(f"{table},column=id")
     path.write_text("\n\n")
     with pytest.raises(ConfigError, match="holds no text"):
         open_source(str(path))

@@ -165,10 +165,17 @@ class FileCorpus:
             with grain.sources.ArrayRecordDataSource([str(file)]) as source:
                 len(source)
         if self._spec.kind == "parquet":
-            names = import_library("pyarrow.parquet", "data").read_schema(file).names
-            if self._spec.column not in names:
-                column = f"'{file}' has no column '{self._spec.column}'"
-                raise ConfigError(f"{column}: it has {', '.join(names)} (column=NAME)")
+            schema, column = import_library("pyarrow.parquet", "data").read_schema(file), self._spec.column
+            if column not in schema.names:
+                there = ", ".join(schema.names)
+                raise ConfigError(f"'{file}' has no column '{column}': it has {there} (column=NAME)")
+            kind = str(schema.field(column).type)
+            if not any(
+                name in kind for name in ("string", "binary")
+            ):  # also large ones, views and dictionaries
+                raise ConfigError(
+                    f"'{file}': column '{column}' has values of type {kind}, not text (column=NAME)"
+                )
 
     def read(self, epoch: int, place: Any) -> Iterator[Record]:
         begin, first_row, first_offset = place or (0, 0, 0)
@@ -234,8 +241,8 @@ def open_corpus(spec: DataSpec, seed: int | None) -> Corpus:
 class Documents:
     """The documents of a corpus, epoch after epoch. Bad rows are named and skipped, up to a limit in each epoch."""
 
-    def __init__(self, corpus: Corpus, column: str, max_bad_rows: int) -> None:
-        self._corpus, self._column, self._max_bad_rows = corpus, column, max_bad_rows
+    def __init__(self, corpus: Corpus, spec: DataSpec, max_bad_rows: int) -> None:
+        self._corpus, self._spec, self._max_bad_rows = corpus, spec, max_bad_rows
         self.set_state({"epoch": 0, "place": None, "good": 0, "bad": 0})
 
     def get_state(self) -> dict[str, Any]:
@@ -258,7 +265,7 @@ class Documents:
                 continue
             self._place = record.place
             try:
-                text = text_of(record.content, self._column)
+                text = text_of(record.content, self._spec.column)
             except BadRowError as error:
                 self._count_bad(record.name, error)
                 continue
@@ -267,7 +274,7 @@ class Documents:
 
     def _begin_epoch(self) -> None:
         if not self._good:
-            raise ConfigError("the data holds no text")
+            raise ConfigError(f"'{self._spec.name}' holds no text")
         self.set_state({"epoch": self._epoch + 1, "place": None, "good": 0, "bad": 0})
 
     def _count_bad(self, name: str, error: BadRowError) -> None:
@@ -279,10 +286,13 @@ class Documents:
 
 
 class ShuffledDocuments:
-    """Documents in windows of a fixed size, each shuffled with its own seed. To restore a window, it is read again."""
+    """Documents in windows within an epoch, each shuffled with its own seed. To restore a window, it is read again.
+
+    A window of one document is not shuffled; then some are read together nevertheless, as they are tokenized together.
+    """
 
     def __init__(self, documents: Documents, size: int, seed: int) -> None:
-        self._documents, self._size, self._seed = documents, max(1, size), seed
+        self._documents, self._size, self._seed = documents, size, seed
         self.set_state({"start": documents.get_state(), "window": 0, "taken": 0})
 
     def get_state(self) -> dict[str, Any]:
@@ -293,15 +303,28 @@ class ShuffledDocuments:
         self._documents.set_state(self._start)
         self._window: list[Document] = []
 
-    def __next__(self) -> Document:
+    def take(self, count: int) -> list[Document]:
+        """The next documents, at least one and at most `count`, all of one epoch."""
         if not self._window:
-            window = list(itertools.islice(self._documents, self._size))
-            self._window = shuffle(window, f"{self._seed} {self._number}")[self._taken :][::-1]
-        self._taken += 1
-        document = self._window.pop()
-        if not self._window:
+            window = self._read_window(self._size if self._size > 1 else count)
+            self._window = shuffle(window, f"{self._seed} {self._number}") if self._size > 1 else window
+        taken = self._window[self._taken : self._taken + count]
+        self._taken += len(taken)
+        if self._taken == len(self._window):
             self._start, self._number, self._taken = self._documents.get_state(), self._number + 1, 0
-        return document
+            self._window = []
+        return taken
+
+    def _read_window(self, size: int) -> list[Document]:
+        window: list[Document] = []
+        while len(window) < size:
+            state = self._documents.get_state()
+            document = next(self._documents)
+            if window and document.epoch != window[0].epoch:
+                self._documents.set_state(state)
+                break
+            window.append(document)
+        return window
 
 
 def shuffle(items: Iterable[T], seed: str) -> list[T]:
@@ -341,7 +364,7 @@ def text_of(content: Any, column: str) -> bytes:
 def read_documents(spec: DataSpec, max_bad_rows: int = 10) -> Iterator[bytes]:
     """Every document of a source once, in the order of its files."""
     if spec.kind not in ("stdlib", "text"):
-        documents = Documents(open_corpus(spec, None), spec.column, max_bad_rows)
+        documents = Documents(open_corpus(spec, None), spec, max_bad_rows)
         yield from (document.text for document in itertools.takewhile(lambda one: one.epoch == 0, documents))
         return
     for file in list_stdlib() if spec.kind == "stdlib" else list_files(spec.path):

@@ -22,6 +22,7 @@ from policyc.models.llama.data.tokens import (
 )
 from policyc.models.llama.packing import fit_documents, pad_row, whole_rows
 
+ALL_FOR_TRAINING = ", all for training"  # ends the contents of an array if its end is not for validation
 GROUP = 64  # documents that are tokenized together: the threads of the tokenizer share them
 CHUNK = 1 << 24  # tokens that are searched at once
 
@@ -124,7 +125,7 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> Ro
         needed = 2 if run.packing == "whole" else run.sequence + 1
         short = f"fewer than {needed} consecutive ones are for {split}"
         raise ConfigError(f"'{spec.name}' has {total} tokens: {short}")
-    contents = tokens.contents + (", all for training" if spec.has_validation else "")
+    contents = tokens.contents + (ALL_FOR_TRAINING if spec.has_validation else "")
     return RowArray(row, count, tokens.vocab, contents)
 
 
@@ -140,20 +141,18 @@ class RowStream:
         self, documents: ShuffledDocuments, encode: Encoder, sequence: int, end: int | None = None
     ) -> None:
         self._documents, self._encode, self._sequence, self._end = documents, encode, sequence, end
-        self.epoch = 0
-        self._groups: deque[tuple[Any, np.ndarray]] = (
-            deque()
-        )  # state of the documents before them, their tokens
+        self._epoch = 0  # of the next row
+        self._groups: deque[Group] = deque()
         self._offset = 0
 
     def get_state(self) -> dict[str, Any]:
-        documents = self._groups[0][0] if self._groups else self._documents.get_state()
-        return {"documents": documents, "offset": self._offset, "epoch": self.epoch}
+        documents = self._groups[0].state if self._groups else self._documents.get_state()
+        return {"documents": documents, "offset": self._offset, "epoch": self._epoch}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._groups.clear()
         self._documents.set_state(state["documents"])
-        self._offset, self.epoch = state["offset"], state["epoch"]
+        self._offset, self._epoch = state["offset"], state["epoch"]
 
     def __next__(self) -> np.ndarray:
         if self._end is None:
@@ -173,22 +172,31 @@ class RowStream:
         begin, number = self._offset, 0
         while missing:
             if number == len(self._groups):
-                self._read_group()
-            pieces.append(self._groups[number][1][begin : begin + missing])
+                self._groups.append(self._read_group())
+            pieces.append(self._groups[number].tokens[begin : begin + missing])
             missing, begin, number = missing - len(pieces[-1]), 0, number + 1
         return np.concatenate(pieces)
 
     def _advance(self, count: int) -> None:
         """Leaves tokens behind, fewer than those that were read."""
         self._offset += count
-        while self._offset >= len(self._groups[0][1]):
-            self._offset -= len(self._groups.popleft()[1])
+        while self._offset >= len(self._groups[0].tokens):
+            self._offset -= len(self._groups.popleft().tokens)
+        self._epoch = self._groups[0].epoch
 
-    def _read_group(self) -> None:
+    def _read_group(self) -> "Group":
         state = self._documents.get_state()
-        group = [next(self._documents) for _ in range(GROUP)]
-        self.epoch = max(self.epoch, *(document.epoch for document in group))
-        self._groups.append((state, np.concatenate(list(self._encode(document.text for document in group)))))
+        documents = self._documents.take(GROUP)
+        tokens = np.concatenate(list(self._encode(document.text for document in documents)))
+        return Group(state, documents[0].epoch, tokens)
+
+
+class Group(NamedTuple):
+    """The tokens of some documents of one epoch, and the state before these documents."""
+
+    state: dict[str, Any]
+    epoch: int
+    tokens: np.ndarray
 
 
 class OpenStream(NamedTuple):
@@ -210,13 +218,12 @@ def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> O
     check_vocab(run.tokenizer or spec.name, size, vocab)
     window = int(spec.options.get("shuffle", SHUFFLE))
     corpus = open_corpus(spec, seed if window > 1 else None)
-    next(
-        Documents(corpus, spec.column, run.max_bad_rows)
-    )  # finds errors of the first rows before the first step
-    documents = ShuffledDocuments(Documents(corpus, spec.column, run.max_bad_rows), window, seed)
-    vocabulary = (
-        hashlib.sha256(Path(run.tokenizer).read_bytes()).hexdigest()[:16] if run.tokenizer else "bytes"
-    )
+    # An error in the first rows is found before the first step.
+    next(Documents(corpus, spec, run.max_bad_rows))
+    documents = ShuffledDocuments(Documents(corpus, spec, run.max_bad_rows), window, seed)
+    vocabulary = "bytes"
+    if run.tokenizer:
+        vocabulary = hashlib.sha256(Path(run.tokenizer).read_bytes()).hexdigest()[:16]
     details = f"column {spec.column}, tokens {vocabulary}, shuffled over {window} documents"
     end = find_end_token(spec, run.tokenizer) if run.packing == "whole" else None
     rows = RowStream(documents, encode, run.sequence, end)
