@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -20,23 +20,28 @@ data = pytest.importorskip("policyc.models.llama.data")
 from policyc.models.llama.data import batches, documents, specs, tokens, windows  # noqa: E402
 
 END = 256
+OPENED: list[Any] = []
 TEXTS = [
     f"{i}: " + "ä€x"[i % 3] * (i * 37 % 50) + "." for i in range(60)
 ]  # 4 to 150 bytes; one is in three files
 
 
 @pytest.fixture(autouse=True)
-def _small_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(windows, "GROUP", 3)
     documents.warn_once.cache_clear()
+    yield
+    while OPENED:
+        OPENED.pop().close()  # a thread that still reads would be seen by the next test
 
 
 def open_source(
     spec: str, vocab: int = 512, rows: range = range(0), split: str = "train", **settings: Any
 ) -> Any:
     run = RunConfig(data=spec, **{"batch": 4, "sequence": 16} | settings)
-    return data.BatchSource(run, vocab, rows, split)
+    OPENED.append(data.BatchSource(run, vocab, rows, split))
+    return OPENED[-1]
 
 
 def take(source: Any, count: int) -> np.ndarray:
