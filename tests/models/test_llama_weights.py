@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 from tests.support.llama_runs import make_mesh
 
 files = pytest.importorskip("policyc.models.llama.weights")
+from policyc.models.llama import corpora, data  # noqa: E402
 from policyc.models.llama import model as llama  # noqa: E402
 from policyc.models.llama.configs import ConfigError, ModelConfig  # noqa: E402
 
@@ -133,6 +137,76 @@ def test_experts_have_the_names_and_shapes_of_mixtral(tmp_path):
     assert [about[field] for field in fields] == [["MixtralForCausalLM"], "mixtral", 4, 2]
     with pytest.raises(ConfigError, match="model_type: mixtral there, llama here"):
         files.load_safetensors(tmp_path / "out", replace(MIXTURE, experts=0), make_mesh())
+
+
+TEXT = "def loss(params): return 'naïve 漢字'\n"
+
+
+def save_with_tokenizer(folder: Path, config: ModelConfig, tokenizer: str | None) -> None:
+    """An export as a run writes it, in float32."""
+    beside = files.export_files(config, 64, tokenizer, "float32")
+    files.save_safetensors(weights(config), config, folder, beside, "float32")
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_the_auto_classes_of_transformers_read_an_export(torch, tmp_path, kind):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config, tokenizer = replace(SMALL, vocab=320), None
+    if kind == "bpe":
+        tokenizer = str(tmp_path / "tokenizer.json")
+        corpora.train_tokenizer([TEXT.encode()] * 3, 280).save(tokenizer)
+    save_with_tokenizer(tmp_path / "out", config, tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    reader = AutoTokenizer.from_pretrained(tmp_path / "out")
+    encode, _ = data.make_encoder(tokenizer)
+    *tokens, end = next(encode(iter([TEXT.encode()]))).tolist()
+    assert reader(TEXT)["input_ids"] == tokens
+    assert reader.decode(tokens) == TEXT
+    assert (reader.eos_token_id, model.config.max_position_embeddings) == (end, 64)
+    ours = logits(weights(config), np.asarray([tokens]), config)
+    assert_close(ours, model(torch.tensor([tokens])).logits.numpy())
+
+
+TASK = """
+task: choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{validation: {file}}}}}
+validation_split: validation
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{label}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.mark.peers
+def test_lm_eval_computes_the_likelihoods_of_the_model(torch, tmp_path):
+    """With the command of the documentation, on a task that is a file: nothing is downloaded."""
+    pytest.importorskip("lm_eval")
+    config = replace(SMALL, vocab=272)
+    save_with_tokenizer(tmp_path / "out", config, None)
+    question, choices = "import jax.", ["numpy as jnp", "ζ"]
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"question": question, "choices": choices, "label": 0}) + "\n"
+    )
+    (tmp_path / "choice.yaml").write_text(TASK.format(file=tmp_path / "rows.jsonl"))
+    words = f"--model hf --model_args pretrained={tmp_path / 'out'} --tasks choice --include_path {tmp_path}"
+    samples = ["--device", "cpu", "--log_samples", "--output_path", str(tmp_path / "results")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-m", "lm_eval", *words.split(), *samples], check=True, env=environment)
+    (path,) = (tmp_path / "results").rglob("samples_choice_*.jsonl")
+    theirs = [float(likelihood) for likelihood, _ in json.loads(path.read_text())["filtered_resps"]]
+    ours = []
+    for choice in choices:
+        continuation = list(f" {choice}".encode())  # lm_eval puts a space between them
+        tokens = np.asarray([*question.encode(), *continuation])
+        scores = jax.nn.log_softmax(logits(weights(config), tokens[None, :-1], config)[0])
+        ours.append(sum(scores[at, tokens[at + 1]] for at in range(len(question) - 1, len(tokens) - 1)))
+    # The logits agree to 1e-5 of the largest one (`assert_close`), and up to 13 of them are added.
+    np.testing.assert_allclose(theirs, ours, rtol=1e-4)
 
 
 @pytest.mark.parametrize("scan", [True, False])
