@@ -32,10 +32,8 @@ ACTIVITIES = {
 }
 PAUSES = ("checkpoint", "eval", "export", "other")  # activities that come back during a run
 # Lowering and XLA's compilation. Tracing is not among them: the durations of nested traces overlap.
-COMPILE_EVENTS = (
-    "/jax/core/compile/jaxpr_to_mlir_module_duration",
-    "/jax/core/compile/backend_compile_duration",
-)
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+COMPILE_EVENTS = (LOWERED, "/jax/core/compile/backend_compile_duration")
 RECENT_STEPS = 50  # over which the time of a step is averaged to predict the time left
 
 
@@ -46,12 +44,14 @@ class TimeAccount:
       seconds: by the names of ACTIVITIES.
       restarts: how often the run was started again.
       lost_steps: steps that were computed and had to be computed again, as far as their lines were written.
+      on_lowered: called when JAX has lowered a function, before XLA compiles it.
     """
 
     def __init__(self, clock: Clock = time.perf_counter, wall_clock: Clock = time.time) -> None:
         self.clock, self.wall_clock = clock, wall_clock
         self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self.restarts = self.lost_steps = 0
+        self.on_lowered: Callable[[], None] | None = None
         self._activity, self._since, self._started_at = "start", clock(), wall_clock()
 
     def switch(self, activity: str) -> str:
@@ -81,6 +81,8 @@ class TimeAccount:
         def listen(event: str, duration_secs: float, **_: str | int) -> None:
             if event in COMPILE_EVENTS:
                 self.move("compile", duration_secs)
+            if event == LOWERED and self.on_lowered is not None:
+                self.on_lowered()
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:

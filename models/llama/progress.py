@@ -24,28 +24,38 @@ class ProgressLine:
     """The progress of a run. Only the process that `writes` prints."""
 
     def __init__(self, stack: ExitStack, run: RunConfig, start: int, account: TimeAccount, writes: bool):
-        self._run, self._start, self._account, self._writes = run, start, account, writes
-        narrow = Column(no_wrap=True, overflow="ellipsis")  # one line, also where it does not fit
-        columns = MofNCompleteColumn(), BarColumn(20), DescriptionColumn(narrow)
-        self._bar = stack.enter_context(Progress(*columns, disable=not (writes and sys.stdout.isatty())))
+        self._run, self._step, self._account, self._writes = run, start, account, writes
+        rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)  # one line, also where it does not fit
+        columns = MofNCompleteColumn(), BarColumn(20), DescriptionColumn(rest)
+        is_disabled = not (writes and sys.stdout.isatty())
+        self._bar = stack.enter_context(Progress(*columns, expand=True, disable=is_disabled))
         self._task = self._bar.add_task("starting", total=run.steps, completed=start, compiles=False)
 
     @contextmanager
     def watch_step(self, *, is_first: bool) -> Iterator[None]:
         """Around the call of a step. The first call compiles it; so does one that begins a phase of a policy."""
-        begin, compiled = self._account.clock(), self._account.seconds["compile"]
+        account = self._account
+        begin, compiled = account.clock(), account.seconds["compile"]
         if is_first:
-            self._bar.reset(self._task, completed=self._start, description="compiling", compiles=True)
-            if self._bar.disable:
-                self.print("compiling ...")
-        yield
-        if self._account.seconds["compile"] > compiled:
-            self.print(f"compiled in {self._account.clock() - begin:.1f} s")
-        if is_first:
-            self._bar.update(self._task, description="first step", compiles=False)
+            self._show_compiling()
+        else:
+            account.on_lowered = self._show_compiling
+        try:
+            yield
+        finally:
+            account.on_lowered = None
+        if is_first or account.seconds["compile"] > compiled:
+            self.print(f"compiled in {account.clock() - begin:.1f} s")
+            self._bar.update(self._task, description="running", compiles=False)
+
+    def _show_compiling(self) -> None:
+        self._bar.reset(self._task, completed=self._step, description="compiling", compiles=True)
+        if self._bar.disable:
+            self.print("compiling ...")
 
     def show_step(self, step: int, line: str) -> None:
         """Shows the last step. Without a terminal, one line in `--log-every` steps is printed."""
+        self._step = step
         self._bar.update(self._task, completed=step, description=line)
         if self._bar.disable and (step % self._run.log_every == 0 or step in (1, self._run.steps)):
             self.print(f"step {step}/{self._run.steps}  {line}")

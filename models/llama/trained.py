@@ -125,6 +125,10 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> TrainedM
         config, run = (_from_settings(kind, about["settings"]) for kind in (ModelConfig, RunConfig))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{folder / 'run.json'} cannot be read: {error}") from None
+    if about["settings"].get("experts"):
+        raise ConfigError(
+            f"{folder} is a mixture of experts, for which no texts can be generated here: export it"
+        )
     checkpoints = _find_checkpoints(folder, run)
     steps = saved_steps(checkpoints)
     if step is None:

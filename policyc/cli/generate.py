@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -52,9 +53,17 @@ class _GenerateCommand:
     metavar="TEXT",
     help="Text to continue; may be repeated. Default: standard input.",
 )
-@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="Most tokens to draw.")
+@click.option(
+    "--tokens",
+    metavar="N",
+    type=click.IntRange(1),
+    default=128,
+    show_default=True,
+    help="Most tokens to draw.",
+)
 @click.option(
     "--temperature",
+    metavar="T",
     type=click.FloatRange(0),
     default=0.8,
     show_default=True,
@@ -62,16 +71,19 @@ class _GenerateCommand:
 )
 @click.option(
     "--top-k",
+    metavar="K",
     type=click.IntRange(0),
     default=0,
     show_default=True,
     help="Draw from so many tokens; 0: from all.",
 )
 @click.option(
-    "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+    "--top-p", metavar="P", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
     help="Draw from the most probable tokens with this probability together.",
 )  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the drawing.")
+@click.option(
+    "--seed", metavar="N", type=click.IntRange(0), default=0, show_default=True, help="Seed of the drawing."
+)
 @click.option(
     "--step", type=int, metavar="STEP", help="Use the checkpoint of this step. Default: the last one."
 )
@@ -180,7 +192,12 @@ def _continue(
     prompt: tuple[bytes, list[int]],
     output_format: str,
 ) -> None:
-    """Prints a prompt and its continuation, each piece when it is known; or all of it as JSON."""
+    """Prints a prompt and its continuation, each piece when it is known; or all of it as JSON.
+
+    A terminal gets no control characters: a model may draw any.
+    """
+    from policyc.language.diagnostics import escape_lines
+
     text, ids = prompt
     drawn: list[int] = []
     is_complete = False
@@ -205,7 +222,6 @@ def _continue(
         }
         click.echo(json.dumps(row))
         return
-    click.echo(text.decode("utf-8", "replace"), nl=False)
-    for piece in pieces:
-        click.echo(piece, nl=False)
+    for piece in itertools.chain([text.decode("utf-8", "replace")], pieces):
+        click.echo(escape_lines(piece) if sys.stdout.isatty() else piece, nl=False)
     click.echo()

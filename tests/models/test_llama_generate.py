@@ -271,6 +271,18 @@ def fake_model(monkeypatch):
 
 
 @pytest.mark.usefixtures("fake_model")
+@pytest.mark.parametrize(("is_terminal", "printed"), [(True, "a\\x1b[2J\n\n"), (False, "a\x1b[2J\n\n")])
+def test_a_terminal_gets_no_control_characters(monkeypatch, capsys, is_terminal, printed):
+    from policyc.cli.generate import _continue
+
+    monkeypatch.setattr(Generator, "generate", lambda *_: iter(b"\x1b[2J\n"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    generator = object.__new__(Generator)
+    _continue(trained.load_trained(Path("a")), generator, 0, (b"a", [97]), "text")
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.usefixtures("fake_model")
 def test_generate_prints_prompts_and_their_continuations():
     ran = command("generate", "runs/a", "--prompt", "a", "--prompt", "", "--tokens", "4")
     assert (ran.code, ran.out) == (0, "ahé\nhé\n")

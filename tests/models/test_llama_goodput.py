@@ -250,8 +250,12 @@ def test_a_line_shows_that_a_step_compiles(capsys, monkeypatch, is_terminal):
         with line.watch_step(is_first=False):
             clock.sleep(1)
         line.show_step(11, "loss 1.0")
+        with line.watch_step(is_first=False), account.watch_compilation():  # a phase of a policy begins
+            clock.sleep(2)
+            jax.monitoring.record_event_duration_secs(goodput.LOWERED, 2.0)
         line.show_step(20, "loss 0.5")
-    plain = "compiling ...\ncompiled in 12.3 s\nstep 20/20  loss 0.5\n"
+    assert account.on_lowered is None
+    plain = "compiling ...\ncompiled in 12.3 s\ncompiling ...\ncompiled in 2.0 s\nstep 20/20  loss 0.5\n"
     assert "compiled in 12.3 s\n" in (out := capsys.readouterr().out)
     assert is_terminal or out == plain
     for thread in set(threading.enumerate()) - before:  # rich has told its thread to end
