@@ -27,6 +27,7 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every part of
 DISK_FULL = "is the disk full? Earlier checkpoints are intact"
 CONTENTS = "contents_of_the_data"  # what identifies the data, in the identity of a run
 NOT_WRITTEN = "its contents are not those that were written"
+READ_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
 HASH_MULTIPLIERS = np.array([0x9E3779B1, 0x85EBCA6B], np.uint32)  # odd, as in xxHash
 
 
@@ -154,7 +155,7 @@ class Checkpoints:
         )
 
     def _restore(self, step: int, abstract_state: Any, accept_changes: bool) -> tuple[Any, Any]:
-        with self._raise_damaged():
+        with _raise_damaged():
             about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
             before, position = about["identity"], about["position"]
         self._check_identity(step, before, accept_changes)
@@ -165,7 +166,7 @@ class Checkpoints:
             what = f"the checkpoint at step {step} in {self.folder} is whole, but of a model with other sizes"
             raise ConfigError(f"{what} or of another optimizer: --accept-changes cannot change them; choose another "
                               "folder with --out")  # fmt: skip
-        with self._raise_damaged():
+        with _raise_damaged():
             parts = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
             state = self._manager.restore(step, args=parts).state
         if about.get("hash") not in (None, hash_state(state)):
@@ -219,13 +220,6 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
             raise ConfigError(f"{what} ({self.folder}): {_first_line(error)}\n{remedy}") from error
 
-    @contextmanager
-    def _raise_damaged(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedCheckpointError(_first_line(error)) from error
-
 
 def _current_contents(before: dict[str, Any], now: str) -> str:
     """The contents of the data of a checkpoint, as this version writes them.
@@ -245,31 +239,33 @@ def read_params(
 ) -> tuple[Any, dict[str, Any]]:
     """The parameters of a checkpoint, without the rest of its state; and the identity of its run. Writes nothing.
 
-    `abstract_state` makes the shapes of the state from the identity.
+    `abstract_state` makes the shapes of the state from the identity. Raises DamagedCheckpointError.
     """
     path = folder.resolve() / str(step)
-    with _explain_unreadable(path):
+    with _raise_damaged():
         about = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "about")
     state = abstract_state(about["identity"])
     item = {"params": state["params"]}
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)
     parts = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
-    with _explain_unreadable(path):
+    with _raise_damaged():
         params = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path / "state", args=parts)["params"]
     places = [n for n, (names, _) in enumerate(jax.tree.leaves_with_path(state)) if names[0].key == "params"]
     begin, end = (place * 4 * HASH_MULTIPLIERS.size * 2 for place in (places[0], places[-1] + 1))
     if "hash" in about and hash_state(params) != about["hash"][begin:end]:  # two digits for each byte
-        raise ConfigError(f"checkpoint {path} is damaged: {NOT_WRITTEN}; choose another one with --step")
+        raise DamagedCheckpointError(NOT_WRITTEN)
     return params, about["identity"]
 
 
 @contextmanager
-def _explain_unreadable(path: Path) -> Iterator[None]:
+def _raise_damaged() -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-        remedy = "choose another one with --step"
-        raise ConfigError(f"checkpoint {path} cannot be read: {_first_line(error)}\n{remedy}") from error
+    except Exception as error:
+        # Where a file disappears, orbax raises `Exception` itself.
+        if type(error) is not Exception and not isinstance(error, READ_ERRORS):
+            raise
+        raise DamagedCheckpointError(_first_line(error)) from error
 
 
 def _shapes(state: Any) -> list[list[int]]:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from policyc.models.llama import configs, data, optimizer, weights
 from policyc.models.llama import model as llama
-from policyc.models.llama.checkpoints import read_params, saved_steps
+from policyc.models.llama.checkpoints import DamagedCheckpointError, read_params, saved_steps
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
 
 TOKENIZER_REMEDY = "name the tokenizer.json that made them with --tokenizer FILE"
@@ -130,18 +130,12 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> TrainedM
             f"{folder} is a mixture of experts, for which no texts can be generated here: export it"
         )
     checkpoints = _find_checkpoints(folder, run)
-    steps = saved_steps(checkpoints)
-    if step is None:
-        step = steps[0]
-    if step not in steps:
-        raise ConfigError(
-            f"{checkpoints} has no checkpoint of step {step}: there are {', '.join(map(str, sorted(steps)))}"
-        )
+    params, step = _read_params(checkpoints, step, config, run)
     identity = {"policy": about.get("policy_sha256"), configs.POLICY_NAME: about.get("policy_name")}
     return TrainedModel(
         config=config,
         codec=_find_codec(folder, run, tokenizer),
-        params=_cast(_read_params(checkpoints, step, config, run), config),
+        params=_cast(params, config),
         positions=run.sequence,
         name=f"{folder}, step {step}",
         policy=configs.describe_policy(identity) if identity["policy"] else None,
@@ -169,7 +163,26 @@ def _find_checkpoints(folder: Path, run: RunConfig) -> Path:
     raise ConfigError(f"{folder} has no checkpoint: {remedy}")
 
 
-def _read_params(checkpoints: Path, step: int, config: ModelConfig, run: RunConfig) -> llama.Params:
+def _read_params(
+    checkpoints: Path, step: int | None, config: ModelConfig, run: RunConfig
+) -> tuple[llama.Params, int]:
+    """The parameters of a checkpoint, by default of the last one, and its step."""
+    steps = saved_steps(checkpoints)
+    number = steps[0] if step is None else step
+    if number not in steps:
+        existing = ", ".join(map(str, sorted(steps)))
+        raise ConfigError(f"{checkpoints} has no checkpoint of step {number}: there are {existing}")
+    try:
+        return _read_params_of_seed(checkpoints, number, config, run), number
+    except DamagedCheckpointError as error:
+        later = saved_steps(checkpoints)
+        if step is None and later and later[0] != number:  # the run goes on, and removes its old checkpoints
+            return _read_params(checkpoints, None, config, run)
+        remedy = "choose another one with --step"
+        raise ConfigError(f"checkpoint {checkpoints / str(number)} is damaged: {error}\n{remedy}") from None
+
+
+def _read_params_of_seed(checkpoints: Path, step: int, config: ModelConfig, run: RunConfig) -> llama.Params:
     mesh = _one_device_mesh()
 
     def abstract_state(identity: dict[str, Any]) -> optimizer.State:

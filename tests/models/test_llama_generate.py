@@ -19,6 +19,7 @@ from tests.support.llama_runs import SHORT, make_mesh
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import checkpoints, generate, optimizer, trained, weights
 from policyc.models.llama import model as llama
+from policyc.models.llama.checkpoints import DamagedCheckpointError
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, runs_of_seeds
 from policyc.models.llama.generate import Generator, Sampling
 
@@ -194,11 +195,33 @@ def test_parameters_are_read_without_the_rest_and_compared_with_their_hash(tmp_p
     about.write_text(json.dumps(text | {"hash": "0" * 16 + digits[16:]}))  # of the optimizer: not read
     checkpoints.read_params(folder, 3, lambda _: shapes)
     about.write_text(json.dumps(text | {"hash": digits[:16] + "0" * 16 + digits[32:]}))
-    with pytest.raises(ConfigError, match=r"3 is damaged: its contents are not those.*--step"):
+    with pytest.raises(DamagedCheckpointError, match="its contents are not those that were written"):
         checkpoints.read_params(folder, 3, lambda _: shapes)
-    about.write_text("{")
-    with pytest.raises(ConfigError, match=r"(?s)3 cannot be read.*--step"):
+    about.write_text(json.dumps(text))
+    data = next(path for path in (folder / "3" / "state").rglob("d/*") if path.is_file())
+    data.unlink()
+    with pytest.raises(DamagedCheckpointError):
         checkpoints.read_params(folder, 3, lambda _: shapes)
+    manager = checkpoints.Checkpoints(folder, 2, {"policy": None, checkpoints.CONTENTS: "endless"})
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* can be read"):
+        manager.restore(shapes, accept_changes=True)
+
+
+def test_a_checkpoint_that_the_run_replaces_meanwhile_is_read_anew(tmp_path, monkeypatch):
+    """A run goes on: it saved step 6 and removed step 3 while that was read."""
+    saved = iter([[3], [6], [6]])
+    monkeypatch.setattr(trained, "saved_steps", lambda _: next(saved))
+
+    def read(_: Path, step: int, *__: Any) -> tuple[Any, dict[str, Any]]:
+        if step == 3:
+            raise DamagedCheckpointError("a file is missing")
+        return {"norm": step}, {}
+
+    monkeypatch.setattr(trained, "read_params", read)
+    assert trained._read_params(tmp_path, None, SMALL, RunConfig()) == ({"norm": 6}, 6)
+    monkeypatch.setattr(trained, "saved_steps", lambda _: [3])
+    with pytest.raises(ConfigError, match=r"(?s)/3 is damaged: a file is missing.*--step"):
+        trained._read_params(tmp_path, None, SMALL, RunConfig())
 
 
 def write_run(folder: Path, **settings: Any) -> Path:
