@@ -18,7 +18,7 @@ TOKENS = PartitionSpec(("data", "fsdp", "expert"), "context")  # how batch and s
 
 
 class RouterSummary(NamedTuple):
-    """What the router of a layer did with all tokens: its losses, and the share of each expert, which add up to 1."""
+    """What the router of a layer did with the tokens: its losses, and the shares of the experts, which add up to 1."""
 
     balance_loss: jax.Array
     z_loss: jax.Array
@@ -26,10 +26,14 @@ class RouterSummary(NamedTuple):
 
 
 def mix_experts(
-    params: dict[str, Any], x: jax.Array, config: ModelConfig, mesh: Mesh | None
+    params: dict[str, Any],
+    x: jax.Array,
+    config: ModelConfig,
+    mesh: Mesh | None,
+    is_padding: jax.Array | None = None,
 ) -> tuple[jax.Array, RouterSummary]:
-    """The sum of what the experts of each token compute, weighted by the router."""
-    experts, weights, summary = route(params["router"], x, config)
+    """The sum of what the experts of each token compute, weighted by the router. Padding does not count for it."""
+    experts, weights, summary = route(params["router"], x, config, is_padding)
     with jax.named_scope("experts"):
         if mesh is None or mesh.size == 1:
             return run_experts(params["experts"], x, experts, weights), summary
@@ -42,20 +46,31 @@ def mix_experts(
         return on_devices(params["experts"], x, experts, weights), summary
 
 
-def route(router: jax.Array, x: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array, RouterSummary]:
+def route(
+    router: jax.Array, x: jax.Array, config: ModelConfig, is_padding: jax.Array | None
+) -> tuple[jax.Array, jax.Array, RouterSummary]:
     """The experts of each token and their weights, which add up to 1, in float32."""
     with jax.named_scope("router"):
         logits = jnp.dot(x.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
     probabilities = jax.nn.softmax(logits)
     largest, experts = lax.top_k(probabilities, config.experts_per_token)
     is_chosen = jnp.any(experts[..., None] == jnp.arange(config.experts), axis=-2)
-    fractions = jnp.mean(is_chosen.astype(jnp.float32), axis=(0, 1))  # of the tokens, of each expert
+    fractions = _mean(is_chosen.astype(jnp.float32), is_padding)  # of the tokens, of each expert
     summary = RouterSummary(
-        balance_loss=config.experts * jnp.sum(fractions * jnp.mean(probabilities, axis=(0, 1))),
-        z_loss=jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2),
+        balance_loss=config.experts * jnp.sum(fractions * _mean(probabilities, is_padding)),
+        z_loss=_mean(jax.nn.logsumexp(logits, axis=-1) ** 2, is_padding),
         loads=fractions / config.experts_per_token,
     )
     return experts, largest / jnp.sum(largest, axis=-1, keepdims=True), summary
+
+
+def _mean(values: jax.Array, is_padding: jax.Array | None) -> jax.Array:
+    """The mean over the tokens of a batch, which are its first two axes."""
+    if is_padding is None:
+        return jnp.mean(values, axis=(0, 1))
+    is_token = ~is_padding.reshape(*is_padding.shape, *(1,) * (values.ndim - 2))
+    # A device may have padding only.
+    return jnp.sum(values, axis=(0, 1), where=is_token) / jnp.maximum(jnp.sum(is_token), 1)
 
 
 def _run_on_device(

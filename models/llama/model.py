@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -272,25 +272,34 @@ def attention(
 
 
 def mlp(
-    params: Params, x: jax.Array, config: ModelConfig, mesh: Mesh | None
+    params: Params, x: jax.Array, config: ModelConfig, mesh: Mesh | None, is_padding: jax.Array | None = None
 ) -> tuple[jax.Array, RouterSummary | None]:
     """The result of the MLP, or of the experts and what their router did."""
     if config.experts:
-        return mix_experts(params, x, config, mesh)
+        return mix_experts(params, x, config, mesh, is_padding)
     y = jax.nn.silu(linear(params, "gate_proj", x)) * linear(params, "up_proj", x)
     return linear(params, "down_proj", y), None
 
 
+class Rows(NamedTuple):
+    """What blocks read about the rows of a batch: rotations, which tokens see each other, which are padding."""
+
+    rope: tuple[jax.Array, jax.Array]
+    mask: jax.Array | None
+    is_padding: jax.Array | None
+
+
 def block(
-    x: jax.Array, params: Params, rope: Any, mask: jax.Array | None, config: ModelConfig, mesh: Mesh | None
+    x: jax.Array, params: Params, rows: Rows, config: ModelConfig, mesh: Mesh | None
 ) -> tuple[jax.Array, RouterSummary | None]:
     """The residual stream after a block, and what its router did if it has experts."""
     with jax.named_scope("attention"):
         y = rms_norm(x, params["attention_norm"], config.norm_eps)
-        x = x + attention(params["attention"], y, rope, mask, config, mesh)
+        x = x + attention(params["attention"], y, rows.rope, rows.mask, config, mesh)
     x = constrain(x, mesh, "batch", "sequence", None)
     with jax.named_scope("mlp"):
-        y, summary = mlp(params["mlp"], rms_norm(x, params["mlp_norm"], config.norm_eps), config, mesh)
+        y = rms_norm(x, params["mlp_norm"], config.norm_eps)
+        y, summary = mlp(params["mlp"], y, config, mesh, rows.is_padding)
         x = x + y
     return constrain(x, mesh, "batch", "sequence", None), summary
 
@@ -335,12 +344,12 @@ def run_blocks(
     with jax.named_scope("embed"):
         x = embed(params["embed"], tokens, config.compute, mesh)
     if documents is None:
-        positions, mask = jnp.arange(tokens.shape[1], dtype=jnp.float32), None
+        rows = Rows(rotary(config, jnp.arange(tokens.shape[1], dtype=jnp.float32)), None, None)
     else:
-        positions, mask = documents["positions"], same_document(documents["segments"], mesh)
-    rope = rotary(config, positions)
+        segments = documents["segments"]
+        rows = Rows(rotary(config, documents["positions"]), same_document(segments, mesh), segments < 0)
     layer: Callable[..., tuple[jax.Array, RouterSummary | None]] = partial(
-        block, rope=rope, mask=mask, config=config, mesh=mesh
+        block, rows=rows, config=config, mesh=mesh
     )
     if config.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan)
@@ -382,7 +391,7 @@ def loss_and_loads(
     nats, penalty = _head_loss(params, x, batch, config, mesh, z_loss)
     if routers is None:
         return (nats, penalty), None
-    # Means over all tokens, so each unmasked token gets the same.
+    # Means over tokens, so each unmasked token gets the same.
     of_token = config.balance_loss * routers.balance_loss + config.router_z_loss * routers.z_loss
     penalty = penalty + jnp.mean(of_token) * jnp.sum(batch["mask"].astype(jnp.float32))
     return (nats, penalty), routers.loads

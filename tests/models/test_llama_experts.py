@@ -112,6 +112,21 @@ def test_experts_compute_the_plain_formulas(axes: dict[str, int]) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-4), gradients, jax.device_get(dense))
 
 
+def test_padding_does_not_count_for_the_router() -> None:
+    """Its summary is that of the tokens alone."""
+    params, x, _ = arguments()
+    is_padding = np.zeros(SHAPE, bool)
+    is_padding[3:, 1:] = True
+    is_padding[5] = True
+    _, _, summary = jax.jit(partial(experts.route, config=CONFIG))(params["router"], x, is_padding=is_padding)
+    tokens = x[~is_padding][None].astype(np.float64)
+    wide = jax.tree.map(lambda array: array.astype(np.float64), params)
+    _, balance, z, loads = mix_in_numpy(wide, tokens, CONFIG.experts_per_token)
+    # Float32, as above.
+    np.testing.assert_allclose([summary.balance_loss, summary.z_loss], [balance, z], rtol=1e-5)
+    np.testing.assert_allclose(summary.loads, loads, rtol=1e-6)
+
+
 # ---- whole steps
 
 
