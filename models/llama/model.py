@@ -43,11 +43,11 @@ def check_divisible(config: ModelConfig, run: RunConfig, axes: Mapping[str, int]
         raise ConfigError(
             f"an expert axis of {expert} divides experts, and the model has none: add --experts"
         )
-    parts = run.accumulate * data * fsdp * expert
+    parts, by_expert = run.accumulate * data * fsdp * expert, " x expert" if expert > 1 else ""
     multiples = (
         ("heads", config.heads, config.kv_heads, "key and value heads"),
         ("head_dim", config.head_dim, 2, "rotary embedding"),
-        ("batch", run.batch, parts, "accumulate x data x fsdp x expert"),
+        ("batch", run.batch, parts, f"accumulate x data x fsdp{by_expert}"),
         ("sequence", run.sequence, config.loss_chunks * context, "loss_chunks x context"),
         ("heads", config.heads, tensor * context, "tensor x context"),
         ("width", config.width, fsdp, "fsdp"),

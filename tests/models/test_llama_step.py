@@ -362,7 +362,7 @@ def test_bad_settings_are_refused(arguments, message, capsys):
         ("--batch 9 --accumulate 3", "batch 9 is not a multiple of 24"),
         (
             "--batch 4",
-            r"batch 4 is not a multiple of 8 \(accumulate x data x fsdp x expert\): --batch 8 fits",
+            r"batch 4 is not a multiple of 8 \(accumulate x data x fsdp\): --batch 8 fits",
         ),
         ("--batch 8 --accumulate 3", "batch 8 is not a multiple of 24"),
         ("--heads 4 --kv-heads 3", r"heads 4 is not a multiple of 3 \(key and value heads\): change"),
@@ -372,6 +372,10 @@ def test_bad_settings_are_refused(arguments, message, capsys):
         ("--tensor-axis 2 --gather once", "--gather once: every device computes with whole weights"),
         ("--context-axis 2 --tensor-axis 2 --sequence 7", "7 is not a multiple of 2"),
         ("--expert-axis 2", "an expert axis of 2 divides experts, and the model has none: add --experts"),
+        (
+            "--expert-axis 2 --experts 4 --batch 9",
+            r"9 is not a multiple of 8 \(accumulate x data x fsdp x expert\)",
+        ),
         ("--expert-axis 4 --experts 6", r"experts 6 is not a multiple of 4 \(expert\)"),
         ("--expert-axis 2 --experts 4 --gather once", "so expert, tensor and context must be 1"),
     ],
