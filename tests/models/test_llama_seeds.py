@@ -25,6 +25,7 @@ pytest.importorskip("grain", reason="grain is not installed: pip install 'policy
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import configs, data, metrics, optimizer, train
 from policyc.models.llama.configs import ConfigError
+from policyc.models.llama.goodput import TimeAccount
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 SMALL = configs.ModelConfig(**llama_runs.SMALL | {"layers": 1}, compute="float32")
@@ -95,7 +96,7 @@ def test_a_seed_that_stops_does_not_stop_the_others(tmp_path, capsys):
     for folder in folders:
         folder.mkdir()
     with ExitStack() as stack:
-        log = metrics.MetricsLog(stack, folders, SMALL, RUN, 0)
+        log = metrics.MetricsLog(stack, folders, SMALL, RUN, 0, TimeAccount())
         for step, values in enumerate([(1.0, 2.0), (math.nan, 2.5), (1.5, 3.0)], start=1):
             log.record(step, step_values(*values), 0)
         log.flush()
