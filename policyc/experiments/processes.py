@@ -79,10 +79,13 @@ class ChildRefusals:
             Path(self._folder, str(os.getpid())).touch()
 
     def count(self) -> int:
-        """How many children refused the policy. Ends the record."""
-        count = len(os.listdir(self._folder))
-        shutil.rmtree(self._folder, ignore_errors=True)
-        return count
+        """How many children refused the policy. Only the first process knows."""
+        return 0 if self.is_in_child else len(os.listdir(self._folder))
+
+    def close(self) -> None:
+        """Removes the record. In a child, it stays: the first process reads it."""
+        if not self.is_in_child:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class SpawnedChildren:

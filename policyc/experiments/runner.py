@@ -73,6 +73,14 @@ def run(
     becomes SystemExit, and so does a policy that could not be applied in a child.
     """
     program.check()
+    settings = SessionSettings(policy, execution, multiple_losses, stats_every)
+    with contextlib.closing(ChildRefusals()) as refusals:
+        return _run(program, settings, on_plan, refusals)
+
+
+def _run(
+    program: Program, settings: SessionSettings, on_plan: Callable[[Plan], None], refusals: ChildRefusals
+) -> Session | None:
     sessions: list[Session] = []
     ends: list[BaseException] = []
 
@@ -82,9 +90,6 @@ def run(
         except (SystemExit, StopAfterTrace) as end:
             ends.append(end)  # the program may catch it
             raise
-
-    settings = SessionSettings(policy, execution, multiple_losses, stats_every)
-    refusals = ChildRefusals()
 
     def reject(error: PolicyError) -> BaseException:
         if refusals.is_in_child:  # forked
@@ -97,7 +102,7 @@ def run(
     children = SpawnedChildren(_start_in_child, settings, refusals)
     with contextlib.ExitStack() as stack:
         stack.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
-        stack.enter_context(export_policy(policy))
+        stack.enter_context(export_policy(settings.policy))
         stack.enter_context(children.follow())
         stack.enter_context(_hide_in_threads(PolicyRejected, StopAfterTrace))
         stack.enter_context(on_import("jax", start))

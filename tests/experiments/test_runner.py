@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -125,7 +126,12 @@ print("the end")
 """
 
 
-def test_a_refusal_that_the_program_swallows_is_still_an_error(home: Path) -> None:
+def test_a_refusal_that_the_program_swallows_is_still_an_error(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = home / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     (home / "program.py").write_text(SWALLOWING)
     (home / "seven.policy").write_text("* -> fp8 expect 7\n")
     result = apply_here(home, "seven.policy", "program.py")
@@ -133,6 +139,7 @@ def test_a_refusal_that_the_program_swallows_is_still_an_error(home: Path) -> No
     assert result.code == 1
     assert result.err.count("expects 7 sites and matches 2") == 1
     assert "Traceback" not in result.err
+    assert not list(temporary.iterdir())
 
 
 THREADS = """
