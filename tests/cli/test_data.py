@@ -142,6 +142,17 @@ def test_show_counts_documents_and_decodes_the_beginning(books: Path) -> None:
     assert "as text: 'Book 0: the policy keeps 0 layers in bf16.\\nBook 0:" in out
 
 
+def test_a_text_that_spells_out_the_end_token_does_not_end_there(books: Path) -> None:
+    bpe = corpora.train_tokenizer([b"some text"], 300)
+    bpe.save("tokenizer.json")
+    text = f"Documents end with {END}, as this one does not."
+    (books / "00.txt").write_text(text)
+    policyc("data", "tokenize", "text:books/0[01].txt", "--tokenizer", "tokenizer.json", "--out", "a.bin")
+    tokens = np.fromfile("a.bin", "uint16")
+    assert (tokens == bpe.token_to_id(END)).sum() == 2
+    assert bpe.decode(tokens.tolist()).startswith(text)
+
+
 def test_bad_rows_are_named_and_skipped_up_to_a_limit(books: Path) -> None:
     Path("a.jsonl").write_text('{"text": "one"}\nnot JSON\n{"text": null}\n{"text": "two"}\n')
     result = policyc("data", "tokenize", "a.jsonl", "--out", "a.bin", "--max-bad-rows", "2")

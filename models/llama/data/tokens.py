@@ -63,6 +63,7 @@ def make_encoder(tokenizer: str | None) -> tuple[Encoder, int]:
     if tokenizer is None:
         return lambda texts: (np.append(np.frombuffer(t, np.uint8), np.uint16(END)) for t in texts), END + 1
     bpe, end = read_tokenizer(tokenizer)
+    bpe.encode_special_tokens = True  # a text that spells out the end token does not end there
 
     def encode(texts: Iterator[bytes]) -> Iterator[np.ndarray]:
         while group := [text.decode("utf-8", "replace") for text in itertools.islice(texts, 512)]:
@@ -278,6 +279,7 @@ def _encode_all(spec: DataSpec, encode: Encoder, tokenizer: str | None, max_bad_
     }
     vocabulary = Path(tokenizer).read_text() if tokenizer else ""
     version = sys.version if spec.kind == "stdlib" else ""
+    vocabulary += "special tokens as text"  # earlier versions cached other tokens
     key = spec.kind, os.path.abspath(spec.path), options, stats, vocabulary, version
     return cache_tokens(key, spec.name, pieces)
 
