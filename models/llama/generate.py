@@ -93,8 +93,8 @@ def _block(
             )  # fmt: skip
         x = x + llama.linear(params["attention"], "o_proj", y.reshape(1, x.shape[1], -1))
     with jax.named_scope("mlp"):
-        y = llama.rms_norm(x, params["mlp_norm"], config.norm_eps)
-        return x + llama.mlp(params["mlp"], y, config, None)[0], cache
+        y, _ = llama.mlp(params["mlp"], llama.rms_norm(x, params["mlp_norm"], config.norm_eps), config, None)
+        return x + y, cache
 
 
 def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

@@ -73,7 +73,7 @@ class TrainedModel:
     """A model that was trained.
 
     Attributes:
-      params: in the dtype of the computation; those of norms in float32.
+      params: in the dtype of the computation; those of norms and routers in float32.
       positions: the length of the sequences that it was trained on.
       name: for people: what it is and where it is from.
       policy: the policy that it was trained under, for people.
@@ -114,7 +114,8 @@ def _cast(params: llama.Params, config: ModelConfig) -> llama.Params:
     """Weights in the dtype of the computation, as each use would cast them."""
 
     def cast_leaf(path: Any, array: jax.Array) -> jax.Array:
-        return array if "norm" in str(path[-1]) else array.astype(config.compute)
+        is_wide = any(word in str(path[-1]) for word in ("norm", "router"))  # used in float32
+        return array if is_wide else array.astype(config.compute)
 
     return cast(llama.Params, jax.tree.map_with_path(cast_leaf, params))
 
@@ -125,10 +126,6 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> TrainedM
         config, run = (_from_settings(kind, about["settings"]) for kind in (ModelConfig, RunConfig))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{folder / 'run.json'} cannot be read: {error}") from None
-    if about["settings"].get("experts"):
-        raise ConfigError(
-            f"{folder} is a mixture of experts, for which no texts can be generated here: export it"
-        )
     checkpoints = _find_checkpoints(folder, run)
     params, step = _read_params(checkpoints, step, config, run)
     identity = {"policy": about.get("policy_sha256"), configs.POLICY_NAME: about.get("policy_name")}

@@ -7,6 +7,7 @@ and layers may be.
 import itertools
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ MIXTRAL_NAMES = {
 HF_FIELDS = {"hidden_size": "width", "intermediate_size": "hidden", "num_hidden_layers": "layers",
              "head_dim": "head_dim", "num_attention_heads": "heads", "num_key_value_heads": "kv_heads",
              "vocab_size": "vocab", "rms_norm_eps": "norm_eps", "rope_theta": "rope_theta"}  # fmt: skip
+EXPERT_FIELDS = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # What this model computes. A config.json with another value is of another model.
 FIXED_FIELDS = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -83,8 +85,7 @@ def _fixed_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _size_fields(config: ModelConfig) -> dict[str, str]:
-    of_experts = {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
-    return HF_FIELDS | (of_experts if config.experts else {})
+    return HF_FIELDS | (EXPERT_FIELDS if config.experts else {})
 
 
 def export_files(
@@ -175,13 +176,13 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
         theirs = json.loads(path.read_text(encoding="utf-8"))
         rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
         theirs = {"rope_theta": rope.get("rope_theta"), **theirs}
-        sizes = {field: theirs[name] for name, field in HF_FIELDS.items() if theirs.get(name) is not None}
+        fields = HF_FIELDS | EXPERT_FIELDS
+        sizes = {field: theirs[name] for name, field in fields.items() if theirs.get(name) is not None}
         sizes.setdefault("kv_heads", sizes["heads"])
         sizes.setdefault("head_dim", sizes["width"] // sizes["heads"])
         dtype = "float32" if theirs.get("torch_dtype", theirs.get("dtype")) == "float32" else "bfloat16"
-        return ModelConfig(rope_scaling=rope.get("factor", 0.0), compute=dtype, **sizes), theirs[
-            "max_position_embeddings"
-        ]
+        model = ModelConfig(rope_scaling=rope.get("factor", 0.0), compute=dtype, **sizes)
+        return model, theirs["max_position_embeddings"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} does not describe a Llama: {error!r}") from None
 
@@ -196,11 +197,12 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
             opened: Any = safe_open(file, framework="np")
             slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"--init-from {folder}: {file.name} cannot be read; truncated? {error}") from None
+        raise ConfigError(f"{folder}: {file.name} cannot be read; truncated? {error}") from None
     _check_same_model(folder, theirs, config)
     if HEAD not in slices and EMBED in slices:
         slices[HEAD] = slices[EMBED]
-        print(f"{folder} has no head: it starts as a copy of the embedding and is no longer tied to it")
+        note = f"{folder} has no head: it starts as a copy of the embedding and is no longer tied to it"
+        print(note, file=sys.stderr)
 
     specs = llama.param_specs(config)
     used = {name for path, _ in jax.tree.leaves_with_path(specs) for name in hf_tensors(path, config)[0].flat}
@@ -208,14 +210,12 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
         name for name in slices if name not in used and not name.endswith("rotary_emb.inv_freq")
     ):
         others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        raise ConfigError(
-            f"--init-from {folder} has the tensor {unused[0]}{others}, which this model does not use"
-        )
+        raise ConfigError(f"{folder} has the tensor {unused[0]}{others}, which this model does not use")
 
     def load(path: Any, spec: llama.ParamSpec) -> jax.Array:
         names, is_transposed = hf_tensors(path, config)
         if missing := [name for name in names.flat if name not in slices]:
-            raise ConfigError(f"--init-from {folder} has no tensor named {missing[0]}: is it a Llama?")
+            raise ConfigError(f"{folder} has no tensor named {missing[0]}: is it a Llama?")
 
         def read(index: Any) -> np.ndarray:
             part, tensors = index[names.ndim :], np.asarray(names[index[: names.ndim]])
@@ -247,4 +247,4 @@ def _check_same_model(folder: Path, theirs: dict[str, Any], config: ModelConfig)
     names = [name for name in compared if theirs.get(name) not in (None, ours[name])]
     if names:
         differences = "".join(f"\n  {name}: {theirs[name]} there, {ours[name]} here" for name in names)
-        raise ConfigError(f"--init-from {folder} holds another model:{differences}")
+        raise ConfigError(f"{folder} holds another model:{differences}")

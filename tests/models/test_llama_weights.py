@@ -106,7 +106,7 @@ def test_a_tied_head_starts_as_a_copy_of_the_embedding(torch, tmp_path, capsys):
     rope = {"rope_type": "default", "rope_theta": 5e5}
     model = make_theirs(tmp_path, rope_parameters=rope, tie_word_embeddings=True)
     ours = files.load_safetensors(tmp_path, config, make_mesh())
-    assert "has no head" in capsys.readouterr().out
+    assert "has no head" in capsys.readouterr().err
     tokens = np.random.default_rng(2).integers(0, 128, (2, 20))
     assert_close(logits(ours, tokens, config), model(torch.tensor(tokens)).logits.numpy())
 
@@ -243,7 +243,7 @@ def test_a_missing_head_starts_as_a_copy_of_the_embedding(tmp_path, capsys):
     save_file({k: v for k, v in load_file(file).items() if k != "lm_head.weight"}, file)
     loaded = files.load_safetensors(tmp_path / "out", SMALL, make_mesh(fsdp=2, tensor=2))
     np.testing.assert_array_equal(loaded["lm_head"], loaded["embed"].T)
-    assert "starts as a copy of the embedding" in capsys.readouterr().out
+    assert "starts as a copy of the embedding" in capsys.readouterr().err
 
 
 def test_weights_of_another_model_are_refused(tmp_path):
