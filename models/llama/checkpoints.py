@@ -171,13 +171,14 @@ class Checkpoints:
             state = self._manager.restore(step, args=parts).state
         if about.get("hash") not in (None, hash_state(state)):
             raise DamagedCheckpointError(NOT_WRITTEN)
-        is_same_data = _current_contents(before, self._identity[CONTENTS]) == self._identity[CONTENTS]
+        contents = str(self._identity.get(CONTENTS))
+        is_same_data = _current_contents(before, contents) == contents
         return state, position if is_same_data else None
 
     def _check_identity(self, step: int, before: dict[str, Any], accept_changes: bool) -> None:
         now, there = self._identity, configs.with_defaults(before)
         # A name that is only there was part of the identity in an earlier version.
-        there[CONTENTS] = _current_contents(before, now[CONTENTS])
+        there[CONTENTS] = _current_contents(before, str(now.get(CONTENTS)))
         names = sorted(n for n in now if there.get(n) != now[n] and n not in ("policy", configs.POLICY_NAME))
         changes = [f"\n  {n.replace('_', '-')}: {there.get(n)} there, {now[n]} now" for n in names]
         if there["policy"] != now["policy"]:

@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_run_is_refused(completed, capsys, monkeypatch):
 def test_a_refusal_names_the_policies_and_only_their_hashes_are_compared(tmp_path):
     def open_checkpoints(**policy: str) -> checkpoints.Checkpoints:
         settings = configs.identity(configs.ModelConfig(), configs.RunConfig(), policy.pop("policy"))
-        return checkpoints.Checkpoints(tmp_path, 1, settings | policy | {checkpoints.CONTENTS: "endless"})
+        return checkpoints.Checkpoints(tmp_path, 1, settings | policy)
 
     state = {"weight": jax.numpy.arange(4.0)}
     saved = open_checkpoints(policy="3fa2" * 16, policy_name="te_nvfp4")
