@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +90,7 @@ def test_segments_and_positions_start_again_after_an_end_token(
     assert {array.dtype.name for array in arrays.values()} == {"int32"}
 
 
+@hypothesis.settings(max_examples=40)
 @given(
     st.integers(2, 9).flatmap(
         lambda n: st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=1)
@@ -126,19 +128,29 @@ def batch_of_single_documents(windows: list[list[int]]) -> llama.Batch:
 
 @cache
 def params() -> llama.Params:
-    return llama.init_params(jax.random.key(0), CONFIG)
+    """Weights ten times as large as initial ones, with which attention is almost the same for all tokens."""
+    random = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda spec: random.normal(not spec.deviation, 10 * spec.deviation, spec.shape).astype(np.float32),
+        llama.param_specs(CONFIG),
+    )
 
 
-def loss_and_gradient(batch: llama.Batch, config: configs.ModelConfig = CONFIG, mesh: Any = None) -> Any:
+@cache
+def jitted_loss(config: configs.ModelConfig, mesh: Any) -> Any:
     def total(weights: llama.Params, batch: llama.Batch) -> jax.Array:
         return llama.loss(weights, batch, config, mesh)[0]
 
+    return jax.jit(jax.value_and_grad(total))
+
+
+def loss_and_gradient(batch: llama.Batch, config: configs.ModelConfig = CONFIG, mesh: Any = None) -> Any:
     weights = params()
     if not config.scan:
         weights = weights | {
             "layers": [jax.tree.map(lambda a, i=i: a[i], weights["layers"]) for i in range(config.layers)]
         }
-    value, gradient = jax.jit(jax.value_and_grad(total))(weights, batch)
+    value, gradient = jitted_loss(config, mesh)(weights, batch)
     if not config.scan:
         gradient |= {"layers": jax.tree.map(lambda *a: jnp.stack(a), *gradient["layers"])}
     return value, gradient
@@ -159,6 +171,19 @@ def test_a_packed_row_has_the_loss_and_gradient_of_its_documents_alone() -> None
     windows = list(ROWS.values())
     check_equal(loss_and_gradient(packed_batch(windows)), of_single_documents())
     assert packed_batch(windows)["mask"].sum() == batch_of_single_documents(windows)["mask"].sum()
+
+
+def test_rotations_are_those_of_the_positions_in_the_batch() -> None:
+    """Attention depends only on differences of positions, so the test above would not notice others."""
+    batch = packed_batch(list(ROWS.values()))
+    cos, sin = llama.rotary(CONFIG, batch["positions"])
+    frequency = CONFIG.rope_theta ** -(np.arange(CONFIG.head_dim // 2) / (CONFIG.head_dim // 2))
+    angles = batch["positions"][..., None, None] * frequency
+    # Angles up to 11, rounded to float32: half an ulp is 5e-7. Cosine and sine are no steeper than 1.
+    np.testing.assert_allclose(cos, np.cos(angles), rtol=0, atol=2e-6)
+    np.testing.assert_allclose(sin, np.sin(angles), rtol=0, atol=2e-6)
+    at_zero = loss_and_gradient(batch | {"positions": np.zeros_like(batch["positions"])})[0]
+    assert abs(at_zero - loss_and_gradient(batch)[0]) > 1
 
 
 @pytest.mark.slow
@@ -261,6 +286,7 @@ def pack_plainly(documents: list[list[int]], sequence: int) -> list[list[int]]:
     return [row for row in rows if len(row) > 1]
 
 
+@hypothesis.settings(max_examples=40)
 @given(st.lists(st.integers(1, 14), min_size=1, max_size=12), st.integers(1, 6))
 def test_rows_of_whole_documents_are_those_of_plain_python(lengths: list[int], sequence: int) -> None:
     documents = [[number + 1] * (length - 1) + [0] for number, length in enumerate(lengths)]
