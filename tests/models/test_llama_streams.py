@@ -259,6 +259,7 @@ BAD_ROWS = {
     "another column": b'{"body": "x"}',
     "not an object": b'["text"]',
     "not UTF-8": b'{"text": "\xff\xfe"}',
+    "UTF-16": '{"text": "x"}'.encode("utf-16-le"),
     "half a surrogate": b'{"text": "\\ud800"}',
     "zero bytes": b'{"text": "a\\u0000b"}',
     "deep": b"[" * 100000,
@@ -271,7 +272,8 @@ def test_a_bad_row_is_named_and_skipped_up_to_a_limit(
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     lines = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join([*lines[:30], BAD_ROWS[case], b"", *lines[30:]]))
+    mark = b"\xef\xbb\xbf"  # of UTF-8, as some editors write it
+    path.write_bytes(mark + b"\r\n".join([*lines[:30], BAD_ROWS[case], b"", *lines[30:]]))
     rows = take(open_source(f"{path},shuffle=0"), 100)
     assert np.array_equal(rows, cut_rows(TEXTS * 4, len(rows)))
     (warning,) = (line for line in capsys.readouterr().err.splitlines() if "warning" in line)

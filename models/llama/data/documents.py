@@ -96,7 +96,8 @@ def _read_jsonl(path: Path, row: int, offset: int, _column: str) -> Iterator[Fil
             if not line.strip():
                 continue
             try:
-                content = json.loads(line)
+                # Of bytes, `json` would guess the encoding. A file may begin with a mark that it is UTF-8.
+                content = json.loads(line.decode("utf-8-sig" if row == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
                 content = BadRowError(f"it is not JSON: {error}")
             if not isinstance(content, dict | BadRowError):
