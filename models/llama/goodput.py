@@ -122,7 +122,8 @@ class TimeAccount:
         self.seconds["step"] += steps - stall
         self.seconds["other"] += max(0.0, kept[-1]["time"] - account["time"] - steps)
         self.seconds["lost"] += max(0.0, rows[-1]["time"] - kept[-1]["time"])
-        self.seconds["down"] += max(0.0, self._started_at - rows[-1]["time"])
+        if not rows[-1].get("is_complete"):  # a run that has ended waits for nothing
+            self.seconds["down"] += max(0.0, self._started_at - rows[-1]["time"])
 
     def __str__(self) -> str:
         row = self.as_row()

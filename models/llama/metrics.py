@@ -245,6 +245,7 @@ class MetricsLog:
     def write_account(self, step: int) -> None:
         """Writes a line on where the time of the run went up to now. A restart continues from it."""
         row = {"time": self.account.wall_clock()} | self.account.as_row()
+        row |= {"is_complete": True} if step == self._run.steps else {}
         for number, files in enumerate(self._files):
             files.write(self._place(step, number) | row)
 

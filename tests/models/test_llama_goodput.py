@@ -150,6 +150,17 @@ def test_steps_before_a_checkpoint_count_if_their_account_was_not_written(start_
     assert (seconds["step"], seconds["lost"], seconds["other"]) == (8, 5, 0)
 
 
+def test_a_complete_run_that_is_continued_has_not_waited(start_process, tmp_path):
+    first = start_process(98)
+    first.run_steps(2)
+    first.save(1)
+    first.clock.sleep(1e6)
+    start_process(100)
+    account = read_account(tmp_path)
+    assert account["seconds"] == {**NOTHING, "start": 10, "step": 4, "checkpoint": 1}
+    assert account["restarts"] == 1
+
+
 @pytest.mark.parametrize(
     "lines",
     [
