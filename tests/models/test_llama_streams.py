@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,9 +89,47 @@ WRITERS: dict[str, Callable[[Path, list[str]], Path]] = {
 }
 
 
-@pytest.fixture(params=[*WRITERS, "hf"])
-def spec(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+class HubDataset:
+    """What the corpus uses of a streamed Hugging Face dataset. A loaded state counts only in its own epoch."""
+
+    column_names = ("id", "text")
+
+    def __init__(self) -> None:
+        self._epoch, self._row = 0, 0
+        self._loaded = {"row": 0, "epoch": -1}
+
+    def select_columns(self, names: list[str]) -> HubDataset:
+        assert names == ["text"]
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"row": self._row, "epoch": self._epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._loaded = state
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        self._row = self._loaded["row"] if self._loaded["epoch"] == self._epoch else 0
+        while self._row < len(TEXTS):
+            self._row += 1
+            yield {"text": TEXTS[self._row - 1]}
+
+
+@pytest.fixture(params=[*WRITERS, "hf", "hf of the hub"])
+def spec(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The texts as a stream of each kind, in three files."""
+    if request.param == "hf of the hub":
+
+        def load_dataset(path: str, name: str, **options: Any) -> HubDataset:
+            assert (path, name) == ("some/texts", "en")
+            assert options == {"split": "train", "revision": None, "streaming": True}
+            return HubDataset()
+
+        monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+        return "hf:some/texts,name=en"
     if request.param == "hf":
         datasets = pytest.importorskip("datasets")
         saved = datasets.Dataset.from_dict({"id": range(60), "text": TEXTS})

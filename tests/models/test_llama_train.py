@@ -294,6 +294,24 @@ def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_every_validation_reads_the_same_batches_of_one_source():
+    run = configs.RunConfig(data="synthetic", batch=2, sequence=8, eval_batches=3)
+    source, seen = train.data.BatchSource(run, 32, split="validation"), []
+
+    def eval_step(_: Any, batch: Any) -> dict[str, Any]:
+        seen.append(batch["tokens"])
+        return {"validation_loss": np.float32(batch["tokens"].mean()), "tokens": np.float32(16)}
+
+    trainer = SimpleNamespace(
+        validation=source, validation_batches=iter(source), run=run, eval_step=eval_step
+    )
+    losses_of_both = [train.Trainer.evaluate(trainer, None) for _ in range(2)]
+    source.close()
+    assert losses_of_both[0] == losses_of_both[1]
+    assert np.array_equal(seen[:3], seen[3:])
+    assert not np.array_equal(seen[0], seen[1])
+
+
 @pytest.mark.parametrize(("saved_step", "processes", "saved"), [(3, 1, [5]), (5, 1, []), (3, 2, [])])
 def test_a_run_is_saved_before_a_step_that_has_no_data(saved_step, processes, saved, monkeypatch):
     """Unless it is already saved there, or is one of several processes."""
