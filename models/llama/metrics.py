@@ -143,7 +143,8 @@ class MetricsLog:
         names = ["" if run.seeds is None else f"seed {one.seed}, " for one in runs_of_seeds(run)]
         self._checks = [FaultCheck(run, name) for name in names]
         self._errors: dict[int, ConfigError] = {}  # of the seeds that stopped
-        self._pending: tuple[int, dict[str, jax.Array], float] | None = None
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._stall = 0.0  # seconds since the last line of a step
         self.account = account
         account.resume(folders[0] / "metrics.jsonl", start)
         self._time_left = TimeLeft(account)
@@ -159,9 +160,14 @@ class MetricsLog:
         self.restart_clock()
 
     def record(self, step: int, metrics: dict[str, jax.Array], stall: float) -> None:
-        """Takes the metrics of a step that is still running, and writes those of the step before it."""
+        """Takes the metrics of a step that is still running, and writes those of the step before it.
+
+        `stall` is for how many seconds the devices waited for the data of this step. If the step before it is not
+        written yet, that was before its result was read, so it is a part of that step's time.
+        """
+        self._stall += stall
         self.flush()
-        self._pending = (step, metrics, stall)
+        self._pending = (step, metrics)
 
     def flush(self) -> None:
         """Waits for the last step, and writes its metrics."""
@@ -183,7 +189,7 @@ class MetricsLog:
         if self._errors:
             raise ConfigError("\n".join(map(str, self._errors.values())))
 
-    def _write_step(self, step: int, metrics: dict[str, jax.Array], stall: float) -> None:
+    def _write_step(self, step: int, metrics: dict[str, jax.Array]) -> None:
         values = self._split_seeds(jax.device_get(metrics))
         begin, compiled = self._begin, self._compiled
         self.restart_clock()
@@ -191,7 +197,8 @@ class MetricsLog:
         seconds = self._begin - begin - compile_seconds
         if not compile_seconds:
             self._time_left.add_step(seconds)
-        times = {"step_seconds": seconds, "stall_seconds": stall}
+        times = {"step_seconds": seconds, "stall_seconds": self._stall}
+        self._stall = 0.0
         times |= {"compile_seconds": compile_seconds} if compile_seconds else {}
         are_fine = [each.pop("fine") for each in values]
         rows = []

@@ -222,6 +222,10 @@ def test_only_a_wait_of_the_devices_is_a_stall(start_process, tmp_path, wait, st
     process.log.flush()
     process.log.write_account(6)
     assert read_account(tmp_path)["seconds"]["stall"] == sum(stalls)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert sum(row["stall_seconds"] for row in steps) == sum(stalls)
+    assert all(row["stall_seconds"] < row["step_seconds"] for row in steps)
 
 
 # ---- the time left
