@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
-from policyc.hardware import hlo
+from policyc.hardware import hlo, llama_step
+from policyc.models.llama import configs
+from policyc.models.llama import model as llama
 from tests.support.command import ROOT, CommandResult, spawn
 
 pytestmark = pytest.mark.cuda
@@ -190,3 +194,15 @@ def test_llama_fits_into_memory_and_is_native(
     linears = {"llama_nvfp4": 3, "fp8": 7}[policy_name]
     assert len(report["products"]) == 3 * linears
     assert all(p["native"] and p["found"] for p in report["products"])
+
+
+def test_a_document_mask_is_one_bias_of_cudnn_for_all_heads_and_layers() -> None:
+    config = configs.ModelConfig(layers=3, heads=4, kv_heads=2, attention="cudnn")
+    params, batch = llama_step.abstract_arguments(config, rows=2, sequence=96)
+    batch |= dict.fromkeys(("segments", "positions"), batch["tokens"])
+    gradient = jax.jit(jax.grad(lambda params, batch: llama.loss(params, batch, config)[0]))
+    text = gradient.trace(params, batch).lower(lowering_platforms=("cuda",)).as_text()
+    for call in ("fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"):
+        assert f"@__cudnn${call}(" in text
+    sizes = set(re.findall(r"tensor<((?:\d+x)*)96x96xbf16>", text))
+    assert sizes == {"2x1x"}  # rows x 1: not once more for each head or layer
