@@ -196,6 +196,8 @@ def test_shuffling_keeps_every_document_of_an_epoch_and_seeds_and_epochs_differ(
     assert first != second != orders[1][90:] != orders[1][:90] != first
     assert first[:10] != sorted(first[:10])
     assert {int(text[:4]) // 10 for text in first[:10]} == {int(first[0][:4]) // 10}  # of one buffer
+    orders_of_buffers = {tuple(np.argsort(first[i : i + 10])) for i in range(0, 90, 10)}
+    assert len(orders_of_buffers) == 9  # each buffer has an order of its own
     large = join_documents(take(open_source(spec.replace("=10", "=1000"), batch=90, sequence=17), 2))
     assert sorted(large[:90]) == sorted(large[90:]) == texts  # a buffer does not mix epochs
     assert len({int(text[:4]) // 30 for text in large[:10]}) > 1
