@@ -58,29 +58,36 @@ layers[-1:].* -> keep
 """
 
 
+def program_words(**settings: object) -> list[str]:
+    """The program and its arguments, a tiny model with these settings."""
+    base = Path(str(importlib.util.find_spec("maxtext").submodule_search_locations[0])) / "configs/base.yml"
+    return ["-m", MODULE, str(base), *(f"{key}={value}" for key, value in {**TINY, **settings}.items())]
+
+
+def run_python(*words: str, cwd: Path) -> None:
+    no_optimization = "--xla_backend_optimization_level=0"  # compiling takes most of the time of a short run
+    env = {**os.environ, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": no_optimization}
+    env["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, *words]
+    process = subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, timeout=1800)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+
+
 @cache
 def train(policy: str | None, *settings: str) -> tuple[tuple[float, ...], dict[str, dict[str, object]]]:
     """Runs a few steps. Returns the losses, and the plan's entry of each site that reads a parameter."""
     scratch = Path(mkdtemp(prefix="policyc-trainers-"))
-    base = Path(str(importlib.util.find_spec("maxtext").submodule_search_locations[0])) / "configs/base.yml"
-    config = {
-        **TINY,
-        "run_name": "tiny",
-        "base_output_directory": scratch,
-        "metrics_file": scratch / "metrics",
-    }
-    config |= dict(setting.split("=", 1) for setting in settings)
-    program = ["-m", MODULE, str(base), *(f"{key}={value}" for key, value in config.items())]
-    command = [sys.executable, *program]
+    words = program_words(
+        run_name="tiny",
+        base_output_directory=scratch,
+        metrics_file=scratch / "metrics",
+        **dict(setting.split("=", 1) for setting in settings),
+    )
     if policy is not None:
         (scratch / "a.policy").write_text(policy)
         apply = ["apply", "--plan-out", str(scratch / "plan.json"), str(scratch / "a.policy")]
-        command = [sys.executable, "-m", "policyc.cli.main", *apply, *program]
-    no_optimization = "--xla_backend_optimization_level=0"  # compiling takes most of the time of a short run
-    env = {**os.environ, "DECOUPLE_GCLOUD": "TRUE", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": no_optimization}
-    env["PYTHONPATH"] = str(ROOT)
-    process = subprocess.run(command, capture_output=True, text=True, env=env, cwd=scratch, timeout=1800)
-    assert process.returncode == 0, process.stderr[-4000:]
+        words = ["-m", "policyc.cli.main", *apply, *words]
+    run_python(*words, cwd=scratch)
     lines = (scratch / "metrics").read_text().splitlines()
     losses = tuple(json.loads(line)["learning/loss"] for line in lines)
     assert len(losses) == TINY["steps"]
@@ -117,3 +124,34 @@ def test_a_policy_quantizes_the_planned_layers_and_the_model_trains(policy, quan
     assert all(a != b for a, b in zip(losses, plain, strict=True))
     # A tiny model early in training: quantization changes the loss much less than training does.
     assert abs(losses[-1] - plain[-1]) < (plain[0] - plain[-1]) / 4
+
+
+def test_a_sweep_has_the_losses_of_runs_by_hand(tmp_path):
+    """As docs/sweeps.md describes it: MaxText's own metrics file becomes the lines that reports read."""
+    (tmp_path / "slice.policy").write_text(SLICE)
+    steps = str(TINY["steps"])
+    options = [
+        "--baseline",
+        "none",
+        "--seeds",
+        "1",
+        "--steps",
+        steps,
+        "--jobs",
+        "1",
+        "--no-plan",
+        "--out",
+        "sweep",
+    ]
+    program = program_words(
+        run_name="{variant}-{seed}", base_output_directory="{out}", metrics_file="{out}/metrics.txt",
+        steps="{steps}", init_weights_seed="{seed}", data_shuffle_seed="{seed}", eval_interval=-1,
+    )  # fmt: skip
+    metrics = ["--metrics", "maxtext={out}/metrics.txt"]
+    run_python("-m", "policyc.cli.main", "sweep", "slice.policy", *options, *metrics, *program, cwd=tmp_path)
+    (path,) = (tmp_path / "sweep").glob("*/seed0/metrics.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    losses, _ = train(SLICE)
+    assert tuple(row["loss"] for row in rows) == losses
+    tokens = TINY["per_device_batch_size"] * TINY["max_target_length"]
+    assert [row["tokens"] for row in rows] == [tokens * n for n in range(1, TINY["steps"] + 1)]
