@@ -11,8 +11,8 @@ import numpy as np
 from policyc.models.llama import data
 from policyc.models.llama.configs import ConfigError, import_library
 
+END = data.END
 END_TOKEN = data.END_TOKENS[0]
-LEAST_VOCAB = 257  # every byte, and the end token
 SHOWN_TOKENS = 64  # at the beginning of the data
 
 
@@ -24,6 +24,7 @@ class TextCount:
     bytes: int = 0
     tokens: int = 0
     is_cut: bool = False  # there is more, which was not read
+    not_utf8: int = 0  # documents
 
     @property
     def bytes_per_token(self) -> float:
@@ -48,11 +49,27 @@ class TokenWriter:
         self.count.tokens += len(tokens)
 
 
+def parse_source(spec: str) -> data.DataSpec:
+    """A spec of one source."""
+    sources = data.parse_blend(spec)
+    if len(sources) > 1:
+        raise ConfigError(f"'{spec}' is a blend: name its sources one by one, without weights")
+    return sources[0].spec
+
+
+def is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def read_corpus(
     spec: str, limit: int | None, max_bad_rows: int, report: Callable[[TextCount], None]
 ) -> Iterator[bytes]:
     """The documents of a source of text, until they have `limit` bytes. `report` is called after each document."""
-    parsed, count = data.parse_spec(spec), TextCount()
+    parsed, count = parse_source(spec), TextCount()
     if parsed.kind in ("tokens", "synthetic"):
         raise ConfigError(f"'{spec}' holds tokens, not text: name the text that they were made from")
     for document in data.read_documents(parsed, max_bad_rows):
@@ -61,6 +78,7 @@ def read_corpus(
             break
         count.documents += 1
         count.bytes += len(document)
+        count.not_utf8 += not is_utf8(document)
         report(count)
         yield document
     if not count.bytes:
@@ -85,7 +103,7 @@ def train_tokenizer(documents: Iterable[bytes], vocab: int) -> Any:
 
 
 def is_token_source(spec: str) -> bool:
-    return data.parse_spec(spec).kind == "tokens"
+    return parse_source(spec).kind == "tokens"
 
 
 def token_dtype(vocab: int) -> str:
@@ -118,7 +136,7 @@ def write_tokens(
     for tokens in encode(note(documents)):
         part, size = read.popleft()
         parts[part].write(size, tokens.astype(np.dtype(dtype).newbyteorder("<")))
-    return dtype, data.END if tokenizer is None else data.read_tokenizer(tokenizer)[1]
+    return dtype, END if tokenizer is None else data.read_tokenizer(tokenizer)[1]
 
 
 def describe_text(documents: Iterable[bytes], tokenizer: str | None) -> tuple[TextCount, np.ndarray]:
@@ -139,15 +157,22 @@ def describe_text(documents: Iterable[bytes], tokenizer: str | None) -> tuple[Te
 
 
 def describe_tokens(spec: str, tokenizer: str | None) -> tuple[int, int, np.ndarray]:
-    """The number of tokens in a source of token files, the largest token, and the first tokens."""
+    """The number of tokens in a source of token files, the largest token, and the first tokens.
+
+    Raises ConfigError if they are not of this tokenizer.
+    """
     _, vocab = data.make_encoder(tokenizer)
-    parts = data.open_token_files(data.parse_spec(spec), vocab)
+    parts = data.open_token_files(parse_source(spec), vocab)
     first = np.concatenate([part[:SHOWN_TOKENS] for part in parts])[:SHOWN_TOKENS]
-    return sum(map(len, parts)), max(data.scan_tokens(part).largest for part in parts), first
+    largest = max(data.scan_tokens(part).largest for part in parts)
+    if tokenizer is not None and largest >= vocab:
+        tokens = f"'{spec}' has tokens up to {largest}, '{tokenizer}' only up to {vocab - 1}"
+        raise ConfigError(f"{tokens}: use the tokenizer of this data, or check dtype=uint16 or dtype=uint32")
+    return sum(map(len, parts)), largest, first
 
 
 def decode(tokens: np.ndarray, tokenizer: str | None) -> str:
     """Tokens as text."""
     if tokenizer is None:
-        return bytes(tokens[tokens < data.END].astype(np.uint8)).decode("utf-8", "replace")
+        return bytes(tokens[tokens < END].astype(np.uint8)).decode("utf-8", "replace")
     return str(data.read_tokenizer(tokenizer)[0].decode(tokens.tolist(), skip_special_tokens=False))

@@ -78,7 +78,7 @@ _tokenizer_option = click.option(
 @click.argument("corpora", nargs=-1, required=True, metavar="CORPUS...")
 @click.option(
     "--vocab",
-    type=click.IntRange(257, 1 << 24),
+    type=click.IntRange(257, 1 << 24),  # every byte, and the end token
     default=32000,
     show_default=True,
     metavar="N",
@@ -196,9 +196,11 @@ def show(source: str, tokenizer: str | None, reading: ReadOptions) -> None:
     with _explain_errors():
         from policyc.models.llama import corpora as tools
 
+        is_readable = True
         if tools.is_token_source(source):
             tokens, largest, first = tools.describe_tokens(source, tokenizer)
             click.echo(f"{source}: {tokens:,} tokens, the largest is {largest}")
+            is_readable = tokenizer is not None or largest <= tools.END  # bytes, and ends of documents
         else:
             count, first = tools.describe_text(_read_corpora((source,), reading), tokenizer)
             click.echo(
@@ -206,7 +208,8 @@ def show(source: str, tokenizer: str | None, reading: ReadOptions) -> None:
                 f"{count.bytes_per_token:.2f} bytes per token"
             )
         click.echo(f"first tokens: {' '.join(map(str, first))}")
-        click.echo(f"as text: {tools.decode(first, tokenizer)!r}")
+        text = repr(tools.decode(first, tokenizer)) if is_readable else "not known without --tokenizer"
+        click.echo(f"as text: {text}")
 
 
 def _read_corpora(corpora: tuple[str, ...], reading: ReadOptions) -> Iterator[bytes]:
@@ -244,8 +247,11 @@ class _Progress:
     def _print(self, nl: bool) -> None:
         count = self._count
         assert count is not None
-        cut = "; the rest is not read (--megabytes)" if count.is_cut else ""
-        text = f"read {self._spec}: {count.documents:,} documents, {count.bytes / _MEGABYTE:,.1f} MB{cut}"
+        text = f"read {self._spec}: {count.documents:,} documents, {count.bytes / _MEGABYTE:,.1f} MB"
+        if count.not_utf8:
+            text += f"; {count.not_utf8:,} are not UTF-8: to a tokenizer, their wrong bytes are U+FFFD"
+        if count.is_cut:
+            text += "; the rest is not read (--megabytes)"
         click.echo(("\r" if self._is_terminal else "") + text, err=True, nl=nl)
 
 

@@ -153,6 +153,26 @@ def test_a_text_that_spells_out_the_end_token_does_not_end_there(books: Path) ->
     assert bpe.decode(tokens.tolist()).startswith(text)
 
 
+def test_tokens_without_their_tokenizer_are_not_shown_as_text(books: Path) -> None:
+    np.asarray([1] * 99 + [300], "uint16").tofile("large.bin")
+    out = policyc("data", "show", "tokens:large.bin,dtype=uint16").out
+    assert "100 tokens, the largest is 300" in out
+    assert "as text: not known without --tokenizer" in out
+
+
+def test_a_blend_is_named_source_by_source(books: Path) -> None:
+    for words in (("train-tokenizer",), ("tokenize", "--out", "a.bin"), ("show",)):
+        result = policyc("data", *words, "books/00.txt@0.5 books/01.txt@0.5")
+        assert result.code == 1
+        assert "is a blend: name its sources one by one, without weights" in result.err
+
+
+def test_text_that_is_not_utf8_is_counted(books: Path) -> None:
+    (books / "00.txt").write_bytes("naïve".encode("latin-1"))
+    result = policyc("data", "train-tokenizer", "text:books/*.txt", "--vocab", "300")
+    assert "60 documents, 0.1 MB; 1 are not UTF-8" in result.err
+
+
 def test_bad_rows_are_named_and_skipped_up_to_a_limit(books: Path) -> None:
     Path("a.jsonl").write_text('{"text": "one"}\nnot JSON\n{"text": null}\n{"text": "two"}\n')
     result = policyc("data", "tokenize", "a.jsonl", "--out", "a.bin", "--max-bad-rows", "2")
@@ -185,12 +205,19 @@ FAULTS = {
     ),
     "tokenize synthetic --out a.bin": (1, "holds tokens, not text"),
     "show missing.txt": (1, "there is no file 'missing.txt'"),
+    "show books": (1, "'books' is a folder: name its files, such as 'books/**/*.txt'"),
+    "show tokens:large.bin,dtype=uint16 --tokenizer small.json": (
+        1,
+        "has tokens up to 300, 'small.json' only up to 256: use the tokenizer of this data",
+    ),
 }
 
 
 @pytest.mark.parametrize("words", FAULTS)
 def test_a_fault_is_explained_and_leaves_no_file(books: Path, words: str) -> None:
     Path("empty.txt").write_text("")
+    np.asarray([1, 300], "uint16").tofile("large.bin")
+    corpora.train_tokenizer([b""], 257).save("small.json")
     before = files_of(Path.cwd())
     result = policyc("data", *words.split())
     code, message = FAULTS[words]

@@ -148,6 +148,8 @@ def _parse_weight(word: str, weight: str) -> Fraction:
 
 def list_files(path: str) -> list[Path]:
     files = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if os.path.isfile(name)]
+    if os.path.isdir(path):
+        raise ConfigError(f"'{path}' is a folder: name its files, such as '{path.rstrip('/')}/**/*.txt'")
     if not files:
         raise ConfigError(f"there is no file '{path}'")
     return files
