@@ -71,8 +71,8 @@ def find_ends(array: TokenArray, span: range, end: int) -> Iterator[np.ndarray]:
 def check_end(arrays: list[TokenArray], name: str, end: int) -> None:
     """Raises ConfigError if no document ends."""
     if not any(ends.size for array in arrays for ends in find_ends(array, range(len(array)), end)):
-        raise ConfigError(f"--document-mask: no document of '{name}' ends: it has no token {end}. Which one is it? "
-                          "tokens:PATH,end=NUMBER")  # fmt: skip
+        raise ConfigError(f"--document-mask: no document of '{name}' ends: it has no token {end}; name the token that "
+                          "ends documents with end=NUMBER in --data")  # fmt: skip
 
 
 def shuffle_whole_rows(
@@ -83,8 +83,8 @@ def shuffle_whole_rows(
         (part, np.concatenate([np.zeros(0, np.int64), *find_ends(array, piece, end)]), piece)
         for part, (array, piece) in enumerate(zip(arrays, _split_span(arrays, span), strict=True))
     ]
-    found = ((part, *row) for part, ends, piece in parts for row in whole_rows(ends, piece, sequence))
-    rows = np.fromiter(found, np.dtype((np.int64, 3)))
+    places = ((part, *row) for part, ends, piece in parts for row in whole_rows(ends, piece, sequence))
+    rows = np.fromiter(places, np.dtype((np.int64, 3)))
     order = grain.MapDataset.range(len(rows)).shuffle(seed=seed % 2**32)  # computed, not stored
 
     def row(number: int) -> np.ndarray:
