@@ -31,24 +31,24 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 # ---- eight devices
 
 
+# The slow lane compares the backends in the other programs too.
+COMPARED_FIRST = parallel_programs.explicit_shardings
+
+
 @pytest.mark.parametrize(
     "program",
-    [
-        pytest.param(f, marks=pytest.mark.slow)
-        if f.__name__ in ("in_shard_map", "ragged_in_shard_map")
-        else f
-        for f in SHARDED_LOSSES
-    ],
+    [parallel_programs.stack_in_shard_map, parallel_programs.sharded_arrays, COMPARED_FIRST],
     ids=lambda f: f.__name__,
 )
 def test_a_sharded_loss_trains_in_low_precision(program: Any) -> None:
     sharded = program()
-    is_compared = program in (parallel_programs.in_shard_map, parallel_programs.explicit_shardings)
-    check_sharded_loss(sharded, sharded.policy, with_xla=is_compared)
+    check_sharded_loss(sharded, sharded.policy, with_xla=program is COMPARED_FIRST)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", SHARDED_LOSSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "program", [f for f in SHARDED_LOSSES if f is not COMPARED_FIRST], ids=lambda f: f.__name__
+)
 def test_the_backends_of_a_sharded_loss_agree(program: Any) -> None:
     sharded = program()
     check_sharded_loss(sharded, sharded.policy, with_xla=True)
