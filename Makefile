@@ -29,7 +29,7 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-te check format wheel clean
+.PHONY: help setup setup-browser demo pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -52,6 +52,9 @@ test: setup ## run the fast tests
 
 test-slow: setup ## run the slow tests: fuzzing, scaling
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal -m slow $(ARGS)
+
+setup-browser: setup ## also install what test-browser needs, except Chromium
+	@$(IN) $(INSTALL_BROWSER)
 
 test-browser: setup ## open the pages of diffs and reports in Chromium, and use them
 	@$(IN) $(INSTALL_BROWSER); \
