@@ -12,14 +12,18 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import policyc.numerics.quantize
 from policyc.language.recipes import Treatment, make_recipe
 from policyc.numerics import primitives
 from policyc.numerics.gemm import sign_key
 from policyc.numerics.products import DEFAULT_OPTIONS, GemmSpec
-from policyc.numerics.quantize import Axes, Key, Quantized, dequantize, make_key
+from policyc.numerics.quantize import Axes, Key, Quantized, make_key
 from tests.support import rounding_key_oracle as oracle
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
+
+# Compiled, since it would take longer than the test if it ran op by op.
+dequantize = jax.jit(policyc.numerics.quantize.dequantize)
 
 SR = Treatment(format="nvfp4", element="e2m1", rounding="sr")
 UNSATURATED = Treatment(format="nvfp4", element="e2m1", rounding="sr", headroom=Fraction(17, 16))

@@ -138,8 +138,8 @@ def test_powers_of_two_are_applied_after_rounding() -> None:
         assert np.mean(np.asarray(a) != np.asarray(b)) < 0.01
 
     treatment = recipe.treatments[0]
-    a = quantize(x, treatment, Axes(axis=-1))
-    b = quantize(w, treatment, Axes(axis=-2))
+    a = jax.eval_shape(lambda x: quantize(x, treatment, Axes(axis=-1)), x)
+    b = jax.eval_shape(lambda w: quantize(w, treatment, Axes(axis=-2)), w)
     for layout, dtype in ((a.layout, "bfloat16"), (replace(a.layout, has_power_of_two=False), "float32")):
         multiply = partial(
             xla.gemm, dimensions=MATMUL, out=jnp.bfloat16, context=LoweringContext(platform="cuda")
