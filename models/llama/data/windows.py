@@ -10,7 +10,8 @@ import grain
 import numpy as np
 
 from policyc.models.llama.configs import ConfigError, RunConfig
-from policyc.models.llama.data.documents import Documents, ShuffledDocuments, open_corpus
+from policyc.models.llama.data.documents import Documents, ShuffledDocuments
+from policyc.models.llama.data.readers import open_corpus
 from policyc.models.llama.data.specs import SHUFFLE, DataSpec
 from policyc.models.llama.data.tokens import (
     Encoder,
