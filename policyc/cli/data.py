@@ -219,7 +219,9 @@ def _read_corpora(corpora: tuple[str, ...], reading: ReadOptions) -> Iterator[by
     limit = None if reading.megabytes is None else reading.megabytes * _MEGABYTE
     for spec in corpora:
         with _Progress(spec) as progress:
-            yield from read_corpus(spec, limit, reading.max_bad_rows, progress.show)
+            for document in read_corpus(spec, limit, reading.max_bad_rows, progress.show):
+                _exit_if_terminated()
+                yield document
 
 
 class _Progress:
@@ -261,20 +263,28 @@ def _open_outputs(*names: str) -> Iterator[tuple[BinaryIO, ...]]:
     try:
         with ExitStack() as stack:
             yield tuple([stack.enter_context(atomic_write(Path(name))) for name in names])
+            _exit_if_terminated()
     except OSError as error:
         exit_with_message(f"{' or '.join(names)} cannot be written: {error.strerror}", EXIT_USAGE)
 
 
+_terminations: list[int] = []
+"""Signals to end. Their handler does not raise: an exception is lost if Python is in a callback of its collector."""
+
+
+def _exit_if_terminated() -> None:
+    if _terminations:
+        sys.exit(128 + _terminations[0])
+
+
 @contextmanager
 def _explain_errors() -> Iterator[None]:
-    """Prints errors with what to do. A termination removes unfinished files, like every error."""
+    """Prints errors with what to do. Notes a termination, so that unfinished files are removed."""
 
     from policyc.models.llama.configs import ConfigError
 
-    def end(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, end)
+    _terminations.clear()
+    previous = signal.signal(signal.SIGTERM, lambda number, _frame: _terminations.append(number))
     try:
         yield
     except ModuleNotFoundError as error:
