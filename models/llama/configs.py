@@ -141,7 +141,7 @@ def _model(*sizes: int, **options: Any) -> ModelConfig:
     return ModelConfig(**options)
 
 
-_MIXTRAL: dict[str, Any] = {"experts": 8, "rope_theta": 1e6, "remat": "dots"}
+_MIXTRAL: dict[str, Any] = {"experts": 8, "rope_theta": 1e6, "remat": "full"}
 _LLAMA3: dict[str, Any] = {"remat": "dots"}
 _SHORT: dict[str, Any] = {"batch": 512, "sequence": 512}
 _LONG: dict[str, Any] = {"steps": 10000, "batch": 1024, "sequence": 8192, "warmup": 0.02}
@@ -184,6 +184,9 @@ def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
         errors.append(
             f"--experts-per-token {model.experts_per_token}: there are only {model.experts} experts"
         )
+    if model.experts and model.experts_per_token == 1:
+        errors.append("--experts-per-token 1: the weights of a token's experts add up to 1, so the loss would not "
+                      "teach the router which one to choose; use 2 or more")  # fmt: skip
     if run.seeds is not None:
         errors += _invalid_seeds(run)
     if run.packing == "whole" and not run.document_mask:

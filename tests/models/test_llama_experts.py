@@ -168,7 +168,7 @@ def abstract_loss(axes: dict[str, int]) -> tuple[Any, Any, Any]:
     return lambda params, batch: sum(loss(params, batch)), state["params"], llama.abstract_batch(RUN, mesh)
 
 
-@pytest.mark.parametrize("policy", ["fp8", "te_nvfp4", "llama_nvfp4"])
+@pytest.mark.parametrize("policy", ["te_nvfp4", "llama_nvfp4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_policies_quantize_experts_and_no_router(policy: str) -> None:
     loss, params, batch = abstract_loss({})
     plan = policyc.plan(policy, loss, params, batch)

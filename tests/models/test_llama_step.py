@@ -346,6 +346,7 @@ def test_only_the_experts_of_a_token_count():
         ("--profile xplane --steps 12", "there are only 12 steps"),
         ("--schedule cosin", "invalid choice: 'cosin'"),
         ("--layer 3", "unrecognized arguments: --layer 3"),
+        ("--experts 4 --experts-per-token 1", "the loss would not teach the router which one to choose"),
         ("--experts 2 --experts-per-token 3", "--experts-per-token 3: there are only 2 experts"),
     ],
 )
