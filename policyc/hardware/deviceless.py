@@ -32,6 +32,8 @@ _COMPILER_OPTIONS: dict[str, str | bool] = {
     # Autotuning runs kernels on a device. Without one, take cuBLAS and cuDNN in their first configuration.
     "xla_gpu_autotune_level": "0",
     "xla_gpu_enable_triton_gemm": "False",
+    # For a sort of more than 16384 elements, XLA asks the device how much memory CUB's kernel needs.
+    "xla_gpu_enable_cub_radix_sort": "False",
     # The dot merger joins small products that share an operand. The result has the name of only one of them, and
     # `check_products` could not find the others.
     "xla_gpu_dot_merger_threshold_mb": "0",

@@ -157,6 +157,17 @@ def test_the_step_of_a_program_is_compiled_for_eight_devices(kind: str, format: 
     assert {c["kind"] for c in report["collectives"]} >= {"all-gather"}
 
 
+def test_a_long_sort_is_compiled(tmp_path: Path) -> None:
+    """As of the tokens of experts. XLA asked the device about CUB's kernel for it, and there is none."""
+    (tmp_path / "train.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "loss = lambda w, x, keys: jnp.sum(x[jnp.argsort(keys)] @ w)\n"
+        "jax.jit(jax.grad(loss))(jnp.ones((16, 16)), jnp.ones((20000, 16)), jnp.arange(20000) % 8)\n"
+    )
+    ran = run_compile("bf16", "--target", "gb200", tmp_path / "train.py")
+    assert ran.code == 0, ran.err[-3000:]
+
+
 def test_require_native_refuses_an_emulated_product(policy: str) -> None:
     ran = run_compile(policy, *BLOCK, "--target", "h200", "--require-native")
     assert ran.code == 1
