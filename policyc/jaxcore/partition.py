@@ -278,17 +278,25 @@ def _shardings(
 def _shardy_rule(
     rule: PartitionRule, mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]
 ) -> SdyShardingRule:
-    """The rule in the form of XLA's partitioner. The elements of a dimension within one index are a second factor."""
+    """The rule in the form of XLA's partitioner. The elements of a dimension within one index are a second factor.
+
+    XLA takes two factors for a dimension only if each has a size above 1, and asks only for the sizes of such factors.
+    """
     del mesh, results
     sizes = factor_sizes(rule, [o.shape for o in operands])
     arrays = (*rule.operands, *rule.results)
     whole = {factor for dims in arrays for factor, unit in dims if unit == 1}
-    inner = {_inner(dim): dim[1] for dims in arrays for dim in dims if dim[1] != 1}
-    split = {factor: sizes[factor] for factor in _factors(arrays) if factor not in whole}
+    compound = dict.fromkeys(dim for dims in arrays for dim in dims if dim[1] != 1 and sizes[dim[0]] != 1)
+    inner = {_inner(dim): dim[1] for dim in compound}
+    split = {factor: sizes[factor] for factor, _ in compound if factor not in whole}
+
+    def factors_of(dim: Dim) -> Any:
+        if dim in compound:
+            return CompoundFactor(dim[0], _inner(dim))
+        return dim[0] if dim[1] == 1 else _inner(dim)
 
     def mapping(dims: Dims) -> ArrayMapping:
-        split_dims = [(dim[0] if dim[1] == 1 else CompoundFactor(dim[0], _inner(dim))) for dim in dims]
-        return ArrayMapping(*split_dims)
+        return ArrayMapping(*map(factors_of, dims))
 
     factors: Any = split | inner
     return SdyShardingRule(tuple(map(mapping, rule.operands)), tuple(map(mapping, rule.results)), **factors)
