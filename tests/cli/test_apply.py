@@ -276,11 +276,12 @@ if __name__ == "__main__":
 """
 
 
-def test_a_schedule_with_a_real_optimizer(home: Path) -> None:
+@pytest.mark.parametrize("recipe", ["fp8", pytest.param("mxfp4(sr=grad)", marks=pytest.mark.slow)])
+def test_a_schedule_with_a_real_optimizer(home: Path, recipe: str) -> None:
     """The losses are those of two policies applied by hand, and the step is traced once per phase."""
     pytest.importorskip("optax")
     (home / "scheduled.py").write_text(SCHEDULED)
-    (home / "late.policy").write_text("* -> mxfp4(sr=grad) expect 2\nafter 50% { up -> bf16 }\n")
+    (home / "late.policy").write_text(f"* -> {recipe} expect 2\nafter 50% {{ up -> bf16 }}\n")
     quiet = run(home, "apply", "late.policy", "scheduled.py", "--quiet")
     assert quiet.code == 1
     assert "call policyc.set_step(n, total=N)" in quiet.err
@@ -294,7 +295,7 @@ def test_a_schedule_with_a_real_optimizer(home: Path) -> None:
     by_hand = runpy.run_path(str(home / "scheduled.py"))
     early, late = (
         jax.jit(partial(by_hand["update"], jax.value_and_grad(policyc.apply(text, by_hand["loss"]))))
-        for text in ("* -> mxfp4(sr=grad)", "* -> mxfp4(sr=grad); up -> bf16")
+        for text in (f"* -> {recipe}", f"* -> {recipe}; up -> bf16")
     )
     assert losses == str(by_hand["train"](lambda n: early if n < 3 else late))
 
