@@ -23,7 +23,7 @@ import numpy as np
 
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, import_library, runs_of_seeds
 from policyc.models.llama.goodput import Row, TimeAccount, TimeLeft
-from policyc.models.llama.model import count_parameters
+from policyc.models.llama.model import param_specs
 from policyc.models.llama.progress import ProgressLine
 
 # Dense bf16 TFLOP/s of a device, by a part of its name.
@@ -281,6 +281,15 @@ class MetricsLog:
         eta = f"ETA {self._time_left.predict(self._run.steps - step)}"
         rate = f"{first['tokens_per_second_per_device']:.0f} tokens/s/device"
         self.progress.show_step(step, f"{text('loss')}  {eta}  {rate}  {speed}")
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """The number of parameters, and of those that compute a token: of the experts, only the token's."""
+    sizes = [(path, math.prod(spec.shape)) for path, spec in jax.tree.leaves_with_path(param_specs(config))]
+    of_experts = sum(size for path, size in sizes if "['experts']" in jax.tree_util.keystr(path))
+    total = sum(size for _, size in sizes)
+    idle = of_experts * (config.experts - config.experts_per_token) // max(config.experts, 1)
+    return total, total - idle
 
 
 def describe_run(name: str, config: ModelConfig, run: RunConfig, data: str) -> Row:

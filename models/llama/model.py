@@ -35,10 +35,8 @@ def check_divisible(config: ModelConfig, run: RunConfig, axes: Mapping[str, int]
     """Raises ConfigError unless a mesh with these axes divides every size evenly."""
     data, fsdp, expert, tensor, context = (axes[name] for name in AXES)
     if run.gather == "once" and expert * tensor * context > 1:
-        raise ConfigError(
-            "--gather once: every device computes with whole weights and sequences, so expert, tensor and context "
-            "must be 1"
-        )
+        raise ConfigError("--gather once: every device computes with whole weights and sequences, so expert, tensor "
+                          "and context must be 1")  # fmt: skip
     if expert > 1 and not config.experts:
         raise ConfigError(
             f"an expert axis of {expert} divides experts, and the model has none: add --experts"
@@ -178,20 +176,8 @@ def param_specs(config: ModelConfig) -> Params:
 
 def _stack_specs(specs: Params, count: int, axis: str | None) -> Params:
     """Parameters with one more axis, before the others."""
-
-    def stack(spec: ParamSpec) -> ParamSpec:
-        return ParamSpec((count, *spec.shape), (axis, *spec.axes), spec.deviation)
-
+    stack = lambda p: ParamSpec((count, *p.shape), (axis, *p.axes), p.deviation)  # noqa: E731
     return cast(Params, jax.tree.map(stack, specs))
-
-
-def count_parameters(config: ModelConfig) -> tuple[int, int]:
-    """The number of parameters, and of those that compute a token: of the experts, only the token's."""
-    sizes = [(path, math.prod(spec.shape)) for path, spec in jax.tree.leaves_with_path(param_specs(config))]
-    of_experts = sum(size for path, size in sizes if "['experts']" in jax.tree_util.keystr(path))
-    total = sum(size for _, size in sizes)
-    idle = of_experts * (config.experts - config.experts_per_token) // max(config.experts, 1)
-    return total, total - idle
 
 
 def init_params(key: jax.Array, config: ModelConfig) -> Params:
@@ -326,21 +312,15 @@ def embed(table: jax.Array, tokens: jax.Array, compute: str, mesh: Mesh | None) 
     return constrain(x, mesh, "batch", "sequence", None)
 
 
-def hidden(
-    params: Params,
-    tokens: jax.Array,
-    config: ModelConfig,
-    mesh: Mesh | None = None,
-    documents: Batch | None = None,
-) -> jax.Array:
-    """The input of the head. Without `documents` (segments and positions), every row is one document."""
-    return run_blocks(params, tokens, config, mesh, documents)[0]
+def hidden(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
+    """The input of the head, on one device. Every row is one document."""
+    return run_blocks(params, tokens, config, None, None)[0]
 
 
 def run_blocks(
     params: Params, tokens: jax.Array, config: ModelConfig, mesh: Mesh | None, documents: Batch | None
 ) -> tuple[jax.Array, RouterSummary | None]:
-    """The input of the head, and what the routers did, stacked over the layers. Without experts that is None."""
+    """The input of the head, and what the routers did in each layer. `documents` has the segments and positions."""
     with jax.named_scope("embed"):
         x = embed(params["embed"], tokens, config.compute, mesh)
     if documents is None:

@@ -323,14 +323,14 @@ def test_configurations_have_the_published_number_of_parameters(name, size):
 def test_only_the_experts_of_a_token_count():
     """Mistral publishes 12.9 billion active parameters. Of these, GEMMs read all but the embedding and the norms."""
     config, _ = configs.CONFIGS["mixtral_8x7b"]
-    total, active = llama.count_parameters(config)
+    total, active = metrics.count_parameters(config)
     assert active == pytest.approx(12.9e9, rel=0.002)
     # Six of the eight experts of each layer are idle.
     assert total - active == 32 * 6 * 3 * 4096 * 14336
     weights = active - config.vocab * config.width - (2 * config.layers + 1) * config.width
     assert metrics.flops_per_token(config, 8192) == 6 * weights + 6 * config.layers * 32 * 128 * 8192
     dense, _ = configs.CONFIGS["llama3_8b"]
-    assert len(set(llama.count_parameters(dense))) == 1
+    assert len(set(metrics.count_parameters(dense))) == 1
 
 
 # ---- settings
