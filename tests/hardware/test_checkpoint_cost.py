@@ -50,8 +50,7 @@ def test_a_host_has_no_more_devices_than_there_are():
 @pytest.mark.skipif(
     importlib.util.find_spec("benchmarks") is None, reason="an installed package has no benchmarks"
 )
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ["tiny", "5m"])
+@pytest.mark.parametrize("config", ["tiny", pytest.param("5m", marks=pytest.mark.slow)])
 def test_files_of_a_real_checkpoint(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """orbax compresses its files. Of random fp32 numbers only sign and exponent can be: 7.5 % less in all."""
     monkeypatch.setattr(checkpoints_module, "hash_state", lambda _: "")  # compiles a function for each shape
