@@ -93,10 +93,10 @@ def _run_on_device(
 def run_experts(
     params: dict[str, jax.Array], x: jax.Array, experts: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """The weighted sums of the results of these experts. Other numbers in `experts` are of experts elsewhere."""
+    """The weighted sums of the results of these experts. Other numbers in `experts` are experts of other devices."""
     count, per_token = params["gate_proj"].shape[0], experts.shape[-1]
     is_here = ((experts >= 0) & (experts < count)).reshape(-1)
-    group = jnp.where(is_here, experts.reshape(-1), count)  # those of experts elsewhere come last
+    group = jnp.where(is_here, experts.reshape(-1), count)  # those of other devices come last
     order = jnp.argsort(group)
     sizes = jnp.sum(group[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
 

@@ -1,4 +1,4 @@
-"""What a run prints: one line of progress that is updated in place on a terminal, plain lines elsewhere."""
+"""What a run prints: one line of progress that is updated in place on a terminal, otherwise plain lines."""
 
 import sys
 from collections.abc import Iterator

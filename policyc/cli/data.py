@@ -225,7 +225,7 @@ def _read_corpora(corpora: tuple[str, ...], reading: ReadOptions) -> Iterator[by
 
 
 class _Progress:
-    """Prints how much of a corpus is read: a line that changes on a terminal, elsewhere a line a minute."""
+    """Prints how much of a corpus is read: a line that changes on a terminal, otherwise a line a minute."""
 
     def __init__(self, spec: str) -> None:
         self._spec, self._is_terminal = spec, sys.stderr.isatty()
