@@ -210,8 +210,9 @@ def test_seeds_at_once_give_the_losses_of_each_batch() -> None:
     windows = [[row] for row in ROWS.values()]
     batches = [packed_batch(each) for each in windows]
     stacked = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
-    losses = jax.jit(jax.vmap(lambda batch: llama.loss(params(), batch, CONFIG)[0]))(stacked)
-    alone = jax.jit(lambda batch: llama.loss(params(), batch, CONFIG)[0])
+    weights = jax.tree.map(jnp.asarray, params())
+    losses = jax.jit(jax.vmap(lambda batch: llama.loss(weights, batch, CONFIG)[0]))(stacked)
+    alone = jax.jit(lambda batch: llama.loss(weights, batch, CONFIG)[0])
     np.testing.assert_allclose(losses, [alone(batch) for batch in batches], rtol=1e-5)  # as in `check_equal`
 
 

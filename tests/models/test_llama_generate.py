@@ -74,14 +74,14 @@ def test_greedy_tokens_are_those_of_the_model_that_is_trained():
 @pytest.mark.parametrize(
     ("changes", "policy"),
     [
-        ({"layers": 1}, "mlp.down_proj -> mxfp8"),
+        ({"layers": 1}, "mlp.* -> mxfp4"),
         ({"scan": False}, None),
         ({"experts": 4, "layers": 1}, None),
     ],
     ids=["policy", "unrolled", "experts"],
 )
 def test_greedy_tokens_are_those_of_the_model(changes, policy):
-    """MXFP8 scales the blocks of a token: it does not matter which other tokens are computed with it."""
+    """MXFP4 scales the blocks of a token: it does not matter which other tokens are computed with it."""
     config, prompt = replace(SMALL, **changes), [5, 7, 11]
     params = make_params(config)
 
