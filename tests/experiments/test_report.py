@@ -79,6 +79,8 @@ def test_page_loads_nothing_and_shows_what_was_measured(tmp_path: Path) -> None:
         "versions": {"jax": "0.11.2"},
         "settings": settings,
         "command": ["python", "a b"],
+        "policy_name": "mine<1>",
+        "policy_sha256": "0123456789abcdef",
     }
     (run / "run.json").write_text(json.dumps(about))
     page = check_page(write_report([run]))
@@ -94,6 +96,7 @@ def test_page_loads_nothing_and_shows_what_was_measured(tmp_path: Path) -> None:
     } <= texts
     assert {"5.0", "0.987", "a<b", "0.4%"} <= texts  # the input stall: 0.0004 of 0.1 seconds
     assert {"NVIDIA H200", "0.11.2", "sequence", "128", "python 'a b'"} <= texts
+    assert any("mine<1>, policy 0123456789ab" in text for text in texts)
     assert "Permission is hereby granted, free of charge" in "".join(page.scripts)  # the licence of uPlot
 
 
@@ -203,7 +206,7 @@ def about_with(text: str) -> dict[str, Any]:
     """A run.json or status.json that has a text wherever one has one."""
     return {
         "state": text, "reason": text, "device": text, "command": [text], "settings": {text: text},
-        "versions": {text: text},
+        "versions": {text: text}, "policy_name": text,
     }  # fmt: skip
 
 

@@ -324,7 +324,7 @@ def _policies(data: Record, sweep: SweepData) -> str:
         hashes = [("policy", h) for h in summary["policy_sha256"]] + [
             ("plan", h) for h in summary["plan_sha256"]
         ]
-        facts = [f"{label} {value[:12]}" for label, value in hashes]
+        facts = [*summary["policy_names"], *(f"{label} {value[:12]}" for label, value in hashes)]
         facts += [f"backend {name}" for name in summary["backends"]]
         diff = diffs.get(variant.name)
         body = f"<p>{_safe(variant.edit)}</p>" if variant.edit else ""

@@ -132,6 +132,7 @@ def summarize_variant(variant: VariantData, runs: Sequence[Record]) -> Record:
         "findings": list(variant.findings),
         "figures": figures,
         "states": {s: sum(r["state"] == s for r in runs) for s in ("finished", "unfinished", "failed")},
+        "policy_names": sorted({as_text(run.about.get("policy_name")) for run in variant.runs} - {""}),
         "policy_sha256": sorted(policies - {""}),
         "plan_sha256": sorted({hash_plan(plan) for plan in plans}),
         "backends": sorted({as_text(plan.get("backend")) for plan in plans} - {""}),
