@@ -101,22 +101,21 @@ class Blend:
         self._run, self._vocab, parts = run, vocab, parse_blend(run.data)
         self._weights = [part.weight for part in parts]
         self.names = [part.spec.name for part in parts]
+        ends = [find_end_token(part.spec, run.tokenizer) if run.document_mask else None for part in parts]
         self._sources: list[RowArray | OpenStream] = [
-            (open_row_stream if part.spec.is_stream else open_row_array)(part.spec, run, vocab, split)
-            for part in parts
+            (open_row_stream if part.spec.is_stream else open_row_array)(part.spec, run, vocab, split, end)
+            for part, end in zip(parts, ends, strict=True)
         ]
         self._row = 0
         self._streams = {str(i): s.rows for i, s in enumerate(self._sources) if isinstance(s, OpenStream)}
         self.vocab = max(source.vocab for source in self._sources)
         shares = [f"{w} of {s.contents}" for w, s in zip(self._weights, self._sources, strict=True)]
         self.contents = "; ".join(shares) if len(parts) > 1 else self._sources[0].contents
-        self.end = None
-        if run.document_mask:
-            ends = {find_end_token(part.spec, run.tokenizer) for part in parts}
-            self.end = ends.pop()
-            if ends:
-                differ = f"the parts of '{run.data}' end their documents with different tokens"
-                raise ConfigError(f"--document-mask: {differ}")
+        self.end = ends[0]
+        if len(set(ends)) > 1:
+            differ = f"the parts of '{run.data}' end their documents with different tokens"
+            raise ConfigError(f"--document-mask: {differ}")
+        if self.end is not None:
             self.contents += f", documents end with {self.end}"
 
     def get_state(self) -> State:

@@ -17,7 +17,6 @@ from policyc.models.llama.data.tokens import (
     Encoder,
     TokenArray,
     check_vocab,
-    find_end_token,
     load_tokens,
     make_encoder,
 )
@@ -103,7 +102,8 @@ def synthetic_row(vocab: int, sequence: int, seed: int, number: int) -> np.ndarr
     return np.where(noise < vocab, noise, tokens % vocab)
 
 
-def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> RowArray:
+def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: int | None) -> RowArray:
+    """The rows of an array of tokens. `end` is the token that ends a document, if documents matter."""
     training = split == "train"
     if spec.kind == "synthetic":
         seed = 2 * run.seed if training else 1
@@ -115,10 +115,9 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> Ro
         cut = total if training else 0
     span = range(cut) if training else range(cut, total)
     seed = run.seed if training else 0
-    if run.document_mask:
-        check_end(tokens.arrays, spec.name, find_end_token(spec, run.tokenizer))
-    if run.packing == "whole":
-        end = find_end_token(spec, run.tokenizer)
+    if end is not None:
+        check_end(tokens.arrays, spec.name, end)
+    if end is not None and run.packing == "whole":
         count, row = shuffle_whole_rows(tokens.arrays, span, run.sequence, seed, end)
     else:
         count, row = shuffle_windows(tokens.arrays, span, run.sequence, seed)
@@ -208,7 +207,8 @@ class OpenStream(NamedTuple):
     contents: str
 
 
-def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> OpenStream:
+def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: int | None) -> OpenStream:
+    """The rows of a stream of documents, which the token `end` ends."""
     if split != "train" and not spec.has_validation:
         names = "validation=PATH" + (" or validation_split=NAME" if spec.kind == "hf" else "")
         raise ConfigError(
@@ -226,6 +226,5 @@ def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str) -> O
     if run.tokenizer:
         vocabulary = hashlib.sha256(Path(run.tokenizer).read_bytes()).hexdigest()[:16]
     details = f"column {spec.column}, tokens {vocabulary}, shuffled over {window} documents"
-    end = find_end_token(spec, run.tokenizer) if run.packing == "whole" else None
-    rows = RowStream(documents, encode, run.sequence, end)
+    rows = RowStream(documents, encode, run.sequence, end if run.packing == "whole" else None)
     return OpenStream(rows, size, f"{spec.kind}: {corpus.contents}, {details}")
