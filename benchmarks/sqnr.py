@@ -21,6 +21,8 @@ TREATMENTS = {
     "`outer=pow2`": Treatment(format="nvfp4", element="e2m1", outer="pow2"),
     "16x16, `outer=tensor`": Treatment(format="nvfp4", element="e2m1", tile2d=True),
     "16x16, `outer=pow2`": Treatment(format="nvfp4", element="e2m1", tile2d=True, outer="pow2"),
+    "`mxfp4`": Treatment(format="mxfp4", element="e2m1"),
+    "`fp4`": Treatment(format="fp4", element="e2m1"),
 }
 SCALES = np.exp2(np.linspace(0, 1, 8, endpoint=False))
 """Powers of two are rounded up by a factor between 1 and 2: the mean over these sizes of a tensor."""

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 _STYLES = {
     "nvfp4": {"fg": "bright_red"}, "mxfp4": {"fg": "yellow"}, "mxfp8": {"fg": "blue"}, "fp8": {"fg": "cyan"},
-    "bf16": {"fg": "white"}, "f32": {"fg": "white", "dim": True}, "emulated": {"fg": "magenta"},
-    "added": {"fg": "green"}, "removed": {"fg": "red"}, "header": {"bold": True}, "rule": {"fg": "cyan"},
-    "dim": {"dim": True},
+    "fp4": {"fg": "bright_yellow"}, "bf16": {"fg": "white"}, "f32": {"fg": "white", "dim": True},
+    "emulated": {"fg": "magenta"}, "added": {"fg": "green"}, "removed": {"fg": "red"}, "header": {"bold": True},
+    "rule": {"fg": "cyan"}, "dim": {"dim": True},
 }  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from policyc.language.recipes import Gemm
 
 # Colors that people who cannot tell red from green can tell apart (Okabe and Ito), and two grays.
 FORMAT_COLORS = {
-    "nvfp4": "#d55e00", "mxfp4": "#e69f00", "mxfp8": "#0072b2", "fp8": "#56b4e9", "bf16": "#c9ced6", "f32": "#8b93a1",
+    "nvfp4": "#d55e00", "mxfp4": "#e69f00", "mxfp8": "#0072b2", "fp8": "#56b4e9", "fp4": "#f0e442",
+    "bf16": "#c9ced6", "f32": "#8b93a1",
 }  # fmt: skip
 OTHER_COLOR = "#cc79a7"
 

@@ -24,7 +24,7 @@ WIDTH = 80
 Paint = Callable[[str, str], str]
 """Colors a text by its kind: a format, `added`, `removed`, `header`, `rule` or `dim`."""
 
-GLYPHS = {"nvfp4": "4", "mxfp4": "x", "mxfp8": "m", "fp8": "8", "bf16": "b", "f32": "f"}
+GLYPHS = {"nvfp4": "4", "mxfp4": "x", "mxfp8": "m", "fp8": "8", "fp4": "t", "bf16": "b", "f32": "f"}
 _UNCHANGED, _EMULATED, _OPAQUE, _MIXED, _MISSING = ".", "e", "!", "*", " "
 
 

@@ -132,7 +132,7 @@ def quantize_seconds(
 
 def quantizer_slowdown(treatment: Treatment) -> float:
     """Time of the jnp code or kernel that quantizes an operand, as a multiple of the time to copy as many bytes."""
-    if not FORMATS[treatment.format].block:
+    if treatment.format == "fp8":
         return 1.0
     stochastic = treatment.rounding != "rne"
     kind = "rht" if treatment.rht else "tile2d" if treatment.tile2d else "sr" if stochastic else "plain"

@@ -74,6 +74,14 @@ FORMATS: dict[str, Format] = {
             options=("grad",),
             summary="E4M3 (gradients E5M2), an fp32 scale per tensor",
         ),
+        Format(
+            name="fp4",
+            bits=4,
+            element="e2m1",
+            tensor_scale=True,
+            options=("rht", "rht_size", "sr"),
+            summary="E2M1, an fp32 scale per tensor: shows in an ablation what block scales are worth",
+        ),
         Format(name="bf16", bits=16, element="bf16", summary="operands cast to bfloat16, fp32 accumulation"),
         Format(name="f32", bits=32, element="f32", summary="operands cast to float32, fp32 accumulation"),
         Format(name="keep", bits=0, element="", summary="the equation exactly as it is"),
@@ -94,7 +102,10 @@ MISSING_FORMATS = {
         ("fp16", "float16", "f16", "half"), "there is no fp16: bf16 has its size, but other numbers"
     ),
     **dict.fromkeys(("tf32", "fp24"), "there is no tf32: f32 is exact, bf16 is faster"),
-    **dict.fromkeys(("fp4", "f4", "float4", "e2m1", "float4_e2m1", "float4_e2m1fn"), "choose nvfp4 or mxfp4"),
+    **dict.fromkeys(
+        ("f4", "float4", "e2m1", "float4_e2m1", "float4_e2m1fn"),
+        "choose nvfp4 or mxfp4, or fp4, which has no block scales",
+    ),
     **dict.fromkeys(("fp6", "mxfp6", "e3m2", "e2m3"), "there is no 6-bit format: choose mxfp8 or nvfp4"),
     **dict.fromkeys(("int8", "int4", "uint8"), "there are no integer formats: choose fp8 or nvfp4"),
 }

@@ -62,7 +62,13 @@ def _recipe(text: str) -> Any:
 # Each recipe is compiled: one is enough for the fast lane.
 _SLOW = [
     pytest.param(r, marks=pytest.mark.slow)
-    for r in ("nvfp4(rht=wgrad, scale2d=weights)", "mxfp8", "mxfp4", "nvfp4(scale2d=weights)")
+    for r in (
+        "nvfp4(rht=wgrad, scale2d=weights)",
+        "mxfp8",
+        "mxfp4",
+        "nvfp4(scale2d=weights)",
+        "fp4(rht=wgrad)",
+    )
 ]
 
 

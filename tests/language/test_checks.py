@@ -179,7 +179,7 @@ def test_every_option_of_a_format_is_known(format, option):
 def test_an_option_of_another_format_is_reported_with_the_formats_that_take_it():
     found = only("a -> fp8(rht=wgrad)")
     assert (found.code, found.span.text) == ("unknown-option", "rht")
-    assert found.help == "it is an option of nvfp4, mxfp4"
+    assert found.help == "it is an option of nvfp4, mxfp4, fp4"
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def test_the_recipe_of_nvidia_operand_by_operand():
         ("mxfp4", "e2m1", "e2m1", 4),
         ("mxfp8", "e4m3", "e4m3", 8),
         ("fp8", "e4m3", "e5m2", 8),
+        ("fp4", "e2m1", "e2m1", 4),
         ("bf16", "bf16", "bf16", 16),
         ("f32", "f32", "f32", 32),
         ("keep", "", "", 0),
@@ -95,7 +96,7 @@ OPERAND_WORDS = [
 
 
 @pytest.mark.parametrize(("words", "operands"), OPERAND_WORDS, ids=[t[0] for t in OPERAND_WORDS])
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp4"])
 def test_every_word_for_operands(format, words, operands):
     plain = by_name(recipe_of(format))
     rotated = by_name(recipe_of(f"{format}(rht={words})"))

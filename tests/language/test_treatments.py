@@ -24,6 +24,7 @@ def recipe_of(text: str) -> Recipe:
         "fp8",
         "mxfp8",
         "mxfp4(rht=wgrad, sr=grad)",
+        "fp4(rht=wgrad, sr=grad)",
         "nvfp4(rht=wgrad, sr=grad, scale2d=weights)",
         "split(fprop=nvfp4(scale=four_over_six), bwd=nvfp4(rounding=ms_eden))",
     ],

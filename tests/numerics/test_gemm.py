@@ -151,6 +151,7 @@ PAIRS = [
     *((s, "full") if s in WITH_ALL_OPTIONS else slow(s, "full") for s in SHAPES),
     *LIGHT.items(),
     ("swapped contraction", "mxfp4"),
+    slow("attention", "fp4"),
 ]
 
 

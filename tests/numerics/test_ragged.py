@@ -26,7 +26,7 @@ def slow(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", ["full", "keep", "mxfp8", slow("row"), slow("ms_eden")])
+@pytest.mark.parametrize("name", ["full", "keep", "mxfp8", slow("row"), slow("ms_eden"), slow("fp4")])
 def test_products_of_groups(name: str) -> None:
     """Products are near the exact ones. Rows of no group and weights of an empty group have no effect."""
     sizes = jnp.array([5, 0, 19, 33], jnp.int32)

@@ -174,6 +174,8 @@ def lowerings(policy: str, **execution: Any) -> list[str]:
         ("nvfp4", "emulate", "gb200", "emulate, emulated"),
         ("mxfp8", "auto", "b300", "xla, native"),
         ("mxfp4", "auto", "gb300", "emulate, emulated"),
+        ("fp4", "auto", "gb300", "emulate, emulated"),
+        ("fp4", "xla", "gb300", "emulate, emulated"),
         ("fp8", "auto", "h100", "xla, native"),
         ("bf16", "auto", "gb200", "-"),
     ],

@@ -28,6 +28,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "mxfp8": make_recipe("mxfp8"),
     "fp8": make_recipe("fp8"),
+    "fp4": make_recipe("fp4", {"rht": OPERAND_GROUPS["wgrad"], "sr": OPERAND_GROUPS["grad"]}),
     "bf16": make_recipe("bf16"),
     "f32": make_recipe("f32"),
     "keep": make_recipe("keep"),

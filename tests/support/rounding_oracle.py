@@ -88,6 +88,19 @@ def fp8(x: np.ndarray, element: str) -> dict[str, np.ndarray]:
     return {"codes": codes.view(np.uint8), "amax": amax, "dequantized": codes.astype(f32) * (amax / top)}
 
 
+def fp4(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Quantizes a tensor to E2M1 under one scale, 6 / amax.
+
+    Scales are rounded to the 24 bits of fp32, but not to its range: tiny numbers have the codes of large ones.
+    """
+    x = np.asarray(x).astype(np.float64)
+    mantissa, exponent = np.frexp(np.abs(x).max())
+    enc = f32(6) / f32(mantissa) if mantissa else f32(1)
+    codes = e2m1((x * np.ldexp(np.float64(enc), -exponent)).astype(f32))
+    value = GRID[codes & 7] * np.where(codes & 8, f32(-1), f32(1))
+    return {"codes": codes, "value": value, "scale": f32(mantissa) / f32(6), "exponent": exponent}
+
+
 def four_over_six(x: np.ndarray, bound: float = 256, error: str = "mse") -> dict[str, np.ndarray]:
     """NVFP4 with the better of two scales per block. `margin` is how much worse the scale for 4 is, relatively."""
     x = np.asarray(x).astype(f32)

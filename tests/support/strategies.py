@@ -35,7 +35,7 @@ from policyc.language.selectors import Indices, Selector, SelectorSegment
 KEYWORDS = ("import", "recipe", "after", "until", "variant")
 PRODUCTS = ("fprop", "dgrad", "wgrad", "bwd")
 ALL = frozenset(Gemm)
-RESERVED = ("nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "f32", "keep", "split")
+RESERVED = ("nvfp4", "mxfp4", "mxfp8", "fp8", "fp4", "bf16", "f32", "keep", "split")
 OPERAND_WORDS = (
     "all", "fprop", "dgrad", "wgrad", "bwd", "weights", "activations", "grad", "fprop.weights", "dgrad.weights",
     "fprop.activations", "wgrad.activations", "dgrad.grad", "wgrad.grad",
@@ -169,6 +169,7 @@ _FORMATS: dict[str, list[list[st.SearchStrategy[Setting]]]] = {
     "mxfp4": [
         [_operands("rht"), _size, _operands("sr"), _choice("scale_rounding", "floor", "rceil", "even")]
     ],
+    "fp4": [[_operands("rht"), _size, _operands("sr")]],
     "fp8": [[_choice("grad", "e5m2", "e4m3")]],
     "mxfp8": [[]],
     "bf16": [[]],

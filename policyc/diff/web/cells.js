@@ -1,7 +1,7 @@
 // The cells of the heat map: one record for each product of each run of layers, what decides it, and what describes it.
 
 const FORMATS = [...new Set(data.states.map((state) => state.format))];
-const KNOWN_FORMATS = ["nvfp4", "mxfp4", "mxfp8", "fp8", "bf16", "f32"];
+const KNOWN_FORMATS = ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp4", "bf16", "f32"];
 const fullName = (linear) => (linear.stack && linear.stack !== linear.name ? linear.stack + "." + linear.name : linear.name);
 const nameParts = (name) => [.../^[^(]*/.exec(name)[0].split(".").filter(Boolean), ...(/\(.*/s.exec(name) ?? [])]; // "(train.py:8)" is one part
 const shortNames = data.linears.map(shortName);

@@ -152,7 +152,7 @@ RULES = (
         """A format does not exist.
 
         If it were ignored, the sites would run in a precision that nobody chose. The formats are `nvfp4`, `mxfp4`,
-        `mxfp8`, `fp8`, `bf16`, `f32` and `keep`.
+        `mxfp8`, `fp8`, `fp4`, `bf16`, `f32` and `keep`.
         """,
         bad="mlp.* -> nvfp5(sr=grad)",
         good="mlp.* -> fp8",
@@ -174,8 +174,8 @@ RULES = (
         """A format does not have this option.
 
         If the option were ignored, an ablation would measure nothing. Each format has its own options: `sr` belongs
-        to `nvfp4` and `mxfp4`, `grad` belongs to `fp8`. A named recipe takes no options where it is used: write them
-        in its definition.
+        to `nvfp4`, `mxfp4` and `fp4`, `grad` belongs to `fp8`. A named recipe takes no options where it is used: write
+        them in its definition.
         """,
         bad="mlp.* -> fp8(sr=grad)",
         good="mlp.* -> fp8(grad=e4m3)",
