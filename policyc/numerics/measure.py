@@ -65,7 +65,7 @@ class Measurement:
       codes: one element to a byte.
       packed: two elements to a byte if elements have four bits.
       scales: raw bytes, one for each block of each row; the scale of a 2D tile stands in each of its rows. Empty for
-        fp8, which has no block scales.
+        fp8 and fp4, which have no block scales.
       amax: what the outer scale is computed from.
       dequantized: the values.
     """

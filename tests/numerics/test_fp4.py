@@ -98,8 +98,11 @@ def test_each_index_of_a_batch_is_a_tensor_and_odd_lengths_are_padded(axis: int)
         [[[1]], [[9]], [[1e-3]]]
     )
     codes = np.asarray(quantizer(NEAREST, Axes(axis=axis, batch=(-3,)))(x, 0)[0])
+    mapped = np.asarray(jax.vmap(quantizer(NEAREST, Axes(axis=axis)), (0, None))(x, 0)[0])
     for i in range(3):
-        np.testing.assert_array_equal(codes[i], oracle.fp4(x[i])["codes"])
+        expected = oracle.fp4(x[i])["codes"]
+        np.testing.assert_array_equal(codes[i], expected)
+        np.testing.assert_array_equal(mapped[i], expected)
 
 
 # ---- stochastic rounding

@@ -106,7 +106,7 @@ def test_division_corrects_an_inexact_quotient(monkeypatch: pytest.MonkeyPatch) 
         np.testing.assert_array_equal(np.asarray(divide(a, b)), a / b)
 
 
-@pytest.mark.parametrize("bound", [448, 57344, 6 * 448, 6 * 256])
+@pytest.mark.parametrize("bound", [448, 57344, 6 * 448, 6 * 256, pytest.param(6, marks=pytest.mark.slow)])
 def test_division_of_every_mantissa_by_a_bound(bound: int) -> None:
     """By every bound that an outer scale is divided by, against NumPy."""
     mantissa = np.arange(2**23, 2**24, dtype=np.int32)
