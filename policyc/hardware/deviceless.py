@@ -23,6 +23,7 @@ from policyc.compiler.session import Session, activate
 from policyc.hardware import gemm_cost, gpus, hlo
 from policyc.hardware.compile_report import CompileReport, check_products, total_collectives, total_kernels
 from policyc.jaxcore import jaxprs, relocate
+from policyc.jaxcore.lowering import single_frame_locations
 from policyc.jaxcore.relocate import JittedFunction
 from policyc.jaxcore.versions import convert_gpu_description
 from policyc.language.policy import Policy
@@ -104,6 +105,7 @@ def _with_installed_cudnn(description: str) -> str:
 # ---- compiling
 
 
+@single_frame_locations()
 def compile_step(
     step: Wrapped,
     arguments: Sequence[Any],
@@ -132,6 +134,7 @@ def compile_step(
     return _report(_compile(lowered, start), session.plans, execution, devices, microbatches)
 
 
+@single_frame_locations()
 def compile_loss(plan: Plan, device: jax.Device) -> CompileReport:
     """Compiles the loss of a plan and its gradient for one device of the plan's target."""
     rewritten = compile_plan(plan)
@@ -162,6 +165,7 @@ def compile_loss(plan: Plan, device: jax.Device) -> CompileReport:
     return _report(program, [plan], plan.execution, 1)
 
 
+@single_frame_locations()
 def compile_jitted(
     jitted: JittedFunction, plans: Sequence[Plan], execution: ExecutionOptions, devices: int
 ) -> CompileReport:

@@ -7,6 +7,7 @@ __all__ = [
     "define_primitive",
     "derivatives",
     "jaxprs",
+    "lowering",
     "partition",
     "product_tags",
     "relocate",

@@ -7,7 +7,7 @@ The first kernel finds maxima, the second one writes codes and scales: of blocks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from policyc.jaxcore.lowering import call_lowered_once
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import kernel_bodies, kernel_machines, random
 from policyc.numerics.quantize.kernel_bodies import (
@@ -124,7 +125,9 @@ class Kernels:
 
     def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[Statistics]:
         """The largest magnitude and the checksum of the block maxima, in each order."""
-        parts = _find_statistics(_as_words(x), orders=tuple(orders), interpret=self.interpret)
+        # Maxima and checksums do not depend on how codes are rounded.
+        plain = tuple(replace(order, stochastic=False, headroom=1.0) for order in orders)
+        parts = _find_statistics(_as_words(x), orders=plain, interpret=self.interpret)
         return [(parts[2 * i].max(), parts[2 * i + 1].sum(dtype=jnp.uint32)) for i in range(len(orders))]
 
     def codes(
@@ -157,8 +160,11 @@ def _find_statistics(words: jax.Array, *, orders: tuple[Order, ...], interpret: 
     for order in orders:
         rest = (words.shape[1], WORDS) if order.along_tokens else (BLOCK, words.shape[1])
         outs += [((grid[0], *rest), jnp.int32), ((grid[0], *rest), jnp.uint32)]
-    body = partial(kernel_bodies.find_statistics, orders=orders, groups=groups)
-    return _KernelCall(body=body, outs=outs, grid=grid).run(words, interpret=interpret)
+    options = {"orders": orders, "groups": groups}
+    kernel = _Kernel(
+        body=kernel_bodies.find_statistics, options=_items(options), outs=tuple(outs), grid=grid, scratch=()
+    )
+    return kernel.run(words, interpret=interpret)
 
 
 @partial(jax.jit, static_argnames=("orders", "rows", "features", "interpret"))
@@ -181,47 +187,66 @@ def _write_codes(
         columns = (blocks, WORDS, 2)
         outs += [((*columns, tokens // 8), jnp.uint32), ((*columns, tokens // TILE_TOKENS), jnp.uint32)]
         scratch += [((2, TILE_BLOCKS, WORDS, 2 * GROUPS), jnp.uint32)]
-    body = partial(kernel_bodies.write_codes, orders=orders, rows=rows, features=features)
-    grid = (tokens // TILE_TOKENS, blocks // TILE_BLOCKS)
-    call = _KernelCall(body=body, outs=outs, grid=grid, scratch=scratch)
-    return call.run(words, scalars, interpret=interpret)
+    kernel = _Kernel(
+        body=kernel_bodies.write_codes,
+        options=_items({"orders": orders, "rows": rows, "features": features}),
+        outs=tuple(outs),
+        grid=(tokens // TILE_TOKENS, blocks // TILE_BLOCKS),
+        scratch=tuple(scratch),
+    )
+    return kernel.run(words, scalars, interpret=interpret)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _KernelCall:
-    """A kernel: its code, its results, its grid, and its scratch memory."""
+_Options = tuple[tuple[str, Any], ...]
+
+
+def _items(options: dict[str, Any]) -> _Options:
+    return tuple(options.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class _Kernel:
+    """A kernel: its code with its options, its results, its grid, and its scratch memory."""
 
     body: Callable[..., None]
-    outs: Sequence[_Shape]
+    options: _Options
+    outs: tuple[_Shape, ...]
     grid: tuple[int, int]
-    scratch: Sequence[_Shape] = ()
+    scratch: tuple[_Shape, ...]
 
     def run(self, *arguments: jax.Array, interpret: bool) -> Sequence[jax.Array]:
-        results = [jax.ShapeDtypeStruct(*out) for out in self.outs]
-        if interpret:
-            from jax.experimental.pallas import tpu
+        if not interpret:
+            return call_lowered_once(self, self.outs, "cuda", *arguments)
+        from jax.experimental.pallas import tpu
 
-            run = pl.pallas_call(
-                partial(self.body, kernel_machines.Interpreter()),
-                results,
-                grid=self.grid,
-                scratch_shapes=[tpu.VMEM(*s) for s in self.scratch],
-                interpret=True,
-            )
-        else:
-            from jax.experimental.pallas import mosaic_gpu
-
-            lane = mosaic_gpu.LoweringSemantics.Lane
-            run = mosaic_gpu.kernel(
-                partial(self.body, kernel_machines.Mosaic(mosaic_gpu)),
-                out_type=results,
-                grid=self.grid,
-                grid_names=kernel_machines.GRID,
-                scratch_types=[mosaic_gpu.SMEM(*s) for s in self.scratch],
-                compiler_params=mosaic_gpu.CompilerParams(lowering_semantics=lane),
-            )
+        run = pl.pallas_call(
+            partial(self.body, kernel_machines.Interpreter(), **dict(self.options)),
+            self._results(),
+            grid=self.grid,
+            scratch_shapes=[tpu.VMEM(*s) for s in self.scratch],
+            interpret=True,
+        )
         arrays: Sequence[jax.Array] = run(*arguments)
         return arrays
+
+    def __call__(self, *arguments: jax.Array) -> Sequence[jax.Array]:
+        """Calls the kernel on a GPU."""
+        from jax.experimental.pallas import mosaic_gpu
+
+        lane = mosaic_gpu.LoweringSemantics.Lane
+        run = mosaic_gpu.kernel(
+            partial(self.body, kernel_machines.Mosaic(mosaic_gpu), **dict(self.options)),
+            out_type=self._results(),
+            grid=self.grid,
+            grid_names=kernel_machines.GRID,
+            scratch_types=[mosaic_gpu.SMEM(*s) for s in self.scratch],
+            compiler_params=mosaic_gpu.CompilerParams(lowering_semantics=lane),
+        )
+        arrays: Sequence[jax.Array] = run(*arguments)
+        return arrays
+
+    def _results(self) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(*out) for out in self.outs]
 
 
 def _as_words(x: jax.Array) -> jax.Array:

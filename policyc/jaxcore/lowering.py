@@ -1,0 +1,61 @@
+"""What makes lowering cheaper: functions that are lowered once for several modules, and short source locations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.export
+
+from policyc.jaxcore.define_primitive import PrimitiveRules, Shape, bind, define
+from policyc.jaxcore.internals import config
+
+Function = Callable[..., Sequence[jax.Array]]
+"""Must be hashable, and may be the target of a weak reference. Equal functions must compute the same."""
+
+
+def call_lowered_once(
+    function: Function, results: Sequence[Shape], platform: str, *arrays: jax.Array
+) -> list[jax.Array]:
+    """`function(*arrays)`, whose results have these shapes. It is traced and lowered when a program with it is lowered.
+
+    JAX lowers equal functions once for each module, and each call of `custom_partitioning` to a module of its own. A
+    Pallas kernel takes up to a second. An exported function is one that is lowered already.
+    """
+    return bind(_LOWERED_ONCE, *arrays, function=function, results=tuple(results), platform=platform)
+
+
+def _call(*arrays: jax.Array, function: Function, results: tuple[Shape, ...], platform: str) -> Any:
+    del results
+    shapes = tuple((a.shape, a.dtype) for a in arrays)
+    return _export(function, shapes, platform, config.enable_x64.value).call(*arrays)
+
+
+@cache
+def _export(function: Function, shapes: tuple[Shape, ...], platform: str, x64: bool) -> jax.export.Exported:
+    del x64  # part of the key: it changes the types that the function is traced with
+    export = jax.export.export(jax.jit(function), platforms=(platform,))
+    return export(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+
+
+_LOWERED_ONCE = define(
+    "lowered_once",
+    PrimitiveRules(
+        body=_call,
+        shapes=lambda *_, results, **__: results,
+        dim_sources=lambda *_, results, **__: [(None,) * len(shape) for shape, _ in results],
+    ),
+)
+
+
+@contextlib.contextmanager
+def single_frame_locations() -> Iterator[None]:
+    """Gives operations that are lowered meanwhile only the innermost frame of their source location.
+
+    XLA compares the frames of all operations of a fusion, which takes seconds for a large program.
+    """
+    with config.traceback_in_locations_limit(1):
+        yield
