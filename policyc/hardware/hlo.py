@@ -26,6 +26,9 @@ _SLICES = ("dynamic-slice", "slice")
 _LAYOUT_ONLY = ("bitcast", "reshape", "transpose")
 """Opcodes that, inside a fusion, change how an array is indexed and read nothing."""
 
+_LIBRARY_CALLS = ("__cublas$", "__cudnn$", "te_")
+"""Calls of cuBLAS, cuDNN and Transformer Engine. If the last of their results is an array of bytes, it is scratch."""
+
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -44,6 +47,7 @@ _CALL_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _BODY = re.compile(r"body=%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|async_computation)=%([\w.\-]+)")
+_WORKSPACE = re.compile(r"[su]8\[\d+\](?=(?:\{[^}]*\})?\)$)")
 _BRANCHES = re.compile(
     r"(?:branch_computations=\{([^}]*)\}|true_computation=%([\w.\-]+), false_computation=%([\w.\-]+))"
 )
@@ -157,9 +161,16 @@ class Module:
         return next((i for i in body.values() if i.opcode == "custom-call"), None)
 
     def _count_bytes(self, instruction: Instruction, computation: Computation) -> tuple[int, int]:
-        """Counts the bytes read and written. If only slices of an array are touched, the slices count."""
+        """Counts the bytes read and written. If only slices of an array are touched, the slices count.
+
+        Workspaces do not: what a call reads and writes there is not known.
+        """
         operands = [computation[name] for name in instruction.operands if name in computation]
-        written = shape_bytes(_result_shape(instruction))
+        result_shape = _result_shape(instruction)
+        written = shape_bytes(result_shape)
+        workspace = _find_workspace(self._fused_call(instruction) or instruction)
+        if workspace and workspace in result_shape:
+            written -= shape_bytes(workspace)
         if instruction.opcode in _SLICES:
             return written, written
         if instruction.opcode == "dynamic-update-slice":
@@ -201,6 +212,12 @@ def _result_shape(instruction: Instruction) -> str:
         if character == "," and depth == 1:
             return instruction.shape[index:]
     return ""
+
+
+def _find_workspace(call: Instruction) -> str:
+    """The shape of the scratch memory that a library call gets as its last result; empty if it gets none."""
+    match = _WORKSPACE.search(call.shape) if call.call_target.startswith(_LIBRARY_CALLS) else None
+    return match[0] if match else ""
 
 
 def _find_slices(body: Computation, name: str) -> list[Instruction] | None:

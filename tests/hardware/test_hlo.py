@@ -99,6 +99,32 @@ def test_a_custom_call_that_reads_a_slice_of_a_stack_is_the_kernel_of_its_fusion
     assert (call.bytes_read, call.bytes_written) == (2 * 64 * 32 + 4, 64 * 64 * 2)
 
 
+WITH_WORKSPACES = """HloModule m
+
+%sliced_call (p: u8[4,64,32], i: s32[]) -> (bf16[64,64], u8[4096]) {
+  %p = u8[4,64,32]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %cut = u8[1,64,32]{2,1,0} dynamic-slice(%p, %i), dynamic_slice_sizes={1,64,32}
+  ROOT %of_stack = (bf16[64,64]{1,0}, u8[4096]{0}) custom-call(%cut, %cut), custom_call_target="te_gemm_v2_ffi"
+}
+
+ENTRY %main (w: u8[4,64,32], x: u8[64,32], i: s32[]) -> (bf16[64,64], u8[4096]) {
+  %w = u8[4,64,32]{2,1,0} parameter(0)
+  %x = u8[64,32]{1,0} parameter(1)
+  %i.1 = s32[] parameter(2)
+  %fp8 = (bf16[64,64]{1,0}, s8[4096]{0}) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul$f8"
+  %codes = (f32[4]{0}, u8[4096]{0}) custom-call(%x), custom_call_target="mosaic_gpu_v2"
+  %whole = s8[64,64]{1,0} custom-call(%x, %x), custom_call_target="__cublas$gemm"
+  ROOT %fused = (bf16[64,64]{1,0}, u8[4096]{0}) fusion(%w, %i.1), kind=kCustom, calls=%sliced_call
+}
+"""
+
+
+def test_the_workspace_of_a_library_call_is_not_traffic() -> None:
+    written = {name: e.bytes_written for name, e in kernels(WITH_WORKSPACES).items()}
+    assert written == {"fp8": 64 * 64 * 2, "codes": 16 + 4096, "whole": 64 * 64, "of_stack": 64 * 64 * 2}
+
+
 def test_bytes_of_shapes() -> None:
     assert hlo.shape_bytes("(f32[2,3]{1,0}, pred[5]{0}, s32[], u8[0]{0})") == 24 + 5 + 4
     assert hlo.shape_bytes("f4e2m1fn[3]{0:E(4)}") == 2
