@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 from jax import lax
@@ -41,20 +41,24 @@ class PartitionRule:
     Attributes:
       name: names the function in warnings.
       operands, results: the dimensions of each array.
-      reduction: how to combine results over devices that hold parts of a factor which no result has.
+      whole: factors that are not divided: each device has all of them.
+      xla_scatters: whether XLA scatters a sum over devices, as it does the sums of its own products. Else it is
+        scattered in the same operation. XLA carries such a sum to the next trip of a loop to scatter it there, and may
+        copy it for that.
       limit: why the function cannot run on a shard in which the factors have these sizes; empty if it can.
     """
 
     name: str
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
-    reduction: Literal["sum", "max"] = "sum"
+    whole: frozenset[str] = frozenset()
+    xla_scatters: bool = False
     limit: Callable[[Mapping[str, int]], str] = lambda _: ""
 
     @property
     def reduced_factors(self) -> frozenset[str]:
         """The factors that no result has."""
-        return frozenset(_factors(self.operands)) - frozenset(_factors(self.results))
+        return frozenset(_factors(self.operands)) - frozenset(_factors(self.results)) - self.whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +67,13 @@ class Division:
 
     Attributes:
       factors: the mesh axes that each factor is sharded over. An axis belongs to one factor.
-      scattered: the mesh axes over which each dimension of each result is scattered when it is reduced.
+      summed: the mesh axes over which results are added.
+      scattered: the mesh axes over which each dimension of each sum is scattered.
       gathered: why factors are gathered that could have stayed sharded; empty if there are none.
     """
 
     factors: Mapping[str, MeshAxes]
+    summed: MeshAxes
     scattered: tuple[ArrayAxes, ...]
     gathered: str = ""
 
@@ -125,15 +131,16 @@ def partition(body: Body, rule: PartitionRule) -> Callable[..., Sequence[jax.Arr
             warnings.warn(division.gathered, stacklevel=2)
 
         index = ShardIndex(factors=division.factors, scattered=division.scattered)
+        scattered = _scattered_here(rule, division)
 
         def run_shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            return _reduce(rule, division, body(index, *arrays))
+            return tuple(map(partial(_add, division.summed), body(index, *arrays), scattered))
 
         none = tuple(((),) * len(dims) for dims in rule.operands)
         return (
             mesh,
             run_shard,
-            _shardings(mesh, rule.results, division.factors, division.scattered),
+            _shardings(mesh, rule.results, division.factors, scattered),
             _shardings(mesh, rule.operands, division.factors, none),
         )
 
@@ -167,7 +174,7 @@ def divide(
     of_operands = _proposals(rule.operands, operands)
     of_results = _proposals(rule.results, results)
     candidates: list[tuple[int, str, str]] = []
-    for factor in sizes:
+    for factor in (f for f in sizes if f not in rule.whole):
         proposed, wanted = of_operands[factor], of_results.get(factor, [])
         if factor in rule.reduced_factors:
             agreed = [axis for axis in proposed[0] if all(axis in other for other in proposed)]
@@ -184,9 +191,15 @@ def divide(
     names = dict.fromkeys((*sizes, *_factors(rule.results)))  # a factor that only results have is not divided
     factors = {name: tuple(a for _, f, a in candidates if f == factor_of.get(a) == name) for name in names}
     gathered = _gather_to_fit(rule, sizes, mesh, factors)
-    return Division(
-        factors=factors, scattered=_scatter(rule, sizes, mesh, factors, results), gathered=gathered
-    )
+    summed = tuple(axis for factor in sorted(rule.reduced_factors) for axis in factors[factor])
+
+    def scatter(dim: Dim, wanted: MeshAxes) -> MeshAxes:
+        kept, rest = factors[dim[0]], wanted[len(factors[dim[0]]) :]
+        fits = wanted[: len(kept)] == kept and sizes.get(dim[0], 1) % prod(mesh[a] for a in wanted) == 0
+        return rest if fits and rest and set(summed).issuperset(rest) else ()
+
+    scattered = tuple(tuple(map(scatter, *pair)) for pair in zip(rule.results, results, strict=True))
+    return Division(factors=factors, summed=summed, scattered=scattered, gathered=gathered)
 
 
 def _gather_to_fit(
@@ -204,39 +217,21 @@ def _gather_to_fit(
     return reason and f"{rule.name}: {reason}. So it gathers an operand that is sharded more finely."
 
 
-def _scatter(
-    rule: PartitionRule,
-    sizes: Mapping[str, int],
-    mesh: Mapping[str, int],
-    factors: Mapping[str, MeshAxes],
-    results: Sequence[ArrayAxes],
-) -> tuple[ArrayAxes, ...]:
-    """The mesh axes that each dimension of each result is scattered over, where the sum over them is wanted sharded."""
-    summed = {axis for factor in rule.reduced_factors for axis in factors[factor]}
-    if rule.reduction != "sum":
-        summed = set()
-
-    def scatter(dim: Dim, wanted: MeshAxes) -> MeshAxes:
-        kept, rest = factors[dim[0]], wanted[len(factors[dim[0]]) :]
-        fits = wanted[: len(kept)] == kept and sizes.get(dim[0], 1) % prod(mesh[a] for a in wanted) == 0
-        return rest if fits and rest and summed.issuperset(rest) else ()
-
-    return tuple(tuple(map(scatter, dims, axes)) for dims, axes in zip(rule.results, results, strict=True))
+def _scattered_here(rule: PartitionRule, division: Division) -> tuple[ArrayAxes, ...]:
+    """What is not left to XLA to scatter: sums over other axes too, which are added after they are scattered."""
+    return tuple(
+        ((),) * len(dims) if rule.xla_scatters and set(division.summed) == set(sum(dims, ())) else dims
+        for dims in division.scattered
+    )
 
 
-def _reduce(rule: PartitionRule, division: Division, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Reduces results over the devices that hold parts of them."""
-    axes = tuple(axis for factor in sorted(rule.reduced_factors) for axis in division.factors[factor])
-
-    def reduce(result: jax.Array, scattered: ArrayAxes) -> jax.Array:
-        rest = tuple(axis for axis in axes if axis not in sum(scattered, ()))
-        for dim, dim_axes in enumerate(scattered):
-            if dim_axes:
-                result = lax.psum_scatter(result, dim_axes, scatter_dimension=dim, tiled=True)
-        combine: Any = {"sum": lax.psum, "max": lax.pmax}[rule.reduction]
-        return combine(result, rest) if rest else result
-
-    return tuple(map(reduce, results, division.scattered))
+def _add(summed: MeshAxes, result: jax.Array, scattered: ArrayAxes) -> jax.Array:
+    """Adds the parts of a result that devices hold."""
+    for dim, axes in enumerate(scattered):
+        if axes:
+            result = lax.psum_scatter(result, axes, scatter_dimension=dim, tiled=True)
+    rest = tuple(axis for axis in summed if axis not in sum(scattered, ()))
+    return lax.psum(result, rest) if rest else result
 
 
 # ---- shardings

@@ -67,12 +67,41 @@ def test_a_factor_that_does_not_divide_is_gathered() -> None:
 
 
 def test_a_factor_that_only_results_have_is_not_divided() -> None:
-    rule = PartitionRule(
-        name="maxima", operands=((("m", 1),),), results=((("numbers", 1),),), reduction="max"
-    )
+    rule = PartitionRule(name="sums", operands=((("m", 1),),), results=((("numbers", 1),),))
     division = divide(rule, {"m": 64}, MESH, ((("fsdp",),),), ((("data",),),))
     assert dict(division.factors) == {"m": ("fsdp",), "numbers": ()}
     assert division.scattered == (((),),)
+
+
+def test_a_whole_factor_is_not_divided() -> None:
+    """It takes no mesh axis from another factor, and nothing is added over it."""
+    rule = PartitionRule(
+        name="scaled product",
+        operands=(*PRODUCT.operands, (("k_whole", 1),)),
+        results=PRODUCT.results,
+        whole=frozenset({"k_whole"}),
+    )
+    operands = ((), ("fsdp",)), (("fsdp",), ()), (("tensor",),)
+    division = divide(rule, SIZES | {"k_whole": 32}, MESH, operands, (((), ()),))
+    assert {name: axes for name, axes in division.factors.items() if axes} == {"k": ("fsdp",)}
+    assert division.summed == ("fsdp",)
+
+
+@pytest.mark.parametrize(
+    ("axes", "xla_scatters"), [("fsdp", True), (("data", "fsdp"), False)], ids=["one axis", "two axes"]
+)
+def test_who_scatters_a_sum(axes: Any, xla_scatters: bool) -> None:
+    """XLA may, unless the sum is over other axes too: then it is scattered before it is added further."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("data", "fsdp"))
+    operands, results = ((("k", 1), ("m", 1)),), ((("m", 1),),)
+    rule = PartitionRule(name="sum", operands=operands, results=results, xla_scatters=True)
+    x = np.arange(128, dtype=np.float32).reshape(8, 16)
+    sharded = jax.device_put(x, NamedSharding(mesh, P(axes)))
+    outputs = (NamedSharding(mesh, P("fsdp")),)
+    add = jax.jit(partition(lambda _, x: (jnp.sum(x, axis=0),), rule), out_shardings=outputs)
+    compiled = add.lower(sharded).compile()
+    np.testing.assert_array_equal(compiled(sharded)[0], np.sum(x, axis=0))
+    assert ("reduce-scatter(" not in compiled.as_text()) == xla_scatters
 
 
 def test_a_limit_gathers_and_says_why() -> None:

@@ -371,6 +371,27 @@ def test_several_devices_compute_what_one_does(shape: Any, recipe: str, dtype: A
 
 
 @pytest.mark.usefixtures("kernels")
+def test_scales_of_tiles_are_gathered_by_the_quantizer() -> None:
+    """So they are gathered once for all microbatches. Codes stay sharded."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
+    w = normal(64, 128, dtype=jnp.bfloat16)
+    treatment = Treatment(format="nvfp4", element="e2m1", tile2d=True)
+    axes = Axes(axis=-2, contract=(-2,), tile=-1)
+
+    def quantize(w: Any, backend: str) -> Any:
+        return primitives.quantize(w, treatment, axes, backend=backend)
+
+    shards = jax.device_put(w, place(mesh, "fsdp", "tensor"))
+    sharded, whole = (
+        quick_jit(partial(quantize, backend=b))(a) for b, a in (("te_here", shards), ("emulate", w))
+    )
+    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert sharded.scales.sharding.is_fully_replicated
+    assert sharded.codes.sharding.spec == P("fsdp", "tensor")
+
+
+@pytest.mark.usefixtures("kernels")
 def test_shards_round_by_different_random_bits() -> None:
     """Both halves of dy are the same numbers, and lie on two devices: their codes differ."""
     mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))

@@ -74,13 +74,17 @@ class Engine:
     def quantize(
         self, x: Any, maxima: Maxima, state: Any, rotation: Any, output: QuantizerOutput
     ) -> QuantizedOrders:
-        amax = maxima.amax
         if rotation is not None:
             assert not output.rows  # Transformer Engine has no kernel that rotates rows
             assert not output.two_d
-            return QuantizedOrders(None, quantize_rows(rotate_columns(x), amax, state), amax)
-        rows, columns = (quantize_rows(a, amax, state, two_d=output.two_d) for a in (x, x.T))
-        return QuantizedOrders(rows if output.rows else None, columns if output.columns else None, amax)
+            assert maxima.rotated is not None
+            columns = quantize_rows(rotate_columns(x), maxima.rotated, state)
+            return QuantizedOrders(None, columns, maxima.plain)
+        rows, columns = (quantize_rows(a, maxima.plain, state, two_d=output.two_d) for a in (x, x.T))
+        # A call that does not rotate may overwrite its maximum.
+        return QuantizedOrders(
+            rows if output.rows else None, columns if output.columns else None, -maxima.plain
+        )
 
     def gemm(self, left: Any, right: Any, alpha: Any, out: Any) -> jax.Array:
         return multiply_rows(left, right, alpha, out)

@@ -28,6 +28,9 @@ from policyc.numerics.backends.te_matrix import (
     ROTATED_TOKENS,
     array_dims,
     find_remainder,
+    scale_dims,
+    select_own_scales,
+    undivided_factors,
 )
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.bits import materialize
@@ -159,12 +162,19 @@ def gemm(
     assert isinstance(lhs, Quantized)
     assert isinstance(rhs, Quantized)
     engine = te_calls.load()
-    left_contract, right_contract = dimensions[0]
 
     def run(index: ShardIndex, *arrays: jax.Array) -> tuple[jax.Array]:
-        left_codes, left_scales, right_codes, right_scales, alpha = arrays
-        left, left_free = _as_matrix(lhs.layout, left_codes, left_scales, left_contract)
-        right, right_free = _as_matrix(rhs.layout, right_codes, right_scales, right_contract)
+        *shards, alpha = arrays
+        (left, left_free), (right, right_free) = (
+            _as_matrix(
+                operand.layout,
+                shards[2 * i : 2 * i + 2],
+                contract,
+                _factor_names(contract, i, operand),
+                index,
+            )
+            for i, (operand, contract) in enumerate(zip((lhs, rhs), dimensions[0], strict=True))
+        )
         # A sum over devices that is scattered along columns is computed transposed, so that XLA need not transpose it.
         scattered = index.first_scattered()
         is_transposed = scattered is not None and scattered >= len(left_free)
@@ -189,9 +199,15 @@ def _outer_scale(operand: Quantized) -> jax.Array:
 
 
 def _as_matrix(
-    layout: Layout, codes: jax.Array, scales: jax.Array, contract: tuple[int, ...]
+    layout: Layout,
+    arrays: Sequence[jax.Array],
+    contract: tuple[int, ...],
+    names: Sequence[str],
+    index: ShardIndex,
 ) -> tuple[te_calls.QuantizedMatrix, tuple[int, ...]]:
     """The shard of an operand as rows of contracted elements, and the sizes of its free dimensions."""
+    codes, scales = arrays
+    scales = select_own_scales(layout, codes, scales, names, index)
     tile_size = 0 if layout.tile_axis is None else codes.shape[layout.tile_axis]
     layout = replace(layout, size=2 * codes.shape[layout.axis], tile_size=tile_size)
     shard = Quantized(codes=codes, scales=scales, amax=None, layout=layout)
@@ -204,12 +220,11 @@ def _gemm_rule(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers) -> 
     operands: list[Dims] = []
     free: list[tuple[Dim, ...]] = []
     contracted: list[Dim] = []
-    for operand, contract, prefix in zip((lhs, rhs), dimensions[0], ("m", "n"), strict=True):
-        ndim = operand.codes.ndim
-        names = tuple(f"k{contract.index(i)}" if i in contract else f"{prefix}{i}" for i in range(ndim))
+    for i, (operand, contract) in enumerate(zip((lhs, rhs), dimensions[0], strict=True)):
+        names = _factor_names(contract, i, operand)
         elements = array_dims(operand.layout, names, "elements")
-        operands += [array_dims(operand.layout, names, kind) for kind in ("codes", "scales")]
-        free.append(tuple(elements[i] for i in free_dims(ndim, contract)))
+        operands += [array_dims(operand.layout, names, "codes"), scale_dims(operand.layout, names)]
+        free.append(tuple(elements[i] for i in free_dims(len(names), contract)))
         contracted = [elements[i] for i in contract]
 
     def find_limit(sizes: Mapping[str, int]) -> str:
@@ -224,5 +239,14 @@ def _gemm_rule(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers) -> 
         name="Transformer Engine's GEMM",
         operands=(*operands, ()),
         results=((*free[0], *free[1]),),
+        whole=undivided_factors(operands),
+        xla_scatters=True,
         limit=find_limit,
+    )
+
+
+def _factor_names(contract: tuple[int, ...], side: int, operand: Quantized) -> tuple[str, ...]:
+    """The names of the dimensions of the left (0) or the right operand (1)."""
+    return tuple(
+        f"k{contract.index(i)}" if i in contract else f"{'mn'[side]}{i}" for i in range(operand.codes.ndim)
     )

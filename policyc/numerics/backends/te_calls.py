@@ -40,23 +40,19 @@ class QuantizedMatrix(NamedTuple):
 class QuantizedOrders(NamedTuple):
     """A matrix that is quantized along its rows, along its columns, which gives rows of its transpose, or both.
 
-    `used_maximum` is the array of the maximum, which the call has overwritten.
+    `maximum` is the array of the plain maximum, which the call may have overwritten. One that rotates has not.
     """
 
     rows: QuantizedMatrix | None
     columns: QuantizedMatrix | None
-    used_maximum: jax.Array
+    maximum: jax.Array
 
 
 class Maxima(NamedTuple):
-    """The maximum that a matrix is scaled by, after the rotation if there is one.
+    """The largest magnitude of a matrix, and that after the rotation if its columns are rotated."""
 
-    A call overwrites its first maximum, but a call that rotates does not read it. `overwritten` can take its place, so
-    that XLA need not copy the other.
-    """
-
-    amax: jax.Array
-    overwritten: jax.Array | None = None
+    plain: jax.Array
+    rotated: jax.Array | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +132,12 @@ class _TransformerEngine:
         rotation: jax.Array | None,
         output: QuantizerOutput,
     ) -> QuantizedOrders:
-        amax, overwritten = maxima
-        rows, column, scales, column_scales, used, *_ = self._quantize(
+        rows, column, scales, column_scales, maximum, *_ = self._quantize(
             x,
             jnp.zeros((1,), jnp.float32),  # a scale that NVFP4 does not use
-            amax if rotation is None or overwritten is None else overwritten,
+            maxima.plain,
             jnp.zeros((0,), jnp.uint32) if state is None else state,
-            jnp.zeros((1,), jnp.float32) if rotation is None else amax,
+            jnp.zeros((1,), jnp.float32) if maxima.rotated is None else maxima.rotated,
             jnp.zeros((1, 1), jnp.bfloat16) if rotation is None else rotation,
             out_dtype=jnp.float4_e2m1fn,
             scaling_mode=(
@@ -159,7 +154,7 @@ class _TransformerEngine:
         return QuantizedOrders(
             QuantizedMatrix(rows, scales) if output.rows else None,
             QuantizedMatrix(column, column_scales) if output.columns else None,
-            used,
+            maximum,
         )
 
     def _layout(self, output: QuantizerOutput, *, rotates: bool) -> Any:

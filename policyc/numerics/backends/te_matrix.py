@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.jaxcore.partition import Dims
+from policyc.jaxcore.partition import Dims, ShardIndex
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends.te_calls import QuantizedOrders
 from policyc.numerics.products import free_dims
@@ -24,6 +24,8 @@ ROTATED_TOKENS, ROTATED_FEATURES = 64, 128
 
 _UNITS = {"elements": (BLOCK, TILE), "codes": (BLOCK // 2, TILE), "scales": (1, 1)}
 """The size of a block along the quantized axis and along the other axis of 2D tiles, in each of the arrays."""
+
+_WHOLE = "_whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,15 @@ class Matrix:
         transposed = _as_bytes(other.codes)
         return codes, scales, _restore_dims(transposed, shape, (*self.contract, *self.free), 2)
 
+    def gather_scales(self, scales: jax.Array, index: ShardIndex) -> jax.Array:
+        """The scales of the whole operand if they are those of 2D tiles: see `scale_dims`."""
+        if self.layout.tile_axis is None:
+            return scales
+        for dim, factor in enumerate(self.factors):
+            axes = index.factors.get(factor, ())
+            scales = lax.all_gather(scales, axes, axis=dim, tiled=True) if axes else scales
+        return scales
+
     def element_dims(self) -> Dims:
         """The dimensions of the operand in a `PartitionRule`."""
         return array_dims(self.layout, self.factors, "elements", self.blocked)
@@ -103,7 +114,7 @@ class Matrix:
         """The dimensions of the results in a `PartitionRule`."""
         layout = self.layout
         codes = array_dims(layout, self.factors, "codes", self.blocked)
-        scales = array_dims(layout, self.factors, "scales", self.blocked)
+        scales = scale_dims(layout, self.factors, self.blocked)
         if not self.both:
             return codes, scales
         assert layout.tile_axis is not None
@@ -141,6 +152,36 @@ def array_dims(
     if layout.tile_axis is not None:
         units[len(names) + layout.tile_axis] = tile
     return tuple((name, units.get(i, 1)) for i, name in enumerate(names))
+
+
+def scale_dims(layout: Layout, names: Sequence[str], blocked: tuple[int, ...] = ()) -> Dims:
+    """The dimensions of the scales of an operand, for a `PartitionRule`.
+
+    Those of 2D tiles are one byte for 256 elements. Each device has all of them, so that a weight's are gathered where
+    it is quantized, and not for each microbatch.
+    """
+    if layout.tile_axis is None:
+        return array_dims(layout, names, "scales", blocked)
+    return tuple((f"{name}{_WHOLE}", 1) for name in names)
+
+
+def undivided_factors(arrays: Sequence[Dims]) -> frozenset[str]:
+    """The factors of scales of which each device has all."""
+    return frozenset(name for dims in arrays for name, _ in dims if name.endswith(_WHOLE))
+
+
+def select_own_scales(
+    layout: Layout, codes: jax.Array, scales: jax.Array, names: Sequence[str], index: ShardIndex
+) -> jax.Array:
+    """The scales of a shard of codes."""
+    sizes = tuple(
+        size // unit for size, (_, unit) in zip(codes.shape, array_dims(layout, names, "codes"), strict=True)
+    )
+    if sizes == scales.shape:
+        return scales
+    return lax.dynamic_slice(
+        scales, [index.along(n) * size for n, size in zip(names, sizes, strict=True)], sizes
+    )
 
 
 def find_remainder(sizes: Mapping[str, tuple[int, int]]) -> str:

@@ -7,8 +7,7 @@ does: each shard has its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,13 @@ from jax import lax
 from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import QuantizeRequest, te_calls
-from policyc.numerics.backends.te_matrix import Matrix, matrices_of
+from policyc.numerics.backends.te_matrix import Matrix, matrices_of, undivided_factors
 from policyc.numerics.quantize.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
 from policyc.numerics.quantize.layout import Quantized
 from policyc.numerics.quantize.random import Key
 
 _QUIET_NAN = 0x7FC00000
+_STATE_WORDS = 4
 
 
 def quantize_orders(x: jax.Array, requests: Sequence[QuantizeRequest]) -> list[Quantized]:
@@ -32,21 +32,17 @@ def quantize_orders(x: jax.Array, requests: Sequence[QuantizeRequest]) -> list[Q
     """
     matrices = matrices_of(x.shape, [r.treatment for r in requests], [r.axes for r in requests])
     keys = [r.key if r.treatment.rounding == "sr" else None for r in requests]
-    summary = _summarize(x, matrices, is_random=any(key is not None for key in keys))
-    results = iter(_quantize_matrices(x, matrices, summary, keys))
-    quantized = []
-    for matrix in matrices:
-        codes, scales = next(results), next(results)
-        quantized.append(
-            Quantized(
-                codes=codes,
-                scales=scales,
-                amax=summary.amax(matrix).reshape((1,) * x.ndim),
-                transposed_codes=next(results) if matrix.both else None,
-                layout=matrix.layout,
-            )
+    results = iter(_quantize_matrices(x, matrices, keys))
+    return [
+        Quantized(
+            codes=next(results),
+            scales=next(results),
+            transposed_codes=next(results) if matrix.both else None,
+            amax=next(results).reshape((1,) * x.ndim),
+            layout=matrix.layout,
         )
-    return quantized
+        for matrix in matrices
+    ]
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
@@ -60,120 +56,129 @@ def count_reads(treatments: Sequence[Treatment]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Summary:
-    """What the quantizers have to know of the whole operand, as integers in one array.
+    """What the quantizers have to know of an operand.
 
-    One array, so that devices exchange it at once, and small kernels read it at once. It has the bits of the largest
-    magnitude, those of the largest magnitude after the rotation if a matrix is rotated, and a sum over the content if a
-    matrix is rounded stochastically. Bits, because a maximum of floats may lose a NaN: in the kernels, and between
-    devices.
+    Attributes:
+      maxima: the bits of the largest magnitude of the whole operand, and those of the largest magnitude after the
+        rotation, if a matrix is rotated. Bits, because a maximum of floats may lose a NaN: in the kernels, and between
+        devices. One array, so that devices exchange it at once.
+      state: the seed and offset of the generator on this shard, 64 bits each, if a matrix is rounded stochastically.
     """
 
-    numbers: jax.Array
-    has_rotated: bool
+    maxima: jax.Array
+    state: jax.Array | None
 
-    def amax(self, matrix: Matrix) -> jax.Array:
+    def amax(self, *, rotates: bool) -> jax.Array:
         """The maximum that a matrix is scaled by, fp32. The rotated maximum may have lost a NaN or an infinity."""
-        bits = self.numbers[0]
-        if matrix.rotates:
-            assert self.has_rotated
-            bits = jnp.where(bits < INFINITY, self.numbers[1], bits)
+        bits = self.maxima[0]
+        if rotates:
+            bits = jnp.where(bits < INFINITY, self.maxima[1], bits)
         # One NaN. A computed number, so that XLA finds it in one kernel with the other numbers, instead of a copy.
         return from_bits(jnp.minimum(bits, _QUIET_NAN))
 
-    def fold_into(self, key: Key) -> Key:
-        """A key that depends on the content."""
-        for i in range(self.numbers.size):
-            key = key.fold(self.numbers[i])
-        return key
 
-
-def _summarize(x: jax.Array, matrices: Sequence[Matrix], *, is_random: bool) -> _Summary:
-    rotated = next((m for m in matrices if m.rotates), None)
-    rule = PartitionRule(
-        name="Transformer Engine's maximum after RHT",
-        operands=(_element_dims(matrices),),
-        results=((("numbers", 1),),),
-        reduction="max",
-        limit=lambda sizes: _find_limit(matrices, sizes),
-    )
-    engine = te_calls.load()
-
-    def run(_: Any, shard: jax.Array) -> tuple[jax.Array]:
-        numbers = _summarize_content(shard, is_random)
-        if rotated is not None:
-            numbers.insert(1, bits_of(engine.rotated_amax(rotated.flatten(shard)).reshape(())))
-        return (jnp.stack(numbers),)
-
-    return _Summary(numbers=partition(run, rule)(x)[0], has_rotated=rotated is not None)
-
-
-def _summarize_content(shard: jax.Array, is_random: bool) -> list[jax.Array]:
-    """The bits of the largest magnitude and, for a random stream, the sum of the largest magnitudes of all rows.
-
-    XLA finds the maxima of rows where it computes the rows, in one pass. One more small kernel reduces them.
-    """
+def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, index: ShardIndex) -> _Summary:
+    """The maxima of an operand and, with a key, the generator of a shard of it. One small kernel computes both."""
     is_short = shard.dtype == jnp.bfloat16
     bits = abs_bits_bf16(shard) if is_short else abs_bits(shard)
-    rows = jnp.max(bits, axis=-1).astype(jnp.int32)
-    shift = 16 if is_short else 0
-    if not is_random:
-        return [jnp.max(rows) << shift]
-    maximum, total = lax.reduce(
-        (rows, rows),
-        (jnp.int32(0), jnp.int32(0)),
-        lambda a, b: (jnp.maximum(a[0], b[0]), a[1] + b[1]),
-        tuple(range(rows.ndim)),
-    )
-    return [maximum << shift, total]
+    # XLA finds the maxima of rows where it computes the rows, in one pass.
+    rows = jnp.max(bits, axis=-1).astype(jnp.int32).reshape(-1)
+    numbers = [rows << 16 if is_short else rows]
+    rotated = next((m for m in matrices if m.rotates), None)
+    if rotated is not None:
+        amax = te_calls.load().rotated_amax(rotated.flatten(shard))
+        numbers.append(_first_of(rows.size, bits_of(amax.reshape(()))))
+    if key is None:
+        # Stacked before the reduction: XLA would stack the maxima in a kernel of its own.
+        maxima, state = jnp.max(jnp.stack(numbers), axis=1), None
+    else:
+        numbers += [jnp.zeros_like(rows)] * (_STATE_WORDS - len(numbers))
+        maxima, state = lax.reduce(
+            (jnp.stack(numbers), _state_terms(rows, key, index)),
+            (jnp.int32(0), jnp.uint32(0)),
+            lambda a, b: (jnp.maximum(a[0], b[0]), a[1] + b[1]),
+            (1,),
+        )
+    return _Summary(maxima=lax.pmax(maxima, index.axes) if index.axes else maxima, state=state)
+
+
+def _state_terms(rows: jax.Array, key: Key, index: ShardIndex) -> jax.Array:
+    """What the words of the state are sums of, for each row.
+
+    The seed depends on the largest magnitude of each row and on its position, on the key, and on the index of the
+    shard. The generator hashes it.
+    """
+    flat = index.flat()
+    key = key if flat is None else key.fold(flat)
+    content = rows.astype(jnp.uint32) * (2 * lax.iota(jnp.uint32, rows.size) + 1)
+    zeros = jnp.zeros_like(content)
+    terms = content + _first_of(rows.size, key.a), _first_of(rows.size, key.b), zeros, zeros
+    return jnp.stack(terms)
+
+
+def _first_of(size: int, number: jax.Array) -> jax.Array:
+    """The number, and zeros."""
+    return lax.pad(number.reshape(1), jnp.zeros((), number.dtype), [(0, size - 1, 0)])
 
 
 # ---- codes and scales
 
 
 def _quantize_matrices(
-    x: jax.Array, matrices: Sequence[Matrix], summary: _Summary, keys: Sequence[Key | None]
+    x: jax.Array, matrices: Sequence[Matrix], keys: Sequence[Key | None]
 ) -> Sequence[jax.Array]:
-    """Codes, scales and, if requested, the codes of the transpose, of each matrix."""
+    """Codes, scales, the codes of the transpose if requested, and the maximum of each matrix.
+
+    All matrices are rounded by one key, as in Transformer Engine's own recipe.
+    """
     engine = te_calls.load()
-    seeds = [jnp.asarray(word) for key in keys if key is not None for word in (key.a, key.b)]
+    key = next((key for key in keys if key is not None), None)
+    words = () if key is None else (jnp.asarray(key.a), jnp.asarray(key.b))
+    dims = tuple(dims for m in matrices for dims in (*m.result_dims(), ()))
     rule = PartitionRule(
         name="Transformer Engine's quantizer",
-        operands=(_element_dims(matrices), (("h0", 1), ("h1", 1)), (("numbers", 1),), *((),) * len(seeds)),
-        results=tuple(dims for m in matrices for dims in m.result_dims()),
+        operands=(_element_dims(matrices), (("h0", 1), ("h1", 1)), *((),) * len(words)),
+        results=dims,
+        whole=undivided_factors(dims),
         limit=lambda sizes: _find_limit(matrices, sizes),
     )
 
-    def run(
-        index: ShardIndex,
-        shard: jax.Array,
-        rotation: jax.Array,
-        numbers: jax.Array,
-        *seeds: jax.Array,
-    ) -> list[jax.Array]:
-        shard_summary, words = replace(summary, numbers=numbers), iter(seeds)
-        shard_keys = [None if key is None else Key(next(words), next(words)) for key in keys]
-        states = _rng_states(shard_summary, shard_keys, index.flat())
-        results: list[jax.Array] = []
-        unused = None
+    def run(index: ShardIndex, shard: jax.Array, rotation: jax.Array, *words: jax.Array) -> list[jax.Array]:
+        summary = _summarize(shard, matrices, Key(*words) if words else None, index)
+        maximum = summary.amax(rotates=False).reshape(1)
+        results: dict[int, tuple[jax.Array, ...]] = {}
         for call in _group_by_call(matrices):
-            first = matrices[call[0]]
-            amaxes = te_calls.Maxima(shard_summary.amax(first).reshape(1), unused)
-            matrix_rotation = rotation if first.rotates else None
+            rotates = matrices[call[0]].rotates
             quantized = engine.quantize(
-                first.flatten(shard), amaxes, states[call[0]], matrix_rotation, _output(matrices, call)
+                matrices[call[0]].flatten(shard),
+                te_calls.Maxima(maximum, summary.amax(rotates=True).reshape(1) if rotates else None),
+                None if keys[call[0]] is None else summary.state,
+                rotation if rotates else None,
+                _output(matrices, call),
             )
-            unused = quantized.used_maximum
-            results += [a for i in call for a in matrices[i].results(quantized, shard.shape)]
-        return results
+            if rotates:
+                # So the other call waits for this one. Else XLA rotates a gradient just before wgrad, and keeps a copy
+                # of it until then.
+                maximum = quantized.maximum
+            for i in call:
+                codes, scales, *transposed = matrices[i].results(quantized, shard.shape)
+                scales = matrices[i].gather_scales(scales, index)
+                results[i] = codes, scales, *transposed, summary.amax(rotates=rotates)
+        return [array for i in sorted(results) for array in results[i]]
 
-    return partition(run, rule)(x, jnp.asarray(engine.rotation_matrix()), summary.numbers, *seeds)
+    return partition(run, rule)(x, jnp.asarray(engine.rotation_matrix()), *words)
 
 
 def _group_by_call(matrices: Sequence[Matrix]) -> list[list[int]]:
-    """The indices of matrices that one call writes: rows and columns of the same array, neither rotated."""
+    """The indices of matrices that one call writes: rows and columns of the same array, neither rotated.
+
+    Calls that rotate come first.
+    """
     if len({m.dim_order for m in matrices}) == 1:
-        return _group_orders([m.rotates for m in matrices])
-    return [[i] for i in range(len(matrices))]
+        calls = _group_orders([m.rotates for m in matrices])
+    else:
+        calls = [[i] for i in range(len(matrices))]
+    return sorted(calls, key=lambda call: not matrices[call[0]].rotates)
 
 
 def _group_orders(rotates: Sequence[bool]) -> list[list[int]]:
@@ -190,27 +195,6 @@ def _output(matrices: Sequence[Matrix], call: Sequence[int]) -> te_calls.Quantiz
         columns=first.both or True in orders,
         two_d=first.layout.tile_axis is not None,
     )
-
-
-def _rng_states(
-    summary: _Summary, keys: Sequence[Key | None], index: jax.Array | None
-) -> list[jax.Array | None]:
-    """The seed and offset of the kernel's generator for each key, 64 bits each.
-
-    The seed depends on the content of the operand and on the index of the shard.
-    """
-
-    def state(key: Key | None) -> jax.Array | None:
-        if key is None:
-            return None
-        key = summary.fold_into(key)
-        if index is not None:
-            key = key.fold(index)
-        # Selected by index, not concatenated: so XLA computes the states of all keys in one kernel.
-        position = lax.iota(jnp.uint32, 4)
-        return jnp.where(position == 0, key.a, jnp.where(position == 1, key.b, jnp.uint32(0)))
-
-    return [state(key) for key in keys]
 
 
 def _element_dims(matrices: Sequence[Matrix]) -> Dims:
