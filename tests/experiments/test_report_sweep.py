@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -310,6 +311,25 @@ def test_the_speed_chart_has_a_point_a_policy(tmp_path: Path) -> None:
     texts = {element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
     assert {"bf16", "te_nvfp4", "fp8", "predicted speed-up over bf16, llama3_8b on 8 × GB200"} <= texts
     assert "prefers-color-scheme: dark" in svg
+
+
+def test_names_in_a_crowded_speed_chart_do_not_cover_each_other(tmp_path: Path) -> None:
+    names = ["bf16", *(f"variant_{letter}" for letter in "abcdefgh")]
+    data = report_of(write_sweep(tmp_path / "s", dict.fromkeys(names[1:], 0.05) | {"bf16": 0.0}, seeds=2))
+    data["speed_ups"] = {
+        "step": "llama3_8b",
+        "values": dict.fromkeys(names, 1.5) | {"fp8": 1.2, "bf16": 1.0},
+    }
+    svg = ElementTree.fromstring(draw_speed_chart(data))
+    boxes = []  # left and lower ends, of names that are over 45 wide and 8 high
+    for element in svg.iter("{http://www.w3.org/2000/svg}text"):
+        if element.text in names:
+            (anchor,) = re.findall("text-anchor: (end|middle)", element.attrib["style"]) or ["start"]
+            shift = {"start": 0, "middle": 22.5, "end": 45}[anchor]
+            boxes.append((float(element.attrib["x"]) - shift, float(element.attrib["y"])))
+    assert len(boxes) == len(names)
+    for (x, y), (other_x, other_y) in itertools.combinations(boxes, 2):
+        assert abs(x - other_x) > 45 or abs(y - other_y) > 8
 
 
 def test_the_page_of_a_report_is_the_same_for_the_same_data(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def draw_speed_chart(data: Record) -> str:
         figure = Figure(figsize=(7.2, 4.0), layout="constrained")
         axes = figure.add_subplot()
         labels = _draw(axes, rows, speed_ups, baseline)
+        figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9, labelcolor=_INK)
         axes.set_xlabel(f"predicted speed-up over {baseline}, {data['speed_ups']['step']}", color=_INK)
         figure.draw_without_rendering()  # lays the figure out, so that texts have extents
         _place_labels(axes, labels)
@@ -86,7 +87,6 @@ def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float], baseline:
         )
         labels.append((x, row["gap"], row["variant"]))
     axes.margins(x=0.16, y=0.12)
-    axes.legend(loc="upper left", frameon=False, fontsize=9, labelcolor=_INK)
     axes.set_ylabel(f"loss gap to {baseline}, nats", color=_INK)
     axes.grid(color=_LINE, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -97,27 +97,38 @@ def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float], baseline:
     return labels
 
 
-_PLACES = ((8, -3), (-8, -3), (8, 9), (8, -15), (-8, 9), (-8, -15))  # points beside, above and below
+_DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
+_NEAR = 9  # points from a point to a name beside it
+_OFFSETS = [
+    (distance * right, distance * up) for distance in range(_NEAR, 120, _NEAR) for right, up in _DIRECTIONS
+]  # nearest first
 
 
 def _place_labels(axes: Axes, labels: list[_Label]) -> None:
-    """Writes each name beside its point, at the first place where it covers no point and no other name."""
+    """Writes each name at the nearest place where it covers no point and no other name, inside the axes.
+
+    A name that is not beside its point is joined to it by a line.
+    """
     from matplotlib.transforms import Bbox
 
     radius = 6  # pixels of a point
     centers = axes.transData.transform([(x, y) for x, y, _ in labels])
     taken: list[Any] = [Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius) for x, y in centers]
+    frame = axes.get_window_extent()
     for x, y, name in sorted(labels):
-        for offset in _PLACES:
-            text = axes.annotate(
-                name, (x, y), offset, textcoords="offset points", color=_INK, fontsize=9,
-                ha="left" if offset[0] > 0 else "right",
-            )  # fmt: skip
+        text = axes.annotate(
+            name, (x, y), _OFFSETS[0], textcoords="offset points", color=_INK, fontsize=9, va="center"
+        )  # fmt: skip
+        for right, up in _OFFSETS:
+            text.set_position((right, up))
+            text.set_horizontalalignment("left" if right > 0 else "right" if right < 0 else "center")
             box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            if inside and not any(box.overlaps(other) for other in taken):
                 break
-            if offset != _PLACES[-1]:
-                text.remove()
+        if max(abs(right), abs(up)) > _NEAR:
+            line = {"arrowstyle": "-", "color": _QUIET, "linewidth": 0.6, "shrinkA": 4, "shrinkB": 4}
+            axes.annotate("", (x, y), (right, up), textcoords="offset points", arrowprops=line)
         taken.append(box)
 
 
