@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -20,9 +20,6 @@ from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from policyc.jaxcore.internals import config, core, partial_eval, sources, tracebacks
-
-if TYPE_CHECKING:
-    import hashlib as _hashlib
 
 # JAX leaves these folders out of tracebacks and of the source locations that it gives to XLA.
 for _folder in ("jaxcore", "compiler"):
@@ -76,9 +73,8 @@ def sub_jaxprs(eqn: JaxprEqn) -> tuple[SubJaxpr, ...]:
             subs.append(SubJaxpr(param, None, value))
         elif isinstance(value, tuple | list):
             subs += [SubJaxpr(param, index, item) for index, item in enumerate(value) if _is_jaxpr(item)]
-        elif _is_jaxpr(
-            getattr(value, "jaxpr", None)
-        ):  # an object that stands for a primitive and holds a jaxpr
+        elif _is_jaxpr(getattr(value, "jaxpr", None)):
+            # An object that stands for a primitive and holds a jaxpr.
             subs.append(SubJaxpr(param, None, value.jaxpr))
     return tuple(subs)
 
@@ -340,11 +336,13 @@ def bind_at(eqn: JaxprEqn, *args: Any) -> list[Any]:
 def fingerprint(jaxpr: AnyJaxpr) -> str:
     """A hash of what a jaxpr computes: equal for equal equations, in this process and in another."""
     digest = hashlib.sha256()
-    _hash_jaxpr(digest, jaxpr)
+    for part in _canonical_texts(jaxpr):
+        digest.update(part.encode())
     return digest.hexdigest()
 
 
-def _hash_jaxpr(digest: _hashlib._Hash, jaxpr: AnyJaxpr) -> None:
+def _canonical_texts(jaxpr: AnyJaxpr) -> Iterator[str]:
+    """A jaxpr as text, in parts, with numbers for its variables."""
     opened = open_jaxpr(jaxpr)
     numbers: dict[Var, int] = {}
 
@@ -356,16 +354,13 @@ def _hash_jaxpr(digest: _hashlib._Hash, jaxpr: AnyJaxpr) -> None:
     def names(atoms: Sequence[Any]) -> str:
         return ",".join(map(name, atoms))
 
-    def write(text: str) -> None:
-        digest.update(text.encode())
-
-    write(f"({names([*opened.constvars, *opened.invars])})")
+    yield f"({names([*opened.constvars, *opened.invars])})"
     for eqn in opened.eqns:
-        write(f"{primitive_name(eqn)} {names(eqn.invars)}>{names(eqn.outvars)}")
-        write(f"[{parameters_text(eqn)}]")
+        yield f"{primitive_name(eqn)} {names(eqn.invars)}>{names(eqn.outvars)}"
+        yield f"[{parameters_text(eqn)}]"
         for sub in sub_jaxprs(eqn):
-            _hash_jaxpr(digest, sub.jaxpr)
-    write(f"<{names(opened.outvars)}>")
+            yield from _canonical_texts(sub.jaxpr)
+    yield f"<{names(opened.outvars)}>"
 
 
 def parameters_text(eqn: JaxprEqn) -> str:

@@ -175,13 +175,13 @@ def divide(
     of_results = _proposals(rule.results, results)
     candidates: list[tuple[int, str, str]] = []
     for factor in (f for f in sizes if f not in rule.whole):
-        proposed, wanted = of_operands[factor], of_results.get(factor, [])
+        proposed, requested = of_operands[factor], of_results.get(factor, [])
         if factor in rule.reduced_factors:
             agreed = [axis for axis in proposed[0] if all(axis in other for other in proposed)]
             candidates += [(0, factor, axis) for axis in agreed]
             continue
-        candidates += [(1 if axis in sum(wanted, ()) else 2, factor, axis) for axis in proposed[0]]
-        candidates += [(3, factor, axis) for axis in (wanted[0] if wanted and not proposed[0] else ())]
+        candidates += [(1 if axis in sum(requested, ()) else 2, factor, axis) for axis in proposed[0]]
+        candidates += [(3, factor, axis) for axis in (requested[0] if requested and not proposed[0] else ())]
     factor_of: dict[str, str] = {}
     for _, factor, axis in sorted(candidates, key=lambda candidate: candidate[0]):
         shards = mesh[axis] * prod(mesh[a] for a, owner in factor_of.items() if owner == factor)
@@ -193,9 +193,10 @@ def divide(
     gathered = _gather_to_fit(rule, sizes, mesh, factors)
     summed = tuple(axis for factor in sorted(rule.reduced_factors) for axis in factors[factor])
 
-    def scatter(dim: Dim, wanted: MeshAxes) -> MeshAxes:
-        kept, rest = factors[dim[0]], wanted[len(factors[dim[0]]) :]
-        fits = wanted[: len(kept)] == kept and sizes.get(dim[0], 1) % prod(mesh[a] for a in wanted) == 0
+    def scatter(dim: Dim, requested: MeshAxes) -> MeshAxes:
+        """The mesh axes over which to scatter a sum along a dimension, so that it is sharded as requested."""
+        kept, rest = factors[dim[0]], requested[len(factors[dim[0]]) :]
+        fits = requested[: len(kept)] == kept and sizes.get(dim[0], 1) % prod(mesh[a] for a in requested) == 0
         return rest if fits and rest and set(summed).issuperset(rest) else ()
 
     scattered = tuple(tuple(map(scatter, *pair)) for pair in zip(rule.results, results, strict=True))

@@ -59,15 +59,14 @@ class TaggedLoss:
     """
 
     def __init__(self, jaxpr: ClosedJaxpr, products: Collection[Address]) -> None:
-        self._numbers: dict[Address, int] = {
-            (): 0
-        }  # of jaxprs, by the address of the container and the index in it
+        # The numbers of jaxprs, by the address of the container and the index in it.
+        self._numbers: dict[Address, int] = {(): 0}
         # The containers of a jaxpr: the number of the jaxpr that they are in, their own, and the index in them.
         self._containers: dict[int, dict[tuple[int, int], int]] = {}
+        # Tagged jaxprs and their numbers, by the original, its index in its container, and the products inside.
         self._tagged: dict[tuple[int, int, frozenset[Address]], tuple[int, Any]] = {}
-        self._stacks: dict[
-            tuple[int, int], Any
-        ] = {}  # the name stacks of containers: number of a jaxpr, equation
+        # The name stacks of containers, by the number of the jaxpr that they are in and their own.
+        self._stacks: dict[tuple[int, int], Any] = {}
         self._products = products
         self.jaxpr = self._tag(jaxpr, (), 0)
 
