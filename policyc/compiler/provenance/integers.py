@@ -44,8 +44,8 @@ def loop_counter(init: Integers, step: int, loop: Address, length: int, reverse:
 
     def evaluate(iterations: Iterations) -> np.ndarray:
         index = iterations[loop]
-        done = length - 1 - index if reverse else index
-        return np.asarray(init.evaluate(iterations) + step * done)
+        earlier_iterations = length - 1 - index if reverse else index
+        return np.asarray(init.evaluate(iterations) + step * earlier_iterations)
 
     return Integers(evaluate, init.loops | {loop})
 

@@ -153,23 +153,25 @@ def _gather(source: LayoutSource, region: Region, iterations: Iterations) -> Reg
     (integers,) = source.integers
     if integers is None:
         raise Unknown("it is gathered by indices that are not known before the program runs")
-    taken = tuple(numbers.start_index_map)
-    whole = all(sizes[d] == source.operand.shape[d] for d in range(rank) if d not in taken)
-    one = all(sizes[d] == 1 for d in taken) and len(taken) == 1
-    if not (whole and one and not getattr(numbers, "operand_batching_dims", ())):
+    indexed = tuple(numbers.start_index_map)
+    takes_single_indices = len(indexed) == 1 and all(sizes[d] == 1 for d in indexed)
+    takes_whole_slices = all(sizes[d] == source.operand.shape[d] for d in range(rank) if d not in indexed)
+    has_batching_dims = bool(getattr(numbers, "operand_batching_dims", ()))
+    if not takes_single_indices or not takes_whole_slices or has_batching_dims:
         raise Unknown("it is gathered in a form that is not followed")
-    (dim,) = taken
+    (dim,) = indexed
     values = np.clip(integers.evaluate(iterations)[..., 0], 0, source.operand.shape[dim] - 1)
     offset_dims = tuple(numbers.offset_dims)
     batch_dims = [d for d in range(len(region)) if d not in offset_dims]
-    chosen = values[np.ix_(*(np.asarray(region[d]) for d in batch_dims))] if batch_dims else values
+    if batch_dims:
+        values = values[np.ix_(*(np.asarray(region[d]) for d in batch_dims))]
     collapsed = set(numbers.collapsed_slice_dims)
     kept = iter(offset_dims)
     out: list[DimIndices] = []
     for operand_dim in range(rank):
         indices = None if operand_dim in collapsed else region[next(kept)]
         if operand_dim == dim:
-            indices = compact(np.unique(chosen))
+            indices = compact(np.unique(values))
         assert indices is not None
         out.append(indices)
     return tuple(out)
@@ -195,23 +197,27 @@ def _reshape(source: LayoutSource, region: Region, _: Iterations) -> Region:
         raise Unknown("it is reshaped in another order of dimensions")
     out: list[DimIndices] = []
     for before, after in _reshape_groups(source.operand.shape, source.shape):
-        own = [region[d] for d in after]
-        if all(len(i) == source.shape[d] for i, d in zip(own, after, strict=True)) and all(
-            isinstance(i, range) and i.step == 1 for i in own
-        ):
-            out += [range(source.operand.shape[d]) for d in before]
-            continue
-        if math.prod(len(i) for i in own) > MOST_INDICES:
-            raise Unknown("it is reshaped into parts that are too large to follow")
+        group = [region[d] for d in after]
         sizes = [source.shape[d] for d in after]
-        grid = np.ix_(*(np.asarray(i) for i in own)) if own else ()
-        flat = np.ravel_multi_index(np.broadcast_arrays(*grid), sizes).ravel() if own else np.zeros(1, int)
-        positions = np.unravel_index(flat, [source.operand.shape[d] for d in before]) if before else ()
+        operand_sizes = [source.operand.shape[d] for d in before]
+        if all(map(_is_whole, group, sizes)):
+            out += map(range, operand_sizes)
+            continue
+        if math.prod(map(len, group)) > MOST_INDICES:
+            raise Unknown("it is reshaped into parts that are too large to follow")
+        grid = np.ix_(*(np.asarray(indices) for indices in group))
+        flat = np.ravel_multi_index(np.broadcast_arrays(*grid), sizes).ravel()
+        positions = np.unravel_index(flat, operand_sizes) if before else ()
         unique = [np.unique(p) for p in positions]
         if math.prod(u.size for u in unique) != flat.size:
             raise Unknown("it is reshaped across the boundaries of layers")
         out += map(compact, unique)
     return tuple(out)
+
+
+def _is_whole(indices: DimIndices, size: int) -> bool:
+    """Are these all indices of a dimension, in order?"""
+    return isinstance(indices, range) and indices == range(size)
 
 
 def _reshape_groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
