@@ -61,7 +61,7 @@ def make_quantizer(site: Site, site_recipe: SiteRecipe, operand: Literal["lhs", 
     """The quantizer of an operand, as the site would quantize it."""
     eqn = site.eqn
     avals: list[Any] = [a.aval for a in eqn.invars[:2]]
-    own, other = avals if operand == "lhs" else avals[::-1]
+    operand_aval, other = avals if operand == "lhs" else avals[::-1]
     trees: list[Any] = []
 
     def run(array: Any) -> list[Any]:
@@ -83,7 +83,7 @@ def make_quantizer(site: Site, site_recipe: SiteRecipe, operand: Literal["lhs", 
         trees.append(tree)
         return leaves
 
-    jaxpr = jaxprs.trace_at(run, [own], eqn, site.axis_env)
+    jaxpr = jaxprs.trace_at(run, [operand_aval], eqn, site.axis_env)
     return Quantizer(jaxpr, trees[-1])
 
 
@@ -140,24 +140,22 @@ def _quantize(
     steps: Sequence[JaxprEqn | Address],
     ranges: Sequence[IterationRange],
 ) -> list[Any]:
-    """Derives the operand of a site from an input of the loss, and quantizes it."""
-    for number, step in enumerate(steps):
-        if not isinstance(step, tuple):
-            (value,) = jaxprs.bind_at(step, value)
-            continue
-        layers, inner = ranges[0], ranges[1:]
-        if (layers.start, layers.stop) != (0, value.shape[0]):
-            value = lax.slice_in_dim(value, layers.start, layers.stop)
-        remaining = steps[number + 1 :]
+    """Derives the operand of a site from an input of the loss by `steps`, and quantizes it.
 
-        def quantize_layer(
-            _: None,
-            layer: Any,
-            remaining: Sequence[JaxprEqn | Address] = remaining,
-            inner: Sequence[IterationRange] = inner,
-        ) -> tuple[None, list[Any]]:
-            return None, _quantize(layer, site, quantizer, remaining, inner)
+    A scan among the steps slices the value. Each of its layers in `ranges` is quantized by itself.
+    """
+    if not steps:
+        with jaxprs.source_context(site.eqn):
+            return jaxprs.evaluate(quantizer.jaxpr, value)
+    step, remaining = steps[0], steps[1:]
+    if not isinstance(step, tuple):
+        (derived,) = jaxprs.bind_at(step, value)
+        return _quantize(derived, site, quantizer, remaining, ranges)
+    layers, inner = ranges[0], ranges[1:]
+    if (layers.start, layers.stop) != (0, value.shape[0]):
+        value = lax.slice_in_dim(value, layers.start, layers.stop)
 
-        return lax.scan(quantize_layer, None, value)[1]
-    with jaxprs.source_context(site.eqn):
-        return jaxprs.evaluate(quantizer.jaxpr, value)
+    def quantize_layer(_: None, layer: Any) -> tuple[None, list[Any]]:
+        return None, _quantize(layer, site, quantizer, remaining, inner)
+
+    return lax.scan(quantize_layer, None, value)[1]
