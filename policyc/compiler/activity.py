@@ -13,19 +13,19 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
-from policyc.jaxcore.derivatives import is_float, wanted_operands
+from policyc.jaxcore.derivatives import is_float, operands_with_cotangent
 from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.transform import Address
 
 
-def find_wanted(jaxpr: ClosedJaxpr, differentiated: Sequence[bool]) -> set[Address]:
+def equations_with_cotangent(jaxpr: ClosedJaxpr, differentiated: Sequence[bool]) -> set[Address]:
     """The addresses of the equations whose result gets a cotangent, if it has a derivative.
 
     `differentiated` says which results of the loss are differentiated.
     """
     activity = _BackwardActivity()
     activity.run(jaxpr, differentiated, (), everything=_has_references(jaxpr))
-    return activity.wanted
+    return activity.addresses
 
 
 def _has_references(jaxpr: AnyJaxpr) -> bool:
@@ -42,30 +42,32 @@ class _BackwardActivity:
     """Goes backwards through jaxprs, and records which equations get a cotangent."""
 
     def __init__(self) -> None:
-        self.wanted: set[Address] = set()
+        self.addresses: set[Address] = set()
 
     def run(
         self, jaxpr: AnyJaxpr, results: Sequence[bool], address: Address, *, everything: bool = False
     ) -> list[bool]:
         """Which inputs get a cotangent, from which results get one. With `everything`, all variables do."""
         opened = jaxprs.open_jaxpr(jaxpr)
-        wanted: set[Var] = set()
+        with_cotangent: set[Var] = set()
 
-        def want(atoms: Sequence[Any], are_wanted: Sequence[bool]) -> None:
-            pairs = zip(atoms, are_wanted, strict=True)
-            wanted.update(a for a, w in pairs if w and not jaxprs.is_literal(a) and is_float(a.aval))
+        def add(atoms: Sequence[Any], get_cotangent: Sequence[bool]) -> None:
+            pairs = zip(atoms, get_cotangent, strict=True)
+            with_cotangent.update(
+                a for a, gets in pairs if gets and not jaxprs.is_literal(a) and is_float(a.aval)
+            )
 
-        want(opened.outvars, results)
+        add(opened.outvars, results)
         for number, eqn in reversed(list(enumerate(opened.eqns))):
-            of_results = [everything or v in wanted for v in eqn.outvars]
-            want(eqn.invars, self._equation(eqn, of_results, (*address, number), everything))
-        return [everything or v in wanted for v in opened.invars]
+            eqn_results = [everything or v in with_cotangent for v in eqn.outvars]
+            add(eqn.invars, self._equation(eqn, eqn_results, (*address, number), everything))
+        return [everything or v in with_cotangent for v in opened.invars]
 
     def _equation(
         self, eqn: JaxprEqn, results: Sequence[bool], address: Address, everything: bool
     ) -> Sequence[bool]:
         if any(results):
-            self.wanted.add(address)
+            self.addresses.add(address)
         enter = self._enter(eqn, address, everything)
         container = container_of(eqn)
         if container is not None:
@@ -77,7 +79,7 @@ class _BackwardActivity:
                 enter(number, results)
             else:
                 self.run(sub.jaxpr, [any(results)] * count, (*address, number), everything=any(results))
-        return wanted_operands(eqn, results)
+        return operands_with_cotangent(eqn, results)
 
     def _enter(
         self, eqn: JaxprEqn, address: Address, everything: bool

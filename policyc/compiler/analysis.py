@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
-from policyc.compiler.activity import find_wanted
+from policyc.compiler.activity import equations_with_cotangent
 from policyc.compiler.dots import (
     GEMMS,
     OTHER_PRODUCTS,
@@ -40,7 +40,7 @@ from policyc.compiler.provenance.graph import (
     parameters_of,
 )
 from policyc.compiler.provenance.integers import loop_counter, loop_slice
-from policyc.compiler.sites import Origin, OtherProduct, Sites, Stack
+from policyc.compiler.sites import Origin, OtherProduct, PathTemplate, Site, Sites, Stack
 from policyc.compiler.trace import FrozenWeight
 from policyc.compiler.var_info import (
     MANY_PROJECTIONS,
@@ -59,6 +59,7 @@ from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.transform import Address
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, read_segments
+from policyc.numerics.products import Weight
 
 _QUANTIZED = ("_quantize", "scaled_gemm", "scaled_ragged_gemm")
 """How the names of our own primitives end."""
@@ -79,10 +80,10 @@ def analyze(
       differentiated: which results are differentiated. By default all are.
     """
     results = [True] * len(jaxpr.jaxpr.outvars) if differentiated is None else differentiated
-    wanted = find_wanted(jaxpr, results)
     invars = jaxpr.jaxpr.invars
     shapes = {path: shape_of(v) for v, path in zip(invars, parameters, strict=True) if path is not None}
-    analyzer = _Analyzer(shapes | {w.path: w.shape for w in (frozen or {}).values()}, wanted)
+    shapes |= {w.path: w.shape for w in (frozen or {}).values()}
+    analyzer = _Analyzer(shapes, equations_with_cotangent(jaxpr, results))
     infos = [
         UNKNOWN
         if path is None
@@ -93,7 +94,7 @@ def analyze(
     ]
     weights = {var: VarInfo(_frozen_source(var, weight)) for var, weight in (frozen or {}).items()}
     analyzer.run(jaxpr, infos, JaxprContext(), weights)
-    sites = [gemm.site(analyzer.layers) for gemm in analyzer.sites.values()]
+    sites = [gemm.with_layers(analyzer.layers) for gemm in analyzer.sites.values()]
     scopes = add_stack_sizes([s.scope.path for s in sites])
     return Sites(
         sites=tuple(
@@ -107,7 +108,9 @@ def analyze(
             for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
             if path is not None and is_float(var.aval)
         ),
-        differentiated_results=tuple(number for number, is_wanted in enumerate(results) if is_wanted),
+        differentiated_results=tuple(
+            number for number, is_differentiated in enumerate(results) if is_differentiated
+        ),
         others=merge(analyzer.others.values()),
     )
 
@@ -127,8 +130,10 @@ class _Analyzer:
     A loop's body is analyzed until the infos of its carry are stable. Each time replaces the GEMMs of the time before.
     """
 
-    def __init__(self, shapes: dict[DottedPath, tuple[int, ...]], wanted: Collection[Address]) -> None:
-        self._wanted = wanted
+    def __init__(
+        self, shapes: dict[DottedPath, tuple[int, ...]], with_cotangent: Collection[Address]
+    ) -> None:
+        self._with_cotangent = with_cotangent
         self.sites: dict[Address, FoundGemm] = {}
         self.others: dict[Address, OtherProduct] = {}
         self.looked_up: set[DottedPath] = set()
@@ -213,7 +218,7 @@ class _Analyzer:
         if described is None or not context.repeats:
             return
         flops = product_flops(eqn)
-        gradients = sum(i.active for i in infos[:2]) if context.address in self._wanted else 0
+        gradients = sum(i.active for i in infos[:2]) if context.address in self._with_cotangent else 0
         self.others[context.address] = OtherProduct(
             kind=described[0],
             name=described[1],
@@ -235,52 +240,65 @@ class _Analyzer:
     def _gemm(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> tuple[Source, ...]:
         """Records a GEMM. Returns how its weight is laid out."""
         lhs, rhs = infos[:2]
-        name = jaxprs.primitive_name(eqn)
         dtypes = [operand_dtype(a) for a in eqn.invars[:2]]
         if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
             return ()
         weight = pick_weight(lhs, rhs)
         if weight is None and context.opaque_parameters:
             weight = "rhs"
-        operand = lhs if weight == "lhs" else rhs
         sizes = gemm_sizes(eqn, weight)
         if sizes is None:
             return ()
         batch, m, n, k = sizes
-        for_lhs, for_rhs = (Gemm.WGRAD, Gemm.DGRAD) if weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
-        gradients = [for_lhs] * lhs.active + [for_rhs] * rhs.active
-        products = {Gemm.FPROP, *(gradients if context.address in self._wanted else ())}
+        weight_info = None if weight is None else lhs if weight == "lhs" else rhs
         opaque = context.opaque or why_opaque(eqn, dtypes)
-        origin = None if weight is None or opaque or not context.takes_extra_inputs else operand.origin
-        if name != "dot_general" or jaxprs.explicit_sharding(eqn) is not None:
-            origin = None
-        fields = {
-            "weight": weight,
-            "kind": "ragged" if name.startswith("ragged") else "dot",
-            "batch": batch,
-            "m": m,
-            "n": n,
-            "k": k,
-            "products": frozenset(products),
-            "opaque": opaque,
-            "one_hot": (lhs if weight == "rhs" else rhs).one_hot,
-            "origin": origin,
-            "is_reused": context.in_remat or (origin is not None and context.loop_depth > len(origin.scans)),
-            "eqn": eqn,
-        }
-        sources: tuple[Source, ...] = () if weight is None else context.opaque_parameters
-        if weight is not None and operand.source is not None:
-            sources = (operand.source,)
+        origin = None if weight_info is None or opaque else _hoistable_origin(eqn, weight_info, context)
+        site = Site(
+            address=context.address,
+            scope=PathTemplate(read_segments((*context.scope, *jaxprs.name_scopes(eqn)))),
+            weight=weight,
+            kind="ragged" if jaxprs.primitive_name(eqn).startswith("ragged") else "dot",
+            batch=batch,
+            m=m,
+            n=n,
+            k=k,
+            repeats=context.repeats,
+            products=self._products(infos, weight, context.address),
+            opaque=opaque,
+            one_hot=(lhs if weight == "rhs" else rhs).one_hot,
+            axis_env=context.axis_env,
+            origin=origin,
+            is_reused=context.in_remat or (origin is not None and context.loop_depth > len(origin.scans)),
+            takes_extra_inputs=context.takes_extra_inputs,
+            eqn=eqn,
+        )
+        sources: tuple[Source, ...] = ()
+        if weight_info is not None:
+            sources = context.opaque_parameters if weight_info.source is None else (weight_info.source,)
         self.sites[context.address] = FoundGemm(
-            fields=fields,
-            scope=read_segments((*context.scope, *jaxprs.name_scopes(eqn))),
-            context=context,
+            site=site,
+            loops=context.loops,
             sources=sources,
             projections=join_projections(infos) if weight is None else frozenset(),
             batch_dims=batch_dims(eqn, weight),
         )
         self.layers.note_sources(sources, context.loops)
         return sources
+
+    def _products(self, infos: list[VarInfo], weight: Weight, address: Address) -> frozenset[Gemm]:
+        """fprop, and a backward product for each operand with a derivative, if the result gets a cotangent."""
+        lhs, rhs = infos[:2]
+        for_lhs, for_rhs = (Gemm.WGRAD, Gemm.DGRAD) if weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
+        products = {Gemm.FPROP}
+        if address in self._with_cotangent:
+            products |= {gemm for gemm, info in ((for_lhs, lhs), (for_rhs, rhs)) if info.active}
+        return frozenset(products)
+
+
+def _hoistable_origin(eqn: JaxprEqn, weight: VarInfo, context: JaxprContext) -> Origin | None:
+    """How the weight of a GEMM derives from an input of the loss, if it can be quantized outside the loss."""
+    is_plain_dot = jaxprs.primitive_name(eqn) == "dot_general" and jaxprs.explicit_sharding(eqn) is None
+    return weight.origin if is_plain_dot and context.takes_extra_inputs else None
 
 
 class _ContainerDomain:

@@ -13,7 +13,6 @@ from policyc.compiler.sites import Site
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import AxisEnv
 from policyc.jaxcore.transform import Address
-from policyc.language.selectors import DottedPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,33 +40,39 @@ class JaxprContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundGemm:
-    """A GEMM that was found. Its layers are known once the whole loss is analyzed."""
+    """A GEMM that was found. Its layers are known once the whole loss is analyzed.
 
-    fields: dict[str, Any]
-    scope: DottedPath
-    context: JaxprContext
+    Attributes:
+      site: the site without layers: it has a scope, and no parameters, stacks or loops yet.
+      loops: the scans around it, the outermost first.
+      sources: how its weight is laid out from parameters.
+      projections: of a product of activations: the weights of the products that its operands come from.
+      batch_dims: the dimensions of the weight along which it reads several matrices.
+    """
+
+    site: Site
+    loops: tuple[LoopLayers, ...]
     sources: tuple[Source, ...] = ()
     projections: frozenset[Source] = frozenset()
     batch_dims: tuple[int, ...] = ()
 
-    def site(self, layers: LayerIndices) -> Site:
-        loops = tuple(loop for loop in self.context.loops if layers.is_layered(loop))
-        parameters = layers.weight_templates(self.sources, self.batch_dims, self.context.loops)
-        weight_stacks = layers.stacks(self.sources, self.context.loops)
-        scope = layers.scope_template(self.scope, loops, weight_stacks if parameters else None)
-        around = layers.template_around(self.projections, self.context.loops) if not parameters else None
-        stacks = (
-            weight_stacks if parameters else layers.template_stacks((scope, *([around] if around else ())))
-        )
-        return Site(
-            **self.fields,
-            around=around,
-            address=self.context.address,
+    def with_layers(self, layers: LayerIndices) -> Site:
+        """The site with its parameters and the indices of its layers."""
+        loops = tuple(loop for loop in self.loops if layers.is_layered(loop))
+        parameters = layers.weight_templates(self.sources, self.batch_dims, self.loops)
+        module = None
+        if parameters:
+            stacks = layers.stacks(self.sources, self.loops)
+            scope = layers.scope_template(self.site.scope.path, loops, stacks)
+        else:
+            scope = layers.scope_template(self.site.scope.path, loops, None)
+            module = layers.module_template(self.projections, self.loops)
+            stacks = layers.template_stacks((scope,) if module is None else (scope, module))
+        return replace(
+            self.site,
             scope=scope,
             parameters=parameters,
             stacks=stacks,
+            module=module,
             loops=tuple(loop.stack for loop in loops),
-            repeats=self.context.repeats,
-            axis_env=self.context.axis_env,
-            takes_extra_inputs=self.context.takes_extra_inputs,
         )

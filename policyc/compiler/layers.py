@@ -6,7 +6,8 @@ a part, over a reshaped or a gathered stack.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from policyc.compiler.provenance.elements import AxisIndex, axis_indices, iterations_of
@@ -86,8 +87,7 @@ class LayerIndices:
 
     def stacks(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> tuple[Stack, ...]:
         """The stacks on which the elements of a weight depend, shard_maps first, then loops from the outermost on."""
-        stacks = dict.fromkeys(stack for s in sources for stack in self._stacks(s, loops))
-        return tuple(sorted(stacks, key=lambda s: (not s.is_shard_map, s.address)))
+        return _sort_stacks(stack for s in sources for stack in self._stacks(s, loops))
 
     def _stacks(self, source: Source, loops: Sequence[LoopLayers]) -> tuple[Stack, ...]:
         addresses = loops_of(source)
@@ -126,7 +126,7 @@ class LayerIndices:
                     slots.append(IndexSlot(places, size, table))
         return PathTemplate(scope, tuple(slots), unknown_index=unknown)
 
-    def template_around(
+    def module_template(
         self, projections: Collection[Source], loops: Sequence[LoopLayers]
     ) -> PathTemplate | None:
         """The module whose weights made the operands of a product of activations; None if no weight did.
@@ -139,26 +139,22 @@ class LayerIndices:
         templates = self.weight_templates(sorted(projections, key=_first_path), (), loops)
         if not templates or any(t.unknown_index or t.in_layer is not None for t in templates):
             return PathTemplate((), unknown_index=_NO_LAYER)
-        slots = {tuple((s.size, s.index) for s in t.slots) for t in templates}
-        paths = [t.path for t in templates]
-        end = _common_prefix(paths) if len(set(paths)) > 1 else len(paths[0]) - 2
+        paths = list(dict.fromkeys(t.path for t in templates))
         last_index = max((i for i, name in enumerate(paths[0]) if name.index is not None), default=-1)
-        if len(set(paths)) == 1:
-            end = max(end, min(last_index + 1, len(paths[0]) - 1))
-        path = paths[0][: max(end, 0)]
-        around = tuple(
+        path = paths[0][: _module_length(paths, last_index)]
+        slots = tuple(
             replace(slot, places=tuple(p for p in slot.places if p < len(path)), axis=None)
             for slot in templates[0].slots
         )
-        has_all_indices = last_index < len(path) and all(slot.places for slot in around)
-        if not path or len(slots) > 1 or not has_all_indices:
+        have_same_indices = len({tuple((s.size, s.index) for s in t.slots) for t in templates}) == 1
+        has_all_indices = last_index < len(path) and all(slot.places for slot in slots)
+        if not (path and have_same_indices and has_all_indices):
             return PathTemplate((), unknown_index=_NO_LAYER)
-        return PathTemplate(path, around)
+        return PathTemplate(path, slots)
 
     def template_stacks(self, templates: Sequence[PathTemplate]) -> tuple[Stack, ...]:
-        """The stacks on which the indices of some paths depend."""
-        stacks = dict.fromkeys(stack for t in templates for slot in t.slots for stack in slot.index.stacks)
-        return tuple(sorted(stacks, key=lambda s: (not s.is_shard_map, s.address)))
+        """The stacks on which the indices of some paths depend, in the order of `stacks`."""
+        return _sort_stacks(stack for t in templates for slot in t.slots for stack in slot.index.stacks)
 
     # ---- templates
 
@@ -190,9 +186,11 @@ class LayerIndices:
     def _read(
         self, source: Source, batch_dims: Sequence[int], stacks: tuple[Stack, ...]
     ) -> list[dict[ParameterSource, tuple[AxisIndex, ...]]]:
-        count = 1
-        for stack in stacks:
-            count *= stack.size
+        """In each combination of iterations, the parameters that a variable holds and the axes with an index.
+
+        Raises `Unknown`.
+        """
+        count = math.prod(stack.size for stack in stacks)
         if count > _MOST_LAYERS:
             raise Unknown(f"it has {count} layers, which are too many to follow")
         sizes = [(s.address, s.size) for s in stacks]
@@ -257,6 +255,23 @@ class LayerIndices:
                 last = max(top + 1, _common_prefix(list(under)))
                 return tuple(i for i in range(top, last) if path[i].index is None)
         return ()
+
+
+def _sort_stacks(stacks: Iterable[Stack]) -> tuple[Stack, ...]:
+    """Each stack once: shard_maps first, then loops from the outermost on."""
+    return tuple(sorted(dict.fromkeys(stacks), key=lambda s: (not s.is_shard_map, s.address)))
+
+
+def _module_length(paths: Sequence[DottedPath], last_index: int) -> int:
+    """How many names at the start of the paths of some weights name the module around all of them.
+
+    A single weight ends with the names of a projection and of its array (`attention.qkv.kernel`), which are left out.
+    The name at `last_index`, the last with an index, is not, unless it is the array.
+    """
+    if len(paths) > 1:
+        return _common_prefix(paths)
+    (path,) = paths
+    return max(len(path) - 2, min(last_index + 1, len(path) - 1), 0)
 
 
 def _first_path(source: Source) -> str:

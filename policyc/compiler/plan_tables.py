@@ -108,7 +108,7 @@ def _unknown_layers(plan: Plan) -> Iterator[str]:
     if has_index and sites:
         place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
         more = f", and {len(sites) - 1} more" if len(sites) > 1 else ""
-        reason = sites[0].around.unknown_index if sites[0].around is not None else ""
+        reason = sites[0].module.unknown_index if sites[0].module is not None else ""
         yield f"a product of activations{place} has no layer, so that no index matches it: {reason}{more}"
 
 
@@ -152,7 +152,7 @@ def sites_table(plan: Plan) -> str:
     """Every site with its shapes, and if there are rules, which one decides and which it overrides."""
     header = ["scope", "parameter", "layers", "batch x m x n x k", "GFLOP", "weight", "products"]
     if plan.policy.rules:
-        header += ["phase", "rule", "beat"] if len(plan.phases) > 1 else ["rule", "beat"]
+        header += ["phase", "rule", "overrides"] if len(plan.phases) > 1 else ["rule", "overrides"]
     rows = [header]
     for site in plan.sites:
         row = _site_row(site)
@@ -185,9 +185,9 @@ def _site_row(site: Site) -> list[str]:
 
 def _module_around(site: Site) -> str:
     """Of a product of activations: in which module it is."""
-    if site.around is None:
+    if site.module is None:
         return "-"
-    return f"(in {dotted(site.around.path)})" if site.around.path else "(layer not known)"
+    return f"(in {dotted(site.module.path)})" if site.module.path else "(layer not known)"
 
 
 def _rule_cells(plan: Plan, run: PlanRun) -> tuple[str, str]:
@@ -253,7 +253,7 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "address": list(site.address),
         "scope": dotted(site.scope.path),
         "parameters": [dotted(p.path) for p in site.parameters],
-        "around": None if site.around is None else dotted(site.around.path) or None,
+        "around": None if site.module is None else dotted(site.module.path) or None,
         "place": site.place,
         "kind": site.kind,
         "weight": site.weight,

@@ -130,10 +130,11 @@ class Site:
 
     address: Address
     scope: PathTemplate
-    parameters: tuple[PathTemplate, ...]
-    stacks: tuple[Stack, ...]
+    parameters: tuple[PathTemplate, ...] = ()
+    """The paths of its weight. Several, if the program stacks a list of layers."""
+    stacks: tuple[Stack, ...] = ()
     """The stacks whose layers a policy can tell apart here: those that its weight, or else its scope, is indexed by."""
-    around: PathTemplate | None = None
+    module: PathTemplate | None = None
     """Of a product of activations: the module whose weights made its operands. Without a path, it is not known."""
     loops: tuple[Stack, ...] = ()
     """All scans over layers around it. A weight that all iterations share is in a loop without being in a stack."""
@@ -183,7 +184,7 @@ class Site:
     @property
     def has_no_layer(self) -> bool:
         """Is it a product of activations in a layer that is not known?"""
-        if self.around is None or self.around.path:
+        if self.module is None or self.module.path:
             return False
         return not self.scope.slots and all(name.index is None for name in self.scope.path)
 
@@ -251,8 +252,8 @@ class Site:
     def paths(self, layer: Layer) -> tuple[DottedPath, ...]:
         """Every path by which a selector may name a layer of this site."""
         indices = self.stack_indices(layer)
-        around = (self.around,) if self.around is not None and self.around.path else ()
-        templates = (self.scope, *self.parameters, *around)
+        module = (self.module,) if self.module is not None and self.module.path else ()
+        templates = (self.scope, *self.parameters, *module)
         return tuple(dict.fromkeys(path for template in templates for path in template.paths(indices)))
 
 

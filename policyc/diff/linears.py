@@ -191,8 +191,8 @@ def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> tuple[str, i
     """
     place = _split_at_layer(_layer_path(site, layer, stacks))
     has_stack = place[1] is not None and place[0] in stacks
-    if not has_stack and not site.parameters and site.around is not None:
-        paths = map(_split_at_layer, site.around.paths(site.stack_indices(layer)))
+    if not has_stack and not site.parameters and site.module is not None:
+        paths = map(_split_at_layer, site.module.paths(site.stack_indices(layer)))
         around = next((path for path in paths if path[1] is not None and path[0] in stacks), None)
         if around is not None:
             name = ".".join(name.text for name in site.scope.path) or _short_name(site)

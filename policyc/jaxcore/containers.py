@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.dataflow import Domain, Enter, EnterBackwards, V, settle_carry, settle_wanted
+from policyc.jaxcore.dataflow import Domain, Enter, EnterBackwards, V, settle_carry, settle_cotangents
 from policyc.jaxcore.internals import UNSPECIFIED, flattree
 from policyc.jaxcore.jaxprs import AnyJaxpr, Atom, SubJaxpr
 
@@ -52,10 +52,10 @@ class Container:
         del eqn, domain
         return enter(0, values)
 
-    def propagate_back(self, eqn: JaxprEqn, wanted: Sequence[bool], enter: EnterBackwards) -> list[bool]:
-        """Which operands of an equation are wanted, from which of its results are."""
+    def propagate_back(self, eqn: JaxprEqn, results: Sequence[bool], enter: EnterBackwards) -> list[bool]:
+        """Which operands of an equation get a cotangent, from which of its results get one."""
         del eqn
-        return enter(0, wanted)
+        return enter(0, results)
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
         """The equation with other jaxprs, and with operands for their additional inputs."""
@@ -105,8 +105,8 @@ class _Cond(Container):
         branches = [enter(number, values[1:]) for number in range(len(eqn.params["branches"]))]
         return [domain.join(results) for results in zip(*branches, strict=True)]
 
-    def propagate_back(self, eqn: JaxprEqn, wanted: Sequence[bool], enter: EnterBackwards) -> list[bool]:
-        branches = [enter(number, wanted) for number in range(len(eqn.params["branches"]))]
+    def propagate_back(self, eqn: JaxprEqn, results: Sequence[bool], enter: EnterBackwards) -> list[bool]:
+        branches = [enter(number, results) for number in range(len(eqn.params["branches"]))]
         return [False, *map(any, zip(*branches, strict=True))]
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
@@ -114,18 +114,18 @@ class _Cond(Container):
         operands = [v for body in bodies for v in body.extra.operands]
         branches, before = [], 0
         for body in bodies:
-            own = len(body.extra.operands)
-            branches.append(_ignore_inputs(body.jaxpr, own, operands[:before], operands[before + own :]))
-            before += own
+            after = before + len(body.extra.operands)
+            branches.append(_ignore_inputs(body.jaxpr, after - before, operands[:before], operands[after:]))
+            before = after
         params = {**eqn.params, "branches": tuple(branches)}
         return jaxprs.replace_eqn(eqn, invars=[*eqn.invars, *operands], params=params)
 
 
-def _ignore_inputs(branch: AnyJaxpr, own: int, before: Sequence[Var], after: Sequence[Var]) -> AnyJaxpr:
-    """The branch with unused inputs before and after the `own` inputs at its end."""
+def _ignore_inputs(branch: AnyJaxpr, used: int, before: Sequence[Var], after: Sequence[Var]) -> AnyJaxpr:
+    """The branch with unused inputs before and after the last `used` of its inputs."""
 
     def order(invars: list[Var]) -> list[Var]:
-        end = len(invars) - own
+        end = len(invars) - used
         unused = [[jaxprs.new_var(v.aval) for v in group] for group in (before, after)]
         return [*invars[:end], *unused[0], *invars[end:], *unused[1]]
 
@@ -144,9 +144,9 @@ class _While(Container):
         results = enter(body, [*consts, *carry])
         return [domain.leave_loop(r, c) for r, c in zip(results, carry, strict=True)]
 
-    def propagate_back(self, eqn: JaxprEqn, wanted: Sequence[bool], enter: EnterBackwards) -> list[bool]:
+    def propagate_back(self, eqn: JaxprEqn, results: Sequence[bool], enter: EnterBackwards) -> list[bool]:
         _, body = self._numbers(eqn)
-        inputs = settle_wanted(eqn.params["body_nconsts"], wanted, (), _bound(enter, body))
+        inputs = settle_cotangents(eqn.params["body_nconsts"], results, (), _bound(enter, body))
         return [*[False] * eqn.params["cond_nconsts"], *inputs]
 
     def _numbers(self, eqn: JaxprEqn) -> tuple[int, int]:
@@ -224,10 +224,10 @@ class _Scan(Container):
         carried = [domain.leave_loop(r, c) for r, c in zip(results[:count], carry, strict=True)]
         return [*carried, *(domain.leave_loop(r, None) for r in results[count:])]
 
-    def propagate_back(self, eqn: JaxprEqn, wanted: Sequence[bool], enter: EnterBackwards) -> list[bool]:
+    def propagate_back(self, eqn: JaxprEqn, results: Sequence[bool], enter: EnterBackwards) -> list[bool]:
         parts = self.parts(eqn, eqn.invars)
         count = len(parts.carry)
-        return settle_wanted(len(parts.consts), wanted[:count], wanted[count:], _bound(enter, 0))
+        return settle_cotangents(len(parts.consts), results[:count], results[count:], _bound(enter, 0))
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
         """Additional inputs become constants of the scan, or, where sliced, stacked inputs."""

@@ -1,6 +1,6 @@
 """How values flow through containers: what an analysis defines, and the fixed points of loops.
 
-Forwards, values of any kind flow from operands to results. Backwards, it is whether a value is wanted.
+Forwards, values of any kind flow from operands to results. Backwards, it is whether a value gets a cotangent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Enter = Callable[[int, Sequence[V]], list[V]]
 
 
 EnterBackwards = Callable[[int, Sequence[bool]], list[bool]]
-"""Goes backwards through a jaxpr of an equation: (its number, which results are wanted) -> which inputs are wanted."""
+"""Goes backwards through a jaxpr of an equation: (its number, which results get a cotangent) -> which inputs do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +94,17 @@ def _carry_change(body: Jaxpr, var: Var, out: Atom) -> CarryChange:
     return CarryChange(increment=int(step.val)) if step is not None and is_counter else CarryChange()
 
 
-def settle_wanted(
+def settle_cotangents(
     consts: int,
     carry: Sequence[bool],
     stacked: Sequence[bool],
     enter_body: Callable[[Sequence[bool]], list[bool]],
 ) -> list[bool]:
-    """Which inputs of a loop are wanted: its constants, its carry, and what a scan slices.
+    """Which inputs of a loop get a cotangent: its constants, its carry, and what a scan slices.
 
     Args:
       consts: how many constants the body has.
-      carry, stacked: which results of the loop are wanted.
+      carry, stacked: which results of the loop get a cotangent.
       enter_body: goes backwards through the body.
     """
     carry = list(carry)
@@ -113,6 +113,6 @@ def settle_wanted(
         end = consts + len(carry)
         widened = [a or b for a, b in zip(carry, inputs[consts:end], strict=True)]
         if widened == carry:
-            # JAX differentiates the first value of a wanted carry even if no iteration reads it.
+            # JAX differentiates the first value of such a carry even if no iteration reads it.
             return [*inputs[:consts], *carry, *inputs[end:]]
         carry = widened

@@ -43,12 +43,12 @@ def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
     return [is_float(v.aval) for v in eqn.outvars]
 
 
-def wanted_operands(eqn: JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
+def operands_with_cotangent(eqn: JaxprEqn, results: Sequence[bool]) -> list[bool]:
     """Which operands get a cotangent if they have a derivative, and these results get one."""
     differentiable = _differentiable_operands(eqn)
     if _has_result_per_operand(eqn):
-        return [w and d for w, d in zip(wanted, differentiable, strict=True)]
-    return [any(wanted) and d for d in differentiable]
+        return [r and d for r, d in zip(results, differentiable, strict=True)]
+    return [any(results) and d for d in differentiable]
 
 
 def _has_result_per_operand(eqn: JaxprEqn) -> bool:

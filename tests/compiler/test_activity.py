@@ -268,4 +268,4 @@ def test_which_operands_jax_differentiates(function: Any, operands: list[bool]) 
     (eqn,) = jax.make_jaxpr(function)(1.0).jaxpr.eqns[-1:]
     if eqn.params.get("jaxpr") is not None:
         (eqn,) = eqn.params["jaxpr"].jaxpr.eqns
-    assert derivatives.wanted_operands(eqn, [True]) == operands
+    assert derivatives.operands_with_cotangent(eqn, [True]) == operands

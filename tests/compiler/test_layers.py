@@ -407,7 +407,7 @@ def without_weights(p, x):
 def test_a_layer_that_is_not_certain_is_not_claimed(loss, modules):
     plan = policyc.plan("layers[0] -> fp8", loss, {"layers": [block_params() for _ in range(3)]}, X)
     sites = [s for s in plan.sites if s.weight is None]
-    assert [dotted(s.around.path) for s in sites if s.around is not None] == modules
+    assert [dotted(s.module.path) for s in sites if s.module is not None] == modules
     assert ("has no layer, so that no index matches it" in summary(plan)) == ("" in modules)
     assert ("(layer not known)" in sites_table(plan)) == ("" in modules)
 

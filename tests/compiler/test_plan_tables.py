@@ -85,7 +85,7 @@ def test_the_table_of_sites() -> None:
     assert (
         sites_table(plan_model("layers -> fp8; layers[1:3].up -> bf16"))
         == """\
-scope  parameter    layers  batch x m x n x k  GFLOP     weight  products           rule                    beat
+scope  parameter    layers  batch x m x n x k  GFLOP     weight  products           rule                    overrides
 -      layers.up    0       1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  layers -> fp8           -
 -      layers.up    1-2     1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  layers[1:3].up -> bf16  layers
 -      layers.up    3       1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  layers -> fp8           -
@@ -119,7 +119,7 @@ scope  parameter    layers  batch x m x n x k  GFLOP     weight  products
 
 def test_a_schedule_has_a_line_for_each_phase() -> None:
     table = sites_table(plan_model(SCHEDULE)).splitlines()
-    assert table[0].split()[-3:] == ["phase", "rule", "beat"]
+    assert table[0].split()[-3:] == ["phase", "rule", "overrides"]
     head = [line for line in table if " head " in line]
     assert [line.partition("wgrad")[2].strip() for line in head] == [
         "until 10 and until 50%  head -> keep    *",
