@@ -68,9 +68,8 @@ def compile_block(policy: str, target: str) -> CompileReport:
     execution = pipeline.execution_options(target=target)
     (device,) = deviceless.make_devices(execution.target, 1)
     config, _ = llama_step.configuration("llama3_8b")
-    model = replace(
-        config, layers=1, scan=False, vocab=256, remat="none", loss_chunks=1, attention="cudnn"
-    )  # all other sizes of the block are those of the model
+    # All other sizes of the block are those of the model.
+    model = replace(config, layers=1, scan=False, vocab=256, remat="none", loss_chunks=1, attention="cudnn")
 
     def loss(params: Any, batch: Any) -> Any:
         return llama.loss(params, batch, model)[0]

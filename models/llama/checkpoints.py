@@ -159,10 +159,8 @@ class Checkpoints:
             about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
             before, position = about["identity"], about["position"]
         self._check_identity(step, before, accept_changes)
-        if about.get("shapes") not in (
-            None,
-            _shapes(abstract_state),
-        ):  # earlier versions stored no shapes and no hash
+        # Earlier versions stored no shapes and no hash.
+        if about.get("shapes") not in (None, _shapes(abstract_state)):
             what = f"the checkpoint at step {step} in {self.folder} is whole, but of a model with other sizes"
             raise ConfigError(f"{what} or of another optimizer: --accept-changes cannot change them; choose another "
                               "folder with --out")  # fmt: skip

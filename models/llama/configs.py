@@ -199,9 +199,8 @@ def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
 def _invalid_seeds(run: RunConfig) -> list[str]:
     words = (run.seeds or "").split(",")
     errors = []
-    if not all(re.fullmatch(r"\d+", word) and int(word) < 2**32 for word in words) or len(set(words)) < len(
-        words
-    ):
+    are_seeds = all(re.fullmatch(r"\d+", word) and int(word) < 2**32 for word in words)
+    if not are_seeds or len(set(words)) < len(words):
         errors.append(f"--seeds {run.seeds}: expected different whole numbers with commas, such as 0,1,2")
     one_run = {"--seed": run.seed, "--distributed": run.distributed, "--wandb": run.wandb}
     return errors + [

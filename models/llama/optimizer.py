@@ -26,9 +26,7 @@ Metrics = dict[str, jax.Array]
 
 GROW_AFTER = 1000  # finite steps after which the loss scale doubles
 MEAN_DECAY = 0.95  # of the running mean of the loss
-MUON_RMS = (
-    0.2  # root mean square of an update of Muon, about that of Adam's: https://arxiv.org/abs/2502.16982
-)
+MUON_RMS = 0.2  # root mean square of an update of Muon, about that of Adam's: arxiv.org/abs/2502.16982
 
 
 def learning_rate(run: RunConfig, step: jax.Array) -> jax.Array:
@@ -92,10 +90,8 @@ def abstract_state(config: ModelConfig, run: RunConfig, mesh: Mesh) -> State:
 
 def _abstract_state_of_one(config: ModelConfig, run: RunConfig, mesh: Mesh) -> State:
     params = jax.tree.map(lambda spec: llama.sharding(mesh, spec.axes), llama.param_specs(config))
-    replicated, shapes = (
-        llama.sharding(mesh, ()),
-        jax.eval_shape(partial(_make_state, config, run), jax.random.key(0)),
-    )
+    replicated = llama.sharding(mesh, ())
+    shapes = jax.eval_shape(partial(_make_state, config, run), jax.random.key(0))
     shardings = jax.tree.map(lambda _: replicated, shapes) | {"params": params}
     # Moments are sharded like their parameters. Under Muon, each optimizer has those of its own parameters.
     is_masked: Any = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731

@@ -39,12 +39,15 @@ except KeyboardInterrupt:
 
 
 # Errors of writing that are no fault of the program, and what to do about them.
-ROOM, WRITABLE = (
-    "make room: the same command resumes from the last checkpoint",
-    "choose another folder with --out",
-)
-STORAGE_ERRORS = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EFBIG: ROOM, errno.EROFS: WRITABLE,
-                  errno.EACCES: WRITABLE}  # fmt: skip
+MAKE_ROOM = "make room: the same command resumes from the last checkpoint"
+CHANGE_FOLDER = "choose another folder with --out"
+STORAGE_ERRORS = {
+    errno.ENOSPC: MAKE_ROOM,
+    errno.EDQUOT: MAKE_ROOM,
+    errno.EFBIG: MAKE_ROOM,
+    errno.EROFS: CHANGE_FOLDER,
+    errno.EACCES: CHANGE_FOLDER,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,9 +106,8 @@ class Trainer:
         out = Path(run.out or "runs/" + name + (f"-{self.policy[:8]}" if self.policy else ""))
         self.name, self.runs = name, configs.runs_of_seeds(run)
         self.folders = [out if run.seeds is None else out / f"seed{one.seed}" for one in self.runs]
-        self.folder = self.folders[
-            0
-        ]  # also of what seeds have in common, so that several processes may share `out`
+        # What seeds have in common is in the folder of the first one, so that several processes may share `out`.
+        self.folder = self.folders[0]
         stop.announce(max(saved_steps(self.folder / "checkpoints"), default=0))
         self.sources, self.batches = self.open_data("train")
         if run.eval_every:

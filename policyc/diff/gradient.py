@@ -151,9 +151,8 @@ class _GradientMatcher:
     def _product(self, eqn: JaxprEqn, tag: Tag) -> str:
         """The product that an equation belongs to; empty if it belongs to none."""
         site = None if tag.address is None else self._sites.get(tag.address)
-        if (
-            site is None or jaxprs.primitive_name(eqn) == "add_any"
-        ):  # the sum of two gradients is part of neither
+        # The sum of two gradients is part of neither.
+        if site is None or jaxprs.primitive_name(eqn) == "add_any":
             return ""
         if tag.part == "result":
             return Gemm.FPROP

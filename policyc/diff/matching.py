@@ -297,10 +297,8 @@ class StructureTexts:
         cached = self._equations.get(id(eqn))
         if cached is None:
             text = f"{jaxprs.primitive_name(eqn)}[{jaxprs.parameters_text(eqn)}]"
-            cached = self._equations[id(eqn)] = (
-                eqn,
-                text,
-            )  # the equation is kept, so that its id stays its own
+            # The equation is kept, so that its id stays its own.
+            cached = self._equations[id(eqn)] = (eqn, text)
         return cached[1]
 
     def _type(self, aval: AbstractValue) -> str:

@@ -162,9 +162,8 @@ def test_standard_input(folder: Path) -> None:
     assert policyc("lint", "-", stdin=CLEAN.replace("\n", "\r\n")).code == 0
     assert policyc("lint", "-", stdin=b"\xff\xfe").code == 2
     assert policyc("lint", "-", stdin='import "fp8"\n').code == 0
-    assert (
-        policyc("lint", "-", stdin='import "clean"\n').code == 1
-    )  # standard input has no folder to import from
+    # Standard input has no folder to import from.
+    assert policyc("lint", "-", stdin='import "clean"\n').code == 1
 
 
 @pytest.mark.parametrize("option", ["--select", "--ignore"])

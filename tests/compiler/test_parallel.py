@@ -162,9 +162,8 @@ def test_a_pipeline(loss: Any, policy: str) -> None:
     assert_keeping_changes_nothing(loss, args)
     plain_losses = train_pipeline(loss, None)
     unpipelined = parallel_programs.unpipelined
-    np.testing.assert_allclose(
-        plain_losses[0], jax.jit(unpipelined)(*args), rtol=1e-5
-    )  # another order of sums
+    # Another order of sums.
+    np.testing.assert_allclose(plain_losses[0], jax.jit(unpipelined)(*args), rtol=1e-5)
     losses = train_pipeline(loss, policy)
     assert losses != plain_losses
     assert losses[-1] < losses[0]

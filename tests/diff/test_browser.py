@@ -296,11 +296,8 @@ def test_the_address_restores_the_state(show: Show, html: str) -> None:
 def test_the_keyboard_reaches_everything(show: Show, html: str) -> None:
     page = show(html)
     page.locator("#map").focus()
-    for key in (
-        *["ArrowDown"] * 6,
-        "ArrowRight",
-        "Shift+ArrowRight",
-    ):  # past two products of embed, three of head
+    # Past two products of embed, three of head.
+    for key in (*["ArrowDown"] * 6, "ArrowRight", "Shift+ArrowRight"):
         page.keyboard.press(key)
     assert state(page)["cell"] == "1.fprop.2"
     assert state(page)["brush"] == "1.1.2"
@@ -333,9 +330,8 @@ def test_tables_and_paths_are_copied_and_saved(show: Show, html: str) -> None:
     page.evaluate(
         "document.addEventListener('copy', () => { window.copied = String(document.activeElement.value); })"
     )
-    page.evaluate(
-        "void (navigator.clipboard.writeText = () => Promise.reject())"
-    )  # may happen to pages from disk
+    # May happen to pages from disk.
+    page.evaluate("void (navigator.clipboard.writeText = () => Promise.reject())")
     page.locator("#details .copy").first.click()
     page.wait_for_function("window.copied === 'layers[0].up'")
 

@@ -159,9 +159,8 @@ def test_failed_runs_are_shown_with_their_last_lines_and_change_the_verdict(tmp_
     assert "seed 2: the loss is not finite from step 3 on" in reasons
     fp8 = next(variant for variant in data["variants"] if variant["name"] == "fp8")
     assert fp8["states"] == {"finished": 3, "unfinished": 0, "failed": 1}
-    assert fp8["figures"]["trailing_loss"] == pytest.approx(
-        2.02, abs=0.05
-    )  # without the run that ended at 2.5
+    # Without the run that ended at 2.5.
+    assert fp8["figures"]["trailing_loss"] == pytest.approx(2.02, abs=0.05)
     assert "a\nRESOURCE_EXHAUSTED" in check_page(write_report([sweep])).texts
     assert any(line["is_dashed"] for line in data["charts"][0]["lines"])
 

@@ -126,11 +126,8 @@ def collect(text: str, names: tuple[str, ...] = ("all",), baselines: tuple[str, 
 
 def test_an_edit_that_changes_nothing_is_not_run() -> None:
     listed = collect("mlp.* -> fp8\nvariant same { mlp.* -> fp8 }\nvariant e5m2 { mlp.* -> mxfp8 }")
-    assert [v.name for v in listed.variants] == [
-        "mine",
-        "same",
-        "e5m2",
-    ]  # a repeated rule is another text ...
+    # A repeated rule is another text ...
+    assert [v.name for v in listed.variants] == ["mine", "same", "e5m2"]
     planned = {"mine": "a", "same": "a", "e5m2": "b"}  # ... but the same plan
     listed = drop_equal_plans(listed, {n: PlannedPolicy(digest=d) for n, d in planned.items()})
     assert [v.name for v in listed.variants] == ["mine", "e5m2"]
@@ -191,6 +188,5 @@ def test_edits_of_bundled_policies_are_policies_and_all_differ(name: str) -> Non
         loaded = parse_with_diagnostics(variant.text)
         assert not loaded.diagnostics
         assert format_file(loaded.file) == variant.text
-        assert (
-            loaded.policy.sha256 == variant.sha256 or variant.role == "policy"
-        )  # a policy also has variants
+        # A policy also has variants.
+        assert loaded.policy.sha256 == variant.sha256 or variant.role == "policy"

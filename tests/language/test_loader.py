@@ -272,11 +272,8 @@ def test_a_cycle_of_symbolic_links_is_reported(write):
     assert load_errors(folder / "a.policy") == [("import-not-found", "a.policy", 1)]
     with pytest.raises(PolicyError):
         load(folder / "x.policy")
-    for path in (
-        folder / "x.policy",
-        "\0",
-        folder / ("x" * 5000),
-    ):  # a text that is given needs no readable path
+    # A text that is given needs no readable path.
+    for path in (folder / "x.policy", "\0", folder / ("x" * 5000)):
         assert heads(parse("a -> bf16", path=path)) == ["a"]
 
 

@@ -668,9 +668,8 @@ def test_one_error_does_not_affect_other_statements(invalid, first):
 
 
 @given(texts(commented=False))
-@settings(
-    max_examples=20, derandomize=True
-)  # the end of a broken statement is a guess, so always test the same texts
+# The end of a broken statement is a guess, so always test the same texts.
+@settings(max_examples=20, derandomize=True)
 def test_one_error_is_reported_once_in_every_spelling(drawn):
     policy, text, _ = drawn
     loaded = parse_with_diagnostics(f"{text}\nwrong invalid\n")

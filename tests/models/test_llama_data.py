@@ -168,9 +168,8 @@ def test_validation_data_can_have_a_file_of_its_own(tmp_path: Path) -> None:
     )
     for split, first in (("train", 0), ("validation", 100)):
         (batch,) = take(open_source(f"{spec},validation={other}", split=split), 1)
-        assert set(np.ravel(batch["tokens"])) == set(
-            range(first, first + 64)
-        )  # all of the file, and nothing else
+        # All of the file, and nothing else.
+        assert set(np.ravel(batch["tokens"])) == set(range(first, first + 64))
 
 
 def test_synthetic_data_can_be_learned_and_its_splits_differ() -> None:

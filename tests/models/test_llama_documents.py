@@ -276,9 +276,8 @@ def pack_plainly(documents: list[list[int]], sequence: int) -> list[list[int]]:
         if len(rows[-1]) + len(document) > size and (len(document) <= size or len(rows[-1]) == size):
             rows.append([])
         rest = document
-        while (
-            len(rows[-1]) + len(rest) > size
-        ):  # fits into no row: it continues with the last token of this one
+        # Fits into no row: it continues with the last token of this one.
+        while len(rows[-1]) + len(rest) > size:
             space = size - len(rows[-1])
             rows[-1] += rest[:space]
             rest = rest[space - 1 :]

@@ -61,11 +61,8 @@ def test_greedy_tokens_are_those_of_the_model_that_is_trained():
     for prompt in ([5, 7, 11, 250, 3, 17, 2, 9, 80], [42], [1, 2, 3]):
         drawn = list(generator.generate(prompt))
         assert len(drawn) == 12
-        padded = [
-            *prompt,
-            *drawn,
-            *[0] * (9 - len(prompt)),
-        ]  # one shape is compiled; what follows changes nothing
+        # One shape is compiled; what follows changes nothing.
+        padded = [*prompt, *drawn, *[0] * (9 - len(prompt))]
         assert_greedy(prompt, drawn, oracle(params, jnp.array([padded])).tolist()[: len(prompt) + 12])
     assert generator._advance._cache_size() == 2  # one program for prompts, one for tokens
 
@@ -150,9 +147,8 @@ def test_bytes_are_printed_when_their_characters_are_complete():
     codec = trained.ByteCodec()
     assert codec.encode("aé".encode()) == [97, 0xC3, 0xA9]
     assert list(codec.decode([97], [0xC3, 0xA9, 98, 300, 0xFF])) == ["", "é", "b", "", "\ufffd", ""]
-    assert (
-        "".join(codec.decode([97, 0xC3], [0xA9, 0xE2])) == "é\ufffd"
-    )  # begun in the prompt; never completed
+    # Begun in the prompt; never completed.
+    assert "".join(codec.decode([97, 0xC3], [0xA9, 0xE2])) == "é\ufffd"
 
 
 def test_a_tokenizer_prints_what_a_token_adds(tmp_path):

@@ -23,9 +23,8 @@ from policyc.models.llama.data import batches, documents, specs, tokens, windows
 
 END = 256
 OPENED: list[Any] = []
-TEXTS = [
-    f"{i}: " + "ä€x"[i % 3] * (i * 37 % 50) + "." for i in range(60)
-]  # 4 to 150 bytes; one is in three files
+# 4 to 150 bytes; one is in three files.
+TEXTS = [f"{i}: " + "ä€x"[i % 3] * (i * 37 % 50) + "." for i in range(60)]
 
 
 @pytest.fixture(autouse=True)

@@ -79,9 +79,8 @@ def run_main(*arguments: str | Path, encoding: str) -> CommandResult:
     texts = []
     for stream in streams:
         stream.flush()
-        texts.append(
-            stream.buffer.getvalue().decode(encoding, errors="replace")
-        )  # click writes UTF-8 for ASCII
+        # Click writes UTF-8 for ASCII.
+        texts.append(stream.buffer.getvalue().decode(encoding, errors="replace"))
     assert isinstance(code, int)
     return CommandResult(code, texts[0], texts[1])
 

@@ -146,9 +146,8 @@ class Blend:
             token = tokens.max() if tokens.max() >= self._vocab else tokens.min()
             has = f"'{self._run.data}' has token {token}, the model a vocabulary of {self._vocab}"
             raise ConfigError(has + VOCAB_HINT)
-        ids = np.maximum(tokens, 0).astype(
-            np.int32
-        )  # what stands in the place of padding makes no difference
+        # Padding becomes token 0: what stands in its place makes no difference.
+        ids = np.maximum(tokens, 0).astype(np.int32)
         batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "mask": np.ones_like(ids[:, 1:])}
         return batch if self.end is None else batch | documents_in_row(tokens, self.end)
 

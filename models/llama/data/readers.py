@@ -160,9 +160,8 @@ class FileCorpus:
                 there = ", ".join(schema.names)
                 raise ConfigError(f"'{file}' has no column '{column}': it has {there} (column=NAME)")
             kind = str(schema.field(column).type)
-            if not any(
-                name in kind for name in ("string", "binary")
-            ):  # also large ones, views and dictionaries
+            # By a part of the name: there are also large ones, views and dictionaries.
+            if not any(name in kind for name in ("string", "binary")):
                 raise ConfigError(
                     f"'{file}': column '{column}' has values of type {kind}, not text (column=NAME)"
                 )

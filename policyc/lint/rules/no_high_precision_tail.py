@@ -53,9 +53,8 @@ def _check_names(context: Context) -> Iterator[Finding]:
         if rule.recipe.bits(Gemm.FPROP) != 4 or not context.in_this_file(rule.rule.span):
             continue
         for pattern, products in rule.patterns:
-            is_sensitive = (
-                ".".join(map(str, example_path(pattern))) in SENSITIVE_NAMES
-            )  # has a rule of its own
+            # Sensitive modules have a rule of their own (`in_4_bits`).
+            is_sensitive = ".".join(map(str, example_path(pattern))) in SENSITIVE_NAMES
             if Gemm.FPROP not in products or is_sensitive:
                 continue
             if all(_is_in_4_bits(context, _locate_in_layer(pattern, layer)) for layer in last_layers):
