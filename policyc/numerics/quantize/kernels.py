@@ -128,7 +128,7 @@ class Kernels:
         # Maxima and checksums do not depend on how codes are rounded.
         plain = tuple(replace(order, stochastic=False, headroom=1.0) for order in orders)
         parts = _find_statistics(_as_words(x), orders=plain, interpret=self.interpret)
-        return [(parts[2 * i].max(), parts[2 * i + 1].sum(dtype=jnp.uint32)) for i in range(len(orders))]
+        return [_reduce_statistics(parts[2 * i], parts[2 * i + 1]) for i in range(len(orders))]
 
     def codes(
         self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], place: ShardPlace
@@ -147,6 +147,17 @@ class Kernels:
             interpret=self.interpret,
         )
         return [_arrange(results[2 * i], results[2 * i + 1], order) for i, order in enumerate(orders)]
+
+
+def _reduce_statistics(maxima: jax.Array, checksums: jax.Array) -> Statistics:
+    """The largest maximum, and the sum of the checksums. One reduction: for two, XLA has twice as many kernels."""
+    largest, total = lax.reduce(
+        (maxima, checksums),
+        (jnp.int32(0), jnp.uint32(0)),
+        lambda a, b: (lax.max(a[0], b[0]), lax.add(a[1], b[1])),
+        tuple(range(maxima.ndim)),
+    )
+    return largest, total
 
 
 # ---- calls of kernels. They are jitted, so that equal kernels are traced once.
