@@ -226,7 +226,7 @@ def _find_slices(body: Computation, name: str) -> list[Instruction] | None:
     for user in body.values():
         if name not in user.operands:
             continue
-        if (user.opcode in _SLICES and user.operands[0] == name) or _updates_in_place(user, name):
+        if (user.opcode in _SLICES and user.operands[0] == name) or _updates_in_place(body, user, name):
             slices.append(user)
         elif user.opcode in _LAYOUT_ONLY:
             slices_of_view = _find_slices(body, user.name)
@@ -238,11 +238,22 @@ def _find_slices(body: Computation, name: str) -> list[Instruction] | None:
     return slices
 
 
-def _updates_in_place(instruction: Instruction, name: str) -> bool:
+def _updates_in_place(body: Computation, instruction: Instruction, name: str) -> bool:
+    """Whether an instruction writes a slice of an array that is a result of the fusion. Else it reads all of it."""
     return (
         instruction.opcode == "dynamic-update-slice"
         and instruction.operands[0] == name
         and name not in instruction.operands[1:]
+        and _is_result(body, instruction.name)
+    )
+
+
+def _is_result(body: Computation, name: str) -> bool:
+    """Whether nothing in a fusion reads an array."""
+    return all(
+        user.opcode == "tuple" or (user.opcode in _LAYOUT_ONLY and _is_result(body, user.name))
+        for user in body.values()
+        if name in user.operands
     )
 
 

@@ -125,6 +125,43 @@ def test_the_workspace_of_a_library_call_is_not_traffic() -> None:
     assert written == {"fp8": 64 * 64 * 2, "codes": 16 + 4096, "whole": 64 * 64, "of_stack": 64 * 64 * 2}
 
 
+UPDATED = """HloModule m
+
+%add (p: f32[4,64], u: f32[1,64], q: f32[4,64], i: s32[]) -> f32[4,64] {
+  %p = f32[4,64]{1,0} parameter(0)
+  %u = f32[1,64]{1,0} parameter(1)
+  %q = f32[4,64]{1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %updated = f32[4,64]{1,0} dynamic-update-slice(%p, %u, %i)
+  ROOT %sum = f32[4,64]{1,0} add(%updated, %q)
+}
+
+%update (p: f32[4,64], u: f32[1,64], i: s32[]) -> f32[64,4] {
+  %p = f32[4,64]{1,0} parameter(0)
+  %u = f32[1,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %updated = f32[4,64]{1,0} dynamic-update-slice(%p, %u, %i)
+  ROOT %turned = f32[64,4]{0,1} bitcast(%updated)
+}
+
+ENTRY %main (w: f32[4,64], x: f32[4,64], u: f32[1,64], i: s32[]) -> f32[4,64] {
+  %w = f32[4,64]{1,0} parameter(0)
+  %x = f32[4,64]{1,0} parameter(1)
+  %u.1 = f32[1,64]{1,0} parameter(2)
+  %i.1 = s32[] parameter(3)
+  %in_place = f32[64,4]{0,1} fusion(%x, %u.1, %i.1), kind=kLoop, calls=%update
+  ROOT %added = f32[4,64]{1,0} fusion(%w, %u.1, %x, %i.1), kind=kLoop, calls=%add
+}
+"""
+
+
+def test_an_array_is_updated_in_place_only_if_it_is_a_result() -> None:
+    """A fusion that adds an updated array to another reads all of both."""
+    executions = {name: (e.bytes_read, e.bytes_written) for name, e in kernels(UPDATED).items()}
+    row, array, index = 64 * 4, 4 * 64 * 4, 4
+    assert executions == {"in_place": (row + index, row), "added": (2 * array + row + index, array)}
+
+
 def test_bytes_of_shapes() -> None:
     assert hlo.shape_bytes("(f32[2,3]{1,0}, pred[5]{0}, s32[], u8[0]{0})") == 24 + 5 + 4
     assert hlo.shape_bytes("f4e2m1fn[3]{0:E(4)}") == 2
