@@ -154,6 +154,7 @@ def gemm_rule(a: Rows, b: Rows) -> PartitionRule:
         name="block-scaled GEMM",
         operands=(*left_arrays, *right_arrays),
         results=((("batch", 1), left, right),),
+        xla_scatters=True,
     )
 
 
