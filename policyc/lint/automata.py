@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from functools import lru_cache
+from typing import Literal
 
 from policyc.language.selectors import (
     DottedPath,
@@ -29,12 +30,11 @@ from policyc.language.selectors import (
 Symbol = str | int
 """A character, or the number of an index class."""
 
-State = tuple[str, int, int]
-"""A state of a pattern automaton: (kind, index of the segment, offset in the glob of the segment).
+StateKind = Literal["before", "glob", "index", "end", "skip"]
+"""Before a segment, inside its glob, after the underscore of an index, after the index, in a segment that `*` skips."""
 
-The kinds: B before a segment, G inside its glob, I after the underscore of an index, E after the index, S inside a
-segment that a `*` skips.
-"""
+State = tuple[StateKind, int, int]
+"""A state of a pattern automaton: its kind, the index of the segment, and the offset in the glob of the segment."""
 
 
 class SearchTooLarge(Exception):
@@ -196,12 +196,12 @@ class _Automaton:
         anywhere = PatternSegment("*")
         lead = () if pattern.anchored else (anywhere,)
         self.segments = (*lead, *pattern.segments, anywhere)
-        self.start: State = ("B", 0, 0)
+        self.start: State = ("before", 0, 0)
         self._last = len(self.segments) - 1
         self._steps: dict[tuple[State, Symbol], tuple[State, ...]] = {}
 
     def accepts(self, state: State) -> bool:
-        return state == ("B", self._last, 0)
+        return state == ("before", self._last, 0)
 
     def step(self, state: State, symbol: Symbol, alphabet: _Alphabet) -> tuple[State, ...]:
         """Returns the states after reading a symbol."""
@@ -218,12 +218,12 @@ class _Automaton:
             kind, index, offset = pending.pop()
             segment = self.segments[index]
             following: State | None = None
-            if kind == "B" and segment.is_wildcard and index < self._last:
-                following = ("B", index + 1, 0)
-            elif kind == "B" and not segment.is_wildcard:
-                following = ("G", index, 0)
-            elif kind == "G" and offset < len(segment.glob) and segment.glob[offset] == "*":
-                following = ("G", index, offset + 1)
+            if kind == "before" and segment.is_wildcard and index < self._last:
+                following = ("before", index + 1, 0)
+            elif kind == "before" and not segment.is_wildcard:
+                following = ("glob", index, 0)
+            elif kind == "glob" and offset < len(segment.glob) and segment.glob[offset] == "*":
+                following = ("glob", index, offset + 1)
             if following is not None and following not in reached:
                 reached.add(following)
                 pending.append(following)
@@ -232,14 +232,14 @@ class _Automaton:
     def _transitions(self, state: State, symbol: Symbol, alphabet: _Alphabet) -> Iterator[State]:
         kind, index, offset = state
         segment = self.segments[index]
-        if kind == "S" or (kind == "B" and segment.is_wildcard):
-            yield ("B", index, 0) if symbol == "." else ("S", index, 0)
-        elif kind == "E" and symbol == ".":
-            yield ("B", index + 1, 0)
-        elif kind == "I" and isinstance(symbol, int):
+        if kind == "skip" or (kind == "before" and segment.is_wildcard):
+            yield ("before", index, 0) if symbol == "." else ("skip", index, 0)
+        elif kind == "end" and symbol == ".":
+            yield ("before", index + 1, 0)
+        elif kind == "index" and isinstance(symbol, int):
             if segment.indices is None or segment.indices in alphabet.index_classes[symbol][0]:
-                yield ("E", index, 0)
-        elif kind == "G":
+                yield ("end", index, 0)
+        elif kind == "glob":
             yield from self._glob_transitions(segment, index, offset, symbol)
 
     def _glob_transitions(
@@ -247,15 +247,15 @@ class _Automaton:
     ) -> Iterator[State]:
         if offset == len(segment.glob):
             if symbol == "." and segment.indices is None:
-                yield ("B", index + 1, 0)
+                yield ("before", index + 1, 0)
             elif symbol == "_":
-                yield ("I", index, 0)
+                yield ("index", index, 0)
         elif symbol == ".":
             return
         elif segment.glob[offset] == "*":
-            yield ("G", index, offset)
+            yield ("glob", index, offset)
         elif segment.glob[offset] in ("?", symbol):
-            yield ("G", index, offset + 1)
+            yield ("glob", index, offset + 1)
 
 
 IndexClass = tuple[frozenset[Indices], tuple[int, int]]
@@ -294,10 +294,8 @@ def _find_index_classes(slices: frozenset[Indices]) -> tuple[tuple[IndexClass, .
         selections = [s.select(depth) for s in ordered]
         candidates: Iterable[int] = range(depth)
         if depth > small_depth:
-            edges = {e for selected in selections if selected for e in (selected[0], selected[-1])} | {
-                0,
-                depth - 1,
-            }
+            ends = {end for selected in selections if selected for end in (selected[0], selected[-1])}
+            edges = {0, depth - 1, *ends}
             near = {e + d for e in edges for d in range(-reach, reach + 1)}
             candidates = sorted(i for i in near if 0 <= i < depth)
         candidates = tuple(candidates)

@@ -76,6 +76,10 @@ class ResolvedRule:
         self.patterns = tuple((p, s.products) for s in rule.selectors for p in expand_selector(s))
         self.match_steps = len(self.patterns) + _count_comparisons(rule.where) // _EVALUATIONS_PER_STEP
 
+    def recipe_under(self, variant: str) -> Recipe:
+        """Returns the recipe of the rule under a variant."""
+        return self.variant_recipes.get(variant, self.recipe)
+
     def is_active(self, moment: tuple[int, int], attributes: SiteAttributes) -> bool:
         """Returns whether the schedule and the condition of the rule hold."""
         condition = self.rule.where
@@ -183,11 +187,11 @@ class Coverage:
 
 def _treats_alike(other: ResolvedRule, rule: ResolvedRule) -> bool:
     """Returns whether `other` does the same as `rule` to every product of `rule`, under every variant."""
-    pairs = [(other.recipe, rule.recipe)]
-    for name in other.variant_recipes.keys() | rule.variant_recipes.keys():
-        pairs += [
-            (other.variant_recipes.get(name, other.recipe), rule.variant_recipes.get(name, rule.recipe))
-        ]
+    variants = other.variant_recipes.keys() | rule.variant_recipes.keys()
+    pairs = [
+        (other.recipe, rule.recipe),
+        *((other.recipe_under(name), rule.recipe_under(name)) for name in variants),
+    ]
     return all(
         a is b or a.gemm_treatments(g) == b.gemm_treatments(g) for a, b in pairs for g in rule.rule.products
     )

@@ -135,15 +135,15 @@ def suggest_keeping(plan: Plan, products: Sequence[QuantizedProduct], condition:
 
 
 def find_quantizing_rules(
-    context: Context, is_wanted: Callable[[Site], bool], bits: range
+    context: Context, is_sensitive: Callable[[Site], bool], bits: range
 ) -> Iterator[tuple[int, tuple[Site, ...]]]:
-    """Yields the index of each rule that quantizes wanted sites, with those sites.
+    """Yields the index of each rule that quantizes sensitive sites, with those sites.
 
     `bits` are those of the narrowest product of a site under the rule.
     """
     narrowest: dict[int, dict[Site, int]] = {}
     for product in quantized_products(context):
-        if is_wanted(product.site):
+        if is_sensitive(product.site):
             sites = narrowest.setdefault(product.rule_index, {})
             sites[product.site] = min(product.bits, sites.get(product.site, _MAX_BITS))
     for index, sites in sorted(narrowest.items()):
@@ -152,11 +152,11 @@ def find_quantizing_rules(
             yield index, selected
 
 
-def report_in_8_bits(context: Context, is_wanted: Callable[[Site], bool], noun: str) -> Iterator[Finding]:
-    """Yields a finding for each rule that quantizes wanted sites, but not to 4 bits."""
+def report_in_8_bits(context: Context, is_sensitive: Callable[[Site], bool], noun: str) -> Iterator[Finding]:
+    """Yields a finding for each rule that quantizes sensitive sites, but not to 4 bits. Messages call them `noun`."""
     if context.plan is None:
         return
-    for rule, sites in find_quantizing_rules(context, is_wanted, EIGHT_BITS):
+    for rule, sites in find_quantizing_rules(context, is_sensitive, EIGHT_BITS):
         names = name_sites(sites)
         yield Finding(
             span=context.policy.rules[rule].span,

@@ -19,7 +19,7 @@ _SINGLE_DEVICE = MeshShape()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowSite:
-    """A site that its recipe makes slower, and by how much."""
+    """A site that its recipe makes slower, and how many times as long it takes as with another recipe."""
 
     ratio: float
     group: LayerGroup
@@ -29,15 +29,15 @@ SlowSites = dict[int, dict[Site, SlowSite]]
 """The slow sites of each rule, by the rule's index."""
 
 
-def find_slow_sites(plan: Plan, is_slow: Callable[[LayerGroup, ReaderCounts], float]) -> SlowSites:
-    """The sites for which `is_slow` gives a ratio above 1: how many times as long they take."""
+def find_slow_sites(plan: Plan, relative_time: Callable[[LayerGroup, ReaderCounts], float]) -> SlowSites:
+    """The quantized sites whose `relative_time`, compared with another recipe, is above 1."""
     readers = count_readers(plan)
     slow_sites: SlowSites = {}
     for phase in plan.phases:
         for group in group_layers(plan, phase):
             if group.rule is None or group.recipe is None or not is_quantized(group.recipe):
                 continue
-            ratio = is_slow(group, readers)
+            ratio = relative_time(group, readers)
             if ratio > 1:
                 slow = SlowSite(ratio=ratio, group=group)
                 slow_sites.setdefault(group.rule, {}).setdefault(group.site, slow)
@@ -53,9 +53,13 @@ def layer_seconds(
     return gemms + step_cost.quantization_seconds(layer, target, _SINGLE_DEVICE, readers)
 
 
-def describe_slowest(slow_sites: dict[Site, SlowSite], than: str) -> str:
-    """The site with the largest ratio, in words."""
-    slowest = max(slow_sites.values(), key=lambda slow: slow.ratio)
-    site = slowest.group.site
+def slowest_site(slow_sites: dict[Site, SlowSite]) -> SlowSite:
+    """The site with the largest ratio."""
+    return max(slow_sites.values(), key=lambda slow: slow.ratio)
+
+
+def describe_slow_site(slow: SlowSite, than: str) -> str:
+    """A slow site in words: `than` is what it is compared with."""
+    site = slow.group.site
     sizes = f"m = {site.m}, n = {site.n}, k = {site.k}"
-    return f"'{site.name}' ({sizes}) takes {slowest.ratio:.1f} times as long as {than}"
+    return f"'{site.name}' ({sizes}) takes {slow.ratio:.1f} times as long as {than}"

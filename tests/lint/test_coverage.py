@@ -391,6 +391,6 @@ def test_the_cost_of_a_question_does_not_depend_on_hashes() -> None:
 def test_the_states_of_an_automaton_are_in_order() -> None:
     (pattern,) = expand_selector(parse("a*b.*.c?[-2:] -> fp8").rules[0].selectors[0])
     automaton = _Automaton(pattern)
-    states = automaton.close({("G", 1, 1), ("B", 0, 0), ("B", 2, 0)})
+    states = automaton.close({("glob", 1, 1), ("before", 0, 0), ("before", 2, 0)})
     assert len(states) > 4
     assert states == sorted(states)

@@ -132,13 +132,13 @@ def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterat
     from policyc.compiler.plan_checks import suggest_recipe  # loads JAX
     from policyc.lint import program
 
-    is_wanted: dict[str, Callable[[Site], bool]] = {
-        "score products of attention": lambda s: s.weight is None,
-        "embedding": program.is_embedding,
-        "head": lambda s: program.is_head(context, s),
-        "router": lambda s: program.has_name(s, ROUTER_NAMES),
+    is_sensitive: dict[str, Callable[[Site], bool]] = {
+        "attention-scores-in-4-bits": lambda s: s.weight is None,
+        "embedding-in-4-bits": program.is_embedding,
+        "head-in-4-bits": lambda s: program.is_head(context, s),
+        "router-in-4-bits": lambda s: program.has_name(s, ROUTER_NAMES),
     }
-    for index, sites in program.find_quantizing_rules(context, is_wanted[kind.noun], program.FOUR_BITS):
+    for index, sites in program.find_quantizing_rules(context, is_sensitive[kind.code], program.FOUR_BITS):
         rule = plan.policy.rules[index]
         names = program.name_sites(sites)
         noun = kind.noun if kind.has_weight else "products without a parameter"

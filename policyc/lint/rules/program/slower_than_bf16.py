@@ -33,7 +33,7 @@ from policyc.lint.context import Context
 from policyc.lint.finding import Finding
 from policyc.lint.program import count_others, name_sites
 from policyc.lint.rule import LintRule
-from policyc.lint.site_speed import describe_slowest, find_slow_sites, layer_seconds
+from policyc.lint.site_speed import describe_slow_site, find_slow_sites, layer_seconds, slowest_site
 from policyc.numerics.products import Backends
 from policyc.numerics.targets import Target
 
@@ -52,11 +52,11 @@ def check(context: Context) -> Iterator[Finding]:
         return seconds / layer_seconds(group, _BF16, _CHEAPEST, target, readers)
 
     for rule_index, slow_sites in sorted(find_slow_sites(context.plan, ratio_to_bf16).items()):
-        slowest = max(slow_sites.values(), key=lambda slow: slow.ratio)
+        slowest = slowest_site(slow_sites)
         names = name_sites((slowest.group.site, *slow_sites))
         yield Finding(
             span=context.policy.rules[rule_index].span,
-            message=f"{describe_slowest(slow_sites, 'in bf16')} on {target.name}{count_others(names)}",
+            message=f"{describe_slow_site(slowest, 'in bf16')} on {target.name}{count_others(names)}",
             help=_suggest(context.plan, rule_index, [slow.group for slow in slow_sites.values()], target),
             sites=names,
         )

@@ -35,7 +35,7 @@ from policyc.lint.context import Context
 from policyc.lint.finding import Finding
 from policyc.lint.program import count_others, name_sites
 from policyc.lint.rule import LintRule
-from policyc.lint.site_speed import describe_slowest, find_slow_sites, layer_seconds
+from policyc.lint.site_speed import describe_slow_site, find_slow_sites, layer_seconds, slowest_site
 from policyc.numerics.products import Backends
 
 _FP8 = make_recipe("fp8")
@@ -58,14 +58,14 @@ def check(context: Context) -> Iterator[Finding]:
         return seconds / layer_seconds(group, _FP8, _XLA, target, readers)
 
     for rule_index, slow_sites in sorted(find_slow_sites(plan, ratio_to_fp8).items()):
-        slowest = max(slow_sites.values(), key=lambda slow: slow.ratio)
+        slowest = slowest_site(slow_sites)
         backend = next(b for b in slowest.group.backends if b)
         names = name_sites((slowest.group.site, *slow_sites))
         than = f"in fp8 on {target.name} with backend {backend}"
         remedy = "install Transformer Engine, whose quantizers read less; or " if backend == "xla" else ""
         yield Finding(
             span=context.policy.rules[rule_index].span,
-            message=f"{describe_slowest(slow_sites, than)}{count_others(names)}",
+            message=f"{describe_slow_site(slowest, than)}{count_others(names)}",
             help=remedy + suggest_recipe(plan, rule_index, tuple(slow_sites), "fp8"),
             sites=names,
         )
