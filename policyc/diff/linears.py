@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from policyc.compiler.plan import Decision, Phase, Plan, gemm_queries
 from policyc.compiler.sites import Layer, Site
@@ -20,13 +21,33 @@ from policyc.language.selectors import DottedPath
 from policyc.language.treatments import normalize_if_valid, treatment_words
 
 
+@dataclass(frozen=True, slots=True)
+class _RowLayer:
+    """A layer of a linear: the layer of a site, and the decisions about it before and after."""
+
+    site: Site
+    layer: Layer
+    decisions: tuple[Decision, Decision]
+
+
 @dataclass(slots=True)
 class _Row:
-    """A linear that is being built: for each layer, the layer of a site and its two decisions."""
+    """A linear that is being built. `layers` has its layers by their index in the stack; None: it is in no stack."""
 
     stack: str
     name: str
-    layers: dict[int | None, tuple[Site, Layer, tuple[Decision, Decision]]] = field(default_factory=dict)
+    layers: dict[int | None, _RowLayer] = field(default_factory=dict)
+
+
+class _Place(NamedTuple):
+    """Where a layer of a site is: the path of a stack, the index of the layer in it, and the path inside.
+
+    Without a stack, `inside` is the whole path.
+    """
+
+    stack: str
+    layer: int | None
+    inside: str
 
 
 class LinearTable:
@@ -48,20 +69,20 @@ class LinearTable:
 
     def linears(self) -> Iterator[Linear]:
         rows: dict[tuple[str, str, int], _Row] = {}
-        known = {_split_at_layer(path)[0] for path in self._weight_paths()}
+        stacks = {_split_at_layer(path).stack for path in self._weight_paths()}
         for site in self._plans[1].sites:
             for layer in site.layers():
-                stack, index, name = _place_of(site, layer, known)
-                decisions = tuple(d[site.address, layer] for d in self._decisions)
+                stack, index, name = _place_of(site, layer, stacks)
+                before, after = (decisions[site.address, layer] for decisions in self._decisions)
                 for occurrence in itertools.count():
                     label = name if not occurrence else f"{name} ({occurrence + 1})"
                     row = rows.setdefault((stack, name, occurrence), _Row(stack, label))
                     if index not in row.layers:
-                        row.layers[index] = (site, layer, (decisions[0], decisions[1]))
+                        row.layers[index] = _RowLayer(site, layer, (before, after))
                         break
         for number, row in enumerate(rows.values()):
-            for index, (site, layer, _) in row.layers.items():
-                self.places[site.address, layer] = (number, index)
+            for index, member in row.layers.items():
+                self.places[member.site.address, member.layer] = (number, index)
             yield Linear(stack=row.stack, name=row.name, runs=tuple(self._runs(row)))
 
     def _weight_paths(self) -> Iterator[DottedPath]:
@@ -72,30 +93,29 @@ class LinearTable:
     def _runs(self, row: _Row) -> Iterator[LinearLayers]:
         """The layers of a row, consecutive ones to which the same happens together."""
         ordered = sorted(row.layers.items(), key=lambda item: -1 if item[0] is None else item[0])
-        numbered = enumerate(ordered)
 
-        def key(
-            item: tuple[int, tuple[int | None, tuple[Site, Layer, tuple[Decision, Decision]]]],
-        ) -> Hashable:
-            position, (index, (site, layer, decisions)) = item
+        def key(item: tuple[int, tuple[int | None, _RowLayer]]) -> Hashable:
+            position, (index, member) = item
+            site = member.site
             offset = None if index is None else index - position  # a missing layer ends a run
             shape = site.batch, site.m, site.n, site.k, site.kind, site.weight
-            earlier = tuple(self._earlier_state(site, layer, gemm) for gemm in Gemm)
+            earlier = tuple(self._earlier_state(site, member.layer, gemm) for gemm in Gemm)
+            decisions = member.decisions
             return offset, shape, site.place, site.products, site.opaque, site.repeats, decisions, earlier
 
-        for _, group in itertools.groupby(numbered, key):
+        for _, group in itertools.groupby(enumerate(ordered), key):
             layers = [item for _, item in group]
-            site, layer, decisions = layers[0][1]
+            (first, member), (last, _) = layers[0], layers[-1]
             sides = [
-                prediction.products(site, decision)
-                for prediction, decision in zip(self._predictions, decisions, strict=True)
+                prediction.products(member.site, decision)
+                for prediction, decision in zip(self._predictions, member.decisions, strict=True)
             ]
             yield LinearLayers(
-                first=layers[0][0],
-                last=layers[-1][0],
-                site=site,
-                layer=layer,
-                products=tuple(self._products(site, layer, decisions, [s.seconds for s in sides])),
+                first=first,
+                last=last,
+                site=member.site,
+                layer=member.layer,
+                products=tuple(self._products(member, [s.seconds for s in sides])),
                 quantization=(sides[0].quantization, sides[1].quantization),
             )
 
@@ -104,13 +124,9 @@ class LinearTable:
             return None
         return self._earlier.product(site, layer, gemm, kept_state(site, gemm))
 
-    def _products(
-        self,
-        site: Site,
-        layer: Layer,
-        decisions: tuple[Decision, Decision],
-        seconds: Sequence[dict[Gemm, float]],
-    ) -> Iterator[ProductChange]:
+    def _products(self, member: _RowLayer, seconds: Sequence[dict[Gemm, float]]) -> Iterator[ProductChange]:
+        """The products of a layer on both sides, with their predicted `seconds`."""
+        site = member.site
         for gemm in Gemm:
             if gemm not in site.products:
                 continue
@@ -123,11 +139,11 @@ class LinearTable:
                     moved_bytes=prediction.moved_bytes(site, decision, gemm),
                 )
                 for plan, decision, times, prediction in zip(
-                    self._plans, decisions, seconds, self._predictions, strict=True
+                    self._plans, member.decisions, seconds, self._predictions, strict=True
                 )
             ]
             if self._earlier is not None:
-                state = self._earlier_state(site, layer, gemm)
+                state = self._earlier_state(site, member.layer, gemm)
                 sides[0] = None if state is None else ProductSide(state=state)
             yield ProductChange(gemm=gemm, before=sides[0], after=sides[1])
 
@@ -181,24 +197,25 @@ def _layer_path(site: Site, layer: Layer, stacks: Collection[str]) -> DottedPath
     if site.parameters:
         return site.layer_path(indices)
     paths = list(site.scope.paths(indices))
-    return next((p for p in paths if _split_at_layer(p)[0] in stacks), paths[0] if paths else site.scope.path)
+    default = paths[0] if paths else site.scope.path
+    return next((p for p in paths if _split_at_layer(p).stack in stacks), default)
 
 
-def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> tuple[str, int | None, str]:
-    """The stack of a layer of a site, the index in it, and the name inside.
+def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> _Place:
+    """Where a layer of a site is. It always has a name inside. `stacks` are the stacks of weights.
 
     A product of activations whose name scope is in no stack of weights is in the layer whose weights made its operands.
     """
     place = _split_at_layer(_layer_path(site, layer, stacks))
-    has_stack = place[1] is not None and place[0] in stacks
-    if not has_stack and not site.parameters and site.module is not None:
-        paths = map(_split_at_layer, site.module.paths(site.stack_indices(layer)))
-        around = next((path for path in paths if path[1] is not None and path[0] in stacks), None)
-        if around is not None:
+    is_in_stack = place.layer is not None and place.stack in stacks
+    if not is_in_stack and not site.parameters and site.module is not None:
+        modules = map(_split_at_layer, site.module.paths(site.stack_indices(layer)))
+        module = next((m for m in modules if m.layer is not None and m.stack in stacks), None)
+        if module is not None:
             name = ".".join(name.text for name in site.scope.path) or _short_name(site)
-            place = around[0], around[1], ".".join(filter(None, (around[2], name)))
+            place = module._replace(inside=".".join(filter(None, (module.inside, name))))
     # A list of arrays is a stack whose layers have no names inside.
-    return place[0], place[1], place[2] or place[0] or _short_name(site)
+    return place._replace(inside=place.inside or place.stack or _short_name(site))
 
 
 def _short_name(site: Site) -> str:
@@ -206,10 +223,10 @@ def _short_name(site: Site) -> str:
     return site.name if site.template.path else f"({site.place.rpartition(os.sep)[2] or 'unnamed'})"
 
 
-def _split_at_layer(path: DottedPath) -> tuple[str, int | None, str]:
-    """The path of the stack, the index in it, and the path inside; without an index, the whole path is inside."""
+def _split_at_layer(path: DottedPath) -> _Place:
+    """A path, split at its first index."""
     for number, segment in enumerate(path):
         if segment.index is not None:
             stack = ".".join([*map(str, path[:number]), segment.text])
-            return stack, segment.index, ".".join(map(str, path[number + 1 :]))
-    return "", None, ".".join(map(str, path))
+            return _Place(stack, segment.index, ".".join(map(str, path[number + 1 :])))
+    return _Place("", None, ".".join(map(str, path)))
