@@ -202,12 +202,17 @@ def as_policy(policy: Any) -> Policy:
     """A policy from a `Policy`, a text, a path, or the name of a bundled policy."""
     if isinstance(policy, Policy):
         return policy
-    if isinstance(policy, str) and ("->" in policy or "\n" in policy):
+    if is_policy_text(policy):
         return parse(policy)
     if not isinstance(policy, str | Path):
         kind = type(policy).__name__
         raise TypeError(f"the first argument is the policy (a text, a path or a Policy), not a {kind}")
     return load(policy)
+
+
+def is_policy_text(policy: Any) -> bool:
+    """Is it the text of a policy, and not a path or a name?"""
+    return isinstance(policy, str) and ("->" in policy or "\n" in policy)
 
 
 def is_compiling() -> bool:

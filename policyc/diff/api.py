@@ -9,7 +9,7 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.compiler.pipeline import as_policy, plan
+from policyc.compiler.pipeline import as_policy, is_policy_text, plan
 from policyc.diff.build import DiffRequest, build_diff
 from policyc.diff.data import as_data, as_json, sentence
 from policyc.diff.dot import as_dot
@@ -106,5 +106,4 @@ def diff(
 def _label(policy: Policy | str | Path) -> str:
     if isinstance(policy, Policy):
         return policy.source.path
-    is_text = isinstance(policy, str) and ("->" in policy or "\n" in policy)
-    return "<policy>" if is_text else str(policy)
+    return "<policy>" if is_policy_text(policy) else str(policy)

@@ -128,10 +128,15 @@ class _GradientMatcher:
         iterations: Iterations,
         *,
         container: Address = (),
-        backward: bool = False,
+        is_backward: bool = False,
     ) -> tuple[Match, ...]:
-        """Matches two jaxprs that a container runs; `container` is the equation of the loss that it is from."""
-        olds, news = (self._by_key(jaxprs.equations(side), container, backward) for side in (before, after))
+        """Matches two jaxprs that a container runs.
+
+        `container` is the equation of the loss that it is from. `is_backward`: the backward pass runs it.
+        """
+        olds, news = (
+            self._by_key(jaxprs.equations(side), container, is_backward) for side in (before, after)
+        )
         matches = {
             key: list(self._match_key(key, olds.get(key, ()), news.get(key, ()), iterations))
             for key in (*olds, *(k for k in news if k not in olds))
@@ -139,12 +144,13 @@ class _GradientMatcher:
         return tuple(_in_order(itertools.chain.from_iterable(matches.values()), before, after))
 
     def _by_key(
-        self, eqns: Sequence[JaxprEqn], container: Address, backward: bool
+        self, eqns: Sequence[JaxprEqn], container: Address, is_backward: bool
     ) -> dict[_Key, tuple[JaxprEqn, ...]]:
         by_key: dict[_Key, list[JaxprEqn]] = {}
         for eqn in eqns:
             tag = self._tags.read_tag(eqn, container)
-            key = _Key(tag.address, self._product(eqn, tag), backward or tag.is_backward, tag.is_recomputed)
+            in_backward_pass = is_backward or tag.is_backward
+            key = _Key(tag.address, self._product(eqn, tag), in_backward_pass, tag.is_recomputed)
             by_key.setdefault(key, []).append(eqn)
         return {key: tuple(members) for key, members in by_key.items()}
 
@@ -182,10 +188,10 @@ class _GradientMatcher:
         elif pieces := _scan_pieces(old, new):
             yield self._match_split(key, old, new, pieces, iterations)
         else:
-            for side, eqns in enumerate((old, new)):
-                for eqn in eqns:
-                    sides = ((eqn,), ()) if side == 0 else ((), (eqn,))
-                    yield self._make(key, sides[0], sides[1], Reason.DERIVED, iterations)
+            for eqn in old:
+                yield self._make(key, (eqn,), (), Reason.DERIVED, iterations)
+            for eqn in new:
+                yield self._make(key, (), (eqn,), Reason.DERIVED, iterations)
 
     def _make(
         self,
@@ -215,7 +221,11 @@ class _GradientMatcher:
             MatchedJaxpr(
                 label=sub.param if sub.index is None else f"{sub.param}[{sub.index}]",
                 matches=self.match(
-                    sub.jaxpr, other.jaxpr, iterations, container=key.address or (), backward=key.is_backward
+                    sub.jaxpr,
+                    other.jaxpr,
+                    iterations,
+                    container=key.address or (),
+                    is_backward=key.is_backward,
                 ),
                 inputs=_inputs(sub.jaxpr, other.jaxpr),
             )
@@ -239,7 +249,9 @@ class _GradientMatcher:
         for piece in pieces:
             before, after = (jaxprs.sub_jaxprs(eqn)[0].jaxpr for eqn in (piece.whole, piece.scan))
             fixed = {**iterations, key.address or (): piece.iterations.start}
-            matches = self.match(before, after, fixed, container=key.address or (), backward=key.is_backward)
+            matches = self.match(
+                before, after, fixed, container=key.address or (), is_backward=key.is_backward
+            )
             inside.append(MatchedJaxpr(label="jaxpr", matches=matches, iterations=piece.iterations))
         return self._make(key, tuple(old), tuple(new), Reason.SPLIT, iterations, tuple(inside))
 

@@ -227,9 +227,7 @@ class _GraphBuilder:
             if self.graph.nodes[child]["type"] == "equation":
                 total += 1
                 changed += self.graph.nodes[child]["side"] != "both"
-                inner_total, inner_changed = self.count_changes(child)
-            else:
-                inner_total, inner_changed = self.count_changes(child)
+            inner_total, inner_changed = self.count_changes(child)
             total, changed = total + inner_total, changed + inner_changed
         if self.graph.nodes[node]["type"] == "scope":
             self.graph.nodes[node].update(equations=total, changed=changed)

@@ -130,13 +130,15 @@ def _match_hoisted(before: RewrittenLoss, after: RewrittenLoss) -> Iterator[Matc
         same = old is not None and new is not None and old.structural_key == new.structural_key
         yield Match(
             address=address,
-            before=() if old is None else tuple(old.jaxpr.jaxpr.eqns),
-            after=tuple((old if same and old is not None else new).jaxpr.jaxpr.eqns)
-            if new is not None
-            else (),
+            before=_quantizer_eqns(old),
+            after=_quantizer_eqns(old if same else new),
             reason=None if same else Reason.HOISTED,
             ranges=ranges,
         )
+
+
+def _quantizer_eqns(quantizer: Quantizer | None) -> tuple[JaxprEqn, ...]:
+    return () if quantizer is None else tuple(quantizer.jaxpr.jaxpr.eqns)
 
 
 def _hoisted_quantizers(

@@ -143,10 +143,6 @@ class LayerClass:
         return sum(last - first + 1 for first, last in self.ranges)
 
     @property
-    def representative(self) -> int:
-        return self.ranges[0][0]
-
-    @property
     def label(self) -> str:
         """`0-121 x122`."""
         return f"{format_ranges(self.ranges)} x{self.count}"

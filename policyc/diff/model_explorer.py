@@ -131,6 +131,6 @@ def _product_format(diff: DiffData, attributes: dict[str, Any], side: str) -> st
         return ""
     run = diff.linears[attributes["linear"]].run_at(attributes.get("layer"))
     products = () if run is None else run.products
-    wanted = attributes.get("product") or "fprop"
-    value = next(((p.before if side == "before" else p.after) for p in products if p.gemm == wanted), None)
+    gemm = attributes.get("product") or "fprop"
+    value = next(((p.before if side == "before" else p.after) for p in products if p.gemm == gemm), None)
     return "" if value is None else value.state.format

@@ -88,7 +88,7 @@ def _strips(diff: DiffData, stack: Stack, paint: Paint, width: int, used: dict[s
     columns = max(1, width - labels - 2)
     per_column = -(-max(stack.size, 1) // columns)
     if stack.size:
-        title = f"{_escape(stack.name)}: {stack.size} layers, {_class_labels(stack)}"
+        title = f"{_escape(stack.name)}: {stack.size} layers, {', '.join(c.label for c in stack.classes)}"
         scale = f" (one column: {per_column} layers)" if per_column > 1 else ""
         yield from (paint("header", line) for line in _wrap(title + scale, width))
     for number in stack.linears:
@@ -104,10 +104,6 @@ def _strips(diff: DiffData, stack: Stack, paint: Paint, width: int, used: dict[s
                 for kind, group in itertools.groupby(glyphs, key=lambda item: item[1])
             )
             yield f"{name:<{labels - 6}}{gemm:<7} {cells}".rstrip()
-
-
-def _class_labels(stack: Stack) -> str:
-    return ", ".join(f"{format_ranges(c.ranges)} x{c.count}" for c in stack.classes)
 
 
 def _row_glyphs(linear: Linear, gemm: Gemm, size: int, per_column: int) -> list[tuple[str, str]]:
