@@ -57,7 +57,7 @@ def write_page(out: Path) -> None:
         if row["verdict"] in ("inconclusive", "failed"):
             console.print(Text(f"{row['variant']} against {row['baseline']}: {row['reason']}"))
     for problem in report.problems:
-        click.echo(f"policyc: warning: {problem}", err=True)
+        click.echo(f"policyc: warning: {escape_controls(problem)}", err=True)
     console.print(f"report: {escape_controls(str(path))}", soft_wrap=True)
 
 
@@ -73,14 +73,14 @@ def print_omitted(policies: VariantList) -> None:
 
 def print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
     """Prints every variant with its diff to the policy, and the command of every run."""
+    from policyc.experiments.sweep.variants import without_title
+
     variants = design.policies.variants
     base = next((variant.text for variant in variants if variant.role == "policy"), None)
     for variant in variants:
         click.echo(click.style(f"{variant.name}: {variant.edit}", bold=True), color=use_color())
         if variant.role == "edit" and base is not None:
-            changes = unified_diff(
-                variant.name, _without_title(base), _without_title(variant.text), context=0
-            )
+            changes = unified_diff(variant.name, without_title(base), without_title(variant.text), context=0)
             click.echo(changes, nl=False, color=use_color())
     counts = f"{len(tracked)} runs: {len(variants)} policies x {len(design.seeds)} seeds"
     steps = design.program.total_steps
@@ -89,8 +89,3 @@ def print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
         runs = [run for run in tracked if run.run.variant == variant.name]
         states = ", ".join(f"{' and '.join(map(str, run.run.seeds))} ({run.progress})" for run in runs)
         click.echo(f"{variant.name}: seeds {states}\n    {shlex.join(runs[0].run.command)}")
-
-
-def _without_title(text: str) -> str:
-    """A policy without the comment that says which edit it is."""
-    return text.partition("\n\n")[2]

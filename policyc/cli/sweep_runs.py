@@ -5,6 +5,7 @@ Import slow modules inside functions: `--help` loads this module.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -164,10 +165,10 @@ def run_sweep(
     out = out.absolute()
     design = _design_sweep(policies, edits, _make_program(program, config, options), options, out)
     names = [variant.name for variant in design.policies.variants]
-    tracked = track_runs(make_runs(design.program, names, design.seeds, out))
+    runs = make_runs(design.program, names, design.seeds, out)
     print_omitted(design.policies)
     if options.dry_run:
-        print_dry_run(design, tracked)
+        print_dry_run(design, track_runs(runs))
         return
     try:
         executor = _make_executor(options)
@@ -175,7 +176,9 @@ def run_sweep(
         with lock_sweep(out, lambda text: click.echo(f"policyc: {text}", err=True)):
             for note in open_sweep(out, design):
                 click.echo(f"policyc: note: {note}", err=True)
-            result = _run(design, tracked, executor)
+            result = _run(
+                design, track_runs(runs), executor
+            )  # under the lock: no other sweep changes their states
     except (ChangedSweep, SweepBusy, ValueError) as error:
         exit_with_message(str(error), EXIT_USAGE)
     except OSError as error:
@@ -222,7 +225,7 @@ def _design_sweep(
 ) -> SweepDesign:
     """Which policies run, after those that mean the same have been dropped. Exits if one cannot be used."""
     from policyc.experiments.statistics import parse_margin
-    from policyc.experiments.sweep.manifest import SweepDesign, reuse_plans
+    from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, reuse_plans
     from policyc.experiments.sweep.probe import ProbeFailed, plan_policies
     from policyc.experiments.sweep.variants import collect_variants, drop_equal_plans, load_baseline
     from policyc.language.diagnostics import PolicyError
@@ -241,6 +244,8 @@ def _design_sweep(
             listed = drop_equal_plans(listed, plan_policies(program, seeds[0], texts))
     except PolicyError as error:
         exit_with_diagnostics(error)
+    except ChangedSweep as error:
+        exit_with_message(str(error), EXIT_USAGE)
     except ProbeFailed as error:
         exit_with_message(f"{error}\n  --no-plan starts the runs without tracing the program first")
     except ValueError as error:
@@ -269,7 +274,9 @@ def _make_executor(options: SweepOptions) -> Executor:
         return SlurmExecutor(parse_slurm_options(options.slurm), options.jobs)
     from policyc.experiments.sweep.executor import LocalExecutor
     from policyc.experiments.sweep.gpus import find_gpus, group_gpus
+    from policyc.experiments.sweep.wrapper import read_grace
 
+    read_grace(os.environ)  # before anything runs: a run reads it when it is stopped
     groups = group_gpus(find_gpus(), options.gpus_per_run)
     return LocalExecutor(options.jobs or max(1, len(groups)), groups)
 

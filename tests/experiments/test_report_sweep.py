@@ -223,6 +223,37 @@ def test_spikes_are_counted() -> None:
     assert count_spikes(losses[:50], is_loss=True) == 0
 
 
+def test_a_validation_loss_that_is_not_finite_is_a_failure_and_changes_no_measure(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.0})
+    for path in sweep.rglob("metrics.jsonl"):
+        loss = "NaN" if "te_nvfp4/seed1" in path.as_posix() else str(2.0 + 0.01 * int(path.parent.name[-1]))
+        with path.open("a") as stream:
+            stream.write(f'{{"step": {STEPS}, "validation_loss": {loss}}}\n')
+    data = report_of(sweep)
+    assert data["statistics"]["measure"] == "validation_loss"
+    (row,) = data["comparisons"]
+    assert row["verdict"] == "inconclusive"
+    assert "1 of 4 seeds of te_nvfp4 failed (seed 1: its validation loss is not finite)" in row["reason"]
+
+
+def test_sweeps_of_other_lengths_and_margins_are_named(tmp_path: Path) -> None:
+    sweeps = [
+        write_sweep(tmp_path / n, {n: 0.0}, baselines=[], margin=m) for n, m in (("bf16", "1%"), ("b", "2%"))
+    ]
+    for path in sweeps[1].rglob("metrics.jsonl"):
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:150]))
+    report = build_report(sweeps)
+    assert report.data["inequalities"] == [
+        "the runs that finished have different numbers of steps: 150, 200",
+        "the runs that finished have different numbers of tokens: 15,000, 20,000",
+    ]
+    assert "the margin of b, 2%: this report has that of bf16, 1%" in report.problems
+    assert (
+        "not comparable: the runs that finished have different numbers of steps: 150, 200" in report.problems
+    )
+    assert "**Not comparable:** the runs that finished" in render_report(report, "markdown")
+
+
 def test_runs_that_are_not_comparable_are_named(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
     for number, run in enumerate(sorted(sweep.glob("*/seed*"))):

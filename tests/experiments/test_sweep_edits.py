@@ -82,10 +82,10 @@ def test_a_grid_sets_and_removes_options() -> None:
     edited = recipes(make_grid(policy, parse_grid("nv.sr = grad, {grad,weights}; rht=none, fprop")))
     size = "rht_size=32"
     assert edited == {
-        "sr_grad-rht_none": ["nvfp4(sr=grad)", "mxfp4(sr=grad)"],
-        "sr_grad-rht_fprop": [f"nvfp4(rht=fprop, {size}, sr=grad)", "mxfp4(sr=grad, rht=fprop)"],
-        "sr_grad_weights-rht_none": ["nvfp4(sr={grad,weights})", "mxfp4(sr=grad)"],
-        "sr_grad_weights-rht_fprop": [
+        "nv_sr_grad-rht_none": ["nvfp4(sr=grad)", "mxfp4(sr=grad)"],
+        "nv_sr_grad-rht_fprop": [f"nvfp4(rht=fprop, {size}, sr=grad)", "mxfp4(sr=grad, rht=fprop)"],
+        "nv_sr_grad_weights-rht_none": ["nvfp4(sr={grad,weights})", "mxfp4(sr=grad)"],
+        "nv_sr_grad_weights-rht_fprop": [
             f"nvfp4(rht=fprop, {size}, sr={{grad,weights}})",
             "mxfp4(sr=grad, rht=fprop)",
         ],
@@ -102,11 +102,30 @@ def test_a_grid_sets_and_removes_options() -> None:
         ("nw.rht=wgrad", "no recipe 'nw': known: nv"),
         ("grad=e4m3", "takes grad; formats that take it: fp8"),
         (" ; ", "name options"),
+        ("rht=wgrad; rht=none", "rht is there twice"),
     ],
 )
 def test_a_faulty_grid_is_explained(grid: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_grid(parse(TWO_RECIPES), parse_grid(grid))
+
+
+def test_edits_of_a_policy_that_has_none_are_refused() -> None:
+    policy = parse("mlp.* -> fp8")
+    for edits, message in (
+        (ablate, "--ablate: nothing to remove"),
+        (add_one, "--add-one: no quantizing recipe"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            edits(policy)
+    with pytest.raises(ValueError, match="--variants: the policy defines no variant"):
+        apply_variants(policy, ("all",))
+
+
+def test_a_policy_has_a_name_that_can_be_a_folder() -> None:
+    assert [policy_name(name) for name in ("a/b c.policy", "te_nvfp4", "...policy", "x/.policy")] == [
+        "b c", "te_nvfp4", "policy", "policy",
+    ]  # fmt: skip
 
 
 def test_policies_that_mean_the_same_have_the_same_key() -> None:

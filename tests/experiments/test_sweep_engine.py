@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from policyc.experiments.report.runs import read_run
+from policyc.experiments.report.sweeps import trailing_loss as trailing_loss_of_report
 from policyc.experiments.sweep import engine, locks
 from policyc.experiments.sweep.engine import Engine, SweepBusy, SweepResult, lock_sweep, track_runs
 from policyc.experiments.sweep.gaps import compute_gap, find_equal_seeds, trailing_loss
@@ -124,6 +126,29 @@ def test_three_runs_in_a_row_that_fail_before_their_first_step_end_the_sweep(tmp
     assert len(executor.started) == 5
 
 
+def test_runs_that_fail_early_stop_no_other_run(tmp_path: Path) -> None:
+    """One variant that always fails is no reason to stop those that compile or train."""
+    runs = [make_run(tmp_path, name) for name in ("good", *(f"bad{n}" for n in range(4)), "next")]
+    executor = FakeExecutor(
+        lambda run: ("failed", []) if run.variant.startswith("bad") else ("finished", [3.0]), slots=2
+    )
+    polls = iter(range(9))
+    ends = executor.is_active
+
+    def is_active(run: Run) -> bool:
+        if run.variant != "good" or run.folder not in executor._active or (poll := next(polls, None)) is None:
+            return ends(run)
+        if poll == 6:
+            write_metrics(run.folder, [3.0])  # until now it was compiling
+        return True
+
+    executor.is_active = is_active  # type: ignore[method-assign]  # the fake is made to order
+    result = run_all(runs, executor)
+    assert executor.stopped == []
+    assert result.stopped == ""
+    assert [run.run.variant for run in result.runs if run.progress == "finished"] == ["good", "next"]
+
+
 def test_an_interrupt_stops_the_active_runs_and_starts_no_others(tmp_path: Path) -> None:
     runs = [make_run(tmp_path, f"v{n}") for n in range(4)]
 
@@ -226,6 +251,16 @@ def test_gaps_are_paired_by_seed_and_step(tmp_path: Path) -> None:
         sum(4 / s for s in range(11, 21)) / 10, rel=1e-12
     )
     assert math.isnan(trailing_loss(track_runs([make_run(tmp_path, "empty")])[0].readers[0]))
+
+
+def test_the_loss_of_a_program_that_writes_every_tenth_step_is_that_of_the_report(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.folder.mkdir(parents=True)
+    rows = (f'{{"step": {10 * n}, "loss": {n}}}\n' for n in range(1, 21))
+    (run.folder / "metrics.jsonl").write_text("".join(rows))
+    (tracked,) = track_runs([run])
+    assert trailing_loss(tracked.readers[0]) == 15.5  # the last ten lines
+    assert trailing_loss_of_report(read_run(run.folder, variant="x")) == 15.5
 
 
 def test_a_program_that_ignores_its_seed_is_found(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from policyc.experiments.sweep.executor import LocalExecutor
 from policyc.experiments.sweep.gpus import find_gpus, group_gpus
 from policyc.experiments.sweep.locks import is_locked
 from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, open_sweep, reuse_plans
-from policyc.experiments.sweep.metrics import MetricsReader, convert_metrics, last_row, parse_metrics_source
+from policyc.experiments.sweep.metrics import last_row
 from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram, make_runs
 from policyc.experiments.sweep.run import Run, RunStatus, tail_lines
 from policyc.experiments.sweep.variants import VariantList, collect_variants, drop_equal_plans
-from policyc.experiments.sweep.wrapper import judge_end, judge_seeds
+from policyc.experiments.sweep.wrapper import judge_end, judge_seeds, read_grace
 from policyc.language.loader import parse
 from tests.support.sweep_runs import make_run, read_state, write_metrics
 
@@ -39,6 +39,14 @@ from tests.support.sweep_runs import make_run, read_state, write_metrics
         (0, [3.0, float("nan")], "", None, "failed", "diverged: the loss is nan at step 2"),
         (1, [3.0, float("inf")], "", None, "failed", "diverged: the loss is inf at step 2"),
         (1, [3.0], "Traceback\nKeyError: 'x'\n\n", None, "failed", "exit code 1: KeyError: 'x'"),
+        (
+            1,
+            [3.0],
+            "a:1:1: error[x]: no site\n1 | a\n  | ^ help\n",
+            None,
+            "failed",
+            "exit code 1: a:1:1: error[x]: no site",
+        ),
         (1, [3.0], "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out\nbye\n", None, "failed", "out of memory"),
         (-9, [3.0], "", None, "failed", "killed by SIGKILL (by the system if memory ran out)"),
         (-11, [], "", None, "failed", "killed by SIGSEGV"),
@@ -59,6 +67,17 @@ def test_how_a_run_ended(
     assert end.diverged == reason.startswith("diverged")
 
 
+def test_the_reason_of_a_failure_is_that_of_the_last_attempt(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_metrics(run.folder, [3.0])
+    earlier = "RESOURCE_EXHAUSTED: Out of memory\n--- attempt 2\n"
+    log = run.folder / "log.txt"
+    log.write_text(earlier + "KeyError: 'x'\n")
+    assert judge_end(run.folder, run, 1, None, len(earlier)).reason == "exit code 1: KeyError: 'x'"
+    log.write_text(earlier)
+    assert judge_end(run.folder, run, 1, None, len(earlier)).reason == "exit code 1"
+
+
 def test_one_seed_that_diverged_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     run = make_run(tmp_path, seeds=(0, 1, 2))
     for folder, losses in zip(run.folders, ([3.0, 2.0, 1.0], [3.0, float("nan")], [3.0]), strict=True):
@@ -73,67 +92,16 @@ def test_one_seed_that_diverged_leaves_the_others_as_they_are(tmp_path: Path) ->
     assert {end.state for end in judge_seeds(run, 1, None)} == {"failed"}
 
 
-# ---- metrics
+def test_a_damaged_status_is_that_of_a_run_to_be_run_again(tmp_path: Path) -> None:
+    for text in ("", "{", "[]", "{}", '{"state": "finished"}'):
+        (tmp_path / "status.json").write_text(text)
+        assert RunStatus.read(tmp_path) is None
 
 
-def test_a_reader_follows_a_file_that_grows_and_starts_again_after_a_resume(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    reader = MetricsReader(path)
-    reader.update()
-    assert reader.step == 0
-    path.write_text('{"step": 1, "loss": 3.5}\n{"step": 1, "validation_loss": 4}\n{"step": 2, "lo')
-    reader.update()
-    assert (reader.losses, reader.step) == ({1: 3.5}, 1)
-    with path.open("a") as stream:
-        stream.write('ss": 2.5}\nnot json\n["step"]\n{"step": 3, "loss": null}\n')
-    reader.update()
-    assert list(reader.losses) == [1, 2, 3]
-    assert reader.losses[3] != reader.losses[3]  # null is not finite
-    other = tmp_path / "other"
-    other.write_text('{"step": 1, "loss": 3.5}\n')
-    other.replace(path)  # as the bundled trainer does when it resumes
-    reader.update()
-    assert reader.losses == {1: 3.5}
-    assert last_row(path) == {"step": 1, "loss": 3.5}
-    path.write_text("")
-    assert last_row(path) is None
-
-
-def maxtext_line(step: int, loss: float, weights: float = 16.0) -> str:
-    return json.dumps(
-        {
-            "learning/loss": loss,
-            "learning/total_weights": weights,
-            "learning/grad_norm": 0.5,
-            "perf/step_time_seconds": 2.0,
-            "perf/per_device_tokens_per_sec": 8.0,
-            "step": float(step),
-            "run_name": "x",
-        }
-    )
-
-
-def test_the_metrics_file_of_maxtext_is_converted(tmp_path: Path) -> None:
-    source, target = tmp_path / "metrics.txt", tmp_path / "metrics.jsonl"
-    convert_metrics(f"maxtext={source}", target)  # before MaxText has written anything
-    assert not target.exists()
-    # Steps 1 and 2 are written again after a resume.
-    lines = [maxtext_line(0, 4.0), maxtext_line(1, 9.0), maxtext_line(1, 3.0, 15), maxtext_line(2, 2.0)]
-    source.write_text("\n".join([*lines, '{"step": 3.0, "learn']))
-    convert_metrics(f"maxtext={source}", target)
-    rows = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [(row["step"], row["tokens"], row["loss"]) for row in rows] == [
-        (1, 16, 4.0),
-        (2, 31, 3.0),
-        (3, 47, 2.0),
-    ]
-    assert rows[0] == {"step": 1, "tokens": 16, "loss": 4.0, "grad_norm": 0.5, "step_seconds": 2.0,
-                       "tokens_per_second_per_device": 8.0}  # fmt: skip
-    source.write_text(maxtext_line(5, 1.0) + "\n")
-    with pytest.raises(ValueError, match="eval_interval=-1"):
-        convert_metrics(f"maxtext={source}", target)
-    with pytest.raises(ValueError, match="kinds: maxtext"):
-        parse_metrics_source("levanter=x")
+@pytest.mark.parametrize("text", ["soon", "nan", "inf", "-1"])
+def test_a_grace_period_is_a_number_of_seconds(text: str) -> None:
+    with pytest.raises(ValueError, match=f"POLICYC_STOP_GRACE is '{text}'"):
+        read_grace({"POLICYC_STOP_GRACE": text})
 
 
 def test_the_last_lines_of_a_log_are_those_that_a_terminal_would_show(tmp_path: Path) -> None:
@@ -378,6 +346,8 @@ def test_a_sweep_that_is_continued_keeps_its_plans(tmp_path: Path) -> None:
     assert reuse_plans(tmp_path, program, listed) == planned
     other = EditedPolicy(name="same", policy=parse("mlp.* -> mxfp8"), edit="an edit")
     assert reuse_plans(tmp_path, program, collect_variants([], [base], [other, edit])) is None
+    # An edit that was left out, and now is another one, must be planned.
+    assert reuse_plans(tmp_path, program, collect_variants([], [base], [other])) is None
 
 
 def test_a_script_that_changed_is_noted(tmp_path: Path) -> None:
@@ -391,6 +361,23 @@ def test_a_script_that_changed_is_noted(tmp_path: Path) -> None:
     script.write_text("2")
     (note,) = open_sweep(out, sweep)
     assert "has changed since this sweep began" in note
+
+
+def test_a_policy_may_be_named_by_another_path(tmp_path: Path) -> None:
+    open_sweep(tmp_path, design())
+    same = EditedPolicy(name="mine", policy=parse("mlp.* -> fp8"), edit="the policy ./mine\nx.policy")
+    assert open_sweep(tmp_path, replace(design(), policies=collect_variants([], [same], []))) == []
+    text = (tmp_path / "mine" / "policy.policy").read_text()
+    assert text == "# the policy ./mine\\x0ax.policy\n\nmlp.* -> fp8\n"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_a_damaged_sweep_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(ChangedSweep, match=r"sweep[.]json is"):
+        open_sweep(tmp_path, design())
+    with pytest.raises(ChangedSweep, match=r"sweep[.]json is"):
+        reuse_plans(tmp_path, design().program, design().policies)
 
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:

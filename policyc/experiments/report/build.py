@@ -76,7 +76,8 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        return list(self.data["problems"])
+        """What could not be read, and why runs are not comparable."""
+        return [*self.data["problems"], *(f"not comparable: {text}" for text in self.data["inequalities"])]
 
 
 def build_report(folders: Sequence[Path], options: ReportOptions | None = None) -> Report:

@@ -22,6 +22,7 @@ from policyc.language.diagnostics import escape_controls
 def render_markdown(data: Record) -> str:
     """The whole text."""
     blocks = [f"# {_cell(data['title'])}", _cell(summarize(data)) + "."]
+    blocks += [f"**Not comparable:** {_cell(text)}." for text in data["inequalities"]]
     blocks += _verdicts(data)
     blocks += ["## Figures", _figures(data)]
     blocks += _time(data)
@@ -30,8 +31,7 @@ def render_markdown(data: Record) -> str:
     if data["commands"]:
         words = data["commands"][0]["words"]
         blocks += ["## Command", f"```sh\n{escape_controls(shlex.join(words))}\n```"]
-    notes = [f"Not comparable: {text}" for text in data["inequalities"]]
-    notes += [f"Left out: {text}" for text in data["problems"]]
+    notes = [f"Left out: {text}" for text in data["problems"]]
     blocks += ["## Notes", "\n".join(f"- {_cell(note)}" for note in notes)] if notes else []
     return "\n\n".join(blocks) + "\n"
 

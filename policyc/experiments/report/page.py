@@ -39,7 +39,7 @@ def render_page(report: Report) -> str:
     """The whole page."""
     data, sweep = report.data, report.sweep
     colors = {variant.name: color for color, variant in colors_of(sweep)}
-    parts = [_header(data)]
+    parts = [_header(data), _inequalities(data)]
     if len(sweep.runs) == 1:
         parts += [_cards(data["variants"][0]["runs"][0])]
     else:
@@ -121,6 +121,11 @@ def _header(data: Record) -> str:
         f"<header><p class=quiet>{_safe(data['title'])}</p><h1>{_safe(summarize(data))}</h1>"
         f"<p class=quiet>{_safe(' · '.join(facts))}</p></header>"
     )
+
+
+def _inequalities(data: Record) -> str:
+    """What makes the runs incomparable. It stands before the verdicts, which do not count then."""
+    return "".join(f"<p class=warning>Not comparable: {_safe(text)}.</p>" for text in data["inequalities"])
 
 
 def _cards(run: Record) -> str:
@@ -384,6 +389,5 @@ def _commands(data: Record) -> str:
 
 
 def _notes(data: Record) -> str:
-    notes = [f"<p class=warning>Not comparable: {_safe(text)}.</p>" for text in data["inequalities"]]
-    notes += [f"<p class=quiet>Left out: {_safe(problem)}.</p>" for problem in data["problems"]]
+    notes = [f"<p class=quiet>Left out: {_safe(problem)}.</p>" for problem in data["problems"]]
     return f"<footer>{''.join(notes)}<p class=quiet>policyc {_safe(data['policyc'])}</p></footer>"

@@ -20,9 +20,8 @@ from policyc.experiments.report.values import (
     is_count,
     read_object,
     read_records,
-    read_text,
 )
-from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, STATUS_FILE
+from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, STATUS_FILE, tail_lines
 
 Column = NDArray[np.float64]
 
@@ -163,7 +162,8 @@ def _make_table(records: list[Record], names: tuple[str, ...]) -> Table:
 def _is_metric(record: Record) -> bool:
     """Are the losses in a record numbers? A loss may be nan, or null for nan: then the run has diverged."""
     names = ("loss", "validation_loss", "val_loss")
-    return all(isinstance(record.get(name, 0), int | float | None) for name in names)
+    losses = [record.get(name) for name in names]
+    return all(isinstance(loss, int | float | None) and not isinstance(loss, bool) for loss in losses)
 
 
 def layer_key(record: Record) -> tuple[int, ...]:
@@ -194,7 +194,8 @@ def _read_plan(path: Path, problems: list[str]) -> Record | None:
 
 
 def _read_log_tail(path: Path, problems: list[str]) -> tuple[str, ...]:
-    lines = (read_text(path, problems) or "").splitlines()
-    # A progress bar writes many states of one line, separated by carriage returns.
-    texts = [as_text(line.rstrip().rsplit("\r", 1)[-1]) for line in lines if line.strip()]
-    return tuple(texts[-LAST_LINES:])
+    try:
+        return tuple(as_text(line) for line in tail_lines(path, LAST_LINES))
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return ()

@@ -257,8 +257,23 @@ def find_inequalities(sweep: SweepData) -> list[str]:
         values = {as_text(run.about.get(key)) for run in sweep.runs if run.about} - {""}
         if len(values) > 1 and sweep.baselines:
             sentences.append(f"the {label} is not the same in all runs: {', '.join(sorted(values))[:200]}")
+    if sweep.baselines:
+        sentences += _find_lengths(sweep)
     for variant in sweep.variants:
         hashes = {hash_plan(run.plan) for run in variant.runs if run.plan is not None}
         if len(hashes) > 1:
             sentences.append(f"the runs of {variant.name} have different plans")
     return sentences
+
+
+def _find_lengths(sweep: SweepData) -> list[str]:
+    """The runs that finished should have the same number of steps, and of tokens."""
+    finished = [run for run in sweep.runs if judge_run(run, sweep.longest).state == "finished"]
+    steps = {run.last_step for run in finished}
+    columns = [run.tokens(run.steps) for run in finished]
+    tokens = {int(column[-1]) for column in columns if column is not None}
+    return [
+        f"the runs that finished have different numbers of {name}: {', '.join(f'{n:,}' for n in sorted(numbers))}"
+        for name, numbers in (("steps", steps), ("tokens", tokens))
+        if len(numbers) > 1
+    ]

@@ -237,7 +237,17 @@ def _merge(parts: Sequence[SweepData], folders: Sequence[Path]) -> SweepData:
         baselines=tuple(dict.fromkeys(baselines)),
         settings=first.settings,
         manifest=first.manifest,
-        problems=tuple(problem for part in parts for problem in part.problems),
+        problems=tuple(problem for part in parts for problem in part.problems) + _find_margins(parts, first),
+    )
+
+
+def _find_margins(parts: Sequence[SweepData], first: SweepData) -> tuple[str, ...]:
+    """Which sweeps have another margin than the one that is used for all."""
+    return tuple(
+        f"the margin of {part.title}, {part.settings.margin}: this report has that of {first.title}, "
+        f"{first.settings.margin}"
+        for part in parts
+        if part.manifest and part.settings.margin != first.settings.margin
     )
 
 
@@ -287,23 +297,28 @@ def trailing_loss(run: RunData) -> float | None:
 
 
 def final_validation_loss(run: RunData) -> float | None:
-    """The validation loss after the last step, or None if that step was not validated."""
-    table = run.evaluations
-    if not len(table) or table.step[-1] < run.last_step:
+    """The validation loss after the last step, or None if that step was not validated, or its loss is not finite."""
+    if not _is_validated(run):
         return None
-    loss = float(table.columns["validation_loss"][-1])
+    loss = float(run.evaluations.columns["validation_loss"][-1])
     return loss if math.isfinite(loss) else None
 
 
+def _is_validated(run: RunData) -> bool:
+    """Was the model validated after the last step?"""
+    return len(run.evaluations) > 0 and bool(run.evaluations.step[-1] >= run.last_step)
+
+
 def uses_validation(sweep: SweepData) -> bool:
-    """Are variants compared by their validation loss? They are if every run that finished has one."""
+    """Are variants compared by their validation loss? They are if every run that finished has one, finite or not."""
     finished = [run for run in sweep.runs if judge_run(run, sweep.longest).state == "finished"]
-    return bool(finished) and all(final_validation_loss(run) is not None for run in finished)
+    return bool(finished) and all(_is_validated(run) for run in finished)
 
 
 def seed_losses(sweep: SweepData, variant: VariantData) -> SeedLosses:
     """The final losses of a variant, and the runs that have none."""
-    measure = final_validation_loss if uses_validation(sweep) else trailing_loss
+    is_validation = uses_validation(sweep)
+    measure, kind = (final_validation_loss, "validation") if is_validation else (trailing_loss, "trailing")
     losses, failed, unfinished = {}, {}, {}
     for number, run in enumerate(variant.runs):
         seed = number if run.seed is None else run.seed
@@ -311,7 +326,7 @@ def seed_losses(sweep: SweepData, variant: VariantData) -> SeedLosses:
         if end.state == "unfinished":
             unfinished[seed] = end.reason
         elif end.state == "failed" or loss is None:
-            failed[seed] = end.reason or "the final loss is not finite"
+            failed[seed] = end.reason or f"its {kind} loss is not finite"
         else:
             losses[seed] = loss
     return SeedLosses(name=variant.name, losses=losses, failed=failed, unfinished=unfinished)

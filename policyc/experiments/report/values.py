@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from policyc.experiments.sweep.metrics import read_step
+
 Record = dict[str, Any]
 """One line of `metrics.jsonl` or `stats.jsonl`, or a part of another JSON file."""
 
@@ -30,13 +32,12 @@ def read_text(path: Path, problems: list[str]) -> str | None:
 def read_records(path: Path, problems: list[str], is_valid: Callable[[Record], bool]) -> list[Record]:
     """The valid records of a file, one per line. Reports how many lines are left out."""
     text = read_text(path, problems)
-    lines = [] if text is None else text.splitlines()
-    values = (parse_json(line) for line in lines)
-    records = [
-        value
-        for value in values
-        if isinstance(value, dict) and is_count(value.get("step")) and is_valid(value)
-    ]
+    lines = [
+        line for line in (text or "").split("\n") if line
+    ]  # not splitlines: U+2028 may stand in a JSON text
+    values = (as_record(parse_json(line)) for line in lines)
+    steps = ((read_step(value.get("step")), value) for value in values)
+    records = [{**value, "step": step} for step, value in steps if step is not None and is_valid(value)]
     if len(records) < len(lines):
         problems.append(f"{len(lines) - len(records)} lines could not be read in {path.name}")
     elif text is not None and not records:

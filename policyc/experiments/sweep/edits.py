@@ -60,9 +60,11 @@ def semantic_key(policy: Policy) -> object:
 
 
 def apply_variants(policy: Policy, names: tuple[str, ...]) -> list[EditedPolicy]:
-    """The policy under its own variants; under all of them for the name `all`. Raises KeyError."""
+    """The policy under its own variants; under all of them for the name `all`. Raises KeyError, and ValueError."""
     if names == ("all",):
         names = tuple(variant.name for variant in policy.variants)
+    if not names:
+        raise ValueError("--variants: the policy defines no variant, or none is named")
     return [
         EditedPolicy(name=name, policy=expand(policy.variant(name)), edit=f"variant {name}") for name in names
     ]
@@ -72,7 +74,10 @@ def apply_variants(policy: Policy, names: tuple[str, ...]) -> list[EditedPolicy]
 
 
 def ablate(policy: Policy) -> list[EditedPolicy]:
-    """The policy without one ingredient, for each ingredient: options first, then rules that protect."""
+    """The policy without one ingredient, for each ingredient: options first, then rules that protect.
+
+    Raises ValueError if it has none.
+    """
     policy = expand(policy)
     ingredients = list(_find_ingredients(policy))
     edited = [
@@ -91,6 +96,10 @@ def ablate(policy: Policy) -> list[EditedPolicy]:
                 policy=replace(policy, rules=rules),
                 edit=f"without rule {index + 1}: {policy.rules[index]}",
             )
+        )
+    if not edited:
+        raise ValueError(
+            "--ablate: nothing to remove: no quantizing recipe of this policy has an option, and no rule protects sites"
         )
     return edited
 
@@ -199,10 +208,13 @@ class GridAxis:
     values: tuple[str, ...]
     recipe: str | None = None
 
+    def __str__(self) -> str:
+        return self.option if self.recipe is None else f"{self.recipe}.{self.option}"
+
 
 def parse_grid(text: str) -> list[GridAxis]:
     """Reads `rht=wgrad,none; nv.sr=grad,{grad,weights}`. Raises ValueError."""
-    axes = []
+    axes: list[GridAxis] = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         target, equals, values = (word.strip() for word in part.partition("="))
         recipe, _, option = target.rpartition(".")
@@ -211,7 +223,10 @@ def parse_grid(text: str) -> list[GridAxis]:
         words = tuple(word.strip() for word in re.split(r",(?![^{]*\})", values))
         if not equals or not all(words):
             raise ValueError(f"--grid: '{part}' has no values; write {option}=VALUE,VALUE")
-        axes.append(GridAxis(option=option, values=words, recipe=recipe or None))
+        axis = GridAxis(option=option, values=words, recipe=recipe or None)
+        if str(axis) in map(str, axes):
+            raise ValueError(f"--grid: {axis} is there twice")
+        axes.append(axis)
     if not axes:
         raise ValueError("--grid: name options and their values, for example 'rht=wgrad,none; sr=grad,none'")
     return axes
@@ -228,12 +243,12 @@ def make_grid(policy: Policy, axes: list[GridAxis]) -> list[EditedPolicy]:
         for axis, value in zip(axes, values, strict=True):
             point = _set_option(point, axis, value)
         pairs = list(zip(axes, values, strict=True))
-        name = "-".join(f"{axis.option}_{value}" for axis, value in pairs)
+        name = "-".join(f"{str(axis).replace('.', '_')}_{value}" for axis, value in pairs)
         edited.append(
             EditedPolicy(
                 name=re.sub(r"[^\w.-]+", "_", name.replace("{", "").replace("}", "")),
                 policy=point,
-                edit="with " + ", ".join(f"{axis.option}={value}" for axis, value in pairs),
+                edit="with " + ", ".join(f"{axis}={value}" for axis, value in pairs),
             )
         )
     return edited

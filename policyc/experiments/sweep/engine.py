@@ -133,19 +133,21 @@ class Engine:
         with self._catch_signals():
             self._adopt_active()
             self._start_waiting()
-            while self._select("running") and not self._must_stop():
+            while self._select("running") and not self._signals:
                 self._display.refresh()
                 time.sleep(_POLL_SECONDS)
                 self._watch()
-                if not self._must_stop():
+                if not self._signals and self._may_start():
                     self._start_waiting()
             self._stop_all()
         if self._signals:
             return SweepResult(runs=self._tracked, stopped="interrupted")
         return SweepResult(runs=self._tracked, stopped="early failures" if self._select("waiting") else "")
 
-    def _must_stop(self) -> bool:
-        return bool(self._signals) or self._early_failures >= _MOST_EARLY_FAILURES
+    def _may_start(self) -> bool:
+        """False after several early failures, unless a run is past its first step: then the program itself works."""
+        has_progress = any(run.step for run in self._select("running"))
+        return has_progress or self._early_failures < _MOST_EARLY_FAILURES
 
     def _select(self, progress: Progress) -> list[TrackedRun]:
         return [run for run in self._tracked if run.progress == progress]
@@ -174,7 +176,7 @@ class Engine:
                 self._display.end(run)
 
     def _settle(self, run: TrackedRun) -> None:
-        """Reads how a run ended. A run that ended without a status was killed together with its wrapper."""
+        """Reads how a run ended. If its status is still `running`, its wrapper was killed."""
         status = _read_worst_status(run.run)
         if status is None:
             reason = "it did not start: see the messages of the system that should have started it"
@@ -183,7 +185,7 @@ class Engine:
             )
         if status.state == "running":
             status = replace(
-                status, state="failed", reason="its process was killed together with its wrapper"
+                status, state="failed", reason="its wrapper was killed, so its exit code is not known"
             )
             for folder in run.run.folders:
                 status.write(folder)
@@ -215,7 +217,7 @@ class Engine:
         active = self._select("running")
         if not active:
             return
-        if self._signals and (left := self._executor.describe_left([run.run for run in active])):
+        if left := self._executor.describe_left([run.run for run in active]):
             self._display.say(left)
             return
         self._display.say(

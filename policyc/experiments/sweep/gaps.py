@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from policyc.experiments.sweep.engine import TrackedRun
 from policyc.experiments.sweep.metrics import MetricsReader
@@ -53,10 +54,11 @@ def compute_gap(runs: Sequence[TrackedRun], variant: str, baseline: str) -> Gap 
 
 
 def _last_steps(one: MetricsReader, other: MetricsReader) -> list[int]:
-    """The last steps that two runs have in common."""
+    """The last steps that two runs have in common: as many as in the report, of the steps that have a loss."""
     last = min(one.step, other.step)
-    first = last - trailing_steps(last)
-    return [step for step in range(first + 1, last + 1) if step in one.losses and step in other.losses]
+    count = trailing_steps(min(len(one.losses), len(other.losses)))
+    common = (step for step in reversed(one.losses) if step <= last and step in other.losses)
+    return list(islice(common, count))
 
 
 def find_equal_seeds(runs: Sequence[TrackedRun]) -> list[str]:

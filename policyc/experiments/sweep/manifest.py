@@ -13,7 +13,7 @@ from typing import Any, cast
 from policyc import __version__
 from policyc.experiments.sweep.programs import POLICY_FILE, SweepProgram
 from policyc.experiments.sweep.run import LOCK_FILE, MANIFEST_FILE, write_json
-from policyc.experiments.sweep.variants import OmittedEdit, VariantList
+from policyc.experiments.sweep.variants import OmittedEdit, VariantList, without_title
 
 _FORMAT = 1
 
@@ -56,16 +56,18 @@ class SweepDesign:
 def reuse_plans(out: Path, program: SweepProgram, policies: VariantList) -> VariantList | None:
     """Which of these policies run, as the sweep in this folder has decided; None if it has not.
 
-    So a sweep that is continued does not trace its program again, while its runs may use the devices.
+    So a sweep that is continued does not trace its program again, while its runs may use the devices. Raises
+    ChangedSweep if `sweep.json` is damaged.
     """
     path = out / MANIFEST_FILE
     if not path.exists():
         return None
-    earlier = json.loads(path.read_text(encoding="utf-8"))
+    earlier = _read_manifest(path)
     hashes = {variant["name"]: variant["sha256"] for variant in earlier["variants"]}
     dropped = {row["name"]: OmittedEdit(**row) for row in earlier["not_run"]}
+    known = {**{name: omitted.sha256 for name, omitted in dropped.items()}, **hashes}
     unchanged = earlier["program_sha256"] == program.source_hash() and all(
-        hashes.get(variant.name) == variant.sha256 or variant.name in dropped for variant in policies.variants
+        known.get(variant.name) == variant.sha256 for variant in policies.variants
     )
     if not unchanged:
         return None
@@ -83,7 +85,7 @@ def open_sweep(out: Path, design: SweepDesign) -> list[str]:
     path, values = out / MANIFEST_FILE, design.as_json()
     notes: list[str] = []
     if path.exists():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
+        earlier = _read_manifest(path)
         differences = [*_find_changes(earlier, values), *_find_changed_policies(out, design)]
         if differences:
             command = shlex.join(earlier["command"])
@@ -101,6 +103,17 @@ def open_sweep(out: Path, design: SweepDesign) -> list[str]:
         (out / variant.name / POLICY_FILE).write_text(variant.text, encoding="utf-8")
     write_json(path, values)
     return notes
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Raises ChangedSweep if the file is not that of a sweep."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ChangedSweep(f"{path} is damaged: {error}. Restore it, or choose another --out") from None
+    if not isinstance(values, dict) or values.get("format") != _FORMAT:
+        raise ChangedSweep(f"{path} is not a file of this version of policyc: choose another --out")
+    return values
 
 
 def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -142,6 +155,6 @@ def _find_changed_policies(out: Path, design: SweepDesign) -> list[str]:
     changed = []
     for variant in design.policies.variants:
         path = out / variant.name / POLICY_FILE
-        if path.exists() and path.read_text(encoding="utf-8") != variant.text:
+        if path.exists() and without_title(path.read_text(encoding="utf-8")) != without_title(variant.text):
             changed.append(f"the policy '{variant.name}' was another one: {path}")
     return changed

@@ -18,6 +18,7 @@ Row = dict[str, Any]
 
 _LOSSES = ("loss", "learning/loss")
 _TAIL_BYTES = 65_536  # many lines, so that validations and a broken last line do not hide the last step
+_MOST_STEPS = 2**53  # integers below it are the same as floats
 
 
 class MetricsReader:
@@ -70,14 +71,34 @@ def parse_rows(lines: list[bytes]) -> Iterator[Row]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int | float):
+        step = read_step(row.get("step")) if isinstance(row, dict) else None
+        if step is None:
             continue
-        # JSON has no NaN and no infinity: null stands for both.
-        losses = {name: math.nan if row[name] is None else row[name] for name in _LOSSES if name in row}
-        if all(isinstance(loss, int | float) for loss in losses.values()):
-            yield {**row, **losses, "step": int(row["step"])}
+        losses = {name: _read_loss(row[name]) for name in _LOSSES if name in row}
+        if None not in losses.values():
+            yield {**row, **losses, "step": step}
+
+
+def read_step(value: object) -> int | None:
+    """A step of a line: an integer, which some trainers write as a float; None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    is_integer = abs(value) < _MOST_STEPS and int(value) == value  # the first is false for nan and infinity
+    return int(value) if is_integer else None
+
+
+def _read_loss(value: object) -> float | None:
+    """A loss of a line; None if it is no number. JSON has no NaN and no infinity: null stands for both."""
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def last_row(path: Path) -> Row | None:
@@ -85,12 +106,16 @@ def last_row(path: Path) -> Row | None:
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - _TAIL_BYTES))
-            lines = stream.read().split(b"\n")
+            length = _TAIL_BYTES
+            while True:
+                stream.seek(max(0, size - length))
+                lines = stream.read().split(b"\n")
+                rows = [row for row in parse_rows(lines) if "loss" in row]
+                if rows or length >= size:
+                    return rows[-1] if rows else None
+                length *= 8  # long lines, or many validations
     except FileNotFoundError:
         return None
-    rows = [row for row in parse_rows(lines) if "loss" in row]
-    return rows[-1] if rows else None
 
 
 # ---- other trainers

@@ -114,13 +114,16 @@ class RunStatus:
 
     @classmethod
     def read(cls, folder: Path) -> RunStatus | None:
-        """Reads `status.json`; None if the run has not started. Unknown keys are ignored."""
+        """Reads `status.json`; None if the run has not started. Unknown keys are ignored.
+
+        Also None if the file is damaged, as after a loss of power: such a run is run again.
+        """
         try:
             values = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+            known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+            return cls(**known | {"command": tuple(values["command"])})
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**known | {"command": tuple(values["command"])})
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -129,12 +132,12 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
         stream.write((json.dumps(values, indent=1) + "\n").encode())
 
 
-def tail_lines(path: Path, count: int, most_bytes: int = 16_384) -> list[str]:
-    """The last lines of a file that are not empty, without reading the rest of it."""
+def tail_lines(path: Path, count: int, most_bytes: int = 16_384, start: int = 0) -> list[str]:
+    """The last lines of a file that are not empty, without reading all of it. `start` is the first byte to look at."""
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - most_bytes))
+            stream.seek(max(start, size - most_bytes))
             text = stream.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return []

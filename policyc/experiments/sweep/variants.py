@@ -10,7 +10,7 @@ from typing import Literal
 
 from policyc.experiments.sweep.edits import EditedPolicy, expand, semantic_key
 from policyc.experiments.sweep.probe import PlannedPolicy
-from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.diagnostics import Diagnostic, Severity, escape_controls
 from policyc.language.formatter import format_file
 from policyc.language.loader import load, parse_with_diagnostics
 from policyc.lint.engine import lint
@@ -41,11 +41,12 @@ class SweepVariant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OmittedEdit:
-    """An edit that is not run, and why."""
+    """An edit that is not run, and why. `sha256` is the hash of its policy."""
 
     name: str
     edit: str
     reason: str
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +62,9 @@ class VariantList:
 
 
 def policy_name(policy: str) -> str:
-    """The name of a policy in a sweep: that of its file without its folder and suffix."""
-    return Path(policy).name.removesuffix(".policy")
+    """The name of a policy in a sweep: that of its file without its folder and suffix. It is also a folder."""
+    name = Path(policy).name.removesuffix(".policy")
+    return name if name.strip(".") else "policy"  # '.policy' has no name, and '..' is another folder
 
 
 def load_baseline(name: str) -> EditedPolicy:
@@ -95,7 +97,10 @@ def collect_variants(
         else:
             reason = _find_error(text)
         if reason:
-            omitted.append(OmittedEdit(name=candidate.name, edit=candidate.edit, reason=reason))
+            sha256 = candidate.policy.sha256
+            omitted.append(
+                OmittedEdit(name=candidate.name, edit=candidate.edit, reason=reason, sha256=sha256)
+            )
             continue
         prefix = policies[0].name if role == "edit" else role
         name = _unique_name(candidate.name, prefix, {v.name for v in variants})
@@ -118,9 +123,14 @@ def _unique_name(name: str, prefix: str, taken: set[str]) -> str:
 
 def _write_text(edited: EditedPolicy) -> str:
     """The policy as a formatted file, with a comment that says what it is."""
-    text = f"# {edited.edit}\n\n{edited.policy}"
+    text = f"# {escape_controls(edited.edit)}\n\n{edited.policy}"
     loaded = parse_with_diagnostics(text)
     return text if loaded.diagnostics else format_file(loaded.file)
+
+
+def without_title(text: str) -> str:
+    """The text of a variant without its first comment, which says what it is and has the path that the user gave."""
+    return text.partition("\n\n")[2]
 
 
 def _find_error(text: str) -> str:
@@ -164,7 +174,9 @@ def drop_equal_plans(policies: VariantList, planned: Mapping[str, PlannedPolicy]
         if not plan.error and plan.digest in names:
             reason = f"does the same to this program as '{names[plan.digest]}'"
         if reason:
-            omitted.append(OmittedEdit(name=variant.name, edit=variant.edit, reason=reason))
+            omitted.append(
+                OmittedEdit(name=variant.name, edit=variant.edit, reason=reason, sha256=variant.sha256)
+            )
         else:
             names[plan.digest] = variant.name
             variants.append(variant)

@@ -38,6 +38,7 @@ _POLL_SECONDS = 0.1
 _CONVERT_SECONDS = 5.0  # between two conversions of another trainer's metrics
 _EXIT_BUSY = 75  # EX_TEMPFAIL: another process runs this run
 _LOG_LINES = 40  # lines in which the reason of a failure is looked for
+_DIAGNOSTIC = ": error["
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "MemoryError", "OUT_OF_MEMORY")
 
 
@@ -63,6 +64,8 @@ class _Wrapper:
         self._signal: int | None = None  # the signal that asked this process to stop
         self._deadline = math.inf  # when the program is killed
         self._metrics_fault = ""  # why the metrics of another trainer could not be converted the last time
+        self._log_start = 0  # bytes of the log that are from earlier attempts
+        self._grace = read_grace({**os.environ, **run.environment})
 
     def run(self) -> int:
         """Runs the program to its end. Returns its exit code."""
@@ -75,6 +78,7 @@ class _Wrapper:
             if status.attempt > 1:
                 log.write(f"--- attempt {status.attempt}, {status.started}\n")
                 log.flush()
+            self._log_start = log.tell()
             code = self._run_program(log)
         seconds = status.seconds + time.monotonic() - begin
         status = replace(status, exit=code, ended=_now(), seconds=seconds)
@@ -116,7 +120,7 @@ class _Wrapper:
         next_conversion = 0.0
         while process.poll() is None:
             if self._signal is not None:
-                self._stop(process, environment)
+                self._stop(process)
             if time.monotonic() >= next_conversion:
                 self._convert_metrics()
                 next_conversion = time.monotonic() + _CONVERT_SECONDS
@@ -126,11 +130,11 @@ class _Wrapper:
         self._convert_metrics()
         return process.returncode
 
-    def _stop(self, process: subprocess.Popen[bytes], environment: Mapping[str, str]) -> None:
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
         """Interrupts the program once, and kills it when the grace period is over."""
         with suppress(ProcessLookupError):
             if self._deadline == math.inf:
-                self._deadline = time.monotonic() + float(environment.get(GRACE_VARIABLE, _DEFAULT_GRACE))
+                self._deadline = time.monotonic() + self._grace
                 os.killpg(process.pid, signal.SIGTERM)
             elif time.monotonic() > self._deadline:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -148,7 +152,19 @@ class _Wrapper:
         """How each seed ended."""
         if code == 0 and self._metrics_fault:
             return [RunEnd(state="failed", reason=self._metrics_fault)]  # such a program has one seed
-        return judge_seeds(self._run, code, self._signal)
+        return judge_seeds(self._run, code, self._signal, self._log_start)
+
+
+def read_grace(environment: Mapping[str, str]) -> float:
+    """How many seconds a stopped program may take to save. Raises ValueError."""
+    text = environment.get(GRACE_VARIABLE, str(_DEFAULT_GRACE))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{GRACE_VARIABLE} is '{text}': expected a number of seconds")
+    return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,18 +176,19 @@ class RunEnd:
     diverged: bool = False
 
 
-def judge_seeds(run: Run, code: int, stop_signal: int | None) -> list[RunEnd]:
+def judge_seeds(run: Run, code: int, stop_signal: int | None, log_start: int = 0) -> list[RunEnd]:
     """How each seed of a run ended. If one diverged, this is why the program failed: the others may have finished."""
-    ends = [judge_end(folder, run, code, stop_signal) for folder in run.folders]
+    ends = [judge_end(folder, run, code, stop_signal, log_start) for folder in run.folders]
     if not any(end.diverged for end in ends):
         return ends
-    return [judge_end(folder, run, 0, stop_signal) for folder in run.folders]
+    return [judge_end(folder, run, 0, stop_signal, log_start) for folder in run.folders]
 
 
-def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None) -> RunEnd:
+def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None, log_start: int = 0) -> RunEnd:
     """How a run ended, from its exit code, its metrics and its log.
 
-    A program that exits with 0 has finished only if its metrics reach the last step with a finite loss.
+    A program that exits with 0 has finished only if its metrics reach the last step with a finite loss. The log before
+    `log_start` is from earlier attempts, which may have failed for another reason.
     """
     row = last_row(folder / METRICS_FILE)
     step = None if row is None else row["step"]
@@ -187,21 +204,23 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None) -> Run
         reason = f"stopped by {name} at step {step or 0}"
         return RunEnd(state="preempted", reason=reason)
     if code != 0:
-        return RunEnd(state="failed", reason=_explain_exit(code, run.folder / LOG_FILE))
+        return RunEnd(state="failed", reason=_explain_exit(code, run.folder / LOG_FILE, log_start))
     if row is None:
         reason = f"the program wrote no line with 'step' and 'loss' to {folder / METRICS_FILE}"
         return RunEnd(state="failed", reason=reason)
     return RunEnd(state="failed", reason=f"the program ended at step {step} of {run.steps}")
 
 
-def _explain_exit(code: int, log: Path) -> str:
-    lines = tail_lines(log, _LOG_LINES)
+def _explain_exit(code: int, log: Path, log_start: int) -> str:
+    lines = tail_lines(log, _LOG_LINES, start=log_start)
     if any(word in line for line in lines for word in _OUT_OF_MEMORY):
         return "out of memory"
     if code < 0:
         hint = " (by the system if memory ran out)" if -code == signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{hint}"
-    return f"exit code {code}" + (f": {lines[-1].strip()[:200]}" if lines else "")
+    # A diagnostic of policyc ends with the place in the policy, so its first line says more than its last.
+    message = next((line for line in reversed(lines) if _DIAGNOSTIC in line), lines[-1] if lines else "")
+    return f"exit code {code}" + (f": {message.strip()[:200]}" if message else "")
 
 
 def _now() -> str:
