@@ -7,11 +7,10 @@ script and no font of its own, so it prints and opens anywhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 
 from policyc.diff.data import sentence
 from policyc.diff.model import DiffData, Linear, LinearLayers, ProductChange, ProductSide, Stack
-from policyc.language.diagnostics import escape_controls
+from policyc.language.notebook import escape_text
 from policyc.language.recipes import Gemm
 
 # Colors that people who cannot tell red from green can tell apart (Okabe and Ito), and two grays.
@@ -92,7 +91,7 @@ def _draw_row(diff: DiffData, linear: Linear, gemm: Gemm, stack: Stack, y: float
         width = _cell_width(stack)
         first = run.first or 0
         count = run.count if stack.size else 1
-        tooltip = f"<title>{_safe(describe_cell(diff, linear, run, product))}</title>"
+        tooltip = f"<title>{escape_text(describe_cell(diff, linear, run, product))}</title>"
         lefts = [_MARGIN + _LABEL + (first + n) * width for n in range(count)]
         yield f"<g>{tooltip}{''.join(_draw_cells(lefts, y, width, run, product))}</g>"
 
@@ -178,8 +177,4 @@ def _rect(x: float, y: float, width: float, height: float, fill: str) -> str:
 
 def _text(x: float, y: float, text: str, style: str) -> str:
     attribute = f' style="{style}"' if style else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{attribute}>{_safe(text)}</text>'
-
-
-def _safe(text: str) -> str:
-    return "\n".join(escape(escape_controls(line)) for line in text.split("\n"))
+    return f'<text x="{x:.1f}" y="{y:.1f}"{attribute}>{escape_text(text)}</text>'

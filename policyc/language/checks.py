@@ -28,12 +28,10 @@ from policyc.language.selectors import count_alternatives
 
 # Limits that keep the time to check any text in proportion to its length.
 _MAX_CHAIN = 32  # recipes named by recipes
-_MAX_STEPS = (
-    100_000  # from recipe to recipe in all variants: each variant is checked against the whole policy
-)
+_MAX_STEPS = 100_000  # from recipe to recipe in all variants: each is checked against the whole policy
 _MAX_ALTERNATIVES = 1024  # selectors that the braces of one selector stand for
 _MAX_SUGGESTIONS = (
-    50  # in one policy: the search for a similar name is the most expensive part of these checks
+    50  # in one policy: searching for a similar name is the most expensive part of these checks
 )
 
 
@@ -96,6 +94,8 @@ def check_definitions(
 
 
 class _Checker:
+    """Reports wrong names and options. `max_steps` limits the steps from recipe to recipe, over all checks."""
+
     def __init__(self, collector: DiagnosticCollector, max_steps: int | None = None) -> None:
         self._collector = collector
         self._report = collector.report

@@ -137,6 +137,8 @@ class _FileContext:
 
 
 class _Loader(DiagnosticCollector):
+    """Collects the definitions of a policy and of its variants from the main file and its imports."""
+
     def __init__(self) -> None:
         super().__init__()
         self._base = Definitions()

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from policyc.language.diagnostics import escape_controls
+from policyc.language.diagnostics import escape_lines
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:
     """A table. Its style is that of the notebook."""
-    title = f"<caption>{_safe(caption)}</caption>" if caption else ""
-    head = "".join(f"<th>{_safe(cell)}</th>" for cell in header)
-    body = "".join(f"<tr>{''.join(f'<td>{_safe(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    title = f"<caption>{escape_text(caption)}</caption>" if caption else ""
+    head = "".join(f"<th>{escape_text(cell)}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(f'<td>{escape_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def html_text(text: str) -> str:
     """A text in which every space counts."""
-    return f"<pre>{_safe(text)}</pre>"
+    return f"<pre>{escape_text(text)}</pre>"
 
 
-def _safe(text: str) -> str:
-    return "\n".join(escape(escape_controls(line)) for line in text.split("\n"))
+def escape_text(text: str) -> str:
+    """A text for HTML or SVG, without control characters except line breaks."""
+    return escape(escape_lines(text))

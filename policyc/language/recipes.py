@@ -110,7 +110,7 @@ class Option:
     def read(self, words: tuple[str, ...]) -> OptionValue | None:
         """Returns the value that the words of a setting spell, or None if it is invalid."""
         if self.kind == "flag":
-            return not words or words == ("on",) if words in ((), ("on",), ("off",)) else None
+            return {(): True, ("on",): True, ("off",): False}.get(words)
         if self.kind == "operands":
             if not words or any(w not in self.choices for w in words):
                 return None

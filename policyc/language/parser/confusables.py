@@ -55,21 +55,25 @@ def _find_confusables(text: str) -> Iterator[tuple[int, str, str]]:
     for skipped in (*BRACKET_PATTERN.finditer(text), None):
         end = len(text) if skipped is None else skipped.start()
         for word in _WORD.finditer(text, position, end):
-            if word.group().isascii():
-                continue
-            twins = [_find_twin(c) for c in word.group()]
-            letters = [twin for twin, c in zip(twins, word.group(), strict=True) if not c.isdigit()]
-            if (
-                all(letters)
-                or any(c.isascii() and c.isalpha() for c in word.group())
-                or _has_wide(word.group())
-            ):
-                suspects = [i for i, c in enumerate(word.group()) if not c.isascii() and twins[i]]
-                suspects += [i for i, c in enumerate(word.group()) if "\u0400" <= c <= "\u052f"]  # Cyrillic
-                index = next(iter(suspects), None)
-                if index is not None:
-                    yield word.start() + index, word.group()[index], twins[index]
+            index = _find_confusable_in_word(word.group())
+            if index is not None:
+                character = word.group()[index]
+                yield word.start() + index, character, _find_twin(character)
         position = end if skipped is None else skipped.end()
+
+
+def _find_confusable_in_word(word: str) -> int | None:
+    """Returns the index of the first letter that can be mistaken for an ASCII one; see the module's docstring."""
+    if word.isascii():
+        return None
+    all_look_like_ascii = all(_find_twin(c) for c in word if not c.isdigit())
+    has_ascii_letter = any(c.isascii() and c.isalpha() for c in word)
+    has_wide_letter = any(_fold_width(c) for c in word)
+    if not (all_look_like_ascii or has_ascii_letter or has_wide_letter):
+        return None
+    suspects = [i for i, c in enumerate(word) if not c.isascii() and _find_twin(c)]
+    suspects += [i for i, c in enumerate(word) if "\u0400" <= c <= "\u052f"]  # Cyrillic
+    return next(iter(suspects), None)
 
 
 def _find_twin(character: str) -> str:
@@ -83,7 +87,3 @@ def _fold_width(character: str) -> str:
     """Returns the ASCII text of a full-width letter, a mathematical letter, a ligature or the like."""
     folded = unicodedata.normalize("NFKC", character)
     return folded if folded.isascii() and not character.isascii() else ""
-
-
-def _has_wide(word: str) -> bool:
-    return any(_fold_width(c) for c in word)
