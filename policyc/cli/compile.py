@@ -27,6 +27,7 @@ from policyc.cli.program import (
     explain_early_exit,
     parse_execution,
     parse_program,
+    program_name,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
 
     try:
         with exit_on_error():
-            execution = parse_execution(options["backend"], step.target, options["require_native"])
+            execution = parse_execution(
+                options["backend"], step.target, require_native=options["require_native"]
+            )
             if step.config:
                 report, planned = _compile_config(loaded, step.config, execution, step)
             else:
@@ -88,7 +91,7 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
                 )
     except (CannotCompile, ImportError, NotImplementedError) as error:  # a backend raises the last two
         exit_with_message(str(error))
-    title = f"{step.config or program[program[0] in ('-m', '-c')]} under {policy}"
+    title = f"{step.config or program_name(program)} under {policy}"
     if options["dump_hlo"]:
         _dump(options["dump_hlo"], report, title)
     if options["output_format"] == "json":

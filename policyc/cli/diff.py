@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from policyc.hardware.training_step import TrainingStep
     from policyc.language.policy import Policy
 
-_STYLES = {
+_STYLES: dict[str, dict[str, Any]] = {
     "nvfp4": {"fg": "bright_red"}, "mxfp4": {"fg": "yellow"}, "mxfp8": {"fg": "blue"}, "fp8": {"fg": "cyan"},
     "fp4": {"fg": "bright_yellow"}, "bf16": {"fg": "white"}, "f32": {"fg": "white", "dim": True},
     "emulated": {"fg": "magenta"}, "added": {"fg": "green"}, "removed": {"fg": "red"}, "header": {"bold": True},
@@ -45,7 +45,8 @@ _STYLES = {
 
 
 def paint(kind: str, text: str) -> str:
-    return click.style(text, **_STYLES.get(kind, {}))  # type: ignore[arg-type]  # the table above holds style names
+    """Colors text by its kind: a format, or a kind of line. A `Paint` for the text of a diff."""
+    return click.style(text, **_STYLES.get(kind, {}))
 
 
 def is_policy(word: str) -> bool:
@@ -155,7 +156,7 @@ def diff(
     output = output.with_absolute_paths()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
     with exit_on_error():
-        execution = parse_execution(options["backend"], step.target, False)
+        execution = parse_execution(options["backend"], step.target)
         traced = _trace(policies[-1], words, step, execution, options["unrolled"])
         data = _build(traced, policies, names, words, step, {**options, **paths, "folder": folder})
     _write(data, output)

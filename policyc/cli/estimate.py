@@ -93,7 +93,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, **options
     from policyc.hardware.mesh import check_modelled
 
     step.check_source(program)
-    execution = parse_execution(options["backend"], step.target, False)
+    execution = parse_execution(options["backend"], step.target)
     policies = _load_policies(policy, options["variant"], options["against"])
     try:
         mesh = step.mesh_shape()

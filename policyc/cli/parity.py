@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from policyc.cli.common import load_policy
+from policyc.cli.program import program_name
 from policyc.cli.sweep_runs import SweepOptions, TrainerCommand, run_sweep, split_names, sweep_options
 
 _EVALUATIONS = 10
@@ -73,5 +74,5 @@ def parity(program: tuple[str, ...], policies: str, options: SweepOptions) -> No
         EditedPolicy(name=policy_name(name), policy=expand(load_policy(name)), edit=f"the policy {name}")
         for name in split_names(policies)
     ]
-    out = options.out or f"sweeps/parity-{config or Path(program[-1 if program[0] == '-m' else 0]).stem}"
+    out = options.out or f"sweeps/parity-{config or Path(program_name(program)).stem}"
     run_sweep(compared, [], words, config, options, Path(out))

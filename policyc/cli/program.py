@@ -57,6 +57,11 @@ def parse_program(words: Sequence[str]) -> Program:
     return program
 
 
+def program_name(words: Sequence[str]) -> str:
+    """The script, module or code that the words of a program name, without its arguments."""
+    return words[1] if words[0] in ("-m", "-c") and len(words) > 1 else words[0]
+
+
 def check_order(policy_name: str, words: Sequence[str]) -> None:
     """Raises a usage error if the policy and the program are swapped."""
     from policyc.language.bundled import bundled_policies
@@ -104,12 +109,14 @@ def explain_early_exit() -> Iterator[None]:
         raise SystemExit(code) from None
 
 
-def parse_execution(backend: str, target: str | None, require_native: bool) -> ExecutionOptions:
+def parse_execution(
+    backend: str, target: str | None = None, *, require_native: bool = False
+) -> ExecutionOptions:
     """How quantized products run. Raises a usage error if there is no such backend or target."""
     from policyc.compiler.execution import execution_options
 
     try:
-        return execution_options(backend, target, require_native)
+        return execution_options(backend, target, require_native=require_native)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 
@@ -136,7 +143,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     from policyc.experiments import runner
     from policyc.language.diagnostics import PolicyError
 
-    execution = parse_execution(options.backend, None, options.require_native)
+    execution = parse_execution(options.backend, require_native=options.require_native)
     with exit_on_error():
         session = runner.run(
             program,

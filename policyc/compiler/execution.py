@@ -20,9 +20,9 @@ class ExecutionOptions:
 
 
 def execution_options(
-    backend: str = "auto", target: str | None = None, require_native: bool = False
+    backend: str = "auto", target: str | None = None, *, require_native: bool = False
 ) -> ExecutionOptions:
-    """Raises ValueError if there is no such backend or target."""
+    """Options from the names of a backend and a target. Raises ValueError if there is no such backend or target."""
     if backend not in backends.NAMES:
         raise ValueError(f"no backend named '{backend}': {did_you_mean(backend, backends.NAMES)}")
     try:

@@ -77,7 +77,7 @@ def apply(
       multiple_losses: the policy is also about other losses, so a rule may match nothing in this one.
     """
     parsed_policy = as_policy(policy)
-    execution = execution_options(backend, target, require_native)
+    execution = execution_options(backend, target, require_native=require_native)
     SCHEDULE.watch(parsed_policy)
 
     @wraps(fn)

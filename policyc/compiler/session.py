@@ -138,7 +138,7 @@ def active(
     """
     session = Session(
         policy=as_policy(policy),
-        execution=execution_options(backend, target, require_native),
+        execution=execution_options(backend, target, require_native=require_native),
         multiple_losses=multiple_losses,
         on_plan=on_plan,
         stats_every=stats_every,

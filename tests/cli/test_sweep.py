@@ -101,6 +101,12 @@ def test_parity_compares_the_policies_of_the_playbook(folder: Path) -> None:
     assert "25 runs" in result.out  # what follows the program belongs to the program
 
 
+@pytest.mark.parametrize("words", [("train.py", "--lr", "1"), ("-m", "train", "--lr", "1")])
+def test_parity_names_its_folder_after_the_program(folder: Path, words: tuple[str, ...]) -> None:
+    result = policyc("parity", "--no-plan", "--dry-run", "--policies", "mxfp8", *words, cwd=folder)
+    assert "/sweeps/parity-train/" in result.out
+
+
 def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     broken = {"my seed 1"}

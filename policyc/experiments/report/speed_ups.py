@@ -27,7 +27,7 @@ def predict_speed_ups(
       config: a configuration of the bundled Llama.
       backend: what runs the products that it can run. It need not be installed here.
     """
-    execution = execution_options(backend, gpu, False)
+    execution = execution_options(backend, gpu)
     mesh = parse_mesh(f"fsdp={devices}", devices)
     first = parse(policies[baseline])
     traced = llama_step.plan_step(first, config, mesh, llama_step.Sizes(), execution)
