@@ -42,13 +42,14 @@ class ReadOptions:
 
 
 def read_options(megabytes: int | None) -> Callable[[_Command], _Command]:
-    """The options of every command that reads text, passed as `reading`."""
+    """The options of every command that reads text, passed as `reading`. `megabytes` is a default; None: all text."""
     return collect_options(
         ReadOptions,
         "reading",
         group_options(
             click.option(
-                "--megabytes", type=click.IntRange(1), default=megabytes, show_default=True, metavar="N",
+                "--megabytes", type=click.IntRange(1), default=megabytes, metavar="N",
+                show_default=True if megabytes else "all",
                 help="Read at most this much text of each corpus.",
             ),
             click.option(

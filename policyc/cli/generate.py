@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from policyc.cli.common import ExampleCommand, exit_with_message, load_policy
-from policyc.cli.options import format_option
+from policyc.cli.options import backend_option, format_option, variant_option
 from policyc.cli.program import exit_on_error
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class _GenerateCommand:
     "--prompt",
     multiple=True,
     metavar="TEXT",
-    help="Text to continue; may be repeated. Default: standard input.",
+    show_default="standard input",
+    help="Text to continue; may be repeated.",
 )
 @click.option(
     "--tokens",
@@ -85,16 +86,14 @@ class _GenerateCommand:
     "--seed", metavar="N", type=click.IntRange(0), default=0, show_default=True, help="Seed of the drawing."
 )
 @click.option(
-    "--step", type=int, metavar="STEP", help="Use the checkpoint of this step. Default: the last one."
+    "--step", type=int, metavar="STEP", show_default="the last one", help="Use the checkpoint of this step."
 )
 @click.option("--tokenizer", metavar="FILE", help="tokenizer.json, if it is not that of the run.")
 @click.option(
-    "--policy", metavar="POLICY", help="Compute under this policy. Default: without any, as in bf16 training."
+    "--policy", metavar="POLICY", show_default="none, as in bf16 training", help="Compute under this policy."
 )
-@click.option("--variant", metavar="NAME", help="Use this variant of the policy.")
-@click.option(
-    "--backend", metavar="NAME", default="auto", show_default=True, help="Backend of quantized GEMMs."
-)
+@variant_option
+@backend_option
 @format_option("text", "json", help="The texts, or a JSON object per prompt.")
 def generate(
     folder: Path, tokens: int, temperature: float, top_k: int, top_p: float, seed: int, **options: Any

@@ -60,7 +60,8 @@ lint_options = collect_options(
     "options",
     group_options(
         click.option(
-            "--select", multiple=True, metavar="CODES", help="Check only these codes (comma-separated), or ALL."
+            "--select", multiple=True, metavar="CODES", show_default="ALL",
+            help="Check only these codes (comma-separated).",
         ),
         click.option("--ignore", multiple=True, metavar="CODES", help="Do not check these codes."),
         click.option(

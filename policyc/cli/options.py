@@ -132,7 +132,7 @@ def format_option(*formats: str, help: str = "Output format.") -> _Decorator[Any
 
 def program_argument(*, required: bool) -> _Decorator[Any]:
     """The words of a program. Goes with `ProgramCommand`."""
-    words = "SCRIPT|-m MODULE [ARGS]..."
+    words = "SCRIPT|-m MODULE|-c CODE [ARGS]..."
     metavar = words if required else f"[{words}]"
     return click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar=metavar)
 

@@ -13,11 +13,11 @@ from policyc.cli.program import plan_program
     cls=ProgramCommand,
     examples="""
     policyc sites train.py                              names, shapes, FLOPs and roles of its GEMMs
-    policyc sites --policy llama.policy -m trainer      also which rule wins, and which rules it overrides
+    policyc sites --policy llama.policy -m trainer      also which rule decides, and which rules it overrides
     """,
 )
 @click.option(
-    "--policy", metavar="POLICY", help="Also show which rule of this policy wins, and which it overrides."
+    "--policy", metavar="POLICY", help="Also show which rule of this policy decides, and which it overrides."
 )
 @variant_option
 @format_option("table", "json")

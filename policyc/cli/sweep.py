@@ -88,7 +88,7 @@ def sweep(
 
     Exits with 0 if all runs finished, 1 if some failed, 130 if the sweep was stopped.
     """
-    if bool(program) == bool(config) and not config:
+    if not program and not config:
         raise click.UsageError("name a program, or a configuration with --config")
     from policyc.experiments.sweep.edits import EditedPolicy, expand
     from policyc.experiments.sweep.variants import policy_name

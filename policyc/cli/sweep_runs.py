@@ -100,7 +100,8 @@ sweep_options = collect_options(
             help="Steps of a run. A run that ends earlier has failed.",
         ),
         click.option(
-            "--out", type=click.Path(file_okay=False), show_default="sweeps/NAME", help="Folder of the sweep."
+            "--out", type=click.Path(file_okay=False), show_default="sweeps/POLICY, or sweeps/parity-PROGRAM",
+            help="Folder of the sweep.",
         ),
         click.option(
             "--margin", default="0.5%", show_default=True, metavar="NATS|%",

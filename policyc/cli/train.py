@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import fields
 
 import click
 
@@ -23,7 +24,7 @@ from policyc.language.bundled import data_folder
     policyc train -- --help                                      the options of the training program
     """,
 )
-@click.option("--policy", metavar="POLICY", help="Train under this policy (default: without a policy).")
+@click.option("--policy", metavar="POLICY", show_default="none", help="Train under this policy.")
 @run_options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TRAINING OPTIONS]...")
 def train(policy: str | None, arguments: tuple[str, ...], run: RunOptions) -> None:
@@ -35,7 +36,8 @@ def train(policy: str | None, arguments: tuple[str, ...], run: RunOptions) -> No
     if policy is not None:
         run_under_policy(parse_program((script, *arguments)), policy, run)
         return
-    if run != RunOptions():
-        raise click.UsageError("this option needs --policy")
+    options = [f.name for f in fields(run) if getattr(run, f.name) != f.default]
+    if options:
+        raise click.UsageError(f"--{options[0].replace('_', '-')} needs --policy")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, script, *arguments])

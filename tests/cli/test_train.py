@@ -64,4 +64,4 @@ def test_train_is_the_run_of_apply_and_measuring_does_not_change_it(tmp_path: Pa
 def test_an_option_that_needs_a_policy_is_a_usage_error_without_one(option: str) -> None:
     result = policyc("train", *option.split())
     assert result.code == 2
-    assert "needs --policy" in result.err
+    assert f"{option.split()[0]} needs --policy" in result.err
