@@ -30,6 +30,22 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> str:
     return render_page(report)
 
 
+def test_a_long_name_hides_nothing(show: Show, tmp_path: Path) -> None:
+    gaps = {"bf16": 0.0, "te_nvfp4": 0.05, "a_name_" * 20: 0.01, "\u202eother direction": 0.02}
+    html = render_page(build_report([write_sweep(tmp_path / "s", gaps)]))
+    for width in (500, 1000, 1600):
+        page = show(html, viewport={"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        if width > 500:  # there, the table scrolls
+            table = page.locator(".verdicts").first
+            assert table.evaluate("t => t.scrollWidth <= t.parentElement.clientWidth")
+        plot = page.locator("figure[data-gaps] .u-over").bounding_box()
+        assert plot is not None
+        assert plot["height"] > 100
+        assert "\u202e" not in page.content()
+        assert "\u202e" not in page.locator(".legend").first.inner_text()
+
+
 @pytest.mark.parametrize("width", [800, 1280])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_chart_is_drawn_and_nothing_runs_off_the_page(

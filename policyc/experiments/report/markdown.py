@@ -18,6 +18,8 @@ from policyc.experiments.report.format import (
 from policyc.experiments.report.values import Record
 from policyc.language.diagnostics import escape_controls
 
+_TEXT_COLUMNS = ("variant", "verdict", "reason", "baseline", "run")  # the others are numbers
+
 
 def render_markdown(data: Record) -> str:
     """The whole text."""
@@ -45,7 +47,8 @@ def _cell(text: object) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    rule = "".join("|---" if title in _TEXT_COLUMNS else "|---:" for title in head)
+    lines = [f"| {' | '.join(head)} |", f"{rule}|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 

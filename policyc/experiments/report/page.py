@@ -60,7 +60,7 @@ def render_page(report: Report) -> str:
             "title": _safe(data["title"]),
             "style": _read("uPlot.min.css") + _read("page.css"),
             "body": "\n".join(part for part in parts if part),
-            "data": compress_json(embedded),
+            "data": compress_json(_escape_texts(embedded)),
             "uplot_license": _read("uPlot.LICENSE"),
             "uplot": _read("uPlot.min.js"),
             "script": _read("charts.js") + _read("main.js"),
@@ -73,6 +73,15 @@ def render_page(report: Report) -> str:
 
 def _safe(text: object) -> str:
     return escape(escape_controls(str(text)))
+
+
+def _escape_texts(value: Any) -> Any:
+    """Data for the charts, with texts as on the rest of the page: no character changes the direction of others."""
+    if isinstance(value, dict):
+        return {_escape_texts(key): _escape_texts(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape_texts(item) for item in value]
+    return escape_controls(value) if isinstance(value, str) else value
 
 
 def _section(id: str, title: str, content: str, note: str = "") -> str:
@@ -91,7 +100,7 @@ def _columns(*blocks: str) -> str:
 
 
 def _chip(name: str, color: int) -> str:
-    return f'<span class=chip><i class="c{color % _COLORS}"></i>{_safe(name)}</span>'
+    return f'<span class=chip><i class="c{color % _COLORS}"></i><span>{_safe(name)}</span></span>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], css_class: str = "") -> str:
@@ -173,7 +182,7 @@ def _verdict_table(rows: Sequence[Record], colors: dict[str, int]) -> str:
             detectable,
         )
         body += "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-        body += f"<tr class=reason><td colspan=6>{_safe(row['reason'])}</td></tr>"
+        body += f"<tr class=reason><td colspan=6><div>{_safe(row['reason'])}</div></td></tr>"
     head = "".join(
         f"<th>{title}</th>"
         for title in ("variant", "verdict", "gap, nats", "interval", "seeds", "detectable")

@@ -60,6 +60,9 @@ const fade = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart
 
 const isPaper = () => document.documentElement.classList.contains("paper");
 
+const LONGEST = 24; // characters of a name on an axis or beside a point
+const shorten = (name) => name.length > LONGEST ? name.slice(0, LONGEST - 1) + "…" : name;
+
 // ---- parts of a chart
 
 function axes(format, xValues) {
@@ -272,13 +275,13 @@ function drawLabels(u, points) {
     return { left: x - 5 * ratio, right: x + 5 * ratio, middle: u.valToPos(point.y, "y", true) };
   });
   for (const point of points) {
-    const x = u.valToPos(point.x, "x", true), y = u.valToPos(point.y, "y", true), width = ctx.measureText(point.label).width;
+    const x = u.valToPos(point.x, "x", true), y = u.valToPos(point.y, "y", true), label = shorten(point.label), width = ctx.measureText(label).width;
     const size = 13 * ratio, gap = 9 * ratio;
     const places = [[x + gap, y], [x - gap - width, y], [x + gap, y - size], [x + gap, y + size], [x - gap - width, y - size], [x - gap - width, y + size]];
     const isFree = ([left, middle]) => left > bbox.left && left + width < bbox.left + bbox.width && !taken.some((t) => left < t.right && left + width > t.left && Math.abs(middle - t.middle) < size);
     const [left, middle] = places.find(isFree) || places[0];
     taken.push({ left, right: left + width, middle });
-    ctx.fillText(point.label, left, middle);
+    ctx.fillText(label, left, middle);
   }
   ctx.restore();
 }

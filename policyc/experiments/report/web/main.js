@@ -8,7 +8,7 @@ function gapChart(element, baseline) {
   return pointChart(element, points, {
     title: "Final gap to " + baseline, note: "nats, with the paired t interval of each variant", height: Math.min(340, 200 + 24 * rows.length),
     range: [-0.6, rows.length - 0.4], zone: margin ? [-margin, margin] : null, zoneLabel: "margin " + data.margin,
-    xAxis: { splits: () => rows.map((_, n) => n), values: () => rows.map((row) => row.variant), rotate: 35, size: 24 + 4.4 * Math.max(...rows.map((row) => row.variant.length)), grid: { show: false } },
+    xAxis: { splits: () => rows.map((_, n) => n), values: () => rows.map((row) => shorten(row.variant)), rotate: 35, size: 24 + 4.4 * Math.max(...rows.map((row) => shorten(row.variant).length)), grid: { show: false } },
   });
 }
 
