@@ -122,6 +122,16 @@ def test_edits_of_a_policy_that_has_none_are_refused() -> None:
         apply_variants(policy, ("all",))
 
 
+def test_the_findings_of_an_edit_are_those_that_the_policy_has_not() -> None:
+    policy = parse("mlp.* -> nvfp4(sr=grad)\nattn.* -> mxfp4")
+    base = EditedPolicy(name="p", policy=policy, edit="the policy")
+    (edited,) = collect_variants([], [base], ablate(policy)).variants[1:]
+    # That mxfp4 rounds to nearest is true of the policy too.
+    assert edited.findings == (
+        "nearest-rounded-gradient: the gradient of dgrad is rounded to nearest in nvfp4",
+    )
+
+
 def test_a_policy_has_a_name_that_can_be_a_folder() -> None:
     assert [policy_name(name) for name in ("a/b c.policy", "te_nvfp4", "...policy", "x/.policy")] == [
         "b c", "te_nvfp4", "policy", "policy",

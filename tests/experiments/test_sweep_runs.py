@@ -363,6 +363,23 @@ def test_a_script_that_changed_is_noted(tmp_path: Path) -> None:
     assert "has changed since this sweep began" in note
 
 
+def test_a_sweep_is_continued_in_another_folder_if_its_script_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder, text in zip(folders, "112", strict=True):
+        folder.mkdir()
+        (folder / "train.py").write_text(text)
+    out = tmp_path / "out"
+    out.mkdir()
+    for folder, notes in zip(folders[:2], (0, 1), strict=True):
+        monkeypatch.chdir(folder)
+        assert len(open_sweep(out, design(words=("train.py",), config=None))) == notes
+    monkeypatch.chdir(folders[2])
+    with pytest.raises(ChangedSweep, match=r"cwd is .*/b there, and .*/c here"):
+        open_sweep(out, design(words=("train.py",), config=None))
+
+
 def test_a_policy_may_be_named_by_another_path(tmp_path: Path) -> None:
     open_sweep(tmp_path, design())
     same = EditedPolicy(name="mine", policy=parse("mlp.* -> fp8"), edit="the policy ./mine\nx.policy")

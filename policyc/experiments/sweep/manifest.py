@@ -93,6 +93,10 @@ def open_sweep(out: Path, design: SweepDesign) -> list[str]:
                 f"{out} holds another sweep: {'; '.join(differences)}. Choose another --out, or give the command "
                 f"that made it: {command}"
             )
+        if earlier["cwd"] != values["cwd"]:
+            notes.append(
+                f"this sweep began in {earlier['cwd']}: relative paths in its program's arguments lead elsewhere now"
+            )
         if earlier["program_sha256"] != values["program_sha256"]:
             name = design.program.words[0]
             notes.append(f"{name} has changed since this sweep began: its finished runs used the earlier one")
@@ -119,6 +123,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What differs between two sweeps. More seeds and more variants are no difference."""
     before, after = (_list_settings(manifest) for manifest in (earlier, now))
+    if now["program_sha256"] is not None and earlier["program_sha256"] == now["program_sha256"]:
+        before["cwd"] = after["cwd"]  # the same script in another folder, as after the sweep was copied
     changes = [
         f"{name} is {before.get(name) or 'not set'} there, and {after.get(name) or 'not set'} here"
         for name in dict.fromkeys([*before, *after])

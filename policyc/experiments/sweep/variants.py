@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Literal
 
 from policyc.experiments.sweep.edits import EditedPolicy, expand, semantic_key
 from policyc.experiments.sweep.probe import PlannedPolicy
-from policyc.language.diagnostics import Diagnostic, Severity, escape_controls
+from policyc.language.diagnostics import Severity, escape_controls
 from policyc.language.formatter import format_file
 from policyc.language.loader import load, parse_with_diagnostics
 from policyc.lint.engine import lint
@@ -85,7 +84,7 @@ def collect_variants(
         *(("policy", policy) for policy in policies),
         *(("edit", edit) for edit in edits),
     ]
-    unedited = Counter(d.code for policy in policies for d in _lint(_write_text(policy)))
+    unedited = {finding for policy in policies for finding in _lint(_write_text(policy))}
     variants: list[SweepVariant] = []
     omitted: list[OmittedEdit] = []
     names: dict[object, str] = {}
@@ -105,7 +104,7 @@ def collect_variants(
         prefix = policies[0].name if role == "edit" else role
         name = _unique_name(candidate.name, prefix, {v.name for v in variants})
         names[key] = name
-        findings = _new_findings(text, unedited) if role == "edit" else ()
+        findings = tuple(f for f in _lint(text) if f not in unedited) if role == "edit" else ()
         variants.append(
             SweepVariant(
                 name=name, role=role, edit=candidate.edit, text=text, sha256=candidate.policy.sha256,
@@ -139,20 +138,11 @@ def _find_error(text: str) -> str:
     return "; ".join(f"{d.code}: {d.message}" for d in diagnostics)
 
 
-def _lint(text: str) -> list[Diagnostic]:
+def _lint(text: str) -> list[str]:
+    """The warnings and errors of the linter, each once: its code and message."""
     diagnostics = lint(parse_with_diagnostics(text)).diagnostics
-    return [diagnostic for diagnostic in diagnostics if diagnostic.severity is not Severity.NOTE]
-
-
-def _new_findings(text: str, unedited: Counter[str]) -> tuple[str, ...]:
-    """The findings of an edit that the policy does not have."""
-    rest = Counter(unedited)
-    lines = []
-    for diagnostic in _lint(text):
-        rest[diagnostic.code] -= 1
-        if rest[diagnostic.code] < 0:
-            lines.append(f"{diagnostic.code}: {diagnostic.message}")
-    return tuple(lines)
+    severe = (diagnostic for diagnostic in diagnostics if diagnostic.severity is not Severity.NOTE)
+    return list(dict.fromkeys(f"{diagnostic.code}: {diagnostic.message}" for diagnostic in severe))
 
 
 def drop_equal_plans(policies: VariantList, planned: Mapping[str, PlannedPolicy]) -> VariantList:
