@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,7 +15,9 @@ from policyc.cli.options import (
     ProgramCommand,
     StepOptions,
     backend_option,
+    collect_options,
     format_option,
+    group_options,
     multiple_losses_option,
     program_argument,
     require_native_option,
@@ -37,6 +40,32 @@ if TYPE_CHECKING:
     from policyc.language.policy import Policy
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """How a step is compiled and reported: the values of `compile_options`."""
+
+    variant: str | None
+    backend: str
+    require_native: bool
+    multiple_losses: bool
+    dump_hlo: str | None
+    output_format: str
+
+
+compile_options = collect_options(
+    CompileOptions,
+    "options",
+    group_options(
+        variant_option,
+        backend_option,
+        require_native_option,
+        multiple_losses_option,
+        click.option("--dump-hlo", metavar="DIR", help="Write the optimized HLO into this folder."),
+        format_option("table", "json"),
+    ),
+)
+
+
 @click.command(
     cls=ProgramCommand,
     examples="""
@@ -47,15 +76,10 @@ if TYPE_CHECKING:
     """,
 )
 @step_options
-@variant_option
-@backend_option
-@require_native_option
-@multiple_losses_option
-@click.option("--dump-hlo", metavar="DIR", help="Write the optimized HLO into this folder.")
-@format_option("table", "json")
+@compile_options
 @click.argument("policy")
 @program_argument(required=False)
-def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options: Any) -> None:
+def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: CompileOptions) -> None:
     """Compile a training step for GPUs that need not be present.
 
     With --config, the whole step of the bundled Llama is compiled: forward, backward and optimizer. With a program, it
@@ -69,33 +93,31 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, **options:
     step.check_source(program)
     if program:
         check_order(policy, program)
-    elif options["multiple_losses"]:
+    elif options.multiple_losses:
         raise click.UsageError("--multiple-losses is for programs: the bundled Llama has one loss")
-    if options["dump_hlo"]:
-        options["dump_hlo"] = os.path.abspath(options["dump_hlo"])  # the program may change the folder
-    loaded = load_policy(policy, options["variant"])
+    # The program may change the folder.
+    hlo_folder = os.path.abspath(options.dump_hlo) if options.dump_hlo else None
+    loaded = load_policy(policy, options.variant)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a GPU
     from policyc.hardware.deviceless import CannotCompile
     from policyc.language.diagnostics import escape_lines
 
     try:
         with exit_on_error():
-            execution = parse_execution(
-                options["backend"], step.target, require_native=options["require_native"]
-            )
+            execution = parse_execution(options.backend, step.target, require_native=options.require_native)
             if step.config:
                 report, planned = _compile_config(loaded, step.config, execution, step)
             else:
                 report, planned = _compile_program(
-                    loaded, program, execution, step, may_miss=options["multiple_losses"]
+                    loaded, program, execution, step, may_miss=options.multiple_losses
                 )
     except (CannotCompile, ImportError, NotImplementedError) as error:  # a backend raises the last two
         exit_with_message(str(error))
     title = f"{step.config or program_name(program)} under {policy}"
-    if options["dump_hlo"]:
-        _dump(options["dump_hlo"], report, title)
-    if options["output_format"] == "json":
-        name = policy if options["variant"] is None else f"{policy} {options['variant']}"
+    if hlo_folder:
+        _dump(hlo_folder, report, title)
+    if options.output_format == "json":
+        name = policy if options.variant is None else f"{policy} {options.variant}"
         click.echo(escape_lines(_as_json(report, title, name)), nl=False)
     else:
         click.echo(escape_lines(_as_table(report, title)), nl=False)

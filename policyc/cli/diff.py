@@ -71,6 +71,40 @@ class DiffCommand(ProgramCommand):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """What is compared: the values of `compare_options`."""
+
+    unrolled: bool
+    backend: str
+    grad: bool
+    phase: int
+    vs: str | None
+    stats: str | None
+    compiled: str | None
+
+    def with_absolute_paths(self) -> CompareOptions:
+        """The program may change the folder."""
+        paths = {n: os.path.abspath(v) for n in ("vs", "stats", "compiled") if (v := getattr(self, n))}
+        return dataclasses.replace(self, **paths)
+
+
+compare_options = collect_options(
+    CompareOptions,
+    "compare",
+    group_options(
+        click.option("--unrolled", is_flag=True, help="Unroll the layers of a configuration."),
+        backend_option,
+        click.option("--grad", is_flag=True, help="Compare gradients, where dgrad and wgrad show."),
+        click.option("--phase", metavar="N", type=click.IntRange(0), default=0, show_default=True,
+                     help="The phase of the schedule, from 0."),
+        click.option("--vs", metavar="PLAN.JSON", help="Compare with an earlier plan (apply --plan-out)."),
+        click.option("--stats", metavar="RUN", help="Add the measured errors of a run: its folder."),
+        click.option("--compiled", metavar="FILE", help="Add the calls found by 'policyc compile --format json'."),
+    ),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
     """What is printed and written: the values of `output_options`."""
 
@@ -83,6 +117,7 @@ class OutputOptions:
     exit_code: bool
 
     def with_absolute_paths(self) -> OutputOptions:
+        """The program may change the folder."""
         paths = {
             name: os.path.abspath(value)
             for name in ("svg", "out", "model_explorer")
@@ -121,19 +156,16 @@ output_options = collect_options(
     """,
 )
 @make_step_options("gb200")
-@click.option("--unrolled", is_flag=True, help="Unroll the layers of a configuration.")
-@backend_option
-@click.option("--grad", is_flag=True, help="Compare gradients, where dgrad and wgrad show.")
-@click.option("--phase", metavar="N", type=click.IntRange(0), default=0, show_default=True,
-              help="The phase of the schedule, from 0.")  # fmt: skip
-@click.option("--vs", metavar="PLAN.JSON", help="Compare with an earlier plan (apply --plan-out).")
-@click.option("--stats", metavar="RUN", help="Add the measured errors of a run: its folder.")
-@click.option("--compiled", metavar="FILE", help="Add the calls found by 'policyc compile --format json'.")
+@compare_options
 @output_options
 @click.argument("policy", metavar="POLICY [POLICY]")
 @program_argument(required=False)
 def diff(
-    policy: str, program: tuple[str, ...], step: StepOptions, output: OutputOptions, **options: Any
+    policy: str,
+    program: tuple[str, ...],
+    step: StepOptions,
+    compare: CompareOptions,
+    output: OutputOptions,
 ) -> None:
     """Show what a policy changes in a program.
 
@@ -148,17 +180,29 @@ def diff(
     check_order(policy, program)
     step.check_source(words)
     policies = [load_policy(*split_variant(name)) for name in names]
-    if options["vs"] and len(names) > 1:
+    if compare.vs and len(names) > 1:
         raise click.UsageError("--vs compares a plan with one policy")
-    # The program may change the folder.
     folder = os.getcwd()
-    paths = {name: os.path.abspath(value) for name in ("vs", "stats", "compiled") if (value := options[name])}
-    output = output.with_absolute_paths()
+    compare, output = compare.with_absolute_paths(), output.with_absolute_paths()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
+    from policyc.diff.build import DiffRequest, build_diff
+
     with exit_on_error():
-        execution = parse_execution(options["backend"], step.target)
-        traced = _trace(policies[-1], words, step, execution, options["unrolled"])
-        data = _build(traced, policies, names, words, step, {**options, **paths, "folder": folder})
+        execution = parse_execution(compare.backend, step.target)
+        traced = _trace(policies[-1], words, step, execution, compare.unrolled)
+        request = DiffRequest(
+            step=traced,
+            before=policies[0] if len(policies) > 1 else None,
+            labels=(names[0], names[1]) if len(names) > 1 else ("no policy", names[0]),
+            program=step.config or " ".join(words),
+            target=execution.target,
+            mesh=step.mesh_shape(),
+            phase=compare.phase,
+            is_gradient=compare.grad,
+            earlier_plan=compare.vs,
+            folder=folder,
+        )
+        data = _add_overlays(build_diff(request), compare)
     _write(data, output)
     if output.exit_code and data.differs:
         sys.exit(EXIT_FAILURE)
@@ -183,36 +227,15 @@ def _trace(
     return TrainingStep(plan=plan, accumulate=options.accumulate or 1, remat=options.remat or "none")
 
 
-def _build(
-    traced: TrainingStep,
-    policies: Sequence[Policy],
-    names: Sequence[str],
-    words: tuple[str, ...],
-    step: StepOptions,
-    options: dict[str, Any],
-) -> DiffData:
-    from policyc.diff.build import DiffRequest, build_diff
+def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
+    """The diff with the measurements of a run, and the calls of a compiled step, if the options name them."""
     from policyc.diff.overlays import read_compiled, read_stats
-    from policyc.numerics.targets import get_target
 
-    request = DiffRequest(
-        step=traced,
-        before=policies[0] if len(policies) > 1 else None,
-        labels=(names[0], names[1]) if len(names) > 1 else ("no policy", names[0]),
-        program=step.config or " ".join(words),
-        target=get_target(step.target),
-        mesh=step.mesh_shape(),
-        phase=options["phase"],
-        is_gradient=options["grad"],
-        earlier_plan=options["vs"],
-        folder=options["folder"],
-    )
-    data = build_diff(request)
     overlays: dict[str, Any] = {}
-    if options["stats"]:
-        overlays["stats"] = read_stats(Path(options["stats"]), data)
-    if options["compiled"]:
-        overlays["compiled"] = read_compiled(Path(options["compiled"]), data)
+    if compare.stats:
+        overlays["stats"] = read_stats(Path(compare.stats), data)
+    if compare.compiled:
+        overlays["compiled"] = read_compiled(Path(compare.compiled), data)
     return dataclasses.replace(data, overlays=overlays)
 
 

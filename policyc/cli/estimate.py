@@ -14,7 +14,9 @@ from policyc.cli.common import exit_with_message, load_policy, use_color
 from policyc.cli.options import (
     ProgramCommand,
     StepOptions,
+    collect_options,
     format_option,
+    group_options,
     program_argument,
     step_options,
     variant_option,
@@ -47,6 +49,51 @@ Memory is not checked: a step that does not fit has an estimate too.
 """
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateOptions:
+    """What is estimated and printed: the values of `estimate_options`."""
+
+    against: str | None
+    variant: str | None
+    backend: str
+    compiled: tuple[str, ...]
+    store_bandwidth: float | None
+    output_format: str
+    assumptions: bool
+
+
+estimate_options = collect_options(
+    EstimateOptions,
+    "options",
+    group_options(
+        click.option("--against", metavar="POLICY", help="Another policy to compare with."),
+        variant_option,
+        click.option(
+            "--backend",
+            type=click.Choice(["auto", "te", "xla"]),
+            default="auto",
+            show_default=True,
+            help="Backend for quantized GEMMs. 'auto' is what would run: the choice of 'apply' for this GPU.",
+        ),
+        click.option(
+            "--compiled",
+            metavar="FILE",
+            multiple=True,
+            help="Take bytes, kernels and collectives from a step that 'compile --format json' wrote. Once for each "
+            "policy.",
+        ),
+        click.option(
+            "--store-bandwidth",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="GB/S",
+            help="Also estimate checkpoints, in a store that all hosts together write and read at this speed.",
+        ),
+        format_option("table", "json"),
+        click.option("--assumptions", is_flag=True, help="Also print the assumptions of the cost model."),
+    ),
+)
+
+
 @click.command(
     cls=ProgramCommand,
     examples="""
@@ -59,32 +106,10 @@ Memory is not checked: a step that does not fit has an estimate too.
     """,
 )
 @step_options
-@click.option("--against", metavar="POLICY", help="Another policy to compare with.")
-@variant_option
-@click.option(
-    "--backend",
-    type=click.Choice(["auto", "te", "xla"]),
-    default="auto",
-    show_default=True,
-    help="Backend for quantized GEMMs. 'auto' is what would run: the choice of 'apply' for this GPU.",
-)
-@click.option(
-    "--compiled",
-    metavar="FILE",
-    multiple=True,
-    help="Take bytes, kernels and collectives from a step that 'compile --format json' wrote. Once for each policy.",
-)
-@click.option(
-    "--store-bandwidth",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="GB/S",
-    help="Also estimate checkpoints, in a store that all hosts together write and read at this speed.",
-)
-@format_option("table", "json")
-@click.option("--assumptions", is_flag=True, help="Also print the assumptions of the cost model.")
+@estimate_options
 @click.argument("policy")
 @program_argument(required=False)
-def estimate(policy: str, program: tuple[str, ...], step: StepOptions, **options: Any) -> None:
+def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: EstimateOptions) -> None:
     """Estimate the time of a step on GPUs that need not be present.
 
     The step is that of a configuration of the bundled Llama (--config) or of a program, whose loss is traced and not
@@ -93,26 +118,27 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, **options
     from policyc.hardware.mesh import check_modelled
 
     step.check_source(program)
-    execution = parse_execution(options["backend"], step.target)
-    policies = _load_policies(policy, options["variant"], options["against"])
+    execution = parse_execution(options.backend, step.target)
+    policies = _load_policies(policy, options.variant, options.against)
     try:
         mesh = step.mesh_shape()
         check_modelled(mesh)
-        compiled = _read_compiled(options["compiled"], [name for name, _ in policies], step)
+        compiled = _read_compiled(options.compiled, [name for name, _ in policies], step)
         traced = _trace_step(policies[-1][1], program, mesh, step, execution)
-        checkpoint = _estimate_checkpoint(step, mesh, options["store_bandwidth"])
+        checkpoint = _estimate_checkpoint(step, mesh, options.store_bandwidth)
     except ValueError as error:
         exit_with_message(str(error))
     estimates = [
         _estimate(name, _under(traced, loaded, execution), mesh, compiled.get(name))
         for name, loaded in policies
     ]
-    if options["output_format"] == "json":
+    if options.output_format == "json":
         click.echo(json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2))
     else:
         _print_table(estimates, f"{step.devices} x {step.target} ({mesh})")
-        _print_checkpoint(checkpoint, options["store_bandwidth"])
-        if options["assumptions"]:
+        if options.store_bandwidth is not None:
+            _print_checkpoint(checkpoint["checkpoint"], options.store_bandwidth)
+        if options.assumptions:
             click.echo(ASSUMPTIONS, nl=False)
 
 
@@ -259,10 +285,7 @@ def _speed_up(estimates: NamedEstimates) -> float:
     return before / after
 
 
-def _print_checkpoint(data: dict[str, Any], gigabytes_per_second: float) -> None:
-    if not data:
-        return
-    checkpoint = data["checkpoint"]
+def _print_checkpoint(checkpoint: dict[str, Any], gigabytes_per_second: float) -> None:
     gb = {name: f"{checkpoint[name] / 1e9:.4g} GB" for name in ("bytes", "bytes_per_device", "host_memory")}
     click.echo(
         f"checkpoint: {gb['bytes']}, {gb['bytes_per_device']} of it on each device; a host with "
