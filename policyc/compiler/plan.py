@@ -33,6 +33,9 @@ from policyc.numerics.backends.choice import (
     machine_of,
 )
 
+_MatchedProducts = tuple[frozenset[Gemm], ...]
+"""For each rule of a policy: the products of a site that it matches."""
+
 Phase = tuple[bool, ...]
 """For each condition of the schedule, in the order of `Policy.step_conditions`: does it hold?"""
 
@@ -180,7 +183,7 @@ class Plan:
             yield from run.products()
 
     @cached_property
-    def matched(self) -> Mapping[tuple[Address, Layer], tuple[frozenset[Gemm], ...]]:
+    def matched(self) -> Mapping[tuple[Address, Layer], _MatchedProducts]:
         """For each layer of each site, the products that each rule matches, in any phase."""
         matcher = _Matcher(self.policy.rules)
         return {(s.address, layer): matcher(s, layer) for s in self.sites for layer in s.layers()}
@@ -215,16 +218,16 @@ class Plan:
         if decision.recipe is None:
             return decision
         key = (address, decision)
-        if key not in self._decision_cache:
+        if key not in self._lowered:
             queries = gemm_queries(self._site_at[address], decision.recipe)
             fprop, dgrad, wgrad = (choose(self.execution.backend, q, self.machine) for q in queries)
-            self._decision_cache[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
-        return self._decision_cache[key]
+            self._lowered[key] = replace(decision, lowerings=(fprop, dgrad, wgrad))
+        return self._lowered[key]
 
-    def _decide(self, matched: tuple[frozenset[Gemm], ...], live: tuple[bool, ...]) -> Decision:
+    def _decide(self, matched: _MatchedProducts, live: tuple[bool, ...]) -> Decision:
         """The decision where each rule matches these products and these rules are in force."""
         key = (matched, live)
-        if key not in self._decision_cache:
+        if key not in self._decided:
             choices: list[Choice] = []
             for gemm in Gemm:
                 rules = [r for r in reversed(range(len(matched))) if live[r] and gemm in matched[r]]
@@ -235,15 +238,21 @@ class Plan:
             recipe = recipes.make_split_recipe(parts)
             kept = all(t.format == "keep" for t in recipe.treatments)
             fprop, dgrad, wgrad = choices
-            self._decision_cache[key] = Decision((fprop, dgrad, wgrad), None if kept else recipe)
-        return self._decision_cache[key]
+            self._decided[key] = Decision((fprop, dgrad, wgrad), None if kept else recipe)
+        return self._decided[key]
 
     @cached_property
     def _site_at(self) -> dict[Address, Site]:
         return {site.address: site for site in self.sites}
 
     @cached_property
-    def _decision_cache(self) -> dict[Any, Decision]:
+    def _decided(self) -> dict[tuple[_MatchedProducts, tuple[bool, ...]], Decision]:
+        """Decisions without lowerings, by the arguments of `_decide`: many layers have the same."""
+        return {}
+
+    @cached_property
+    def _lowered(self) -> dict[tuple[Address, Decision], Decision]:
+        """Decisions with lowerings, by the arguments of `_with_lowerings`."""
         return {}
 
 
@@ -286,10 +295,10 @@ class _Matcher:
         self._patterns = [
             tuple((p, s.products) for s in rule.selectors for p in expand_selector(s)) for rule in rules
         ]
-        self._by_path: dict[DottedPath, tuple[frozenset[Gemm], ...]] = {}
+        self._by_path: dict[DottedPath, _MatchedProducts] = {}
         self._conditions: dict[Address, tuple[bool, ...]] = {}
 
-    def __call__(self, site: Site, layer: Layer) -> tuple[frozenset[Gemm], ...]:
+    def __call__(self, site: Site, layer: Layer) -> _MatchedProducts:
         if site.address not in self._conditions:
             attributes = site.attributes
             self._conditions[site.address] = tuple(
@@ -302,7 +311,7 @@ class _Matcher:
         holds = self._conditions[site.address]
         return tuple(products if ok else frozenset() for products, ok in zip(joined, holds, strict=True))
 
-    def _match(self, path: DottedPath) -> tuple[frozenset[Gemm], ...]:
+    def _match(self, path: DottedPath) -> _MatchedProducts:
         if path not in self._by_path:
             self._by_path[path] = tuple(
                 frozenset[Gemm]().union(*(products for p, products in parts if matches(p, path)))
