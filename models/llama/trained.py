@@ -2,11 +2,11 @@
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -15,6 +15,8 @@ from policyc.models.llama import configs, data, optimizer, weights
 from policyc.models.llama import model as llama
 from policyc.models.llama.checkpoints import DamagedCheckpointError, read_params, saved_steps
 from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig
+
+Config = TypeVar("Config", ModelConfig, RunConfig)
 
 TOKENIZER_REMEDY = "name the tokenizer.json that made them with --tokenizer FILE"
 
@@ -123,7 +125,8 @@ def _cast(params: llama.Params, config: ModelConfig) -> llama.Params:
 def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> TrainedModel:
     try:
         about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        config, run = (_from_settings(kind, about["settings"]) for kind in (ModelConfig, RunConfig))
+        config = _from_settings(ModelConfig, about["settings"])
+        run = _from_settings(RunConfig, about["settings"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{folder / 'run.json'} cannot be read: {error}") from None
     checkpoints = _find_checkpoints(folder, run)
@@ -141,9 +144,9 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> TrainedM
     )
 
 
-def _from_settings(kind: Callable[..., Any], settings: dict[str, Any]) -> Any:
+def _from_settings(kind: type[Config], settings: dict[str, Any]) -> Config:
     """A configuration from run.json. Settings that this version does not know are left out."""
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]  # it is a dataclass
+    known = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in settings.items() if name in known})
 
 

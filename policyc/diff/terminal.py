@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
@@ -133,6 +134,13 @@ def _glyph(run: LinearLayers | None, gemm: Gemm) -> tuple[str, str]:
 # ---- equations
 
 
+@dataclass(frozen=True, slots=True)
+class _Unchanged:
+    """Equations that did not change, and that are not printed."""
+
+    equations: int
+
+
 class EquationLines:
     """The scopes that hold a change, with their equations; those that did not change are counted."""
 
@@ -141,23 +149,18 @@ class EquationLines:
         self._graph: nx.DiGraph[int] = graph_of(diff)
 
     def lines(self) -> Iterator[str]:
-        unchanged = 0
-        for line in self._scope(0, ()) if self._graph.nodes[0]["changed"] else ():
-            if isinstance(line, int):
-                unchanged += line
-                continue
-            if unchanged:
-                yield self._unchanged(unchanged)
-            yield line
-            unchanged = 0
-        if unchanged:
-            yield self._unchanged(unchanged)
+        """The lines. Unchanged equations that follow each other are counted in one line."""
+        items = self._scope(0, ()) if self._graph.nodes[0]["changed"] else ()
+        for is_unchanged, group in itertools.groupby(items, lambda item: isinstance(item, _Unchanged)):
+            if is_unchanged:
+                count = sum(item.equations for item in group if isinstance(item, _Unchanged))
+                if count:
+                    yield self._paint("dim", f"  ... {count} equation{'s'[: count != 1]} unchanged")
+            else:
+                yield from (item for item in group if isinstance(item, str))
 
-    def _unchanged(self, count: int) -> str:
-        return self._paint("dim", f"  ... {count} equation{'s'[: count != 1]} unchanged")
-
-    def _scope(self, node: int, path: tuple[str, ...]) -> Iterator[str | int]:
-        """The lines of a scope, and in between the numbers of equations that did not change.
+    def _scope(self, node: int, path: tuple[str, ...]) -> Iterator[str | _Unchanged]:
+        """The lines of a scope, and in between what did not change.
 
         A header stands before the first of its own equations that differ.
         """
@@ -169,7 +172,7 @@ class EquationLines:
             data = self._graph.nodes[child]
             is_changed = data["changed"] if data["type"] == "scope" else data["side"] != "both"
             if not is_changed:
-                yield data["equations"] if data["type"] == "scope" else 1
+                yield _Unchanged(data["equations"] if data["type"] == "scope" else 1)
                 continue
             if data["type"] == "scope":
                 yield from self._scope(child, path)

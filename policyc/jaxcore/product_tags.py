@@ -26,6 +26,7 @@ _PART = "policyc."
 _RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to what it computes again
 
 Part = Literal["result", "lhs", "rhs", ""]
+_PARTS: tuple[Part, ...] = ("result", "lhs", "rhs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +144,10 @@ class TaggedLoss:
         stack = eqn.source_info.name_stack.stack
         names = [s.name for s in stack if isinstance(s, sources.Scope)]
         tags = [_read_numbers(name) for name in names if name.startswith(_TAG)]
-        parts = [name.removeprefix(_PART) for name in names if name.startswith(_PART)]
-        part = next((p for p in parts[-1:] if p in ("result", "lhs", "rhs")), "")
+        last_part = next((name for name in reversed(names) if name.startswith(_PART)), "")
         return Tag(
             address=self._resolve(tags, container) if tags else None,
-            part=part,  # type: ignore[arg-type]  # one of the three names
+            part=next((part for part in _PARTS if last_part == f"{_PART}{part}"), ""),
             is_backward=any(not isinstance(s, sources.Scope) and s.name == "transpose" for s in stack),
             is_recomputed=_RECOMPUTED in names,
         )
