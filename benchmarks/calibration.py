@@ -10,7 +10,6 @@ lines that are printed. Needs no GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import make_parser
 from policyc import load, parse
 from policyc.compiler.execution import ExecutionOptions, execution_options
 from policyc.compiler.plan import make_plan
@@ -55,6 +55,7 @@ PUBLISHED = (
     Published("second", "llama3_405b", "gb300", 256, 2646, 3575),
 )
 
+FITTED = tuple(case for case in PUBLISHED if case.fitted)
 POLICIES = {"fp8": "fp8", "nvfp4": "te_nvfp4"}  # both quantize every linear of every block
 
 
@@ -95,7 +96,7 @@ def predict(
     return step_parts(case, format).combine(hidden, other).tflops
 
 
-def fit(cases: Sequence[Published] = tuple(c for c in PUBLISHED if c.fitted)) -> tuple[float, float]:
+def fit(cases: Sequence[Published] = FITTED) -> tuple[float, float]:
     """Returns the constants with the least squared error of the logarithms, to two digits."""
     figures = [(case, f, getattr(case, f)) for case in cases for f in POLICIES]
 
@@ -227,9 +228,7 @@ def print_h200() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     path = parser.parse_args().json
     hidden, other = fit()

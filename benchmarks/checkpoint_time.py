@@ -9,7 +9,6 @@ Needs the extra train, and no GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -21,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.command_line import make_parser, print_header, print_row
 from policyc.hardware import llama_step
 from policyc.hardware.checkpoint_cost import checkpoint_cost
 from policyc.hardware.mesh import MeshShape
@@ -61,7 +61,8 @@ def random_state(abstract: Any) -> Any:
     def fill(leaf: Any) -> jax.Array:
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
         numbers = generator.standard_normal(leaf.shape, np.float32) if is_float else np.zeros(leaf.shape)
-        return jax.device_put(numbers.astype(leaf.dtype), leaf.sharding)
+        array: jax.Array = jax.device_put(numbers.astype(leaf.dtype), leaf.sharding)
+        return array
 
     return jax.tree.map(fill, abstract)
 
@@ -95,9 +96,7 @@ def measure(name: str, folder: Path) -> Measurement:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--config", action="append", help="only this configuration (may be repeated; default: tiny, 5m, 30m)"
     )
@@ -116,7 +115,7 @@ def main() -> None:
         "processor time",
         "per GB",
     )
-    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+    print_header(titles)
     results = []
     for name in options.config or ("tiny", "5m", "30m"):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -127,7 +126,7 @@ def main() -> None:
         cells += [f"{result.write_seconds:.2f} s", f"{result.restore_seconds:.2f} s"]
         cpu = result.restore_cpu_seconds
         cells += [f"{cpu:.2f} s", f"{cpu / sizes[0] * 1e9:.1f} s"]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        print_row(cells)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -10,7 +10,6 @@ the whole command. --reports keeps what `policyc compile --format json` says, fo
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -22,6 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import make_parser, print_header, print_row
 from benchmarks.speed_ups import REMAT, Case, report_name
 
 DEVICES = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 128}
@@ -93,7 +93,8 @@ def compile_step(
     }
 
 
-def table_row(report: dict[str, Any]) -> str:
+def table_cells(report: dict[str, Any]) -> list[str]:
+    """The cells of a row, in the order of `COLUMNS`."""
     products, memory = report["products"], report["memory"]
     native = sum(p["native"] and p["found"] > 0 for p in products)
     copied = next(k["bytes"] for k in report["kernel_kinds"] if k["kind"] == "copies and fills")
@@ -101,7 +102,7 @@ def table_row(report: dict[str, Any]) -> str:
     for collective in report["collectives"]:
         gigabytes[collective["kind"]] += collective["bytes"] / 1e9
     scattered, gathered = (gigabytes.pop(kind, 0) for kind in ("reduce-scatter", "all-gather"))
-    cells = [
+    return [
         report["config"],
         f"{report['devices']} {report['target'].upper()}",
         report["mesh"],
@@ -117,13 +118,10 @@ def table_row(report: dict[str, Any]) -> str:
         f"{report['cpu_s']:.0f} s",
         f"{report['wall_s']:.0f} s",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--config", action="append", choices=DEVICES, help="only this configuration (may be repeated)"
     )
@@ -143,13 +141,13 @@ def main() -> None:
     cases = itertools.product(
         options.config or DEVICES, options.target or ("gb200", "gb300"), options.policy or POLICIES
     )
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    print_header(COLUMNS)
     for config, target, policy in cases:
         case = Case(config, target, options.devices or DEVICES[config])
         mesh = options.mesh or f"fsdp={case.devices}"
         settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name)}
         report = compile_step(policy, case, mesh, options.backend, settings)
-        print(table_row(report), flush=True)
+        print_row(table_cells(report))
         if options.reports is not None:
             options.reports.mkdir(parents=True, exist_ok=True)
             name = report_name(policy, case)

@@ -9,13 +9,13 @@ optimized HLO.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.command_line import make_parser
 from policyc.hardware import hlo
 
 if TYPE_CHECKING:
@@ -62,10 +62,12 @@ def compile_block(policy: str, target: str) -> CompileReport:
     import jax
 
     from policyc.compiler import pipeline
+    from policyc.compiler.execution import execution_options
     from policyc.hardware import deviceless, llama_step
     from policyc.models.llama import model as llama
 
-    execution = pipeline.execution_options(target=target)
+    execution = execution_options(target=target)
+    assert execution.target is not None
     (device,) = deviceless.make_devices(execution.target, 1)
     config, _ = llama_step.configuration("llama3_8b")
     # All other sizes of the block are those of the model.
@@ -117,9 +119,7 @@ def wide_arrays(kernel: hlo.Execution) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "policies", nargs="*", metavar="POLICY", default=POLICIES, help="default: five of them"
     )

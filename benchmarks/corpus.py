@@ -10,7 +10,6 @@ Writes OUT/tokenizer.json, OUT/train.bin, OUT/validation.bin (uint16) and OUT/co
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from benchmarks.command_line import make_parser
 from policyc.models.llama.corpora import TokenWriter, train_tokenizer, write_tokens
 
 PACKAGES = {
@@ -141,7 +141,7 @@ def make_corpus(folder: Path, cache: Path) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Makes the corpus of docs/results.")
+    parser = make_parser(__doc__)
     parser.add_argument("out", type=Path, help="output folder")
     parser.add_argument("--packages", type=Path, help="folder of the packages (default: OUT/packages)")
     options = parser.parse_args(arguments)

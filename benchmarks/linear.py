@@ -8,8 +8,7 @@ on a CPU it is small.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,10 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.command_line import make_parser
 from benchmarks.timing import print_times, save, time_median
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe, make_split_recipe
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, Key, block_values, blocks, make_key, quantize
+from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.kernels import Kernels
 from policyc.numerics.quantize.orders import OrderRequest, quantize_orders
 
@@ -98,20 +99,21 @@ def time_quantizers(x: jax.Array, repeat: int) -> Any:
 
 
 @contextmanager
-def threefry() -> Any:
+def threefry() -> Iterator[None]:
     """Replaces the hash by JAX's own random number generator."""
-    words = blocks.random_words
+    module: Any = blocks
+    random_words = module.random_words
 
-    def draw(k: Key, shape: tuple[int, ...], offset: int = 0) -> jax.Array:
+    def draw(key: Key, shape: tuple[int, ...], offset: int = 0) -> jax.Array:
         del offset
-        seed = jnp.stack([jnp.ravel(k.a)[0], jnp.ravel(k.b)[0]])
+        seed = jnp.stack([jnp.ravel(key.a)[0], jnp.ravel(key.b)[0]])
         return jax.random.bits(jax.random.wrap_key_data(seed), shape, jnp.uint32)
 
-    blocks.random_words = draw
+    module.random_words = draw
     try:
         yield
     finally:
-        blocks.random_words = words
+        module.random_words = random_words
 
 
 def time_designs(x: jax.Array, repeat: int) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def time_designs(x: jax.Array, repeat: int) -> dict[str, Any]:
         rows["threefry"] = time_median(lambda x: quantize(x, sr, key=make_key(1)), x, repeat=repeat)
     results = {"random bits": print_times("random bits", rows, "hash")}
     rows = {}
-    methods = ["matmul", "matmul_bf16", "butterfly"]
+    methods: list[Method] = ["matmul", "matmul_bf16", "butterfly"]
     for method in [*methods, "kernels"] if jax.default_backend() == "gpu" else methods:
         f = partial(quantize, treatment=rotated, axes=Axes(axis=-2), method=method)
         rows[method] = time_median(f, x, repeat=repeat)
@@ -159,13 +161,14 @@ def time_both_orders(x: jax.Array, repeat: int) -> Any:
     return print_times("rows and columns of dy", rows, "both in one program, XLA")
 
 
-def measure_residuals(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, int]:
+def measure_residuals(x: jax.Array, w: jax.Array) -> dict[str, int]:
     """Bytes saved from the forward for the backward pass."""
-    del dy
     sizes = {}
-    products = {"bf16": partial(lax.dot_general, dimension_numbers=DIMS)}
-    products["nvfp4 full"] = partial(quantized_dot_general, dimension_numbers=DIMS, recipe=FULL)
-    products["fp8"] = make_product("fp8")
+    products: dict[str, Callable[..., jax.Array]] = {
+        "bf16": partial(lax.dot_general, dimension_numbers=DIMS),
+        "nvfp4 full": partial(quantized_dot_general, dimension_numbers=DIMS, recipe=FULL),
+        "fp8": make_product("fp8"),
+    }
     print("\nsaved for the backward pass\n---------------------------")
     for name, product in products.items():
         residuals = jax.eval_shape(lambda x, w, p=product: jax.vjp(p, x, w)[1], x, w)
@@ -175,8 +178,7 @@ def measure_residuals(x: jax.Array, w: jax.Array, dy: jax.Array) -> dict[str, in
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = make_parser(__doc__)
     m, k, n = (16384, 4096, 14336) if jax.default_backend() == "gpu" else (1024, 512, 1024)
     parser.add_argument("--m", type=int, default=m, help="tokens (default: 16384 on a GPU, else 1024)")
     parser.add_argument("--k", type=int, default=k, help="inputs (default: 4096 on a GPU, else 512)")
@@ -195,7 +197,7 @@ def main() -> None:
         "quantizers": time_quantizers(x, args.repeat),
         "designs": time_designs(x, args.repeat)
         | {"rows and columns of dy": time_both_orders(dy, args.repeat)},
-        "memory": measure_residuals(x, w, dy),
+        "memory": measure_residuals(x, w),
     }
     save(args.json, results)
 

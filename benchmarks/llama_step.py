@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 import policyc
+from benchmarks.command_line import make_parser
 from benchmarks.timing import save
 from policyc.models.llama import data, metrics, model, optimizer
 from policyc.models.llama.configs import CONFIGS, ModelConfig, RunConfig
@@ -175,9 +176,7 @@ def time_policies(bench: Benchmark, bf16_step: Any, rounds: int, steps: int) -> 
 
 
 def parse_options(on_gpu: bool) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--config", default="1b" if on_gpu else "tiny", help="default: 1b on a GPU, else tiny"
     )

@@ -8,7 +8,6 @@ analyze, plan, rewrite, retrace). The last two are also printed as multiples of 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from typing import Any
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import policyc
+from benchmarks.command_line import make_parser
 from policyc.compiler.analysis import analyze
 from policyc.compiler.paths import leaf_paths
 from policyc.compiler.plan import make_plan
@@ -73,12 +73,14 @@ def attention(p: Any, x: jax.Array) -> jax.Array:
     causal = jnp.tril(jnp.ones((SEQ, SEQ), bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), -1).astype(x.dtype)
     out = jnp.einsum("bkgqs,bskd->bqkgd", weights, v)
-    return x + out.reshape(*h.shape[:2], HEADS * HEAD) @ p["o"]
+    projected: jax.Array = out.reshape(*h.shape[:2], HEADS * HEAD) @ p["o"]
+    return x + projected
 
 
 def mlp(p: Any, x: jax.Array) -> jax.Array:
     h = norm(x, p["norm"])
-    return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+    projected: jax.Array = (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+    return x + projected
 
 
 def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -116,9 +118,7 @@ def measure(layers: int) -> tuple[float, float, float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "layers", nargs="*", type=int, default=[16, 32, 64, 126], help="depths (default: 16 32 64 126)"
     )

@@ -16,7 +16,6 @@ All rows have the same shapes and formats, and run in turn in one process. For y
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.command_line import make_parser
 from benchmarks.timing import save, time_interleaved
 from policyc.language.recipes import OPERAND_GROUPS, make_recipe
 from policyc.numerics.gemm import quantized_dot_general
@@ -108,9 +108,7 @@ def measure(shape: str, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="MxKxN", help="default: four shapes")
     parser.add_argument("--rounds", type=int, default=9, help="default: 9")
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")

@@ -9,7 +9,6 @@ on a CPU it is small.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.command_line import make_parser
 from benchmarks.timing import save, time_interleaved
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, Quantized, make_key, mx, nvfp4, quantize
@@ -67,7 +67,7 @@ def make_quantizers(name: str) -> dict[str, Callable[[jax.Array], Quantized]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the results to this file")
     parser.add_argument("--rounds", type=int, default=200)
     args = parser.parse_args()

@@ -9,13 +9,13 @@ is the one they were compiled with.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import make_parser, print_header, print_row
 from policyc import load
 from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import make_plan
@@ -90,7 +90,7 @@ def compare_backends() -> list[dict[str, Any]]:
     """Prints the speed-ups over fp8 with both backends, and returns them as data."""
     columns = [(case, backend) for case in CASES for backend in ("xla", "te")]
     titles = [f"{c.config}, {c.devices} {c.target.upper()}: {b}" for c, b in columns]
-    print(f"| policy | {' | '.join(titles)} |\n|{'---|' * (1 + len(titles))}")
+    print_header(["policy", *titles])
     results = []
     for policy in POLICIES:
         cells = []
@@ -99,7 +99,7 @@ def compare_backends() -> list[dict[str, Any]]:
             cells.append(f"{before / after:.2f}")
             row = {"policy": policy, "backend": backend, "fp8_seconds": before, "seconds": after}
             results.append(row | asdict(case))
-        print(f"| `{policy}` | {' | '.join(cells)} |", flush=True)
+        print_row([f"`{policy}`", *cells])
     return results
 
 
@@ -115,7 +115,7 @@ def compare_with_compiled(folder: Path, backend: str) -> list[dict[str, Any]]:
         "speed-up: model",
         "compiled steps",
     ]
-    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+    print_header(titles)
     results = []
     for case in CASES:
         fp8 = model_seconds("fp8", case, backend), compiled_seconds("fp8", case, backend, folder)
@@ -127,16 +127,14 @@ def compare_with_compiled(folder: Path, backend: str) -> list[dict[str, Any]]:
             cells = [f"{case.config}, {case.devices} {case.target.upper()}", f"`{policy}`", f"`{backend}`"]
             cells += [f"{model:.1f}", f"{compiled:.1f}", f"{model / compiled - 1:+.0%}"]
             cells += [f"{fp8[0] / model:.2f}", f"{fp8[1] / compiled:.2f}"] if policy != "fp8" else ["", ""]
-            print(f"| {' | '.join(cells)} |", flush=True)
+            print_row(cells)
             row = {"policy": policy, "backend": backend, "seconds": model, "compiled_seconds": compiled}
             results.append(row | asdict(case))
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--compiled", type=Path, metavar="FOLDER", help="reports of compiled steps")
     parser.add_argument("--backend", default="auto", help="with --compiled: the backend (default: auto)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")

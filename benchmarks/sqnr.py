@@ -7,12 +7,11 @@ Runs on any machine. The recipes are those of a forward operand, rounded to near
 
 from __future__ import annotations
 
-import argparse
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.command_line import make_parser, print_header, print_row
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, dequantize, quantize
 
@@ -40,9 +39,7 @@ def sqnr(x: np.ndarray, treatment: Treatment) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, default=20, help="base-2 logarithm of their number")
     shape = (2 ** (parser.parse_args().samples - 10), 1024)
     generator = np.random.default_rng(0)
@@ -51,9 +48,9 @@ def main() -> None:
         "Laplace": generator.laplace(size=shape),
         "Student t(3)": generator.standard_t(3, shape),
     }
-    print(f"| | {' | '.join(draws)} |\n|{'---|' * (1 + len(draws))}")
+    print_header(["", *draws])
     for name, treatment in TREATMENTS.items():
-        print(f"| {name} | {' | '.join(f'{sqnr(x, treatment):.2f}' for x in draws.values())} |", flush=True)
+        print_row([name, *(f"{sqnr(x, treatment):.2f}" for x in draws.values())])
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ to which no layers are copied, are left out.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.command_line import make_parser, print_header, print_row
 from policyc.hardware import hlo
 
 KINDS = ("fills", "copies of zeros", "layers copied in", "layers copied out")
@@ -54,14 +54,12 @@ def count_bytes(module: hlo.Module, layers: int) -> tuple[Counter[tuple[str, str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("hlo", type=Path, nargs="+", help="optimized HLO")
     parser.add_argument("--layers", type=int, default=32, help="layers of the model (default: 32)")
     options = parser.parse_args()
     titles = ("step", "type", "stacks", *KINDS, "passes")
-    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+    print_header(titles)
     for path in options.hlo:
         moved, stacks = count_bytes(hlo.parse_module(path.read_text()), options.layers)
         for element_type, size in stacks.most_common():
@@ -70,7 +68,7 @@ def main() -> None:
             amounts = [moved[element_type, kind] for kind in KINDS]
             cells = [path.name.removesuffix(".hlo.txt"), element_type]
             cells += [f"{amount / 1e12:.2f} TB" for amount in (size, *amounts)]
-            print(f"| {' | '.join(cells)} | {sum(amounts) / size:.1f} |")
+            print_row([*cells, f"{sum(amounts) / size:.1f}"])
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ should stay below 2. The time to import JAX is printed for comparison: `lint` av
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+
+from benchmarks.command_line import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,9 +41,7 @@ def time_process(arguments: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("rounds", nargs="?", type=int, default=10, help="runs of each command (default: 10)")
     rounds = parser.parse_args().rounds
     commands = {name: args for name, args in COMMANDS.items() if "jax" not in name or find_spec("jax")}

@@ -9,7 +9,6 @@ result is the median of the ratios of the pairs, with its quartiles. The sizes d
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import time
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import policyc
+from benchmarks.command_line import make_parser
 from benchmarks.timing import describe_machine, save
 
 SIZES = {"cpu": (4, 256, 512, 256, jnp.float32), "gpu": (16, 4096, 14336, 8192, jnp.bfloat16)}
@@ -58,9 +58,7 @@ def strip_hlo(compiled: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
     parser.add_argument("--pairs", type=int, default=30, help="number of pairs (default: 30)")
     options = parser.parse_args()

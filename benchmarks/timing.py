@@ -6,7 +6,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def time_median(f: Callable[..., Any], *args: Any, repeat: int) -> float:
 
 
 def time_interleaved(
-    functions: dict[str, Callable[..., Any]], *args: Any, rounds: int
+    functions: Mapping[str, Callable[..., Any]], *args: Any, rounds: int
 ) -> dict[str, dict[str, float]]:
     """Times compiled functions in turn, once each per round, so that other load on the machine affects all of them.
 
