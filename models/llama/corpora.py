@@ -82,7 +82,7 @@ def read_corpus(
         report(count)
         yield document
     if not count.bytes:
-        raise ConfigError(f"'{spec}' holds no text")
+        raise ConfigError(f"'{spec}' holds no text: name files that do")
     report(count)
 
 

@@ -194,7 +194,8 @@ def _read_params_of_seed(checkpoints: Path, step: int, config: ModelConfig, run:
         return cast(llama.Params, params)
     seeds = identity["seeds"].split(",")
     if str(run.seed) not in seeds:
-        raise ConfigError(f"{checkpoints} is of the seeds {identity['seeds']}, and has no seed {run.seed}")
+        others = f"{checkpoints} is of the seeds {identity['seeds']}"
+        raise ConfigError(f"{others}, and has no seed {run.seed}: name the folder of one of these seeds")
     return cast(llama.Params, jax.tree.map(itemgetter(seeds.index(str(run.seed))), params))
 
 

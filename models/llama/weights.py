@@ -210,7 +210,9 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
         name for name in slices if name not in used and not name.endswith("rotary_emb.inv_freq")
     ):
         others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        raise ConfigError(f"{folder} has the tensor {unused[0]}{others}, which this model does not use")
+        raise ConfigError(
+            f"{folder} has the tensor {unused[0]}{others}, which this model does not use: is it a Llama?"
+        )
 
     def load(path: Any, spec: llama.ParamSpec) -> jax.Array:
         names, is_transposed = hf_tensors(path, config)
@@ -247,4 +249,4 @@ def _check_same_model(folder: Path, theirs: dict[str, Any], config: ModelConfig)
     names = [name for name in compared if theirs.get(name) not in (None, ours[name])]
     if names:
         differences = "".join(f"\n  {name}: {theirs[name]} there, {ours[name]} here" for name in names)
-        raise ConfigError(f"{folder} holds another model:{differences}")
+        raise ConfigError(f"{folder} holds another model:{differences}\nchange --config or these sizes")

@@ -181,7 +181,7 @@ def diff(
     step.check_source(words)
     policies = [load_policy(*split_variant(name)) for name in names]
     if compare.vs and len(names) > 1:
-        raise click.UsageError("--vs compares a plan with one policy")
+        raise click.UsageError("--vs compares a plan with one policy: leave out the other")
     folder = os.getcwd()
     compare, output = compare.with_absolute_paths(), output.with_absolute_paths()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU

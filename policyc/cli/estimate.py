@@ -181,10 +181,13 @@ def _read_compiled(
     for path in paths:
         report = read_compiled_step(Path(path))
         if report.policy not in policies:
-            raise ValueError(f"'{path}' is a step under {report.policy}, not under {' or '.join(policies)}")
+            raise ValueError(
+                f"'{path}' is a step under {report.policy}, not under {' or '.join(policies)}: compile one under it"
+            )
         if (report.target, report.devices) != (step.target, step.devices):
             raise ValueError(
-                f"'{path}' is for {report.devices} x {report.target}, not for {step.devices} x {step.target}"
+                f"'{path}' is for {report.devices} x {report.target}, not for {step.devices} x {step.target}: compile "
+                f"one for these, or use --target {report.target} --devices {report.devices}"
             )
         compiled[report.policy] = report
     return compiled

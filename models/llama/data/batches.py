@@ -114,7 +114,7 @@ class Blend:
         self.end = ends[0]
         if len(set(ends)) > 1:
             differ = f"the parts of '{run.data}' end their documents with different tokens"
-            raise ConfigError(f"--document-mask: {differ}")
+            raise ConfigError(f"--document-mask: {differ}: use one tokenizer for all parts")
         if self.end is not None:
             self.contents += f", documents end with {self.end}"
 

@@ -57,7 +57,7 @@ class Documents:
 
     def _begin_epoch(self) -> None:
         if not self._good:
-            raise ConfigError(f"'{self._spec.name}' holds no text")
+            raise ConfigError(f"'{self._spec.name}' holds no text: name files that do")
         self.set_state({"epoch": self._epoch + 1, "place": None, "good": 0, "bad": 0})
 
     def _count_bad(self, name: str, error: BadRowError) -> None:

@@ -183,7 +183,8 @@ class FileCorpus:
     def _check_size(self, number: int) -> None:
         file, before = self._files[number], self._sizes[number]
         if (now := os.path.getsize(file)) != before:
-            raise ConfigError(f"'{file}' was changed during the run: it had {before} bytes, now {now}")
+            changed = f"'{file}' was changed during the run: it had {before} bytes, now {now}"
+            raise ConfigError(f"{changed}; restore the file, and the same command resumes the run")
 
 
 class HubCorpus:

@@ -40,7 +40,7 @@ def read_tokenizer(tokenizer: str) -> tuple[Any, int]:
         raise ConfigError(f"'{tokenizer}' is not a tokenizer.json: {error}") from None
     end = next((token for token in map(bpe.token_to_id, END_TOKENS) if token is not None), None)
     if end is None:
-        raise ConfigError(f"the tokenizer '{tokenizer}' has no end token: none of {', '.join(END_TOKENS)}")
+        raise ConfigError(f"the tokenizer '{tokenizer}' has no end token: add one of {', '.join(END_TOKENS)}")
     return bpe, end
 
 
@@ -49,7 +49,7 @@ def find_end_token(spec: DataSpec, tokenizer: str | None) -> int:
     if "end" in spec.options:
         return int(spec.options["end"])
     if spec.kind == "synthetic":
-        raise ConfigError("--document-mask: synthetic data has no documents")
+        raise ConfigError("--document-mask: synthetic data has no documents: leave it out, or change --data")
     if tokenizer is not None:
         return read_tokenizer(tokenizer)[1]
     if spec.kind == "tokens":
@@ -109,7 +109,8 @@ class TokenFile:
         except OSError as error:
             raise ConfigError(f"'{self.path}' cannot be read: {error.strerror}") from None
         if len(content) < size:
-            raise ConfigError(f"'{self.path}' was shortened during the run: there is no token {stop - 1}")
+            shortened = f"'{self.path}' was shortened during the run: there is no token {stop - 1}"
+            raise ConfigError(f"{shortened}; restore the file, and the same command resumes the run")
         return np.frombuffer(content, self.dtype)
 
     @property
@@ -226,7 +227,7 @@ def cache_tokens(key: Any, source: str, pieces: Iterable[np.ndarray]) -> TokenFi
             with Path(folder.name, "tokens").open("wb") as out:
                 out.writelines(piece.astype("<u4").tobytes() for piece in pieces)
                 if not out.tell():
-                    raise ConfigError(f"'{source}' holds no text")
+                    raise ConfigError(f"'{source}' holds no text: name files that do")
             os.replace(out.name, path)
     return TokenFile(path, "<u4", 0, path.stat().st_size // 4)
 
@@ -260,7 +261,9 @@ def load_tokens(spec: DataSpec, vocab: int, tokenizer: str | None, max_bad_rows:
         name = str(array.path) if isinstance(array, TokenFile) else spec.name
         check_vocab(name, scan.largest + 1, vocab)
         if scan.smallest < 0:
-            raise ConfigError(f"'{name}' has the token {scan.smallest}: tokens are not negative")
+            raise ConfigError(
+                f"'{name}' has the token {scan.smallest}: tokens are not negative; is it a token file?"
+            )
     ends = b"".join(a[:4096].tobytes() + a[max(0, len(a) - 4096) :].tobytes() for a in arrays)
     whole = hashlib.sha256("".join(scan.digest for scan in scans).encode()).hexdigest()
     # Earlier versions knew only the number of tokens and the hash of the ends: see `checkpoints`.

@@ -124,7 +124,7 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: 
     if not count:
         needed = 2 if run.packing == "whole" else run.sequence + 1
         short = f"fewer than {needed} consecutive ones are for {split}"
-        raise ConfigError(f"'{spec.name}' has {total} tokens: {short}")
+        raise ConfigError(f"'{spec.name}' has {total} tokens: {short}; add data, or lower --sequence")
     contents = tokens.contents + (ALL_FOR_TRAINING if spec.has_validation else "")
     return RowArray(row, count, tokens.vocab, contents)
 
