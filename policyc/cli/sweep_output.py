@@ -48,17 +48,19 @@ def write_page(out: Path) -> None:
     comparisons = report.data["comparisons"]
     for row in comparisons:
         numbers = format_gap(row["gap"]), format_interval(row["interval"]), str(len(row["seeds"]))
-        table.add_row(row["variant"], row["baseline"], row["verdict"], *numbers)
+        names = (Text(escape_controls(row[key])) for key in ("variant", "baseline"))
+        table.add_row(*names, row["verdict"], *numbers)
     console = Console(highlight=False, markup=False)
     if comparisons:
         console.print(f"\nverdicts with a margin of {report.data['statistics']['margin']}:")
         console.print(table)
     for row in comparisons:
         if row["verdict"] in ("inconclusive", "failed"):
-            console.print(Text(f"{row['variant']} against {row['baseline']}: {row['reason']}"))
+            text = f"{row['variant']} against {row['baseline']}: {row['reason']}"
+            console.print(Text(escape_controls(text)))
     for problem in report.problems:
         click.echo(f"policyc: warning: {escape_controls(problem)}", err=True)
-    console.print(f"report: {escape_controls(str(path))}", soft_wrap=True)
+    console.print(Text(f"report: {escape_controls(str(path))}"), soft_wrap=True)
 
 
 def print_omitted(policies: VariantList) -> None:

@@ -294,6 +294,18 @@ def test_the_lines_and_the_table_name_every_failure(
     assert describe_end(runs[3]) == "fp8 seed 1: failed at step 12: r"
 
 
+def test_a_name_is_shown_as_it_is_and_controls_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    name = "a:warning: [bold]\x1b[31m"
+    Console(width=120).print(SweepView(track_runs([make_run(tmp_path, name)]), (name,)).table())
+    out = capsys.readouterr().out
+    assert "gap to a:warning: [bold]\\x1b[31m" in out
+    assert out.count("a:warning: [bold]\\x1b[31m") == 2
+
+
 def test_the_time_left_comes_from_the_steps_of_this_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

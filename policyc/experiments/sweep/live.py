@@ -51,10 +51,11 @@ class SweepView:
         """One row per variant."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("variant", overflow="fold")
-        for name in ("runs", "step", "loss", *(f"gap to {name}" for name in self.baselines)):
-            table.add_column(name, justify="right", no_wrap=True)
+        gaps = [f"gap to {escape_controls(name)}" for name in self.baselines]
+        for name in ("runs", "step", "loss", *gaps):
+            table.add_column(Text(name), justify="right", no_wrap=True)
         for variant in dict.fromkeys(run.run.variant for run in self.runs):
-            table.add_row(variant, *self._cells(variant))
+            table.add_row(Text(escape_controls(variant)), *self._cells(variant))
         return table
 
     def _cells(self, variant: str) -> list[RenderableType]:
@@ -183,7 +184,7 @@ def print_result(console: Console, result: SweepResult, view: SweepView) -> None
         log = run.run.folder / LOG_FILE
         for line in tail_lines(log, _LOG_LINES):
             console.print(Text(f"    {escape_controls(line)}"), soft_wrap=True)
-        console.print(Text(f"    {log}"), soft_wrap=True)
+        console.print(Text(f"    {escape_controls(str(log))}"), soft_wrap=True)
     for variant in find_equal_seeds(result.runs):
         text = f"all seeds of {variant} have the same losses: the program ignores {{seed}} and POLICYC_SEED"
-        console.print(Text(text, style="bold red"), soft_wrap=True)
+        console.print(Text(escape_controls(text), style="bold red"), soft_wrap=True)
