@@ -78,7 +78,7 @@ def print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
     from policyc.experiments.sweep.variants import without_title
 
     variants = design.policies.variants
-    base = next((variant.text for variant in variants if variant.role == "policy"), None)
+    base = next((variant.text for variant in variants if variant.name == design.policies.policy), None)
     for variant in variants:
         click.echo(click.style(f"{variant.name}: {variant.edit}", bold=True), color=use_color())
         if variant.role == "edit" and base is not None:

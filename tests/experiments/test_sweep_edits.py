@@ -122,6 +122,19 @@ def test_edits_of_a_policy_that_has_none_are_refused() -> None:
         apply_variants(policy, ("all",))
 
 
+def test_a_policy_can_be_a_baseline_of_its_edits() -> None:
+    policy = parse("mlp.* -> nvfp4(sr=grad)")
+    base = EditedPolicy(name="p", policy=policy, edit="the policy")
+    listed = collect_variants([load_baseline("bf16"), base], [base], ablate(policy))
+    assert [(v.name, v.role) for v in listed.variants] == [
+        ("bf16", "baseline"),
+        ("p", "baseline"),
+        ("no_sr", "edit"),
+    ]
+    assert listed.policy == "p"
+    assert listed.omitted == ()
+
+
 def test_the_findings_of_an_edit_are_those_that_the_policy_has_not() -> None:
     policy = parse("mlp.* -> nvfp4(sr=grad)\nattn.* -> mxfp4")
     base = EditedPolicy(name="p", policy=policy, edit="the policy")

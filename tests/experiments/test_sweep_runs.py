@@ -328,8 +328,10 @@ def test_a_sweep_may_grow(tmp_path: Path) -> None:
     open_sweep(grown, design(seeds=(0, 1, 2), seeds_per_process=2))
     with pytest.raises(ChangedSweep, match="its last process has fewer than 2 seeds"):
         open_sweep(grown, design(seeds=(0, 1, 2, 3), seeds_per_process=2))
+    assert open_sweep(tmp_path, design(seeds=(0, 1, 2))) == []  # continued, and not larger
     manifest = json.loads((tmp_path / "sweep.json").read_text())
     assert manifest["seeds"] == [0, 1, 2]
+    assert manifest["earlier"] == [{"seeds": [0, 1], "baselines": [], "variants": ["mine"]}]
     assert manifest["variants"][0]["policy_file"] == "mine/policy.policy"
     assert (tmp_path / "mine" / "policy.policy").read_text() == "# the policy mine\n\nmlp.* -> fp8\n"
 

@@ -185,12 +185,28 @@ def _rules(sweep: SweepData) -> list[str]:
             f"Chosen for this report, and not before the runs: {' and '.join(sweep.later_choices)}. If the results "
             "were known, the error rates above do not hold."
         )
+    if began := _describe_begin(sweep):
+        rules.append(
+            f"This sweep has grown: it began with {began}. If results were known before it grew, the error rates above "
+            "do not hold."
+        )
     return rules
+
+
+def _describe_begin(sweep: SweepData) -> str:
+    """What a sweep had at first, in words; empty if it has not grown."""
+    earlier = as_records(sweep.manifest.get("earlier"))
+    if not earlier:
+        return ""
+    counts = ((name, len(as_list(earlier[0].get(f"{name}s")))) for name in ("seed", "baseline", "variant"))
+    return ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts)
 
 
 def _policy_diffs(sweep: SweepData) -> list[Record]:
     """What each edit changes in the policy of the sweep, as a unified diff."""
-    original = next((v for v in sweep.variants if v.role == "policy" and v.policy_text), None)
+    edited = sweep.manifest.get("policy")  # a baseline, if the policy is one too
+    originals = [v for v in sweep.variants if v.policy_text and (v.name == edited or v.role == "policy")]
+    original = originals[0] if originals else None
     diffs = []
     for variant in sweep.variants:
         if original is None or variant.role != "edit" or variant.policy_text is None:

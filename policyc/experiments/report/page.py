@@ -25,7 +25,7 @@ from policyc.experiments.report.format import (
 from policyc.experiments.report.runs import RunData
 from policyc.experiments.report.sweeps import SweepData
 from policyc.experiments.report.tables import heat_maps, plan_table
-from policyc.experiments.report.values import Record
+from policyc.experiments.report.values import Record, escape_texts
 from policyc.language.diagnostics import escape_controls
 from policyc.language.web_page import compress_json, fill_template, read_asset
 
@@ -60,7 +60,7 @@ def render_page(report: Report) -> str:
             "title": _safe(data["title"]),
             "style": _read("uPlot.min.css") + _read("page.css"),
             "body": "\n".join(part for part in parts if part),
-            "data": compress_json(_escape_texts(embedded)),
+            "data": compress_json(escape_texts(embedded)),
             "uplot_license": _read("uPlot.LICENSE"),
             "uplot": _read("uPlot.min.js"),
             "script": _read("charts.js") + _read("main.js"),
@@ -73,15 +73,6 @@ def render_page(report: Report) -> str:
 
 def _safe(text: object) -> str:
     return escape(escape_controls(str(text)))
-
-
-def _escape_texts(value: Any) -> Any:
-    """Data for the charts, with texts as on the rest of the page: no character changes the direction of others."""
-    if isinstance(value, dict):
-        return {_escape_texts(key): _escape_texts(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escape_texts(item) for item in value]
-    return escape_controls(value) if isinstance(value, str) else value
 
 
 def _section(id: str, title: str, content: str, note: str = "") -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from policyc.experiments.sweep.metrics import read_step
+from policyc.language.diagnostics import escape_controls
 
 Record = dict[str, Any]
 """One line of `metrics.jsonl` or `stats.jsonl`, or a part of another JSON file."""
@@ -94,3 +95,12 @@ def as_records(value: object) -> list[Record]:
 def as_text(value: object) -> str:
     """A text for the page: a string, a number, or nothing."""
     return str(value)[:_MAX_TEXT] if isinstance(value, str | int | float) else ""
+
+
+def escape_texts(value: Any) -> Any:
+    """Data for the charts, with texts as on the rest of the page: no character changes the direction of others."""
+    if isinstance(value, dict):
+        return {escape_texts(key): escape_texts(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [escape_texts(item) for item in value]
+    return escape_controls(value) if isinstance(value, str) else value

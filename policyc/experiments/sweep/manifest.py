@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +43,7 @@ class SweepDesign:
             "steps": self.program.total_steps,
             "margin": self.margin,
             "baselines": list(self.policies.baselines),
+            "policy": self.policies.policy,
             "variants": [
                 {"name": v.name, "role": v.role, "policy_file": f"{v.name}/{POLICY_FILE}", "edit": v.edit,
                  "sha256": v.sha256, "findings": list(v.findings)}
@@ -73,7 +74,7 @@ def reuse_plans(out: Path, program: SweepProgram, policies: VariantList) -> Vari
         return None
     kept = tuple(variant for variant in policies.variants if variant.name in hashes)
     omitted = tuple(dropped[v.name] for v in policies.variants if v.name not in hashes)
-    return VariantList(variants=kept, omitted=(*policies.omitted, *omitted))
+    return replace(policies, variants=kept, omitted=(*policies.omitted, *omitted))
 
 
 def open_sweep(out: Path, design: SweepDesign) -> list[str]:
@@ -93,6 +94,7 @@ def open_sweep(out: Path, design: SweepDesign) -> list[str]:
                 f"{out} holds another sweep: {'; '.join(differences)}. Choose another --out, or give the command "
                 f"that made it: {command}"
             )
+        values["earlier"] = _list_earlier(earlier, values)
         if earlier["cwd"] != values["cwd"]:
             notes.append(
                 f"this sweep began in {earlier['cwd']}: relative paths in its program's arguments lead elsewhere now"
@@ -107,6 +109,20 @@ def open_sweep(out: Path, design: SweepDesign) -> list[str]:
         (out / variant.name / POLICY_FILE).write_text(variant.text, encoding="utf-8")
     write_json(path, values)
     return notes
+
+
+def _list_earlier(earlier: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a sweep that grew had before, the first state first. A report says so: the results may have been known."""
+    sizes = [
+        {
+            "seeds": manifest["seeds"],
+            "baselines": manifest["baselines"],
+            "variants": [variant["name"] for variant in manifest["variants"]],
+        }
+        for manifest in (earlier, now)
+    ]
+    before: list[dict[str, Any]] = earlier.get("earlier", [])
+    return before if sizes[0] == sizes[1] else [*before, sizes[0]]
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -50,10 +50,14 @@ class OmittedEdit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantList:
-    """The policies to run, in the order of the table, and the edits that are not run."""
+    """The policies to run, in the order of the table, and the edits that are not run.
+
+    `policy` is the name of the variant that was edited: the policy, or the baseline that means the same.
+    """
 
     variants: tuple[SweepVariant, ...]
     omitted: tuple[OmittedEdit, ...]
+    policy: str = ""
 
     @property
     def baselines(self) -> tuple[str, ...]:
@@ -95,6 +99,8 @@ def collect_variants(
             reason = f"the same policy as '{names[key]}'"
         else:
             reason = _find_error(text)
+        if role == "policy" and names.get(key) == candidate.name:
+            continue  # it is a baseline too, so that its edits are compared with it
         if reason:
             sha256 = candidate.policy.sha256
             omitted.append(
@@ -111,7 +117,8 @@ def collect_variants(
                 findings=findings,
             )
         )  # fmt: skip
-    return VariantList(variants=tuple(variants), omitted=tuple(omitted))
+    policy = names.get(semantic_key(policies[0].policy), "") if policies else ""
+    return VariantList(variants=tuple(variants), omitted=tuple(omitted), policy=policy)
 
 
 def _unique_name(name: str, prefix: str, taken: set[str]) -> str:
@@ -170,4 +177,4 @@ def drop_equal_plans(policies: VariantList, planned: Mapping[str, PlannedPolicy]
         else:
             names[plan.digest] = variant.name
             variants.append(variant)
-    return VariantList(variants=tuple(variants), omitted=tuple(omitted))
+    return replace(policies, variants=tuple(variants), omitted=tuple(omitted))
