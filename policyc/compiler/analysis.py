@@ -88,11 +88,13 @@ def analyze(
         UNKNOWN
         if path is None
         else VarInfo(
-            ParameterSource(shape=shape_of(var), path=path), active=is_float(var.aval), origin=Origin(number)
+            source=ParameterSource(shape=shape_of(var), path=path),
+            active=is_float(var.aval),
+            origin=Origin(number),
         )
         for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
     ]
-    weights = {var: VarInfo(_frozen_source(var, weight)) for var, weight in (frozen or {}).items()}
+    weights = {var: VarInfo(source=_frozen_source(var, weight)) for var, weight in (frozen or {}).items()}
     analyzer.run(jaxpr, infos, JaxprContext(), weights)
     sites = [gemm.with_layers(analyzer.layers) for gemm in analyzer.sites.values()]
     scopes = add_stack_sizes([s.scope.path for s in sites])
@@ -337,7 +339,7 @@ class _ContainerDomain:
             same = all(s is sources[0] for s in sources)
             source = sources[0] if same else EitherSource(shape=sources[0].shape, operands=tuple(sources))
         return VarInfo(
-            source,
+            source=source,
             is_modified=any(v.is_modified for v in values),
             active=any(v.active for v in values),
             projections=join_projections(values),

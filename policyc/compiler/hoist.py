@@ -94,11 +94,15 @@ class RoundingKey:
 ROUNDING_KEY = RoundingKey()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewrittenLoss:
     """A loss with the inputs of the original, and behind them those that `extra_inputs` computes.
 
-    `replacements` says what became of each equation of the original; it is empty if nothing changed.
+    Attributes:
+      hoisted: the additional inputs.
+      sites: the sites that take them, by address.
+      replacements: what became of each equation of the original; empty if nothing changed.
+      source: what rounding keys start from.
     """
 
     jaxpr: ClosedJaxpr

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -84,7 +84,8 @@ def apply(
     def quantized(*args: Any, **kwargs: Any) -> Any:
         if _is_compiling.get():
             return fn(*args, **kwargs)
-        call = LossCall(fn, args, kwargs, _positive_argnums(param_argnums, args), has_aux)
+        argnums = _positive_argnums(param_argnums, args)
+        call = LossCall(fn=fn, args=args, kwargs=kwargs, param_argnums=argnums, has_aux=has_aux)
         planned = plan_loss(parsed_policy, call, execution)
         check_plan(planned.plan, may_miss=multiple_losses)
         return planned.compile()(*args)
@@ -104,7 +105,8 @@ def plan(
     **kwargs: Any,
 ) -> Plan:
     """What a policy does to `fn` called with these arguments, which may be `jax.ShapeDtypeStruct`s."""
-    call = LossCall(fn, args, kwargs, _positive_argnums(param_argnums, args), has_aux)
+    argnums = _positive_argnums(param_argnums, args)
+    call = LossCall(fn=fn, args=args, kwargs=kwargs, param_argnums=argnums, has_aux=has_aux)
     return plan_loss(as_policy(policy), call, execution_options(backend, target)).plan
 
 
@@ -116,7 +118,7 @@ def _positive_argnums(param_argnums: int | Sequence[int], args: Sequence[Any]) -
     return tuple(argnum % len(args) for argnum in argnums)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossCall:
     """A loss and the arguments it is called with. `param_argnums` are the arguments that hold parameters.
 
@@ -125,7 +127,7 @@ class LossCall:
 
     fn: Callable[..., Any]
     args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     param_argnums: tuple[int, ...]
     has_aux: bool = False
 

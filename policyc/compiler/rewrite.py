@@ -43,8 +43,13 @@ def rewrite(
     hoisted = {s.address for s in sites if s.origin and (s.is_reused or s.origin.input in constant_inputs)}
     rewriter = SiteRewriter(sites, decisions, hoisted, source)
     result = rewriter.transform(sites.jaxpr)
-    sites_of_inputs = {i.address: rewriter.sites[i.address] for i in result.inputs}
-    return RewrittenLoss(result.jaxpr, result.inputs, sites_of_inputs, result.replacements, source)
+    return RewrittenLoss(
+        jaxpr=result.jaxpr,
+        hoisted=result.inputs,
+        sites={i.address: rewriter.sites[i.address] for i in result.inputs},
+        replacements=result.replacements,
+        source=source,
+    )
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -61,7 +61,8 @@ class Session:
         """The function to differentiate instead of `fun`."""
         if is_compiling() or getattr(fun, "_policyc", False) or autodiff.is_internal(fun):
             return fun
-        call = LossCall(fun, primals, {}, tuple(range(len(primals))), has_aux)
+        argnums = tuple(range(len(primals)))  # all that is differentiated
+        call = LossCall(fn=fun, args=primals, param_argnums=argnums, has_aux=has_aux)
         try:
             planned = plan_loss(self.policy, call, self.execution)
             with self._lock:

@@ -32,7 +32,7 @@ class FrozenWeight:
     is_part: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedFunction:
     """A function as a jaxpr. `paths` has the path of every input, None for what is not a parameter."""
 
@@ -116,7 +116,15 @@ def trace(
         return [leaves[i] for i in traced]
 
     jaxpr = autodiff.trace_as(fn, traceable, inputs)
-    return TracedFunction(jaxpr, tuple(paths), _frozen_weights(jaxpr, inputs, fixed), *results[-1])
+    result_tree, constant_results, traced_results = results[-1]
+    return TracedFunction(
+        jaxpr=jaxpr,
+        paths=tuple(paths),
+        frozen=_frozen_weights(jaxpr, inputs, fixed),
+        result_tree=result_tree,
+        constant_results=constant_results,
+        traced_results=traced_results,
+    )
 
 
 def _frozen_weights(

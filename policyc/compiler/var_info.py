@@ -24,7 +24,7 @@ from policyc.jaxcore import jaxprs
 from policyc.jaxcore.derivatives import active_results
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VarInfo:
     """What is known of a variable."""
 
@@ -105,7 +105,7 @@ def propagate_equation(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[V
     hoistable = name in _HOISTABLE and len(infos) == 1
     return [
         VarInfo(
-            source,
+            source=source,
             is_modified=source is not None and (name in _MODIFYING or any(i.is_modified for i in infos)),
             active=is_active,
             integers=integers,

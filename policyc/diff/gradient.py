@@ -103,7 +103,7 @@ def tagged_gradient(plan: Plan, phase: Phase) -> AnyJaxpr:
     return product_tags.trace_gradient(loss, tagged.jaxpr, others, differentiated)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
     """What must be equal for equations of two gradients to correspond."""
 
@@ -149,8 +149,12 @@ class _GradientMatcher:
         by_key: dict[_Key, list[JaxprEqn]] = {}
         for eqn in eqns:
             tag = self._tags.read_tag(eqn, container)
-            in_backward_pass = is_backward or tag.is_backward
-            key = _Key(tag.address, self._product(eqn, tag), in_backward_pass, tag.is_recomputed)
+            key = _Key(
+                address=tag.address,
+                product=self._product(eqn, tag),
+                is_backward=is_backward or tag.is_backward,
+                is_recomputed=tag.is_recomputed,
+            )
             by_key.setdefault(key, []).append(eqn)
         return {key: tuple(members) for key, members in by_key.items()}
 

@@ -73,7 +73,7 @@ class StatsRecorder:
         return [*_operand_rows(tapped, measured["taps"]), *_gradient_rows(plan, measured["cosines"]), losses]
 
     def _trace_step(self, *args: Any) -> dict[str, Any]:
-        call = LossCall(self._loss, args, {}, (0,))
+        call = LossCall(fn=self._loss, args=args, param_argnums=(0,))
         planned = plan_loss(self._policy, call, self._execution)
         plan, traced = planned.plan, planned.traced
         check_plan(plan, may_miss=self._multiple_losses)

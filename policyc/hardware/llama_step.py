@@ -57,6 +57,7 @@ def plan_step(
     def loss(params: Any, batch: Any) -> Any:
         return llama.loss(params, batch, config)
 
+    call = pipeline.LossCall(fn=loss, args=arguments, param_argnums=(0,))
     block = BlockShape(
         layers=config.layers,
         width=config.width,
@@ -64,7 +65,7 @@ def plan_step(
         kv_width=config.kv_heads * config.head_dim,
     )
     return TrainingStep(
-        plan=pipeline.plan_loss(policy, pipeline.LossCall(loss, arguments, {}, (0,), False), execution).plan,
+        plan=pipeline.plan_loss(policy, call, execution).plan,
         accumulate=run.accumulate,
         causal=True,
         remat=config.remat,

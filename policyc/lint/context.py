@@ -52,7 +52,7 @@ class RecipeScope:
         return self._followed[node.name]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedRecipe:
     """A recipe that a rule applies to some products, under a variant or none."""
 
@@ -146,7 +146,8 @@ class Context:
         self, path: DottedPath, gemm: Gemm, *, has_weight: bool = True
     ) -> ResolvedRule | None:
         """Returns the rule that decides a product of a site of common size at the start of training."""
-        point = Point(path, gemm, _START_OF_TRAINING, {**_COMMON_SIZE, "weight": has_weight})
+        attributes = {**_COMMON_SIZE, "weight": has_weight}
+        point = Point(path=path, gemm=gemm, moment=_START_OF_TRAINING, attributes=attributes)
         try:
             return self.coverage.find_deciding_rule(point, self._budget)
         except SearchTooLarge:
@@ -243,4 +244,10 @@ class Context:
 
 def _apply(rules: Iterable[Rule], scope: RecipeScope) -> Iterator[AppliedRecipe]:
     for rule in rules:
-        yield AppliedRecipe(rule.recipe, rule.products, scope.resolve(rule.recipe), rule, scope)
+        yield AppliedRecipe(
+            node=rule.recipe,
+            products=rule.products,
+            recipe=scope.resolve(rule.recipe),
+            rule=rule,
+            scope=scope,
+        )

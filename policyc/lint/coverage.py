@@ -50,7 +50,7 @@ _EVALUATIONS_PER_STEP = 2  # comparisons evaluated in the time of one step
 _ANY_SIZE: SiteAttributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1, "weight": True}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """One product of one GEMM at one moment: a step and the number of steps in total."""
 
@@ -219,7 +219,7 @@ def _find_uncovered_point(rule: ResolvedRule, others: list[ResolvedRule], budget
                     continue
                 path = find_uncovered_path(pattern, covering, budget) if covering else example_path(pattern)
                 if path is not None:
-                    return Point(path, gemm, moment, attributes)
+                    return Point(path=path, gemm=gemm, moment=moment, attributes=attributes)
     return None
 
 

@@ -101,7 +101,7 @@ def test_any_arguments_may_hold_parameters() -> None:
 
 
 def test_the_names_of_arguments_come_from_the_function() -> None:
-    call = LossCall(lambda x, weights: x @ weights, (X, W), {}, (1,))
+    call = LossCall(fn=lambda x, weights: x @ weights, args=(X, W), param_argnums=(1,))
     assert path_texts(call.trace()) == ["weights"]
 
 
@@ -175,7 +175,7 @@ def test_matrices_of_other_arguments_are_named_as_frozen_weights() -> None:
         return (batch["x"] @ adapter) @ base["w"] + base["bias"]
 
     base = {"w": jnp.ones((32, 64)), "bias": jnp.ones(64)}
-    traced = LossCall(loss, (W, base, {"x": jnp.asarray(X)}), {}, (0,)).trace()
+    traced = LossCall(fn=loss, args=(W, base, {"x": jnp.asarray(X)}), param_argnums=(0,)).trace()
     assert path_texts(traced) == ["adapter"]
     # A batch is data, and a vector is no weight.
     assert [dotted(weight.path) for weight in traced.frozen.values()] == ["base.w"]

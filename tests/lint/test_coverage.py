@@ -381,7 +381,8 @@ def test_the_cost_of_a_question_does_not_depend_on_hashes() -> None:
         rules = [f"{one} -> fp8"] * 5 + [f"{other} where k > 9 -> fp8"] * 3 + [f"{third} -> fp8"] * 2
         context = Context(parse_with_diagnostics("\n".join([*rules, f"{one}.x -> bf16"])))
         budget = Budget(1_000)
-        point = Point(parse_path(f"{one}.{other}.{third}"), Gemm.FPROP, (0, 1), _ANY_SIZE)
+        path = parse_path(f"{one}.{other}.{third}")
+        point = Point(path=path, gemm=Gemm.FPROP, moment=(0, 1), attributes=_ANY_SIZE)
         assert context.coverage.find_deciding_rule(point, budget) is not None
         return 1_000 - budget.remaining
 

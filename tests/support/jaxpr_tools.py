@@ -24,7 +24,7 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 def find_sites(loss: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Sites:
     """The sites of a loss whose first argument holds its parameters."""
-    traced = LossCall(loss, (params, *args), kwargs, (0,)).trace()
+    traced = LossCall(fn=loss, args=(params, *args), kwargs=kwargs, param_argnums=(0,)).trace()
     return analyze(traced.jaxpr, traced.paths, traced.frozen)
 
 
