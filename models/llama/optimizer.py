@@ -203,6 +203,38 @@ def _add_over_devices(spec: llama.ParamSpec, gradient: jax.Array) -> jax.Array:
     return cast(jax.Array, lax.psum(scattered, "data"))
 
 
+def _unscale_and_clip(grads: Params, scale: jax.Array, run: RunConfig) -> tuple[Params, jax.Array]:
+    """The gradient without the loss scale and not longer than `--clip`; and its norm before it was clipped."""
+    if run.loss_scale:
+        grads = jax.tree.map(lambda g: g / scale, grads)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    if run.clip:
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1, run.clip / norm), grads)
+    return grads, norm
+
+
+def _finish_step(
+    state: State, new: State, nats: jax.Array, norm: jax.Array, run: RunConfig
+) -> tuple[State, jax.Array]:
+    """The state after a step, and whether the step is fine. After a faulty one the weights are the old ones.
+
+    `new` has the parameters and the optimizer of the next state, if the step is fine.
+    """
+    mean, scale = state["mean"], state["scale"]
+    finite = jnp.isfinite(nats) & jnp.isfinite(norm)
+    fine = finite & (nats <= mean + run.spike) if run.spike else finite
+    new_mean = jnp.where(jnp.isinf(mean), nats, MEAN_DECAY * mean + (1 - MEAN_DECAY) * nats)
+    new = new | {"mean": new_mean}
+    state_after = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, {name: state[name] for name in new})
+    good, skipped = jnp.where(finite, state["good"] + 1, 0), state["skipped"] + ~fine
+    new_scale = scale
+    if run.loss_scale:
+        grown = jnp.where(good % GROW_AFTER == 0, 2 * scale, scale)
+        new_scale = jnp.where(finite, grown, scale / 2)
+    counts = {"step": state["step"] + 1, "skipped": skipped, "good": good, "scale": new_scale}
+    return state_after | counts, fine
+
+
 def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stages.Wrapped:
     """The jitted function (state, batch) -> (state, metrics). It donates the state.
 
@@ -210,32 +242,15 @@ def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stag
     """
 
     def step(seed: Any, state: State, batch: Batch) -> tuple[State, Metrics]:
-        old = {name: state[name] for name in ("params", "adam", "mean")}
-        scale, mean, rate = state["scale"], state["mean"], learning_rate(run, state["step"])
+        rate = learning_rate(run, state["step"])
         with policyc.rounding_step(state["step"], seed=seed):
-            grads, measured = gradients(old["params"], batch, scale, config, run, mesh)
-        nats = measured["loss"]
-        if run.loss_scale:
-            grads = jax.tree.map(lambda g: g / scale, grads)
-        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-        if run.clip:
-            grads = jax.tree.map(lambda g: g * jnp.minimum(1, run.clip / norm), grads)
-        updates, adam = make_optimizer(run).update(grads, old["adam"], old["params"])
-        params = jax.tree.map(lambda p, u: p - rate * u, old["params"], updates)
-
-        finite = jnp.isfinite(nats) & jnp.isfinite(norm)
-        fine = finite & (nats <= mean + run.spike) if run.spike else finite
-        new_mean = jnp.where(jnp.isinf(mean), nats, MEAN_DECAY * mean + (1 - MEAN_DECAY) * nats)
-        new = {"params": params, "adam": adam, "mean": new_mean}
-        state_after = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
-        good, skipped = jnp.where(finite, state["good"] + 1, 0), state["skipped"] + ~fine
-        new_scale = scale
-        if run.loss_scale:
-            grown = jnp.where(good % GROW_AFTER == 0, 2 * scale, scale)
-            new_scale = jnp.where(finite, grown, scale / 2)
-        state_after |= {"step": state["step"] + 1, "skipped": skipped, "good": good, "scale": new_scale}
-        metrics = {"loss": nats, "grad_norm": norm, "learning_rate": rate, "fine": fine,
-                   "skipped": skipped, "loss_scale": new_scale}  # fmt: skip
+            grads, measured = gradients(state["params"], batch, state["scale"], config, run, mesh)
+        grads, norm = _unscale_and_clip(grads, state["scale"], run)
+        updates, adam = make_optimizer(run).update(grads, state["adam"], state["params"])
+        params = jax.tree.map(lambda p, u: p - rate * u, state["params"], updates)
+        state_after, fine = _finish_step(state, {"params": params, "adam": adam}, measured["loss"], norm, run)
+        metrics = {"loss": measured["loss"], "grad_norm": norm, "learning_rate": rate, "fine": fine,
+                   "skipped": state_after["skipped"], "loss_scale": state_after["scale"]}  # fmt: skip
         if run.packing == "whole":
             metrics["padding"] = jnp.sum(batch["segments"] < 0)
         if config.experts:
