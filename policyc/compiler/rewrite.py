@@ -7,7 +7,7 @@ of one jaxpr quantize alike is quantized once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -209,14 +209,15 @@ class SiteRewriter(Transform):
             BoundInput.new(ExtraInput(site.address, content, avals)) for content, avals in template.extra
         )
         eqns: list[JaxprEqn] = []
+        readers: tuple[int, ...] = ()
         operands = [*eqn.invars, *(v for i in inputs for v in i.variables)]
         if shared is not None:
             quantizer = shared.quantizer
-            if not shared.variables:
+            if not shared.variables:  # this is the first site that reads it
                 shared.variables = tuple(jaxprs.new_var(a) for a in quantizer.avals)
                 eqns = jaxprs.inline(quantizer.jaxpr, [shared.activation], eqn, shared.variables)
+                readers = tuple(address[-1] for address in shared.readers)
             operands += shared.variables
-        readers = tuple(address[-1] for address in shared.readers) if shared is not None and eqns else ()
         new = jaxprs.inline(template.jaxpr, operands, eqn)
         return Replacement((*eqns, *new), inputs, added=len(eqns), readers=readers)
 
@@ -257,25 +258,29 @@ class SiteRewriter(Transform):
 
     def share(self, jaxpr: AnyJaxpr, position: Position) -> Mapping[Address, SharedActivation]:
         """The activations that several sites of a jaxpr quantize alike, by the addresses of these sites."""
-        readers: dict[Var, list[tuple[Site, SiteRecipe]]] = {}
-        for number in range(len(jaxprs.equations(jaxpr))):
-            site = self.sites.get((*position.address, number))
-            site_recipe = None if site is None else self._recipe_at(site, position)
-            activation = None if site is None else _activation(site)
-            if site is not None and site_recipe is not None and activation is not None:
-                readers.setdefault(activation, []).append((site, site_recipe))
-        shared: dict[Address, SharedActivation] = {}
-        for activation, sites in readers.items():
-            alike: dict[Hashable, SharedActivation] = {}
+        groups: dict[tuple[Var, Hashable], SharedActivation] = {}
+        for activation, sites in self._sites_by_activation(jaxpr, position).items():
             for site, site_recipe in sites if len(sites) > 1 else ():
                 quantizer = self._activation_quantizer(site, site_recipe)
                 if quantizer.avals:
-                    group = alike.setdefault(
-                        quantizer.structural_key, SharedActivation(activation, quantizer)
-                    )
+                    key = (activation, quantizer.structural_key)
+                    group = groups.setdefault(key, SharedActivation(activation, quantizer))
                     group.readers.append(site.address)
-            shared |= {a: group for group in alike.values() if len(group.readers) > 1 for a in group.readers}
-        return shared
+        return {a: group for group in groups.values() if len(group.readers) > 1 for a in group.readers}
+
+    def _sites_by_activation(
+        self, jaxpr: AnyJaxpr, position: Position
+    ) -> dict[Var, list[tuple[Site, SiteRecipe]]]:
+        """The sites of a jaxpr that are quantized at a position, and their recipes, by the activation they read."""
+        readers: dict[Var, list[tuple[Site, SiteRecipe]]] = {}
+        for number in range(len(jaxprs.equations(jaxpr))):
+            site = self.sites.get((*position.address, number))
+            if site is None:
+                continue
+            site_recipe, activation = self._recipe_at(site, position), _activation(site)
+            if site_recipe is not None and activation is not None:
+                readers.setdefault(activation, []).append((site, site_recipe))
+        return readers
 
     def _activation_quantizer(self, site: Site, site_recipe: SiteRecipe) -> Quantizer:
         key = _site_key(site, site_recipe)
@@ -313,13 +318,10 @@ def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> C
     params = site.eqn.params
 
     def gemm(lhs: Any, rhs: Any, *extra: Any) -> Any:
-        weights, activations = (0 if q is None else len(q.avals) for q in (inputs.weight, inputs.activation))
-        key_words = extra[weights : len(extra) - activations]
-        weight, activation = Prequantized(), Prequantized()
-        if inputs.weight is not None:
-            weight = inputs.weight.rebuild(extra[:weights])
-        if inputs.activation is not None:
-            activation = inputs.activation.rebuild(extra[len(extra) - activations :])
+        arrays = iter(extra)  # in the order of `SiteInputs`
+        weight = _rebuild(inputs.weight, arrays)
+        key = Key(next(arrays), next(arrays)) if inputs.has_rounding_key else inputs.constant_key
+        activation = _rebuild(inputs.activation, arrays)
         return quantized_dot_general(
             lhs,
             rhs,
@@ -335,12 +337,19 @@ def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> C
             Precomputed(
                 lhs=weight if site.weight == "lhs" else activation,
                 rhs=activation if site.weight == "lhs" else weight,
-                rounding_key=Key(*key_words) if key_words else inputs.constant_key,
+                rounding_key=key,
             ),
         )
 
     sharding = jaxprs.explicit_sharding(site.eqn)
     return gemm if sharding is None else jax.sharding.auto_axes(gemm, out_sharding=sharding)
+
+
+def _rebuild(quantizer: Quantizer | None, arrays: Iterator[Any]) -> Prequantized:
+    """A quantized operand from the next arrays; an empty one without a quantizer."""
+    if quantizer is None:
+        return Prequantized()
+    return quantizer.rebuild([next(arrays) for _ in quantizer.avals])
 
 
 def _quantized_ragged_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
