@@ -268,6 +268,18 @@ def test_sweeps_of_other_lengths_and_margins_are_named(tmp_path: Path) -> None:
     assert "**Not comparable:** the runs that finished" in render_report(report, "markdown")
 
 
+def test_no_run_in_a_folder_is_left_out_silently(tmp_path: Path) -> None:
+    runs = [write_metrics(tmp_path / "runs" / name, decay()) for name in ("bf16", "fp8")]
+    with pytest.raises(UnreadableRun, match=f"name the runs in it: {runs[0]} {runs[1]}"):
+        build_report([tmp_path / "runs"])
+    write_metrics(tmp_path / "runs" / "other" / "seed0", decay())
+    assert build_report([tmp_path / "runs"]).problems == [
+        f"runs that are not VARIANT/seedN: {runs[0]}, {runs[1]}"
+    ]
+    with pytest.raises(UnreadableRun, match="a folder is named twice"):
+        build_report([runs[0], tmp_path / "runs" / ".." / "runs" / "bf16"])
+
+
 def test_runs_that_are_not_comparable_are_named(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
     for number, run in enumerate(sorted(sweep.glob("*/seed*"))):

@@ -92,6 +92,8 @@ def read_sweep(
       baselines: the names of the baselines, if they are not those of the sweep.
       margin: the margin, if it is not that of the sweep.
     """
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UnreadableRun("a folder is named twice: a run cannot be compared with itself")
     parts = [_read_folder(folder) for folder in folders]
     sweep = parts[0] if len(parts) == 1 else _merge(parts, folders)
     if not any(len(run.steps) or run.status for run in sweep.runs):
@@ -121,10 +123,15 @@ def _read_folder(folder: Path) -> SweepData:
     if (folder / METRICS_FILE).exists():
         return _read_single_run(folder)
     variants = _find_variants(folder)
+    others = [str(path.parent) for path in sorted(folder.glob(f"*/{METRICS_FILE}"))]
     if not variants:
+        help = (
+            f"name the runs in it: {' '.join(others)}"
+            if others
+            else "is it the folder of a run or of a sweep?"
+        )
         raise UnreadableRun(
-            f"'{folder}' has no {METRICS_FILE}, no {MANIFEST_FILE} and no VARIANT/seedN/{METRICS_FILE}: is it the "
-            "folder of a run or of a sweep?"
+            f"'{folder}' has no {METRICS_FILE}, no {MANIFEST_FILE} and no VARIANT/seedN/{METRICS_FILE}: {help}"
         )
     names = [variant.name for variant in variants]
     baselines = tuple(name for name in USUAL_BASELINES if name in names) or tuple(names[:1])
@@ -134,6 +141,7 @@ def _read_folder(folder: Path) -> SweepData:
         baselines=baselines if len(variants) > 1 else (),
         settings=Settings(),
         manifest={},
+        problems=(f"runs that are not VARIANT/seedN: {', '.join(others)}",) if others else (),
     )
 
 
