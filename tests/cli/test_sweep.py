@@ -52,7 +52,8 @@ def test_a_dry_run_prints_the_runs_and_the_edits_as_diffs(folder: Path) -> None:
     assert "-recipe q = mxfp4(rht=wgrad, sr=grad)\n+recipe q = mxfp4(sr=grad)\n" in result.out
     assert "10 runs: 5 policies x 2 seeds, 8 steps each" in result.out
     assert re.search(
-        r"no_sr: seeds 0 \(waiting\), 1 \(waiting\)\n .* apply \S+/no_sr/policy.policy train.py 0\n",
+        r"no_sr: seeds 0 \(waiting\), 1 \(waiting\)\n .* apply \S+/no_sr/policy.policy "
+        r"--plan-out \S+/no_sr/seed0/plan.json train.py 0\n",
         result.out,
     )
     assert "no_sr: nearest-rounded-gradient" in result.err

@@ -140,7 +140,8 @@ def test_a_program_gets_its_seed_steps_and_folder(tmp_path: Path) -> None:
     program = SweepProgram(words=words, steps=9, metrics_source="maxtext={out}/m.txt")
     run = program.make_run("no_rht", (4,), tmp_path)
     folder = str(tmp_path / "no_rht" / "seed4")
-    assert run.command[5:] == ("train.py", "--seed=4", "--out", f"{folder}/x", "no_rht", "9", "{other}")
+    assert run.command[5:7] == ("--plan-out", f"{folder}/plan.json")  # for the report
+    assert run.command[7:] == ("train.py", "--seed=4", "--out", f"{folder}/x", "no_rht", "9", "{other}")
     assert run.environment == {
         "POLICYC_SEED": "4", "POLICYC_STEPS": "9", "POLICYC_RUN_DIR": folder, "POLICYC_VARIANT": "no_rht",
     }  # fmt: skip

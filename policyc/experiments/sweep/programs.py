@@ -26,6 +26,7 @@ from policyc.models.llama.command_line import parse_args
 from policyc.models.llama.configs import CONFIGS
 
 POLICY_FILE = "policy.policy"
+PLAN_FILE = "plan.json"
 
 PLACEHOLDERS = {
     "{seed}": SEED_VARIABLE,
@@ -117,7 +118,9 @@ class SweepProgram:
         if self.total_steps is not None:
             environment[STEPS_VARIABLE] = str(self.total_steps)
         policy = str(out / variant / POLICY_FILE)
-        apply = (sys.executable, "-m", "policyc", "apply", policy, *self.apply.words())
+        # The bundled trainer writes its plan itself, into the folder of each seed.
+        plan_out = () if self.config else ("--plan-out", str(folders[0] / PLAN_FILE))
+        apply = (sys.executable, "-m", "policyc", "apply", policy, *self.apply.words(), *plan_out)
         source = self.metrics_source
         return Run(
             variant=variant,
