@@ -215,7 +215,7 @@ def _write_report(folder: Path) -> None:
 
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
     """Why a policy matched nothing in a whole run."""
-    from policyc.compiler.plan_checks import suggestion
+    from policyc.compiler.plan_checks import suggest_selector
     from policyc.compiler.plan_tables import other_products
 
     if not plans:
@@ -227,5 +227,5 @@ def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
         return "; ".join(lines)
     if not plan.policy.rules:
         return f"'{policy_name}' has no rules"
-    help = suggestion(plan, plan.policy.rules[-1])
+    help = suggest_selector(plan, plan.policy.rules[-1])
     return f"'{policy_name}' matched none of the {len(plan.sites)} sites: {help}"

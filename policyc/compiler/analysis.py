@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from policyc.compiler.activity import equations_with_cotangent
 from policyc.compiler.dots import (
     GEMMS,
-    OTHER_PRODUCTS,
+    OPAQUE_PRODUCTS,
     batch_dims,
     gemm_sizes,
     matrix_sources,
@@ -174,7 +174,7 @@ class _Analyzer:
         if container is not None:
             domain = _ContainerDomain(self, eqn, context)
             return container.propagate(eqn, infos, domain.enter, domain)
-        if name in GEMMS or name in OTHER_PRODUCTS:
+        if name in GEMMS or name in OPAQUE_PRODUCTS:
             weights = self._gemm(eqn, infos, context)
             results = propagate_equation(eqn, name, infos)
             return [replace(r, projections=frozenset(weights)) for r in results] if weights else results

@@ -18,7 +18,7 @@ from policyc.numerics.products import Weight
 GEMMS = frozenset({"dot_general", "ragged_dot_general", "ragged_dot"})
 """The products that the compiler rewrites."""
 
-OTHER_PRODUCTS = {
+OPAQUE_PRODUCTS = {
     "scaled_dot": "jax.lax.scaled_dot, which quantizes by itself",
     "scaled_matmul": "jax.nn.scaled_matmul, which quantizes by itself",
     "scaled_matmul_wrapper": "jax.nn.scaled_matmul, which quantizes by itself",
@@ -47,8 +47,8 @@ def pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
 def why_opaque(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
     """Why the compiler cannot change a GEMM, by its own form; empty if it can."""
     name = jaxprs.primitive_name(eqn)
-    if name in OTHER_PRODUCTS:
-        return OTHER_PRODUCTS[name]
+    if name in OPAQUE_PRODUCTS:
+        return OPAQUE_PRODUCTS[name]
     if any(d == jnp.float64 for d in dtypes):
         return "a computation in float64, for which there is no recipe"
     if not _is_plain_ragged(eqn):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from policyc.compiler.dots import GEMMS, OTHER_PRODUCTS, gemm_sizes, operand_dtype
+from policyc.compiler.dots import GEMMS, OPAQUE_PRODUCTS, gemm_sizes, operand_dtype
 from policyc.compiler.sites import OtherProduct
 from policyc.compiler.var_info import shape_of
 from policyc.jaxcore import jaxprs
@@ -51,7 +51,7 @@ def _contains_product(eqn: JaxprEqn) -> bool:
     names = {
         jaxprs.primitive_name(e) for sub in jaxprs.sub_jaxprs(eqn) for e in jaxprs.all_equations(sub.jaxpr)
     }
-    return bool(names & {*GEMMS, *OTHER_PRODUCTS})
+    return bool(names & {*GEMMS, *OPAQUE_PRODUCTS})
 
 
 def _may_be_foreign_product(eqn: JaxprEqn) -> bool:

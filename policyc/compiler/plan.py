@@ -182,6 +182,10 @@ class Plan:
         for run in self.runs(phase):
             yield from run.products()
 
+    def all_products(self) -> Iterator[PlannedProduct]:
+        """The products of every phase, one phase after the other."""
+        return itertools.chain.from_iterable(map(self.products, self.phases))
+
     @cached_property
     def matched(self) -> Mapping[tuple[Address, Layer], _MatchedProducts]:
         """For each layer of each site, the products that each rule matches, in any phase."""

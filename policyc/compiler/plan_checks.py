@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -58,22 +57,19 @@ def unmet_expectations(
                 code="expect-violated",
                 message=f"this rule expects {rule.expect} site{'s'[: rule.expect != 1]} and matches {count}",
                 span=rule.span,
-                help=f"expect {count}, if that is right" if count else f"{suggestion(plan, rule)}; {hint}",
+                help=f"expect {count}, if that is right"
+                if count
+                else f"{suggest_selector(plan, rule)}; {hint}",
             )
 
 
 def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
     """Rules that change a GEMM which the compiler cannot reach."""
     sites_of: dict[int, dict[Site, None]] = {}
-    for phase in plan.phases:
-        for run in plan.runs(phase):
-            recipe = run.decision.recipe
-            if not run.site.opaque or recipe is None:
-                continue
-            for product in run.products():
-                rule = product.choice.rule
-                if rule is not None and recipe.bits(product.gemm) != 0:
-                    sites_of.setdefault(rule, {})[run.site] = None
+    for product in plan.all_products():
+        site, recipe, rule = product.run.site, product.run.decision.recipe, product.choice.rule
+        if site.opaque and recipe is not None and rule is not None and recipe.bits(product.gemm) != 0:
+            sites_of.setdefault(rule, {})[site] = None
     for index, sites in sites_of.items():
         first = next(iter(sites))
         place = f" ({first.place})" if first.place else ""
@@ -161,8 +157,7 @@ def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, 
 
     `exception` is the rule to add. Without it, the added rule names the sites.
     """
-    products = itertools.chain.from_iterable(map(plan.products, plan.phases))
-    decided = {product.run.site for product in products if product.choice.rule == rule}
+    decided = {product.run.site for product in plan.all_products() if product.choice.rule == rule}
     selectors = {_selector_of(site) for site in sites}
     others = [s for s in decided if s not in sites and not s.opaque]  # what is opaque stays as it is
     if (exception and others) or any(_selector_of(site) not in selectors for site in others):
@@ -196,7 +191,7 @@ def contradictory_recipes(plan: Plan) -> Iterator[Diagnostic]:
 def not_native(plan: Plan) -> Iterator[Diagnostic]:
     """Rules by which a product would be emulated."""
     products_of: dict[tuple[int, Obstacle], dict[tuple[str, Gemm], None]] = {}
-    for product in itertools.chain.from_iterable(map(plan.products, plan.phases)):
+    for product in plan.all_products():
         rule, lowering = product.choice.rule, product.lowering
         if rule is not None and not lowering.native and lowering.obstacle is not None:
             named = (product.run.site.name, product.gemm)
@@ -217,7 +212,7 @@ def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
     if plan.execution.target is not None:
         return
     rule_of: dict[str, int] = {}
-    for product in itertools.chain.from_iterable(map(plan.products, plan.phases)):
+    for product in plan.all_products():
         if product.choice.rule is not None and product.lowering.backend:
             rule_of.setdefault(product.lowering.backend, product.choice.rule)
     for backend, rule in rule_of.items():
@@ -240,7 +235,7 @@ def unmatched_rules(plan: Plan) -> Iterator[Diagnostic]:
                 message="no site of this model matches this rule",
                 span=rule.span,
                 severity=Severity.WARNING,
-                help=suggestion(plan, rule),
+                help=suggest_selector(plan, rule),
             )
 
 
@@ -252,11 +247,11 @@ def unmatched_quantizing_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) 
                 code="unmatched-rule",
                 message="this rule quantizes, and no site of this model matches it",
                 span=rule.span,
-                help=f"{suggestion(plan, rule)}; {hint}; or write 'expect 0', if that is right",
+                help=f"{suggest_selector(plan, rule)}; {hint}; or write 'expect 0', if that is right",
             )
 
 
-def suggestion(plan: Plan, rule: Rule) -> str:
+def suggest_selector(plan: Plan, rule: Rule) -> str:
     """What the author of a rule that matches nothing may have meant, from the paths of the model."""
     if not len(plan.sites):
         return "the loss has no GEMM at all"

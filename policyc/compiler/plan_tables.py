@@ -5,7 +5,6 @@ Shares of FLOPs count the products that a site has in the gradient, in all its l
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -86,16 +85,15 @@ def lowering_reasons(plan: Plan) -> Iterator[str]:
     One line per reason, with a remedy.
     """
     gemms_of: dict[tuple[str, Obstacle], set[str]] = {}
-    for run in itertools.chain.from_iterable(map(plan.runs, plan.phases)):
-        for product in run.products():
-            lowering = product.lowering
-            if lowering.obstacle is not None:
-                label = f"by {lowering.backend}" if lowering.native else "emulated"
-                gemms_of.setdefault((label, lowering.obstacle), set()).add(product.gemm)
-            elif lowering.native and lowering.quantizer_obstacle is not None:
-                gemms_of.setdefault(("quantized by XLA", lowering.quantizer_obstacle), set()).add(
-                    product.gemm
-                )
+    for product in plan.all_products():
+        lowering = product.lowering
+        if lowering.obstacle is not None:
+            key = f"by {lowering.backend}" if lowering.native else "emulated", lowering.obstacle
+        elif lowering.native and lowering.quantizer_obstacle is not None:
+            key = "quantized by XLA", lowering.quantizer_obstacle
+        else:
+            continue
+        gemms_of.setdefault(key, set()).add(product.gemm)
     for (label, obstacle), gemms in gemms_of.items():
         names = ", ".join(g for g in Gemm if g in gemms)
         yield f"{label} ({names}): {obstacle.reason}; {obstacle.remedy}"
