@@ -276,6 +276,9 @@ def test_no_run_in_a_folder_is_left_out_silently(tmp_path: Path) -> None:
     assert build_report([tmp_path / "runs"]).problems == [
         f"runs that are not VARIANT/seedN: {runs[0]}, {runs[1]}"
     ]
+    (tmp_path / "runs" / "other" / "seed1").mkdir()  # it crashed before its first step
+    (variant,) = report_of(tmp_path / "runs")["variants"]
+    assert variant["states"] == {"finished": 1, "unfinished": 1, "failed": 0}
     with pytest.raises(UnreadableRun, match="a folder is named twice"):
         build_report([runs[0], tmp_path / "runs" / ".." / "runs" / "bf16"])
 

@@ -210,15 +210,12 @@ def _read_settings(manifest: Record, problems: list[str]) -> Settings:
 
 
 def _find_variants(folder: Path) -> tuple[VariantData, ...]:
-    """The variants of a sweep that has no `sweep.json`."""
+    """The variants of a sweep that has no `sweep.json`. A seed without metrics is a run that has not begun."""
     variants = []
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
-        seeds = sorted(
-            int(match[1])
-            for seed in path.iterdir()
-            if (match := _SEED_FOLDER.fullmatch(seed.name)) and (seed / METRICS_FILE).exists()
-        )
-        if seeds:
+        matches = (_SEED_FOLDER.fullmatch(seed.name) for seed in path.iterdir() if seed.is_dir())
+        seeds = sorted(int(match[1]) for match in matches if match)
+        if any((path / f"seed{seed}" / METRICS_FILE).exists() for seed in seeds):
             runs = tuple(read_run(path / f"seed{seed}", variant=path.name, seed=seed) for seed in seeds)
             text = read_text(path / "policy.policy", [])
             variants.append(VariantData(name=path.name, runs=runs, policy_text=text))
