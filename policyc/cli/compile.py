@@ -298,10 +298,12 @@ def _memory_verdict(report: CompileReport) -> str:
 
 def _fail_if_wrong(report: CompileReport) -> None:
     """Exits with an error if a native product is missing, or if the step does not fit into memory."""
+    from policyc.language.diagnostics import count_others
+
     missing = report.missing_products
     if missing:
         product = missing[0]
-        others = f", and {len(missing) - 1} more," if len(missing) > 1 else ""
+        others = f"{count_others(len(missing))}," if len(missing) > 1 else ""
         exit_with_message(
             f"{product.gemm} of '{product.site}'{others} should be native, but {product.call} is in the compiled "
             f"program {product.calls_found} times, not {product.calls_expected}: --dump-hlo DIR shows what is there "

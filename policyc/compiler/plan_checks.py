@@ -8,7 +8,14 @@ from dataclasses import replace
 
 from policyc.compiler.plan import Decisions, Plan
 from policyc.compiler.sites import Site
-from policyc.language.diagnostics import Diagnostic, PolicyError, Severity, closest_name
+from policyc.language.diagnostics import (
+    Diagnostic,
+    PolicyError,
+    Severity,
+    closest_name,
+    count_noun,
+    count_others,
+)
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, Pattern, expand_selector, matches
@@ -52,15 +59,15 @@ def unmet_expectations(
 ) -> Iterator[Diagnostic]:
     """Rules that match another number of sites than they expect. `hint` ends the help of one that matches none."""
     for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
-        if rule.expect is not None and rule.expect != count and (count or not may_miss):
-            yield Diagnostic(
-                code="expect-violated",
-                message=f"this rule expects {rule.expect} site{'s'[: rule.expect != 1]} and matches {count}",
-                span=rule.span,
-                help=f"expect {count}, if that is right"
-                if count
-                else f"{suggest_selector(plan, rule)}; {hint}",
-            )
+        if rule.expect is None or rule.expect == count or (may_miss and not count):
+            continue
+        help = f"expect {count}, if that is right" if count else f"{suggest_selector(plan, rule)}; {hint}"
+        yield Diagnostic(
+            code="expect-violated",
+            message=f"this rule expects {count_noun(rule.expect, 'site')} and matches {count}",
+            span=rule.span,
+            help=help,
+        )
 
 
 def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
@@ -73,7 +80,7 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
     for index, sites in sites_of.items():
         first = next(iter(sites))
         place = f" ({first.place})" if first.place else ""
-        more = f", and {len(sites) - 1} more" if len(sites) > 1 else ""
+        more = count_others(len(sites))
         yield Diagnostic(
             code="opaque-site",
             message=f"the GEMM '{first.name}'{place} cannot be changed: it is inside {first.opaque}{more}",
@@ -198,7 +205,7 @@ def not_native(plan: Plan) -> Iterator[Diagnostic]:
             products_of.setdefault((rule, lowering.obstacle), {})[named] = None
     for (rule, obstacle), products in products_of.items():
         name, gemm = next(iter(products))
-        more = f", and {len(products) - 1} more" if len(products) > 1 else ""
+        more = count_others(len(products))
         yield Diagnostic(
             code="not-native",
             message=f"{gemm} of '{name}' would be emulated{more}: {obstacle.reason}",

@@ -12,7 +12,7 @@ from typing import Any
 
 from policyc.compiler.plan import Phase, Plan, PlanRun
 from policyc.compiler.sites import Layer, Site, dotted
-from policyc.language.diagnostics import escape_controls
+from policyc.language.diagnostics import count_noun, count_others, escape_controls
 from policyc.language.policy import Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe
 from policyc.language.treatments import normalize_if_valid, treatment_words
@@ -105,8 +105,8 @@ def _unknown_layers(plan: Plan) -> Iterator[str]:
     sites = [site for site in plan.sites if site.has_no_layer]
     if has_index and sites:
         place = escape_controls(f" ({sites[0].place})" if sites[0].place else "")
-        more = f", and {len(sites) - 1} more" if len(sites) > 1 else ""
         reason = sites[0].module.unknown_index if sites[0].module is not None else ""
+        more = count_others(len(sites))
         yield f"a product of activations{place} has no layer, so that no index matches it: {reason}{more}"
 
 
@@ -121,7 +121,7 @@ def unchanged_products(plan: Plan) -> Iterator[str]:
     for reason, sites in by_reason.items():
         share = sum(s.total_flops for s in sites) / total
         count = sum(s.count for s in sites)
-        yield f"{share:.1%} of FLOPs are {_count(count, 'GEMM')} inside {reason}, left as {_they_are(count)}"
+        yield f"{share:.1%} of FLOPs are {count_noun(count, 'GEMM')} inside {reason}, left as {_they_are(count)}"
 
 
 def other_products(plan: Plan) -> Iterator[str]:
@@ -129,17 +129,11 @@ def other_products(plan: Plan) -> Iterator[str]:
     total = plan.sites.total_flops or 1
     for other in plan.sites.others:
         name = escape_controls(other.name)
-        what = f"{_count(other.count, other.kind)} ({name}), left as {_they_are(other.count)}"
+        what = f"{count_noun(other.count, other.kind)} ({name}), left as {_they_are(other.count)}"
         if other.flops is None:
             yield f"{what}: FLOPs not known, and not part of the shares"
         else:
             yield f"{other.flops / total:.1%} of FLOPs are {what}"
-
-
-def _count(number: int, kind: str) -> str:
-    """A number and a noun: 1 convolution, 2 products of int8."""
-    noun, of, rest = kind.partition(" of ")
-    return f"{number} {noun}{'s'[: number != 1]}{of}{rest}"
 
 
 def _they_are(number: int) -> str:
@@ -164,7 +158,7 @@ def sites_table(plan: Plan) -> str:
                 rows.append([*row[:2], layers, *row[3:], *label, *_rule_cells(plan, run)])
     total = sum(s.total_flops for s in plan.sites)
     sites = sum(s.count for s in plan.sites)
-    end = f"{sites} GEMM{'s'[: sites != 1]}, {total / 1e9:.4g} GFLOP a step in their products\n"
+    end = f"{count_noun(sites, 'GEMM')}, {total / 1e9:.4g} GFLOP a step in their products\n"
     notes = (f"{line}\n" for line in unchanged_products(plan))
     return "".join((*(f"{line}\n" for line in align_columns(rows)), end, *notes))
 

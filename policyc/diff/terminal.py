@@ -17,7 +17,7 @@ from policyc.diff.data import sentence
 from policyc.diff.figures import product_figures
 from policyc.diff.graph import children_of, graph_of
 from policyc.diff.model import DiffData, Linear, LinearLayers, ProductChange, Stack, format_ranges
-from policyc.language.diagnostics import escape_controls
+from policyc.language.diagnostics import count_noun, escape_controls
 from policyc.language.recipes import Gemm
 
 WIDTH = 80
@@ -155,7 +155,7 @@ class EquationLines:
             if is_unchanged:
                 count = sum(item.equations for item in group if isinstance(item, _Unchanged))
                 if count:
-                    yield self._paint("dim", f"  ... {count} equation{'s'[: count != 1]} unchanged")
+                    yield self._paint("dim", f"  ... {count_noun(count, 'equation')} unchanged")
             else:
                 yield from (item for item in group if isinstance(item, str))
 

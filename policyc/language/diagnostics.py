@@ -236,6 +236,17 @@ def _width(text: str) -> int:
     )
 
 
+def count_noun(number: int, noun: str) -> str:
+    """Returns a number and a noun: `1 convolution`, `2 products of int8`."""
+    head, of, rest = noun.partition(" of ")
+    return f"{number} {head}{'' if number == 1 else 's'}{of}{rest}"
+
+
+def count_others(number: int) -> str:
+    """Returns the end of a message that names the first of this many things: `, and 2 more`."""
+    return f", and {number - 1} more" if number > 1 else ""
+
+
 class PolicyError(Exception):
     """A policy cannot be used. Holds every diagnostic, not only the first."""
 

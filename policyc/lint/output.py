@@ -20,6 +20,7 @@ from policyc.language.diagnostics import (
     Paint,
     Severity,
     Span,
+    count_noun,
     escape_controls,
     render,
     render_headline,
@@ -233,7 +234,7 @@ def summarize(diagnostics: Sequence[Diagnostic], files: int) -> str:
     if not diagnostics:
         return f"{policies}: no findings"
     counts = Counter(d.severity for d in diagnostics)
-    parts = [f"{counts[s]} {s}{'' if counts[s] == 1 else 's'}" for s in Severity if counts[s]]
+    parts = [count_noun(counts[s], s) for s in Severity if counts[s]]
     line = f"{policies}: {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
     fixable = sum(d.fix is not None and d.fix.safe for d in diagnostics)
     return f"{line}; {fixable} fixable with --fix" if fixable else line

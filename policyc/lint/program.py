@@ -13,7 +13,7 @@ from policyc.compiler.plan import Phase, Plan
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.compiler.sites import Site
 from policyc.jaxcore.transform import Address
-from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.diagnostics import Diagnostic, Severity, count_others
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context
@@ -104,7 +104,7 @@ def report_sites(
         names = name_sites(product.site for product in messages)
         yield Finding(
             span=context.policy.rules[index].span,
-            message=next(iter(messages.values())) + count_others(names),
+            message=next(iter(messages.values())) + count_others(len(names)),
             help=suggest(context.plan, tuple(messages)),
             sites=names,
         )
@@ -113,11 +113,6 @@ def report_sites(
 def name_sites(sites: Iterable[Site]) -> tuple[str, ...]:
     """Returns the names of sites, each once."""
     return tuple(dict.fromkeys(site.name for site in sites))
-
-
-def count_others(names: Sequence[str]) -> str:
-    """Returns the end of a message that names the first of several sites."""
-    return f", and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def suggest_keeping(plan: Plan, products: Sequence[QuantizedProduct], condition: str) -> str:
@@ -160,7 +155,7 @@ def report_in_8_bits(context: Context, is_sensitive: Callable[[Site], bool], nou
         names = name_sites(sites)
         yield Finding(
             span=context.policy.rules[rule].span,
-            message=f"this rule quantizes the {noun} ('{names[0]}'){count_others(names)}",
+            message=f"this rule quantizes the {noun} ('{names[0]}'){count_others(len(names))}",
             help=suggest_recipe(context.plan, rule, sites, "keep"),
             sites=names,
         )

@@ -11,6 +11,7 @@ from functools import partial
 from inspect import cleandoc
 from typing import TYPE_CHECKING
 
+from policyc.language.diagnostics import count_others
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import expand_selector, parse_path
@@ -144,7 +145,7 @@ def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterat
         noun = kind.noun if kind.has_weight else "products without a parameter"
         yield Finding(
             span=rule.span,
-            message=f"this rule puts the {noun} ('{names[0]}') in 4 bits{program.count_others(names)}",
+            message=f"this rule puts the {noun} ('{names[0]}') in 4 bits{count_others(len(names))}",
             help=suggest_recipe(plan, index, sites, "bf16") if kind.has_weight else _suggest_weight(rule),
             sites=names,
         )

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from policyc.language.diagnostics import count_others
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector
@@ -93,7 +94,7 @@ def _is_in_4_bits(context: Context, path: DottedPath) -> bool:
 
 def _check_program(plan: Plan) -> Iterator[Finding]:
     """Yields each rule that puts the last layer of a stack of the program in 4 bits at the start of training."""
-    from policyc.lint.program import count_others, name_sites  # loads JAX
+    from policyc.lint.program import name_sites  # loads JAX
 
     sites_by_rule: dict[int, dict[Site, PathSegment]] = {}
     decisions = plan.decisions(plan.phases[0])
@@ -112,7 +113,7 @@ def _check_program(plan: Plan) -> Iterator[Finding]:
         )
         yield Finding(
             span=plan.policy.rules[index].span,
-            message=f"the last blocks run in 4 bits too ('{names[0]}'){count_others(names)}",
+            message=f"the last blocks run in 4 bits too ('{names[0]}'){count_others(len(names))}",
             help=f"add a rule after it: {', '.join(tails)} -> bf16",
             sites=names,
         )

@@ -28,10 +28,11 @@ from collections.abc import Iterator, Sequence
 from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.hardware.training_step import LayerGroup, ReaderCounts
+from policyc.language.diagnostics import count_others
 from policyc.language.recipes import make_recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import count_others, name_sites
+from policyc.lint.program import name_sites
 from policyc.lint.rule import LintRule
 from policyc.lint.site_speed import describe_slow_site, find_slow_sites, layer_seconds, slowest_site
 from policyc.numerics.products import Backends
@@ -56,7 +57,7 @@ def check(context: Context) -> Iterator[Finding]:
         names = name_sites((slowest.group.site, *slow_sites))
         yield Finding(
             span=context.policy.rules[rule_index].span,
-            message=f"{describe_slow_site(slowest, 'in bf16')} on {target.name}{count_others(names)}",
+            message=f"{describe_slow_site(slowest, 'in bf16')} on {target.name}{count_others(len(names))}",
             help=_suggest(context.plan, rule_index, [slow.group for slow in slow_sites.values()], target),
             sites=names,
         )

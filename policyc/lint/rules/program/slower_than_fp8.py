@@ -30,10 +30,11 @@ from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.plan import make_plan
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.hardware.training_step import LayerGroup, ReaderCounts
+from policyc.language.diagnostics import count_others
 from policyc.language.recipes import make_recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import count_others, name_sites
+from policyc.lint.program import name_sites
 from policyc.lint.rule import LintRule
 from policyc.lint.site_speed import describe_slow_site, find_slow_sites, layer_seconds, slowest_site
 from policyc.numerics.products import Backends
@@ -65,7 +66,7 @@ def check(context: Context) -> Iterator[Finding]:
         remedy = "install Transformer Engine, whose quantizers read less; or " if backend == "xla" else ""
         yield Finding(
             span=context.policy.rules[rule_index].span,
-            message=f"{describe_slow_site(slowest, than)}{count_others(names)}",
+            message=f"{describe_slow_site(slowest, than)}{count_others(len(names))}",
             help=remedy + suggest_recipe(plan, rule_index, tuple(slow_sites), "fp8"),
             sites=names,
         )
