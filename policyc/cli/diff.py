@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -82,11 +82,6 @@ class CompareOptions:
     stats: str | None
     compiled: str | None
 
-    def with_absolute_paths(self) -> CompareOptions:
-        """The program may change the folder."""
-        paths = {n: os.path.abspath(v) for n in ("vs", "stats", "compiled") if (v := getattr(self, n))}
-        return dataclasses.replace(self, **paths)
-
 
 compare_options = collect_options(
     CompareOptions,
@@ -116,14 +111,15 @@ class OutputOptions:
     model_explorer: str | None
     exit_code: bool
 
-    def with_absolute_paths(self) -> OutputOptions:
-        """The program may change the folder."""
-        paths = {
-            name: os.path.abspath(value)
-            for name in ("svg", "out", "model_explorer")
-            if (value := getattr(self, name)) not in (None, "-")
-        }
-        return dataclasses.replace(self, **paths)
+
+_Options = TypeVar("_Options", CompareOptions, OutputOptions)
+
+
+def _make_absolute(options: _Options, *names: str) -> _Options:
+    """The options with absolute paths. `-` is standard output."""
+    values = {name: getattr(options, name) for name in names}
+    paths = {name: os.path.abspath(value) for name, value in values.items() if value and value != "-"}
+    return dataclasses.replace(options, **paths)
 
 
 output_options = collect_options(
@@ -183,7 +179,9 @@ def diff(
     if compare.vs and len(names) > 1:
         raise click.UsageError("--vs compares a plan with one policy: leave out the other")
     folder = os.getcwd()
-    compare, output = compare.with_absolute_paths(), output.with_absolute_paths()
+    # The program may change the folder.
+    compare = _make_absolute(compare, "vs", "stats", "compiled")
+    output = _make_absolute(output, "svg", "out", "model_explorer")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
     from policyc.diff.build import DiffRequest, build_diff
 
