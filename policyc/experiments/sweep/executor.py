@@ -119,8 +119,17 @@ def _signal_wrapper(status: RunStatus) -> None:
     """Asks the wrapper of an earlier sweep to stop. Does nothing if it is on another machine, or gone."""
     if status.host != socket.gethostname():
         return
-    # Its number may belong to another process by now.
-    words = ["ps", "-o", "command=", "-p", str(status.pid)]
-    command = subprocess.run(words, capture_output=True, text=True, check=False).stdout
-    if WRAPPER_MODULE in command:
+    if WRAPPER_MODULE in _read_command(status.pid):  # its number may belong to another process by now
         os.kill(status.pid, signal.SIGTERM)
+
+
+def _read_command(pid: int) -> str:
+    """The command line of a process; empty if there is none. Small containers have no `ps`, macOS has no `/proc`."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        words = ["ps", "-o", "command=", "-p", str(pid)]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    except FileNotFoundError:
+        return ""
