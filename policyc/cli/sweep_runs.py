@@ -29,7 +29,7 @@ from policyc.cli.options import (
     multiple_losses_option,
     require_native_option,
 )
-from policyc.cli.program import parse_program
+from policyc.cli.program import parse_program, program_name
 from policyc.cli.sweep_output import print_dry_run, print_omitted, write_page
 
 if TYPE_CHECKING:
@@ -177,9 +177,8 @@ def run_sweep(
         with lock_sweep(out, lambda text: click.echo(f"policyc: {text}", err=True)):
             for note in open_sweep(out, design):
                 click.echo(f"policyc: note: {note}", err=True)
-            result = _run(
-                design, track_runs(runs), executor
-            )  # under the lock: no other sweep changes their states
+            # Under the lock: no other sweep changes the states of the runs.
+            result = _run(design, track_runs(runs), executor)
     except (ChangedSweep, SweepBusy, ValueError) as error:
         exit_with_message(str(error), EXIT_USAGE)
     except OSError as error:
@@ -192,8 +191,10 @@ def _make_program(words: Sequence[str], config: str | None, options: SweepOption
     from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram
     from policyc.experiments.sweep.slurm_options import check_program, parse_slurm_options
 
-    if config is None:
-        parse_program(words)  # raises if there is no such program
+    if config is None and "--dry-run" in parse_program(words).args:
+        raise click.UsageError(
+            f"'--dry-run' comes after the program, so the sweep would start: write it before {program_name(words)}"
+        )
     apply = ApplyOptions(
         backend=options.backend,
         require_native=options.require_native,

@@ -71,6 +71,7 @@ def test_a_dry_run_prints_the_runs_and_the_edits_as_diffs(folder: Path) -> None:
         ("my.policy --config tiny --seed 3", "--seed is set by the sweep"),
         ("my.policy --config tiny --bach 3", "unrecognized arguments: --bach"),
         ("my.policy nope.py", "no such script"),
+        ("my.policy train.py --dry-run", "the sweep would start: write it before train.py"),
     ],
 )
 def test_wrong_usage_is_explained(
