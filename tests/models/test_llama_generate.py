@@ -14,7 +14,7 @@ import pytest
 
 import policyc
 from tests.support.command import policyc as command
-from tests.support.llama_runs import READS_DAMAGED_CHECKPOINT, SHORT, make_mesh
+from tests.support.llama_runs import SHORT, make_mesh
 
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
 from policyc.models.llama import checkpoints, generate, optimizer, trained, weights
@@ -182,7 +182,6 @@ def save_params(folder: Path, **identity: Any) -> dict[str, Any]:
     return state
 
 
-@READS_DAMAGED_CHECKPOINT
 def test_parameters_are_read_without_the_rest_and_compared_with_their_hash(tmp_path):
     folder = tmp_path / "checkpoints"
     state = save_params(folder, seeds=None, steps=8)

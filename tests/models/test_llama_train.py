@@ -182,7 +182,6 @@ def truncate_files(folder: Path) -> None:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@llama_runs.READS_DAMAGED_CHECKPOINT
 @pytest.mark.parametrize("damage", [replace_by_earlier, truncate_files])
 def test_a_run_resumes_from_the_last_checkpoint_that_is_whole(completed, tmp_path, capsys, damage):
     folder = tmp_path / "run"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import pytest
 from jax.sharding import AxisType, Mesh
 
 from tests.support.command import python_path
@@ -25,11 +24,6 @@ SHORT = {"steps": 8, "batch": 8, "sequence": 32, "data": "synthetic", "learning_
 # Tests of single steps and of whole runs use the same mesh and dtype, so that JAX compiles their step once.
 MESH = {"fsdp": 2, "tensor": 2, "context": 2}
 DTYPE = "float32"
-
-READS_DAMAGED_CHECKPOINT = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning"
-)
-"""Orbax ends its event loop when the first array cannot be read. Arrays that are read later call into a closed loop."""
 
 
 def flags(**settings: Any) -> list[str]:
