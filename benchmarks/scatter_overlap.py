@@ -45,16 +45,12 @@ def find_scatters(module: hlo.Module) -> Iterator[Scatter]:
 
 def _kernels_until_end(module: hlo.Module, start: hlo.Execution) -> Iterator[hlo.Execution]:
     """The kernels after the start of a scatter, until its end. A scatter that is not asynchronous has none."""
-    names = list(module.computations[start.computation])
-    name = start.instruction.name
-    ends = [
-        i.name for i in module.computations[start.computation].values()
-        if i.opcode == "reduce-scatter-done" and name in i.operands
-    ]  # fmt: skip
+    computation, name = module.computations[start.computation], start.instruction.name
+    ends = [i.name for i in computation.values() if i.opcode == "reduce-scatter-done" and name in i.operands]
     if not ends:
         return
+    names = list(computation)
     between = set(names[names.index(name) + 1 : names.index(ends[0])])
-    computation = module.computations[start.computation]
     called = {c for n in between if computation[n].opcode == "call" for c in computation[n].called}
     for execution in module.executions:
         runs = execution.instruction.name in between and execution.computation == start.computation
@@ -80,7 +76,7 @@ def main() -> None:
     for path in options.hlo:
         scatters = list(find_scatters(hlo.parse_module(path.read_text())))
         pairs = [hidden_seconds(s, get_target(options.target), options.devices) for s in scatters]
-        total, hidden = (sum(column) for column in zip(*pairs, strict=True))
+        total, hidden = (sum(pair[i] for pair in pairs) for i in range(2))
         print_row([
             path.name.removesuffix(".hlo.txt"),
             str(sum(s.times for s in scatters)),

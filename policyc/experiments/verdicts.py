@@ -22,6 +22,7 @@ from policyc.experiments.statistics import (
     seeds_needed,
     smallest_detectable_effect,
 )
+from policyc.language.diagnostics import count_noun
 
 
 class Verdict(StrEnum):
@@ -187,7 +188,7 @@ def _judge_without_test(baseline: SeedLosses, variant: SeedLosses, pairs: int) -
     if sentences := [*failures, *_obstacles(baseline, variant)]:
         return Verdict.INCONCLUSIVE, " ".join(sentences)
     return Verdict.INCONCLUSIVE, (
-        f"{pairs} seed{'' if pairs == 1 else 's'} in common with {baseline.name}: an interval needs at least two"
+        f"{count_noun(pairs, 'seed')} in common with {baseline.name}: an interval needs at least two"
     )
 
 

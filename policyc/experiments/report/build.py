@@ -33,6 +33,7 @@ from policyc.experiments.report.sweeps import (
 )
 from policyc.experiments.report.values import Record, as_list, as_record, as_records, as_text
 from policyc.experiments.trailing import LEAST_TRAILING, TRAILING_FRACTION
+from policyc.language.diagnostics import count_noun
 
 FORMAT = 1
 """The version of the data. It changes when a field is removed or means something else."""
@@ -198,8 +199,8 @@ def _describe_begin(sweep: SweepData) -> str:
     earlier = as_records(sweep.manifest.get("earlier"))
     if not earlier:
         return ""
-    counts = ((name, len(as_list(earlier[0].get(f"{name}s")))) for name in ("seed", "baseline", "variant"))
-    return ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts)
+    names = ("seed", "baseline", "variant")
+    return ", ".join(count_noun(len(as_list(earlier[0].get(f"{name}s"))), name) for name in names)
 
 
 def _policy_diffs(sweep: SweepData) -> list[Record]:

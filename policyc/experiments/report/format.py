@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from policyc.experiments.report.values import Record
+from policyc.language.diagnostics import count_noun
 
 FIGURES = (
     ("validation_loss", "validation loss"),
@@ -134,4 +135,4 @@ def summarize(data: Record) -> str:
         "parity": "at parity", "better": "better", "worse": "worse", "inconclusive": "inconclusive", "failed": "failed",
     }  # fmt: skip
     listed = ", ".join(f"{counts[key]} {text}" for key, text in texts.items() if counts[key])
-    return f"{len(rows)} variant{'' if len(rows) == 1 else 's'} against {baselines[0]}: {listed}"
+    return f"{count_noun(len(rows), 'variant')} against {baselines[0]}: {listed}"

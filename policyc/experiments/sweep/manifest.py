@@ -97,7 +97,7 @@ def open_sweep(out: Path, design: SweepDesign) -> list[str]:
         values["earlier"] = _list_earlier(earlier, values)
         if earlier["cwd"] != values["cwd"]:
             notes.append(
-                f"this sweep began in {earlier['cwd']}: relative paths in its program's arguments lead elsewhere now"
+                f"this sweep began in {earlier['cwd']}: relative paths in its program's arguments now start here"
             )
         if earlier["program_sha256"] != values["program_sha256"]:
             name = design.program.words[0]
