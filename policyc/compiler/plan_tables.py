@@ -15,8 +15,11 @@ from policyc.compiler.sites import Layer, Site, dotted
 from policyc.language.diagnostics import count_noun, count_others, escape_controls
 from policyc.language.policy import Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe
-from policyc.language.treatments import normalize_if_valid, treatment_words
+from policyc.language.treatments import describe_options, normalize_if_valid
 from policyc.numerics.backends.choice import Lowering, Obstacle
+
+PLAN_SCHEMA = 2
+"""The version of a plan as JSON. It changes with the fields, which docs/compiler.md describes."""
 
 _MAX_RULE_WIDTH = 60
 _MIN_HEAD_WIDTH = 20  # enough to recognize the first name
@@ -228,6 +231,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def as_json(plan: Plan) -> str:
     """The whole plan: for every site and phase, runs of layers with the same decision."""
     data = {
+        "schema": PLAN_SCHEMA,
         "policy": {"path": plan.policy.source.path, "sha256": plan.policy.sha256},
         "jaxpr": {"sha256": plan.sites.hash},
         "backend": plan.execution.backend,
@@ -245,7 +249,7 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "address": list(site.address),
         "scope": dotted(site.scope.path),
         "parameters": [dotted(p.path) for p in site.parameters],
-        "around": None if site.module is None else dotted(site.module.path) or None,
+        "module": None if site.module is None else dotted(site.module.path) or None,
         "place": site.place,
         "kind": site.kind,
         "weight": site.weight,
@@ -273,23 +277,24 @@ def _run_json(run: PlanRun) -> dict[str, Any]:
         choice = product.choice
         products[product.gemm] = {
             "rule": choice.rule,
-            "beaten": list(choice.overridden),
+            "overridden": list(choice.overridden),
             "formats": [
                 "keep" if recipe is None else recipe.treatment(gemm, role).format
                 for gemm, role in OPERANDS
                 if gemm is product.gemm
             ],
-            "operands": _operand_words(recipe, product.gemm),
+            "options": _describe_operands(recipe, product.gemm),
             **_lowering_json(product.lowering),
         }
     layers = {"layers": [list(run.layers[0]), list(run.layers[-1])]} if run.site.stacks else {}
     return {**layers, "products": products}
 
 
-def _operand_words(recipe: Recipe | None, gemm: Gemm) -> list[list[str]]:
+def _describe_operands(recipe: Recipe | None, gemm: Gemm) -> list[list[str]]:
     """What happens to both operands of a product beyond their formats."""
-    treatments = () if recipe is None else normalize_if_valid(recipe).gemm_treatments(gemm)
-    return [list(treatment_words(t)) for t in treatments] or [[], []]
+    if recipe is None:
+        return [[], []]
+    return [list(describe_options(t)) for t in normalize_if_valid(recipe).gemm_treatments(gemm)]
 
 
 def _lowering_json(lowering: Lowering) -> dict[str, Any]:

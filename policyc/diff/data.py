@@ -13,7 +13,7 @@ from policyc.diff.model import DiffData, DiffSide, Linear, LinearLayers, Product
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def as_json(diff: DiffData) -> str:
@@ -175,8 +175,8 @@ def _state_data(state: ProductState) -> dict[str, Any]:
         "reason": None if lowering.obstacle is None else lowering.obstacle.reason,
         "remedy": None if lowering.obstacle is None else lowering.obstacle.remedy,
         "operands": [
-            {"role": role, "format": format, "badges": list(words)}
-            for role, format, words in zip(state.roles, state.formats, state.badges, strict=True)
+            {"role": role, "format": format, "options": list(options)}
+            for role, format, options in state.operands
         ],
     }
 

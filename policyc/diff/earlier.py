@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from policyc.compiler.plan_tables import PLAN_SCHEMA
 from policyc.compiler.sites import Layer, Site, Sites, dotted
 from policyc.diff.model import ProductState
 from policyc.language.recipes import Gemm
@@ -45,8 +46,8 @@ class EarlierPlan:
         missing = [key for key in self._runs if key not in known]
         if missing:
             notes.append(f"{len(missing)} sites of the earlier plan are not in the program")
-        if not _has_operands(data):
-            notes.append("the earlier plan has no options of recipes: only formats are compared")
+        if not _has_options(data):
+            notes.append("the earlier plan has no options of recipes: only formats and backends are compared")
         return notes
 
     def product(self, site: Site, layer: Layer, gemm: Gemm, kept: ProductState) -> ProductState | None:
@@ -69,7 +70,7 @@ def _number_sites(sites: Any) -> dict[Any, SiteKey]:
     return keys
 
 
-def _has_operands(data: Mapping[str, Any]) -> bool:
+def _has_options(data: Mapping[str, Any]) -> bool:
     products = (
         product
         for entry in data["sites"]
@@ -77,7 +78,7 @@ def _has_operands(data: Mapping[str, Any]) -> bool:
         for run in runs
         for product in run["products"].values()
     )
-    return all("operands" in product for product in products)
+    return all("options" in product for product in products)
 
 
 def _state(entry: Mapping[str, Any], kept: ProductState) -> ProductState:
@@ -88,22 +89,32 @@ def _state(entry: Mapping[str, Any], kept: ProductState) -> ProductState:
     if entry.get("backend"):
         obstacle = Obstacle(entry["reason"], entry["remedy"]) if entry.get("reason") else None
         lowering = Lowering(entry["backend"], bool(entry.get("native")), obstacle)
-    words = entry.get("operands") or ((), ())
+    words = entry.get("options")
     return ProductState(
         format=first,
         formats=(first, second),
         roles=kept.roles,
-        badges=(tuple(words[0]), tuple(words[1])),
+        options=None if words is None else (tuple(words[0]), tuple(words[1])),
         lowering=lowering,
     )
 
 
 def read_earlier_plan(path: Path, sites: Sites, phase: str) -> EarlierPlan:
-    """Reads a plan. Raises ValueError if the file is none."""
+    """Reads a plan. Raises ValueError if the file is none, or one of a later version of policyc.
+
+    Plans before `PLAN_SCHEMA` 2 have no field `schema`, and describe options in other words: these are not read.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return EarlierPlan(data, sites, phase)
+        schema = data.get("schema", 1)
+        earlier = None if schema > PLAN_SCHEMA else EarlierPlan(data, sites, phase)
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"'{path}' is not a plan: policyc apply --plan-out writes one") from None
+    if earlier is None:
+        raise ValueError(
+            f"'{path}' is a plan of schema {schema}, but this policyc reads schema {PLAN_SCHEMA} and earlier ones: "
+            "install the policyc that wrote it, or write the plan again"
+        )
+    return earlier

@@ -18,7 +18,7 @@ from policyc.jaxcore.transform import Address
 from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.recipes import OPERANDS, Gemm, Role, make_recipe
 from policyc.language.selectors import DottedPath
-from policyc.language.treatments import normalize_if_valid, treatment_words
+from policyc.language.treatments import describe_options, normalize_if_valid
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def product_state(site: Site, decision: Decision, gemm: Gemm, seed: int | None =
         formats=(treatments[0].format, treatments[1].format),
         roles=kept.roles,
         seed=seed if any(t.rounding != "rne" for t in treatments) else None,
-        badges=(treatment_words(treatments[0]), treatment_words(treatments[1])),
+        options=(describe_options(treatments[0]), describe_options(treatments[1])),
         lowering=decision.lowering(gemm),
     )
 

@@ -138,10 +138,7 @@ def describe_cell(diff: DiffData, linear: Linear, run: LinearLayers, product: Pr
     ):
         if side is None:
             continue
-        operands = " x ".join(
-            " ".join((format, *words))
-            for format, words in zip(side.state.formats, side.state.badges, strict=True)
-        )
+        operands = " x ".join(" ".join((format, *options)) for _, format, options in side.state.operands)
         lines.append(f"{label}: {operands}")
         if policy is not None and side.rule is not None:
             span = policy.rules[side.rule].span

@@ -16,8 +16,8 @@ from policyc.language.bundled import bundled_policies
 from policyc.language.diagnostics import Paint, escape_lines
 from policyc.language.loader import load
 from policyc.language.policy import Policy, Rule
-from policyc.language.recipes import OPERANDS, Gemm, Recipe, Treatment
-from policyc.language.treatments import normalize_if_valid
+from policyc.language.recipes import OPERANDS, Gemm, Recipe
+from policyc.language.treatments import describe_treatment, normalize_if_valid
 
 _COLORS_BY_BITS = {4: "green", 8: "cyan", 16: "white", 32: "white", 0: "dim"}
 
@@ -48,30 +48,6 @@ def _describe_bundled_policies() -> list[dict[str, Any]]:
         }
         for name, path in bundled_policies().items()
     ]
-
-
-def describe_treatment(treatment: Treatment) -> str:
-    """Describes a treatment in a few words: `nvfp4 16x16`, `nvfp4 1x16 rht16 sr`."""
-    if treatment.bits in (0, 16, 32):
-        return treatment.format
-    words = [treatment.format]
-    if treatment.format == "nvfp4":
-        words.append("16x16" if treatment.tile2d else "1x16")
-    if treatment.format == "fp8":
-        words.append(treatment.element)
-    if treatment.rounding == "ms_eden":
-        words.append("ms_eden")
-    elif treatment.rht:
-        words.append(f"rht{treatment.rht}")
-    if treatment.rounding == "sr":
-        words.append("sr" if treatment.headroom == 1 else f"sr({treatment.headroom})")
-    extras = {
-        "four_over_six": treatment.scale == "four_over_six",
-        "mean_split": treatment.mean_split,
-        f"outer={treatment.outer}": treatment.outer != "tensor",
-        treatment.scale_rounding: treatment.format == "mxfp4" and treatment.scale_rounding != "floor",
-    }
-    return " ".join([*words, *(word for word, applies in extras.items() if applies)])
 
 
 def literal(text: str, style: str = "") -> Text:

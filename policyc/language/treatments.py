@@ -62,31 +62,31 @@ def _normalize_treatment(recipe: Recipe, gemm: Gemm, role: Role) -> Treatment:
     return treatment
 
 
-def treatment_words(treatment: Treatment) -> tuple[str, ...]:
-    """What a treatment does beyond its format, in short words. Different treatments have different words.
+def describe_options(treatment: Treatment) -> tuple[str, ...]:
+    """Returns what a treatment does beyond its format, in short words: `1x16`, `rht16`, `sr`.
 
-    `1x16` is a scale per 16 elements, `2D` one per square tile.
+    The first word is what shares a scale: a block (`1x16`, `16x16`), or the `tensor`. The element type follows if the
+    format has several. Then the options of policies, without those that have their defaults. Different treatments of
+    the same format have different words. A format without scales has none.
     """
     format = FORMATS[treatment.format]
     if not format.is_quantized:
         return ()
-    words = [treatment.element] if treatment.element else []
-    if treatment.tile2d:
-        words.append("2D")
-    elif format.block:
-        words.append(f"1x{format.block}")
-    if treatment.rht:
-        words.append(f"rht{treatment.rht}")
-    if treatment.rounding != "rne":
-        words.append(treatment.rounding)
-    if treatment.headroom != 1:
-        words.append(f"headroom {treatment.headroom}")
-    if treatment.scale != "amax":
-        words.append(treatment.scale)
-    if format.scale == "e8m0" and treatment.scale_rounding != "floor":
-        words.append(treatment.scale_rounding)
-    if treatment.mean_split:
-        words.append("mean split")
-    if format.tensor_scale:
-        words.append(f"outer {treatment.outer}")
-    return tuple(words)
+    rows = format.block if treatment.tile2d else 1
+    words = {
+        f"{rows}x{format.block}" if format.block else "tensor": True,
+        treatment.element: "grad" in format.options,
+        f"rht{treatment.rht}": treatment.rht > 0,
+        treatment.rounding: treatment.rounding != "rne",
+        f"sr_headroom={treatment.headroom}": treatment.headroom != 1,
+        treatment.scale: treatment.scale != "amax",
+        f"scale_rounding={treatment.scale_rounding}": treatment.scale_rounding != "floor",
+        "mean_split": treatment.mean_split,
+        f"outer={treatment.outer}": treatment.outer != "tensor",
+    }
+    return tuple(word for word, applies in words.items() if applies)
+
+
+def describe_treatment(treatment: Treatment) -> str:
+    """Returns the format of a treatment and its options: `nvfp4 16x16`, `nvfp4 1x16 rht16 sr`."""
+    return " ".join((treatment.format, *describe_options(treatment)))

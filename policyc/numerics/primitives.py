@@ -6,7 +6,7 @@ Their results have no derivative. Code that differentiates them must be inside a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from policyc.jaxcore.define_primitive import (
 )
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Treatment
+from policyc.language.treatments import describe_options
 from policyc.numerics import backends
 from policyc.numerics import quantize as q
 from policyc.numerics.backends import LoweringContext
@@ -49,15 +50,10 @@ class QuantizeSpec:
     axes: Axes
 
     def __repr__(self) -> str:
-        t, block = self.treatment, FORMATS[self.treatment.format].block
-        words = [f"{TILE if t.tile2d else 1}x{block}" if block else "tensor", t.rounding]
-        words += [t.element] if t.format == "fp8" else []
-        words += [f"rht{t.rht}"] if t.rht else []
-        words += [t.scale] if t.scale != "amax" else []
-        words += [t.scale_rounding] if t.format == "mxfp4" else []
-        words += [f"headroom{t.headroom}"] if t.headroom != 1 else []
-        words += [f"outer={t.outer}"] if t.outer != "tensor" else []
-        return f"{','.join(words)}@{self.axes.axis}"
+        options = describe_options(
+            replace(self.treatment, mean_split=False)
+        )  # another equation splits the mean
+        return f"{','.join(options)}@{self.axes.axis}"
 
 
 def quantize(

@@ -156,6 +156,7 @@ def test_columns_are_aligned_without_trailing_spaces() -> None:
 def test_a_plan_as_json() -> None:
     plan = plan_model("* -> mxfp8; layers[1:3].up @ dgrad -> bf16; layers.down -> keep", target="gb200")
     data = json.loads(as_json(plan))
+    assert data["schema"] == 2
     assert data["policy"] == {"path": "<policy>", "sha256": plan.policy.sha256}
     assert data["jaxpr"] == {"sha256": plan.sites.hash}
     assert (data["backend"], data["machine"]) == ("auto", "gb200")
@@ -168,7 +169,7 @@ def test_a_plan_as_json() -> None:
         "address": [0, 0, 0],
         "scope": "",
         "parameters": ["layers.up"],
-        "around": None,
+        "module": None,
         "kind": "dot",
         "weight": "rhs",
         "batch": 1,
@@ -185,10 +186,12 @@ def test_a_plan_as_json() -> None:
     assert (down["parameters"], head["parameters"]) == (["layers.down"], ["head"])
 
 
-def product(rule: int | None, format: str, beaten: tuple[int, ...] = (), **lowering: Any) -> dict[str, Any]:
-    words = {"mxfp8": ["e4m3", "1x32"], "nvfp4": ["e2m1", "1x16", "outer tensor"]}.get(format, [])
+def product(
+    rule: int | None, format: str, overridden: tuple[int, ...] = (), **lowering: Any
+) -> dict[str, Any]:
+    options = {"mxfp8": ["1x32"], "nvfp4": ["1x16"]}.get(format, [])
     return {
-        "rule": rule, "beaten": list(beaten), "formats": [format] * 2, "operands": [words] * 2, **lowering
+        "rule": rule, "overridden": list(overridden), "formats": [format] * 2, "options": [options] * 2, **lowering
     }  # fmt: skip
 
 

@@ -57,9 +57,9 @@ def test_every_changed_product_names_its_rule_and_line() -> None:
     assert (kept["after"]["rule"], kept["after"]["overridden"]) == (1, [0])
     state = data["states"][wgrad["after"]["state"]]
     assert (state["format"], state["backend"], state["native"]) == ("nvfp4", "xla", True)
-    assert [(o["role"], o["badges"]) for o in state["operands"]] == [
-        ("activation", ["e2m1", "1x16", "rht16", "outer tensor"]),
-        ("gradient", ["e2m1", "1x16", "rht16", "sr", "outer tensor"]),
+    assert [(o["role"], o["options"]) for o in state["operands"]] == [
+        ("activation", ["1x16", "rht16"]),
+        ("gradient", ["1x16", "rht16", "sr"]),
     ]
 
 

@@ -146,18 +146,33 @@ def test_options_of_recipes_are_compared(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    earlier = write_plan(tmp_path / "plan.json", KEEP_LAST, unrolled, UNROLLED)
+    diff = make_diff(scanned, SCANNED, KEEP_LAST, earlier_plan=earlier)
+    assert "the program has changed since the earlier plan was made" in diff.notes
+    assert "12 sites of the earlier plan are not in the program" in diff.notes
+
+
+def test_options_of_plans_of_schema_1_are_not_compared(tmp_path: Path) -> None:
+    """They are in other words: every quantized product would seem to change."""
     path = tmp_path / "plan.json"
-    write_plan(path, KEEP_LAST, unrolled, UNROLLED)
+    write_plan(path, "layers.* -> nvfp4(sr=grad); layers[4:] -> keep")
     data = json.loads(path.read_text())
+    del data["schema"]
     for site in data["sites"]:
         for run in site["decisions"]["always"]:
             for product in run["products"].values():
-                del product["operands"]
+                del product["options"]
+                product["operands"] = [["e2m1", "2D", "outer tensor"]] * 2
     path.write_text(json.dumps(data))
     diff = make_diff(scanned, SCANNED, KEEP_LAST, earlier_plan=str(path))
-    assert "the program has changed since the earlier plan was made" in diff.notes
-    assert "12 sites of the earlier plan are not in the program" in diff.notes
-    assert "the earlier plan has no options of recipes: only formats are compared" in diff.notes
+    assert not diff.differs
+    assert "the earlier plan has no options of recipes: only formats and backends are compared" in diff.notes
+
+
+def test_a_plan_of_a_later_schema_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"schema": 3, "sites": "unknown"}')
+    with pytest.raises(ValueError, match="a plan of schema 3, but this policyc reads schema 2 and earlier"):
+        make_diff(scanned, SCANNED, KEEP_LAST, earlier_plan=str(tmp_path / "plan.json"))
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"sites": 3}', "[1]"])

@@ -300,6 +300,9 @@ def test_runs_that_are_not_comparable_are_named(tmp_path: Path) -> None:
         "the setting learning_rate is not the same in all runs: 0.001, 0.002",
         "the runs of te_nvfp4 have different plans",
     ]
+    (run / "plan.json").write_text(json.dumps(plan | {"schema": 2}))
+    newer = "the plans of te_nvfp4 were written by different versions of policyc"
+    assert report_of(sweep)["inequalities"] == [data["inequalities"][0], newer]
     assert [(e["settings"], len(e["runs"])) for e in data["environment"]] == [
         ({"learning_rate": "0.001"}, 3),
         ({"learning_rate": "0.002"}, 1),

@@ -1,14 +1,21 @@
-"""Normalization of recipes: the rules that connect the options of the six operands."""
+"""Normalization of recipes: the rules that connect the options of the six operands; treatments in words."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from fractions import Fraction
 
 import pytest
 
 from policyc import parse
-from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role
-from policyc.language.treatments import find_recipe_problems, normalize_if_valid, normalize_recipe
+from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.language.treatments import (
+    describe_options,
+    describe_treatment,
+    find_recipe_problems,
+    normalize_if_valid,
+    normalize_recipe,
+)
 
 
 def recipe_of(text: str) -> Recipe:
@@ -93,3 +100,43 @@ def test_2d_tiles_have_one_outer_scale_per_tensor():
     tiled = Recipe(tuple(replace(t, tile2d=True) for t in recipe.treatments))
     assert {t.outer for t in normalize_recipe(recipe).treatments} == {"row"}
     assert {t.outer for t in normalize_recipe(tiled).treatments} == {"tensor"}
+
+
+# ---- treatments in words
+
+
+@pytest.mark.parametrize(
+    ("text", "gradient", "weight"),
+    [
+        ("keep", "keep", "keep"),
+        ("bf16", "bf16", "bf16"),
+        ("fp8", "fp8 tensor e5m2", "fp8 tensor e4m3"),
+        ("fp4", "fp4 tensor", "fp4 tensor"),
+        ("mxfp8", "mxfp8 1x32", "mxfp8 1x32"),
+        ("mxfp4(scale_rounding=rceil)", "mxfp4 1x32 scale_rounding=rceil", "mxfp4 1x32 scale_rounding=rceil"),
+        ("nvfp4(scale2d=weights, sr=grad)", "nvfp4 1x16 sr", "nvfp4 16x16"),
+        ("nvfp4(rht=dgrad, rht_size=32)", "nvfp4 1x16 rht32", "nvfp4 1x16 rht32"),
+        ("nvfp4(sr=grad, sr_headroom=17/16)", "nvfp4 1x16 sr sr_headroom=17/16", "nvfp4 1x16"),
+        ("nvfp4(rounding=ms_eden)", "nvfp4 1x16 rht128 ms_eden", "nvfp4 1x16 rht128 ms_eden"),
+        ("nvfp4(scale=four_over_six)", "nvfp4 1x16 four_over_six", "nvfp4 1x16 four_over_six"),
+        ("nvfp4(mean_split, outer=row)", "nvfp4 1x16 mean_split outer=row", "nvfp4 1x16 outer=row"),
+    ],
+)
+def test_a_treatment_in_words(text, gradient, weight):
+    """Both operands of dgrad, before rules connect them."""
+    recipe = recipe_of(text)
+    assert [describe_treatment(t) for t in recipe.gemm_treatments(Gemm.DGRAD)] == [gradient, weight]
+
+
+def test_different_treatments_have_different_words():
+    """Each field changes the words: a plan is compared by them."""
+    (plain, _) = recipe_of("nvfp4").gemm_treatments(Gemm.DGRAD)
+    (fp8, _) = recipe_of("fp8").gemm_treatments(Gemm.DGRAD)
+    changes = {
+        "rounding": "sr", "rht": 16, "tile2d": True, "scale": "four_over_six", "scale_rounding": "even",
+        "headroom": Fraction(17, 16), "mean_split": True, "outer": "pow2",
+    }  # fmt: skip
+    assert {field.name for field in fields(Treatment)} - {"format", "element"} == set(changes)
+    treatments = [plain, *(replace(plain, **{name: value}) for name, value in changes.items())]
+    assert len({describe_options(t) for t in treatments}) == len(treatments)
+    assert describe_options(fp8) != describe_options(replace(fp8, element="e4m3"))

@@ -96,7 +96,7 @@ function describeSide(cell, side) {
   return h("div", {}, header,
     run.operands.map((operand) => h("p", { class: "operand" },
       h("span", { class: "role" }, operand.role), " ", formatChip(operand.format), " ",
-      operand.badges.map((text) => [badge(text), " "]))),
+      operand.options.map((text) => [badge(text), " "]))),
     run.seed === null ? null : h("p", {}, `seed ${run.seed}`),
     run.backend ? h("p", {}, run.native ? `native, backend ${run.backend}` : "emulated") : null,
     run.reason ? h("p", { class: "warning" }, run.reason, run.remedy ? ". " + run.remedy : "") : null,

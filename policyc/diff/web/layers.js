@@ -100,13 +100,12 @@ function drawOperand(number, cell, operand, { position, x, y, layer }) {
   const hoisted = findFact(layerFacts.hoisted, (fact) => fact.linear === number, cell.product, position, layer);
   const names = shared ? shared.readers.map((reader) => shortNames[reader]) : [];
   const mark = shared ? `once for ${shared.readers.length} linears` : (hoisted ? "once per step" : "");
-  const words = operand.badges.filter((word) => word !== "e2m1" || operand.format !== "nvfp4");
   return s("g", { class: "operand" + (mark ? " once" : "") },
-    s("title", {}, [operand.role, operand.format, ...operand.badges].join(" ") + (mark ? `, quantized ${mark}` : "") + (names.length ? ": " + names.join(", ") : "")),
+    s("title", {}, [operand.role, operand.format, ...operand.options].join(" ") + (mark ? `, quantized ${mark}` : "") + (names.length ? ": " + names.join(", ") : "")),
     s("rect", { x, y: y + 1, width: CARD.operand, height: 31, rx: 4 }),
     s("rect", { x, y: y + 1, width: 6, height: 31, rx: 2, style: `fill:${formatColor(operand.format)}` }),
     s("text", { x: x + 13, y: y + 13 }, `${operand.role} `, s("tspan", { class: "strong" }, operand.format)),
-    s("text", { x: x + 13, y: y + 27, class: "small" }, words.join(" · ") || "as it is"),
+    s("text", { x: x + 13, y: y + 27, class: "small" }, operand.options.join(" · ") || "as it is"),
     mark ? s("text", { x: x + CARD.operand - 7, y: y + 13, class: "mark", "text-anchor": "end" }, mark) : null);
 }
 

@@ -74,7 +74,7 @@ function csvSide(cell, side) {
   if (!product) return new Array(8).fill("");
   const run = stateOf(product);
   const rule = product.rule === null ? null : ruleOf(side[0] + product.rule);
-  const operands = run.operands.map((operand) => [operand.role, operand.format, ...operand.badges].join(" ")).join("; ");
+  const operands = run.operands.map((operand) => [operand.role, operand.format, ...operand.options].join(" ")).join("; ");
   return [run.format, operands, run.backend, run.native, rule?.text, rule ? rulePlace(rule) : "", product.seconds, product.bytes];
 }
 

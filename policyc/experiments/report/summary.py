@@ -260,8 +260,10 @@ def find_inequalities(sweep: SweepData) -> list[str]:
     if sweep.baselines:
         sentences += _find_lengths(sweep)
     for variant in sweep.variants:
-        hashes = {hash_plan(run.plan) for run in variant.runs if run.plan is not None}
-        if len(hashes) > 1:
+        plans = [run.plan for run in variant.runs if run.plan is not None]
+        if len({as_text(plan.get("schema")) for plan in plans}) > 1:
+            sentences.append(f"the plans of {variant.name} were written by different versions of policyc")
+        elif len({hash_plan(plan) for plan in plans}) > 1:
             sentences.append(f"the runs of {variant.name} have different plans")
     return sentences
 
