@@ -117,14 +117,8 @@ class Coverage:
     def find_overriding_rules(self, rule: ResolvedRule) -> tuple[ResolvedRule, ...]:
         """Returns later rules that together match every point of a rule, or () if a point is left to the rule."""
         if rule.index not in self._overriding:
-            self._overriding[rule.index] = self._ask(
-                lambda budget: self._find_overriding(rule, budget)[0], ()
-            )
+            self._overriding[rule.index] = self._ask(lambda budget: self._find_overriding(rule, budget), ())
         return self._overriding[rule.index]
-
-    def find_decided_point(self, rule: ResolvedRule) -> Point | None:
-        """Returns a point that the rule decides. It proves that no later rules cover the rule."""
-        return self._ask(lambda budget: self._find_overriding(rule, budget)[1], None)
 
     def find_equivalent_earlier_rule(self, rule: ResolvedRule) -> ResolvedRule | None:
         """Returns an earlier rule that gives every point of a rule the same recipe, under every variant."""
@@ -146,26 +140,24 @@ class Coverage:
         finally:
             self._remaining_steps -= steps - max(budget.remaining, 0)
 
-    def _find_overriding(
-        self, rule: ResolvedRule, budget: Budget
-    ) -> tuple[tuple[ResolvedRule, ...], Point | None]:
+    def _find_overriding(self, rule: ResolvedRule, budget: Budget) -> tuple[ResolvedRule, ...]:
         overriding: list[ResolvedRule] = []
         while len(overriding) <= _MAX_COVERING_RULES:
-            point = _find_uncovered_point(rule, overriding, budget)
+            point = find_uncovered_point(rule, overriding, budget)
             if point is None:
-                return tuple(overriding), None
+                return tuple(overriding)
             later = self._index.find_last_match(point, rule.index + 1, len(self.rules), budget)
             if later is None:
-                return (), point
+                return ()
             overriding.append(later)
         raise SearchTooLarge
 
     def _find_equivalent(self, rule: ResolvedRule, budget: Budget) -> ResolvedRule | None:
-        point = _find_uncovered_point(rule, [], budget)
+        point = find_uncovered_point(rule, [], budget)
         earlier = None if point is None else self._index.find_last_match(point, 0, rule.index, budget)
         if earlier is None or not _treats_alike(earlier, rule):
             return None
-        if _find_uncovered_point(rule, [earlier], budget) is not None:
+        if find_uncovered_point(rule, [earlier], budget) is not None:
             return None
         return None if self._any_differs(rule, earlier.index + 1, rule.index) else earlier
 
@@ -197,7 +189,7 @@ def _treats_alike(other: ResolvedRule, rule: ResolvedRule) -> bool:
     )
 
 
-def _find_uncovered_point(rule: ResolvedRule, others: list[ResolvedRule], budget: Budget) -> Point | None:
+def find_uncovered_point(rule: ResolvedRule, others: Sequence[ResolvedRule], budget: Budget) -> Point | None:
     """Returns a point that the rule matches and none of the others does."""
     rules = [rule.rule, *(other.rule for other in others)]
     schedule = tuple(dict.fromkeys(w for r in rules for w in r.when))
