@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.compiler.activity import equations_with_cotangent
+from policyc.compiler.analysis_records import JaxprContext, PendingSite
 from policyc.compiler.dots import (
     GEMMS,
     OPAQUE_PRODUCTS,
@@ -26,8 +27,7 @@ from policyc.compiler.dots import (
     pick_weight,
     why_opaque,
 )
-from policyc.compiler.found_gemm import FoundGemm, JaxprContext
-from policyc.compiler.layers import LayerIndices, LoopLayers
+from policyc.compiler.layers import EnclosingLoop, LayerIndices
 from policyc.compiler.other_products import kind_and_name, merge, product_flops
 from policyc.compiler.paths import add_stack_sizes
 from policyc.compiler.provenance.graph import (
@@ -96,7 +96,7 @@ def analyze(
     ]
     weights = {var: VarInfo(source=_frozen_source(var, weight)) for var, weight in (frozen or {}).items()}
     analyzer.run(jaxpr, infos, JaxprContext(), weights)
-    sites = [gemm.with_layers(analyzer.layers) for gemm in analyzer.sites.values()]
+    sites = [site.with_layers(analyzer.layers) for site in analyzer.sites.values()]
     scopes = add_stack_sizes([s.scope.path for s in sites])
     return Sites(
         sites=tuple(
@@ -136,7 +136,7 @@ class _Analyzer:
         self, shapes: dict[DottedPath, tuple[int, ...]], with_cotangent: Collection[Address]
     ) -> None:
         self._with_cotangent = with_cotangent
-        self.sites: dict[Address, FoundGemm] = {}
+        self.sites: dict[Address, PendingSite] = {}
         self.others: dict[Address, OtherProduct] = {}
         self.looked_up: set[DottedPath] = set()
         self.layers = LayerIndices(shapes)
@@ -277,14 +277,14 @@ class _Analyzer:
         sources: tuple[Source, ...] = ()
         if weight_info is not None:
             sources = context.opaque_parameters if weight_info.source is None else (weight_info.source,)
-        self.sites[context.address] = FoundGemm(
+        self.sites[context.address] = PendingSite(
             site=site,
             loops=context.loops,
             sources=sources,
             projections=join_projections(infos) if weight is None else frozenset(),
             batch_dims=batch_dims(eqn, weight),
         )
-        self.layers.note_sources(sources, context.loops)
+        self.layers.note_weight(sources, context.loops)
         return sources
 
     def _products(self, infos: list[VarInfo], weight: Weight, address: Address) -> frozenset[Gemm]:
@@ -315,7 +315,7 @@ class _ContainerDomain:
         loops = context.loops
         if length is not None:
             depth = len(context.scope) + len(jaxprs.name_scopes(eqn))
-            loops = (*loops, LoopLayers(Stack(context.address, length), depth))
+            loops = (*loops, EnclosingLoop(Stack(context.address, length), depth))
         self._context = replace(
             context,
             takes_extra_inputs=context.takes_extra_inputs and extra,
@@ -377,7 +377,7 @@ class _ContainerDomain:
                 integers = loop_slice(value.integers, address)
             infos.append(replace(value, source=source, origin=origin, integers=integers))
         sources = tuple(i.source for i in infos if i.source is not None)
-        self._analyzer.layers.note_stacked_inputs(sources, self._context.loops)
+        self._analyzer.layers.note_scanned(sources, self._context.loops)
         return infos
 
     def split_over_devices(self, eqn: JaxprEqn, values: Sequence[VarInfo]) -> list[VarInfo]:

@@ -2,6 +2,15 @@
 
 The index of a layer is its index in the parameter as the program stores it, whatever the loop does: run backwards, over
 a part, over a reshaped or a gathered stack.
+
+Example: the parameters are `layers.up` f32[4, 8, 8] and `layers.down` f32[4, 8, 8], and the loss reverses them:
+
+    reversed_layers = jax.tree.map(lambda array: array[::-1], params["layers"])
+    lax.scan(lambda h, layer: (h @ layer["up"] @ layer["down"], None), x, reversed_layers)
+
+The scan is a `Stack` of size 4. Its iterations 0 to 3 read the members 3, 2, 1, 0 of axis 0 of `layers.up`. So the path
+of the weight is the `PathTemplate` `layers.up` with one `IndexSlot`: axis 0, size 4, the table (3, 2, 1, 0), and the
+place 0, because the name `layers` carries the index. In the first iteration the site is `layers[3].up`.
 """
 
 from __future__ import annotations
@@ -10,6 +19,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from policyc.compiler.index_places import IndexPlaces, common_prefix
 from policyc.compiler.provenance.elements import AxisIndex, axis_indices, iterations_of
 from policyc.compiler.provenance.graph import ParameterSource, Source, loops_of, parameters_of, shard_maps_of
 from policyc.compiler.provenance.regions import Unknown
@@ -17,20 +27,20 @@ from policyc.compiler.sites import IndexSlot, LayerTable, PathTemplate, Stack
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
 
-_MOST_LAYERS = 1 << 16  # combinations of iterations that are followed one by one
+_MAX_LAYERS = 1 << 16  # combinations of iterations that are followed one by one
 _NO_LAYER = "its operands do not come from the weights of one layer"
 
 
 @dataclass(frozen=True, slots=True)
-class LoopLayers:
-    """A scan around a site. `depth`: how many name scopes are around it."""
+class EnclosingLoop:
+    """A scan around a site. `scope_depth`: how many name scopes are around the scan."""
 
     stack: Stack
-    depth: int
+    scope_depth: int
 
 
 @dataclass(slots=True)
-class _LoopIndex:
+class _LoopIndices:
     """The indices that the parameters in a loop's body have, as far as they are known.
 
     `slots` has those of each parameter that depend on the loop: a size and a table for each of its axes. Parameters
@@ -42,92 +52,87 @@ class _LoopIndex:
 
 
 class LayerIndices:
-    """Finds the indices of layers. `shapes` has the shape of every parameter."""
+    """Finds the indices of layers. `shapes` has the shape of every parameter.
+
+    First the analysis notes what scans slice and what GEMMs read. Then sites ask for their paths.
+    """
 
     def __init__(self, shapes: dict[DottedPath, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-        self._loops: dict[Address, _LoopIndex] = {}
-        self._places: dict[tuple[DottedPath, int, int], tuple[int, ...]] = {}
-        self._common: dict[Address, int] = {}
+        self._places = IndexPlaces(shapes)
+        self._loops: dict[Address, _LoopIndices] = {}
 
-    # ---- what the analysis tells
+    # ---- what the analysis notes
 
-    def note_stacked_inputs(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> None:
-        """A scan slices these parameters."""
+    def note_scanned(self, sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> None:
+        """The innermost loop slices these parameters."""
         if sources:
-            paths = [p.path for s in sources for p in parameters_of(s)]
-            self._common[loops[-1].stack.address] = _common_prefix(paths)
-            self._note(sources, loops)
+            paths = [parameter.path for source in sources for parameter in parameters_of(source)]
+            self._places.note_scanned(loops[-1].stack.address, paths)
+            self._note_indices(sources, loops)
 
-    def note_sources(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> None:
-        """A GEMM reads these weights."""
-        if any(loops_of(s) for s in sources):
-            self._note(sources, loops)
+    def note_weight(self, sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> None:
+        """A GEMM in these loops reads a weight that is laid out like this."""
+        if any(loops_of(source) for source in sources):
+            self._note_indices(sources, loops)
 
-    def _note(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> None:
+    def _note_indices(self, sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> None:
+        """Adds the indices of the parameters that depend on a loop to those of the innermost loop they depend on."""
         for source in sources:
-            stacks = self._stacks(source, loops)
+            stacks = _stacks_of(source, loops)
             if not stacks:
                 continue
-            innermost = self._loops.setdefault(stacks[-1].address, _LoopIndex())
-            for stack in stacks[:-1]:
-                self._loops.setdefault(stack.address, _LoopIndex())
-            for template in self._templates(source, (), stacks, loops):
-                innermost.unknown = innermost.unknown or template.unknown_index
+            for stack in stacks:
+                self._loops.setdefault(stack.address, _LoopIndices())
+            innermost = stacks[-1]
+            indices = self._loops[innermost.address]
+            for template in self._templates_of(source, (), stacks, loops):
+                indices.unknown = indices.unknown or template.unknown_index
                 # What depends on outer loops only is an index of theirs.
-                slots = tuple((s.size, s.index) for s in template.slots if stacks[-1] in s.index.stacks)
+                slots = tuple((s.size, s.index) for s in template.slots if innermost in s.index.stacks)
                 if slots:
-                    innermost.slots[slots] = None
+                    indices.slots[slots] = None
 
     # ---- what a site asks
 
-    def is_layered(self, loop: LoopLayers) -> bool:
+    def is_layered(self, loop: EnclosingLoop) -> bool:
         """Does each iteration of a loop read other members of some parameter?"""
         return loop.stack.address in self._loops
 
-    def stacks(self, sources: Sequence[Source], loops: Sequence[LoopLayers]) -> tuple[Stack, ...]:
-        """The stacks on which the elements of a weight depend, shard_maps first, then loops from the outermost on."""
-        return _sort_stacks(stack for s in sources for stack in self._stacks(s, loops))
-
-    def _stacks(self, source: Source, loops: Sequence[LoopLayers]) -> tuple[Stack, ...]:
-        addresses = loops_of(source)
-        shards = shard_maps_of(source)
-        devices = [Stack(a, parts, is_shard_map=True) for a, parts in shards.items() if parts > 1]
-        return (*devices, *(loop.stack for loop in loops if loop.stack.address in addresses))
-
     def weight_templates(
-        self, sources: Sequence[Source], batch_dims: Sequence[int], loops: Sequence[LoopLayers]
+        self, sources: Sequence[Source], batch_dims: Sequence[int], loops: Sequence[EnclosingLoop]
     ) -> tuple[PathTemplate, ...]:
         """The paths of the parameters that a GEMM reads."""
-        stacks = self.stacks(sources, loops)
-        templates = (t for s in sources for t in self._templates(s, batch_dims, stacks, loops))
+        stacks = weight_stacks(sources, loops)
+        templates = (t for source in sources for t in self._templates_of(source, batch_dims, stacks, loops))
         return tuple(dict.fromkeys(templates))
 
     def scope_template(
-        self, scope: DottedPath, loops: Sequence[LoopLayers], weight_stacks: tuple[Stack, ...] | None
+        self, scope: DottedPath, loops: Sequence[EnclosingLoop], stacks: tuple[Stack, ...] | None
     ) -> PathTemplate:
         """The scope of a site, with the indices of the layered loops around it.
 
-        With `weight_stacks`, those on which its weight depends, indices that depend on other stacks are left out: all
+        With `stacks`, those on which its weight depends, indices that depend on other stacks are left out: all
         their iterations share the weight.
         """
         slots: list[IndexSlot] = []
         unknown = ""
         for loop in loops:
-            index = self._loops[loop.stack.address]
-            places = tuple(
-                p for p in (loop.depth - 1, loop.depth) if 0 <= p < len(scope) and scope[p].index is None
-            )
-            if len(index.slots) > 1:
+            indices = self._loops[loop.stack.address]
+            if len(indices.slots) > 1:
                 unknown = unknown or "each iteration of the loop around it reads several layers"
-            unknown = unknown or index.unknown
-            for size, table in next(iter(index.slots)) if len(index.slots) == 1 else ():
-                if weight_stacks is None or set(table.stacks) <= set(weight_stacks):
+            unknown = unknown or indices.unknown
+            if len(indices.slots) != 1:
+                continue
+            # The scope that the scan is in, or the first one inside it: `layers`, or `layer` in `layers.layer`.
+            names = (loop.scope_depth - 1, loop.scope_depth)
+            places = tuple(p for p in names if 0 <= p < len(scope) and scope[p].index is None)
+            for size, table in next(iter(indices.slots)):
+                if stacks is None or set(table.stacks) <= set(stacks):
                     slots.append(IndexSlot(places, size, table))
         return PathTemplate(scope, tuple(slots), unknown_index=unknown)
 
     def module_template(
-        self, projections: Collection[Source], loops: Sequence[LoopLayers]
+        self, projections: Collection[Source], loops: Sequence[EnclosingLoop]
     ) -> PathTemplate | None:
         """The module whose weights made the operands of a product of activations; None if no weight did.
 
@@ -152,114 +157,105 @@ class LayerIndices:
             return PathTemplate((), unknown_index=_NO_LAYER)
         return PathTemplate(path, slots)
 
-    def template_stacks(self, templates: Sequence[PathTemplate]) -> tuple[Stack, ...]:
-        """The stacks on which the indices of some paths depend, in the order of `stacks`."""
-        return _sort_stacks(stack for t in templates for slot in t.slots for stack in slot.index.stacks)
+    # ---- paths of parameters
 
-    # ---- templates
-
-    def _templates(
+    def _templates_of(
         self,
         source: Source,
         batch_dims: Sequence[int],
         stacks: tuple[Stack, ...],
-        loops: Sequence[LoopLayers],
+        loops: Sequence[EnclosingLoop],
     ) -> Iterator[PathTemplate]:
-        """The parameters that a variable holds, with their indices for every combination of iterations of `stacks`."""
+        """The paths of the parameters that a variable holds, with their indices in every layer of `stacks`."""
         parameters = list(dict.fromkeys(parameters_of(source)))
         try:
-            reads = self._read(source, batch_dims, stacks)
+            layers = _read_layers(source, batch_dims, stacks)
         except Unknown as reason:
             yield from (PathTemplate(p.path, unknown_index=str(reason)) for p in parameters)
             return
         for parameter in parameters:
-            in_layer = tuple(parameter in read for read in reads)
-            if any(in_layer):
-                axes = [read.get(parameter, ()) for read in reads]
-                template = self._template(parameter, axes, stacks, loops)
-                if not all(in_layer):
-                    template = PathTemplate(
-                        template.path, template.slots, LayerTable(stacks, in_layer), template.unknown_index
-                    )
-                yield template
+            is_read = tuple(parameter in layer for layer in layers)
+            if any(is_read):
+                axes_by_layer = [layer.get(parameter, ()) for layer in layers]
+                template = self._template_of(parameter, axes_by_layer, stacks, loops)
+                yield replace(template, in_layer=None if all(is_read) else LayerTable(stacks, is_read))
 
-    def _read(
-        self, source: Source, batch_dims: Sequence[int], stacks: tuple[Stack, ...]
-    ) -> list[dict[ParameterSource, tuple[AxisIndex, ...]]]:
-        """In each combination of iterations, the parameters that a variable holds and the axes with an index.
-
-        Raises `Unknown`.
-        """
-        count = math.prod(stack.size for stack in stacks)
-        if count > _MOST_LAYERS:
-            raise Unknown(f"it has {count} layers, which are too many to follow")
-        sizes = [(s.address, s.size) for s in stacks]
-        return [axis_indices(source, batch_dims, iterations) for iterations in iterations_of(sizes)]
-
-    def _template(
+    def _template_of(
         self,
         parameter: ParameterSource,
         axes_by_layer: Sequence[tuple[AxisIndex, ...]],
         stacks: tuple[Stack, ...],
-        loops: Sequence[LoopLayers],
+        loops: Sequence[EnclosingLoop],
     ) -> PathTemplate:
+        """The path of a parameter, given the axes along which each layer reads single members of it.
+
+        The axes are empty in a layer that does not read the parameter.
+        """
+        addresses = [loop.stack.address for loop in loops]
         slots: list[IndexSlot] = []
         unknown = ""
         for axis in sorted({a.axis for axes in axes_by_layer for a in axes}):
             size = parameter.shape[axis]
-            places = self._index_places(parameter.path, axis, size, loops)
-            indices = [next((a.index for a in axes if a.axis == axis), None) for axes in axes_by_layer]
-            present = [bool(axes) for axes in axes_by_layer]
-            if any(i is None and p for i, p in zip(indices, present, strict=True)):
-                if not slots:  # behind the axis of layers it is one of experts or heads, which have no index
-                    unknown = f"one product reads several of the {size} members of axis {axis} at once"
-                continue
-            values = tuple(0 if i is None else i for i in indices)
-            slots.append(IndexSlot(places, size, LayerTable(stacks, values).simplify(), axis))
-        if not slots and not unknown and self._looks_stacked(parameter):
+            indices = _indices_along(axis, axes_by_layer)
+            if indices is not None:
+                places = self._places.find(parameter.path, axis, size, addresses)
+                slots.append(IndexSlot(places, size, LayerTable(stacks, indices).simplify(), axis))
+            elif not slots:  # behind the axis of layers it is one of experts or heads, which have no index
+                unknown = f"one product reads several of the {size} members of axis {axis} at once"
+        if not slots and not unknown and self._places.looks_stacked(parameter):
             unknown = f"one product reads all {parameter.shape[0]} members of axis 0 at once"
         return PathTemplate(parameter.path, tuple(slots), unknown_index=unknown)
 
-    def _looks_stacked(self, parameter: ParameterSource) -> bool:
-        """Is it several matrices whose first axis all parameters beside it have too, and no name has an index yet?"""
-        path, shape = parameter.path, parameter.shape
-        if len(shape) < 3 or any(n.index is not None for n in path):
-            return False
-        places = self._find_places(path, 0, shape[0])
-        beside = [p for p in self._shapes if places and p[: places[0] + 1] == path[: places[0] + 1]]
-        return len(beside) > 1
 
-    # ---- names that carry an index
+def _read_layers(
+    source: Source, batch_dims: Sequence[int], stacks: tuple[Stack, ...]
+) -> list[dict[ParameterSource, tuple[AxisIndex, ...]]]:
+    """For each layer (combination of iterations), the parameters that a variable holds, and their axes with an index.
 
-    def _index_places(
-        self, path: DottedPath, axis: int, size: int, loops: Sequence[LoopLayers]
-    ) -> tuple[int, ...]:
-        """The names in a path that can carry the index along an axis.
+    Raises `Unknown`.
+    """
+    count = math.prod(stack.size for stack in stacks)
+    if count > _MAX_LAYERS:
+        raise Unknown(f"it has {count} layers, which are too many to follow")
+    sizes = [(stack.address, stack.size) for stack in stacks]
+    return [axis_indices(source, batch_dims, iterations) for iterations in iterations_of(sizes)]
 
-        They begin at the first name under which every parameter has this size in this axis. The names that all
-        parameters of a scan have in common can carry it too.
-        """
-        key = (path, axis, size)
-        if key not in self._places:
-            self._places[key] = self._find_places(path, axis, size)
-        common = max((self._common.get(loop.stack.address, 0) for loop in loops), default=0)
-        places = {*self._places[key], *(i for i in range(min(common, len(path))) if path[i].index is None)}
-        if not places and path and path[-1].index is None:
-            places = {len(path) - 1}
-        return tuple(sorted(places))
 
-    def _find_places(self, path: DottedPath, axis: int, size: int) -> tuple[int, ...]:
-        for top in range(len(path)):
-            under = {p: s for p, s in self._shapes.items() if p[: top + 1] == path[: top + 1]}
-            if all(len(s) > axis and s[axis] == size for s in under.values()):
-                last = max(top + 1, _common_prefix(list(under)))
-                return tuple(i for i in range(top, last) if path[i].index is None)
-        return ()
+def _indices_along(axis: int, axes_by_layer: Sequence[tuple[AxisIndex, ...]]) -> tuple[int, ...] | None:
+    """The index along an axis in each layer; None if some layer reads several members at once.
+
+    It is 0 in a layer that does not read the parameter: nothing asks for it there.
+    """
+    indices = [{a.axis: a.index for a in axes}.get(axis) if axes else 0 for axes in axes_by_layer]
+    known = tuple(index for index in indices if index is not None)
+    return known if len(known) == len(indices) else None
+
+
+# ---- stacks
+
+
+def weight_stacks(sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> tuple[Stack, ...]:
+    """The stacks on which the elements of a weight depend, shard_maps first, then loops from the outermost on."""
+    return _sort_stacks(stack for source in sources for stack in _stacks_of(source, loops))
+
+
+def template_stacks(templates: Sequence[PathTemplate]) -> tuple[Stack, ...]:
+    """The stacks on which the indices of some paths depend, in the order of `weight_stacks`."""
+    return _sort_stacks(stack for t in templates for slot in t.slots for stack in slot.index.stacks)
+
+
+def _stacks_of(source: Source, loops: Sequence[EnclosingLoop]) -> tuple[Stack, ...]:
+    shards, addresses = shard_maps_of(source), loops_of(source)
+    devices = [Stack(address, parts, is_shard_map=True) for address, parts in shards.items() if parts > 1]
+    return (*devices, *(loop.stack for loop in loops if loop.stack.address in addresses))
 
 
 def _sort_stacks(stacks: Iterable[Stack]) -> tuple[Stack, ...]:
     """Each stack once: shard_maps first, then loops from the outermost on."""
     return tuple(sorted(dict.fromkeys(stacks), key=lambda s: (not s.is_shard_map, s.address)))
+
+
+# ---- modules
 
 
 def _module_length(paths: Sequence[DottedPath], last_index: int) -> int:
@@ -269,20 +265,10 @@ def _module_length(paths: Sequence[DottedPath], last_index: int) -> int:
     The name at `last_index`, the last with an index, is not, unless it is the array.
     """
     if len(paths) > 1:
-        return _common_prefix(paths)
+        return common_prefix(paths)
     (path,) = paths
     return max(len(path) - 2, min(last_index + 1, len(path) - 1), 0)
 
 
 def _first_path(source: Source) -> str:
     return min((".".join(map(str, p.path)) for p in parameters_of(source)), default="")
-
-
-def _common_prefix(paths: Sequence[DottedPath]) -> int:
-    """How many names all paths begin with."""
-    common = 0
-    for names in zip(*paths, strict=False):
-        if len(set(names)) > 1:
-            break
-        common += 1
-    return common

@@ -1,4 +1,4 @@
-"""A GEMM that the analysis found: the containers around it, and the site that it becomes."""
+"""The records of the analysis: the containers around a jaxpr, and a site whose layers are not known yet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from policyc.compiler.layers import LayerIndices, LoopLayers
+from policyc.compiler.layers import EnclosingLoop, LayerIndices, template_stacks, weight_stacks
 from policyc.compiler.provenance.graph import Source
 from policyc.compiler.sites import Site
 from policyc.jaxcore import jaxprs
@@ -21,7 +21,7 @@ class JaxprContext:
 
     address: Address = ()
     scope: tuple[str, ...] = ()
-    loops: tuple[LoopLayers, ...] = ()
+    loops: tuple[EnclosingLoop, ...] = ()
     """The scans around it, the outermost first."""
     repeats: int = 1
     opaque: str = ""
@@ -39,8 +39,8 @@ class JaxprContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundGemm:
-    """A GEMM that was found. Its layers are known once the whole loss is analyzed.
+class PendingSite:
+    """A GEMM that becomes a site. Its layers are known once the whole loss is analyzed.
 
     Attributes:
       site: the site without layers: it has a scope, and no parameters, stacks or loops yet.
@@ -51,7 +51,7 @@ class FoundGemm:
     """
 
     site: Site
-    loops: tuple[LoopLayers, ...]
+    loops: tuple[EnclosingLoop, ...]
     sources: tuple[Source, ...] = ()
     projections: frozenset[Source] = frozenset()
     batch_dims: tuple[int, ...] = ()
@@ -62,12 +62,12 @@ class FoundGemm:
         parameters = layers.weight_templates(self.sources, self.batch_dims, self.loops)
         module = None
         if parameters:
-            stacks = layers.stacks(self.sources, self.loops)
+            stacks = weight_stacks(self.sources, self.loops)
             scope = layers.scope_template(self.site.scope.path, loops, stacks)
         else:
             scope = layers.scope_template(self.site.scope.path, loops, None)
             module = layers.module_template(self.projections, self.loops)
-            stacks = layers.template_stacks((scope,) if module is None else (scope, module))
+            stacks = template_stacks((scope,) if module is None else (scope, module))
         return replace(
             self.site,
             scope=scope,

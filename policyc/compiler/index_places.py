@@ -1,0 +1,83 @@
+"""Which names in the path of a parameter can carry an index: `layers` or `mlp` in `layers.mlp.up`.
+
+A stack of layers is one array for each parameter, with an axis of layers. No name says where that axis belongs: both
+`layers[2].mlp.up` and `layers.mlp[2].up` could be meant. Shapes tell which names can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policyc.compiler.provenance.graph import ParameterSource
+from policyc.jaxcore.transform import Address
+from policyc.language.selectors import DottedPath
+
+
+class IndexPlaces:
+    """Finds the places of indices: positions of names in a path. `shapes` has the shape of every parameter.
+
+    Example: the parameters are `head` f32[8, 9], `layers.mlp.up` f32[4, 8, 8] and `layers.mlp.down` f32[4, 8, 8]. All
+    parameters under `layers` have size 4 in axis 0, and so have those under `layers.mlp`, which is as far as their
+    paths agree. So the index along axis 0 of `layers.mlp.up` can be at places 0 and 1.
+    """
+
+    def __init__(self, shapes: dict[DottedPath, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self._stacked_names: dict[tuple[DottedPath, int, int], tuple[int, ...]] = {}
+        self._common_names: dict[Address, int] = {}
+
+    def note_scanned(self, loop: Address, paths: Sequence[DottedPath]) -> None:
+        """The scan at this address slices the parameters with these paths."""
+        self._common_names[loop] = common_prefix(paths)
+
+    def find(self, path: DottedPath, axis: int, size: int, loops: Sequence[Address]) -> tuple[int, ...]:
+        """The places in a path that can carry the index along an axis of this size, in these loops.
+
+        They are the names under which all parameters have this size in this axis, and the names that all parameters
+        of a scan have in common. If there are none, it is the last name. A name that has an index takes no other.
+        """
+        common = max((self._common_names.get(loop, 0) for loop in loops), default=0)
+        places = {*self._find_stacked_names(path, axis, size), *_without_index(path, range(common))}
+        return tuple(sorted(places or _without_index(path, range(len(path) - 1, len(path)))))
+
+    def looks_stacked(self, parameter: ParameterSource) -> bool:
+        """Is it several matrices whose first axis all parameters beside it have too, and no name has an index yet?"""
+        path, shape = parameter.path, parameter.shape
+        if len(shape) < 3 or any(name.index is not None for name in path):
+            return False
+        places = self._find_stacked_names(path, 0, shape[0])
+        return bool(places) and len(self._shapes_under(path[: places[0] + 1])) > 1
+
+    def _find_stacked_names(self, path: DottedPath, axis: int, size: int) -> tuple[int, ...]:
+        """The names under which every parameter has this size in this axis.
+
+        They go from the first such name to the last that all parameters under it have in common.
+        """
+        key = (path, axis, size)
+        if key not in self._stacked_names:
+            self._stacked_names[key] = ()
+            for first in range(len(path)):
+                shapes = self._shapes_under(path[: first + 1])
+                if all(len(shape) > axis and shape[axis] == size for shape in shapes.values()):
+                    end = max(first + 1, common_prefix(list(shapes)))
+                    self._stacked_names[key] = _without_index(path, range(first, end))
+                    break
+        return self._stacked_names[key]
+
+    def _shapes_under(self, prefix: DottedPath) -> dict[DottedPath, tuple[int, ...]]:
+        return {path: shape for path, shape in self._shapes.items() if path[: len(prefix)] == prefix}
+
+
+def _without_index(path: DottedPath, places: range) -> tuple[int, ...]:
+    """Those of some places in a path that have no index yet."""
+    return tuple(place for place in places if 0 <= place < len(path) and path[place].index is None)
+
+
+def common_prefix(paths: Sequence[DottedPath]) -> int:
+    """How many names all paths begin with."""
+    common = 0
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        common += 1
+    return common
