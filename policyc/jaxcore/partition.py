@@ -9,9 +9,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import lax
@@ -158,6 +159,25 @@ def factor_sizes(rule: PartitionRule, shapes: Sequence[Sequence[int]]) -> dict[s
     }
 
 
+class _Use(IntEnum):
+    """What a mesh axis could be used for. Of several uses, the first in this order is taken."""
+
+    SUM = 0
+    """A factor that is reduced, and that all its operands shard over the axis: devices add their parts."""
+    KEEP = 1
+    """A factor that an operand and a result shard over the axis: nothing moves."""
+    OPERAND = 2
+    """A factor that an operand shards over the axis, and no result."""
+    RESULT = 3
+    """A factor that only results shard: each device computes its part of them from the whole operand."""
+
+
+class _Candidate(NamedTuple):
+    use: _Use
+    factor: str
+    axis: str
+
+
 def divide(
     rule: PartitionRule,
     sizes: Mapping[str, int],
@@ -167,29 +187,20 @@ def divide(
 ) -> Division:
     """Divides a function whose operands are sharded over these mesh axes and whose results should be.
 
-    A mesh axis goes to a factor that is reduced, if all its operands are sharded over the axis. Else it goes to the
-    first of: a factor that an operand and a result shard over it, one that only an operand shards, one that only a
-    result shards, which needs no communication either. Every other use of the axis is gathered.
+    Each mesh axis is used for one factor, as `_Use` orders them. Every other use of the axis is gathered.
+
+    Example: the product `y[m, n] = x[m, k] w[k, n]` on the mesh `{"data": 4, "tensor": 2}`. `x` is sharded over (data,
+    tensor), `w` over (tensor, data), and `y` should be over (data, none). Both operands shard k over `tensor`, so it is
+    used for k (`SUM`). `data` could be used for m, which x and y shard (`KEEP`), or for n, which only w shards
+    (`OPERAND`): it is used for m. So w is gathered along n, and y is added over `tensor`.
     """
-    of_operands = _proposals(rule.operands, operands)
-    of_results = _proposals(rule.results, results)
-    candidates: list[tuple[int, str, str]] = []
-    for factor in (f for f in sizes if f not in rule.whole):
-        proposed, requested = of_operands[factor], of_results.get(factor, [])
-        if factor in rule.reduced_factors:
-            agreed = [axis for axis in proposed[0] if all(axis in other for other in proposed)]
-            candidates += [(0, factor, axis) for axis in agreed]
-            continue
-        candidates += [(1 if axis in sum(requested, ()) else 2, factor, axis) for axis in proposed[0]]
-        candidates += [(3, factor, axis) for axis in (requested[0] if requested and not proposed[0] else ())]
-    factor_of: dict[str, str] = {}
-    for _, factor, axis in sorted(candidates, key=lambda candidate: candidate[0]):
-        shards = mesh[axis] * prod(mesh[a] for a, owner in factor_of.items() if owner == factor)
-        if axis not in factor_of and sizes[factor] % shards == 0:
-            factor_of[axis] = factor
+    candidates = _find_candidates(rule, sizes, operands, results)
+    factor_of = _assign_axes(candidates, sizes, mesh)
     # In the order of the candidates, so that a device keeps the shard that it has.
     names = dict.fromkeys((*sizes, *_factors(rule.results)))  # a factor that only results have is not divided
-    factors = {name: tuple(a for _, f, a in candidates if f == factor_of.get(a) == name) for name in names}
+    factors = {
+        name: tuple(c.axis for c in candidates if c.factor == factor_of.get(c.axis) == name) for name in names
+    }
     gathered = _gather_to_fit(rule, sizes, mesh, factors)
     summed = tuple(axis for factor in sorted(rule.reduced_factors) for axis in factors[factor])
 
@@ -201,6 +212,44 @@ def divide(
 
     scattered = tuple(tuple(map(scatter, *pair)) for pair in zip(rule.results, results, strict=True))
     return Division(factors=factors, summed=summed, scattered=scattered, gathered=gathered)
+
+
+def _find_candidates(
+    rule: PartitionRule,
+    sizes: Mapping[str, int],
+    operands: Sequence[ArrayAxes],
+    results: Sequence[ArrayAxes],
+) -> list[_Candidate]:
+    """All uses of mesh axes. A factor of several operands that is not reduced is sharded as the first of them is."""
+    of_operands = _proposals(rule.operands, operands)
+    of_results = _proposals(rule.results, results)
+    candidates: list[_Candidate] = []
+    for factor in (f for f in sizes if f not in rule.whole):
+        first, *others = of_operands[factor]
+        requested = of_results.get(factor, [])
+        if factor in rule.reduced_factors:
+            agreed = (axis for axis in first if all(axis in other for other in others))
+            candidates += [_Candidate(_Use.SUM, factor, axis) for axis in agreed]
+        elif first:
+            in_results = sum(requested, ())
+            candidates += [
+                _Candidate(_Use.KEEP if axis in in_results else _Use.OPERAND, factor, axis) for axis in first
+            ]
+        elif requested:
+            candidates += [_Candidate(_Use.RESULT, factor, axis) for axis in requested[0]]
+    return candidates
+
+
+def _assign_axes(
+    candidates: Sequence[_Candidate], sizes: Mapping[str, int], mesh: Mapping[str, int]
+) -> dict[str, str]:
+    """The factor that each mesh axis is used for: its first use by which the factor's size can be divided."""
+    factor_of: dict[str, str] = {}
+    for _, factor, axis in sorted(candidates, key=lambda candidate: candidate.use):
+        shards = mesh[axis] * prod(mesh[a] for a, other in factor_of.items() if other == factor)
+        if axis not in factor_of and sizes[factor] % shards == 0:
+            factor_of[axis] = factor
+    return factor_of
 
 
 def _gather_to_fit(
