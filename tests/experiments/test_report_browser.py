@@ -41,9 +41,37 @@ def test_a_long_name_hides_nothing(show: Show, tmp_path: Path) -> None:
             assert table.evaluate("t => t.scrollWidth <= t.parentElement.clientWidth")
         plot = page.locator("figure[data-gaps] .u-over").bounding_box()
         assert plot is not None
-        assert plot["height"] > 100
+        assert plot["height"] >= 20 * (len(gaps) - 1)
+        assert plot["width"] > 150
         assert "\u202e" not in page.content()
         assert "\u202e" not in page.locator(".legend").first.inner_text()
+
+
+LEFT_EDGES = """async () => {
+  const edges = {};
+  const write = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    const align = { right: 1, center: 0.5 }[this.textAlign] ?? 0;
+    edges[text] = this.getTransform().transformPoint({ x: x - align * this.measureText(text).width, y }).x;
+    write.call(this, text, x, y);
+  };
+  dispatchEvent(new Event("afterprint")); // draws everything again
+  await new Promise(requestAnimationFrame);
+  CanvasRenderingContext2D.prototype.fillText = write;
+  return edges;
+}"""
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 1280), (13, 1280), (40, 390)])
+def test_the_names_of_a_chart_of_gaps_are_not_cut(show: Show, tmp_path: Path, count: int, width: int) -> None:
+    names = [f"{'x' * 30}_variant_{number:02}_{'x' * 19}" for number in range(count)]
+    gaps = {"bf16": 0.0, **{name: 0.001 * number for number, name in enumerate(names)}}
+    page = show(render_page(build_report([write_sweep(tmp_path / "s", gaps, seeds=2)])),
+                viewport={"width": width, "height": 900})  # fmt: skip
+    edges = page.evaluate(LEFT_EDGES)
+    assert sum("…" in text for text in edges) == count  # distinct texts
+    assert min(edges.values()) >= 0
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.parametrize("width", [800, 1280])

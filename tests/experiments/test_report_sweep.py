@@ -375,23 +375,43 @@ def test_the_speed_chart_has_a_point_a_policy(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in svg
 
 
-def test_names_in_a_crowded_speed_chart_do_not_cover_each_other(tmp_path: Path) -> None:
-    names = ["bf16", *(f"variant_{letter}" for letter in "abcdefgh")]
-    data = report_of(write_sweep(tmp_path / "s", dict.fromkeys(names[1:], 0.05) | {"bf16": 0.0}, seeds=2))
-    data["speed_ups"] = {
-        "step": "llama3_8b",
-        "values": dict.fromkeys(names, 1.5) | {"fp8": 1.2, "bf16": 1.0},
+def crowd(count: int, length: int) -> dict[str, Any]:
+    """The data of a report on some variants with names of a length, whose points are close to each other."""
+    names = [f"variant_{number:02}_".ljust(length, "x") for number in range(count)]
+    places = {name: (1.3 + 0.01 * (7 * n % 30), 0.01 * (11 * n % 13)) for n, name in enumerate(names)}
+    rows = [
+        {"variant": name, "baseline": "bf16", "verdict": "worse", "gap": y, "interval": None, "margin": None}
+        for name, (_, y) in places.items()
+    ]
+    return {
+        "statistics": {"baselines": ["bf16"]},
+        "comparisons": rows,
+        "speed_ups": {"step": "llama3_8b", "values": {name: x for name, (x, _) in places.items()}},
     }
-    svg = ElementTree.fromstring(draw_speed_chart(data))
-    boxes = []  # left and lower ends, of names that are over 45 wide and 8 high
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 60), (13, 12), (40, 60)])
+def test_names_in_a_speed_chart_are_inside_it_and_do_not_cover_each_other(count: int, length: int) -> None:
+    svg = ElementTree.fromstring(draw_speed_chart(crowd(count, length)))
+    *_, width, height = (float(number) for number in svg.attrib["viewBox"].split())
+    texts, boxes = [], []
     for element in svg.iter("{http://www.w3.org/2000/svg}text"):
-        if element.text in names:
+        assert element.text
+        if re.fullmatch(r"(\d+|(\d+: )?(bf16|variant_.*))", element.text):
+            texts.append(element.text)
+            wide = 5.0 * len(element.text)  # at 9 px; most characters are wider
             (anchor,) = re.findall("text-anchor: (end|middle)", element.attrib["style"]) or ["start"]
-            shift = {"start": 0, "middle": 22.5, "end": 45}[anchor]
-            boxes.append((float(element.attrib["x"]) - shift, float(element.attrib["y"])))
-    assert len(boxes) == len(names)
-    for (x, y), (other_x, other_y) in itertools.combinations(boxes, 2):
-        assert abs(x - other_x) > 45 or abs(y - other_y) > 8
+            # A label of a legend is moved by a transformation, another one has its place in x and y.
+            moved = re.match(r"translate\(([\d.]+) ([\d.]+)\)", element.attrib.get("transform", ""))
+            x, y = moved.groups() if moved else (element.attrib["x"], element.attrib["y"])
+            left = float(x) - {"start": 0, "middle": 0.5, "end": 1}[anchor] * wide
+            boxes.append((left, left + wide, float(y)))
+    names = {re.sub(r"^\d+: ", "", text) for text in texts if not text.isdigit()}
+    assert names == {"bf16", *(row["variant"] for row in crowd(count, length)["comparisons"])}
+    assert len([text for text in texts if text.isdigit()]) in (0, count + 1)
+    assert all(left >= 0 and right <= width and 0 < y < height for left, right, y in boxes)
+    for (left, right, y), (other_left, other_right, other_y) in itertools.combinations(boxes, 2):
+        assert right < other_left or other_right < left or abs(y - other_y) > 8
 
 
 def test_the_page_of_a_report_is_the_same_for_the_same_data(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from policyc.experiments.report.sweeps import UnreadableRun
@@ -10,6 +11,8 @@ from policyc.experiments.report.values import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 _INK, _QUIET, _LINE, _ZONE = "#1b1f24", "#57606a", "#d8dee4", "#009e73"
 _DARK = {_INK: "#e6edf3", _QUIET: "#9aa5b1", _LINE: "#2d343d"}
@@ -20,17 +23,30 @@ _POINTS = {
 }  # fmt: skip
 
 
-_Label = tuple[float, float, str]
-"""Where a point is, and its name."""
+_WIDTH, _HEIGHT = 7.2, 4.0  # inches
+_POINT_RADIUS, _BAR_RADIUS = (
+    4.5,
+    1.5,
+)  # points around a point, and beside its interval, that no name may cover
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """A policy in the chart. `low` and `high` are the ends of the interval of its gap."""
+
+    x: float
+    y: float
+    name: str
+    low: float
+    high: float
 
 
 def draw_speed_chart(data: Record) -> str:
     """The chart of a report with predicted speed-ups. Raises UnreadableRun if it has none, or no gaps."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib as mpl
     except ImportError:
         raise UnreadableRun("--svg needs the package 'matplotlib': pip install 'policyc[plots]'") from None
-    import matplotlib as mpl
 
     if not data["speed_ups"] or not data["statistics"]["baselines"]:
         raise UnreadableRun("--svg needs a sweep with a baseline, and its policies")
@@ -47,28 +63,66 @@ def draw_speed_chart(data: Record) -> str:
     settings: Any = {
         "svg.hashsalt": "policyc",
         "svg.fonttype": "none",
+        "text.parse_math": False,  # a name may have a dollar sign
         "font.family": "sans-serif",
         "font.size": 10,
     }
+    title = f"predicted speed-up over {baseline}, {data['speed_ups']['step']}"
     with mpl.rc_context(settings):
-        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-        axes = figure.add_subplot()
-        labels = _draw(axes, rows, speed_ups, baseline)
-        figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9, labelcolor=_INK)
-        axes.set_xlabel(f"predicted speed-up over {baseline}, {data['speed_ups']['step']}", color=_INK)
-        figure.draw_without_rendering()  # lays the figure out, so that texts have extents
-        _place_labels(axes, labels)
+        figure = _draw_figure(rows, speed_ups, title) or _draw_figure(rows, speed_ups, title, has_key=True)
+        assert figure is not None
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     return _adapt_to_theme(stream.getvalue())
 
 
-def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float], baseline: str) -> list[_Label]:
-    """Draws points, intervals and margin. Returns the labels of the points."""
+def _draw_figure(
+    rows: list[Record], speed_ups: dict[str, float], title: str, *, has_key: bool = False
+) -> Figure | None:
+    """The chart with the names of the points beside them; None if there is no room for all names.
+
+    With a key, points have numbers, and the key below the chart has their names.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(
+        figsize=(_WIDTH, _HEIGHT), dpi=72, layout="constrained"
+    )  # a pixel is a point, as in an SVG
+    axes = figure.add_subplot()
+    points = _draw(axes, rows, speed_ups)
+    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9, labelcolor=_INK)
+    axes.set_xlabel(title, color=_INK)
+    labels = [point.name for point in points]
+    if has_key:
+        labels = [str(number) for number, _ in enumerate(points)]
+        _add_key(figure, [f"{label}: {point.name}" for label, point in zip(labels, points, strict=True)])
+    figure.draw_without_rendering()  # lays the figure out, so that texts have extents
+    figure.set_layout_engine("none")  # names must not move the axes that they were placed in
+    is_placed = _place_labels(axes, points, labels, _FARTHEST_NUMBER if has_key else _FARTHEST_NAME)
+    return figure if is_placed or has_key else None
+
+
+def _add_key(figure: Figure, lines: list[str]) -> None:
+    """Writes lines below the chart, in as many columns as fit, and makes room for them."""
+    from matplotlib.lines import Line2D
+
+    character, line = 0.085, 0.158  # inches at 9 points; the width is that of a wide character
+    columns = max(1, int(_WIDTH / (character * max(map(len, lines)) + 0.3)))
+    rows = -(-len(lines) // columns)
+    figure.set_size_inches(_WIDTH, _HEIGHT + line * rows)
+    figure.legend(
+        [Line2D([], [], linestyle="none") for _ in lines], lines, loc="outside lower left", ncols=columns,
+        frameon=False, fontsize=9, labelcolor=_INK, handlelength=0, handletextpad=0, labelspacing=0.25,
+    )  # fmt: skip
+
+
+def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float]) -> list[_Point]:
+    """Draws points, intervals and margin. Returns the points, that of the baseline first."""
+    baseline = rows[0]["baseline"]
     margin = next((row["margin"] for row in rows if row["margin"] is not None), None)
     if margin is not None:
         axes.axhspan(-margin, margin, color=_ZONE, alpha=0.14, linewidth=0, label="margin of parity")
-    labels = [(1.0, 0.0, baseline)]
+    points = [_Point(x=1.0, y=0.0, name=baseline, low=0.0, high=0.0)]
     axes.plot([1], [0], "o", color=_QUIET)
     named: set[str] = set()  # verdicts that the legend has
     for row in rows:
@@ -85,7 +139,7 @@ def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float], baseline:
             capsize=3,
             label=label,
         )
-        labels.append((x, row["gap"], row["variant"]))
+        points.append(_Point(x=x, y=row["gap"], name=row["variant"], low=low, high=high))
     axes.margins(x=0.16, y=0.12)
     axes.set_ylabel(f"loss gap to {baseline}, nats", color=_INK)
     axes.grid(color=_LINE, linewidth=0.8)
@@ -94,42 +148,71 @@ def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float], baseline:
     axes.xaxis.set_major_formatter("{x:.2f}×")
     for spine in axes.spines.values():
         spine.set_visible(False)
-    return labels
+    return points
 
 
 _DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
 _NEAR = 9  # points from a point to a name beside it
-_OFFSETS = [
-    (distance * right, distance * up) for distance in range(_NEAR, 120, _NEAR) for right, up in _DIRECTIONS
-]  # nearest first
+_FARTHEST_NAME, _FARTHEST_NUMBER = 40, 120  # names with longer lines to their points would be a tangle
 
 
-def _place_labels(axes: Axes, labels: list[_Label]) -> None:
-    """Writes each name at the nearest place where it covers no point and no other name, inside the axes.
+def _place_labels(axes: Axes, points: list[_Point], labels: list[str], farthest: int) -> bool:
+    """Writes each label at the nearest place where it covers no point, interval or other label, inside the axes.
 
-    A name that is not beside its point is joined to it by a line.
+    A label that is not beside its point is joined to it by a line. One without a place stays beside its point. Returns
+    whether there was a place for all.
     """
-    from matplotlib.transforms import Bbox
-
-    radius = 6  # pixels of a point
-    centers = axes.transData.transform([(x, y) for x, y, _ in labels])
-    taken: list[Any] = [Bbox.from_bounds(x - radius, y - radius, 2 * radius, 2 * radius) for x, y in centers]
-    frame = axes.get_window_extent()
-    for x, y, name in sorted(labels):
+    taken = [box for point in points for box in _boxes_of(axes, point)]
+    is_placed = True
+    for point, label in sorted(zip(points, labels, strict=True), key=lambda pair: (pair[0].x, pair[0].y)):
+        xy = (point.x, point.y)
         text = axes.annotate(
-            name, (x, y), _OFFSETS[0], textcoords="offset points", color=_INK, fontsize=9, va="center"
+            label, xy, (_NEAR, 0), textcoords="offset points", color=_INK, fontsize=9, va="center"
         )  # fmt: skip
-        for right, up in _OFFSETS:
-            text.set_position((right, up))
-            text.set_horizontalalignment("left" if right > 0 else "right" if right < 0 else "center")
-            box = text.get_window_extent()
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not any(box.overlaps(other) for other in taken):
-                break
+        place = _find_place(axes, point, text.get_window_extent(), farthest, taken)
+        if place is None:
+            is_placed = False
+            continue
+        (right, up), box = place
+        text.set_position((right, up))
+        text.set_horizontalalignment("left" if right > 0 else "right" if right < 0 else "center")
         if max(abs(right), abs(up)) > _NEAR:
             line = {"arrowstyle": "-", "color": _QUIET, "linewidth": 0.6, "shrinkA": 4, "shrinkB": 4}
-            axes.annotate("", (x, y), (right, up), textcoords="offset points", arrowprops=line)
+            axes.annotate("", xy, (right, up), textcoords="offset points", arrowprops=line)
         taken.append(box)
+    return is_placed
+
+
+def _find_place(
+    axes: Axes, point: _Point, text: Bbox, farthest: int, taken: list[Bbox]
+) -> tuple[tuple[int, int], Bbox] | None:
+    """The offset in points from a point to its label, and the box of the label there; None if no place is free."""
+    from matplotlib.transforms import Bbox
+
+    frame = axes.get_window_extent()
+    x, y = axes.transData.transform((point.x, point.y))
+    for distance in range(_NEAR, farthest, _NEAR):  # nearest first
+        for right, up in _DIRECTIONS:
+            left = x + distance * right - text.width * (1 - right) / 2
+            bottom = y + distance * up - text.height / 2
+            box = Bbox.from_bounds(left, bottom, text.width, text.height)
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            if inside and not any(box.overlaps(other) for other in taken):
+                return (distance * right, distance * up), box
+    return None
+
+
+def _boxes_of(axes: Axes, point: _Point) -> list[Bbox]:
+    """The boxes that a point and its interval take."""
+    from matplotlib.transforms import Bbox
+
+    (x, y), (_, low), (_, high) = axes.transData.transform(
+        [(point.x, point.y), (point.x, point.low), (point.x, point.high)]
+    )
+    return [
+        Bbox.from_extents(x - _POINT_RADIUS, y - _POINT_RADIUS, x + _POINT_RADIUS, y + _POINT_RADIUS),
+        Bbox.from_extents(x - _BAR_RADIUS, low, x + _BAR_RADIUS, high),
+    ]
 
 
 def _adapt_to_theme(svg: str) -> str:

@@ -60,14 +60,29 @@ const fade = (hex, alpha) => hex + Math.round(alpha * 255).toString(16).padStart
 
 const isPaper = () => document.documentElement.classList.contains("paper");
 
-const LONGEST = 24; // characters of a name on an axis or beside a point
-const shorten = (name) => name.length > LONGEST ? name.slice(0, LONGEST - 1) + "…" : name;
+const LONGEST = 24; // characters of a name beside a point
+
+/** A name without its middle if it is long: names of variants differ at their beginning or at their end. */
+function shorten(name, longest = LONGEST) {
+  const end = Math.floor(longest / 3);
+  return name.length > longest ? name.slice(0, longest - 1 - end) + "…" + name.slice(-end) : name;
+}
+
+const areDistinct = (names) => new Set(names).size === names.length;
+
+const FONT = "11.5px system-ui, sans-serif";
+const measuring = document.createElement("canvas").getContext("2d");
+
+/** The width of a text in a chart, in CSS pixels. */
+function textWidth(text) {
+  measuring.font = FONT;
+  return measuring.measureText(text).width;
+}
 
 // ---- parts of a chart
 
 function axes(format, xValues) {
-  const font = "11.5px system-ui, sans-serif";
-  const common = { stroke: style("--quiet"), font, grid: { stroke: style("--grid"), width: 1 }, ticks: { stroke: style("--line"), width: 1, size: 4 } };
+  const common = { stroke: style("--quiet"), font: FONT, grid: { stroke: style("--grid"), width: 1 }, ticks: { stroke: style("--line"), width: 1, size: 4 } };
   const tick = TICKS[format];
   return [
     { ...common, ...xValues },
@@ -81,16 +96,19 @@ function axisSize(u, labels) {
   return 20 + longest * 6.6;
 }
 
-/** Draws a horizontal zone behind the lines, with its label. */
+/** Draws the zone between two values behind the lines, with its label below if there is one. */
 function drawZone(u, [low, high], label) {
   const { ctx, bbox } = u;
-  const top = u.valToPos(high, "y", true), bottom = u.valToPos(low, "y", true);
+  const isForest = u.scales.y.ori === 0;
+  const [first, last] = [low, high].map((value) => u.valToPos(value, "y", true));
+  const top = isForest ? bbox.top : last, bottom = isForest ? bbox.top + bbox.height : first;
+  const left = isForest ? first : bbox.left, right = isForest ? last : bbox.left + bbox.width;
   ctx.save();
   ctx.beginPath();
   ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
   ctx.clip();
   ctx.fillStyle = fade(style("--zone"), 0.13);
-  ctx.fillRect(bbox.left, top, bbox.width, bottom - top);
+  ctx.fillRect(left, top, right - left, bottom - top);
   ctx.fillStyle = style("--quiet");
   ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
   ctx.textAlign = "right";
@@ -207,48 +225,52 @@ function legend(u, owners) {
 
 // ---- points with intervals
 
-/** Draws an interval through each point, and a label beside it if there is one. */
+/** Draws each point and its interval. */
 function drawIntervals(u, points) {
-  const { ctx } = u, ratio = devicePixelRatio;
+  const { ctx } = u, ratio = devicePixelRatio, isForest = u.scales.y.ori === 0;
+  const place = (x, y) => isForest ? [y, x] : [x, y];
   ctx.save();
   for (const point of points) {
     const x = u.valToPos(point.x, "x", true);
     ctx.strokeStyle = ctx.fillStyle = color(point.color);
     ctx.lineWidth = 2 * ratio;
     if (point.interval) {
-      const [top, bottom] = [point.interval[1], point.interval[0]].map((value) => u.valToPos(value, "y", true));
+      const ends = point.interval.map((value) => u.valToPos(value, "y", true));
       ctx.beginPath();
-      ctx.moveTo(x, top);
-      ctx.lineTo(x, bottom);
-      for (const end of [top, bottom]) {
-        ctx.moveTo(x - 4 * ratio, end);
-        ctx.lineTo(x + 4 * ratio, end);
+      ctx.moveTo(...place(x, ends[0]));
+      ctx.lineTo(...place(x, ends[1]));
+      for (const end of ends) {
+        ctx.moveTo(...place(x - 4 * ratio, end));
+        ctx.lineTo(...place(x + 4 * ratio, end));
       }
       ctx.stroke();
     }
     ctx.beginPath();
-    ctx.arc(x, u.valToPos(point.y, "y", true), 4.5 * ratio, 0, 2 * Math.PI);
+    ctx.arc(...place(x, u.valToPos(point.y, "y", true)), 4.5 * ratio, 0, 2 * Math.PI);
     ctx.fill();
   }
   ctx.restore();
 }
 
-/** A chart of points. `xAxis` are options of the horizontal axis, `range` its limits. */
-function pointChart(element, points, { title, note, xAxis, range, zone, zoneLabel, labels, height }) {
+/** A chart of points. `xAxis` are options of the first axis, `range` its limits. In a forest, this axis goes down. */
+function pointChart(element, points, { title, note, xAxis, range, zone, zoneLabel, labels, height, isForest }) {
   const plot = figure(element, title, note);
   const ordered = [...points].sort((a, b) => a.x - b.x);
   const ends = ordered.flatMap((point) => [point.y, ...(point.interval || [])]).concat(zone || [], 0);
   const room = (Math.max(...ends) - Math.min(...ends)) * 0.07 || 0.01;
+  const key = labels ? h("ol", { class: "key", start: 0, hidden: true }, points.map((point) => h("li", {}, point.label))) : null;
+  const [first, second] = axes("gap", xAxis);
+  const forest = isForest ? { x: { ori: 1, dir: -1 }, y: { ori: 0 } } : {};
   const u = new uPlot({
-    width: plot.clientWidth, height: isPaper() ? 230 : height, padding: [10, 20, 0, 0],
+    width: plot.clientWidth, height: isPaper() && !isForest ? 230 : height, padding: [10, 20, 0, isForest ? 4 : 0],
     legend: { show: false },
     cursor: { drag: { x: false, y: false }, points: { show: false } },
-    scales: { x: { time: false, range: () => range }, y: { range: () => [Math.min(...ends) - (zone ? 1.6 : 1) * room, Math.max(...ends) + room] } },
-    axes: axes("gap", xAxis),
+    scales: { x: { ...forest.x, time: false, range: () => range }, y: { ...forest.y, range: () => [Math.min(...ends) - (zone ? 1.6 : 1) * room, Math.max(...ends) + room] } },
+    axes: isForest ? [{ ...first, side: 3 }, { ...second, side: 2, size: 30, space: 60 }] : [first, second],
     series: [{}, { stroke: "transparent", points: { show: false } }],
     hooks: {
       drawClear: zone ? [(u) => drawZone(u, zone, zoneLabel)] : [],
-      draw: [(u) => { drawIntervals(u, ordered); if (labels) drawLabels(u, ordered); }],
+      draw: [(u) => { drawIntervals(u, ordered); if (key) key.hidden = drawLabels(u, points); }],
       setCursor: [(u) => {
         const index = u.cursor.idx;
         if (!u.over.matches(":hover") || index === null || index === undefined) return;
@@ -259,29 +281,44 @@ function pointChart(element, points, { title, note, xAxis, range, zone, zoneLabe
     },
   }, [ordered.map((point) => point.x), ordered.map((point) => point.y)], plot);
   u.over.addEventListener("mouseleave", () => { tip.hidden = true; });
+  if (key) element.append(key);
   return u;
 }
 
-/** Writes the name of each point beside it, on the side where no other name is. */
+/** Writes the name of each point beside it, or the number of each if there is no room for all names. */
 function drawLabels(u, points) {
-  const { ctx, bbox } = u, ratio = devicePixelRatio;
+  const { ctx } = u, ratio = devicePixelRatio;
   ctx.save();
   ctx.font = `${11.5 * ratio}px system-ui, sans-serif`;
   ctx.fillStyle = style("--ink");
   ctx.textAlign = "left";
   ctx.textBaseline = "middle";
-  const taken = points.map((point) => {
-    const x = u.valToPos(point.x, "x", true);
-    return { left: x - 5 * ratio, right: x + 5 * ratio, middle: u.valToPos(point.y, "y", true) };
-  });
-  for (const point of points) {
-    const x = u.valToPos(point.x, "x", true), y = u.valToPos(point.y, "y", true), label = shorten(point.label), width = ctx.measureText(label).width;
-    const size = 13 * ratio, gap = 9 * ratio;
-    const places = [[x + gap, y], [x - gap - width, y], [x + gap, y - size], [x + gap, y + size], [x - gap - width, y - size], [x - gap - width, y + size]];
-    const isFree = ([left, middle]) => left > bbox.left && left + width < bbox.left + bbox.width && !taken.some((t) => left < t.right && left + width > t.left && Math.abs(middle - t.middle) < size);
-    const [left, middle] = places.find(isFree) || places[0];
-    taken.push({ left, right: left + width, middle });
-    ctx.fillText(label, left, middle);
-  }
+  const names = placeLabels(u, points, points.map((point) => shorten(point.label)));
+  const hasRoom = names.every((place) => place.isFree) && areDistinct(names.map((place) => place.label));
+  const places = hasRoom ? names : placeLabels(u, points, points.map((_, n) => String(n)));
+  for (const { label, left, middle } of places) ctx.fillText(label, left, middle);
   ctx.restore();
+  return hasRoom;
+}
+
+/** Where the labels of points are written: beside them, on the first side where no point, interval or label is. */
+function placeLabels(u, points, labels) {
+  const { ctx, bbox } = u, ratio = devicePixelRatio, size = 13 * ratio, gap = 9 * ratio;
+  const centers = points.map((point) => [u.valToPos(point.x, "x", true), u.valToPos(point.y, "y", true)]);
+  const taken = centers.map(([x, y]) => ({ left: x - 5 * ratio, right: x + 5 * ratio, top: y - size / 2, bottom: y + size / 2 }));
+  points.forEach((point, n) => {
+    if (!point.interval) return;
+    const [bottom, top] = point.interval.map((value) => u.valToPos(value, "y", true));
+    taken.push({ left: centers[n][0] - 2 * ratio, right: centers[n][0] + 2 * ratio, top, bottom });
+  });
+  return labels.map((label, n) => {
+    const [x, y] = centers[n], width = ctx.measureText(label).width;
+    const sides = [[x + gap, y], [x - gap - width, y], [x + gap, y - size], [x + gap, y + size], [x - gap - width, y - size], [x - gap - width, y + size]];
+    const isInside = ([left]) => left > bbox.left && left + width < bbox.left + bbox.width;
+    const isFree = ([left, middle]) => isInside([left]) && !taken.some((t) => left < t.right && left + width > t.left && middle - size / 2 < t.bottom && middle + size / 2 > t.top);
+    const free = sides.find(isFree);
+    const [left, middle] = free || sides.find(isInside) || sides[0];
+    taken.push({ left, right: left + width, top: middle - size / 2, bottom: middle + size / 2 });
+    return { label, left, middle, isFree: Boolean(free) };
+  });
 }

@@ -5,10 +5,14 @@ function gapChart(element, baseline) {
   if (!rows.length) return null;
   const points = rows.map((row, n) => ({ x: n, y: row.gap, interval: row.interval, label: row.variant, color: data.colors[row.variant], note: row.verdict }));
   const margin = rows.find((row) => row.margin !== null)?.margin;
+  // A variant a row: names stay horizontal, and there is room for any number of them.
+  const longest = element.clientWidth < 480 ? 18 : 30;
+  let names = rows.map((row) => shorten(row.variant, longest));
+  if (!areDistinct(names)) names = rows.map((row, n) => n + 1 + " " + shorten(row.variant, longest - 3));
   return pointChart(element, points, {
-    title: "Final gap to " + baseline, note: "nats, with the paired t interval of each variant", height: Math.min(340, 200 + 24 * rows.length),
-    range: [-0.6, rows.length - 0.4], zone: margin ? [-margin, margin] : null, zoneLabel: "margin " + data.margin,
-    xAxis: { splits: () => rows.map((_, n) => n), values: () => rows.map((row) => shorten(row.variant)), rotate: 35, size: 24 + 4.4 * Math.max(...rows.map((row) => shorten(row.variant).length)), grid: { show: false } },
+    title: "Final gap to " + baseline, note: "nats, with the paired t interval of each variant" + (margin ? "; shaded: margin " + data.margin : ""),
+    height: 56 + Math.max(26, 20 * rows.length), range: [-0.6, rows.length - 0.4], zone: margin ? [-margin, margin] : null, isForest: true,
+    xAxis: { splits: () => names.map((_, n) => n), values: () => names, size: 14 + Math.max(...names.map(textWidth)), gap: 6, grid: { show: false } },
   });
 }
 
@@ -16,7 +20,7 @@ function speedUpChart(element) {
   const [baseline] = data.comparisons.map((row) => row.baseline);
   const rows = data.comparisons.filter((row) => row.baseline === baseline && row.gap !== null && row.variant in data.speed_ups.values);
   const points = rows.map((row) => ({ x: data.speed_ups.values[row.variant], y: row.gap, interval: row.interval, label: row.variant, color: data.colors[row.variant], note: data.speed_ups.values[row.variant].toFixed(2) + "× predicted" }));
-  points.push({ x: 1, y: 0, interval: null, label: baseline, color: data.colors[baseline], note: "baseline" });
+  points.unshift({ x: 1, y: 0, interval: null, label: baseline, color: data.colors[baseline], note: "baseline" });
   const speeds = points.map((point) => point.x), room = (Math.max(...speeds) - Math.min(...speeds)) * 0.12 || 0.1;
   const margin = rows.find((row) => row.margin !== null)?.margin;
   return pointChart(element, points, {
