@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import signal
@@ -97,6 +98,45 @@ def test_a_run_whose_wrapper_was_killed_has_failed(tmp_path: Path) -> None:
     assert read_state(run.folder) == "failed"
     assert result.failed[0].status is not None
     assert "killed" in result.failed[0].status.reason
+
+
+@pytest.mark.parametrize(
+    ("steps", "lines", "message"),
+    [
+        (3, [], "is not run again: its exit code is not known"),
+        (3, [{"step": 3, "validation_loss": 1.0}], "is not run again: its exit code is not known"),
+        (3, [{"step": 2, "val_loss": 1.0}], "its last validation is of step 2 of 3"),
+        (4, [], "the program ended at step 3 of 4"),
+        (None, [], "neither is its number of steps"),
+    ],
+)
+def test_a_run_whose_end_could_not_be_written_is_judged_by_its_metrics(
+    tmp_path: Path, steps: int | None, lines: list[dict[str, float]], message: str
+) -> None:
+    """As on a full disk: `status.json` says `running`, but no process runs it."""
+    run = make_run(tmp_path, steps=steps)
+    write_status(run.folder, "running")
+    write_metrics(run.folder, [3.0, 2.0, 1.0])
+    with (run.folder / "metrics.jsonl").open("a") as metrics:
+        metrics.writelines(json.dumps(line) + "\n" for line in lines)
+    executor, display = FakeExecutor(finish), SilentDisplay()
+    result = Engine(track_runs([run]), executor, display).run()
+    assert bool(executor.started) == ("is not run again" not in message)
+    assert message in display.lines[0]
+    assert [tracked.progress for tracked in result.runs] == ["finished"]
+    assert read_state(run.folder) == "finished"
+
+
+def test_a_run_that_could_not_write_its_first_status_has_not_the_end_of_its_earlier_attempt(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+    write_status(run.folder, "failed", reason="out of memory")
+    executor = FakeExecutor(lambda _: ("failed", []))
+    executor.is_active = lambda _: False  # type: ignore[method-assign]  # it ends without a new status
+    (failed,) = run_all([run], executor).failed
+    assert failed.status is not None
+    assert "it did not start" in failed.status.reason
 
 
 def test_runs_of_an_earlier_sweep_that_still_run_are_taken_over(tmp_path: Path) -> None:

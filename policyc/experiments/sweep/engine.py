@@ -18,6 +18,7 @@ from policyc.experiments.sweep.executor import Executor
 from policyc.experiments.sweep.locks import try_lock
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import METRICS_FILE, Run, RunStatus
+from policyc.experiments.sweep.wrapper import judge_without_exit_code
 
 _POLL_SECONDS = 0.5
 _MOST_EARLY_FAILURES = 3  # runs in a row that fail before their first step: the others would fail too
@@ -98,15 +99,29 @@ def _track_run(run: Run) -> TrackedRun:
 
 def _read_worst_status(run: Run) -> RunStatus | None:
     """The status of the run; that of the seed that is furthest from its end if it has several."""
+    return max((RunStatus.read(folder) for folder in run.folders), key=_distance_from_end)
 
-    def distance(status: RunStatus | None) -> int:
-        if status is None:
-            return 4
-        return {"finished": 0, "failed": 1 if status.diverged else 2, "preempted": 3, "running": 3}[
-            status.state
-        ]
 
-    return max((RunStatus.read(folder) for folder in run.folders), key=distance)
+def _distance_from_end(status: RunStatus | None) -> int:
+    if status is None:
+        return 4
+    return {"finished": 0, "failed": 1 if status.diverged else 2, "preempted": 3, "running": 3}[status.state]
+
+
+def _judge_lost(run: Run) -> RunStatus | None:
+    """Judges the seeds of a run by their metrics if their status says `running` and no process runs them.
+
+    Its wrapper was killed, or could not write how the run ended, as on a full disk.
+    """
+    statuses = []
+    for folder in run.folders:
+        status = RunStatus.read(folder)
+        if status is not None and status.state == "running":
+            end = judge_without_exit_code(folder, run)
+            status = replace(status, state=end.state, reason=end.reason, diverged=end.diverged)
+            status.write(folder)
+        statuses.append(status)
+    return max(statuses, key=_distance_from_end)
 
 
 @contextlib.contextmanager
@@ -159,6 +174,19 @@ class Engine:
             run.progress = "running"
         if adopted:
             self._display.say(f"{len(adopted)} runs of an earlier sweep still run: taken over")
+        for run in self._select("waiting"):
+            if run.status is not None and run.status.state == "running":
+                self._settle_lost(run)
+
+    def _settle_lost(self, run: TrackedRun) -> None:
+        """A run of an earlier sweep whose end is not known is run again, unless its metrics are complete."""
+        run.status = _judge_lost(run.run)
+        assert run.status is not None
+        if run.status.state == "finished" or run.status.diverged:
+            run.progress = run.status.state
+            self._display.say(f"{run.run.name} is not run again: {run.status.reason}")
+        else:
+            self._display.say(f"{run.run.name} is run again: {run.status.reason}")
 
     def _start_waiting(self) -> None:
         free = self._executor.slots - len(self._select("running"))
@@ -176,19 +204,13 @@ class Engine:
                 self._display.end(run)
 
     def _settle(self, run: TrackedRun) -> None:
-        """Reads how a run ended. If its status is still `running`, its wrapper was killed."""
-        status = _read_worst_status(run.run)
-        if status is None:
-            reason = "it did not start: see the messages of the system that should have started it"
+        """Reads how a run ended. If its status is still `running`, its metrics say how."""
+        status = _judge_lost(run.run)
+        if status is None or status == run.status:  # what an earlier attempt left
+            reason = "it did not start: see the messages of the system that should have started it; is the disk full?"
             status = RunStatus(
                 state="failed", started="", command=run.run.command, host="", pid=0, reason=reason
             )
-        if status.state == "running":
-            status = replace(
-                status, state="failed", reason="its wrapper was killed, so its exit code is not known"
-            )
-            for folder in run.run.folders:
-                status.write(folder)
         run.status, run.progress = status, status.state
         is_early = status.state == "failed" and run.step == 0
         self._early_failures = self._early_failures + 1 if is_early else 0

@@ -118,6 +118,13 @@ def last_row(path: Path) -> Row | None:
         return None
 
 
+def last_validation(path: Path) -> int | None:
+    """The last step that was validated; None if none was."""
+    rows = parse_rows(path.read_bytes().split(b"\n"))
+    steps = [row["step"] for row in rows if "validation_loss" in row or "val_loss" in row]
+    return max(steps, default=None)
+
+
 # ---- other trainers
 
 

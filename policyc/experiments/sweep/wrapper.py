@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TextIO
 
 from policyc.experiments.sweep.locks import try_lock
-from policyc.experiments.sweep.metrics import convert_metrics, last_row
+from policyc.experiments.sweep.metrics import convert_metrics, last_row, last_validation
 from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunStatus, State, tail_lines
 
 GRACE_VARIABLE = "POLICYC_STOP_GRACE"
@@ -209,6 +209,26 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None, log_st
         reason = f"the program wrote no line with 'step' and 'loss' to {folder / METRICS_FILE}"
         return RunEnd(state="failed", reason=reason)
     return RunEnd(state="failed", reason=f"the program ended at step {step} of {run.steps}")
+
+
+def judge_without_exit_code(folder: Path, run: Run) -> RunEnd:
+    """How a run ended whose exit code is lost: it has finished if nothing is missing in its metrics.
+
+    A run that validates has to have validated its last step, because it may have been killed before that.
+    """
+    end = judge_end(folder, run, 0, None)
+    if end.diverged:
+        return end
+    lost = "its exit code is not known, because its wrapper was killed or could not write it (a full disk?)"
+    if run.steps is None:
+        return RunEnd(state="failed", reason=f"{lost}, and neither is its number of steps (--steps)")
+    if end.state != "finished":
+        return RunEnd(state="failed", reason=f"{lost}; {end.reason}")
+    validated = last_validation(folder / METRICS_FILE)
+    if validated is not None and validated < run.steps:
+        reason = f"{lost}; its last validation is of step {validated} of {run.steps}"
+        return RunEnd(state="failed", reason=reason)
+    return RunEnd(state="finished", reason=f"{lost}; its metrics are complete")
 
 
 def _explain_exit(code: int, log: Path, log_start: int) -> str:
