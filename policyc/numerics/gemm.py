@@ -256,7 +256,7 @@ class _Residuals(NamedTuple):
 def _gemm(
     spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, prequantized: PrequantizedPair, key: Key
 ) -> jax.Array:
-    return _forward(spec, lhs, rhs, prequantized, (key, sign_key(spec, lhs, rhs, key)))[0]
+    return _forward(spec, lhs, rhs, prequantized, (key, make_sign_key(spec, lhs, rhs, key)))[0]
 
 
 def _forward(
@@ -287,7 +287,7 @@ def _gemm_fwd(
 ) -> tuple[jax.Array, _Residuals]:
     products = gemm_products(spec)
     fprop, d_lhs, d_rhs = products.fprop, products.d_lhs, products.d_rhs
-    keys = key, sign_key(spec, lhs, rhs, key)
+    keys = key, make_sign_key(spec, lhs, rhs, key)
     prequantized = (
         _quantize_for_both(spec, lhs, prequantized[0], (fprop.left, d_rhs.left), keys),
         _quantize_for_both(spec, rhs, prequantized[1], (fprop.right, d_lhs.right), keys),
@@ -317,7 +317,7 @@ def _quantize_for_both(
         return Prequantized(*quantize_joined(x, forward, backward, keys, save=True))
 
 
-def sign_key(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, key: Key) -> Key:
+def make_sign_key(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, key: Key) -> Key:
     """The key of fresh signs, with the content of both operands folded in: they change with the batch and the step.
 
     Both operands of a GEMM need the same signs, and the forward pass quantizes one of each backward GEMM before dy is

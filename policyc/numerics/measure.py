@@ -120,8 +120,8 @@ def measure(
     q = quantize(array, treatment, axes, operand=operand, keys=(key, key))
     if treatment.rht:
         q = keep_padding(q)
-        signs = key.fold(operand.partition(".")[0] + ".signs")
-        return _measure_quantized(q, rotate_reference(array, q, treatment, signs), _dequantize(q))
+        sign_key = key.fold(operand.partition(".")[0] + ".signs")
+        return _measure_quantized(q, rotate_reference(array, q, treatment, sign_key), _dequantize(q))
     return _measure_quantized(q, reference, _dequantize(q) + mean)
 
 

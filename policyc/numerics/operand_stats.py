@@ -13,7 +13,7 @@ from jax import lax
 from policyc.jaxcore.shardings import shape_dtype_struct
 from policyc.language.recipes import Recipe, Role
 from policyc.language.treatments import normalize_recipe
-from policyc.numerics.gemm import sign_key
+from policyc.numerics.gemm import make_sign_key
 from policyc.numerics.measure import Array, is_saturated, keep_padding, rotate_reference, sqnr_db
 from policyc.numerics.operands import Parts, quantize_operand
 from policyc.numerics.products import (
@@ -67,7 +67,7 @@ def quantize_operands(
     lhs_role, rhs_role = operand_roles(options.weight)
     left, right, gradient = (lhs_role, a), (rhs_role, b), (Role.GRADIENT, dy.reshape(result.shape))
     operands = []
-    signs = sign_key(spec, a, b, key)
+    sign_key = make_sign_key(spec, a, b, key)
     for product, pair in (
         (products.fprop, (left, right)),
         (products.d_lhs, (gradient, right)),
@@ -75,9 +75,9 @@ def quantize_operands(
     ):
         for operand, (role, array) in zip((product.left, product.right), pair, strict=True):
             with jax.named_scope(product.scope):
-                parts = quantize_operand(array, operand, (key, signs))
+                parts = quantize_operand(array, operand, (key, sign_key))
             operands.append(
-                QuantizedOperand(role=role, spec=operand, array=array, parts=parts, sign_key=signs)
+                QuantizedOperand(role=role, spec=operand, array=array, parts=parts, sign_key=sign_key)
             )
     return operands
 
@@ -98,8 +98,8 @@ def sum_errors(operand: QuantizedOperand) -> jax.Array:
         exact = exact - jnp.mean(exact, axis=operand.spec.tokens, keepdims=True)
     if t.rht:
         q = keep_padding(q)
-        signs = operand.sign_key.fold(f"{operand.spec.gemm}.signs")
-        exact = rotate_reference(exact.astype(operand.array.dtype), q, t, signs)
+        sign_key = operand.sign_key.fold(f"{operand.spec.gemm}.signs")
+        exact = rotate_reference(exact.astype(operand.array.dtype), q, t, sign_key)
     near, codes = dequantize(q), codes_of(q)
     amax = jnp.max(jnp.abs(exact))
     unit = jnp.where(amax > 0, amax, 1)

@@ -20,7 +20,7 @@ from policyc.jaxcore.shardings import match_varying_axes, shape_dtype_struct
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role
 from policyc.language.treatments import normalize_recipe
-from policyc.numerics.gemm import sign_key
+from policyc.numerics.gemm import make_sign_key
 from policyc.numerics.operands import Keys, has_same_codes, quantize_operand
 from policyc.numerics.products import DEFAULT_OPTIONS, GemmOptions, GemmSpec, OperandSpec
 from policyc.numerics.quantize import Axes, Key, Operand, Quantized, make_key
@@ -142,7 +142,7 @@ def _ragged(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, ke
 
 
 def _keys(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, key: Key) -> Keys:
-    return key, sign_key(spec, _mask_unused_rows(lhs, sizes), rhs, key)
+    return key, make_sign_key(spec, _mask_unused_rows(lhs, sizes), rhs, key)
 
 
 def _forward(

@@ -21,7 +21,7 @@ import pytest
 
 import policyc.numerics.quantize
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import Axes, Quantized, quantize, swizzle
+from policyc.numerics.quantize import Axes, Quantized, quantize
 from policyc.numerics.quantize.bits import E2M1, E4M3, round_nearest, round_stochastic, sign_bit
 from policyc.numerics.quantize.hadamard import Method, rotate
 from tests.support.quick_options import quick_compilation
@@ -259,13 +259,6 @@ def test_rotation_of_the_identity_is_the_reference_matrix() -> None:
 
 
 # --- scales, kernels, special values --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c + "/s_swizzled" in REFERENCE])
-def test_swizzled_scales_equal_the_reference(case: str) -> None:
-    run = jax.jit(swizzle)
-    np.testing.assert_array_equal(run(REFERENCE[case + "/s"]), REFERENCE[case + "/s_swizzled"])
-    np.testing.assert_array_equal(run(REFERENCE[case + "/s_t"]), REFERENCE[case + "/s_t_swizzled"])
 
 
 @pytest.mark.parametrize("case", [c for c in EXACT if c + "/s" in KERNEL])

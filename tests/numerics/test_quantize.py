@@ -427,7 +427,7 @@ def test_ms_eden_is_unbiased(axis: int) -> None:
     t = nvfp4(rounding="ms_eden", rht=128)
 
     def quantize_and_rotate_back(step: jax.Array) -> jax.Array:
-        q = quantize(jnp.asarray(x), t, Axes(axis=axis), key=make_key(0, step), signs=make_key(1, step))
+        q = quantize(jnp.asarray(x), t, Axes(axis=axis), key=make_key(0, step), sign_key=make_key(1, step))
         h = random_signs(make_key(1, step), 128)[:, None] * sylvester(128) / np.sqrt(128)
         value = dequantize(q)
         return value @ h.T if axis == -1 else h @ value

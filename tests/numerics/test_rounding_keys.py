@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import policyc.numerics.quantize
 from policyc.language.recipes import Treatment, make_recipe
 from policyc.numerics import primitives
-from policyc.numerics.gemm import sign_key
+from policyc.numerics.gemm import make_sign_key
 from policyc.numerics.products import DEFAULT_OPTIONS, GemmSpec
 from policyc.numerics.quantize import Axes, Key, Quantized, make_key
 from tests.support import rounding_key_oracle as oracle
@@ -133,7 +133,7 @@ def test_signs_of_ms_eden_depend_on_the_whole_of_both_operands() -> None:
     recipe = make_recipe("nvfp4", {"rounding": "ms_eden"})
     spec = GemmSpec(dims=(((1,), (0,)), ((), ())), recipe=recipe, lhs=x, rhs=w, options=DEFAULT_OPTIONS)
     words = [oracle.checksum(oracle.magnitude_bits(a)) for a in (x, w)]
-    run = jax.jit(partial(sign_key, spec, key=make_key(3)))
+    run = jax.jit(partial(make_sign_key, spec, key=make_key(3)))
     key = run(x, w)
     assert (int(key.a), int(key.b)) == oracle.make_key(3, *words)
     next_x, next_w = x.copy(), w.copy()

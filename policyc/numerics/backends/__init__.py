@@ -81,10 +81,10 @@ class Backend(Protocol):
         treatment: Treatment,
         axes: Axes,
         key: Key | None,
-        signs: Key | None,
+        sign_key: Key | None,
         context: LoweringContext,
     ) -> Quantized:
-        """Quantizes an operand. `key` feeds stochastic rounding, `signs` the fresh signs of MS-EDEN."""
+        """Quantizes an operand. `key` is that of stochastic rounding, `sign_key` that of the fresh signs of MS-EDEN."""
 
     def quantize_orders(
         self, x: jax.Array, requests: Sequence[QuantizeRequest], context: LoweringContext

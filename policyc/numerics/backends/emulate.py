@@ -44,7 +44,7 @@ def quantize(
     treatment: Treatment,
     axes: Axes,
     key: q.Key | None,
-    signs: q.Key | None,
+    sign_key: q.Key | None,
     context: LoweringContext,
 ) -> Quantized:
     """Quantizes an operand by the method that is fastest on the platform."""
@@ -53,7 +53,7 @@ def quantize(
         # There a product rounds its result to bfloat16 itself, which saves a pass over memory. Kernels save another.
         has_kernels = context.single_device and can_build_kernels(treatment.format)
         method = "kernels" if has_kernels else "matmul_bf16"
-    quantized = q.quantize(x, treatment, axes, key=key, signs=signs, method=method)
+    quantized = q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method=method)
     if axes.both_orders and quantized.layout.packed:
         return replace(quantized, transposed_codes=quantized.pack_along_tile_axis())
     return quantized

@@ -35,14 +35,14 @@ def quantize(
     axes: Axes | None = None,
     *,
     key: Key | None = None,
-    signs: Key | None = None,
+    sign_key: Key | None = None,
     method: Method = "matmul",
 ) -> Quantized:
     """Quantizes x along `axes.axis`, padded with zeros to whole blocks.
 
     Args:
       key: the key of stochastic rounding. The content of x is folded into it: see `tensor_key`.
-      signs: the key of the fresh signs of MS-EDEN, the same for both operands of a GEMM.
+      sign_key: the key of the fresh signs of MS-EDEN, the same for both operands of a GEMM.
       method: how it is computed. It changes no bit of the result.
     """
     axes = axes or Axes()
@@ -64,8 +64,8 @@ def quantize(
             return run(x, context)
         method = "matmul_bf16"
     if treatment.rht:
-        is_fresh = treatment.rounding == "ms_eden"
-        by = random_signs(signs or make_key(), treatment.rht) if is_fresh else None
-        x = materialize(rotate(x, axes.axis, treatment.rht, by, method=method))
+        has_fresh_signs = treatment.rounding == "ms_eden"
+        signs = random_signs(sign_key or make_key(), treatment.rht) if has_fresh_signs else None
+        x = materialize(rotate(x, axes.axis, treatment.rht, signs, method=method))
     cpu = method == "cpu"
     return run(x, QuantizeContext(treatment=treatment, axes=axes, layout=layout, key=key, cpu=cpu))

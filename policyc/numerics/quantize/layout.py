@@ -173,11 +173,3 @@ def trim(x: jax.Array, layout: Layout) -> jax.Array:
     if layout.tile_axis is not None:
         x = lax.slice_in_dim(x, 0, layout.tile_size, axis=x.ndim + layout.tile_axis)
     return x
-
-
-def swizzle(scales: jax.Array) -> jax.Array:
-    """Block scales (rows, blocks) in the 128x4 tiles that cuBLAS reads, padded with zeros."""
-    rows, columns = scales.shape[0] + -scales.shape[0] % 128, scales.shape[1] + -scales.shape[1] % 4
-    full = jnp.pad(scales, ((0, rows - scales.shape[0]), (0, columns - scales.shape[1])))
-    tiles = full.reshape(rows // 128, 4, 32, columns // 4, 4)
-    return tiles.transpose(0, 3, 2, 1, 4).reshape(rows, columns)
