@@ -22,9 +22,9 @@ from policyc.numerics import primitives
 from policyc.numerics.operands import (
     Keys,
     Parts,
-    can_join,
-    quantize_joined,
+    can_quantize_pair,
     quantize_operand,
+    quantize_pair,
     select_code_order,
     shares_codes,
 )
@@ -114,7 +114,8 @@ def quantized_dot_general(
         out_dtype=out_dtype,
     )
     key = precomputed.rounding_key or make_key(0, options.site)
-    return _gemm(spec, lhs, rhs, precomputed[:2], key).reshape(canonical.result_shape)
+    prequantized = precomputed.lhs, precomputed.rhs
+    return _gemm(spec, lhs, rhs, prequantized, key).reshape(canonical.result_shape)
 
 
 def prequantize(
@@ -159,10 +160,10 @@ def prequantize(
 
     differs = gradient.gemm in options.products and not shares_codes(forward, backward)
     is_random = any(o.treatment.rounding != "rne" for o in (forward, backward))
-    if differs and not is_random and can_join(forward, backward):
+    if differs and not is_random and can_quantize_pair(forward, backward):
         key = make_key(0, options.site)
         with jax.named_scope(products.fprop.scope):
-            pair = quantize_joined(array, forward, backward, (key, key), save=operand != options.weight)
+            pair = quantize_pair(array, forward, backward, (key, key), save=operand != options.weight)
         return Prequantized(*pair)
     return Prequantized(quantize(products.fprop, forward), quantize(gradient, backward) if differs else None)
 
@@ -174,8 +175,11 @@ def _quantize(
         return quantize_operand(x, operand, keys, save=save)
 
 
-def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int) -> jax.Array:
-    """Sums the products of all parts, in the dimension order of the result. `tokens` is the number of tokens."""
+def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int = 0) -> jax.Array:
+    """Sums the products of all parts, in the dimension order of the result.
+
+    `tokens` is the number of tokens, which a product that contracts them needs if both operands are split.
+    """
     with jax.named_scope(product.scope):
         left, right = select_code_order(left, product.left), select_code_order(right, product.right)
         return _multiply_parts(product, left, right, out, tokens).astype(out).transpose(product.order)
@@ -188,7 +192,8 @@ def _multiply_parts(product: Product, left: Parts, right: Parts, out: Any, token
     if len(left) == len(right) == 1:
         return multiply(left[0], right[0], out=out)
     if product.left.contracts_tokens:
-        # The residuals sum to zero over tokens, so the products of a residual with a mean vanish.
+        # The residuals sum to zero over tokens, so the products of a residual with a mean vanish. That of both means
+        # is the same for each token.
         y = multiply(left[0], right[0], out=jnp.float32)
         if len(left) == len(right):
             a, b = (dequantize(cast("Quantized", parts[1])) for parts in (left, right))
@@ -275,7 +280,7 @@ def _forward(
             return _original_dot(spec, lhs, rhs), (lhs,), (rhs,)
     left = _as_parts(prequantized[0].fprop) or _quantize(lhs, fprop.left, fprop, keys, save=save)
     right = _as_parts(prequantized[1].fprop) or _quantize(rhs, fprop.right, fprop, keys, save=save)
-    return _multiply(fprop, left, right, spec.out_dtype, 1), left, right
+    return _multiply(fprop, left, right, spec.out_dtype), left, right
 
 
 def _as_parts(quantized: Quantized | None) -> Parts:
@@ -289,8 +294,8 @@ def _gemm_fwd(
     fprop, d_lhs, d_rhs = products.fprop, products.d_lhs, products.d_rhs
     keys = key, make_sign_key(spec, lhs, rhs, key)
     prequantized = (
-        _quantize_for_both(spec, lhs, prequantized[0], (fprop.left, d_rhs.left), keys),
-        _quantize_for_both(spec, rhs, prequantized[1], (fprop.right, d_lhs.right), keys),
+        _quantize_pair_if_possible(spec, lhs, prequantized[0], (fprop.left, d_rhs.left), keys),
+        _quantize_pair_if_possible(spec, rhs, prequantized[1], (fprop.right, d_lhs.right), keys),
     )
     y, left, right = _forward(spec, lhs, rhs, prequantized, keys, save=True)
     if not shares_codes(fprop.right, d_lhs.right):
@@ -301,7 +306,7 @@ def _gemm_fwd(
     return y, _Residuals(saved_rhs, saved_lhs, keys)
 
 
-def _quantize_for_both(
+def _quantize_pair_if_possible(
     spec: GemmSpec,
     x: jax.Array,
     prequantized: Prequantized,
@@ -311,10 +316,10 @@ def _quantize_for_both(
     """Quantizes an operand for fprop and for the gradient of the other operand, if its backend does both at once."""
     forward, backward = operands
     is_used = backward.gemm in spec.options.products
-    if prequantized.fprop is not None or not is_used or not can_join(forward, backward):
+    if prequantized.fprop is not None or not is_used or not can_quantize_pair(forward, backward):
         return prequantized
     with jax.named_scope(gemm_products(spec).fprop.scope):
-        return Prequantized(*quantize_joined(x, forward, backward, keys, save=True))
+        return Prequantized(*quantize_pair(x, forward, backward, keys, save=True))
 
 
 def make_sign_key(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array, key: Key) -> Key:
@@ -333,7 +338,7 @@ def _gemm_bwd(
 ) -> tuple[jax.Array, jax.Array, None, None]:
     products = gemm_products(spec)
     d_lhs, d_rhs = products.d_lhs, products.d_rhs
-    for_lhs, for_rhs = _quantize_dy_for_both(spec, dy, residuals.keys)
+    for_lhs, for_rhs = _quantize_dy_once(spec, dy, residuals.keys)
 
     def quantize_for_lhs() -> Parts:
         return for_lhs or _quantize(dy, d_lhs.left, d_lhs, residuals.keys)
@@ -349,16 +354,16 @@ def _gemm_bwd(
     )
 
 
-def _quantize_dy_for_both(spec: GemmSpec, dy: jax.Array, keys: Keys) -> tuple[Parts, Parts]:
+def _quantize_dy_once(spec: GemmSpec, dy: jax.Array, keys: Keys) -> tuple[Parts, Parts]:
     """dy as the GEMMs of both gradients read it, if it is quantized once for both; empty if not."""
     products = gemm_products(spec)
     d_lhs, d_rhs = products.d_lhs, products.d_rhs
     if shares_codes(d_lhs.left, d_rhs.right):
         shared = _quantize(dy, d_lhs.left, d_lhs, keys)
         return shared, shared
-    if {d_lhs.gemm, d_rhs.gemm} <= spec.options.products and can_join(d_lhs.left, d_rhs.right):
+    if {d_lhs.gemm, d_rhs.gemm} <= spec.options.products and can_quantize_pair(d_lhs.left, d_rhs.right):
         with jax.named_scope(d_lhs.scope):
-            one, other = quantize_joined(dy, d_lhs.left, d_rhs.right, keys)
+            one, other = quantize_pair(dy, d_lhs.left, d_rhs.right, keys)
         return (one,), (other,)
     return (), ()
 

@@ -31,7 +31,7 @@ _codes_of, _dequantize = jax.jit(codes_of), jax.jit(dequantize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperandStats:
+class ErrorStats:
     """Error statistics of one array. `flushed` and `saturated` are fractions of its nonzero elements.
 
     `gain` is <x,q>/<x,x>: 1 if quantization does not shrink the array on average.
@@ -75,7 +75,7 @@ class Measurement:
     scales: Array
     amax: Array
     dequantized: Array
-    stats: OperandStats
+    stats: ErrorStats
 
     def arrays(self) -> dict[str, Array]:
         """The contents of an npz file."""
@@ -159,30 +159,30 @@ def sqnr_db(power: float, noise: float) -> float:
     return float(10 * np.log10(power / noise)) if noise and power else float("inf")
 
 
-def is_saturated(codes: Any, element: str, exact: Any, near: Any) -> Any:
+def is_saturated(codes: Any, element: str, exact: Any, rounded: Any) -> Any:
     """Whether an element has the largest code and is beyond its value by more than fp32 rounding explains."""
     e = ELEMENTS[element]
-    return (codes & (e.sign - 1) == e.top_code) & (abs(exact) > abs(near) * 1.0001)
+    return (codes & (e.sign - 1) == e.top_code) & (abs(exact) > abs(rounded) * 1.0001)
 
 
 def _error_stats(
-    exact: Array, near: Array, *, count: int, saturated: int = 0, zero_blocks: int = 0
-) -> OperandStats:
+    exact: Array, rounded: Array, *, count: int, saturated: int = 0, zero_blocks: int = 0
+) -> ErrorStats:
     """`count` is the number of elements that fractions are taken of."""
-    power, noise = float(np.sum(exact**2)), float(np.sum((near - exact) ** 2))
-    return OperandStats(
+    power, noise = float(np.sum(exact**2)), float(np.sum((rounded - exact) ** 2))
+    return ErrorStats(
         sqnr_db=sqnr_db(power, noise),
         relative_error=float(np.sqrt(noise / power)) if power else 0.0,
-        flushed=float(np.count_nonzero((near == 0) & (exact != 0)) / count),
+        flushed=float(np.count_nonzero((rounded == 0) & (exact != 0)) / count),
         saturated=float(saturated / count),
         zero_blocks=zero_blocks,
-        gain=float(np.sum(exact * near) / power) if power else 1.0,
+        gain=float(np.sum(exact * rounded) / power) if power else 1.0,
     )
 
 
 def _measure_quantized(q: Quantized, reference: jax.Array, values: jax.Array) -> Measurement:
     codes = np.asarray(_codes_of(q))
-    exact, near = np.asarray(reference).astype(np.float64), np.asarray(values).astype(np.float64)
+    exact, rounded = np.asarray(reference).astype(np.float64), np.asarray(values).astype(np.float64)
     scales = np.zeros(0, np.uint8) if q.scales is None else np.asarray(q.scales)
     if q.layout.tile_axis is not None:
         scales = np.repeat(scales, TILE, axis=-2)[..., : codes.shape[-2], :]
@@ -195,9 +195,9 @@ def _measure_quantized(q: Quantized, reference: jax.Array, values: jax.Array) ->
         dequantized=np.asarray(values).astype(np.float32),
         stats=_error_stats(
             exact,
-            near,
+            rounded,
             count=int(np.count_nonzero(exact)) or 1,
-            saturated=int(np.count_nonzero(is_saturated(codes, q.layout.element, exact, near))),
+            saturated=int(np.count_nonzero(is_saturated(codes, q.layout.element, exact, rounded))),
             zero_blocks=_count_zero_blocks(q, codes),
         ),
     )
@@ -214,7 +214,7 @@ def _count_zero_blocks(q: Quantized, codes: Array) -> int:
 def _measure_cast(array: jax.Array, treatment: Treatment) -> Measurement:
     """A format that only casts: there are no codes and scales, only values."""
     values = cast_operand(array, treatment).astype(jnp.float32)
-    exact, near = np.asarray(array, np.float64), np.asarray(values, np.float64)
+    exact, rounded = np.asarray(array, np.float64), np.asarray(values, np.float64)
     empty = np.zeros(0, np.uint8)
     return Measurement(
         codes=empty,
@@ -222,5 +222,5 @@ def _measure_cast(array: jax.Array, treatment: Treatment) -> Measurement:
         scales=empty,
         amax=np.asarray([np.abs(exact).max(initial=0)], np.float32),
         dequantized=np.asarray(values),
-        stats=_error_stats(exact, near, count=exact.size),
+        stats=_error_stats(exact, rounded, count=exact.size),
     )

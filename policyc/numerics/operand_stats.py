@@ -100,12 +100,12 @@ def sum_errors(operand: QuantizedOperand) -> jax.Array:
         q = keep_padding(q)
         sign_key = operand.sign_key.fold(f"{operand.spec.gemm}.signs")
         exact = rotate_reference(exact.astype(operand.array.dtype), q, t, sign_key)
-    near, codes = dequantize(q), codes_of(q)
+    rounded, codes = dequantize(q), codes_of(q)
     amax = jnp.max(jnp.abs(exact))
     unit = jnp.where(amax > 0, amax, 1)
-    saturated = is_saturated(codes, q.layout.element, exact, near)
-    counts = (c.astype(jnp.float32) for c in (exact != 0, (near == 0) & (exact != 0), saturated))
-    terms = ((exact / unit) ** 2, ((near - exact) / unit) ** 2, *counts)
+    saturated = is_saturated(codes, q.layout.element, exact, rounded)
+    counts = (c.astype(jnp.float32) for c in (exact != 0, (rounded == 0) & (exact != 0), saturated))
+    terms = ((exact / unit) ** 2, ((rounded - exact) / unit) ** 2, *counts)
     # One reduction for all sums: XLA would compile a quantizer for each separate one. It sums rows first, since fp32
     # cannot count beyond 2**24 one by one.
     zero = (jnp.float32(0),) * len(terms)

@@ -88,7 +88,7 @@ def shares_codes(one: OperandSpec, other: OperandSpec) -> bool:
     return FORMATS[one.treatment.format].is_quantized and has_same_codes(one.treatment, other.treatment)
 
 
-def can_join(one: OperandSpec, other: OperandSpec) -> bool:
+def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
     """Whether the backend of two GEMMs quantizes an operand for both at once."""
     if one.backend != other.backend or not backends.load(one.backend).JOINS_ORDERS:
         return False
@@ -97,10 +97,10 @@ def can_join(one: OperandSpec, other: OperandSpec) -> bool:
     return is_plain and {t.format for t in treatments} == {"nvfp4"} and not shares_codes(one, other)
 
 
-def quantize_joined(
+def quantize_pair(
     x: jax.Array, one: OperandSpec, other: OperandSpec, keys: Keys, *, save: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """Quantizes an operand for two GEMMs at once. Only if `can_join`."""
+    """Quantizes an operand for two GEMMs at once. Only if `can_quantize_pair`."""
     pair = primitives.quantize_pair(
         x,
         (

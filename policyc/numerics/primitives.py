@@ -50,10 +50,9 @@ class QuantizeSpec:
     axes: Axes
 
     def __repr__(self) -> str:
-        options = describe_options(
-            replace(self.treatment, mean_split=False)
-        )  # another equation splits the mean
-        return f"{','.join(options)}@{self.axes.axis}"
+        # The mean is split off before: what the equation gets is the residual, or the mean.
+        treatment = replace(self.treatment, mean_split=False)
+        return f"{','.join(describe_options(treatment))}@{self.axes.axis}"
 
 
 def quantize(

@@ -19,8 +19,13 @@ TERA, GIGA = 1e12, 1e9
 class Target:
     """A GPU.
 
-    `peaks` maps each native format to dense operations per second. A format that is not in it is emulated in bf16.
-    `device_kind` is the name that JAX reports for the device.
+    Attributes:
+      device_kind: the name that JAX reports for the device.
+      peaks: dense operations per second in each native format. A format that is not in it is emulated in bf16.
+      memory_bytes, memory_bandwidth: of its own memory.
+      nvlink_bandwidth: to the other GPUs of its NVLink domain.
+      network_bandwidth: to all other GPUs.
+      nvlink_domain: the number of GPUs that NVLink connects.
     """
 
     name: str

@@ -106,12 +106,11 @@ def scaled_gemm(
     lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
     """The product in fp32. `dtype` is that of the values: bfloat16, or float32 if that is faster."""
-    (contract, _), (batch, _) = dimensions
-    left, right = dimensions[0]
-    a, b = _match_operands(_values(lhs, left, dtype), _values(rhs, right, dtype), dimensions)
+    (lc, rc), (lb, _) = dimensions
+    a, b = _match_operands(_values(lhs, lc, dtype), _values(rhs, rc, dtype), dimensions)
     precision = lax.Precision.HIGHEST if jnp.float32 in (a.dtype, b.dtype) else None
     product = lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-    free = a.ndim - len(contract) - len(batch)
+    free = a.ndim - len(lc) - len(lb)
     return apply_outer_scales(product, lhs, rhs, dimensions, free)
 
 
@@ -129,7 +128,7 @@ def _match_operands(a: jax.Array, b: jax.Array, dimensions: DimensionNumbers) ->
 def apply_outer_scales(
     product: jax.Array, lhs: Operand, rhs: Operand, dimensions: DimensionNumbers, free: int
 ) -> jax.Array:
-    """Applies both outer scales to a product with dimensions batch, `free` of lhs, and those of rhs."""
+    """Applies both outer scales to a product, whose dimensions are the batch, the `free` ones of lhs, those of rhs."""
     ((lc, rc), (lb, rb)) = dimensions
     m, e = jnp.float32(1), jnp.int32(0)
     for operand, contract, batch, before in ((lhs, lc, lb, 0), (rhs, rc, rb, free)):

@@ -37,8 +37,8 @@ def quantize_sharded(
         shard_requests = [
             OrderRequest(treatment=t, axes=a, key=key) for (t, a), key in zip(treatments, keys, strict=True)
         ]
-        place = _DividedShard(index=index, whole=x.shape)
-        quantized = quantize_orders(shard, shard_requests, _engine(shard.shape, kernels), place)
+        divided = _DividedShard(index=index, whole=x.shape)
+        quantized = quantize_orders(shard, shard_requests, _engine(shard.shape, kernels), divided)
         return [array for q in quantized for array in (q.codes, _not_none(q.scales), _as_scalar(q.amax))]
 
     results = [dims for r in requests for dims in (*_result_dims(x.ndim, r.axes), ())]
@@ -84,7 +84,7 @@ class _DividedShard(Shard):
         *rows, token, feature = first
         if rows:
             token = token + rows[0] * jnp.uint32(self.whole[-2])
-        # One row has no end.
+        # The tokens of a single row are numbered one after another. Equal lengths say so, with less arithmetic.
         length = self.whole[-2] if prod(shape[:-2]) > 1 else shape[-2]
         return ShardPlace(
             start=jnp.stack([token, feature]),

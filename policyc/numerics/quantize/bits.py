@@ -20,6 +20,7 @@ INFINITY = 0x7F800000
 """The bits of fp32 infinity. The bits of NaN are larger, those of every finite number smaller."""
 _MANTISSA = 0x7FFFFF
 _ONE = 0x800000
+"""The leading one of a mantissa, which fp32 does not store."""
 
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ def power_of_two(e: jax.Array) -> jax.Array:
 
 
 def machine_div(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The machine's own quotient. It may be off by two ulps."""
+    """The machine's own quotient. It may be off by two ulps. A function, so that tests can make it as inexact."""
     return a / b
 
 

@@ -1,5 +1,10 @@
 """What the quantizers of all formats share: layouts, block maxima, encoding scales and codes.
 
+Words: `amax` is the largest magnitude of what shares an outer scale, and `bound` what that magnitude becomes: the
+largest element times the largest block scale. The outer scale is amax / bound. The encoding scale `enc` is what
+elements are multiplied by, the reciprocal of their scales. `lift` is a power of two that tiny tensors are multiplied
+by before.
+
 The order of the fp32 operations is part of a format: a division where the format multiplies changes one code in a
 thousand.
 """
@@ -123,11 +128,11 @@ def find_maxima(x: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.
     """x, the bits of the maximum of each block, and those of each outer scale (reduced axes have size 1).
 
     The operation that makes x writes it to memory together with the maxima. Without the barrier XLA fuses later
-    operations into it: it then keeps x in fp32, without its rounding to bfloat16, and recomputes half of it. A weight
-    is made by a cast alone: it is written first, and read again in half the bytes.
+    operations into it: it then keeps x in fp32, without its rounding to bfloat16, and recomputes half of it.
     """
     layout, axes = context.layout, context.axes
     if layout.tile_axis is not None:
+        # A weight, which a cast alone makes: it is written first, and read again in half the bytes.
         x = materialize(x)
         maxima = materialize(_block_maxima(x, axes, layout))
     else:

@@ -23,10 +23,10 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
     axes, layout = context.axes, context.layout
     element = ELEMENTS[layout.element]
     spanned = outer_scale_axes(context.treatment, axes, layout, x.ndim)
-    as_words = x.dtype == jnp.bfloat16 and x.shape[-1] % _GROUP == 0 and -1 in spanned and not context.cpu
+    has_words = x.dtype == jnp.bfloat16 and x.shape[-1] % _GROUP == 0 and -1 in spanned and not context.cpu
     # An 8-bit GEMM reads one operand transposed. Unless x is in memory first, XLA fuses that transpose into everything
     # that makes x, and computes x three times. The operation that writes x also finds the maxima of groups.
-    if as_words:
+    if has_words:
         groups = replace(layout, axis=-1, block=_GROUP)
         along = replace(axes, axis=-1, contract=axes.contract or (axes.axis,))
         x, _, amax = find_maxima(x, replace(context, axes=along, layout=groups))
@@ -39,7 +39,7 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
         codes, transposed = context.fp8_kernel.both_orders(x, lift, enc, amax, element)
     else:
         encode = partial(encode_scaled, lift=lift, enc=enc, amax=amax, element=element)
-        codes = _encode_words(x, encode) if as_words else encode(x.astype(jnp.float32)).astype(jnp.uint8)
+        codes = _encode_words(x, encode) if has_words else encode(x.astype(jnp.float32)).astype(jnp.uint8)
         if axes.both_orders:
             transposed = jnp.moveaxis(codes, -1, 0)
     return Quantized(

@@ -20,7 +20,7 @@ from policyc.numerics.quantize.bits import Element, encode_scaled
 from policyc.numerics.quantize.layout import Axes
 
 _SQUARE, _WARPS = 128, 8
-"""The rows and columns of a tile, and the warps of the instance that reads it."""
+"""The rows and columns of the square that one instance of the kernel reads, and the warps of the instance."""
 
 
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
@@ -43,15 +43,15 @@ class Fp8Kernel:
         """The codes, and the same with the last axis first. `lift`, `enc` and `amax` are scalars."""
         flat = x.reshape(-1, x.shape[-1])
         rows, columns = flat.shape
-        tile = ((_SQUARE, _SQUARE), lambda i, j: (i, j))
-        transposed_tile = ((_SQUARE, _SQUARE), lambda i, j: (j, i))
+        square = ((_SQUARE, _SQUARE), lambda i, j: (i, j))
+        transposed_square = ((_SQUARE, _SQUARE), lambda i, j: (j, i))
         scalar = ((1, 1), lambda *_: (0, 0))
         codes, transposed = pl.pallas_call(
             partial(_both, element=element),
             [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((rows, columns), (columns, rows))],
             grid=(rows // _SQUARE, columns // _SQUARE),
-            in_specs=[pl.BlockSpec(*s) for s in (tile, scalar, scalar, scalar)],
-            out_specs=[pl.BlockSpec(*s) for s in (tile, transposed_tile)],
+            in_specs=[pl.BlockSpec(*s) for s in (square, scalar, scalar, scalar)],
+            out_specs=[pl.BlockSpec(*s) for s in (square, transposed_square)],
             **_compiler_options(self.interpret),
         )(flat, *(a.reshape(1, 1) for a in (lift, enc, amax)))
         return codes.reshape(x.shape), transposed.reshape(x.shape[-1], *x.shape[:-1])

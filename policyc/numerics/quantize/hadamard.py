@@ -24,7 +24,7 @@ _LARGE = (127 + 100) << 23
 """The bits of 2**100: sums of 128 smaller numbers are far from overflow."""
 
 Method = Literal["matmul", "matmul_bf16", "butterfly", "kernels", "interpreted", "cpu"]
-"""How an operand is rotated and quantized. No method changes a bit of the result.
+"""How an operand is rotated and quantized. No method changes a bit of the result. `rotate` knows the first three.
 
 - matmul: a product with a small matrix, rounded to bfloat16 afterwards
 - matmul_bf16: a product that rounds its result itself

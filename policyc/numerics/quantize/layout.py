@@ -143,11 +143,11 @@ def repeat_axis(x: jax.Array, axis: int, times: int) -> jax.Array:
     return wide.reshape(x.shape[:i] + (x.shape[i] * times,) + x.shape[i + 1 :])
 
 
-def expand_per_block(per_tile: jax.Array, layout: Layout) -> jax.Array:
+def expand_per_block(numbers: jax.Array, layout: Layout) -> jax.Array:
     """Shapes one number per block (or per tile) to broadcast against the result of `split_blocks`."""
     if layout.tile_axis is not None:
-        per_tile = repeat_axis(per_tile, layout.tile_axis, TILE)
-    return jnp.expand_dims(per_tile, per_tile.ndim + layout.axis + 1)
+        numbers = repeat_axis(numbers, layout.tile_axis, TILE)
+    return jnp.expand_dims(numbers, numbers.ndim + layout.axis + 1)
 
 
 def pack(even: jax.Array, odd: jax.Array) -> jax.Array:

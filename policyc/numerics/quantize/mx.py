@@ -14,6 +14,7 @@ def quantize_mx(x: jax.Array, context: QuantizeContext) -> Quantized:
     """Quantizes to MXFP4 or MXFP8."""
     layout = context.layout
     x, block_max, amax = find_maxima(x, context)
+    # The option is one of mxfp4. Scales of mxfp8 are rounded up, so that nothing saturates.
     rounding = "rceil" if layout.format == "mxfp8" else context.treatment.scale_rounding
     byte = e8m0_scales(block_max, ELEMENTS[layout.element], rounding)
     enc = materialize(from_bits((254 - byte) << 23))
@@ -24,7 +25,7 @@ def quantize_mx(x: jax.Array, context: QuantizeContext) -> Quantized:
 
 
 def e8m0_scales(block_max: jax.Array, element: Element, rounding: str) -> jax.Array:
-    """Exponent bytes (int32) from the bits of block maxima."""
+    """Exponent bytes (int32) from the bits of block maxima. `rounding` is a value of `scale_rounding`."""
     top = bits_of(jnp.float32(element.top))
     if rounding == "rceil":
         above = (block_max & 0x7FFFFF) > (top & 0x7FFFFF)

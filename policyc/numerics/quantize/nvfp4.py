@@ -105,6 +105,7 @@ def _choose_four_or_six(
     """
     six, four = materialize((six, four))
     magnitude = jnp.abs(split_blocks(target, layout))
+    # The select is there for the product in `target`, see `_multiply_unfused`. Finite magnitudes are 6 * 448 at most.
     magnitude = jnp.where(magnitude < jnp.float32(1e5), magnitude, jnp.float32(1e5))
 
     def loss(scale: jax.Array, enc: jax.Array) -> jax.Array:
@@ -124,7 +125,11 @@ def _choose_four_or_six(
 def _correct_scales(
     lifted: jax.Array, enc: jax.Array, scale: jax.Array, layout: Layout, key: Key
 ) -> jax.Array:
-    """Multiplies each scale by <v,v>/<v,q> and rounds it stochastically."""
+    """Multiplies each scale by <v,v>/<v,q> and rounds it stochastically.
+
+    v are the elements divided by their scale, q the same rounded to nearest. v is 6 or little more, except in a block
+    whose scale is zero: there it may be infinite. The limit 1e4 keeps its squares finite.
+    """
     v = jnp.minimum(jnp.abs(split_blocks(lifted, layout)) * expand_per_block(enc, layout), jnp.float32(1e4))
     q = decode(round_nearest(v, E2M1), E2M1)
     vv, vq = (_sum_blocks(_multiply_unfused(v, other), layout) for other in (v, q))
@@ -156,6 +161,6 @@ def _sum_pairwise(terms: jax.Array, axis: int) -> jax.Array:
 
 
 def _multiply_unfused(a: jax.Array, b: jax.Array) -> jax.Array:
-    # The select stops XLA from contracting the product with a following sum.
+    """a * b for a following sum: the select stops XLA from contracting both. No product here is as large as 1e30."""
     product = a * b
     return jnp.where(product < jnp.float32(1e30), product, jnp.float32(1e30))

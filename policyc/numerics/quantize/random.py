@@ -15,8 +15,12 @@ import numpy as np
 from jax import lax
 
 _WORD = 0xFFFFFFFF
-_GOLDEN_RATIO = 0x9E3779B9
-_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
+_GOLDEN_RATIO = 0x9E3779B9  # 2**32 divided by it, odd: multiples of it are spread evenly
+_FIRST, _SECOND = (
+    0x7FEB352D,
+    0x846CA68B,
+)  # the multipliers of the hash lowbias32, chosen by its author for low bias
+_PI = 0x243F6A88, 0x85A308D3  # the first 64 bits of its fraction: a start without structure
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +50,7 @@ class Key:
 
 def make_key(seed: Any = 0, *words: Any) -> Key:
     """The key of a seed and of the words that tell one rounding from another."""
-    key = Key(np.uint32(0x243F6A88), np.uint32(0x85A308D3))
+    key = Key(np.uint32(_PI[0]), np.uint32(_PI[1]))
     for word in (seed, *words):
         key = key.fold(word)
     return key
