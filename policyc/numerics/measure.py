@@ -7,7 +7,7 @@ nothing but a rounding to bfloat16.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ import numpy.typing as npt
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Recipe, Role, Treatment
 from policyc.language.treatments import normalize_recipe
-from policyc.numerics.operands import cast_operand
-from policyc.numerics.primitives import quantize
+from policyc.numerics.operands import cast_operand, quantize_operand, split_mean
+from policyc.numerics.products import OperandSpec
 from policyc.numerics.quantize import Axes, Key, Quantized, codes_of, dequantize, make_key
 from policyc.numerics.quantize.bits import ELEMENTS
 from policyc.numerics.quantize.hadamard import random_signs, rotate
@@ -85,58 +85,33 @@ class Measurement:
 def measure_operand(
     x: Any, recipe: Recipe, gemm: Gemm, role: Role, *, axis: int = -1, seed: int = 0
 ) -> Measurement:
-    """Quantizes an array as a recipe does an operand of a GEMM. `axis` is the contracted one."""
-    treatment = normalize_recipe(recipe).treatment(gemm, role)
-    contracts_tokens = gemm is Gemm.WGRAD
-    name = f"{gemm}.{role}"
-    return measure(x, treatment, axis=axis, operand=name, seed=seed, contracts_tokens=contracts_tokens)
+    """Quantizes an array as a recipe does an operand of a GEMM, and measures the error. `axis` is the contracted one.
 
-
-def measure(
-    x: Any,
-    treatment: Treatment,
-    *,
-    axis: int = -1,
-    operand: str = "",
-    seed: int = 0,
-    contracts_tokens: bool = False,
-) -> Measurement:
-    """Quantizes an array along an axis and measures the error.
-
-    Args:
-      operand: the name `gemm.operand`, which is part of the random stream.
-      contracts_tokens: whether `axis` runs over tokens. It decides which mean a treatment with `mean_split` splits off.
+    A split mean is part of the values, except of a rotated operand: there codes and error are those of the residual.
     """
+    treatment = normalize_recipe(recipe).treatment(gemm, role)
     array = jnp.moveaxis(jnp.atleast_1d(jnp.asarray(x)), axis, -1)
     if not FORMATS[treatment.format].is_quantized:
         return _measure_cast(array, treatment)
-    if treatment.tile2d and array.ndim == 1:
+    contracts_tokens = gemm is Gemm.WGRAD
+    if array.ndim == 1 and (treatment.tile2d or contracts_tokens):
         array = array[None]
-    reference, mean = array.astype(jnp.float32), jnp.zeros((), jnp.float32)
-    if treatment.mean_split:
-        array, mean = _split_mean(array, treatment, operand, contracts_tokens)
+    last = array.ndim - 1
+    spec = OperandSpec(
+        gemm=gemm,
+        label=role,
+        treatment=treatment,
+        axes=Axes(axis=-1, tile=-2 if last else None),
+        tokens=(last,) if contracts_tokens else tuple(range(last)),
+    )
     key = make_key(seed)
-    axes = Axes(axis=-1, tile=-2 if array.ndim > 1 else None)
-    q = quantize(array, treatment, axes, operand=operand, keys=(key, key))
+    q, *means = (cast("Quantized", part) for part in quantize_operand(array, spec, (key, key)))
     if treatment.rht:
-        q = keep_padding(q)
-        sign_key = key.fold(operand.partition(".")[0] + ".signs")
-        return _measure_quantized(q, rotate_reference(array, q, treatment, sign_key), _dequantize(q))
-    return _measure_quantized(q, reference, _dequantize(q) + mean)
-
-
-def _split_mean(
-    array: jax.Array, treatment: Treatment, operand: str, contracts_tokens: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The residual, and the quantized and dequantized mean over tokens."""
-    tokens = (array.ndim - 1,) if contracts_tokens else tuple(range(array.ndim - 1))
-    mean = jnp.mean(array.astype(jnp.float32), axis=tokens, keepdims=True)
-    residual = (array.astype(jnp.float32) - mean).astype(array.dtype)
-    plain = replace(treatment, mean_split=False, rht=0)
-    # The blocks of the mean run along its features.
-    features_last = mean.T if contracts_tokens else mean
-    rounded = _dequantize(quantize(features_last, plain, Axes(), operand=operand + ".mean"))
-    return residual, rounded.T if contracts_tokens else rounded
+        residual = split_mean(array, spec.tokens)[0] if means else array
+        q, sign_key = keep_padding(q), key.fold(f"{gemm}.signs")
+        return _measure_quantized(q, rotate_reference(residual, q, treatment, sign_key), _dequantize(q))
+    values = sum(map(_dequantize, means), start=_dequantize(q))
+    return _measure_quantized(q, array.astype(jnp.float32), values)
 
 
 def rotate_reference(x: jax.Array, q: Quantized, treatment: Treatment, sign_key: Key) -> jax.Array:

@@ -37,7 +37,7 @@ def quantize_operand(x: jax.Array, spec: OperandSpec, keys: Keys, *, save: bool 
     treatment = spec.treatment
     if not FORMATS[treatment.format].is_quantized:
         return (cast_operand(x, treatment),)
-    parts = _split_mean(x, spec, keys) if treatment.mean_split else (_quantize(x, spec, keys),)
+    parts = _quantize_split(x, spec, keys) if treatment.mean_split else (_quantize(x, spec, keys),)
     return tuple(map(_name_for_checkpoint, parts)) if save else parts
 
 
@@ -53,10 +53,15 @@ def _quantize(x: jax.Array, spec: OperandSpec, keys: Keys, *, suffix: str = "") 
     )
 
 
-def _split_mean(x: jax.Array, spec: OperandSpec, keys: Keys) -> tuple[Quantized, Quantized]:
+def split_mean(x: jax.Array, tokens: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """The residual, in the dtype of x, and the mean over tokens, in fp32."""
+    mean = jnp.mean(x.astype(jnp.float32), axis=tokens, keepdims=True)
+    return (x.astype(jnp.float32) - mean).astype(x.dtype), mean
+
+
+def _quantize_split(x: jax.Array, spec: OperandSpec, keys: Keys) -> tuple[Quantized, Quantized]:
     """The residual and the mean over tokens, each quantized."""
-    mean = jnp.mean(x.astype(jnp.float32), axis=spec.tokens, keepdims=True)
-    residual = (x.astype(jnp.float32) - mean).astype(x.dtype)
+    residual, mean = split_mean(x, spec.tokens)
     quantized_residual = _quantize(residual, spec, keys)
     if spec.contracts_tokens:
         # The mean has one token: its blocks run along its features, and there is nothing to rotate.
