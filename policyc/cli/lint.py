@@ -169,6 +169,10 @@ def _make_request(files: tuple[str, ...], options: LintOptions) -> _Request:
     check_stdin_filename(files, options.stdin_filename)
     codes = _parse_codes(options)
     against = options.against
+    if against is None and len(files) > 1 and files[-1].endswith(".py"):
+        raise click.UsageError(
+            f"'{files[-1]}' is a program, not a policy: --against '{files[-1]}' checks with it"
+        )
     if against == "-m" and len(files) > 1:  # written without quotes: --against -m MODULE
         files, against = files[:-1], f"-m {files[-1]}"
     if options.target is not None and against is None:

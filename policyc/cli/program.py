@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
     from policyc.language.policy import Policy
 
 
+_PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
+
+
 def parse_program(words: Sequence[str]) -> Program:
     """The program that the last words of a command line name. Raises a usage error if there is no such program.
 
-    Warns if an argument of the program is an option of this command, which belongs before the program.
+    Warns if an argument of the program is an option of this command, which belongs before the program. One whose value
+    has a placeholder, such as `--out {out}`, is certainly meant for the program.
     """
     from policyc.experiments.program import BadProgram, Program
 
@@ -46,9 +51,9 @@ def parse_program(words: Sequence[str]) -> Program:
         if isinstance(option, click.Option)
         for name in option.opts
     }
-    for word in program.args:
-        name = word.partition("=")[0]
-        if name in options:
+    for word, next_word in zip(program.args, (*program.args[1:], ""), strict=False):
+        name, equals, value = word.partition("=")
+        if name in options and not _PLACEHOLDER.search(value if equals else next_word):
             click.echo(
                 f"policyc: note: '{name}' comes after the program, so the program gets it; options of policyc come "
                 "before the program",

@@ -275,7 +275,8 @@ def suggest_selector(plan: Plan, rule: Rule) -> str:
         n.index is not None for s in plan.sites for p in _first_layer_paths(s) for n in p
     ):
         return "nothing in this model is a stack: no path has an index"
-    paths = list(dict.fromkeys(s.name for s in plan.sites))
+    named = [s.name for s in plan.sites if s.template.path]  # others only have a place in the program
+    paths = list(dict.fromkeys(named or (s.name for s in plan.sites)))
     more = f", ... ({len(paths)} in all)" if len(paths) > _MOST_PATHS else ""
     return f"paths here are like {', '.join(paths[:_MOST_PATHS])}{more}"
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Hashable, Sequence
+import textwrap
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from policyc.compiler.plan import Phase, Plan, make_plan
+from policyc.compiler.plan_checks import unmatched_quantizing_rules
 from policyc.compiler.plan_tables import other_products
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
@@ -28,6 +30,7 @@ from policyc.diff.model import (
 from policyc.diff.predict import Prediction
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import TrainingStep
+from policyc.language.diagnostics import escape_controls
 from policyc.language.policy import Policy
 from policyc.numerics.targets import Target
 
@@ -99,11 +102,19 @@ def build_diff(request: DiffRequest) -> DiffData:
         is_gradient=request.is_gradient,
         matched=None if earlier is not None else _match(request, plans, phases),
         notes=(
+            *(note for plan in plans for note in _unmatched_notes(plan)),
             *(f"not in the predicted time: {line}" for line in other_products(after)),
             *(_seed_notes(request.before, after.policy, linears) if earlier is None else earlier.notes),
         ),
         folder=request.folder,
     )
+
+
+def _unmatched_notes(plan: Plan) -> Iterator[str]:
+    """Rules that would quantize and change nothing: `policyc apply` refuses them."""
+    for diagnostic in unmatched_quantizing_rules(plan, hint="only the first loss of the program is compared"):
+        rule = textwrap.shorten(diagnostic.span.text, 60, placeholder=" …")
+        yield f"{diagnostic.span.location}: no site matches '{escape_controls(rule)}': {diagnostic.help}"
 
 
 def _seed_notes(before: Policy | None, after: Policy, linears: Sequence[Linear]) -> tuple[str, ...]:

@@ -41,10 +41,8 @@ def render(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> str:
 
 
 def render_summary(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> Iterator[str]:
-    """The sentence and the heat strips."""
-    yield from (paint("header", line) for line in _wrap(sentence(diff), width))
-    for note in diff.notes:
-        yield from (paint("dim", line) for line in _wrap(f"note: {note}", width))
+    """The sentence, the notes and the heat strips."""
+    yield from _render_head(diff, paint, width)
     yield ""
     used: dict[str, None] = {}
     for stack in diff.stacks:
@@ -55,9 +53,15 @@ def render_summary(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) 
     yield from (paint("dim", line) for line in _wrap("   ".join(legend), width))
 
 
+def _render_head(diff: DiffData, paint: Paint, width: int) -> Iterator[str]:
+    yield from (paint("header", line) for line in _wrap(sentence(diff), width))
+    for note in diff.notes:
+        yield from (paint("dim", line) for line in _wrap(f"note: {note}", width))
+
+
 def render_stat(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> str:
-    """The sentence, and for each linear how many of its products change, from what to what."""
-    lines = [*_wrap(sentence(diff), width)]
+    """The sentence, the notes, and for each linear how many of its products change, from what to what."""
+    lines = [*_render_head(diff, paint, width)]
     for linear in diff.linears:
         gemms_of: dict[tuple[str, int], list[str]] = {}
         for gemm in Gemm:

@@ -412,12 +412,22 @@ def test_bundled_policies_fail_loudly_where_they_quantize_nothing(home: Path, na
     assert "error[unmatched-rule]" in result.err
 
 
+def test_an_option_with_a_placeholder_belongs_to_the_program(home: Path) -> None:
+    """`policyc sweep P train.py --out {out}` needs no hint that the program gets `--out`."""
+    words = ("sites", "train.py", "--policy", "{variant}", "--target={seed}", "--format", "json")
+    assert [line for line in run(home, *words).err.splitlines() if "comes after" in line] == [
+        "policyc: note: '--format' comes after the program, so the program gets it; options of policyc come before "
+        "the program"
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("apply", "train.py", "good.policy"), "the policy comes first, then the program"),
         (("apply", "train.py", "te_nvfp4"), "the policy comes first, then the program"),
         (("apply", "train.py"), "'train.py' is a program: the policy comes first"),
+        (("lint", "good.policy", "train.py"), "'train.py' is a program, not a policy: --against 'train.py'"),
         (("sites", "train.py", "--policy", "good.policy"), "'--policy' comes after the program"),
     ],
 )

@@ -260,6 +260,14 @@ def test_many_paths_are_cut() -> None:
     assert help == "paths here are like a, b, c, ... (5 in all)"
 
 
+def test_paths_are_names_that_a_rule_can_match() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return (x @ x.T) @ x @ p["a"]  # the first two have no weight: only a place in this file
+
+    ((_, help),) = unmatched("something -> fp8", find_sites(loss, {"a": struct(16, 16)}, X))
+    assert help == "paths here are like a"
+
+
 def test_a_machine_has_a_name() -> None:
     """Plans for the devices here are plans for the first of them."""
     assert plan_model("* -> fp8").machine == Machine(jax.devices()[0].platform)

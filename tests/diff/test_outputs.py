@@ -82,8 +82,13 @@ def test_a_long_stack_has_columns_of_several_layers() -> None:
 
 
 def test_emulated_products_are_marked() -> None:
-    text = render(make_diff(unrolled, UNROLLED, "up -> nvfp4", target="h100"))
+    diff = make_diff(unrolled, UNROLLED, "up -> nvfp4", before="heed -> fp8", target="h100")
+    text = render(diff)
     assert "18 emulated" in text.splitlines()[0]
+    # A rule of either policy that quantizes nothing is named, with what its author may have meant.
+    for lines in (text, render_stat(diff)):
+        note = " ".join(lines.split())
+        assert "note: <policy>:1:1: no site matches 'heed -> fp8': did you mean 'head' for 'heed'?" in note
     assert re.search(r"^up +fprop +eeeeee$", text, re.MULTILINE)
 
 

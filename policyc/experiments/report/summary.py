@@ -23,7 +23,7 @@ from policyc.experiments.report.sweeps import (
     trailing_loss,
 )
 from policyc.experiments.report.values import Record, as_number, as_record, as_records, as_text
-from policyc.experiments.trailing import TRAILING_FRACTION
+from policyc.experiments.trailing import trailing_steps
 from policyc.experiments.verdicts import Comparison, compare_variants
 
 FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", "accept_changes", "wandb"})
@@ -224,12 +224,13 @@ def time_to_equal_loss(
 
 
 def _trailing_curve(sweep: SweepData, variant: VariantData, axis: Axis) -> Column:
-    """The loss of a variant: the mean over the seeds that finished, and over the last 5 % of the axis at each point."""
+    """The loss of a variant: the mean over the seeds that finished, and over the trailing steps of each point."""
     columns = list(by_seed(sweep, variant, axis, ("finished",)).values())
     if not columns:
         return np.full(len(axis.values), np.nan)
     mean = np.mean(columns, axis=0)
-    window = max(1, round(TRAILING_FRACTION * len(mean)))
+    steps = max(len(run.steps) for run in variant.runs)
+    window = max(1, round(min(1.0, trailing_steps(steps) / steps) * len(mean)))
     means = np.lib.stride_tricks.sliding_window_view(mean, window).mean(-1)
     return np.concatenate([np.full(window - 1, np.nan), means])
 
