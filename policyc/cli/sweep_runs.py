@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -182,7 +183,8 @@ def run_sweep(
     except (ChangedSweep, SweepBusy, ValueError) as error:
         exit_with_message(str(error), EXIT_USAGE)
     except OSError as error:
-        exit_with_message(f"{out}: {error}", EXIT_USAGE)
+        full = "; the same command continues the sweep when there is space" if error.errno == ENOSPC else ""
+        exit_with_message(f"{out}: {error}{full}", EXIT_USAGE)
     _finish(result, out)
 
 

@@ -339,7 +339,7 @@ def test_tables_and_paths_are_copied_and_saved(show: Show, html: str) -> None:
 # ---- appearance
 
 
-@pytest.mark.parametrize("width", [1280, 800])
+@pytest.mark.parametrize("width", [1280, 800, 390])
 def test_both_themes_fit_the_window(show: Show, html: str, width: int) -> None:
     colors = {}
     for theme in ("light", "dark"):

@@ -229,12 +229,18 @@ def test_time_to_equal_loss_is_the_ratio_of_tokens(tmp_path: Path) -> None:
 def test_time_to_equal_loss_is_about_the_trailing_losses_of_short_runs(tmp_path: Path) -> None:
     for name, gap in (("bf16", 0.0), ("slow", 0.01)):
         for seed in (0, 1):
-            write_metrics(tmp_path / name / f"seed{seed}", (decay(gap)[:20] + 0.1 * seed).tolist())
-    data = report_of(tmp_path)
+            losses = (decay(gap)[:20] + 0.1 * seed).tolist()
+            write_metrics(tmp_path / name / f"seed{seed}", losses, tokens=None)
+    report = build_report([tmp_path])
+    data = report.data
     (row,) = data["equal_loss"]
     # The last 10 of 20 steps count, as in the figures; one twentieth of them would be a single step.
     assert row["loss"] == pytest.approx(float(np.mean(decay(0.01)[10:20])) + 0.05, abs=1e-9)
     assert row["loss"] == pytest.approx(max(v["figures"]["trailing_loss"] for v in data["variants"]))
+    for kind in ("markdown", "html"):  # the runs do not say how many tokens they have seen
+        text = render_report(report, kind)
+        assert "extra steps" in text
+        assert "extra tokens" not in text
 
 
 def test_spikes_are_counted() -> None:

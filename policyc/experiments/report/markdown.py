@@ -112,7 +112,7 @@ def _equal_loss(data: Record) -> list[str]:
         ]
         for row in data["equal_loss"]
     ]
-    head = ["variant", "baseline", "loss", "extra tokens", "measured speed-up", "predicted speed-up"]
+    head = ["variant", "baseline", "loss", f"extra {data['axis']}", "measured speed-up", "predicted speed-up"]
     return ["## Time to equal loss", _table(head, rows)] if rows else []
 
 

@@ -257,9 +257,12 @@ def _equal_loss(data: Record, colors: dict[str, int]) -> str:
                 *(_safe(format_figure("ratio", value)) for value in figures),
             ]
         )
-    head = ["variant", "baseline", "loss", "extra tokens"]
+    unit = data["axis"]  # tokens, or steps if the runs do not say how many tokens they have seen
+    head = ["variant", "baseline", "loss", f"extra {unit}"]
     head += [title for kind in kinds for title in (f"{kind} speed-up", "to that loss")]
-    content = _table(head, cells) + f"<p class=quiet>{_EQUAL_LOSS_NOTE}</p>" if rows else ""
+    content = (
+        _table(head, cells) + f"<p class=quiet>{_EQUAL_LOSS_NOTE.replace('tokens', unit)}</p>" if rows else ""
+    )
     return _section("equal-loss", "Time to equal loss", content)
 
 

@@ -69,19 +69,16 @@ def draw_speed_chart(data: Record) -> str:
     }
     title = f"predicted speed-up over {baseline}, {data['speed_ups']['step']}"
     with mpl.rc_context(settings):
-        figure = _draw_figure(rows, speed_ups, title) or _draw_figure(rows, speed_ups, title, has_key=True)
-        assert figure is not None
+        figure = _draw_figure(rows, speed_ups, title)
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     return _adapt_to_theme(stream.getvalue())
 
 
-def _draw_figure(
-    rows: list[Record], speed_ups: dict[str, float], title: str, *, has_key: bool = False
-) -> Figure | None:
-    """The chart with the names of the points beside them; None if there is no room for all names.
+def _draw_figure(rows: list[Record], speed_ups: dict[str, float], title: str) -> Figure:
+    """The chart with the names of the points beside them.
 
-    With a key, points have numbers, and the key below the chart has their names.
+    If there is no room for all names, points have numbers, and a key below the chart has their names.
     """
     from matplotlib.figure import Figure
 
@@ -92,14 +89,15 @@ def _draw_figure(
     points = _draw(axes, rows, speed_ups)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9, labelcolor=_INK)
     axes.set_xlabel(title, color=_INK)
-    labels = [point.name for point in points]
-    if has_key:
-        labels = [str(number) for number, _ in enumerate(points)]
-        _add_key(figure, [f"{label}: {point.name}" for label, point in zip(labels, points, strict=True)])
     figure.draw_without_rendering()  # lays the figure out, so that texts have extents
-    figure.set_layout_engine("none")  # names must not move the axes that they were placed in
-    is_placed = _place_labels(axes, points, labels, _FARTHEST_NUMBER if has_key else _FARTHEST_NAME)
-    return figure if is_placed or has_key else None
+    if not _place_labels(axes, points, [point.name for point in points], _FARTHEST_NAME):
+        for text in [*axes.texts]:
+            text.remove()
+        _add_key(figure, [f"{number}: {point.name}" for number, point in enumerate(points)])
+        figure.draw_without_rendering()
+        _place_labels(axes, points, [str(number) for number, _ in enumerate(points)], _FARTHEST_NUMBER)
+    figure.set_layout_engine("none")  # labels must not move the axes that they were placed in
+    return figure
 
 
 def _add_key(figure: Figure, lines: list[str]) -> None:

@@ -141,6 +141,9 @@ const tipRow = (number, label, ...cells) => h("tr", {}, h("td", {}, h("span", { 
 
 // ---- lines over tokens
 
+/** Distances of the ticks: half a step or token does not exist. */
+const WHOLE_STEPS = Array.from({ length: 16 }, (_, n) => [1, 2, 2.5, 5].map((v) => v * 10 ** n)).flat().filter(Number.isInteger);
+
 function lineChart(element, chart) {
   const plot = figure(element, chart.title, chart.note);
   const format = FORMATS[chart.format] || FORMATS.number;
@@ -161,7 +164,7 @@ function lineChart(element, chart) {
       bands.push({ series: [index + 1, index + 2], fill: fade(stroke, chart.lines.length > 6 ? 0.1 : 0.17) });
     }
   }
-  const xTicks = { values: (u, splits) => splits.map((v) => v === null ? null : withPrefix(v, 6)), label: chart.x_label, labelSize: 18, labelFont: "11.5px system-ui, sans-serif", labelGap: 0, size: 34 };
+  const xTicks = { incrs: WHOLE_STEPS, values: (u, splits) => splits.map((v) => v === null ? null : withPrefix(v, 6)), label: chart.x_label, labelSize: 18, labelFont: "11.5px system-ui, sans-serif", labelGap: 0, size: 34 };
   const u = new uPlot({
     width: plot.clientWidth, height: isPaper() ? 190 : element.classList.contains("wide") ? 330 : 250, padding: [10, 14, 0, 0],
     legend: { show: false },
