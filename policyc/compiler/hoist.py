@@ -23,6 +23,7 @@ from policyc.jaxcore import autodiff, jaxprs
 from policyc.jaxcore.containers import IterationRange
 from policyc.jaxcore.transform import Address, ExtraInput, Replacement
 from policyc.language.recipes import Recipe
+from policyc.numerics import primitives
 from policyc.numerics.gemm import Backends, GemmOptions, Prequantized, prequantize
 
 
@@ -51,6 +52,11 @@ class Quantizer:
         """Equal for equivalent quantizers."""
         eqns = self.jaxpr.jaxpr.eqns
         return (self.tree, *((e.primitive, *sorted(e.params.items(), key=itemgetter(0))) for e in eqns))
+
+    @property
+    def takes_stack(self) -> bool:
+        """Whether its backend quantizes the layers of a stack at once."""
+        return all(primitives.takes_stack(**e.params) for e in self.jaxpr.jaxpr.eqns if "backend" in e.params)
 
     def rebuild(self, arrays: Sequence[Any]) -> Prequantized:
         prequantized: Prequantized = jax.tree.unflatten(self.tree, list(arrays))
@@ -159,7 +165,10 @@ def _quantize(
     if (layers.start, layers.stop) != (0, value.shape[0]):
         value = lax.slice_in_dim(value, layers.start, layers.stop)
 
-    def quantize_layer(_: None, layer: Any) -> tuple[None, list[Any]]:
-        return None, _quantize(layer, site, quantizer, remaining, inner)
+    def quantize_layer(layer: Any) -> list[Any]:
+        return _quantize(layer, site, quantizer, remaining, inner)
 
-    return lax.scan(quantize_layer, None, value)[1]
+    if quantizer.takes_stack and not inner:
+        return jax.vmap(quantize_layer)(value)
+    arrays: list[Any] = lax.map(quantize_layer, value)
+    return arrays

@@ -68,6 +68,8 @@ class PrimitiveRules:
       platform_bodies: other bodies with the same results, by platform.
       single_device_bodies: bodies for programs on one device, which nothing has to partition, by platform.
       partitioned_bodies: bodies that divide their work over devices themselves, which `vmap` cannot batch, by platform.
+      stack_bodies: bodies that compute what one `vmap` over the only operand would, from the whole stack, by platform.
+      takes_stack: whether these run an equation with these parameters.
       needs_devices: whether lowering needs to know the devices. True if the body partitions itself.
       batched: what `vmap` makes of an equation, if it cannot batch the body.
       reduced: what to run if only some results are used (one boolean each); None to run the whole equation.
@@ -79,9 +81,15 @@ class PrimitiveRules:
     platform_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     single_device_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     partitioned_bodies: Mapping[str, Implementation] = field(default_factory=dict)
+    stack_bodies: Mapping[str, Implementation] = field(default_factory=dict)
+    takes_stack: Callable[..., bool] = lambda **_: False
     needs_devices: bool = False
     batched: Replacement | None = None
     reduced: Callable[..., Reduction | None] | None = None
+
+    def is_stack(self, mapped: Mapped, **params: Any) -> bool:
+        """Whether one of `stack_bodies` runs an equation under these `vmap`s."""
+        return mapped == ((True,),) and self.takes_stack(**params)
 
 
 def define(name: str, rules: PrimitiveRules) -> Primitive:
@@ -93,15 +101,12 @@ def define(name: str, rules: PrimitiveRules) -> Primitive:
     ad.primitive_jvps[primitive] = _raise_not_differentiable
     primitive.def_abstract_eval(partial(_abstract_eval, rules))
     primitive.def_impl(partial(_run, primitive))
-    batching.primitive_batchers[primitive] = partial(_batch, primitive, rules.batched)
+    batching.primitive_batchers[primitive] = partial(_batch, primitive, rules)
     if rules.reduced is not None:
         internals.partial_eval.dce_rules[primitive] = partial(_drop_unused_results, rules.reduced)
-    mlir.register_lowering(primitive, _lowering_rule(rules.body, rules.body, rules.body))
-    for platform, body in rules.platform_bodies.items():
-        single_device_body = rules.single_device_bodies.get(platform, body)
-        partitioned_body = rules.partitioned_bodies.get(platform, body)
-        rule = _lowering_rule(body, single_device_body, partitioned_body)
-        mlir.register_lowering(primitive, rule, platform=platform)
+    mlir.register_lowering(primitive, _lowering_rule(rules))
+    for platform in rules.platform_bodies:
+        mlir.register_lowering(primitive, _lowering_rule(rules, platform), platform=platform)
     return primitive
 
 
@@ -192,19 +197,19 @@ def _strip_mapped_axes(avals: Sequence[Any], mapped: Mapped) -> tuple[list[int],
 
 def _batch(
     primitive: Primitive,
-    replacement: Replacement | None,
+    rules: PrimitiveRules,
     args: Sequence[jax.Array],
     dims: Sequence[int | None],
     *,
     mapped: Mapped,
     **params: Any,
 ) -> tuple[Sequence[jax.Array], list[int]]:
-    if replacement is not None:
-        warnings.warn(replacement.reason, stacklevel=2)
-        primitive, params = replacement.primitive(), params | dict(replacement.params)
-    level = tuple(d is not None for d in dims)
+    mapped = (tuple(d is not None for d in dims), *mapped)
+    if rules.batched is not None and not rules.is_stack(mapped, **params):
+        warnings.warn(rules.batched.reason, stacklevel=2)
+        primitive, params = rules.batched.primitive(), params | dict(rules.batched.params)
     moved = [a if d is None else jax.numpy.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
-    out = primitive.bind(*moved, mapped=(level, *mapped), **params)
+    out = primitive.bind(*moved, mapped=mapped, **params)
     return out, [0] * len(out)
 
 
@@ -261,22 +266,40 @@ def _jit(body: Implementation, params: tuple[tuple[str, Any], ...]) -> Any:
     return jax.jit(partial(body, **dict(params)))
 
 
-def _lowering_rule(
-    body: Implementation, single_device_body: Implementation, partitioned_body: Implementation
-) -> Callable[..., Any]:
-    lower_mapped, lower_single, lower_partitioned = (
-        _lower_body(_vmap_body(b)) for b in (body, single_device_body, partitioned_body)
+def _stack_body(body: Implementation) -> Implementation:
+    """A body that takes the stack as a whole."""
+
+    def run(*args: jax.Array, mapped: Mapped, **params: Any) -> Sequence[jax.Array]:
+        del mapped
+        return body(*args, **params)
+
+    return run
+
+
+def _lowering_rule(rules: PrimitiveRules, platform: str = "") -> Callable[..., Any]:
+    body = rules.platform_bodies.get(platform, rules.body)
+    bodies = (
+        body,
+        rules.single_device_bodies.get(platform, body),
+        rules.partitioned_bodies.get(platform, body),
     )
+    lower_mapped, lower_single, lower_partitioned = (_lower_body(_vmap_body(b)) for b in bodies)
+    stack_body = rules.stack_bodies.get(platform)
+    lower_stack = lower_mapped if stack_body is None else _lower_body(_stack_body(stack_body))
+
+    def select(devices: int | None, params: Mapping[str, Any]) -> Callable[..., Any]:
+        if params["mapped"]:
+            return lower_stack if rules.is_stack(**params) else lower_mapped
+        return lower_single if devices == 1 else lower_partitioned
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         # Without sharding and varying axes: inside `shard_map` the body runs on one device's shard.
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
         devices = getattr(ctx.module_context.axis_context, "num_devices", None)
-        rule = lower_mapped if params["mapped"] else lower_single if devices == 1 else lower_partitioned
         with warnings.catch_warnings(), explicit_axes_as_auto(ctx.avals_in[0].sharding.mesh):
             # Every supported JAX has Pallas's Triton backend. Users need not hear that a later one will drop it.
             warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-            return rule(ctx.replace(avals_in=plain), *args, **params)
+            return select(devices, params)(ctx.replace(avals_in=plain), *args, **params)
 
     return lower
 

@@ -91,9 +91,20 @@ def _quantize_primitive(format: str, backend: str) -> Primitive:
             shapes=_quantize_shapes,
             dim_sources=_quantize_dim_sources,
             **_lowering_rules(_quantize, backend),
+            stack_bodies={
+                name: partial(_quantize_stack, context=LoweringContext(platform=name)) for name in _PLATFORMS
+            },
+            takes_stack=takes_stack,
             batched=_batched(backend, partial(_quantize_primitive, format, _BATCHING_BACKEND)),
         ),
     )
+
+
+def takes_stack(*, backend: str, spec: QuantizeSpec | None = None, **_: Any) -> bool:
+    """Whether an equation with these parameters quantizes the layers of a stack at once, under a `vmap` over layers."""
+    if spec is None or not backends.load(backend).JOINS_LAYERS:
+        return False
+    return spec.treatment.rounding == "rne" and not spec.treatment.rht
 
 
 def _lowering_rules(body: Implementation, backend: str) -> dict[str, Any]:
@@ -137,6 +148,17 @@ def _quantize(
     rounding_key = q.Key(*words[:2]).fold(operand) if words else None
     sign_key = q.Key(*words[2:]).fold(operand.partition(".")[0] + ".signs") if words[2:] else None
     out = backends.load(backend).quantize(x, spec.treatment, spec.axes, rounding_key, sign_key, context)
+    return _arrays(out)
+
+
+def _quantize_stack(
+    x: jax.Array, *, spec: QuantizeSpec, operand: str, backend: str, context: LoweringContext
+) -> Sequence[jax.Array]:
+    del operand
+    return _arrays(backends.load(backend).quantize_stack(x, spec.treatment, spec.axes, context))
+
+
+def _arrays(out: Quantized) -> list[jax.Array]:
     return [a for a in (out.codes, out.scales, out.amax, out.transposed_codes) if a is not None]
 
 

@@ -114,6 +114,15 @@ def test_without_accumulation_a_remat_does_not_quantize_again() -> None:
             assert counts == {(): 1, (LAYERS,): 2}, remat
 
 
+def test_te_quantizes_a_stack_at_once() -> None:
+    """One equation for all layers of a weight."""
+    params, x = (
+        jax.tree.map(lambda a: jnp.tile(a, (2, 2)), tree) for tree in (STACKED, X)
+    )  # whole blocks of 32
+    with policyc.active(SQUARE, backend="te", target="gb200"):
+        assert weights_quantized(accumulated(model("full")), params, x) == {(): 3}
+
+
 def test_a_loop_over_one_weight_quantizes_it_once() -> None:
     def loss(p: Any, x: jax.Array) -> jax.Array:
         def body(h: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:

@@ -275,10 +275,10 @@ def test_three_products(name: str, left: Any, right: Any, dims: Any, weight: Any
         assert not np.isfinite(dw.astype(jnp.float32)).any()
 
 
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("backend", ["emulate", "te_here"])
+# `test_scales_of_tiles_are_gathered_by_the_quantizer` compares te_here with emulate along the other axis.
+@pytest.mark.parametrize(("backend", "axis"), [("emulate", -1), ("emulate", -2), ("te_here", -1)])
 @pytest.mark.usefixtures("kernels")
-def test_a_weight_is_packed_along_both_axes(axis: int, backend: str) -> None:
+def test_a_weight_is_packed_along_both_axes(backend: str, axis: int) -> None:
     """One quantization gives the codes that fprop reads and those that dgrad reads."""
     w = normal(64, 128, dtype=jnp.bfloat16)
     treatment = Treatment(format="nvfp4", element="e2m1", tile2d=True)
@@ -372,23 +372,27 @@ def test_several_devices_compute_what_one_does(shape: Any, recipe: str, dtype: A
 
 @pytest.mark.usefixtures("kernels")
 def test_scales_of_tiles_are_gathered_by_the_quantizer() -> None:
-    """So they are gathered once for all microbatches. Codes stay sharded."""
+    """So they are gathered once for all microbatches. Codes stay sharded. Each layer of a stack has its own maximum,
+    also if the devices have different layers.
+    """
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
     w = normal(64, 128, dtype=jnp.bfloat16)
+    stack = jnp.stack([w, w / 3, w.at[60, 5].set(jnp.nan), w.at[3, 100].set(jnp.inf)])
     treatment = Treatment(format="nvfp4", element="e2m1", tile2d=True)
-    axes = Axes(axis=-2, contract=(-2,), tile=-1)
+    axes = Axes(axis=-2, contract=(-2,), tile=-1, both_orders=True)
 
-    def quantize(w: Any, backend: str) -> Any:
-        return primitives.quantize(w, treatment, axes, backend=backend)
+    def quantize(w: Any, *stacks: Any, backend: str) -> Any:
+        f = partial(primitives.quantize, treatment=treatment, axes=axes, backend=backend)
+        return f(w), *map(jax.vmap(f), stacks)
 
-    shards = jax.device_put(w, place(mesh, "fsdp", "tensor"))
-    sharded, whole = (
-        quick_jit(partial(quantize, backend=b))(a) for b, a in (("te_here", shards), ("emulate", w))
-    )
-    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(whole), strict=True):
+    specs = [("fsdp", "tensor"), (None, "fsdp", "tensor"), ("fsdp", "tensor")]
+    shards = [jax.device_put(a, place(mesh, *s)) for a, s in zip((w, stack, stack), specs, strict=True)]
+    sharded = quick_jit(partial(quantize, backend="te_here"))(*shards)
+    single, layers = quick_jit(partial(quantize, backend="emulate"))(w, stack)
+    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves((single, layers, layers)), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert sharded.scales.sharding.is_fully_replicated
-    assert sharded.codes.sharding.spec == P("fsdp", "tensor")
+    assert [q.scales.sharding.spec for q in sharded] == [P(), P(), P("fsdp")]
+    assert [q.codes.sharding.spec for q in sharded] == [P(*s) for s in specs]
 
 
 @pytest.mark.usefixtures("kernels")

@@ -7,7 +7,7 @@ from typing import Any
 
 from policyc.numerics.backends import LoweringContext, te
 
-NEEDS_DEVICES, UNBATCHABLE, JOINS_ORDERS = True, False, True
+NEEDS_DEVICES, UNBATCHABLE, JOINS_ORDERS, JOINS_LAYERS = True, False, True, True
 obstacle, missing = te.obstacle, te.missing
 
 
@@ -19,6 +19,11 @@ def quantize(*args: Any) -> Any:
 def quantize_orders(*args: Any) -> Any:
     *rest, context = args
     return te.quantize_orders(*rest, _as_cuda(context))
+
+
+def quantize_stack(*args: Any) -> Any:
+    *rest, context = args
+    return te.quantize_stack(*rest, _as_cuda(context))
 
 
 def gemm(*args: Any) -> Any:

@@ -68,6 +68,8 @@ class Backend(Protocol):
     """Whether `vmap` cannot batch its calls."""
     JOINS_ORDERS: bool
     """Whether it reads an operand less often if it quantizes it for two GEMMs at once, by `quantize_orders`."""
+    JOINS_LAYERS: bool
+    """Whether it needs fewer kernels if it quantizes the weights of all layers at once, by `quantize_stack`."""
 
     def obstacle(self, query: GemmQuery) -> Obstacle | None:
         """Why the backend cannot run this GEMM on any machine; None if it can."""
@@ -90,6 +92,11 @@ class Backend(Protocol):
         self, x: jax.Array, requests: Sequence[QuantizeRequest], context: LoweringContext
     ) -> list[Quantized]:
         """Quantizes an operand for several GEMMs, which contract different dimensions of it. Only if JOINS_ORDERS."""
+
+    def quantize_stack(
+        self, x: jax.Array, treatment: Treatment, axes: Axes, context: LoweringContext
+    ) -> Quantized:
+        """Quantizes each layer of a stack, with neither rotation nor random numbers. Only if JOINS_LAYERS."""
 
     def count_reads(self, treatments: Sequence[Treatment]) -> int:
         """How often its kernels on a GPU read an operand, to quantize it in these ways.

@@ -26,6 +26,7 @@ from policyc.numerics.quantize.values import apply_outer_scale, block_values, ou
 NEEDS_DEVICES = False
 UNBATCHABLE = False
 JOINS_ORDERS = False
+JOINS_LAYERS = False
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:

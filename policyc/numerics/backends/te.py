@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from policyc.jaxcore.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Treatment
@@ -41,6 +42,7 @@ from policyc.numerics.quantize.random import Key
 NEEDS_DEVICES = True
 UNBATCHABLE = True
 JOINS_ORDERS = True
+JOINS_LAYERS = True
 
 # What the contracted size must be a multiple of, for cuBLAS.
 _CONTRACTED = 32
@@ -145,6 +147,16 @@ def quantize_orders(
     if context.platform != "cuda":
         return [emulate.quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
     return te_quantize.quantize_orders(x, requests)
+
+
+def quantize_stack(x: jax.Array, treatment: Treatment, axes: Axes, context: LoweringContext) -> Quantized:
+    """Quantizes each layer of a stack."""
+    if context.platform == "cuda":
+        return te_quantize.quantize_stack(x, treatment, axes)
+    layers: Quantized = lax.map(
+        lambda layer: emulate.quantize(layer, treatment, axes, None, None, context), x
+    )
+    return layers
 
 
 count_reads = te_quantize.count_reads

@@ -81,21 +81,26 @@ class Matrix:
         rows = prod(shard.shape[i] for i in outer)
         return shard.transpose(*outer, *inner).reshape(rows, -1)
 
-    def results(self, quantized: QuantizedOrders, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        """Codes, scales and, with `both`, the codes of the transpose, in the order of a shard of this shape."""
+    def rows(self, quantized: QuantizedOrders) -> tuple[jax.Array, ...]:
+        """Codes, scales and, with `both`, the codes of the transpose: bytes in rows, as the kernel writes them."""
         matrix, other = (quantized.rows, quantized.columns)[:: -1 if self.is_transposed else 1]
         assert matrix is not None
-        order = (*self.free, *self.contract)
-        scales = _restore_dims(_as_bytes(matrix.scales), shape, order, BLOCK)
+        arrays = _as_bytes(matrix.codes), _as_bytes(matrix.scales)
+        if not self.both:
+            return arrays
+        assert other is not None
+        return *arrays, _as_bytes(other.codes)
+
+    def results(self, rows: Sequence[jax.Array], shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+        """What `rows` returns, in the dimension order of a shard of this shape."""
+        codes, scales, *transposed = rows
+        order, other_order = (*self.free, *self.contract), (*self.contract, *self.free)
+        scales = _restore_dims(scales, shape, order, BLOCK)
         if self.layout.tile_axis is not None:
             # The kernel repeats the scale of a tile for each of its rows.
             scales = lax.slice_in_dim(scales, 0, None, TILE, axis=self.ndim + self.layout.tile_axis)
-        codes = _restore_dims(_as_bytes(matrix.codes), shape, order, 2)
-        if not self.both:
-            return codes, scales
-        assert other is not None
-        transposed = _as_bytes(other.codes)
-        return codes, scales, _restore_dims(transposed, shape, (*self.contract, *self.free), 2)
+        codes = _restore_dims(codes, shape, order, 2)
+        return codes, scales, *(_restore_dims(a, shape, other_order, 2) for a in transposed)
 
     def gather_scales(self, scales: jax.Array, index: ShardIndex) -> jax.Array:
         """The scales of the whole operand if they are those of 2D tiles: see `scale_dims`."""

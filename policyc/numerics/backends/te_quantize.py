@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,14 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.backends import QuantizeRequest, te_calls
 from policyc.numerics.backends.te_matrix import Matrix, matrices_of, undivided_factors
 from policyc.numerics.quantize.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
-from policyc.numerics.quantize.layout import Quantized
+from policyc.numerics.quantize.layout import Axes, Quantized
 from policyc.numerics.quantize.random import Key
 
 _QUIET_NAN = 0x7FC00000
 _STATE_WORDS = 4
+_NAME = "Transformer Engine's quantizer"
+_LAYER = ("layer", 1)
+"""The first dimension of a stack, in a `PartitionRule`."""
 
 
 def quantize_orders(x: jax.Array, requests: Sequence[QuantizeRequest]) -> list[Quantized]:
@@ -43,6 +47,48 @@ def quantize_orders(x: jax.Array, requests: Sequence[QuantizeRequest]) -> list[Q
         )
         for matrix in matrices
     ]
+
+
+def quantize_stack(x: jax.Array, treatment: Treatment, axes: Axes) -> Quantized:
+    """Quantizes each layer of a stack by itself, without rotation and random numbers.
+
+    The maxima of all layers are found and exchanged at once, and so are scales gathered: only the call is repeated for
+    each layer. It reads a layer where it lies in the stack, and writes codes and scales where they lie in theirs.
+    """
+    engine = te_calls.load()
+    (matrix,) = matrices_of(x.shape[1:], [treatment], [axes])
+
+    def run(index: ShardIndex, shard: jax.Array) -> list[jax.Array]:
+        maxima = _layer_maxima(shard, index)
+
+        def quantize_layer(layer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+            elements, maximum = layer
+            quantized = engine.quantize(
+                matrix.flatten(elements), te_calls.Maxima(maximum), None, None, _output([matrix], [0])
+            )
+            return matrix.rows(quantized)
+
+        rows = lax.map(quantize_layer, (shard, maxima[:, None]))
+        codes, scales, *transposed = jax.vmap(partial(matrix.results, shape=shard.shape[1:]))(rows)
+        scales = jax.vmap(partial(matrix.gather_scales, index=index))(scales)
+        return [codes, scales, *transposed, maxima]
+
+    results = tuple((_LAYER, *dims) for dims in (*matrix.result_dims(), ()))
+    rule = PartitionRule(
+        name=_NAME,
+        operands=((_LAYER, *matrix.element_dims()),),
+        results=results,
+        whole=undivided_factors(results),
+        limit=matrix.find_limit,
+    )
+    codes, scales, *transposed, maxima = partition(run, rule)(x)
+    return Quantized(
+        codes=codes,
+        scales=scales,
+        transposed_codes=transposed[0] if transposed else None,
+        amax=maxima.reshape(-1, *(1,) * (x.ndim - 1)),
+        layout=matrix.layout,
+    )
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
@@ -88,6 +134,10 @@ def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, in
     if rotated is not None:
         amax = te_calls.load().rotated_amax(rotated.flatten(shard))
         numbers.append(_first_of(rows.size, bits_of(amax.reshape(()))))
+    else:
+        # XLA joins the kernels that read an array: the scales of this operand and of its GEMMs. But not those that read
+        # a single number.
+        numbers.append(jnp.zeros_like(rows))
     if key is None:
         # Stacked before the reduction: XLA would stack the maxima in a kernel of its own.
         maxima, state = jnp.max(jnp.stack(numbers), axis=1), None
@@ -121,6 +171,18 @@ def _first_of(size: int, number: jax.Array) -> jax.Array:
     return lax.pad(number.reshape(1), jnp.zeros((), number.dtype), [(0, size - 1, 0)])
 
 
+def _layer_maxima(shard: jax.Array, index: ShardIndex) -> jax.Array:
+    """The largest magnitude of each layer of a stack, fp32."""
+    is_short = shard.dtype == jnp.bfloat16
+    bits = abs_bits_bf16(shard) if is_short else abs_bits(shard)
+    maxima = jnp.max(bits, axis=range(1, bits.ndim)).astype(jnp.int32)
+    maxima = maxima << 16 if is_short else maxima
+    # Devices that have different layers have different maxima.
+    axes = tuple(axis for factor, axes in index.factors.items() if factor != _LAYER[0] for axis in axes)
+    maxima = lax.pmax(maxima, axes) if axes else maxima
+    return from_bits(jnp.minimum(maxima, _QUIET_NAN))
+
+
 # ---- codes and scales
 
 
@@ -136,7 +198,7 @@ def _quantize_matrices(
     words = () if key is None else (jnp.asarray(key.a), jnp.asarray(key.b))
     dims = tuple(dims for m in matrices for dims in (*m.result_dims(), ()))
     rule = PartitionRule(
-        name="Transformer Engine's quantizer",
+        name=_NAME,
         operands=(_element_dims(matrices), (("h0", 1), ("h1", 1)), *((),) * len(words)),
         results=dims,
         whole=undivided_factors(dims),
@@ -161,7 +223,7 @@ def _quantize_matrices(
                 # of it until then.
                 maximum = quantized.maximum
             for i in call:
-                codes, scales, *transposed = matrices[i].results(quantized, shard.shape)
+                codes, scales, *transposed = matrices[i].results(matrices[i].rows(quantized), shard.shape)
                 scales = matrices[i].gather_scales(scales, index)
                 results[i] = codes, scales, *transposed, summary.amax(rotates=rotates)
         return [array for i in sorted(results) for array in results[i]]

@@ -42,6 +42,7 @@ from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kern
 from policyc.numerics.quantize.values import outer_scale
 
 __all__ = [
+    "JOINS_LAYERS",
     "JOINS_ORDERS",
     "NEEDS_DEVICES",
     "UNBATCHABLE",
@@ -58,6 +59,7 @@ __all__ = [
 NEEDS_DEVICES = True
 UNBATCHABLE = False
 JOINS_ORDERS = True
+JOINS_LAYERS = False
 
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
