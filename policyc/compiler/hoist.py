@@ -23,8 +23,7 @@ from policyc.jaxcore import autodiff, jaxprs
 from policyc.jaxcore.containers import IterationRange
 from policyc.jaxcore.transform import Address, ExtraInput, Replacement
 from policyc.language.recipes import Recipe
-from policyc.numerics import primitives
-from policyc.numerics.gemm import Backends, GemmOptions, Prequantized, prequantize
+from policyc.numerics.gemm import Backends, GemmOptions, Prequantized, prequantize, takes_stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Quantizer:
     @property
     def takes_stack(self) -> bool:
         """Whether its backend quantizes the layers of a stack at once."""
-        return all(primitives.takes_stack(**e.params) for e in self.jaxpr.jaxpr.eqns if "backend" in e.params)
+        return all(takes_stack(**e.params) for e in self.jaxpr.jaxpr.eqns if "backend" in e.params)
 
     def rebuild(self, arrays: Sequence[Any]) -> Prequantized:
         prequantized: Prequantized = jax.tree.unflatten(self.tree, list(arrays))

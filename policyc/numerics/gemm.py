@@ -28,6 +28,7 @@ from policyc.numerics.operands import (
     select_code_order,
     shares_codes,
 )
+from policyc.numerics.primitives import takes_stack
 from policyc.numerics.products import (
     DEFAULT_OPTIONS,
     Backends,
@@ -44,7 +45,15 @@ from policyc.numerics.quantize import Key, Quantized, dequantize, make_key
 from policyc.numerics.quantize.bits import abs_bits, materialize
 from policyc.numerics.quantize.random import checksum
 
-__all__ = ["Backends", "GemmOptions", "Precomputed", "Prequantized", "prequantize", "quantized_dot_general"]
+__all__ = [
+    "Backends",
+    "GemmOptions",
+    "Precomputed",
+    "Prequantized",
+    "prequantize",
+    "quantized_dot_general",
+    "takes_stack",
+]
 
 
 class Prequantized(NamedTuple):
