@@ -154,14 +154,16 @@ def write_output(option: str, path: str, text: str) -> None:
         exit_with_message(f"{option}: '{path}' cannot be written: {error.strerror}", EXIT_USAGE)
 
 
-def unified_diff(name: str, before: str, after: str, context: int = 3) -> str:
+def unified_diff(name: str, before: str, after: str, context: int = 3, *, former_name: str = "") -> str:
     """Returns the changes of a file, colored, with lines of context around each."""
     import difflib
 
     from policyc.language.diagnostics import escape_controls
 
     colors = {"+": "green", "-": "red", "@": "cyan"}
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), name, name, lineterm="", n=context)
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), former_name or name, name, lineterm="", n=context
+    )
     escaped = map(escape_controls, lines)
     return "".join(click.style(line, fg=colors.get(line[:1])) + "\n" for line in escaped)
 

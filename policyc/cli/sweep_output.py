@@ -82,7 +82,9 @@ def print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
     for variant in variants:
         click.echo(click.style(f"{variant.name}: {variant.edit}", bold=True), color=use_color())
         if variant.role == "edit" and base is not None:
-            changes = unified_diff(variant.name, without_title(base), without_title(variant.text), context=0)
+            changes = unified_diff(
+                variant.name, without_title(base), without_title(variant.text), 0, former_name=design.policies.policy
+            )  # fmt: skip
             click.echo(changes, nl=False, color=use_color())
     counts = f"{len(tracked)} runs: {len(variants)} policies x {len(design.seeds)} seeds"
     steps = design.program.total_steps

@@ -7,7 +7,13 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from policyc.compiler.layers import EnclosingLoop, LayerIndices, template_stacks, weight_stacks
+from policyc.compiler.layers import (
+    EnclosingLoop,
+    LayerIndices,
+    drop_divisions,
+    template_stacks,
+    weight_stacks,
+)
 from policyc.compiler.provenance.graph import Source
 from policyc.compiler.sites import Site
 from policyc.jaxcore import jaxprs
@@ -62,7 +68,7 @@ class PendingSite:
         parameters = layers.weight_templates(self.sources, self.batch_dims, self.loops)
         module = None
         if parameters:
-            stacks = weight_stacks(self.sources, self.loops)
+            stacks = drop_divisions(weight_stacks(self.sources, self.loops), parameters)
             scope = layers.scope_template(self.site.scope.path, loops, stacks)
         else:
             scope = layers.scope_template(self.site.scope.path, loops, None)

@@ -239,6 +239,17 @@ def weight_stacks(sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> 
     return _sort_stacks(stack for source in sources for stack in _stacks_of(source, loops))
 
 
+def drop_divisions(stacks: tuple[Stack, ...], templates: Sequence[PathTemplate]) -> tuple[Stack, ...]:
+    """The stacks of a weight without the shard_maps that divide one matrix, as tensor parallelism divides its rows.
+
+    The devices of the others hold different layers, so that an index of a path depends on them.
+    """
+    if any(t.unknown_index or t.in_layer is not None for t in templates):
+        return stacks  # it is not known what the devices hold
+    indexed = template_stacks(templates)
+    return tuple(stack for stack in stacks if not stack.is_shard_map or stack in indexed)
+
+
 def template_stacks(templates: Sequence[PathTemplate]) -> tuple[Stack, ...]:
     """The stacks on which the indices of some paths depend, in the order of `weight_stacks`."""
     return _sort_stacks(stack for t in templates for slot in t.slots for stack in slot.index.stacks)

@@ -49,6 +49,7 @@ def test_a_dry_run_prints_the_runs_and_the_edits_as_diffs(folder: Path) -> None:
     result = policyc("sweep", *words, cwd=folder)
     assert result.code == 0
     assert not (folder / "sweeps").exists()
+    assert "--- my\n+++ no_rht\n" in result.out
     assert "-recipe q = mxfp4(rht=wgrad, sr=grad)\n+recipe q = mxfp4(sr=grad)\n" in result.out
     assert "10 runs: 5 policies x 2 seeds, 8 steps each" in result.out
     assert re.search(

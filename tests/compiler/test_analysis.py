@@ -237,6 +237,19 @@ def test_a_weight_that_is_gathered_from_all_devices() -> None:
     assert (site.name, site.weight, site.k) == ("w", "rhs", 16)
 
 
+def test_a_matrix_whose_rows_are_divided_over_devices_is_one_layer() -> None:
+    """Tensor parallelism: columns of the first weight, rows of the second."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = {"up": P(None, "model"), "down": P("model", None)}
+
+    def local(p: Any, x: Any) -> Any:
+        return lax.psum(jnp.tanh(x @ p["up"]) @ p["down"], "model")
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=P())
+    sites = find_sites(lambda p, x: f(p, x).sum(), {"up": struct(16, 32), "down": struct(32, 16)}, X)
+    assert [(s.name, s.k, s.n, s.count) for s in sites] == [("up", 16, 16, 1), ("down", 16, 16, 1)]
+
+
 def test_a_function_that_is_jitted_once_and_called_per_layer_has_a_site_per_call() -> None:
     layer = jax.jit(lambda w, h: jnp.tanh(h @ w))
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.experiments.sweep.probe import plan_digest
+from policyc.experiments.sweep.probe import describe_plans, plan_digest
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -20,12 +20,16 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(h @ params["head"])
 
 
-def digest(policy: str) -> str:
+def plan(policy: str) -> policyc.Plan:
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
     params = {"layers": {"up": shape(4, 32, 64), "down": shape(4, 64, 32)}, "head": shape(32, 32)}
-    return plan_digest(policyc.plan(policy, loss, params, shape(32, 32)))
+    return policyc.plan(policy, loss, params, shape(32, 32))
+
+
+def digest(policy: str) -> str:
+    return plan_digest(plan(policy))
 
 
 WHOLE = "layers.* -> mxfp8"
@@ -48,3 +52,9 @@ WHOLE = "layers.* -> mxfp8"
 )
 def test_plans_that_do_the_same_have_the_same_hash(policy: str, is_same: bool) -> None:
     assert (digest(policy) == digest(WHOLE)) == is_same
+
+
+def test_a_policy_that_does_not_fit_is_named_in_the_message() -> None:
+    described = describe_plans(plan(WHOLE), {"whole": WHOLE, "mine": "* -> bf16\nheed -> mxfp8\n"})
+    assert described["whole"] == {"digest": digest(WHOLE)}
+    assert described["mine"]["error"].startswith("<mine>:2:1: error[unmatched-rule]")

@@ -21,7 +21,7 @@ from policyc.experiments.program import Program
 from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram
 from policyc.experiments.sweep.run import tail_lines
 from policyc.language.diagnostics import PolicyError
-from policyc.language.loader import parse
+from policyc.language.loader import parse, parse_with_diagnostics
 from policyc.language.recipes import Gemm
 
 if TYPE_CHECKING:
@@ -85,21 +85,25 @@ def main() -> None:
     plan = runner.trace_first_plan(Program.from_words(request["program"]), any_policy, execution)
     if plan is None or not len(plan.sites):
         sys.exit("the program differentiated no loss with a GEMM (jax.grad, vjp, ...)")
-    may_miss = options.multiple_losses
-    result = {name: _describe_plan(plan, text, may_miss) for name, text in request["policies"].items()}
+    result = describe_plans(plan, request["policies"], may_miss=options.multiple_losses)
     (folder / _RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
 
 
-def _describe_plan(traced: Plan, text: str, may_miss: bool) -> dict[str, Any]:
+def describe_plans(traced: Plan, texts: Mapping[str, str], *, may_miss: bool = False) -> dict[str, Any]:
+    """The fields of a `PlannedPolicy` for each policy. Messages name the policy: its text is in no file yet."""
     from policyc.compiler.plan import make_plan
     from policyc.compiler.plan_checks import check_plan
 
-    plan = make_plan(parse(text), traced.sites, traced.execution)
-    try:
-        check_plan(plan, may_miss=may_miss)
-    except PolicyError as error:
-        return {"error": str(error)}
-    return {"digest": plan_digest(plan)}
+    described = {}
+    for name, text in texts.items():
+        policy = parse_with_diagnostics(text, shown=f"<{name}>").policy
+        plan = make_plan(policy, traced.sites, traced.execution)
+        try:
+            check_plan(plan, may_miss=may_miss)
+            described[name] = {"digest": plan_digest(plan)}
+        except PolicyError as error:
+            described[name] = {"error": str(error)}
+    return described
 
 
 def plan_digest(plan: Plan) -> str:
