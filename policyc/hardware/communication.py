@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
-from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.plan import Phase
 from policyc.hardware import gemm_cost
 from policyc.hardware.gemm_cost import BF16_BYTES, FP32_BYTES
 from policyc.hardware.mesh import MeshShape, exchange_seconds
@@ -13,7 +12,6 @@ from policyc.hardware.training_step import (
     RECOMPUTES_GEMMS,
     LayerGroup,
     TrainingStep,
-    activation_key,
     group_layers,
     microbatch_tokens,
     unquantized_format,
@@ -82,7 +80,7 @@ def communication_seconds(
     times = 1 if step.gathers_once else step.accumulate
     total = times * exchange_seconds(target, fsdp_bytes, mesh.fsdp, stride)
     total += times * exchange_seconds(target, data_bytes, mesh.data, stride * mesh.fsdp)
-    traffic_of_activations = activation_traffic(step, mesh, phase)
+    traffic_of_activations = activation_traffic(step, mesh)
     total += exchange_seconds(target, traffic_of_activations.tensor, mesh.tensor, 1)
     return total + exchange_seconds(target, traffic_of_activations.context, mesh.context, mesh.tensor)
 
@@ -95,7 +93,7 @@ class ActivationTraffic:
     context: float = 0.0
 
 
-def activation_traffic(step: TrainingStep, mesh: MeshShape, phase: Phase | None = None) -> ActivationTraffic:
+def activation_traffic(step: TrainingStep, mesh: MeshShape) -> ActivationTraffic:
     """What the tensor and context axes exchange, in bf16. Nothing if the sizes of a block are not known.
 
     Over the tensor axis, the residual stream is summed after attention and after the MLP in both passes, and after
@@ -105,31 +103,6 @@ def activation_traffic(step: TrainingStep, mesh: MeshShape, phase: Phase | None 
         return ActivationTraffic()
     tokens = microbatch_tokens(step.plan) * step.accumulate / mesh.token_shards
     stream = BF16_BYTES * tokens * step.block.layers
-    separate = count_separate_sums(step.plan, phase) / step.block.layers
-    sums = (5 if step.remat in RECOMPUTES_GEMMS else 4) + separate
+    sums = 5 if step.remat in RECOMPUTES_GEMMS else 4
     heads = 2 * (2 * step.block.heads_width + 2 * step.block.kv_width) / mesh.tensor
     return ActivationTraffic(tensor=2 * sums * stream * step.block.width, context=stream * heads)
-
-
-def count_separate_sums(plan: Plan, phase: Phase | None = None) -> float:
-    """How many sums of dgrads over devices XLA cannot join, in all layers of one evaluation of the loss.
-
-    GEMMs that read one activation (q, k and v; gate and up) add their dgrads, and XLA adds them before it sums over
-    devices. But it applies the outer scales of an fp8 product to the sum over devices, so that each has its own sum.
-    """
-    decisions = plan.decisions(plan.phases[0] if phase is None else phase)
-    separate: Counter[object] = Counter()
-    joined: set[object] = set()
-    weights: dict[object, float] = {}
-    for site in plan.sites:
-        if site.weight is None or Gemm.DGRAD not in site.products:
-            continue
-        for layer in site.layers():
-            key = activation_key(site), layer
-            weights[key] = site.repeats / site.count
-            recipe = None if site.opaque else decisions[site.address, layer].recipe
-            if gemm_cost.product_format(recipe, Gemm.DGRAD, unquantized_format(site)) == "fp8":
-                separate[key] += 1
-            else:
-                joined.add(key)
-    return sum(weight * (separate[key] + (key in joined) - 1) for key, weight in weights.items())

@@ -41,7 +41,8 @@ class PartitionRule:
 
     Attributes:
       name: names the function in warnings.
-      operands, results: the dimensions of each array.
+      operands, results: the dimensions of each array. Results without dimensions are not added over devices: each
+        device computes the same.
       whole: factors that are not divided: each device has all of them.
       xla_scatters: whether XLA scatters a sum over devices, as it does the sums of its own products. Else it is
         scattered in the same operation. XLA carries such a sum to the next trip of a loop to scatter it there, and may
@@ -85,10 +86,12 @@ class ShardIndex:
 
     Attributes:
       factors: as in `Division`.
+      summed: as in `Division`.
       scattered: as in `Division`.
     """
 
     factors: Mapping[str, MeshAxes]
+    summed: MeshAxes = ()
     scattered: tuple[ArrayAxes, ...] = ()
 
     @property
@@ -131,11 +134,14 @@ def partition(body: Body, rule: PartitionRule) -> Callable[..., Sequence[jax.Arr
         if division.gathered:
             warnings.warn(division.gathered, stacklevel=2)
 
-        index = ShardIndex(factors=division.factors, scattered=division.scattered)
+        index = ShardIndex(factors=division.factors, summed=division.summed, scattered=division.scattered)
         scattered = _scattered_here(rule, division)
 
         def run_shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(map(partial(_add, division.summed), body(index, *arrays), scattered))
+            results = zip(body(index, *arrays), rule.results, scattered, strict=True)
+            return tuple(
+                _add(division.summed if dims else (), result, axes) for result, dims, axes in results
+            )
 
         none = tuple(((),) * len(dims) for dims in rule.operands)
         return (

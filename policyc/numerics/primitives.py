@@ -108,7 +108,7 @@ def takes_stack(*, backend: str, spec: QuantizeSpec | None = None, **_: Any) -> 
 
 
 def _lowering_rules(body: Implementation, backend: str) -> dict[str, Any]:
-    """The rules by which a quantizer is lowered: its body on each platform, with what is known of the devices."""
+    """The rules by which a primitive is lowered: its body on each platform, with what is known of the devices."""
 
     def bodies(**known: bool) -> dict[str, Implementation]:
         return {name: partial(body, context=LoweringContext(platform=name, **known)) for name in _PLATFORMS}
@@ -325,10 +325,7 @@ def _scaled_gemm_primitive(backend: str) -> Primitive:
             body=_gemm,
             shapes=_gemm_shapes,
             dim_sources=_gemm_dim_sources,
-            platform_bodies={
-                name: partial(_gemm, context=LoweringContext(platform=name)) for name in _PLATFORMS
-            },
-            needs_devices=backends.load(backend).NEEDS_DEVICES,
+            **_lowering_rules(_gemm, backend),
             batched=_batched(backend, partial(_scaled_gemm_primitive, _BATCHING_BACKEND)),
         ),
     )

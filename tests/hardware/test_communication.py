@@ -89,34 +89,3 @@ def test_activations_are_summed_as_in_the_compiled_step(batch, mesh, remat, bloc
     gradients = 1615 / mesh.fsdp if mesh.data > 1 else 0
     moved = activation_traffic(step, mesh).tensor / 2e9
     assert moved + gradients == pytest.approx(compiled, rel=0.04)
-
-
-# GB per step of all collectives but gathers and scatters, in 8B steps under fp8 compiled for 8 GB200.
-FP8_ALL_REDUCED = [
-    pytest.param(MeshShape(fsdp=4, tensor=2), 3934, id="fsdp and tensor"),
-    pytest.param(MeshShape(data=2, fsdp=2, tensor=2), 4382, id="also data"),
-]
-
-
-@pytest.mark.parametrize(("mesh", "compiled"), FP8_ALL_REDUCED)
-def test_dgrads_of_fp8_are_summed_one_by_one(mesh: MeshShape, compiled: float) -> None:
-    """The HLO of fp8 has an all-reduce for each of q, k, v, gate and up, and one for both outputs of a block.
-
-    Collectives that are no such sums are 4 %, as above; gradients are summed over data.
-    """
-    step = replace(step_under("fp8"), accumulate=1024 * 8192 / (16 * 8192))
-    gradients = 961 / mesh.fsdp if mesh.data > 1 else 0
-    moved = activation_traffic(step, mesh).tensor / 2e9
-    assert moved + gradients == pytest.approx(compiled, rel=0.04)
-
-
-@pytest.mark.slow
-def test_dgrads_of_fp8_are_summed_one_by_one_in_the_405b_step() -> None:
-    """2048 sequences with `full` remat on 1,024 GB200: 1136 GB of all-reduces, 50 of them of gradients over data.
-
-    The other .3 % are sums for the embedding and the head.
-    """
-    mesh = MeshShape(data=16, fsdp=32, tensor=2)
-    sizes = llama_step.Sizes(batch=2048, accumulate=4)
-    step = llama_step.plan_step(load("fp8"), "llama3_405b", mesh, sizes, execution_options("xla", "gb200"))
-    assert activation_traffic(step, mesh).tensor / 2e9 + 1615 / 32 == pytest.approx(1136, rel=4e-3)

@@ -71,16 +71,26 @@ def test_an_emulated_product_says_why(policy: str, tmp_path: Path) -> None:
     assert {p["remedy"] for p in blackwell} == {"nvfp4 or mxfp8"}
 
 
-def test_fp8_is_native_on_hopper() -> None:
-    products = compile_report("fp8", *BLOCK, "--target", "h100")["products"]
+def test_fp8_is_native_on_hopper(tmp_path: Path) -> None:
+    products = compile_report("fp8", *BLOCK, "--target", "h100", "--dump-hlo", tmp_path)["products"]
     assert products
     assert all(p["native"] and p["call"] == "__cublas$lt$matmul$f8" for p in products)
+    check_scales_are_inside_gemms(tmp_path)
 
 
-def test_fp8_products_apply_their_scales_inside_the_gemm(tmp_path: Path) -> None:
+def test_fp8_products_over_devices_apply_their_scales_inside_the_gemm(tmp_path: Path) -> None:
+    """Sums of fprop and dgrad go over tensor, and those of wgrad over fsdp: along rows, for o and down along columns.
+
+    The forward pass is partly recomputed: saved codes are transposed already, and XLA would swap these products.
+    """
+    mesh = "--devices", "4", "--mesh", "fsdp=2 tensor=2", "--remat", "dots"
+    compile_report("fp8", *BLOCK, "--target", "gb200", *mesh, "--dump-hlo", tmp_path)
+    check_scales_are_inside_gemms(tmp_path)
+
+
+def check_scales_are_inside_gemms(folder: Path) -> None:
     """No fp32 result of an 8-bit product is written to memory, and its scale is not rounded to bfloat16."""
-    compile_report("fp8", *BLOCK, "--target", "h200", "--dump-hlo", tmp_path)
-    (path,) = tmp_path.iterdir()
+    (path,) = folder.iterdir()
     module = hlo.parse_module(path.read_text())
     products = [e for e in module.executions if e.instruction.call_target == "__cublas$lt$matmul$f8"]
     assert len(products) == 7 * 3, "seven linear layers in a scanned block"

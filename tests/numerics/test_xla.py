@@ -13,17 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import policyc
 from policyc.compiler.plan import gemm_queries
+from policyc.hardware import hlo
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Treatment, make_recipe
 from policyc.numerics.backends import LoweringContext, xla
 from policyc.numerics.backends.choice import Machine, choose
 from policyc.numerics.backends.emulate import apply_outer_scales
-from policyc.numerics.backends.xla import _scale_inside
+from policyc.numerics.backends.xla import _split_scale
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.products import EMULATED
 from policyc.numerics.quantize import Axes, Quantized, quantize
+from policyc.numerics.quantize.blocks import layout_of
 from policyc.numerics.quantize.values import block_values
 from tests.support.gemms import MATMUL, RECIPES, normal, quick_jit, relative_error, three_products
 
@@ -240,7 +244,8 @@ def test_scales_inside_an_fp8_gemm(x_size: int, w_size: int) -> None:
     """
     x, w, sums = quantize_and_multiply(normal(16, 32) * 2.0**x_size, normal(32, 16, seed=1) * 2.0**w_size)
     expected = jax.jit(apply_outer_scales, static_argnums=(3, 4))(sums, x, w, MATMUL, 1)
-    np.testing.assert_array_equal(jax.jit(_scale_inside)(sums, x, w), expected)
+    scale, rest = jax.jit(_split_scale)(x, w)
+    np.testing.assert_array_equal(sums * scale * rest, expected)
     assert np.isinf(expected).any() == (x_size + w_size > 127)
     assert np.all(expected == 0) == (x_size + w_size < -149)
 
@@ -250,3 +255,59 @@ def quantize_and_multiply(x: jax.Array, w: jax.Array) -> tuple[Quantized, Quanti
     fp8 = Treatment(format="fp8", element="e4m3")
     a, b = quantize(x, fp8, Axes(axis=-1)), quantize(w, fp8, Axes(axis=-2))
     return a, b, block_values(a, jnp.float32) @ block_values(b, jnp.float32)
+
+
+CUDA = LoweringContext(platform="cuda", can_partition=True)
+"""What the backend is told on several GPUs. XLA for CPU runs the same program."""
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices: XLA_FLAGS in conftest")
+def test_devices_scale_their_parts_of_an_fp8_sum_before_they_add_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sums over devices are computed from the scales: one for each device, one that all devices have, and one
+    that is scattered along columns, with a batch dimension. The scales are beyond the reach of a GEMM.
+    """
+    monkeypatch.setattr(xla, "FP8_DOT_PRECISION", None)  # XLA for CPU does not take it
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    tokens, whole, columns = (NamedSharding(mesh, P(*spec)) for spec in [("fsdp",), (), (None, None, "fsdp")])
+    left, right = (np.asarray(normal(*s), jnp.float8_e4m3fn) for s in [(16, 3, 32), (16, 3, 24)])
+    scales = np.float32(1.37 * 2**-40), np.float32(0.73 * 2**-35)
+
+    def make_operand(values: np.ndarray, scale: np.float32) -> Quantized:
+        layout, _ = layout_of(values.shape, Treatment(format="fp8", element="e4m3"), Axes(axis=-1))
+        codes, amax = jax.device_put(values.view(np.uint8), tokens), np.full((1, 1, 1), scale * 448)
+        return Quantized(codes=codes, scales=None, amax=jax.device_put(amax, whole), layout=layout)
+
+    def multiply(x: Quantized, dy: Quantized) -> list[jax.Array]:
+        wgrad, batched = (((0, 1), (0, 1)), ((), ())), (((0,), (0,)), ((1,), (1,)))
+        gemms = wgrad, wgrad, batched
+        return [xla.gemm(x, dy, dimensions, jnp.dtype(jnp.bfloat16), CUDA) for dimensions in gemms]
+
+    operands = make_operand(left, scales[0]), make_operand(right, scales[1])
+    compiled = jax.jit(multiply, out_shardings=[tokens, whole, columns]).lower(*operands).compile()
+    module = hlo.parse_module(compiled.as_text() or "")
+    entry = module.computations[module.entry]
+    sums = [i for i in entry.values() if i.opcode in ("all-reduce", "reduce-scatter")]
+    parts = [entry[name] for instruction in sums for name in instruction.operands]
+    assert len(parts) == 3
+    for part in parts:
+        parameters = [entry[name].shape for name in parameters_of(entry, part)]
+        assert any(shape.startswith("f32") for shape in parameters), parameters
+    for result, equation in zip(
+        compiled(*operands), ("tbm,tbn->mn", "tbm,tbn->mn", "tbm,tbn->bmn"), strict=True
+    ):
+        exact, most = (
+            float(scales[0]) * float(scales[1]) * np.einsum(equation, f(left), f(right))
+            for f in (np.float64, lambda x: np.abs(np.float64(x)))
+        )
+        # A part is rounded to bfloat16 before and after it is scaled, and so is its scale. The sum of eight parts is
+        # rounded at most seven times more.
+        assert np.all(np.abs(np.asarray(result, np.float64) - exact) <= 10 * 2.0**-9 * most)
+
+
+def parameters_of(computation: hlo.Computation, instruction: hlo.Instruction) -> set[str]:
+    """The names of the parameters that an instruction is computed from."""
+    if instruction.opcode == "parameter":
+        return {instruction.name}
+    return set().union(*(parameters_of(computation, computation[name]) for name in instruction.operands))

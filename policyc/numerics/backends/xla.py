@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.jaxcore.versions import FP8_DOT_PRECISION
 from policyc.language.recipes import Treatment
 from policyc.numerics import quantize as q
@@ -158,7 +158,7 @@ def gemm(
     if lhs.layout.format == "fp8":
         if context.platform == "cpu":
             return emulate.gemm(lhs, rhs, dimensions, out, context)
-        return _multiply_fp8(lhs, rhs, dimensions, out)
+        return _multiply_fp8(lhs, rhs, dimensions, out, context)
     (lc, rc), (lb, rb) = dimensions
     (left, left_free), (right, right_free) = _as_rows(lhs, lc, lb), _as_rows(rhs, rc, rb)
     spec = BlockScaledSpec(
@@ -230,35 +230,107 @@ def _arrange_along(operand: Quantized, axis: int) -> tuple[jax.Array, jax.Array,
 # ---- FP8
 
 
-def _multiply_fp8(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers, out: Any) -> jax.Array:
+def _multiply_fp8(
+    lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers, out: Any, context: LoweringContext
+) -> jax.Array:
     """On 8-bit matrix units, with fp32 accumulation. Inside a chunk, Hopper's units keep some 14 bits."""
-    a, b = (lax.bitcast_convert_type(o.codes, _FP8[o.layout.element]) for o in (lhs, rhs))
-    multiply = partial(lax.dot_general, a, b, dimensions, precision=FP8_DOT_PRECISION)
     has_one_scale = all(o.amax is not None and o.amax.size == 1 for o in (lhs, rhs))
     if has_one_scale and out == jnp.bfloat16 and _allows_excess_precision():
-        return _scale_inside(multiply(preferred_element_type=out), lhs, rhs)
-    product = multiply(preferred_element_type=jnp.float32)
-    free = a.ndim - len(dimensions[0][0]) - len(dimensions[1][0])
+        return _multiply_scaled_fp8(lhs, rhs, dimensions, context)
+    elements = lhs.layout.element, rhs.layout.element
+    product = _multiply_codes(lhs.codes, rhs.codes, elements, dimensions, jnp.float32)
+    free = lhs.codes.ndim - len(dimensions[0][0]) - len(dimensions[1][0])
     return apply_outer_scales(product, lhs, rhs, dimensions, free).astype(out)
+
+
+def _multiply_codes(
+    left: jax.Array, right: jax.Array, elements: tuple[str, str], dimensions: DimensionNumbers, out: Any
+) -> jax.Array:
+    """The product of two arrays of codes, without outer scales."""
+    a, b = (
+        lax.bitcast_convert_type(codes, _FP8[element])
+        for codes, element in zip((left, right), elements, strict=True)
+    )
+    return lax.dot_general(a, b, dimensions, precision=FP8_DOT_PRECISION, preferred_element_type=out)
+
+
+def _multiply_scaled_fp8(
+    lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers, context: LoweringContext
+) -> jax.Array:
+    """The product with both outer scales, in bfloat16.
+
+    XLA fuses the scale into the GEMM, before it rounds its fp32 sums to bfloat16. So no fp32 result is in memory. The
+    cast of the scale to bfloat16 is there only for the types: XLA drops it and gives the GEMM the fp32 scale. It does
+    so only if nothing is between GEMM and scale. So each device scales its part of a sum over devices.
+    """
+    elements = lhs.layout.element, rhs.layout.element
+    (left_contract, right_contract), (left_batch, right_batch) = dimensions
+    swapped = (right_contract, left_contract), (right_batch, left_batch)
+    left_end = lhs.codes.ndim - len(left_contract)
+    columns = range(len(right_batch), rhs.codes.ndim - len(right_contract))
+
+    def run(
+        index: ShardIndex, left: jax.Array, right: jax.Array, scale: jax.Array, rest: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        scattered = index.first_scattered()
+        if scattered is None or scattered < left_end:
+            product = _multiply_codes(left, right, elements, dimensions, jnp.bfloat16)
+            scaled = product * scale.astype(product.dtype)
+            if scattered is None and index.summed:
+                # Nothing is left to do after the sum. So XLA can add the sums of several products before devices do.
+                return scaled * rest.astype(scaled.dtype), jnp.ones_like(rest)
+            return scaled, rest
+        # Computed transposed, so that XLA need not transpose it before it scatters the sum along its columns. Without
+        # the first barrier, XLA would swap the operands again, and without the second it would transpose before it
+        # scales: both put a transpose between GEMM and scale.
+        product = _multiply_codes(right, materialize(left), elements[::-1], swapped, jnp.bfloat16)
+        scaled = materialize(product * scale.astype(product.dtype))
+        return jnp.moveaxis(scaled, columns, range(-len(columns), 0)), rest
+
+    arrays = lhs.codes, rhs.codes, *_split_scale(lhs, rhs)
+    if context.can_partition:
+        product, rest = partition(run, _fp8_rule(lhs, rhs, dimensions))(*arrays)
+    else:
+        product, rest = run(ShardIndex(factors={}), *arrays)
+    return product * rest.astype(product.dtype)
+
+
+def _fp8_rule(lhs: Quantized, rhs: Quantized, dimensions: DimensionNumbers) -> PartitionRule:
+    """How an fp8 GEMM may be divided: along every dimension."""
+    (left_contract, right_contract), (left_batch, right_batch) = dimensions
+
+    def dims(operand: Quantized, contract: tuple[int, ...], batch: tuple[int, ...], free: str) -> Dims:
+        names = [f"{free}{i}" for i in range(operand.codes.ndim)]
+        for name, axes in (("contracted", contract), ("batch", batch)):
+            for i, axis in enumerate(axes):
+                names[axis] = f"{name}{i}"
+        return tuple((name, 1) for name in names)
+
+    left = dims(lhs, left_contract, left_batch, "m")
+    right = dims(rhs, right_contract, right_batch, "n")
+    result = [left[i] for i in left_batch]
+    for array, contract, batch in ((left, left_contract, left_batch), (right, right_contract, right_batch)):
+        result += [array[i] for i in free_dims(len(array), contract, batch)]
+    return PartitionRule(
+        name="FP8 GEMM", operands=(left, right, (), ()), results=(tuple(result), ()), xla_scatters=True
+    )
 
 
 _REACH = 60
 """An 8-bit GEMM applies scales from 2**-60 to 2**60 itself: they cannot move a sum out of the range of bfloat16."""
 
 
-def _scale_inside(product: jax.Array, lhs: Quantized, rhs: Quantized) -> jax.Array:
-    """Applies both outer scales so that XLA fuses them into the GEMM, before it rounds its fp32 sums to bfloat16.
+def _split_scale(lhs: Quantized, rhs: Quantized) -> tuple[jax.Array, jax.Array]:
+    """The product of both outer scales as the scale for the GEMM and the rest, scalars.
 
-    So no fp32 result is in memory. The cast of the scale to bfloat16 is there only for the types: XLA drops it and
-    gives the GEMM the fp32 scale. Of a scale beyond `_REACH`, the rest is a power of two, which is exact outside the
-    GEMM. If that is out of range too, so is every sum.
+    Of a scale beyond `_REACH`, the rest is a power of two, which is exact outside the GEMM. If that is out of range
+    too, so is every sum.
     """
     (m, e), (n, f) = (cast("tuple[jax.Array, jax.Array]", outer_scale(o)) for o in (lhs, rhs))
     exponent = jnp.reshape(e + f, ())
     inside = jnp.clip(exponent, -_REACH, _REACH)
     scale = jnp.reshape(m * n, ()) * power_of_two(inside)
-    rest = power_of_two(jnp.clip(exponent - inside, -126, 127))
-    return product * scale.astype(product.dtype) * rest.astype(product.dtype)
+    return scale, power_of_two(jnp.clip(exponent - inside, -126, 127))
 
 
 def _allows_excess_precision() -> bool:
