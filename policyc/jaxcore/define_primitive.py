@@ -67,7 +67,8 @@ class PrimitiveRules:
         dimensions if types carry shardings.
       platform_bodies: other bodies with the same results, by platform.
       single_device_bodies: bodies for programs on one device, which nothing has to partition, by platform.
-      partitioned_bodies: bodies that divide their work over devices themselves, which `vmap` cannot batch, by platform.
+      partitioned_bodies: bodies that divide their work over devices themselves, by platform. Not used under `vmap`,
+        which cannot batch them, and inside a `shard_map` over some axes of the mesh.
       stack_bodies: bodies that compute what one `vmap` over the only operand would, from the whole stack, by platform.
       takes_stack: whether these run an equation with these parameters.
       needs_devices: whether lowering needs to know the devices. True if the body partitions itself.
@@ -287,21 +288,32 @@ def _lowering_rule(rules: PrimitiveRules, platform: str = "") -> Callable[..., A
     stack_body = rules.stack_bodies.get(platform)
     lower_stack = lower_mapped if stack_body is None else _lower_body(_stack_body(stack_body))
 
-    def select(devices: int | None, params: Mapping[str, Any]) -> Callable[..., Any]:
+    def select(axis_context: Any, params: Mapping[str, Any]) -> Callable[..., Any]:
+        if _is_partly_manual(axis_context):
+            return lower_mapped
         if params["mapped"]:
             return lower_stack if rules.is_stack(**params) else lower_mapped
-        return lower_single if devices == 1 else lower_partitioned
+        return lower_single if getattr(axis_context, "num_devices", None) == 1 else lower_partitioned
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         # Without sharding and varying axes: inside `shard_map` the body runs on one device's shard.
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-        devices = getattr(ctx.module_context.axis_context, "num_devices", None)
         with warnings.catch_warnings(), explicit_axes_as_auto(ctx.avals_in[0].sharding.mesh):
             # Every supported JAX has Pallas's Triton backend. Users need not hear that a later one will drop it.
             warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
-            return select(devices, params)(ctx.replace(avals_in=plain), *args, **params)
+            return select(ctx.module_context.axis_context, params)(
+                ctx.replace(avals_in=plain), *args, **params
+            )
 
     return lower
+
+
+def _is_partly_manual(axis_context: Any) -> bool:
+    """Whether an equation is inside a `shard_map` over some axes of the mesh. XLA divides it over the others, but does
+    not tell a partitioning rule what they are.
+    """
+    manual = set(getattr(axis_context, "manual_axes", ()))
+    return bool(manual) and manual != set(axis_context.mesh.axis_names)
 
 
 def _lower_body(body: Implementation) -> Callable[..., Any]:
