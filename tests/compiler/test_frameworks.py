@@ -18,11 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 import policyc
 from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.sites import dotted
+from tests.support.gemms import normal
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-X = jnp.asarray(np.random.default_rng(0).standard_normal((8, 16)), jnp.float32)
-Y = jnp.sin(X.sum(-1, keepdims=True))
+X = normal(8, 16)
+Y = jax.device_put(np.sin(np.asarray(X).sum(-1, keepdims=True)))
 
 
 def plan_of_training(train: Any, policy: str) -> policyc.Plan:

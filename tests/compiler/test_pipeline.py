@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import policyc
+from tests.support.gemms import normal
 from tests.support.jaxpr_tools import struct
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-W = jnp.asarray(np.random.default_rng(0).standard_normal((16, 16)), jnp.float32) / 4
-X = jnp.asarray(np.random.default_rng(1).standard_normal((8, 16)), jnp.float32)
+W, X = normal(16, 16, divisor=4), normal(8, 16, seed=1)
 
 
 def loss(w: Any, x: Any) -> Any:

@@ -19,17 +19,13 @@ from policyc.compiler.run_step import RunStep, current_run_step
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import IterationRange
 from tests.support import rounding_key_oracle as oracle
-from tests.support.gemms import quick_jit
+from tests.support.gemms import normal, quick_jit
 from tests.support.planned_model import plan_model
 
 STOCHASTIC = "* -> mxfp4(sr=grad)"
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
-
-
-W, X = normal(0, 32, 32) / 4, normal(1, 32, 32)
+W, X = normal(32, 32, dtype=jnp.bfloat16, divisor=4), normal(32, 32, seed=1, dtype=jnp.bfloat16)
 
 
 def loss(w: Any, x: Any) -> Any:

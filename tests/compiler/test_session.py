@@ -11,16 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import policyc
+from tests.support.gemms import normal
 from tests.support.jaxpr_tools import primitive_counts, struct
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-W = jnp.asarray(np.random.default_rng(0).standard_normal((16, 16)), jnp.float32) / 4
-X = jnp.asarray(np.random.default_rng(1).standard_normal((8, 16)), jnp.float32)
+W, X = normal(16, 16, divisor=4), normal(8, 16, seed=1)
 ABSTRACT = struct(16, 16), struct(8, 16)
 
 

@@ -27,12 +27,13 @@ from policyc.jaxcore.transform import (
     Transform,
     TransformedJaxpr,
 )
+from tests.support.gemms import normal
 from tests.support.jaxpr_tools import addresses_of, primitive_counts
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 Function = Callable[[jax.Array], jax.Array]
-X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), jnp.float32)
+X = normal(4, 3)
 
 
 class CosForSin(Transform):

@@ -34,10 +34,10 @@ def make_params(config: ModelConfig = SMALL, scale: float = 10.0) -> llama.Param
     random = np.random.default_rng(3)
 
     def draw(spec: llama.ParamSpec) -> jax.Array:
-        return jnp.asarray(
-            1.0 if spec.deviation == 0 else scale * spec.deviation * random.normal(size=spec.shape),
-            jnp.float32,
-        ) * jnp.ones(spec.shape, jnp.float32)
+        if spec.deviation == 0:
+            return jax.device_put(np.ones(spec.shape, np.float32))
+        # `jnp.asarray` would compile a program for every shape.
+        return jax.device_put((scale * spec.deviation * random.normal(size=spec.shape)).astype(np.float32))
 
     return jax.tree.map(draw, llama.param_specs(config))
 

@@ -39,8 +39,10 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32, divisor: int = 1) -> jax.Array:
+    """Normally distributed numbers. NumPy makes them: JAX would compile programs for every shape."""
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return jax.device_put(values.astype(jnp.dtype(dtype)) / jnp.dtype(dtype).type(divisor))
 
 
 def relative_error(a: jax.Array, b: jax.Array) -> float:

@@ -25,7 +25,7 @@ REMAT: dict[str, Callable[..., Any]] = {
 
 def weight(*shape: int) -> jax.Array:
     values = np.random.default_rng(shape).standard_normal(shape) / np.sqrt(shape[-2])
-    return jnp.asarray(values, jnp.float32)
+    return jax.device_put(values.astype(np.float32))  # `jnp.asarray` would compile a program for every shape
 
 
 def member(stack: Any, index: int) -> Any:
@@ -37,8 +37,12 @@ STACKED = {
     "layers": {"up": weight(LAYERS, WIDTH, HIDDEN), "down": weight(LAYERS, HIDDEN, WIDTH)},
     "head": weight(WIDTH, WIDTH),
 }
-UNROLLED = {**STACKED, "layers": [member(STACKED["layers"], i) for i in range(2)]}
-GATED = {**STACKED, "layers": {**STACKED["layers"], "gate": weight(LAYERS, WIDTH, HIDDEN) + 0.1}}
+UNROLLED = {
+    **STACKED,
+    "layers": jax.device_put([member(jax.tree.map(np.asarray, STACKED["layers"]), i) for i in range(2)]),
+}
+GATE = np.asarray(weight(LAYERS, WIDTH, HIDDEN)) + np.float32(0.1)
+GATED = {**STACKED, "layers": {**STACKED["layers"], "gate": jax.device_put(GATE)}}
 X = weight(PARTS, 16, WIDTH)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-W = jnp.asarray(np.random.default_rng(0).standard_normal((32, 32)), jnp.float32) / 6
-X = jnp.asarray(np.random.default_rng(1).standard_normal((16, 32)), jnp.float32)
+from tests.support.gemms import normal
+
+W, X = normal(32, 32, divisor=6), normal(16, 32, seed=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +129,7 @@ def gradient_in_shard_map() -> Any:
 # ---- pipelines
 
 STAGES, MICRO = 4, 3
-LAYERS = jnp.asarray(np.random.default_rng(2).standard_normal((2 * STAGES, 16, 16)), jnp.float32) / 8
-BATCHES = jnp.asarray(np.random.default_rng(3).standard_normal((MICRO, 2, 16)), jnp.float32)
+LAYERS, BATCHES = normal(2 * STAGES, 16, 16, seed=2, divisor=8), normal(MICRO, 2, 16, seed=3)
 
 
 def residual_layers(h: jax.Array, layers: jax.Array) -> jax.Array:

@@ -47,7 +47,8 @@ class Builder:
 
     def weight(self, lead: tuple[int, ...], *shape: int) -> jax.Array:
         values = self.random.standard_normal((*lead, *shape)) / np.sqrt(WIDTH)
-        return jnp.asarray(values, jnp.float32)
+        # `jnp.asarray` would compile a program for every shape.
+        return jax.device_put(values.astype(np.float32))
 
     def name(self) -> str:
         self.names.append(f"g{self.gemms}")
@@ -228,7 +229,7 @@ USES: list[Callable[[jax.Array, jax.Array], jax.Array]] = [
 def program(seed: int, depth: int = 3, builder_type: type[Builder] = Builder) -> Program:
     builder = builder_type(np.random.default_rng(seed))
     params, block = builder.block(depth, ())
-    batch = jnp.asarray(builder.random.standard_normal((ROWS, WIDTH)), jnp.float32)
+    batch = jax.device_put(builder.random.standard_normal((ROWS, WIDTH)).astype(np.float32))
     first = builder.weight((), WIDTH, WIDTH)
     name = builder.name()
 
