@@ -101,7 +101,9 @@ def test_a_policy_with_every_kind_of_statement():
 def check_spelling(drawn):
     policy, text, _ = drawn
     assert parse(text) == policy
-    assert parse(str(policy)) == policy
+    again = parse(str(policy))
+    assert again == policy
+    assert hash(again) == hash(policy)
 
 
 @given(texts())

@@ -7,11 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
 
 from policyc import load, parse
 from policyc.language.policy import Policy, RecipeCall
-from tests.support.strategies import policies
 
 # ---- variants
 
@@ -61,13 +59,12 @@ def test_examples_of_printing(text):
     assert str(parse(text)) == text
 
 
-@given(policies())
-@settings(max_examples=40)
-def test_policies_are_hashable_and_immutable(policy):
-    again = parse(str(policy))
-    assert hash(again) == hash(policy)
+def test_policies_are_hashable_and_immutable():
+    """The hashes of drawn policies are compared in test_parser.py, which prints and parses them anyway."""
+    policy = parse("recipe a = fp8; ^x[-15%:] where k % 16 != 0 -> a; variant v { after 5 { y -> bf16 } }")
+    assert len({policy, parse(str(policy))}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
-        again.rules = ()
+        policy.rules = ()
 
 
 def test_spans_are_not_compared():
