@@ -48,6 +48,29 @@ def quick_compilation() -> Iterator[None]:
         yield
 
 
+class Compilation:
+    """How this process compiles: with or without `QUICK_OPTIONS`."""
+
+    def __init__(self) -> None:
+        self._is_quick = False
+        self._context = contextlib.ExitStack()
+
+    def set_quick(self, is_quick: bool) -> None:
+        """Compiles quickly from now on, or in full. A change clears the in-memory caches: no program outlives it."""
+        if is_quick == self._is_quick:
+            return
+        import jax
+
+        self._context.close()
+        if is_quick:
+            self._context.enter_context(quick_compilation())
+        jax.clear_caches()
+        self._is_quick = is_quick
+
+
+COMPILATION = Compilation()
+
+
 def quick_environment() -> dict[str, str]:
     """The variables by which another process compiles like this one under `quick_compile`, on one device."""
     flags = (f"--{name}={str(value).lower()}" for name, value in known_quick_options())
