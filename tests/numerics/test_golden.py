@@ -100,7 +100,8 @@ def fused(treatment: Treatment, axes: Axes, method: Method) -> Any:
     """A larger program around the quantizer: XLA can fuse it with producers and consumers."""
 
     def program(x: jax.Array) -> tuple[Quantized, jax.Array]:
-        doubled = jnp.tanh(x.astype(jnp.float32)) * 0 + x.astype(jnp.float32) * 2
+        # XLA must keep the first term, which might be NaN. It keeps the sign of a zero.
+        doubled = jnp.clip(x.astype(jnp.float32), -1, 1) * 0 + x.astype(jnp.float32) * 2
         q = quantize((doubled * 0.5).astype(x.dtype), treatment, axes, method=method)
         return q, jnp.sum(dequantize(q)) + jnp.sum(block_values(q).astype(jnp.float32))
 
