@@ -117,10 +117,11 @@ def trace(
 
     jaxpr = autodiff.trace_as(fn, traceable, inputs)
     result_tree, constant_results, traced_results = results[-1]
+    others = [value if path is None else None for path, value in zip(paths, inputs, strict=True)]
     return TracedFunction(
         jaxpr=jaxpr,
         paths=tuple(paths),
-        frozen=_frozen_weights(jaxpr, inputs, fixed),
+        frozen=_frozen_weights(jaxpr, others, fixed),
         result_tree=result_tree,
         constant_results=constant_results,
         traced_results=traced_results,
@@ -132,7 +133,9 @@ def _frozen_weights(
 ) -> dict[Var, FrozenWeight]:
     """The variables of a jaxpr that are leaves of arguments which are not differentiated.
 
-    Only trees of arrays count, and not those whose name says that they hold data: a batch is no weight.
+    `inputs` has None for those that are differentiated: these are no frozen weights, even where the program passes the
+    same array twice, as a reference model is at first. Only trees of arrays count, and not those whose name says that
+    they hold data: a batch is no weight.
     """
     trees = [(n, t) for n, t in fixed.items() if n.casefold() not in DATA_NAMES and not _is_leaf(t)]
     if not trees:

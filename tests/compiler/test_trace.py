@@ -179,3 +179,14 @@ def test_matrices_of_other_arguments_are_named_as_frozen_weights() -> None:
     assert path_texts(traced) == ["adapter"]
     # A batch is data, and a vector is no weight.
     assert [dotted(weight.path) for weight in traced.frozen.values()] == ["base.w"]
+
+
+def test_a_reference_model_that_is_still_the_same_array_does_not_rename_the_model() -> None:
+    def loss(params: Any, reference: Any) -> Any:
+        return (X @ params["w"] - X @ reference["w"]).sum()
+
+    model = {"w": jnp.ones(W.shape)}
+    traced = LossCall(fn=loss, args=(model, model), param_argnums=(0,)).trace()
+    (var,) = traced.frozen
+    assert dotted(traced.frozen[var].path) == "reference.w"
+    assert var not in [v for v, path in zip(traced.jaxpr.jaxpr.invars, traced.paths, strict=True) if path]
