@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import re
@@ -201,6 +202,8 @@ def _compile(lowered: Lowered, start: float) -> _CompiledProgram:
     """Compiles a lowered function whose tracing began at `start`."""
     options = _COMPILER_OPTIONS | memory_options(os.environ)
     traced = time.perf_counter()
+    # Else the garbage collector goes through all that was traced, again and again while kernels are built.
+    gc.freeze()
     try:
         executable = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -209,6 +212,8 @@ def _compile(lowered: Lowered, start: float) -> _CompiledProgram:
             f"XLA cannot compile the step: {reason}. If it compiles with --backend emulate, XLA does not take one of "
             "the native products: keep its site in bf16, or use another backend"
         ) from None
+    finally:
+        gc.unfreeze()
     compiled = time.perf_counter()
     return _CompiledProgram(executable=executable, tracing=traced - start, compiling=compiled - traced)
 

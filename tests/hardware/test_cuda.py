@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from policyc.hardware import hlo, llama_step
+from policyc.hardware import deviceless, hlo, llama_step
+from policyc.language.recipes import Treatment
 from policyc.models.llama import configs
 from policyc.models.llama import model as llama
+from policyc.numerics import primitives
+from policyc.numerics.quantize import Axes
+from policyc.numerics.targets import TARGETS
 from tests.support.command import ROOT, CommandResult, spawn
 
 pytestmark = pytest.mark.cuda
@@ -183,6 +189,26 @@ def test_require_native_refuses_an_emulated_product(policy: str) -> None:
     assert ran.code == 1
     assert "h200 does not multiply nvfp4" in ran.err
     assert "run it on b200, gb200, b300, gb300" in ran.err
+
+
+@pytest.mark.parametrize("axes", [Axes(axis=-1), Axes(axis=-2)], ids=["rows", "columns"])
+def test_the_kernels_that_refine_scales_are_compiled(axes: Axes) -> None:
+    """One kernel for each operand on each device, and no other read of it but for its maxima."""
+    treatments = [
+        Treatment(format="nvfp4", element="e2m1", scale="four_over_six"),
+        Treatment(format="nvfp4", element="e2m1", rounding="ms_eden"),
+    ]
+    mesh = Mesh(deviceless.make_devices(TARGETS["gb200"], 8), ("fsdp",))
+    x = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+
+    def quantize(x: jax.Array) -> Any:
+        return [primitives.quantize(x, t, axes, backend="xla").codes for t in treatments]
+
+    lowered = jax.jit(quantize).trace(x).lower(lowering_platforms=("cuda",))
+    executions = hlo.parse_module(lowered.compile({"xla_gpu_autotune_level": "0"}).as_text()).executions
+    reads = [e for e in executions if e.is_kernel and e.bytes_read >= 1024 * 4096 * 2 // 8]
+    assert [e.instruction.call_target for e in reads].count("mosaic_gpu_v2") == len(treatments)
+    assert len(reads) <= 2 * len(treatments)
 
 
 @pytest.mark.parametrize("policy_name", ["llama_nvfp4", "fp8"])

@@ -14,6 +14,7 @@ import pytest
 
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
+from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.orders import JnpEngine, OrderRequest, quantize_orders
 
@@ -33,6 +34,12 @@ PAIRS = {
     ),
 }
 """How an operand of fprop and wgrad is treated, and how dy is, in rows and in columns."""
+REFINED = {
+    "four_over_six": replace(PLAIN, scale="four_over_six"),
+    "four_over_six_mae448": replace(PLAIN, scale="four_over_six_mae448", outer="pow2"),
+    "ms_eden": replace(PLAIN, rounding="ms_eden", rht=128),
+}
+"""Treatments whose block scales depend on every element."""
 ENGINES = {"kernels": kernels.Kernels(interpret=True), "jnp": JnpEngine()}
 
 
@@ -48,6 +55,14 @@ def assert_equal(one: Quantized, other: Quantized) -> None:
 @cache
 def quantizer(treatment: Treatment, axes: Axes, method: Method) -> Any:
     return jax.jit(lambda x: quantize(x, treatment, axes, key=make_key(7), method=method))
+
+
+def refined_requests(name: str, axes: Axes) -> list[OrderRequest]:
+    return [OrderRequest(treatment=REFINED[name], axes=axes, key=make_key(7))]
+
+
+def quantize_refined(x: jax.Array, name: str, axes: Axes, method: Method) -> Quantized:
+    return quantize(x, REFINED[name], axes, key=make_key(7), sign_key=make_key(8), method=method)
 
 
 def requests(pair: str) -> list[OrderRequest]:
@@ -88,6 +103,61 @@ def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None
         for one, other in zip(orders_quantizer(pair, engine)(x), reference, strict=True):
             assert one.layout == other.layout
             assert_equal(one, other)
+
+
+def refined_inputs() -> list[jax.Array]:
+    """Normal, tiny, with one huge number, half of it zeros, with a NaN, and with magnitudes of 24 binades."""
+    x = normal(128, 256)
+    return [
+        x,
+        x * 1e-38,
+        x.at[5, 3].set(1e37),
+        x.at[:, :128].set(0),
+        x.at[3, 5].set(jnp.nan),
+        x * jnp.exp2(jnp.arange(256) % 24 - 12).astype(jnp.bfloat16),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "engine"),
+    [
+        ("four_over_six", ROWS, "kernels"),
+        ("ms_eden", COLUMNS, "kernels"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("four_over_six", COLUMNS, "kernels"),
+                ("four_over_six", ROWS, "jnp"),
+                ("four_over_six", COLUMNS, "jnp"),
+                ("four_over_six_mae448", ROWS, "kernels"),
+                ("four_over_six_mae448", COLUMNS, "jnp"),
+                ("ms_eden", ROWS, "kernels"),
+                ("ms_eden", ROWS, "jnp"),
+                ("ms_eden", COLUMNS, "jnp"),
+            )
+        ),
+    ],
+)
+def test_refined_scales_have_the_bits_of_the_jnp_code(name: str, axes: Axes, engine: str) -> None:
+    """Of the kernels, and of the jnp code for shards without whole tiles. XLA rotates for both."""
+
+    def run(x: jax.Array) -> Quantized:
+        if engine == "kernels":
+            return quantize_refined(x, name, axes, "interpreted")
+        rotated = rotate_operand(x, REFINED[name], axes, make_key(8), "matmul")
+        return quantize_orders(rotated, refined_requests(name, axes), ENGINES[engine])[0]
+
+    reference = jax.jit(lambda x: quantize_refined(x, name, axes, "matmul"))
+    quantize_by_engine = jax.jit(run)
+    for x in refined_inputs():
+        assert_equal(quantize_by_engine(x), reference(x))
+
+
+def test_one_kernel_refines_scales() -> None:
+    """XLA finds the maxima."""
+    x = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16)
+    jaxpr = str(jax.make_jaxpr(lambda x: quantize_refined(x, "ms_eden", COLUMNS, "interpreted"))(x))
+    assert jaxpr.count("pallas_call[") == 1
 
 
 def test_quantize_uses_kernels_for_rotated_columns() -> None:
@@ -144,3 +214,16 @@ def test_which_operands_the_kernels_take() -> None:
     assert not fits(array(2, 2, 64, 256), NEAREST, COLUMNS)
     assert not fits(array(64, 256), replace(NEAREST, outer="row"), COLUMNS)
     assert not fits(array(64, 256), replace(NEAREST, scale="four_over_six"), COLUMNS)
+    fits, eden = kernels.fits_refined, REFINED["ms_eden"]
+    assert not fits(array(64, 256), NEAREST, COLUMNS)
+    for axes in (ROWS, COLUMNS):
+        assert fits(array(128, 256), eden, axes)
+        assert fits(array(64, 256), REFINED["four_over_six"], axes)
+        assert fits(array(64, 256), replace(NEAREST, scale="four_over_six"), axes)
+    assert not fits(array(64, 256), eden, COLUMNS)
+    assert not fits(array(128, 128), eden, ROWS)
+    assert not fits(array(128, 256), replace(eden, outer="row"), ROWS)
+    assert not fits(array(128, 256), replace(eden, tile2d=True), Axes(axis=-1, tile=-2))
+    assert not fits(array(128, 256), replace(eden, mean_split=True), ROWS)
+    assert not fits(array(128, 256, dtype=jnp.float32), eden, ROWS)
+    assert not fits(array(128, 256), replace(PLAIN, scale="four_over_six", rounding="sr"), ROWS)

@@ -18,10 +18,13 @@ from tests.numerics.test_kernels import (
     COLUMNS,
     NEAREST,
     PAIRS,
+    REFINED,
+    ROWS,
     STOCHASTIC,
     WITH_HEADROOM,
     assert_equal,
     normal,
+    refined_requests,
     requests,
 )
 from tests.numerics.test_quantize import with_denormals
@@ -64,6 +67,20 @@ def test_compiled_kernels_of_both_orders(pair: str, shape: tuple[int, ...]) -> N
     not_finite = x.at[..., 3].set(jnp.nan).at[..., 5].set(jnp.inf)
     for one, other in zip(run(not_finite), reference(not_finite), strict=True):
         assert_equal(replace(one, codes=one.codes & _NO_SIGNS), replace(other, codes=other.codes & _NO_SIGNS))
+
+
+@pytest.mark.parametrize("axes", [ROWS, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("name", REFINED)
+def test_compiled_kernels_with_refined_scales(name: str, axes: Axes) -> None:
+    """Without a rotation, whose sums may have another order here."""
+    request = refined_requests(name, axes)
+    treatment = replace(REFINED[name], rht=0)
+    run = jax.jit(lambda x: quantize_orders(x, request, kernels.Kernels())[0])
+    reference = jax.jit(lambda x: quantize(x, treatment, axes, key=make_key(7), method="matmul"))
+    for shape in SHAPES:
+        x = normal(*shape) * jnp.exp2(jnp.arange(shape[-1]) % 24 - 12).astype(jnp.bfloat16)
+        for scale in (1, 0, 1e33, 1e-28):
+            assert_equal(run(x * scale), reference(x * scale))
 
 
 def test_compiled_kernels_of_a_shard() -> None:

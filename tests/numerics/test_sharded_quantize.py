@@ -22,10 +22,12 @@ from policyc.numerics.backends.choice import GemmQuery, Machine, choose
 from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.primitives import QuantizeSpec
-from policyc.numerics.quantize import kernels, make_key
+from policyc.numerics.quantize import Axes, kernels, make_key, quantize
+from policyc.numerics.quantize.orders import OrderRequest
 from tests.numerics.test_kernels import (
     COLUMNS,
     NEAREST,
+    REFINED,
     ROWS,
     STOCHASTIC,
     assert_equal,
@@ -44,16 +46,18 @@ BLACKWELL = Machine("gb200", frozenset({"nvfp4", "fp8"}))
 # ---- shards
 
 
-def assert_sharding_changes_no_bit(shape: tuple[int, ...], spec: P) -> None:
+def assert_sharding_changes_no_bit(
+    shape: tuple[int, ...], spec: P, orders: list[OrderRequest], reference: Any
+) -> None:
     axes = (AxisType.Auto,) * 3
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=axes, devices=jax.devices()[:8])
     x = normal(*shape)
     sharded = jax.device_put(x, NamedSharding(mesh, spec))
-    run = jax.jit(lambda x: quantize_sharded(x, requests("stochastic"), kernels.Kernels(interpret=True)))
+    run = jax.jit(lambda x: quantize_sharded(x, orders, kernels.Kernels(interpret=True)))
     compiled = run.lower(sharded).compile()
     # Two words of each device for each order, and nothing else, are gathered.
-    assert re.findall(r"(\S+) all-gather\(", compiled.as_text()) == ["u32[8,4]{1,0}"]
-    for one, other in zip(compiled(sharded), reference_quantizer("stochastic")(x), strict=True):
+    assert re.findall(r"(\S+) all-gather\(", compiled.as_text()) == [f"u32[8,{2 * len(orders)}]{{1,0}}"]
+    for one, other in zip(compiled(sharded), reference(x), strict=True):
         assert one.codes.sharding.spec == spec
         assert_equal(one, other)
 
@@ -70,13 +74,39 @@ def test_shards_without_whole_tiles_have_the_bits_of_the_whole(shape: tuple[int,
     with pytest.warns(
         UserWarning, match="NVFP4 quantizer: its kernels need a multiple of 64 tokens and of 256"
     ):
-        assert_sharding_changes_no_bit(shape, spec)
+        assert_sharding_changes_no_bit(shape, spec, requests("stochastic"), reference_quantizer("stochastic"))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_shards_by_interpreted_kernels_have_the_bits_of_the_whole() -> None:
-    assert_sharding_changes_no_bit((4, 128, 512), P("a", "b", "c"))
+    reference = reference_quantizer("stochastic")
+    assert_sharding_changes_no_bit((4, 128, 512), P("a", "b", "c"), requests("stochastic"), reference)
+
+
+# Without a rotation, which comes before the kernels. It is ROWS and COLUMNS whose random words differ.
+EDEN = replace(REFINED["ms_eden"], rht=0)
+
+
+def assert_sharding_changes_no_refined_scale(shape: tuple[int, ...], axes: Axes) -> None:
+    def reference(x: jax.Array) -> Any:
+        return [quantize(x, EDEN, axes, key=make_key(7))]
+
+    orders = [OrderRequest(treatment=EDEN, axes=axes, key=make_key(7))]
+    assert_sharding_changes_no_bit(shape, P("a", "b", "c"), orders, quick_jit(reference))
+
+
+@pytest.mark.parametrize("axes", [pytest.param(ROWS, marks=pytest.mark.slow), COLUMNS])
+def test_shards_without_whole_tiles_have_the_refined_scales_of_the_whole(axes: Axes) -> None:
+    with pytest.warns(UserWarning, match="NVFP4 quantizer: its kernels need a multiple of 64 tokens"):
+        assert_sharding_changes_no_refined_scale((4, 64, 64), axes)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("axes", [ROWS, COLUMNS])
+def test_shards_by_interpreted_kernels_have_the_refined_scales_of_the_whole(axes: Axes) -> None:
+    assert_sharding_changes_no_refined_scale((4, 128, 512), axes)
 
 
 # ---- two GEMMs at once
@@ -170,6 +200,24 @@ def test_why_no_kernel_quantizes(fields: dict[str, Any], reason: str | None) -> 
     )
     obstacle = choose("xla", query, BLACKWELL).quantizer_obstacle
     assert (obstacle and obstacle.reason) == (reason and f"the kernels that rotate {reason}")
+
+
+@pytest.mark.parametrize(
+    ("gemm", "sizes", "reason"),
+    [
+        (Gemm.FPROP, {"k": 256, "m": 64, "n": 256}, None),
+        (Gemm.FPROP, {"k": 256, "m": 96, "n": 256}, "rows % 64 == 0, but fprop has 96"),
+        (Gemm.DGRAD, {"k": 256, "m": 64, "n": 64}, None),
+        (Gemm.DGRAD, {"k": 128, "m": 64, "n": 64}, "contracted % 256 == 0, but dgrad has 128"),
+        (Gemm.WGRAD, {"k": 128, "m": 256, "n": 256}, None),
+        (Gemm.WGRAD, {"k": 64, "m": 256, "n": 256}, "contracted % 128 == 0, but wgrad has 64"),
+    ],
+)
+def test_why_no_kernel_refines_scales(gemm: Gemm, sizes: dict[str, int], reason: str | None) -> None:
+    treatment = REFINED["four_over_six" if gemm is Gemm.FPROP else "ms_eden"]
+    query = GemmQuery(gemm=gemm, left=treatment, right=treatment, **sizes)
+    obstacle = choose("xla", query, BLACKWELL).quantizer_obstacle
+    assert (obstacle and obstacle.reason) == (reason and f"the kernels that refine scales require {reason}")
 
 
 def test_the_plan_says_where_no_kernel_quantizes() -> None:

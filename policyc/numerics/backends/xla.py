@@ -18,7 +18,7 @@ from jax import lax
 
 from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.jaxcore.versions import FP8_DOT_PRECISION
-from policyc.language.recipes import Treatment
+from policyc.language.recipes import MS_EDEN_RHT_SIZE, Gemm, Treatment
 from policyc.numerics import quantize as q
 from policyc.numerics.backends import LoweringContext, QuantizeRequest, emulate
 from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, as_values, multiply_rows
@@ -28,6 +28,8 @@ from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize import kernels
 from policyc.numerics.quantize.bits import materialize, power_of_two
+from policyc.numerics.quantize.blocks import refinement_of
+from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.kernel_bodies import TILE_FEATURES, TILE_TOKENS
 from policyc.numerics.quantize.layout import (
     TILE,
@@ -82,26 +84,36 @@ def count_reads(treatments: Sequence[Treatment]) -> int:
 
 
 def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:
-    """Why no kernel rotates and quantizes the operands of an nvfp4 GEMM. XLA's code for it makes more passes."""
-    if not query.left.rht and not query.right.rht:
+    """Why no kernel quantizes the operands of an nvfp4 GEMM that are rotated, or whose block scales are refined.
+
+    XLA's code for it makes more passes.
+    """
+    treatments = (query.left, query.right)
+    refines = any(map(refinement_of, treatments))
+    if not refines and not any(t.rht for t in treatments):
         return None
-    sizes = {
-        "contracted": (query.k, TILE_TOKENS),
-        "rows": (query.m, TILE_FEATURES),
-        "columns": (query.n, TILE_FEATURES),
-    }
-    for name, (size, unit) in sizes.items():
+    kernel = "the kernels that refine scales" if refines else "the kernels that rotate"
+    units = _REFINED_UNITS[query.gemm] if refines else _ROTATED_UNITS
+    sizes = {"contracted": query.k, "rows": query.m, "columns": query.n}
+    for (name, size), unit in zip(sizes.items(), units, strict=True):
         if size % unit:
-            reason = f"the kernels that rotate require {name} % {unit} == 0, but {query.gemm} has {size}"
+            reason = f"{kernel} require {name} % {unit} == 0, but {query.gemm} has {size}"
             return Obstacle(reason, f"pad {size} to {size + -size % unit}")
     if query.batch != 1:
-        return Obstacle(
-            "the kernels that rotate take no batch dimensions", "XLA's code rotates, in more passes"
-        )
+        return Obstacle(f"{kernel} take no batch dimensions", "XLA's code quantizes, in more passes")
     for dtype in query.types:
         if dtype != "bfloat16":
-            return Obstacle(f"the kernels that rotate take bfloat16, not {dtype}", "compute in bfloat16")
+            return Obstacle(f"{kernel} take bfloat16, not {dtype}", "compute in bfloat16")
     return None
+
+
+_ROTATED_UNITS = (TILE_TOKENS, TILE_FEATURES, TILE_FEATURES)
+"""What the contracted dimension, rows and columns must be multiples of. Tokens are contracted."""
+_REFINED_UNITS = {
+    Gemm.FPROP: (TILE_FEATURES, TILE_TOKENS, TILE_FEATURES),
+    Gemm.DGRAD: (TILE_FEATURES, TILE_TOKENS, TILE_TOKENS),
+    Gemm.WGRAD: (MS_EDEN_RHT_SIZE, TILE_FEATURES, TILE_FEATURES),
+}
 
 
 def quantize(
@@ -119,6 +131,10 @@ def quantize(
     """
     if _has_kernels(context) and context.can_partition and kernels.fits_alone(x, treatment, axes):
         return quantize_sharded(x, [OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())])[0]
+    if _has_kernels(context) and context.can_partition and kernels.fits_refined(x, treatment, axes):
+        rotated = rotate_operand(x, treatment, axes, signs, "kernels")
+        request = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
+        return quantize_sharded(rotated, [request])[0]
     if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
         return emulate.quantize(x, treatment, axes, key, signs, context)
     swap = {-1: -2, -2: -1}

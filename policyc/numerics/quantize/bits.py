@@ -75,21 +75,26 @@ def exact_div(a: jax.Array, b: jax.Array) -> jax.Array:
     """
     ba, bb = bits_of(a), bits_of(b)
     ma, mb = (ba & _MANTISSA) | _ONE, (bb & _MANTISSA) | _ONE
-    low = (ma < mb).astype(jnp.int32)
+    low = _as_bit(ma < mb)
     # Divide the mantissas as floats. The first is doubled if that brings the quotient into [1, 2).
     guess = machine_div(from_bits((ba & _MANTISSA) + (0x3F800000 + (low << 23))), from_bits(mb + 0x3F000000))
     q = jnp.clip(bits_of(guess), 0x3F800000, 0x3FFFFFFF) - (0x3F800000 - _ONE)
     residual = (ma << (23 + low)) - q * mb
     excess = [residual >= mb, residual >= 2 * mb, residual >= 0, residual >= -mb]
-    adjust = sum((c.astype(jnp.int32) for c in excess), start=jnp.int32(-2))
+    adjust = sum((_as_bit(c) for c in excess), start=jnp.int32(-2))
     q, residual = q + adjust, residual - adjust * mb
     twice = residual * 2
-    q = q + ((twice > mb) | ((twice == mb) & (q & 1 == 1))).astype(jnp.int32)
+    q = q + _as_bit((twice > mb) | ((twice == mb) & (q & 1 == 1)))
     e = (ba >> 23) - (bb >> 23) + 127 - low
     # A sum, so that a mantissa rounded up to 2.0 carries into the exponent.
     bits = (e << 23) + (q - _ONE)
     overflows = (bits >= 0x7F800000) | (e > 254) | (bb >> 23 == 0)
     return jnp.where(overflows, F32_MAX, from_bits(jnp.where(e < 1, 0, bits)))
+
+
+def _as_bit(condition: jax.Array) -> jax.Array:
+    """1 or 0, int32. For each cast of booleans in a kernel, Mosaic starts ptxas to ask for its version."""
+    return jnp.where(condition, jnp.int32(1), jnp.int32(0))
 
 
 def cpu_div(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -197,13 +202,18 @@ def round_stochastic(t: jax.Array, random: jax.Array, random_bits: int, element:
 def decode(code: jax.Array, element: Element) -> jax.Array:
     """The fp32 values of signed codes."""
     c = code.astype(jnp.int32)
-    magnitude = c & (element.sign - 1)
+    value = decode_magnitude(c & (element.sign - 1), element)
+    return jnp.where(c & element.sign != 0, -value, value)
+
+
+def decode_magnitude(magnitude: jax.Array, element: Element) -> jax.Array:
+    """The fp32 values of codes (int32) without a sign."""
     normal = from_bits((magnitude + element.rebias) << element.shift)
     step = jnp.float32(2.0 ** (1 - element.bias - element.mantissa))
     value = jnp.where(magnitude < (1 << element.mantissa), magnitude.astype(jnp.float32) * step, normal)
     if element.nan is not None:
         value = jnp.where(magnitude >= element.nan, jnp.float32(jnp.nan), value)
-    return jnp.where(c & element.sign != 0, -value, value)
+    return value
 
 
 def sign_bit(x: jax.Array, element: Element) -> jax.Array:
@@ -219,6 +229,12 @@ def encode_scaled(
     codes = round_nearest(jnp.abs(scaled), element) | sign_bit(scaled, element)
     # The scale is NaN already. The code must be too, for GEMMs that apply the scale afterwards.
     return jnp.where(amax >= INFINITY, element.nan or 0, codes)
+
+
+def multiply_unfused(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a * b for a following sum: the select stops contracting both. No product here is as large as 1e30."""
+    product = a * b
+    return jnp.where(product < jnp.float32(1e30), product, jnp.float32(1e30))
 
 
 def round_bf16(x: jax.Array) -> jax.Array:

@@ -57,6 +57,9 @@ FOUR_OVER_SIX = {"four_over_six": ("mse", E4M3_REDUCED), "four_over_six_mae448":
 RANDOM_BITS = 16
 """Random bits per stochastic rounding: one 32-bit word serves two elements."""
 
+SCALE_KEY = "scale"
+"""The word in the keys of MS-EDEN's rounding of scales."""
+
 _LIFT_EXPONENT = 64
 _TINY = (127 - 104) << 23  # the bits of 2**-104
 
@@ -112,6 +115,16 @@ def bound_of(treatment: Treatment) -> float:
             return E2M1.top * FOUR_OVER_SIX[treatment.scale][1]
         return E2M1.top * (E4M3_REDUCED if treatment.rounding == "ms_eden" else E4M3_FULL)
     return ELEMENTS[treatment.element].top
+
+
+def refinement_of(treatment: Treatment) -> str:
+    """What refines the block scales of NVFP4, if they depend on more than maxima; else empty.
+
+    "mse" and "mae" are the errors by which four-over-six chooses scales, "ms_eden" is its correction of scales.
+    """
+    if treatment.rounding == "ms_eden":
+        return treatment.rounding
+    return FOUR_OVER_SIX[treatment.scale][0] if treatment.scale in FOUR_OVER_SIX else ""
 
 
 def outer_scale_axes(treatment: Treatment, axes: Axes, layout: Layout, ndim: int) -> tuple[int, ...]:
@@ -184,9 +197,15 @@ def encode_scale(amax: jax.Array, context: QuantizeContext) -> tuple[jax.Array, 
     The tensor times its lift times its encoding scale has the bound of the format as its maximum. The lift is a power
     of two that avoids denormals if amax is tiny, and 1 otherwise.
     """
+    return materialize(find_encode_scale(amax, context.layout.bound, context.div))
+
+
+def find_encode_scale(
+    amax: jax.Array, bound: float, div: Callable[[jax.Array, jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """`encode_scale` without its barrier."""
     top, lift = _lift(amax)
-    bound = jnp.float32(context.layout.bound)
-    return materialize((jnp.where(amax == 0, jnp.float32(1), context.div(bound, top)), lift))
+    return jnp.where(amax == 0, jnp.float32(1), div(jnp.float32(bound), top)), lift
 
 
 def _lift(amax: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -53,19 +54,33 @@ def quantize(
     run = QUANTIZERS[treatment.format]
     if method in ("kernels", "interpreted"):
         interpret = method == "interpreted"
+        by_kernels = partial(quantize_orders, engine=kernels.Kernels(interpret=interpret))
+        request = OrderRequest(treatment=treatment, axes=axes, key=key)
         if kernels.fits_alone(x, treatment, axes):
-            request = OrderRequest(treatment=treatment, axes=axes, key=key)
-            return quantize_orders(x, [request], kernels.Kernels(interpret=interpret))[0]
+            return by_kernels(x, [request])[0]
+        if kernels.fits_refined(x, treatment, axes):
+            return by_kernels(rotate_operand(x, treatment, axes, sign_key, method), [request])[0]
         if fp8_kernel.fits(x, treatment, axes):
             kernel = fp8_kernel.Fp8Kernel(interpret=interpret)
             context = QuantizeContext(
                 treatment=treatment, axes=axes, layout=layout, key=key, fp8_kernel=kernel
             )
             return run(x, context)
-        method = "matmul_bf16"
+    x = rotate_operand(x, treatment, axes, sign_key, method)
     if treatment.rht:
-        has_fresh_signs = treatment.rounding == "ms_eden"
-        signs = random_signs(sign_key or make_key(), treatment.rht) if has_fresh_signs else None
-        x = materialize(rotate(x, axes.axis, treatment.rht, signs, method=method))
+        x = materialize(x)
     cpu = method == "cpu"
     return run(x, QuantizeContext(treatment=treatment, axes=axes, layout=layout, key=key, cpu=cpu))
+
+
+def rotate_operand(
+    x: jax.Array, treatment: Treatment, axes: Axes, sign_key: Key | None, method: Method
+) -> jax.Array:
+    """The operand, rotated if its treatment says so; by XLA where the method is that of kernels."""
+    if not treatment.rht:
+        return x
+    if method in ("kernels", "interpreted"):
+        method = "matmul_bf16" if method == "kernels" else "matmul"
+    has_fresh_signs = treatment.rounding == "ms_eden"
+    signs = random_signs(sign_key or make_key(), treatment.rht) if has_fresh_signs else None
+    return rotate(x, axes.axis, treatment.rht, signs, method=method)

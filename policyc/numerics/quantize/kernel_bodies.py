@@ -30,6 +30,7 @@ from policyc.numerics.quantize.bits import (
     round_stochastic,
     sign_bit,
 )
+from policyc.numerics.quantize.blocks import bound_of, refinement_of
 from policyc.numerics.quantize.hadamard import SIGNS
 from policyc.numerics.quantize.kernel_machines import Machine, Ref
 from policyc.numerics.quantize.layout import Axes
@@ -54,21 +55,27 @@ _RANDOM_BITS = 16
 class Order:
     """How a matrix is quantized in one order: along its features, or along its tokens.
 
-    `headroom` multiplies the maxima. Only tokens are rotated.
+    `headroom` multiplies the maxima. Only tokens are rotated, and not if block scales are refined. `refinement` is that
+    of `blocks.refinement_of`, and `bound` then that of `blocks.bound_of`.
     """
 
     along_tokens: bool
     rotates: bool = False
     stochastic: bool = False
     headroom: float = 1.0
+    refinement: str = ""
+    bound: float = 0.0
 
     @classmethod
     def from_treatment(cls, treatment: Treatment, axes: Axes) -> Order:
+        refinement = refinement_of(treatment)
         return cls(
             along_tokens=axes.axis == -2,
-            rotates=bool(treatment.rht),
+            rotates=bool(treatment.rht) and not refinement,
             stochastic=treatment.rounding == "sr",
             headroom=float(treatment.headroom),
+            refinement=refinement,
+            bound=bound_of(treatment) if refinement else 0.0,
         )
 
     def add_headroom(self, bits: jax.Array) -> jax.Array:
@@ -166,10 +173,19 @@ class Encoder:
 
     def block_scales(self, maxima: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The codes of block scales, and what elements are multiplied by. `maxima` has bits."""
-        ideal = (from_bits(maxima) * self.lift) * (self.enc * jnp.float32(1 / 6))
+        code, enc = self.scale_candidates(maxima, jnp.float32(1 / 6))
+        return self.mark_not_finite(code), enc
+
+    def scale_candidates(self, maxima: jax.Array, fraction: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As `block_scales`, for scales that map maxima to 1 / `fraction`. They are finite in any case."""
+        ideal = (from_bits(maxima) * self.lift) * (self.enc * fraction)
         code = round_nearest(ideal, E4M3)
         scale = decode(code, E4M3) * self.dec
-        return jnp.where(self.is_finite, code, E4M3.nan or 0), exact_div(jnp.ones_like(scale), scale)
+        return code, exact_div(jnp.ones_like(scale), scale)
+
+    def mark_not_finite(self, code: jax.Array) -> jax.Array:
+        """The codes of block scales: NaN if the tensor has a NaN or an infinity."""
+        return jnp.where(self.is_finite, code, E4M3.nan or 0)
 
     def encode_pair(self, pair: Sequence[jax.Array], enc: jax.Array, index: jax.Array | None) -> jax.Array:
         """Two packed codes, uint32. `index` numbers the pairs of the whole operand; None rounds to nearest."""

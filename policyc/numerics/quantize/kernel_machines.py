@@ -50,6 +50,7 @@ class Mosaic:
     """What kernels need of Mosaic. Layouts say which elements of an array a thread has.
 
     - words: (16, 8), one word
+    - rows: (8, 16), one word
     - blocks: (tokens, 16, 8), the 8 words of a block
     - columns: (16, 8, 8), 8 words of a column
     """
@@ -61,6 +62,9 @@ class Mosaic:
         self.layouts = {
             "words": tiled(
                 tiling(((16, 8), (4, 8), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+            ),
+            "rows": tiled(
+                tiling(((8, 16), (2, 16), (1,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
             ),
             "blocks": tiled(tiling(((8, 16, 8), (2, 16, 8))), **over_blocks),
             "columns": tiled(tiling(((16, 8, 8), (4, 8, 8))), **over_blocks),

@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 
 from policyc.jaxcore.lowering import call_lowered_once
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import kernel_bodies, kernel_machines, random
+from policyc.numerics.quantize import kernel_bodies, kernel_machines, random, refined_kernels
+from policyc.numerics.quantize.blocks import refinement_of
 from policyc.numerics.quantize.kernel_bodies import (
     BLOCK,
     GROUPS,
@@ -31,6 +32,7 @@ from policyc.numerics.quantize.kernel_bodies import (
     RowLengths,
 )
 from policyc.numerics.quantize.layout import Axes
+from policyc.numerics.quantize.refined_kernels import RefinedScales
 
 _Shape = tuple[tuple[int, ...], Any]
 
@@ -40,20 +42,29 @@ CodesAndScales = tuple[jax.Array, jax.Array]
 
 
 def fits(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
-    """Whether the kernels can quantize this operand."""
-    is_plain = (
-        treatment.format == "nvfp4"
-        and treatment.scale == "amax"
-        and treatment.rounding in ("rne", "sr")
-        and treatment.outer in ("tensor", "pow2")
-    )
-    if not is_plain or treatment.tile2d or treatment.mean_split:
+    """Whether the kernels can quantize this operand by its maxima, and rotate it."""
+    if refinement_of(treatment) or not _fits_operand(x, treatment, axes):
         return False
-    if x.dtype != jnp.bfloat16 or x.ndim not in (2, 3) or axes.batch or not fits_shape(x.shape):
+    return treatment.rht in (0, BLOCK) if axes.axis == -2 else not treatment.rht
+
+
+def fits_refined(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
+    """Whether the kernels can quantize this operand, once it is rotated, with refined block scales."""
+    if not refinement_of(treatment) or not _fits_operand(x, treatment, axes):
         return False
-    if axes.axis == -1:
-        return not treatment.rht
-    return axes.axis == -2 and x.shape[-2] % BLOCK == 0 and treatment.rht in (0, BLOCK)
+    is_plain = treatment.rounding != "sr" and treatment.headroom == 1
+    # Otherwise x is padded.
+    return is_plain and x.shape[axes.axis] % max(BLOCK, treatment.rht) == 0
+
+
+def _fits_operand(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
+    if treatment.format != "nvfp4" or treatment.outer not in ("tensor", "pow2"):
+        return False
+    if treatment.tile2d or treatment.mean_split or axes.batch:
+        return False
+    if x.dtype != jnp.bfloat16 or x.ndim not in (2, 3) or not fits_shape(x.shape):
+        return False
+    return axes.axis == -1 or (axes.axis == -2 and x.shape[-2] % BLOCK == 0)
 
 
 def fits_alone(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
@@ -92,6 +103,9 @@ class OrderScales:
         return jnp.stack([jnp.reshape(_as_word(n), ()) for n in numbers])
 
 
+Scales = OrderScales | RefinedScales
+
+
 def _as_word(number: Any) -> jax.Array:
     number = jnp.asarray(number)
     return number if number.dtype == jnp.uint32 else lax.bitcast_convert_type(number, jnp.uint32)
@@ -128,12 +142,12 @@ class Kernels:
         # Maxima and checksums do not depend on how codes are rounded.
         plain = tuple(replace(order, stochastic=False, headroom=1.0) for order in orders)
         parts = _find_statistics(_as_words(x), orders=plain, interpret=self.interpret)
-        return [_reduce_statistics(parts[2 * i], parts[2 * i + 1]) for i in range(len(orders))]
+        return [reduce_statistics(parts[2 * i], parts[2 * i + 1]) for i in range(len(orders))]
 
     def codes(
-        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], place: ShardPlace
+        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[Scales], place: ShardPlace
     ) -> list[CodesAndScales]:
-        """Packed codes and block scales in each order.
+        """Packed codes and block scales in each order; in one order, if its scales are refined.
 
         Along tokens they have the shapes (tokens / 2, features) and (tokens / 16, features), and lie in memory with the
         tokens last, as GEMMs read them.
@@ -149,7 +163,7 @@ class Kernels:
         return [_arrange(results[2 * i], results[2 * i + 1], order) for i, order in enumerate(orders)]
 
 
-def _reduce_statistics(maxima: jax.Array, checksums: jax.Array) -> Statistics:
+def reduce_statistics(maxima: jax.Array, checksums: jax.Array) -> Statistics:
     """The largest maximum, and the sum of the checksums. One reduction: for two, XLA has twice as many kernels."""
     largest, total = lax.reduce(
         (maxima, checksums),
@@ -193,13 +207,16 @@ def _write_codes(
     scratch: list[_Shape] = []
     for order in orders:
         if not order.along_tokens:
-            outs += [((tokens, blocks, WORDS), jnp.uint8), ((tokens, blocks), jnp.uint8)]
+            codes: _Shape = ((tokens, blocks, WORDS), jnp.uint8)
+            if order.refinement:
+                codes = (tokens, blocks, WORDS // 4), jnp.uint32
+            outs += [codes, ((tokens, blocks), jnp.uint8)]
             continue
         columns = (blocks, WORDS, 2)
         outs += [((*columns, tokens // 8), jnp.uint32), ((*columns, tokens // TILE_TOKENS), jnp.uint32)]
         scratch += [((2, TILE_BLOCKS, WORDS, 2 * GROUPS), jnp.uint32)]
     kernel = _Kernel(
-        body=kernel_bodies.write_codes,
+        body=refined_kernels.write_codes if orders[0].refinement else kernel_bodies.write_codes,
         options=_items({"orders": orders, "rows": rows, "features": features}),
         outs=tuple(outs),
         grid=(tokens // TILE_TOKENS, blocks // TILE_BLOCKS),
@@ -269,7 +286,11 @@ def _as_words(x: jax.Array) -> jax.Array:
 def _arrange(codes: jax.Array, scales: jax.Array, order: Order) -> CodesAndScales:
     """Codes and scales as bytes, in the shapes of `Kernels.codes`."""
     if not order.along_tokens:
-        return codes.reshape(codes.shape[0], -1), scales
+        return _as_bytes(codes).reshape(codes.shape[0], -1), scales
     features = codes.shape[0] * BLOCK
-    codes, scales = (lax.bitcast_convert_type(a, jnp.uint8).reshape(features, -1).T for a in (codes, scales))
+    codes, scales = (_as_bytes(a).reshape(features, -1).T for a in (codes, scales))
     return codes, scales
+
+
+def _as_bytes(array: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(array, jnp.uint8)

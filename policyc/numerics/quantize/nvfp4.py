@@ -16,12 +16,14 @@ from policyc.numerics.quantize.bits import (
     exact_div,
     from_bits,
     materialize,
+    multiply_unfused,
     round_nearest,
     round_stochastic,
 )
 from policyc.numerics.quantize.blocks import (
     FOUR_OVER_SIX,
     RANDOM_BITS,
+    SCALE_KEY,
     QuantizeContext,
     encode_blocks,
     encode_scale,
@@ -70,7 +72,7 @@ def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
     byte, enc = materialize((_scale_bytes(scale, amax), enc))
     codes = encode_blocks(lifted, enc, context, key)
     if t.rounding == "ms_eden":
-        scale = _correct_scales(lifted, enc, byte.astype(jnp.int32), layout, key.fold("scale"))
+        scale = _correct_scales(lifted, enc, byte.astype(jnp.int32), layout, key.fold(SCALE_KEY))
         byte = _scale_bytes(scale, amax)
     return Quantized(codes=codes, scales=byte, amax=from_bits(amax), layout=layout)
 
@@ -113,7 +115,7 @@ def _choose_four_or_six(
         value = decode(code, E2M1) * decode(expand_per_block(scale, layout), E4M3)
         error = jnp.abs(magnitude - value)
         is_mae = FOUR_OVER_SIX[variant][0] == "mae"
-        return _sum_blocks(error if is_mae else _multiply_unfused(error, error), layout)
+        return _sum_blocks(error if is_mae else multiply_unfused(error, error), layout)
 
     is_better = loss(*four) < loss(*six)
     return jnp.where(is_better, four[0], six[0]), jnp.where(is_better, four[1], six[1])
@@ -132,7 +134,7 @@ def _correct_scales(
     """
     v = jnp.minimum(jnp.abs(split_blocks(lifted, layout)) * expand_per_block(enc, layout), jnp.float32(1e4))
     q = decode(round_nearest(v, E2M1), E2M1)
-    vv, vq = (_sum_blocks(_multiply_unfused(v, other), layout) for other in (v, q))
+    vv, vq = (_sum_blocks(multiply_unfused(v, other), layout) for other in (v, q))
     gain = exact_div(vv, vq)
     value = decode(scale, E4M3) * jnp.where(scale == 0, jnp.float32(1), gain)
     random = (random_words(key, scale.shape) >> (32 - RANDOM_BITS)).astype(jnp.int32)
@@ -158,9 +160,3 @@ def _sum_pairwise(terms: jax.Array, axis: int) -> jax.Array:
         low = lax.slice_in_dim(terms, 0, half, axis=axis)
         terms = low + lax.slice_in_dim(terms, half, 2 * half, axis=axis)
     return jnp.squeeze(terms, axis)
-
-
-def _multiply_unfused(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a * b for a following sum: the select stops XLA from contracting both. No product here is as large as 1e30."""
-    product = a * b
-    return jnp.where(product < jnp.float32(1e30), product, jnp.float32(1e30))

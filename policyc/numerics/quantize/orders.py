@@ -5,10 +5,10 @@ The scales of a shard are those of the whole operand, and so are its random word
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,26 @@ from jax import lax
 
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize.bits import abs_bits, exact_div, from_bits
-from policyc.numerics.quantize.blocks import QuantizeContext, encode_scale, layout_of, round_up_to_bound
+from policyc.numerics.quantize.blocks import (
+    QuantizeContext,
+    encode_scale,
+    find_maxima,
+    layout_of,
+    round_up_to_bound,
+)
 from policyc.numerics.quantize.kernel_bodies import BLOCK, Encoder, Order, rotate
 from policyc.numerics.quantize.kernel_machines import Interpreter
-from policyc.numerics.quantize.kernels import CodesAndScales, OrderScales, ShardPlace, Statistics
+from policyc.numerics.quantize.kernels import (
+    CodesAndScales,
+    OrderScales,
+    Scales,
+    ShardPlace,
+    Statistics,
+    reduce_statistics,
+)
 from policyc.numerics.quantize.layout import Axes, Quantized
-from policyc.numerics.quantize.random import Key, checksum
+from policyc.numerics.quantize.random import Key, checksum, mix
+from policyc.numerics.quantize.refined_kernels import BlockQuantizer, RefinedScales, make_encoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,30 +65,52 @@ class Engine(Protocol):
     def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[Statistics]: ...
 
     def codes(
-        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], place: ShardPlace
+        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[Scales], place: ShardPlace
     ) -> list[CodesAndScales]: ...
 
 
 def quantize_orders(
     x: jax.Array, requests: Sequence[OrderRequest], engine: Engine, shard: Shard | None = None
 ) -> list[Quantized]:
-    """Quantizes x in several orders, with one read for all maxima and one for all codes."""
+    """Quantizes x in several orders, with one read for all maxima and one for all codes.
+
+    An order with refined scales comes alone, and x is rotated already. XLA finds its maxima, where it computes x.
+    """
     shard = shard or Shard()
     orders = [Order.from_treatment(r.treatment, r.axes) for r in requests]
-    statistics = shard.reduce(engine.statistics(x, orders))
+    if orders[0].refinement:
+        x, statistics = _find_statistics(x, requests[0])
+    else:
+        statistics = engine.statistics(x, orders)
+    statistics = shard.reduce(statistics)
     scales = [order_scales(s, r, o) for s, r, o in zip(statistics, requests, orders, strict=True)]
     arrays = engine.codes(x, orders, scales, shard.place(x.shape))
     return [_as_quantized(x.shape, r, s, a) for r, s, a in zip(requests, scales, arrays, strict=True)]
 
 
-def order_scales(statistics: Statistics, request: OrderRequest, order: Order) -> OrderScales:
+def _find_statistics(x: jax.Array, request: OrderRequest) -> tuple[jax.Array, Sequence[Statistics]]:
+    """x and its statistics in one order, by XLA."""
+    x, maxima, _ = find_maxima(x, _context(x.shape, request))
+    if request.treatment.rounding == "rne":
+        # The key is not used.
+        return x, [(maxima.max(), jnp.uint32(0))]
+    return x, [reduce_statistics(maxima, mix(maxima.astype(jnp.uint32), jnp.uint32(0)))]
+
+
+def _context(shape: tuple[int, ...], request: OrderRequest) -> QuantizeContext:
+    layout, _ = layout_of(shape, request.treatment, request.axes)
+    return QuantizeContext(treatment=request.treatment, axes=request.axes, layout=layout, key=request.key)
+
+
+def order_scales(statistics: Statistics, request: OrderRequest, order: Order) -> Scales:
     """The scalars of one order, from the statistics of the whole operand."""
     maximum, content = statistics
     amax = order.add_headroom(maximum)
-    layout, _ = layout_of((BLOCK, BLOCK), request.treatment, request.axes)
+    context = _context((BLOCK, BLOCK), request)
     if request.treatment.outer == "pow2":
-        amax = round_up_to_bound(amax, layout.bound)
-    context = QuantizeContext(treatment=request.treatment, axes=request.axes, layout=layout, key=request.key)
+        amax = round_up_to_bound(amax, context.layout.bound)
+    if order.refinement:
+        return RefinedScales(amax=amax, maximum=maximum, content=content, key=request.key)
     enc, lift = encode_scale(amax, context)
     dec = exact_div(jnp.float32(1), enc)
     # As in `blocks.tensor_key`.
@@ -83,7 +119,7 @@ def order_scales(statistics: Statistics, request: OrderRequest, order: Order) ->
 
 
 def _as_quantized(
-    shape: tuple[int, ...], request: OrderRequest, scales: OrderScales, arrays: CodesAndScales
+    shape: tuple[int, ...], request: OrderRequest, scales: Scales, arrays: CodesAndScales
 ) -> Quantized:
     layout, _ = layout_of(shape, request.treatment, request.axes)
     codes, block_scales = (_split_tokens(array, shape, request.axes) for array in arrays)
@@ -109,8 +145,10 @@ class JnpEngine:
         return [(bits.max(), checksum(bits)) for bits in maxima]
 
     def codes(
-        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[OrderScales], place: ShardPlace
+        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[Scales], place: ShardPlace
     ) -> list[CodesAndScales]:
+        if orders[0].refinement:
+            return [self._refined_codes(x, orders[0], scales[0], place)]
         results = []
         for order, numbers in zip(orders, scales, strict=True):
             pairs, maxima = self._pairs(x, order)
@@ -122,6 +160,23 @@ class JnpEngine:
             rows = packed.shape[0] * (packed.shape[1] if order.along_tokens else 1)
             results.append((packed.astype(jnp.uint8).reshape(rows, -1), scale.astype(jnp.uint8)))
         return results
+
+    def _refined_codes(self, x: jax.Array, order: Order, scales: Scales, place: ShardPlace) -> CodesAndScales:
+        halves, _ = self._pairs(x, order)
+        axis = 1 if order.along_tokens else 2
+        quantizer = BlockQuantizer(
+            encoder=make_encoder(scales.words(), 0, order),
+            refinement=order.refinement,
+            loop=_unroll,
+            load_pair=lambda pair: [lax.index_in_dim(half, pair, axis, keepdims=False) for half in halves],
+        )
+        blocks = halves[0].shape[0], halves[0].shape[3 - axis]
+        words, scale = quantizer.quantize(_block_index(blocks, order, place))
+        codes = lax.bitcast_convert_type(jnp.stack(words, axis), jnp.uint8)
+        # The bytes of a word are pairs of the block.
+        codes = jnp.moveaxis(codes, -1, axis + 1)
+        rows = codes.shape[0] * (BLOCK // 2 if order.along_tokens else 1)
+        return codes.reshape(rows, -1), scale.astype(jnp.uint8)
 
     def _pairs(self, x: jax.Array, order: Order) -> tuple[list[jax.Array], jax.Array]:
         """The first and the second elements of all pairs of a block, fp32, and the bits of the block maxima."""
@@ -137,6 +192,27 @@ class JnpEngine:
         maxima = abs_bits(groups).max(axis=axis)
         halves = [lax.slice_in_dim(groups, i, BLOCK, 2, axis) for i in range(2)]
         return halves, maxima
+
+
+def _unroll(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    for i in range(count):
+        carry = body(i, carry)
+    return carry
+
+
+def _block_index(shape: tuple[int, int], order: Order, place: ShardPlace) -> jax.Array:
+    """The index of each block in the whole operand."""
+    first, second = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(2))
+    token, feature = place.start[0], place.start[1]
+    if order.along_tokens:
+        # Groups of tokens, features.
+        group = (token + place.rows.first_token(first)) // BLOCK
+        of_tokens: jax.Array = group * jnp.uint32(place.features) + feature + second
+        return of_tokens
+    # Tokens, blocks of features.
+    token = token + place.rows.first_token(first // BLOCK) + first % BLOCK
+    of_features: jax.Array = token * jnp.uint32(place.features // BLOCK) + feature // BLOCK + second
+    return of_features
 
 
 def _pair_index(shape: tuple[int, ...], order: Order, place: ShardPlace) -> jax.Array:

@@ -1,0 +1,383 @@
+"""Kernels for block scales that depend on every element: four-over-six, and the correction of MS-EDEN.
+
+Each thread has one block, and reads it again for each step, pair by pair. The code is in loops, which keep it short: a
+step has many such kernels, and their size decides how long it takes to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from policyc.numerics.quantize import random
+from policyc.numerics.quantize.bits import (
+    E2M1,
+    E4M3,
+    INFINITY,
+    bits_of,
+    decode_magnitude,
+    exact_div,
+    from_bits,
+    multiply_unfused,
+    round_nearest,
+    round_stochastic,
+    sign_bit,
+)
+from policyc.numerics.quantize.blocks import SCALE_KEY, find_encode_scale
+from policyc.numerics.quantize.kernel_bodies import (
+    BLOCK,
+    GROUPS,
+    TILE_BLOCKS,
+    TILE_FEATURES,
+    WORDS,
+    Encoder,
+    Order,
+    RowLengths,
+)
+from policyc.numerics.quantize.kernel_machines import Machine, Ref
+
+ROW_TOKENS = 8
+"""The tokens whose blocks of features the threads have at once: 8 x 16 blocks."""
+
+_RANDOM_BITS = 16
+_HALF_PAIRS = WORDS // 2
+
+# Jitted, so that each is traced once for all kernels, whose tracing is a good part of the time to compile a step.
+_div = jax.jit(exact_div)
+_round_nearest = jax.jit(round_nearest, static_argnums=1)
+_decode = jax.jit(decode_magnitude, static_argnums=1)
+_mix = jax.jit(random.mix)
+
+Loop = Callable[[int, Callable[[Any, Any], Any], Any], Any]
+"""`lax.fori_loop` from 0: calls a function of an index and a carry."""
+Sums = tuple[jax.Array, ...]
+
+
+# ---- scalars
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefinedScales:
+    """What the scalars of an order with refined scales are computed from. The kernel computes them, not XLA.
+
+    Attributes:
+      amax: the bits of the largest magnitude, rounded up if the outer scale is a power of two.
+      maximum, content: the statistics of the operand.
+      key: the key of its stochastic rounding.
+    """
+
+    amax: jax.Array
+    maximum: jax.Array
+    content: jax.Array
+    key: random.Key
+
+    def words(self) -> jax.Array:
+        """All of it, as a row of 32-bit words."""
+        numbers = (self.amax, self.maximum, self.content, self.key.a, self.key.b)
+        return jnp.stack([jnp.reshape(n, ()).astype(jnp.uint32) for n in numbers])
+
+
+def make_encoder(words: Ref, start: int, order: Order) -> Encoder:
+    """The encoder of an order, from the words of its `RefinedScales`."""
+    amax, maximum, content, a, b = (words[start + i] for i in range(5))
+    enc, lift = find_encode_scale(amax.astype(jnp.int32), order.bound, _div)
+    key = random.Key(a, b)
+    if order.refinement == "ms_eden":
+        # As in `blocks.tensor_key`.
+        key = key.fold(maximum).fold(content).fold(SCALE_KEY)
+    return Encoder(
+        lift=lift,
+        enc=enc,
+        dec=_div(jnp.float32(1), enc),
+        is_finite=amax < jnp.uint32(INFINITY),
+        key=key,
+    )
+
+
+# ---- one block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockQuantizer:
+    """Quantizes the block of each thread. All arrays have one element per block.
+
+    Attributes:
+      load_pair: the elements 2p and 2p + 1 of the blocks, fp32.
+    """
+
+    encoder: Encoder
+    refinement: str
+    loop: Loop
+    load_pair: Callable[[Any], Sequence[jax.Array]]
+
+    def quantize(self, index: jax.Array) -> tuple[Sequence[jax.Array], jax.Array]:
+        """The codes as two words of 8, and the codes of the scales. `index` numbers the blocks of the whole operand."""
+        maxima = self.loop(WORDS - 1, self._add_maximum, self._pair_maximum(0))
+        if self.refinement == "ms_eden":
+            scale, enc = self.encoder.scale_candidates(maxima, jnp.float32(1 / 6))
+            words, (vv, vq) = self._encode(enc, has_sums=True)
+            scale = self._correct(scale, _div(vv, vq), index)
+        else:
+            scale, enc = self._choose(maxima)
+            words, _ = self._encode(enc, has_sums=False)
+        return words, self.encoder.mark_not_finite(scale)
+
+    def _pair_maximum(self, pair: Any) -> jax.Array:
+        first, second = (bits_of(v) & jnp.int32(0x7FFFFFFF) for v in self.load_pair(pair))
+        return jnp.maximum(first, second)
+
+    def _add_maximum(self, i: Any, largest: jax.Array) -> jax.Array:
+        return jnp.maximum(largest, self._pair_maximum(i + 1))
+
+    def _load_lifted(self, pair: Any) -> list[jax.Array]:
+        return [value * self.encoder.lift for value in self.load_pair(pair)]
+
+    # ---- four over six
+
+    def _choose(self, maxima: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The scales with the smaller error in each block, and their reciprocals; those for 6 if they tie."""
+
+        def try_candidate(i: Any, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            fraction = jnp.where(jnp.asarray(i) == 0, jnp.float32(1 / 6), jnp.float32(1 / 4))
+            scale, enc = self.encoder.scale_candidates(maxima, fraction)
+            loss = self._error(_decode(scale, E4M3), enc)
+            is_better = loss < best[0]
+            candidate = (loss, scale, enc)
+            return tuple(jnp.where(is_better, new, old) for new, old in zip(candidate, best, strict=True))
+
+        zero = maxima & jnp.int32(0)
+        nothing = from_bits(zero)
+        # No error is infinite.
+        _, scale, enc = self.loop(2, try_candidate, (nothing + jnp.float32(jnp.inf), zero, nothing))
+        return scale, enc
+
+    def _error(self, scale: jax.Array, enc: jax.Array) -> jax.Array:
+        def terms(pair: Any) -> list[Sums]:
+            return [(self._element_error(lifted, scale, enc),) for lifted in self._load_lifted(pair)]
+
+        def add(j: Any, sums: tuple[Sums, ...]) -> tuple[Sums, ...]:
+            return _push(sums, terms(j), terms(j + _HALF_PAIRS))
+
+        return _finish(self.loop(_HALF_PAIRS, add, _zeros(scale, 1)))[0]
+
+    def _element_error(self, lifted: jax.Array, scale: jax.Array, enc: jax.Array) -> jax.Array:
+        magnitude = jnp.abs(lifted * self.encoder.enc)
+        magnitude = jnp.where(magnitude < jnp.float32(1e5), magnitude, jnp.float32(1e5))
+        code = _round_nearest(jnp.abs(lifted) * enc, E2M1)
+        error = jnp.abs(magnitude - _decode(code, E2M1) * scale)
+        return error if self.refinement == "mae" else multiply_unfused(error, error)
+
+    # ---- codes, and the sums of MS-EDEN
+
+    def _encode(self, enc: jax.Array, *, has_sums: bool) -> tuple[Sequence[jax.Array], Sums]:
+        """The codes, eight to a word, and the sums <v,v> and <v,q>."""
+        no_codes = bits_of(enc).astype(jnp.uint32) & jnp.uint32(0)
+        no_sums = _zeros(enc, 2) if has_sums else ()
+
+        def encode_pair(pair: Any) -> tuple[jax.Array, list[Sums]]:
+            codes: list[jax.Array] = []
+            terms: list[Sums] = []
+            for lifted in self._load_lifted(pair):
+                scaled = lifted * enc
+                magnitude = _round_nearest(jnp.abs(scaled), E2M1)
+                codes.append((magnitude | sign_bit(scaled, E2M1)).astype(jnp.uint32))
+                if has_sums:
+                    v = jnp.minimum(jnp.abs(scaled), jnp.float32(1e4))
+                    q = _decode(magnitude, E2M1)
+                    terms.append((multiply_unfused(v, v), multiply_unfused(v, q)))
+            return codes[0] | (codes[1] << jnp.uint32(4)), terms
+
+        def add(j: Any, carry: Any) -> Any:
+            words, sums = carry
+            pairs = [encode_pair(j), encode_pair(j + _HALF_PAIRS)]
+            # After four pairs, the first one is in the lowest byte.
+            words = tuple(
+                (word >> jnp.uint32(8)) | (pair << jnp.uint32(24))
+                for word, (pair, _) in zip(words, pairs, strict=True)
+            )
+            return words, _push(sums, pairs[0][1], pairs[1][1]) if has_sums else ()
+
+        words, sums = self.loop(_HALF_PAIRS, add, ((no_codes, no_codes), no_sums))
+        return words, _finish(sums) if has_sums else ()
+
+    def _correct(self, scale: jax.Array, gain: jax.Array, index: jax.Array) -> jax.Array:
+        """The scale times its gain, rounded stochastically."""
+        value = _decode(scale, E4M3) * jnp.where(scale == 0, jnp.float32(1), gain)
+        word = _mix(index ^ self.encoder.key.a, self.encoder.key.b)
+        bits = (word >> jnp.uint32(32 - _RANDOM_BITS)).astype(jnp.int32)
+        return round_stochastic(value, bits, _RANDOM_BITS, E4M3)
+
+
+# ---- sums over a block, in the order of the jnp code: halves are added until one element is left
+
+
+def _zeros(like: jax.Array, count: int) -> tuple[Sums, ...]:
+    zero = from_bits(bits_of(like) & jnp.int32(0))
+    return ((zero,) * (2 * count),) * _HALF_PAIRS
+
+
+def _push(sums: tuple[Sums, ...], low: Sequence[Sums], high: Sequence[Sums]) -> tuple[Sums, ...]:
+    """Appends the sums of the pairs j and j + 4, the first elements of both before the second ones."""
+    added = tuple(
+        a + b for one, other in zip(low, high, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    return (*sums[1:], added)
+
+
+def _finish(sums: tuple[Sums, ...]) -> Sums:
+    """The sums over the block, from those of four pairs of pairs."""
+    first, second = (tuple(map(jnp.add, sums[j], sums[j + 2])) for j in range(2))
+    total = tuple(map(jnp.add, first, second))
+    half = len(total) // 2
+    return tuple(map(jnp.add, total[:half], total[half:]))
+
+
+# ---- the tile of one instance
+
+
+def write_codes(
+    machine: Machine,
+    x: Ref,
+    scalars: Ref,
+    *refs: Ref,
+    orders: tuple[Order, ...],
+    rows: RowLengths,
+    features: int,
+) -> None:
+    """Writes codes and block scales in one order. Scratch memory follows the results in `refs`."""
+    (order,) = orders
+    i, j = machine.index(0), machine.index(1)
+    writer = _Writer(
+        machine=machine,
+        x=x,
+        blocks=pl.ds(j * TILE_BLOCKS, TILE_BLOCKS),
+        encoder=make_encoder(scalars, 2, order),
+        refinement=order.refinement,
+        codes=refs[0],
+        scales=refs[1],
+    )
+    place = _Place(
+        first_token=scalars[0],
+        first_feature=scalars[1] + (j * TILE_FEATURES).astype(jnp.uint32),
+        rows=rows,
+        features=features,
+    )
+    if order.along_tokens:
+        lax.fori_loop(0, 2, partial(writer.write_columns, i, place, refs[2]), ())
+    else:
+        lax.fori_loop(0, GROUPS * BLOCK // ROW_TOKENS, partial(writer.write_rows, i, place), ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a tile lies in the whole operand, which has `features` features.
+
+    `first_token` is that of the shard, `first_feature` that of the tile.
+    """
+
+    first_token: jax.Array
+    first_feature: jax.Array
+    rows: RowLengths
+    features: int
+
+    def of_rows(self, machine: Machine, group: jax.Array, offset: jax.Array) -> jax.Array:
+        """The indices of the blocks of 8 tokens that start `offset` tokens after those of a group."""
+        token, block = (machine.iota((ROW_TOKENS, TILE_BLOCKS), axis, "rows") for axis in (0, 1))
+        token = token + (self.first_token + self.rows.first_token(group) + offset.astype(jnp.uint32))
+        block = block + (self.first_feature >> jnp.uint32(4))
+        index: jax.Array = token * jnp.uint32(self.features // BLOCK) + block
+        return index
+
+    def of_columns(self, machine: Machine, group: jax.Array, half: jax.Array) -> jax.Array:
+        """The indices of the blocks of a group of tokens, at even or odd features."""
+        block, word = (machine.iota((TILE_BLOCKS, WORDS), axis, "words") for axis in (0, 1))
+        feature = self.first_feature + half.astype(jnp.uint32) + block * jnp.uint32(BLOCK)
+        row = (self.first_token + self.rows.first_token(group)) >> jnp.uint32(4)
+        index: jax.Array = row * jnp.uint32(self.features) + feature + word * jnp.uint32(2)
+        return index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writer:
+    """Writes the codes and scales of a tile: some blocks of features, a slice."""
+
+    machine: Machine
+    x: Ref
+    blocks: Any
+    encoder: Encoder
+    refinement: str
+    codes: Ref
+    scales: Ref
+
+    def write_rows(self, i: jax.Array, place: _Place, n: jax.Array, carry: tuple[()]) -> tuple[()]:
+        """Writes 8 tokens of tile i, quantized along features."""
+        machine, blocks = self.machine, self.blocks
+        group, offset = i * GROUPS + (n >> 1), (n & 1) * ROW_TOKENS
+        tokens = pl.ds(group * BLOCK + offset, ROW_TOKENS)
+
+        def load_pair(pair: Any) -> list[jax.Array]:
+            words = machine.load(self.x, (tokens, blocks, pair), "rows")
+            return [_high_half(words << jnp.uint32(16)), _high_half(words)]
+
+        words, scale = self._quantize(load_pair, place.of_rows(machine, group, offset))
+        for k, word in enumerate(words):
+            machine.store(self.codes, (tokens, blocks, k), word)
+        machine.store(self.scales, (tokens, blocks), scale.astype(jnp.uint8))
+        return carry
+
+    def write_columns(
+        self, i: jax.Array, place: _Place, stage: Ref, half: jax.Array, carry: tuple[()]
+    ) -> tuple[()]:
+        """Writes the even or odd features of tile i, quantized along tokens.
+
+        A thread collects the codes of its columns in shared memory, and writes 32 bytes of a column at once.
+        """
+        machine, blocks = self.machine, self.blocks
+        shift = (jnp.int32(16) - half * 16).astype(jnp.uint32)
+
+        def add_group(g: jax.Array, joined: jax.Array) -> jax.Array:
+            group = i * GROUPS + g
+
+            def load_pair(pair: Any) -> list[jax.Array]:
+                first = group * BLOCK + pair * 2
+                rows = [machine.load(self.x, (first + k, blocks), "words") for k in range(2)]
+                return [_high_half(row << shift) for row in rows]
+
+            words, scale = self._quantize(load_pair, place.of_columns(machine, group, half))
+            for k, word in enumerate(words):
+                machine.store(stage, (half, slice(None), slice(None), 2 * g + k), word)
+            # After four groups, the scale of the first one is in the lowest byte.
+            shifted: jax.Array = (joined >> jnp.uint32(8)) | (scale.astype(jnp.uint32) << jnp.uint32(24))
+            return shifted
+
+        zeros = machine.iota((TILE_BLOCKS, WORDS), 0, "words") & jnp.uint32(0)
+        scales = lax.fori_loop(0, GROUPS, add_group, zeros)
+        columns = machine.load(stage, (half,), "columns")
+        column = (blocks, slice(None), half)
+        machine.store(self.codes, (*column, pl.ds(i * 2 * GROUPS, 2 * GROUPS)), columns)
+        machine.store(self.scales, (*column, i), scales)
+        return carry
+
+    def _quantize(
+        self, load_pair: Callable[[Any], Sequence[jax.Array]], index: jax.Array
+    ) -> tuple[Sequence[jax.Array], jax.Array]:
+        block = BlockQuantizer(
+            encoder=self.encoder,
+            refinement=self.refinement,
+            loop=lambda count, body, carry: lax.fori_loop(0, count, body, carry),
+            load_pair=load_pair,
+        )
+        return block.quantize(index)
+
+
+def _high_half(words: jax.Array) -> jax.Array:
+    """The bfloat16 number in the high half of each word, in fp32."""
+    return lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
