@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from policyc.language.recipes import Treatment
+from policyc.numerics.backends import LoweringContext, emulate, xla
 from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
 from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.hadamard import Method
@@ -116,6 +118,18 @@ def refined_inputs() -> list[jax.Array]:
         x.at[3, 5].set(jnp.nan),
         x * jnp.exp2(jnp.arange(256) % 24 - 12).astype(jnp.bfloat16),
     ]
+
+
+@pytest.mark.parametrize(("backend", "uses_kernels"), [(emulate, False), (xla, True)], ids=["emulate", "xla"])
+def test_the_definition_does_not_use_the_kernel_that_refines_scales(
+    backend: ModuleType, uses_kernels: bool
+) -> None:
+    """It has not run on a GPU."""
+    context = LoweringContext(platform="cuda", single_device=True)
+    jaxpr = jax.make_jaxpr(
+        lambda x: backend.quantize(x, REFINED["ms_eden"], COLUMNS, None, None, context).codes
+    )
+    assert ("function=_Kernel(" in str(jaxpr(normal(128, 512)))) == uses_kernels
 
 
 @pytest.mark.parametrize(

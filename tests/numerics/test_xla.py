@@ -257,6 +257,23 @@ def quantize_and_multiply(x: jax.Array, w: jax.Array) -> tuple[Quantized, Quanti
     return a, b, block_values(a, jnp.float32) @ block_values(b, jnp.float32)
 
 
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        (LoweringContext(platform="cuda", single_device=True), jnp.bfloat16),
+        (LoweringContext(platform="cuda"), jnp.float32),
+    ],
+    ids=["on one device", "under a vmap"],
+)
+def test_an_fp8_gemm_writes_fp32_if_it_cannot_apply_its_scales(
+    context: LoweringContext, expected: Any
+) -> None:
+    x, w, _ = quantize_and_multiply(normal(16, 32), normal(32, 16, seed=1))
+    multiply = partial(xla.gemm, dimensions=MATMUL, out=jnp.dtype(jnp.bfloat16), context=context)
+    (dot,) = (e for e in jax.make_jaxpr(multiply)(x, w).eqns if e.primitive.name == "dot_general")
+    assert dot.outvars[0].aval.dtype == expected
+
+
 CUDA = LoweringContext(platform="cuda", can_partition=True)
 """What the backend is told on several GPUs. XLA for CPU runs the same program."""
 

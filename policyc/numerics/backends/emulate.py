@@ -19,6 +19,7 @@ from policyc.numerics import quantize as q
 from policyc.numerics.backends import LoweringContext
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.products import DimensionNumbers, free_dims
+from policyc.numerics.quantize.blocks import refinement_of
 from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.layout import Axes, Operand, Quantized
 from policyc.numerics.quantize.values import apply_outer_scale, block_values, outer_scale
@@ -52,7 +53,9 @@ def quantize(
     method: Method = "cpu" if context.platform == "cpu" else "matmul"
     if context.platform == "cuda":
         # There a product rounds its result to bfloat16 itself, which saves a pass over memory. Kernels save another.
-        has_kernels = context.single_device and can_build_kernels(treatment.format)
+        # The kernel that refines block scales has not run on a GPU, and this backend defines the results.
+        is_proven = not refinement_of(treatment)
+        has_kernels = context.single_device and is_proven and can_build_kernels(treatment.format)
         method = "kernels" if has_kernels else "matmul_bf16"
     quantized = q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method=method)
     if axes.both_orders and quantized.layout.packed:

@@ -124,17 +124,20 @@ def quantize(
     signs: q.Key | None,
     context: LoweringContext,
 ) -> Quantized:
-    """Quantizes as the emulation does, on several devices by kernels too.
+    """Quantizes as the emulation does, on several devices by kernels too, and by the kernel that refines block scales.
 
     A weight in 2D tiles is transposed first, if the GEMM reads it transposed. XLA would transpose it anyway, but later,
     as fp32 numbers on their way to codes.
     """
     if _has_kernels(context) and context.can_partition and kernels.fits_alone(x, treatment, axes):
         return quantize_sharded(x, [OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())])[0]
-    if _has_kernels(context) and context.can_partition and kernels.fits_refined(x, treatment, axes):
+    can_divide = context.single_device or context.can_partition
+    if _has_kernels(context) and can_divide and kernels.fits_refined(x, treatment, axes):
         rotated = rotate_operand(x, treatment, axes, signs, "kernels")
-        request = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
-        return quantize_sharded(rotated, [request])[0]
+        orders = [OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())]
+        if context.single_device:
+            return quantize_by_kernels(rotated, orders, kernels.Kernels())[0]
+        return quantize_sharded(rotated, orders)[0]
     if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
         return emulate.quantize(x, treatment, axes, key, signs, context)
     swap = {-1: -2, -2: -1}
@@ -251,7 +254,9 @@ def _multiply_fp8(
 ) -> jax.Array:
     """On 8-bit matrix units, with fp32 accumulation. Inside a chunk, Hopper's units keep some 14 bits."""
     has_one_scale = all(o.amax is not None and o.amax.size == 1 for o in (lhs, rhs))
-    if has_one_scale and out == jnp.bfloat16 and _allows_excess_precision():
+    # Otherwise something comes between GEMM and scale: the index of a vmap, or a sum over devices.
+    can_fuse = context.single_device or context.can_partition
+    if has_one_scale and can_fuse and out == jnp.bfloat16 and _allows_excess_precision():
         return _multiply_scaled_fp8(lhs, rhs, dimensions, context)
     elements = lhs.layout.element, rhs.layout.element
     product = _multiply_codes(lhs.codes, rhs.codes, elements, dimensions, jnp.float32)
