@@ -28,11 +28,11 @@ from policyc.numerics.operands import (
     select_code_order,
     shares_codes,
 )
+from policyc.numerics.plain_products import multiply_plain
 from policyc.numerics.primitives import takes_stack
 from policyc.numerics.products import (
     DEFAULT_OPTIONS,
     Backends,
-    DimensionNumbers,
     GemmOptions,
     GemmSpec,
     OperandSpec,
@@ -197,7 +197,7 @@ def _multiply(product: Product, left: Parts, right: Parts, out: Any, tokens: int
 def _multiply_parts(product: Product, left: Parts, right: Parts, out: Any, tokens: int) -> jax.Array:
     multiply = partial(primitives.scaled_gemm, dimension_numbers=product.dims, backend=product.left.backend)
     if not any(isinstance(p, Quantized) for p in (*left, *right)):
-        return _multiply_plain(product, cast("jax.Array", left[0]), cast("jax.Array", right[0]), out)
+        return multiply_plain(product, cast("jax.Array", left[0]), cast("jax.Array", right[0]), out)
     if len(left) == len(right) == 1:
         return multiply(left[0], right[0], out=out)
     if product.left.contracts_tokens:
@@ -210,43 +210,6 @@ def _multiply_parts(product: Product, left: Parts, right: Parts, out: Any, token
         return y
     terms = [multiply(a, b, out=jnp.float32) for a in left for b in right]
     return sum(terms[1:], start=terms[0])
-
-
-def _multiply_plain(product: Product, left: jax.Array, right: jax.Array, out: Any) -> jax.Array:
-    precision = lax.Precision.HIGHEST if product.left.treatment.format == "f32" else None
-    wide = out if out in (jnp.bfloat16, jnp.float32) else jnp.float32
-    if left.dtype == right.dtype == jnp.bfloat16 and wide == jnp.float32:
-        # XLA has no kernel on CPU for some of these products, for example where it swaps the operands to save a
-        # transpose. The primitive multiplies the same values in fp32 there.
-        return _multiply_bf16(product.dims, jnp.dtype(wide), left, right)
-    return lax.dot_general(left, right, product.dims, precision=precision, preferred_element_type=wide)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply_bf16(dims: DimensionNumbers, out: Any, left: jax.Array, right: jax.Array) -> jax.Array:
-    """A product of bfloat16 matrices, as a primitive: on CPU it is lowered to a product of fp32 matrices."""
-    return primitives.scaled_gemm(left, right, dims, out)
-
-
-def _multiply_bf16_fwd(
-    dims: DimensionNumbers, out: Any, left: jax.Array, right: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _multiply_bf16(dims, out, left, right), (left, right)
-
-
-def _multiply_bf16_bwd(
-    dims: DimensionNumbers, out: Any, operands: tuple[jax.Array, jax.Array], dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """For second derivatives of a loss."""
-
-    def multiply(left: jax.Array, right: jax.Array) -> jax.Array:
-        wide = left.astype(jnp.float32), right.astype(jnp.float32)
-        return lax.dot_general(*wide, dims, precision=lax.Precision.HIGHEST).astype(out)
-
-    return cast("tuple[jax.Array, jax.Array]", jax.vjp(multiply, *operands)[1](dy))
-
-
-_multiply_bf16.defvjp(_multiply_bf16_fwd, _multiply_bf16_bwd)
 
 
 def _original_dot(spec: GemmSpec, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
