@@ -131,12 +131,12 @@ def quantize(
     treatment: Treatment,
     axes: Axes,
     key: Key | None,
-    signs: Key | None,
+    sign_key: Key | None,
     context: LoweringContext,
 ) -> Quantized:
     """Quantizes an operand with Transformer Engine's kernels, each device its shard."""
     if context.platform != "cuda":
-        return emulate.quantize(x, treatment, axes, key, signs, context)
+        return emulate.quantize(x, treatment, axes, key, sign_key, context)
     return te_quantize.quantize_orders(x, [QuantizeRequest(treatment=treatment, axes=axes, key=key)])[0]
 
 

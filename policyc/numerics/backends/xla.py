@@ -121,7 +121,7 @@ def quantize(
     treatment: Treatment,
     axes: Axes,
     key: q.Key | None,
-    signs: q.Key | None,
+    sign_key: q.Key | None,
     context: LoweringContext,
 ) -> Quantized:
     """Quantizes as the emulation does, on several devices by kernels too, and by the kernel that refines block scales.
@@ -133,18 +133,18 @@ def quantize(
         return quantize_sharded(x, [OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())])[0]
     can_divide = context.single_device or context.can_partition
     if _has_kernels(context) and can_divide and kernels.fits_refined(x, treatment, axes):
-        rotated = rotate_operand(x, treatment, axes, signs, "kernels")
+        rotated = rotate_operand(x, treatment, axes, sign_key, "kernels")
         orders = [OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())]
         if context.single_device:
             return quantize_by_kernels(rotated, orders, kernels.Kernels())[0]
         return quantize_sharded(rotated, orders)[0]
     if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
-        return emulate.quantize(x, treatment, axes, key, signs, context)
+        return emulate.quantize(x, treatment, axes, key, sign_key, context)
     swap = {-1: -2, -2: -1}
     contract = tuple(swap.get(i, i) for i in axes.contract)
     transposed_axes = replace(axes, axis=-1, tile=-2, contract=contract)
     transposed = materialize(x.swapaxes(-1, -2))
-    return emulate.quantize(transposed, treatment, transposed_axes, key, signs, context).swap_last_axes()
+    return emulate.quantize(transposed, treatment, transposed_axes, key, sign_key, context).swap_last_axes()
 
 
 def _has_kernels(context: LoweringContext) -> bool:

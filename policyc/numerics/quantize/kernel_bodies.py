@@ -30,7 +30,7 @@ from policyc.numerics.quantize.bits import (
     round_stochastic,
     sign_bit,
 )
-from policyc.numerics.quantize.blocks import bound_of, refinement_of
+from policyc.numerics.quantize.blocks import RANDOM_BITS, bound_of, refinement_of
 from policyc.numerics.quantize.hadamard import SIGNS
 from policyc.numerics.quantize.kernel_machines import Machine, Ref
 from policyc.numerics.quantize.layout import Axes
@@ -47,8 +47,6 @@ GROUPS = 4
 TILE_TOKENS = GROUPS * BLOCK
 SCALARS = 6
 """The words of the scalars of one order, see `kernels.OrderScales`."""
-
-_RANDOM_BITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +194,8 @@ class Encoder:
             if word is None:
                 magnitude = round_nearest(jnp.abs(scaled), E2M1)
             else:
-                bits = ((word >> _word(_RANDOM_BITS * i)) & _word(0xFFFF)).astype(jnp.int32)
-                magnitude = round_stochastic(jnp.abs(scaled), bits, _RANDOM_BITS, E2M1)
+                bits = ((word >> _word(RANDOM_BITS * i)) & _word(0xFFFF)).astype(jnp.int32)
+                magnitude = round_stochastic(jnp.abs(scaled), bits, RANDOM_BITS, E2M1)
             codes.append((magnitude | sign_bit(scaled, E2M1)).astype(jnp.uint32))
         return _join(codes, 4)
 

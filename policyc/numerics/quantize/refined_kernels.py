@@ -30,7 +30,7 @@ from policyc.numerics.quantize.bits import (
     round_stochastic,
     sign_bit,
 )
-from policyc.numerics.quantize.blocks import SCALE_KEY, find_encode_scale
+from policyc.numerics.quantize.blocks import RANDOM_BITS, SCALE_KEY, find_encode_scale
 from policyc.numerics.quantize.kernel_bodies import (
     BLOCK,
     GROUPS,
@@ -46,7 +46,6 @@ from policyc.numerics.quantize.kernel_machines import Machine, Ref
 ROW_TOKENS = 8
 """The tokens whose blocks of features the threads have at once: 8 x 16 blocks."""
 
-_RANDOM_BITS = 16
 _HALF_PAIRS = WORDS // 2
 
 # Jitted, so that each is traced once for all kernels, whose tracing is a good part of the time to compile a step.
@@ -212,8 +211,8 @@ class BlockQuantizer:
         """The scale times its gain, rounded stochastically."""
         value = _decode(scale, E4M3) * jnp.where(scale == 0, jnp.float32(1), gain)
         word = _mix(index ^ self.encoder.key.a, self.encoder.key.b)
-        bits = (word >> jnp.uint32(32 - _RANDOM_BITS)).astype(jnp.int32)
-        return round_stochastic(value, bits, _RANDOM_BITS, E4M3)
+        bits = (word >> jnp.uint32(32 - RANDOM_BITS)).astype(jnp.int32)
+        return round_stochastic(value, bits, RANDOM_BITS, E4M3)
 
 
 # ---- sums over a block, in the order of the jnp code: halves are added until one element is left
