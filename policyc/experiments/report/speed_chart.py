@@ -24,10 +24,8 @@ _POINTS = {
 
 
 _WIDTH, _HEIGHT = 7.2, 4.0  # inches
-_POINT_RADIUS, _BAR_RADIUS = (
-    4.5,
-    1.5,
-)  # points around a point, and beside its interval, that no name may cover
+# How far around a point, and beside its interval, no name may be; points.
+_POINT_RADIUS, _BAR_RADIUS = 4.5, 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +80,8 @@ def _draw_figure(rows: list[Record], speed_ups: dict[str, float], title: str) ->
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(
-        figsize=(_WIDTH, _HEIGHT), dpi=72, layout="constrained"
-    )  # a pixel is a point, as in an SVG
+    # With 72 dots an inch, a pixel is a point, as in an SVG.
+    figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=72, layout="constrained")
     axes = figure.add_subplot()
     points = _draw(axes, rows, speed_ups)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9, labelcolor=_INK)

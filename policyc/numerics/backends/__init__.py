@@ -43,6 +43,11 @@ class LoweringContext:
     single_device: bool = False
     can_partition: bool = False
 
+    @property
+    def knows_division(self) -> bool:
+        """Whether it is known how devices divide the work. It is not under a `vmap`, and in some `shard_map`s."""
+        return self.single_device or self.can_partition
+
 
 ANY_PLATFORM = LoweringContext()
 

@@ -131,13 +131,12 @@ def quantize(
     """
     if _has_kernels(context) and context.can_partition and kernels.fits_alone(x, treatment, axes):
         return quantize_sharded(x, [OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())])[0]
-    can_divide = context.single_device or context.can_partition
-    if _has_kernels(context) and can_divide and kernels.fits_refined(x, treatment, axes):
-        rotated = rotate_operand(x, treatment, axes, sign_key, "kernels")
-        orders = [OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())]
+    if _has_kernels(context) and context.knows_division and kernels.fits_refined(x, treatment, axes):
         if context.single_device:
-            return quantize_by_kernels(rotated, orders, kernels.Kernels())[0]
-        return quantize_sharded(rotated, orders)[0]
+            return q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method="kernels")
+        rotated = rotate_operand(x, treatment, axes, sign_key, "kernels")
+        order = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
+        return quantize_sharded(rotated, [order])[0]
     if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
         return emulate.quantize(x, treatment, axes, key, sign_key, context)
     swap = {-1: -2, -2: -1}
@@ -254,9 +253,9 @@ def _multiply_fp8(
 ) -> jax.Array:
     """On 8-bit matrix units, with fp32 accumulation. Inside a chunk, Hopper's units keep some 14 bits."""
     has_one_scale = all(o.amax is not None and o.amax.size == 1 for o in (lhs, rhs))
-    # Otherwise something comes between GEMM and scale: the index of a vmap, or a sum over devices.
-    can_fuse = context.single_device or context.can_partition
-    if has_one_scale and can_fuse and out == jnp.bfloat16 and _allows_excess_precision():
+    # Otherwise something may come between GEMM and scale: the index of a vmap, or a sum over devices.
+    can_fuse = has_one_scale and context.knows_division
+    if can_fuse and out == jnp.bfloat16 and _allows_excess_precision():
         return _multiply_scaled_fp8(lhs, rhs, dimensions, context)
     elements = lhs.layout.element, rhs.layout.element
     product = _multiply_codes(lhs.codes, rhs.codes, elements, dimensions, jnp.float32)

@@ -107,7 +107,7 @@ def _choose_four_or_six(
     """
     six, four = materialize((six, four))
     magnitude = jnp.abs(split_blocks(target, layout))
-    # The select is there for the product in `target`, see `_multiply_unfused`. Finite magnitudes are 6 * 448 at most.
+    # The select is there for the product in `target`, see `multiply_unfused`. Finite magnitudes are 6 * 448 at most.
     magnitude = jnp.where(magnitude < jnp.float32(1e5), magnitude, jnp.float32(1e5))
 
     def loss(scale: jax.Array, enc: jax.Array) -> jax.Array:

@@ -16,10 +16,8 @@ from jax import lax
 
 _WORD = 0xFFFFFFFF
 _GOLDEN_RATIO = 0x9E3779B9  # 2**32 divided by it, odd: multiples of it are spread evenly
-_FIRST, _SECOND = (
-    0x7FEB352D,
-    0x846CA68B,
-)  # the multipliers of the hash lowbias32, chosen by its author for low bias
+# The multipliers of the hash lowbias32, chosen by its author for low bias.
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
 _PI = 0x243F6A88, 0x85A308D3  # the first 64 bits of its fraction: a start without structure
 
 
