@@ -106,6 +106,8 @@ def explain_early_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
+        if not end.code:
+            raise  # it has printed its help, and the runner a note
         if isinstance(end.code, str):
             click.echo(end.code, err=True)  # Python prints it when the process ends
         code = 1 if isinstance(end.code, str) else end.code
@@ -224,7 +226,8 @@ def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
     from policyc.compiler.plan_tables import other_products
 
     if not plans:
-        return f"'{policy_name}' was not applied: the program differentiated nothing (jax.grad, vjp, ...)"
+        nothing = "the program differentiated nothing (jax.grad, vjp, ...)"
+        return f"'{policy_name}' was not applied: {nothing}: {_TRAIN_HINT}"
     plan = next((plan for plan in plans if len(plan.sites)), None)
     if plan is None:
         lines = [f"'{policy_name}' was not applied: no loss of the program has a GEMM"]

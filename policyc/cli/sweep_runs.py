@@ -250,9 +250,7 @@ def _design_sweep(
         exit_with_diagnostics(error)
     except ChangedSweep as error:
         exit_with_message(str(error), EXIT_USAGE)
-    except ProbeFailed as error:
-        exit_with_message(f"{error}\n  --no-plan starts the runs without tracing the program first")
-    except ValueError as error:
+    except (ProbeFailed, ValueError) as error:
         exit_with_message(str(error))
     return SweepDesign(program=program, policies=listed, seeds=seeds, margin=options.margin)
 

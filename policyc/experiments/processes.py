@@ -44,13 +44,13 @@ def export_policy(policy: Policy) -> Iterator[None]:
     os.environ |= {POLICY_HASH_VARIABLE: policy.sha256, POLICY_NAME_VARIABLE: policy.name}
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_replace(subprocess.Popen, "__init__", _without_policy))
-            stack.enter_context(_replace(os, "execv", _exec_without_policy))
-            stack.enter_context(_replace(os, "execve", _without_policy))
-            stack.enter_context(_replace(os, "system", _system_without_policy))
+            stack.enter_context(replace_attribute(subprocess.Popen, "__init__", _without_policy))
+            stack.enter_context(replace_attribute(os, "execv", _exec_without_policy))
+            stack.enter_context(replace_attribute(os, "execve", _without_policy))
+            stack.enter_context(replace_attribute(os, "system", _system_without_policy))
             for name in ("posix_spawn", "posix_spawnp"):
                 if hasattr(os, name):  # not on every system
-                    stack.enter_context(_replace(os, name, _spawn_without_policy))
+                    stack.enter_context(replace_attribute(os, name, _spawn_without_policy))
             yield
     finally:
         for name in _VARIABLES:
@@ -101,7 +101,7 @@ class SpawnedChildren:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
-        with _replace(multiprocessing.spawn, "get_preparation_data", self._add_start):
+        with replace_attribute(multiprocessing.spawn, "get_preparation_data", self._add_start):
             yield
 
     def _add_start(self, prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -123,7 +123,8 @@ class _CallWhenUnpickled:
 
 
 @contextlib.contextmanager
-def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces an attribute of a module or class by what `wrap` makes of it, until the block ends."""
     original = getattr(owner, name)
     setattr(owner, name, wrap(original))
     try:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib.util
 import io
 import os
 import runpy
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
+
+import click
+
+from policyc.experiments.processes import replace_attribute
 
 
 class BadProgram(Exception):
@@ -102,3 +109,27 @@ def _run_as_main(source: str | bytes, file: str, **attributes: Any) -> None:
     vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"], **attributes)
     sys.modules["__main__"] = main
     exec(compile(source, file, "exec", dont_inherit=True), vars(main))
+
+
+@contextlib.contextmanager
+def note_parser_exits() -> Iterator[list[BaseException]]:
+    """Notes exits with status 0 while argparse or click, or what is built on them, read arguments, as for `--help`."""
+    exits: list[BaseException] = []
+
+    def note_exit(read: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(read)
+        def read_and_note(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return read(*args, **kwargs)
+            except (SystemExit, click.exceptions.Exit) as end:
+                if not (end.code if isinstance(end, SystemExit) else end.exit_code):
+                    exits.append(end)
+                raise
+
+        return read_and_note
+
+    with (
+        replace_attribute(argparse.ArgumentParser, "parse_known_args", note_exit),
+        replace_attribute(click.Command, "make_context", note_exit),
+    ):
+        yield exits

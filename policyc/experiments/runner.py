@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from policyc.compiler.execution import ExecutionOptions
 from policyc.experiments.import_hook import on_import
 from policyc.experiments.processes import ChildRefusals, SpawnedChildren, export_policy
-from policyc.experiments.program import BadProgram, Program
+from policyc.experiments.program import BadProgram, Program, note_parser_exits
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
@@ -40,6 +40,10 @@ _HIDDEN_FILES = (
     contextlib.__file__,
 )
 """How the files of frames start that tracebacks leave out."""
+
+_HELP_NOTE = (
+    "policyc: note: the program exited with 0 while it read its arguments (--help): no policy was applied\n"
+)
 
 
 class PolicyRejected(BaseException):
@@ -68,7 +72,8 @@ def run(
 ) -> Session | None:
     """Runs a program under a policy until the program and its threads end. Returns None if it did not import JAX.
 
-    Raises SystemExit if the program exits with an error, BadProgram if it cannot be started, and PolicyError if the
+    Raises SystemExit if the program exits with an error, or with 0 while it reads its arguments, as for `--help`; then
+    it says that no policy was applied. Raises BadProgram if the program cannot be started, and PolicyError if the
     policy could not be applied, even if the program caught that. Any other exception of the program is printed and
     becomes SystemExit, and so does a policy that could not be applied in a child.
     """
@@ -106,6 +111,7 @@ def _run(
         stack.enter_context(children.follow())
         stack.enter_context(_hide_in_threads(PolicyRejected, StopAfterTrace))
         stack.enter_context(on_import("jax", start))
+        parser_exits = stack.enter_context(note_parser_exits())
         exit = _run_to_end(program)
     session = sessions[0] if sessions else None
     if ends:
@@ -115,6 +121,9 @@ def _run(
     if exit is not None and exit.code not in (None, 0):
         raise exit
     _exit_if_refused(refusals)
+    if exit is not None and parser_exits and not (session and session.plans):
+        sys.stderr.write(_HELP_NOTE)
+        raise exit
     if session is not None:
         session.children = children.count
     return session

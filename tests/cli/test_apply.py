@@ -119,6 +119,64 @@ def test_an_error_has_a_message_and_no_traceback(home: Path, words: tuple[str, .
         assert "loss" not in result.out, "the error comes before the first step"
 
 
+HELPFUL = """
+import argparse, sys
+import click
+
+def parse(**options):
+    parser = argparse.ArgumentParser(**options)
+    parser.add_argument("--version", action="version", version="7")
+    return parser
+
+@click.group()
+def group(): pass
+
+@group.command()
+def evaluate(): print("evaluated")
+
+kind, sys.argv[1:] = sys.argv[1], sys.argv[2:]
+if kind == "argparse":
+    parse().parse_args()
+if kind == "heads":
+    parser = parse(add_help=False)
+    parser.add_argument("-h", "--heads")
+    parser.parse_args()
+    parser.exit()
+if kind == "click":
+    group()
+if kind == "hand":
+    print("usage: hand")
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "is_help"),
+    [
+        ("argparse --help", True),
+        ("argparse --version", True),
+        ("click --help", True),
+        ("click evaluate --help", True),
+        ("click evaluate", False),  # it ends by sys.exit(0) too
+        ("argparse", False),
+        ("heads -h 8", False),  # here -h asks for no help, and the parser ends a program that ran
+        ("hand --help", False),  # not known to be a parser
+    ],
+)
+@pytest.mark.parametrize("caller", ["apply fp8", "lint fp8 --against"])
+def test_a_program_that_only_shows_its_help_is_no_error(
+    tmp_path: Path, caller: str, program: str, is_help: bool
+) -> None:
+    (tmp_path / "helpful.py").write_text(HELPFUL)
+    words = ["helpful.py", *program.split()]
+    against = [" ".join(words)] if "--against" in caller else words
+    result = command.policyc(*caller.split(), *against, cwd=tmp_path)
+    note = "exited with 0 while it read its arguments (--help): no policy was applied"
+    assert result.code == (0 if is_help else 1), result.err
+    assert (note in result.err) == is_help
+    assert ("differentiated nothing (jax.grad, vjp, ...): give it the arguments" in result.err) != is_help
+
+
 def test_a_traceback_has_only_frames_of_the_program(home: Path) -> None:
     result = run(home, "apply", "good.policy", "train.py", "--fail")
     assert result.code == 1

@@ -68,7 +68,8 @@ def plan_policies(program: SweepProgram, seed: int, texts: Mapping[str, str]) ->
             ).returncode
         if not (folder / _RESULT_FILE).exists():
             lines = "\n".join(f"    {line}" for line in tail_lines(folder / _LOG_FILE, _LOG_LINES))
-            raise ProbeFailed(f"the program ended with code {code} before its first loss:\n{lines}")
+            remedy = "\n  --no-plan starts the runs without tracing the program first" if code else ""
+            raise ProbeFailed(f"the program ended with code {code} before its first loss:\n{lines}{remedy}")
         values = json.loads((folder / _RESULT_FILE).read_text(encoding="utf-8"))
         return {key: PlannedPolicy(**value) for key, value in values.items()}
 
