@@ -31,11 +31,11 @@ from policyc.compiler.layers import EnclosingLoop, LayerIndices
 from policyc.compiler.other_products import kind_and_name, merge, product_flops
 from policyc.compiler.paths import add_stack_sizes
 from policyc.compiler.provenance.graph import (
-    EitherSource,
     IterationSource,
     ParameterSource,
     ShardSource,
     Source,
+    StackedResultSource,
     UnknownSource,
     parameters_of,
 )
@@ -46,10 +46,13 @@ from policyc.compiler.var_info import (
     MANY_PROJECTIONS,
     UNKNOWN,
     VarInfo,
+    carry_info,
     constant_value,
+    join_branches,
     join_projections,
     propagate_equation,
     shape_of,
+    widen_carry,
 )
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import OPAQUE, container_of, shard_map_parts
@@ -332,18 +335,7 @@ class _ContainerDomain:
         return self._analyzer.run(self._bodies[number], infos, self._context.enter(self._eqn, number))
 
     def join(self, values: Sequence[VarInfo]) -> VarInfo:
-        """A weight only where all branches give one; active where any branch is."""
-        sources = [v.source for v in values if v.source is not None]
-        source: Source | None = None
-        if len(sources) == len(values):
-            same = all(s is sources[0] for s in sources)
-            source = sources[0] if same else EitherSource(shape=sources[0].shape, operands=tuple(sources))
-        return VarInfo(
-            source=source,
-            is_modified=any(v.is_modified for v in values),
-            active=any(v.active for v in values),
-            projections=join_projections(values),
-        )
+        return join_branches(values)
 
     def enter_loop(self, value: VarInfo, change: CarryChange) -> VarInfo:
         if change.invariant:
@@ -352,17 +344,29 @@ class _ContainerDomain:
         if change.increment is not None and value.integers is not None and "length" in self._eqn.params:
             length, reverse = self._eqn.params["length"], bool(self._eqn.params["reverse"])
             integers = loop_counter(value.integers, change.increment, self._context.address, length, reverse)
-        return VarInfo(active=value.active, integers=integers, projections=MANY_PROJECTIONS)
+        return carry_info(value, integers)
 
     def may_change(self, carry: Sequence[VarInfo], others: Sequence[VarInfo]) -> bool:
+        if any(isinstance(c.source, UnknownSource) for c in carry):
+            return True
         return not all(c.active for c in carry) and any(v.active for v in (*carry, *others))
 
     def widen(self, carry: VarInfo, result: VarInfo) -> VarInfo:
-        return replace(carry, active=carry.active or result.active)
+        return widen_carry(carry, result)
 
     def leave_loop(self, result: VarInfo, carry: VarInfo | None) -> VarInfo:
-        active = result.active or (carry is not None and carry.active)
-        return VarInfo(active=active, projections=MANY_PROJECTIONS)
+        if carry is not None:
+            return replace(carry, integers=None, active=carry.active or result.active)
+        source = result.source
+        if source is not None:
+            shape, loop = (self._eqn.params["length"], *source.shape), self._context.address
+            source = StackedResultSource(shape=shape, operand=source, loop=loop)
+        return VarInfo(
+            source=source,
+            is_modified=result.is_modified,
+            active=result.active,
+            projections=MANY_PROJECTIONS,
+        )
 
     def slice_inputs(self, eqn: JaxprEqn, values: Sequence[VarInfo]) -> list[VarInfo]:
         del eqn

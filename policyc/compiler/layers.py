@@ -47,7 +47,7 @@ class _LoopIndices:
     with the same indices are one entry.
     """
 
-    slots: dict[tuple[tuple[int, LayerTable[int]], ...], None] = field(default_factory=dict)
+    slots: dict[tuple[tuple[int, LayerTable[int | None]], ...], None] = field(default_factory=dict)
     unknown: str = ""
 
 
@@ -174,27 +174,29 @@ class LayerIndices:
             yield from (PathTemplate(p.path, unknown_index=str(reason)) for p in parameters)
             return
         for parameter in parameters:
-            is_read = tuple(parameter in layer for layer in layers)
-            if any(is_read):
-                axes_by_layer = [layer.get(parameter, ()) for layer in layers]
+            if any(parameter in layer for layer in layers):
+                axes_by_layer = [layer.get(parameter) for layer in layers]
                 template = self._template_of(parameter, axes_by_layer, stacks, loops)
-                yield replace(template, in_layer=None if all(is_read) else LayerTable(stacks, is_read))
+                # Padding reads no parameter. It belongs to its stack, if there is one, and has no index.
+                is_one_stack = len(parameters) == 1
+                has_path = tuple(parameter in layer or (is_one_stack and not layer) for layer in layers)
+                yield replace(template, in_layer=None if all(has_path) else LayerTable(stacks, has_path))
 
     def _template_of(
         self,
         parameter: ParameterSource,
-        axes_by_layer: Sequence[tuple[AxisIndex, ...]],
+        axes_by_layer: Sequence[tuple[AxisIndex, ...] | None],
         stacks: tuple[Stack, ...],
         loops: Sequence[EnclosingLoop],
     ) -> PathTemplate:
         """The path of a parameter, given the axes along which each layer reads single members of it.
 
-        The axes are empty in a layer that does not read the parameter.
+        The axes are None in a layer that does not read the parameter.
         """
         addresses = [loop.stack.address for loop in loops]
         slots: list[IndexSlot] = []
         unknown = ""
-        for axis in sorted({a.axis for axes in axes_by_layer for a in axes}):
+        for axis in sorted({a.axis for axes in axes_by_layer for a in axes or ()}):
             size = parameter.shape[axis]
             indices = _indices_along(axis, axes_by_layer)
             if indices is not None:
@@ -221,14 +223,15 @@ def _read_layers(
     return [axis_indices(source, batch_dims, iterations) for iterations in iterations_of(sizes)]
 
 
-def _indices_along(axis: int, axes_by_layer: Sequence[tuple[AxisIndex, ...]]) -> tuple[int, ...] | None:
-    """The index along an axis in each layer; None if some layer reads several members at once.
-
-    It is 0 in a layer that does not read the parameter: nothing asks for it there.
-    """
-    indices = [{a.axis: a.index for a in axes}.get(axis) if axes else 0 for axes in axes_by_layer]
-    known = tuple(index for index in indices if index is not None)
-    return known if len(known) == len(indices) else None
+def _indices_along(
+    axis: int, axes_by_layer: Sequence[tuple[AxisIndex, ...] | None]
+) -> tuple[int | None, ...] | None:
+    """The index along an axis in each layer that reads the parameter; None if some layer reads several at once."""
+    indices = [None if axes is None else {a.axis: a.index for a in axes}.get(axis) for axes in axes_by_layer]
+    reads_several = any(
+        i is None and axes is not None for i, axes in zip(indices, axes_by_layer, strict=True)
+    )
+    return None if reads_several else tuple(indices)
 
 
 # ---- stacks

@@ -72,7 +72,8 @@ class IndexSlot:
 
     places: tuple[int, ...]
     size: int
-    index: LayerTable[int]
+    index: LayerTable[int | None]
+    """None in a layer that is padding."""
     axis: int | None = None
     """The axis of the parameter; None: the index is that of a scope."""
 
@@ -100,12 +101,12 @@ class PathTemplate:
                 continue
             names = list(self.path)
             for place, slot in zip(places, self.slots, strict=True):
-                if place is None:
+                index = slot.index[indices]
+                if place is None or index is None:
                     continue
                 name = names[place]
                 outer, size = (name.index, name.size or 1) if name.index is not None else (0, 1)
-                index = outer * slot.size + slot.index[indices]
-                names[place] = PathSegment(name.text, index, size * slot.size)
+                names[place] = PathSegment(name.text, outer * slot.size + index, size * slot.size)
             yield tuple(names)
 
 

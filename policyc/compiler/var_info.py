@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,13 @@ from jax.extend.core import JaxprEqn
 
 from policyc.compiler.provenance.graph import (
     ConcatenatedSource,
+    EitherSource,
     LayoutSource,
+    OtherSource,
     Source,
     StackedSource,
     UnknownSource,
+    unknown_source,
 )
 from policyc.compiler.provenance.integers import Integers, constant_integers, propagate_integers
 from policyc.compiler.sites import Origin
@@ -47,6 +50,7 @@ class VarInfo:
 UNKNOWN = VarInfo()
 
 MANY_PROJECTIONS = frozenset({UnknownSource(shape=(), operands=(), reason="it comes from other iterations")})
+_CARRIED = "the loop around it carries it, and changes it in every iteration"
 _MOST_PROJECTIONS = 16  # a residual stream comes from all layers before; attention from a few projections
 
 
@@ -54,6 +58,42 @@ def join_projections(infos: Iterable[VarInfo]) -> frozenset[Source]:
     joined = frozenset[Source]().union(*(i.projections for i in infos))
     is_unknown = len(joined) > _MOST_PROJECTIONS or joined & MANY_PROJECTIONS
     return MANY_PROJECTIONS if is_unknown else joined
+
+
+def join_branches(values: Sequence[VarInfo]) -> VarInfo:
+    """A weight only where all branches give one; active where any branch is."""
+    sources = [v.source for v in values if v.source is not None]
+    return VarInfo(
+        source=_either(sources) if len(sources) == len(values) else None,
+        is_modified=any(v.is_modified for v in values),
+        active=any(v.active for v in values),
+        projections=join_projections(values),
+    )
+
+
+def carry_info(value: VarInfo, integers: Integers | None) -> VarInfo:
+    """What is known of a carry that a loop changes, from its first value. `integers`: its value, if it is a counter."""
+    source = value.source
+    if source is not None:
+        source = None if is_broadcast(source) else unknown_source(source.shape, [source], _CARRIED)
+    return VarInfo(
+        source=source,
+        is_modified=source is not None,
+        active=value.active,
+        integers=integers,
+        projections=MANY_PROJECTIONS,
+    )
+
+
+def widen_carry(carry: VarInfo, result: VarInfo) -> VarInfo:
+    """What is known of a carry after one more iteration. It is a weight if every iteration gives one."""
+    source = carry.source
+    if isinstance(source, UnknownSource):
+        wider = (
+            None if result.source is None else unknown_source(source.shape, [source, result.source], _CARRIED)
+        )
+        source = source if wider is not None and wider.operands == source.operands else wider
+    return replace(carry, source=source, active=carry.active or result.active)
 
 
 LAYOUT = frozenset({
@@ -71,8 +111,22 @@ _HOISTABLE = frozenset({
 })  # fmt: skip
 """Primitives that can run outside the loss: they read only the parameter, and do not make it larger."""
 
-_MODIFYING = frozenset({"add", "sub", "mul", "div"})
-"""Primitives after which a parameter is still a weight: an adapter is added, a mask or a norm is multiplied."""
+_MODIFYING = frozenset({"add", "sub", "mul", "div", "max", "min", "clamp", "select_n"})
+"""Primitives after which a parameter is still a weight: an adapter is added, a mask multiplied, its values clipped."""
+
+_JOINING = frozenset({"concatenate", "stack"})
+
+_UNFOLLOWED = {
+    "ppermute": "devices pass it on to each other",
+    "all_to_all": "devices exchange parts of it",
+    "reduce_scatter": "devices add it up and divide it",
+    "psum": "devices add it up",
+    "psum_invariant": "devices add it up",
+    "dynamic_update_slice": "it is written into an array",
+    "scatter": "it is written into an array",
+    "scatter-add": "it is added to an array",
+}
+"""Primitives after which a parameter is still a weight, and it is not known which elements of it: why, in words."""
 _MOST_CONSTANTS = 1 << 16  # elements of a constant array of indices
 
 
@@ -106,7 +160,7 @@ def propagate_equation(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[V
     return [
         VarInfo(
             source=source,
-            is_modified=source is not None and (name in _MODIFYING or any(i.is_modified for i in infos)),
+            is_modified=source is not None and _is_modified(name, infos),
             active=is_active,
             integers=integers,
             one_hot=one_hot,
@@ -132,36 +186,44 @@ def _propagate_source(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[So
             LayoutSource(shape=shape_of(v), eqn=eqn, output=number, operand=first, integers=integers)
             for number, v in enumerate(eqn.outvars)
         ]
-    if name in ("concatenate", "stack") and all(i.source is not None for i in infos):
-        operands = tuple(i.source for i in infos if i.source is not None)
-        shape = shape_of(eqn.outvars[0])
+    shape = shape_of(eqn.outvars[0])
+    whole = [i.source for i in infos if i.source is not None and not is_broadcast(i.source)]
+    if name in _JOINING and (all(i.source is not None for i in infos) or (whole and len(shape) > 1)):
+        pairs = zip(infos, eqn.invars, strict=True)
+        operands = tuple(i.source or OtherSource(shape=shape_of(a)) for i, a in pairs)
         if name == "stack":
             return [StackedSource(shape=shape, operands=operands, dimension=eqn.params["axis"])]
         return [ConcatenatedSource(shape=shape, operands=operands, dimension=eqn.params["dimension"])]
-    if name in _MODIFYING and len(infos) == 2:
-        return [_modified_source(eqn, infos)]
+    if not whole or len(shape) < 2:
+        return nothing
+    if name in _MODIFYING:
+        changed = [source for source in whole if source.shape == shape]
+        return [_either(changed) if changed else None]  # W * mask, W + delta; or W1 + W2, named by both
+    if name in _UNFOLLOWED:
+        return [unknown_source(shape_of(v), whole, _UNFOLLOWED[name]) for v in eqn.outvars]
     return nothing
 
 
-def _modified_source(eqn: JaxprEqn, infos: list[VarInfo]) -> Source | None:
-    """The weight that an equation changes, if its result is still one: W * 2, W * mask, W + delta."""
-    shape = shape_of(eqn.outvars[0])
-    whole = [
-        i for i in infos if i.source is not None and i.source.shape == shape and not _is_broadcast(i.source)
-    ]
-    if not whole or len(shape) < 2:
-        return None
-    return min(whole, key=lambda i: i.is_modified).source
+def _is_modified(name: str, infos: list[VarInfo]) -> bool:
+    """Is the result of an equation a parameter and something else?"""
+    if name in _MODIFYING or any(i.is_modified for i in infos):
+        return True
+    return name in _JOINING and any(i.source is None for i in infos)
 
 
-def _is_broadcast(source: Source) -> bool:
+def _either(sources: Sequence[Source]) -> Source:
+    same = all(s is sources[0] for s in sources)
+    return sources[0] if same else EitherSource(shape=sources[0].shape, operands=tuple(sources))
+
+
+def is_broadcast(source: Source) -> bool:
     """Is it broadcast from a smaller parameter: a bias, a scale, a position?"""
     if not isinstance(source, LayoutSource):
         return False
     grows = math.prod(source.shape) > math.prod(source.operand.shape)
     if grows and jaxprs.primitive_name(source.eqn) == "broadcast_in_dim":
         return True
-    return _is_broadcast(source.operand)
+    return is_broadcast(source.operand)
 
 
 def _gathers_matrices(eqn: JaxprEqn) -> bool:

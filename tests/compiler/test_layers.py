@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 import policyc
 from policyc.compiler.plan_checks import check_plan, opaque_indices
@@ -81,6 +82,15 @@ def counted_down(p, x):
     return lax.fori_loop(0, 8, lambda i, h: layer(member(p["layers"], 7 - i), h), x)
 
 
+def by_bits(p, x):
+    return lax.fori_loop(0, 8, lambda i, h: layer(member(p["layers"], (~i & 7) ^ ((i << 1) >> 2)), h), x)
+
+
+def by_table(p, x):
+    table = jnp.array([7, 2, 5, 0, 6, 1, 4, 3])
+    return lax.fori_loop(0, 8, lambda i, h: layer(member(p["layers"], table[i]), h), x)
+
+
 PROGRAMS: dict[str, tuple[Any, Callable[..., Any], str, list[int]]] = {
     "a list that is stacked": (
         LIST, lambda p, x: scan(jax.tree.map(lambda *a: jnp.stack(a), *p["layers"]), x), "layers[-1]", [7]
@@ -114,6 +124,33 @@ PROGRAMS: dict[str, tuple[Any, Callable[..., Any], str, list[int]]] = {
         "layers[-2:]", [6, 7],
     ),
     "a counter that runs down": (STACK, counted_down, "layers[:2]", [0, 1]),
+    "the bits of a counter": (STACK, by_bits, "layers[5]", [5]),
+    "a table of indices": (STACK, by_table, "layers[5:7]", [5, 6]),
+    "a stack that is cast layer by layer": (
+        STACK,
+        lambda p, x: scan(lax.map(lambda w: each(lambda a: a.astype("bfloat16"), w), p["layers"]), x),
+        "layers[2]", [2],
+    ),
+    "a stack that is masked and clipped": (
+        STACK,
+        lambda p, x: scan(each(lambda a: jnp.where(a > 0, jnp.clip(a, -1, 1), 0), p["layers"]), x),
+        "layers[2]", [2],
+    ),
+    "a padded stack": (
+        STACK,
+        lambda p, x: scan(each(lambda a: jnp.pad(a, ((1, 2), (0, 0), (0, 0))), p["layers"]), x),
+        "layers[0], layers[-1]", [0, 7],
+    ),
+    "zeros behind a stack": (
+        STACK,
+        lambda p, x: scan(each(lambda a: jnp.concatenate([a, jnp.zeros((2, D, D))]), p["layers"]), x),
+        "layers[0], layers[-1]", [0, 7],
+    ),
+    "zeros in a list that is stacked": (
+        LIST,
+        lambda p, x: scan(jax.tree.map(lambda *a: jnp.stack([*a, jnp.zeros((D, D))]), *p["layers"]), x),
+        "layers[:2]", [0, 1],
+    ),
     "a gather by constants": (
         STACK, lambda p, x: scan(member(p["layers"], np.array([3, 1, 7])), x), "layers[2:]", [3, 7]
     ),
@@ -221,6 +258,83 @@ def test_stages_that_run_at_once_hide_the_index_of_the_layers_in_them():
 
     with pytest.raises(policyc.PolicyError, match="several of the 3 members of axis 0"):
         quantized_layers("layers[-1] -> fp8", loss, params)
+
+
+def prefetched(p, x):
+    """Each iteration reads the layer of the next one."""
+    stack = p["layers"]
+
+    def body(carry, i):
+        h, now = carry
+        return (layer(now, h), member(stack, jnp.minimum(i + 1, 7))), None
+
+    return lax.scan(body, (x, member(stack, 0)), jnp.arange(8))[0][0]
+
+
+def rotated(p, x):
+    def body(i, carry):
+        h, stack = carry
+        return layer(member(stack, 0), h), each(lambda a: jnp.roll(a, 1, 0), stack)
+
+    return lax.fori_loop(0, 8, body, (x, p["layers"]))[0]
+
+
+def written(p, x):
+    written = each(lambda a: jnp.zeros((8, D, D)).at[1:].set(a[1:]), p["layers"])
+    return scan(written, x)
+
+
+def passed_on(p, x):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def stage(stack, h):
+        passed = each(lambda a: lax.ppermute(a, "i", [(0, 1), (1, 0)]), stack)
+        return scan(passed, scan(stack, h))
+
+    specs = (PartitionSpec("i"), PartitionSpec())
+    return jax.shard_map(stage, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(
+        p["layers"], x
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (prefetched, "the loop around it carries it"),
+        (rotated, "the loop around it carries it"),
+        (written, "it is written into an array"),
+        (passed_on, "devices pass it on"),
+    ],
+)
+def test_a_weight_whose_layer_is_not_followed_is_a_weight_and_its_index_is_refused(program, reason):
+    def loss(p, x):
+        return program(p, x).sum()
+
+    with pytest.raises(policyc.PolicyError, match=reason):
+        quantized_layers("layers[-1] -> fp8", loss, STACK)
+    plan = policyc.plan("* -> bf16", loss, STACK, X)
+    assert {(site.name, site.weight) for site in plan.sites} == {
+        ("layers.attn", "rhs"),
+        ("layers.mlp", "rhs"),
+    }
+
+
+def test_a_carry_that_becomes_an_activation_is_no_weight():
+    def loss(p, x):
+        h = lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p["w"]), p["latents"])
+        return (h @ h.T).sum()
+
+    names = weight_names(loss, {"w": weights(), "latents": weights()}, X)
+    assert names[0] == ("w", "rhs")
+    assert names[1][1] is None
+
+
+def test_a_carry_is_named_by_every_parameter_that_it_holds():
+    def loss(p, x):
+        return lax.scan(lambda c, w: ((c[0] @ c[1], w), None), (x, p["first"]), p["rest"])[0][0].sum()
+
+    plan = policyc.plan("* -> bf16", loss, {"first": weights(), "rest": weights(8)}, X)
+    assert [dotted(t.path) for site in plan.sites for t in site.parameters] == ["first", "rest"]
 
 
 def test_a_while_loop_is_refused():
@@ -550,6 +664,14 @@ def test_a_weight_that_is_changed_is_still_a_weight(change):
     assert ("mlp.w", "rhs") in weight_names(
         lambda p, x: (x @ change(p["mlp"]["w"], x)).sum(), {"mlp": {"w": weights()}}, X
     )
+
+
+def test_the_sum_of_two_parameters_is_named_by_both():
+    def loss(p, x):
+        return lax.scan(lambda h, delta: (h @ (p["shared"] + delta), None), x, p["layers"]["attn"])[0].sum()
+
+    plan = policyc.plan("layers[-1] -> fp8; shared -> bf16", loss, {**STACK, "shared": weights()}, X)
+    assert plan.counts == (1, 8)
 
 
 def test_a_straight_through_estimator_leaves_a_weight_a_weight():

@@ -16,9 +16,11 @@ from policyc.compiler.provenance.graph import (
     EitherSource,
     IterationSource,
     LayoutSource,
+    OtherSource,
     ParameterSource,
     ShardSource,
     Source,
+    StackedResultSource,
     StackedSource,
     UnknownSource,
     shard_maps_of,
@@ -41,6 +43,8 @@ def read_elements(
     source: Source, region: Region, iterations: Iterations
 ) -> Iterator[tuple[ParameterSource, Region]]:
     """The regions of parameters that a region of a variable comes from, in one iteration. Raises `Unknown`."""
+    if not all(map(len, region)):
+        return  # it is padding
     match source:
         case ParameterSource():
             yield source, region
@@ -60,8 +64,13 @@ def read_elements(
         case IterationSource():
             index = iterations[source.loop]
             yield from read_elements(source.operand, (range(index, index + 1), *region), iterations)
+        case StackedResultSource():
+            for index in region[0]:
+                yield from read_elements(source.operand, region[1:], {**iterations, source.loop: int(index)})
         case ShardSource():
             yield from read_elements(source.operand, shard_region(source, region, iterations), iterations)
+        case OtherSource():
+            return
         case UnknownSource():
             raise Unknown(source.reason)
         case _:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn
@@ -78,11 +78,29 @@ class ShardSource(Source):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class UnknownSource(Source):
-    """Laid out from these variables, in a way that is not followed."""
+class StackedResultSource(Source):
+    """What the iterations of a scan give, stacked: the results of `lax.map`."""
 
-    operands: tuple[Source, ...]
+    operand: Source
+    loop: Address
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class OtherSource(Source):
+    """From no parameter: the zeros behind a stack that is padded."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class UnknownSource(Source):
+    """Laid out from these parameters, in a way that is not followed."""
+
+    operands: tuple[ParameterSource, ...]
     reason: str
+
+
+def unknown_source(shape: tuple[int, ...], sources: Iterable[Source], reason: str) -> UnknownSource:
+    parameters = dict.fromkeys(parameter for source in sources for parameter in parameters_of(source))
+    return UnknownSource(shape=shape, operands=tuple(parameters), reason=reason)
 
 
 def parameters_of(source: Source) -> Iterator[ParameterSource]:
@@ -90,7 +108,7 @@ def parameters_of(source: Source) -> Iterator[ParameterSource]:
     match source:
         case ParameterSource():
             yield source
-        case LayoutSource() | IterationSource() | ShardSource():
+        case LayoutSource() | IterationSource() | StackedResultSource() | ShardSource():
             yield from parameters_of(source.operand)
         case ConcatenatedSource() | StackedSource() | EitherSource() | UnknownSource():
             for operand in source.operands:
@@ -105,9 +123,11 @@ def loops_of(source: Source) -> frozenset[Address]:
             return loops_of(source.operand).union(*indices)
         case IterationSource():
             return loops_of(source.operand) | {source.loop}
+        case StackedResultSource():
+            return loops_of(source.operand) - {source.loop}
         case ShardSource():
             return loops_of(source.operand) | {source.shard_map}
-        case ConcatenatedSource() | StackedSource() | EitherSource() | UnknownSource():
+        case ConcatenatedSource() | StackedSource() | EitherSource():
             return frozenset[Address]().union(*map(loops_of, source.operands))
     return frozenset()
 
@@ -117,8 +137,8 @@ def shard_maps_of(source: Source) -> dict[Address, int]:
     match source:
         case ShardSource():
             return {**shard_maps_of(source.operand), source.shard_map: source.parts[0] if source.parts else 1}
-        case LayoutSource() | IterationSource():
+        case LayoutSource() | IterationSource() | StackedResultSource():
             return shard_maps_of(source.operand)
-        case ConcatenatedSource() | StackedSource() | EitherSource() | UnknownSource():
+        case ConcatenatedSource() | StackedSource() | EitherSource():
             return {a: parts for operand in source.operands for a, parts in shard_maps_of(operand).items()}
     return {}

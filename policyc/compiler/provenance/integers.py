@@ -70,9 +70,12 @@ _INTEGER_OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "ge": np.greater_equal,
     "eq": np.equal,
     "ne": np.not_equal,
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "not": np.logical_not,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.bitwise_not,
+    "shift_left": np.left_shift,
+    "shift_right_arithmetic": np.right_shift,
     "select_n": lambda which, *cases: np.choose(which.astype(int), np.broadcast_arrays(*cases)),
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "sign": np.sign,
@@ -96,6 +99,7 @@ def _integer_operation(eqn: JaxprEqn) -> Callable[..., np.ndarray] | None:
         "transpose": lambda x: np.transpose(x, params["permutation"]),
         "rev": lambda x: np.flip(x, params["dimensions"]),
         "slice": lambda x: x[_slices(params)],
+        "dynamic_slice": lambda x, *starts: _dynamic_slice(x, starts, params["slice_sizes"]),
         "iota": lambda: _iota(params),
     }
     return shapes.get(name) or _INTEGER_OPERATIONS.get(name)
@@ -111,6 +115,13 @@ def _broadcast(x: np.ndarray, params: Mapping[str, Any]) -> np.ndarray:
 def _slices(params: Mapping[str, Any]) -> tuple[slice, ...]:
     strides = params["strides"] or (1,) * len(params["start_indices"])
     return tuple(map(slice, params["start_indices"], params["limit_indices"], strides))
+
+
+def _dynamic_slice(x: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
+    firsts = [
+        min(max(int(start), 0), n - size) for start, n, size in zip(starts, x.shape, sizes, strict=True)
+    ]
+    return x[tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))]
 
 
 def _iota(params: Mapping[str, Any]) -> np.ndarray:
