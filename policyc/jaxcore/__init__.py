@@ -2,6 +2,7 @@
 
 __all__ = [
     "autodiff",
+    "batching",
     "containers",
     "dataflow",
     "define_primitive",

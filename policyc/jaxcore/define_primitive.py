@@ -67,6 +67,7 @@ class PrimitiveRules:
         dimensions if types carry shardings.
       platform_bodies: other bodies with the same results, by platform.
       single_device_bodies: bodies for programs on one device, which nothing has to partition, by platform.
+      mapped_bodies: the same under `vmap`.
       partitioned_bodies: bodies that divide their work over devices themselves, by platform. Not used under `vmap`,
         which cannot batch them, and inside a `shard_map` over some axes of the mesh.
       stack_bodies: bodies that compute what one `vmap` over the only operand would, from the whole stack, by platform.
@@ -81,6 +82,7 @@ class PrimitiveRules:
     dim_sources: Callable[..., Sequence[Sequence[DimSource]]]
     platform_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     single_device_bodies: Mapping[str, Implementation] = field(default_factory=dict)
+    mapped_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     partitioned_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     stack_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     takes_stack: Callable[..., bool] = lambda **_: False
@@ -279,21 +281,21 @@ def _stack_body(body: Implementation) -> Implementation:
 
 def _lowering_rule(rules: PrimitiveRules, platform: str = "") -> Callable[..., Any]:
     body = rules.platform_bodies.get(platform, rules.body)
-    bodies = (
-        body,
-        rules.single_device_bodies.get(platform, body),
-        rules.partitioned_bodies.get(platform, body),
-    )
-    lower_mapped, lower_single, lower_partitioned = (_lower_body(_vmap_body(b)) for b in bodies)
+    special = (rules.single_device_bodies, rules.mapped_bodies, rules.partitioned_bodies)
+    bodies = (body, *(by_platform.get(platform, body) for by_platform in special))
+    lower_plain, lower_single, lower_mapped, lower_partitioned = (_lower_body(_vmap_body(b)) for b in bodies)
     stack_body = rules.stack_bodies.get(platform)
-    lower_stack = lower_mapped if stack_body is None else _lower_body(_stack_body(stack_body))
+    lower_stack = lower_plain if stack_body is None else _lower_body(_stack_body(stack_body))
 
     def select(axis_context: Any, params: Mapping[str, Any]) -> Callable[..., Any]:
         if _is_partly_manual(axis_context):
-            return lower_mapped
-        if params["mapped"]:
-            return lower_stack if rules.is_stack(**params) else lower_mapped
-        return lower_single if getattr(axis_context, "num_devices", None) == 1 else lower_partitioned
+            return lower_plain
+        has_single_device = getattr(axis_context, "num_devices", None) == 1
+        if not params["mapped"]:
+            return lower_single if has_single_device else lower_partitioned
+        if rules.is_stack(**params):
+            return lower_stack
+        return lower_mapped if has_single_device else lower_plain
 
     def lower(ctx: Any, *args: Any, **params: Any) -> Any:
         # Without sharding and varying axes: inside `shard_map` the body runs on one device's shard.

@@ -116,6 +116,7 @@ def _lowering_rules(body: Implementation, backend: str) -> dict[str, Any]:
     return {
         "platform_bodies": bodies(),
         "single_device_bodies": bodies(single_device=True),
+        "mapped_bodies": bodies(single_device=True, is_mapped=True),
         "partitioned_bodies": bodies(can_partition=True),
         "needs_devices": backends.load(backend).NEEDS_DEVICES,
     }

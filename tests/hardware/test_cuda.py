@@ -211,6 +211,21 @@ def test_the_kernels_that_refine_scales_are_compiled(axes: Axes) -> None:
     assert len(reads) <= 2 * len(treatments)
 
 
+def test_one_kernel_quantizes_the_operands_of_all_seeds() -> None:
+    """Under a `vmap`, with tiles that overlap."""
+    mesh = Mesh(deviceless.make_devices(TARGETS["gb200"], 1), ("device",))
+    x = jax.ShapeDtypeStruct((3, 512, 1408), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+    rotated = Treatment(format="nvfp4", element="e2m1", rht=16, rounding="sr")
+
+    def quantize(x: jax.Array) -> Any:
+        return primitives.quantize(x, rotated, Axes(axis=-2), backend="xla")
+
+    lowered = jax.jit(jax.vmap(quantize)).trace(x).lower(lowering_platforms=("cuda",))
+    executions = hlo.parse_module(lowered.compile({"xla_gpu_autotune_level": "0"}).as_text()).executions
+    reads = [e for e in executions if e.is_kernel and e.bytes_read >= 3 * 512 * 1408 * 2]
+    assert [e.instruction.call_target for e in reads] == ["mosaic_gpu_v2"] * 2
+
+
 @pytest.mark.parametrize("policy_name", ["llama_nvfp4", "fp8"])
 def test_the_kernels_and_bytes_of_a_llama_block_stay_within_limits(policy_name: str, tmp_path: Path) -> None:
     """No operand is written in fp32, no random array is in memory, and quantizers stay fused.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -89,8 +89,8 @@ def reference_quantizer(pair: str) -> Any:
 @pytest.mark.parametrize("pair", [pytest.param("nearest", marks=pytest.mark.slow), "stochastic"])
 @pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan", "infinity", "spread"])
 def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None:
-    """Of the kernels, on four tiles, and of the jnp code for shards without whole tiles."""
-    x = normal(2, 64, 512)
+    """Of the kernels, on four tiles of which two overlap, and of the jnp code for shards that they do not fit."""
+    x = normal(2, 64, 336)
     x = {
         "normal": x,
         "huge": x * 1e37,
@@ -98,7 +98,7 @@ def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None
         "zeros": x * 0,
         "nan": x.at[1, 3, 5].set(jnp.nan),
         "infinity": x.at[1, 3, 5].set(jnp.inf),
-        "spread": x * jnp.exp2(jnp.arange(512) % 24 - 12).astype(jnp.bfloat16),
+        "spread": x * jnp.exp2(jnp.arange(336) % 24 - 12).astype(jnp.bfloat16),
     }[case]
     reference = reference_quantizer(pair)(x)
     for engine in ENGINES:
@@ -107,29 +107,62 @@ def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None
             assert_equal(one, other)
 
 
+@pytest.mark.parametrize(
+    "orders",
+    [
+        "rows",
+        pytest.param("rows and columns", marks=pytest.mark.slow),
+        pytest.param("refined", marks=pytest.mark.slow),
+    ],
+)
+def test_under_vmap_each_index_has_the_bits_of_its_own_operand(orders: str) -> None:
+    """Two `vmap`s around the quantizer, with three rows of tiles in an operand, and a key for each index."""
+    x = normal(2, 1, 192, 256) * jnp.asarray([1, 1e-3], jnp.bfloat16).reshape(2, 1, 1, 1)
+    seeds = jnp.asarray([7, 9], jnp.uint32)
+
+    rows, columns = requests("stochastic")
+    chosen = {
+        "rows": [rows],
+        "rows and columns": [rows, columns],
+        "refined": refined_requests("ms_eden", COLUMNS),
+    }[orders]
+
+    def quantize_by(engine: str, x: jax.Array, seed: jax.Array) -> list[Quantized]:
+        return quantize_orders(x, [replace(r, key=make_key(seed)) for r in chosen], ENGINES[engine])
+
+    by_kernels = jax.vmap(partial(quantize_by, "kernels"), in_axes=(0, None))
+    mapped = jax.jit(jax.vmap(by_kernels))(x, seeds)
+    for i in range(2):
+        alone = jax.jit(partial(quantize_by, "jnp"))(x[i, 0], seeds[i])
+        for one, other in zip(mapped, alone, strict=True):
+            assert_equal(jax.tree.map(lambda a, i=i: a[i, 0], one), other)
+
+
 def refined_inputs() -> list[jax.Array]:
     """Normal, tiny, with one huge number, half of it zeros, with a NaN, and with magnitudes of 24 binades."""
-    x = normal(128, 256)
+    x = normal(128, 384)
     return [
         x,
         x * 1e-38,
         x.at[5, 3].set(1e37),
         x.at[:, :128].set(0),
         x.at[3, 5].set(jnp.nan),
-        x * jnp.exp2(jnp.arange(256) % 24 - 12).astype(jnp.bfloat16),
+        x * jnp.exp2(jnp.arange(384) % 24 - 12).astype(jnp.bfloat16),
     ]
 
 
 @pytest.mark.parametrize(("backend", "uses_kernels"), [(emulate, False), (xla, True)], ids=["emulate", "xla"])
-def test_the_definition_does_not_use_the_kernel_that_refines_scales(
-    backend: ModuleType, uses_kernels: bool
+@pytest.mark.parametrize(
+    ("treatment", "is_mapped", "features"),
+    [(REFINED["ms_eden"], False, 512), (STOCHASTIC, True, 512), (STOCHASTIC, False, 528)],
+    ids=["refined scales", "several operands", "tiles that overlap"],
+)
+def test_the_definition_does_not_use_kernels_that_have_not_run_on_a_gpu(
+    backend: ModuleType, uses_kernels: bool, treatment: Treatment, is_mapped: bool, features: int
 ) -> None:
-    """It has not run on a GPU."""
-    context = LoweringContext(platform="cuda", single_device=True)
-    jaxpr = jax.make_jaxpr(
-        lambda x: backend.quantize(x, REFINED["ms_eden"], COLUMNS, None, None, context).codes
-    )
-    assert ("function=_Kernel(" in str(jaxpr(normal(128, 512)))) == uses_kernels
+    context = LoweringContext(platform="cuda", single_device=True, is_mapped=is_mapped)
+    jaxpr = jax.make_jaxpr(lambda x: backend.quantize(x, treatment, COLUMNS, None, None, context).codes)
+    assert ("function=_Kernel(" in str(jaxpr(normal(128, features)))) == uses_kernels
 
 
 @pytest.mark.parametrize(
@@ -153,7 +186,7 @@ def test_the_definition_does_not_use_the_kernel_that_refines_scales(
     ],
 )
 def test_refined_scales_have_the_bits_of_the_jnp_code(name: str, axes: Axes, engine: str) -> None:
-    """Of the kernels, and of the jnp code for shards without whole tiles. XLA rotates for both."""
+    """Of the kernels, and of the jnp code for shards that they do not fit. XLA rotates for both."""
 
     def run(x: jax.Array) -> Quantized:
         if engine == "kernels":
@@ -224,7 +257,9 @@ def test_which_operands_the_kernels_take() -> None:
     assert not fits(array(64, 256, dtype=jnp.float32), NEAREST, COLUMNS)
     assert not fits(array(48, 256), NEAREST, COLUMNS)
     assert not fits(array(8, 8, 256), NEAREST, COLUMNS)
-    assert not fits(array(64, 128), NEAREST, COLUMNS)
+    assert fits(array(64, 272), NEAREST, COLUMNS)
+    assert not fits(array(64, 240), NEAREST, COLUMNS)
+    assert not fits(array(64, 264), NEAREST, COLUMNS)
     assert not fits(array(2, 2, 64, 256), NEAREST, COLUMNS)
     assert not fits(array(64, 256), replace(NEAREST, outer="row"), COLUMNS)
     assert not fits(array(64, 256), replace(NEAREST, scale="four_over_six"), COLUMNS)

@@ -12,7 +12,8 @@ import pytest
 from policyc.language.recipes import Treatment
 from policyc.numerics import primitives
 from policyc.numerics.quantize import Axes, codes_of, kernels, make_key, quantize
-from policyc.numerics.quantize.kernel_bodies import Order, RowLengths
+from policyc.numerics.quantize.kernel_bodies import Order
+from policyc.numerics.quantize.kernel_places import RowLengths
 from policyc.numerics.quantize.orders import JnpEngine, order_scales, quantize_orders
 from tests.numerics.test_kernels import (
     COLUMNS,
@@ -36,7 +37,7 @@ pytestmark = [
 ]
 
 
-SHAPES = ((4, 2048, 1024), (64, 256), (3, 64, 768), (192, 14336))
+SHAPES = ((4, 2048, 1024), (64, 256), (3, 64, 1408), (192, 14336))
 _NO_SIGNS = 0x77
 """Both magnitudes of a byte of codes."""
 
@@ -81,6 +82,20 @@ def test_compiled_kernels_with_refined_scales(name: str, axes: Axes) -> None:
         x = normal(*shape) * jnp.exp2(jnp.arange(shape[-1]) % 24 - 12).astype(jnp.bfloat16)
         for scale in (1, 0, 1e33, 1e-28):
             assert_equal(run(x * scale), reference(x * scale))
+
+
+@pytest.mark.parametrize("name", ["stochastic", "ms_eden"])
+def test_compiled_kernels_of_several_operands(name: str) -> None:
+    """As under a `vmap`: the random words and scales are those of each operand."""
+    x = normal(3, 2, 2048, 1024) * jnp.asarray([1, 1e-3, 1e20], jnp.bfloat16).reshape(3, 1, 1, 1)
+    request = requests(name) if name in PAIRS else refined_requests(name, COLUMNS)
+    run = jax.jit(jax.vmap(lambda x: quantize_orders(x, request, kernels.Kernels())))
+    assert "mosaic_gpu" in run.lower(x).as_text()
+    alone = jax.jit(lambda x: quantize_orders(x, request, JnpEngine()))
+    results = run(x)
+    for i in range(3):
+        for one, other in zip(results, alone(x[i]), strict=True):
+            assert_equal(jax.tree.map(lambda a, i=i: a[i], one), other)
 
 
 def test_compiled_kernels_of_a_shard() -> None:

@@ -7,15 +7,16 @@ GEMMs do, and gathers the scales of 2D tiles as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
+from policyc.jaxcore.batching import merge_mapped_axes
 from policyc.jaxcore.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.quantize.layout import repeat_axis
 from policyc.numerics.quantize.values import apply_outer_scale
@@ -56,8 +57,13 @@ class BlockScaledSpec:
 
 def multiply_rows(a: Rows, b: Rows, spec: BlockScaledSpec) -> jax.Array:
     """The product (batch, rows of a, rows of b), with the outer scales applied, in the dtype `spec.out`."""
-    product: jax.Array = _batched(spec)(a, b)
+    product: jax.Array = _multiplier(spec)(a, b)
     return product
+
+
+@cache
+def _multiplier(spec: BlockScaledSpec) -> Callable[[Rows, Rows], jax.Array]:
+    return merge_mapped_axes(partial(_multiply_divided, spec=spec))
 
 
 # ---- on one device
@@ -104,30 +110,6 @@ def _apply_outer_scales(product: jax.Array, a: Rows, b: Rows) -> jax.Array:
     if b.mantissa is not None and b.exponent is not None:
         m, e = m * b.mantissa.swapaxes(1, 2), e + b.exponent.swapaxes(1, 2)
     return apply_outer_scale(product, m, e) if m.ndim else product
-
-
-# ---- under vmap
-
-
-@cache
-def _batched(spec: BlockScaledSpec) -> Any:
-    """The GEMM under any number of `vmap`s: a mapped axis becomes part of the batch."""
-
-    @custom_vmap
-    def multiply(a: Rows, b: Rows) -> jax.Array:
-        return _multiply_divided(a, b, spec)
-
-    @multiply.def_vmap
-    def multiply_mapped(size: int, mapped: tuple[Rows, Rows], a: Rows, b: Rows) -> tuple[jax.Array, bool]:
-        def merge(x: jax.Array, is_mapped: bool) -> jax.Array:
-            wide = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-            return wide.reshape(-1, *wide.shape[2:])
-
-        merged = jax.tree.map(merge, (a, b), tuple(mapped))  # JAX may pass a list
-        product = multiply(*merged)
-        return product.reshape(size, -1, *product.shape[1:]), True
-
-    return multiply
 
 
 # ---- on several devices

@@ -16,7 +16,7 @@ from jax import lax
 
 from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.quantize.blocks import layout_of
-from policyc.numerics.quantize.kernel_bodies import BLOCK, TILE_FEATURES, TILE_TOKENS, RowLengths
+from policyc.numerics.quantize.kernel_places import BLOCK, TILE_FEATURES, TILE_TOKENS, RowLengths
 from policyc.numerics.quantize.kernels import Kernels, ShardPlace, Statistics, fits_shape
 from policyc.numerics.quantize.layout import Axes, Quantized
 from policyc.numerics.quantize.orders import Engine, JnpEngine, OrderRequest, Shard, quantize_orders
@@ -49,11 +49,11 @@ def quantize_sharded(
 
 
 def _engine(shape: tuple[int, ...], kernels: Kernels) -> Engine:
-    """The kernels, or plain jnp for a shard that has no whole tiles."""
+    """The kernels, or plain jnp for a shard that they do not fit."""
     if fits_shape(shape):
         return kernels
     warnings.warn(
-        f"{_NAME}: its kernels need a multiple of {TILE_TOKENS} tokens and of {TILE_FEATURES} features on each "
+        f"{_NAME}: its kernels need a multiple of {TILE_TOKENS} tokens and at least {TILE_FEATURES} features on each "
         f"device, but a shard has {prod(shape[:-1])} and {shape[-1]}. So XLA quantizes it, with more reads.",
         stacklevel=2,
     )

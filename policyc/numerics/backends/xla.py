@@ -30,7 +30,7 @@ from policyc.numerics.quantize import kernels
 from policyc.numerics.quantize.bits import materialize, power_of_two
 from policyc.numerics.quantize.blocks import refinement_of
 from policyc.numerics.quantize.dispatch import rotate_operand
-from policyc.numerics.quantize.kernel_bodies import TILE_FEATURES, TILE_TOKENS
+from policyc.numerics.quantize.kernel_places import BLOCK, TILE_FEATURES, TILE_TOKENS
 from policyc.numerics.quantize.layout import (
     TILE,
     Axes,
@@ -93,12 +93,13 @@ def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:
     if not refines and not any(t.rht for t in treatments):
         return None
     kernel = "the kernels that refine scales" if refines else "the kernels that rotate"
-    units = _REFINED_UNITS[query.gemm] if refines else _ROTATED_UNITS
+    limits = _REFINED_SIZES[query.gemm] if refines else _ROTATED_SIZES
     sizes = {"contracted": query.k, "rows": query.m, "columns": query.n}
-    for (name, size), unit in zip(sizes.items(), units, strict=True):
-        if size % unit:
-            reason = f"{kernel} require {name} % {unit} == 0, but {query.gemm} has {size}"
-            return Obstacle(reason, f"pad {size} to {size + -size % unit}")
+    for (name, size), (unit, least) in zip(sizes.items(), limits, strict=True):
+        if size % unit or size < least:
+            limit = f"{name} % {unit} == 0" if size % unit else f"{name} >= {least}"
+            reason = f"{kernel} require {limit}, but {query.gemm} has {size}"
+            return Obstacle(reason, f"pad {size} to {max(least, size + -size % unit)}")
     if query.batch != 1:
         return Obstacle(f"{kernel} take no batch dimensions", "XLA's code quantizes, in more passes")
     for dtype in query.types:
@@ -107,12 +108,14 @@ def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:
     return None
 
 
-_ROTATED_UNITS = (TILE_TOKENS, TILE_FEATURES, TILE_FEATURES)
-"""What the contracted dimension, rows and columns must be multiples of. Tokens are contracted."""
-_REFINED_UNITS = {
-    Gemm.FPROP: (TILE_FEATURES, TILE_TOKENS, TILE_FEATURES),
-    Gemm.DGRAD: (TILE_FEATURES, TILE_TOKENS, TILE_TOKENS),
-    Gemm.WGRAD: (MS_EDEN_RHT_SIZE, TILE_FEATURES, TILE_FEATURES),
+_TOKENS, _FEATURES = (TILE_TOKENS, TILE_TOKENS), (BLOCK, TILE_FEATURES)
+"""What the tokens and the features of an operand must be a multiple of, and at least. A weight has both."""
+_ROTATED_SIZES = (_TOKENS, _FEATURES, _FEATURES)
+"""The limits of the contracted dimension, of rows and of columns. Tokens are contracted."""
+_REFINED_SIZES = {
+    Gemm.FPROP: ((TILE_TOKENS, TILE_FEATURES), _TOKENS, _FEATURES),
+    Gemm.DGRAD: (_FEATURES, _TOKENS, _TOKENS),
+    Gemm.WGRAD: ((MS_EDEN_RHT_SIZE, MS_EDEN_RHT_SIZE), _FEATURES, _FEATURES),
 }
 
 
@@ -129,14 +132,14 @@ def quantize(
     A weight in 2D tiles is transposed first, if the GEMM reads it transposed. XLA would transpose it anyway, but later,
     as fp32 numbers on their way to codes.
     """
-    if _has_kernels(context) and context.can_partition and kernels.fits_alone(x, treatment, axes):
-        return quantize_sharded(x, [OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())])[0]
-    if _has_kernels(context) and context.knows_division and kernels.fits_refined(x, treatment, axes):
+    is_rotated_by_kernel = kernels.fits_alone(x, treatment, axes)
+    if _has_kernels(context) and (is_rotated_by_kernel or kernels.fits_refined(x, treatment, axes)):
         if context.single_device:
             return q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method="kernels")
-        rotated = rotate_operand(x, treatment, axes, sign_key, "kernels")
-        order = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
-        return quantize_sharded(rotated, [order])[0]
+        if context.can_partition:
+            rotated = x if is_rotated_by_kernel else rotate_operand(x, treatment, axes, sign_key, "kernels")
+            order = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
+            return quantize_sharded(rotated, [order])[0]
     if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
         return emulate.quantize(x, treatment, axes, key, sign_key, context)
     swap = {-1: -2, -2: -1}

@@ -33,18 +33,18 @@ from policyc.numerics.quantize.bits import (
 from policyc.numerics.quantize.blocks import RANDOM_BITS, bound_of, refinement_of
 from policyc.numerics.quantize.hadamard import SIGNS
 from policyc.numerics.quantize.kernel_machines import Machine, Ref
+from policyc.numerics.quantize.kernel_places import (
+    BLOCK,
+    GROUPS,
+    TILE_BLOCKS,
+    Operands,
+    TilePlace,
+    first_block,
+)
 from policyc.numerics.quantize.layout import Axes
 
-BLOCK = 16
-"""The elements of an NVFP4 block."""
 WORDS = BLOCK // 2
 """The words of a block of features."""
-TILE_BLOCKS = 16
-"""The blocks of features of a tile: it has one word for each of the 128 threads."""
-TILE_FEATURES = TILE_BLOCKS * BLOCK
-GROUPS = 4
-"""The groups of 16 tokens of a tile. Transposed, they are 32 bytes of codes, the least that memory writes at once."""
-TILE_TOKENS = GROUPS * BLOCK
 SCALARS = 6
 """The words of the scalars of one order, see `kernels.OrderScales`."""
 
@@ -79,23 +79,6 @@ class Order:
     def add_headroom(self, bits: jax.Array) -> jax.Array:
         """The bits of maxima times the headroom."""
         return bits if self.headroom == 1 else bits_of(from_bits(bits) * jnp.float32(self.headroom))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowLengths:
-    """The tokens of a row (the last dimension of tokens) in a shard and in the whole operand."""
-
-    shard: int
-    whole: int
-
-    def first_token(self, group: jax.Array) -> jax.Array:
-        """The first token of a group of 16 tokens of the shard, counted from the first token of the shard, uint32."""
-        group = group.astype(jnp.uint32)
-        if self.shard == self.whole:
-            return group * _word(BLOCK)
-        length = _word(self.shard // BLOCK)
-        row = lax.div(group, length)
-        return row * _word(self.whole) + (group - row * length) * _word(BLOCK)
 
 
 # ---- arithmetic on words
@@ -164,7 +147,7 @@ class Encoder:
     key: random.Key
 
     @classmethod
-    def from_words(cls, words: Ref, start: int) -> Encoder:
+    def from_words(cls, words: Ref, start: Any) -> Encoder:
         lift, enc, dec, amax, a, b = (words[start + i] for i in range(SCALARS))
         lift, enc, dec = (lax.bitcast_convert_type(n, jnp.float32) for n in (lift, enc, dec))
         return cls(lift=lift, enc=enc, dec=dec, is_finite=amax < _word(INFINITY), key=random.Key(a, b))
@@ -224,32 +207,26 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TileIndex:
-    """The indices of the elements of a tile in the whole operand, which has `features` features.
-
-    `first_token` is that of the shard, `first_feature` that of the tile.
-    """
+    """The indices of the elements of a tile in the whole operand."""
 
     machine: Machine
-    first_token: jax.Array
-    first_feature: jax.Array
-    rows: RowLengths
-    features: int
+    place: TilePlace
 
     def of_columns(self, group: jax.Array, half: int) -> list[jax.Array]:
         """The indices of the pairs of tokens of a group, at even or odd features."""
         shape = (TILE_BLOCKS, WORDS)
         block, word = (self.machine.iota(shape, axis, "words") for axis in (0, 1))
-        feature = self.first_feature + block * _word(BLOCK) + word * _word(2) + _word(half)
-        first = (self.first_token + self.rows.first_token(group)) >> _word(1)
-        return [(first + _word(i)) * _word(self.features) + feature for i in range(WORDS)]
+        feature = self.place.first_feature + block * _word(BLOCK) + word * _word(2) + _word(half)
+        first = self.place.token(group) >> _word(1)
+        return [(first + _word(i)) * _word(self.place.features) + feature for i in range(WORDS)]
 
     def of_rows(self, group: jax.Array) -> jax.Array:
         """The indices of the pairs of features of 16 tokens."""
         shape = (BLOCK, TILE_BLOCKS, WORDS)
         token, block, word = (self.machine.iota(shape, axis, "blocks") for axis in (0, 1, 2))
-        token = token + self.first_token + self.rows.first_token(group)
-        pair = (self.first_feature >> _word(1)) + block * _word(WORDS) + word
-        return token * _word(self.features // 2) + pair
+        token = token + self.place.token(group)
+        pair = (self.place.first_feature >> _word(1)) + block * _word(WORDS) + word
+        return token * _word(self.place.features // 2) + pair
 
 
 # ---- statistics
@@ -258,7 +235,7 @@ class _TileIndex:
 def find_statistics(machine: Machine, x: Ref, *outs: Ref, orders: tuple[Order, ...], groups: int) -> None:
     """Writes the maximum and the checksum of each thread, in each order."""
     i, j = machine.index(0), machine.index(1)
-    blocks = pl.ds(j * TILE_BLOCKS, TILE_BLOCKS)
+    blocks = pl.ds(first_block(j, x.shape[1]), TILE_BLOCKS)
     tile = _Tile(machine=machine, x=x, blocks=blocks)
 
     def block_maxima(order: Order, group: jax.Array) -> list[jax.Array]:
@@ -302,26 +279,21 @@ def write_codes(
     scalars: Ref,
     *refs: Ref,
     orders: tuple[Order, ...],
-    rows: RowLengths,
-    features: int,
+    operands: Operands,
 ) -> None:
     """Writes codes and block scales in each order. Scratch memory follows the results in `refs`."""
     i, j = machine.index(0), machine.index(1)
-    tile = _Tile(machine=machine, x=x, blocks=pl.ds(j * TILE_BLOCKS, TILE_BLOCKS))
-    index = _TileIndex(
-        machine=machine,
-        first_token=scalars[0],
-        first_feature=scalars[1] + (j * TILE_FEATURES).astype(jnp.uint32),
-        rows=rows,
-        features=features,
-    )
+    block = first_block(j, x.shape[1])
+    tile = _Tile(machine=machine, x=x, blocks=pl.ds(block, TILE_BLOCKS))
+    place = operands.locate(i, block, scalars)
+    index = _TileIndex(machine=machine, place=place)
     outs, stages = refs[: 2 * len(orders)], list(refs[2 * len(orders) :])
     for k, order in enumerate(orders):
         writer = _Writer(
             tile=tile,
             index=index,
             order=order,
-            encoder=Encoder.from_words(scalars, 2 + SCALARS * k),
+            encoder=Encoder.from_words(scalars, place.scalars + SCALARS * k),
             codes=outs[2 * k],
             scales=outs[2 * k + 1],
         )

@@ -17,18 +17,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from policyc.jaxcore.batching import merge_mapped_axes
 from policyc.jaxcore.lowering import call_lowered_once
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import kernel_bodies, kernel_machines, random, refined_kernels
 from policyc.numerics.quantize.blocks import refinement_of
-from policyc.numerics.quantize.kernel_bodies import (
+from policyc.numerics.quantize.kernel_bodies import WORDS, Order
+from policyc.numerics.quantize.kernel_places import (
     BLOCK,
     GROUPS,
     TILE_BLOCKS,
     TILE_FEATURES,
     TILE_TOKENS,
-    WORDS,
-    Order,
+    Operands,
     RowLengths,
 )
 from policyc.numerics.quantize.layout import Axes
@@ -76,8 +77,9 @@ def fits_alone(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
 
 
 def fits_shape(shape: tuple[int, ...]) -> bool:
-    """Whether an array of this shape has whole tiles."""
-    return prod(shape[:-1]) % TILE_TOKENS == 0 and shape[-1] % TILE_FEATURES == 0
+    """Whether an array of this shape has whole tiles of tokens, and at least one of features."""
+    has_features = shape[-1] % BLOCK == 0 and shape[-1] >= TILE_FEATURES
+    return has_features and prod(shape[:-1]) % TILE_TOKENS == 0
 
 
 @jax.tree_util.register_dataclass
@@ -141,7 +143,8 @@ class Kernels:
         """The largest magnitude and the checksum of the block maxima, in each order."""
         # Maxima and checksums do not depend on how codes are rounded.
         plain = tuple(replace(order, stochastic=False, headroom=1.0) for order in orders)
-        parts = _find_statistics(_as_words(x), orders=plain, interpret=self.interpret)
+        run = merge_mapped_axes(partial(_find_statistics, orders=plain, interpret=self.interpret))
+        parts = [part[0] for part in run(_as_words(x)[None])]
         return [reduce_statistics(parts[2 * i], parts[2 * i + 1]) for i in range(len(orders))]
 
     def codes(
@@ -152,14 +155,10 @@ class Kernels:
         Along tokens they have the shapes (tokens / 2, features) and (tokens / 16, features), and lie in memory with the
         tokens last, as GEMMs read them.
         """
-        results = _write_codes(
-            _as_words(x),
-            jnp.concatenate([place.start, *(s.words() for s in scales)]),
-            orders=tuple(orders),
-            rows=place.rows,
-            features=place.features,
-            interpret=self.interpret,
-        )
+        options = {"orders": tuple(orders), "rows": place.rows, "features": place.features}
+        run = merge_mapped_axes(partial(_write_codes, **options, interpret=self.interpret))
+        scalars = jnp.concatenate([place.start, *(s.words() for s in scales)])
+        results = [result[0] for result in run(_as_words(x)[None], scalars[None])]
         return [_arrange(results[2 * i], results[2 * i + 1], order) for i, order in enumerate(orders)]
 
 
@@ -174,22 +173,25 @@ def reduce_statistics(maxima: jax.Array, checksums: jax.Array) -> Statistics:
     return largest, total
 
 
-# ---- calls of kernels. They are jitted, so that equal kernels are traced once.
+# ---- calls of kernels. They are jitted, so that equal kernels are traced once. All arrays have a first dimension of
+# operands, which kernels see as one matrix.
 
 
 @partial(jax.jit, static_argnames=("orders", "interpret"))
 def _find_statistics(words: jax.Array, *, orders: tuple[Order, ...], interpret: bool) -> Sequence[jax.Array]:
-    groups = next(n for n in (16, 8, 4) if words.shape[0] % (n * BLOCK) == 0)
-    grid = (words.shape[0] // (groups * BLOCK), words.shape[1] // TILE_BLOCKS)
+    count, tokens, blocks, _ = words.shape
+    groups = next(n for n in (16, 8, 4) if tokens % (n * BLOCK) == 0)
+    grid = (count * tokens // (groups * BLOCK), -(-blocks // TILE_BLOCKS))
     outs: list[_Shape] = []
     for order in orders:
-        rest = (words.shape[1], WORDS) if order.along_tokens else (BLOCK, words.shape[1])
+        rest = (blocks, WORDS) if order.along_tokens else (BLOCK, blocks)
         outs += [((grid[0], *rest), jnp.int32), ((grid[0], *rest), jnp.uint32)]
     options = {"orders": orders, "groups": groups}
     kernel = _Kernel(
         body=kernel_bodies.find_statistics, options=_items(options), outs=tuple(outs), grid=grid, scratch=()
     )
-    return kernel.run(words, interpret=interpret)
+    parts = kernel.run(_join_operands(words), interpret=interpret)
+    return [part.reshape(count, -1, *part.shape[1:]) for part in parts]
 
 
 @partial(jax.jit, static_argnames=("orders", "rows", "features", "interpret"))
@@ -202,27 +204,44 @@ def _write_codes(
     features: int,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    tokens, blocks, _ = words.shape
+    count, tokens, blocks, _ = words.shape
+    operands = Operands(count=count, tokens=tokens, scalars=scalars.shape[1], rows=rows, features=features)
+    all_tokens = count * tokens
     outs: list[_Shape] = []
     scratch: list[_Shape] = []
     for order in orders:
         if not order.along_tokens:
-            codes: _Shape = ((tokens, blocks, WORDS), jnp.uint8)
+            codes: _Shape = ((all_tokens, blocks, WORDS), jnp.uint8)
             if order.refinement:
-                codes = (tokens, blocks, WORDS // 4), jnp.uint32
-            outs += [codes, ((tokens, blocks), jnp.uint8)]
+                codes = (all_tokens, blocks, WORDS // 4), jnp.uint32
+            outs += [codes, ((all_tokens, blocks), jnp.uint8)]
             continue
         columns = (blocks, WORDS, 2)
-        outs += [((*columns, tokens // 8), jnp.uint32), ((*columns, tokens // TILE_TOKENS), jnp.uint32)]
+        outs += [
+            ((*columns, all_tokens // 8), jnp.uint32),
+            ((*columns, all_tokens // TILE_TOKENS), jnp.uint32),
+        ]
         scratch += [((2, TILE_BLOCKS, WORDS, 2 * GROUPS), jnp.uint32)]
     kernel = _Kernel(
         body=refined_kernels.write_codes if orders[0].refinement else kernel_bodies.write_codes,
-        options=_items({"orders": orders, "rows": rows, "features": features}),
+        options=_items({"orders": orders, "operands": operands}),
         outs=tuple(outs),
-        grid=(tokens // TILE_TOKENS, blocks // TILE_BLOCKS),
+        grid=(all_tokens // TILE_TOKENS, -(-blocks // TILE_BLOCKS)),
         scratch=tuple(scratch),
     )
-    return kernel.run(words, scalars, interpret=interpret)
+    results = kernel.run(_join_operands(words), scalars.reshape(-1), interpret=interpret)
+    return [_split_operands(r, count, orders[i // 2].along_tokens) for i, r in enumerate(results)]
+
+
+def _join_operands(words: jax.Array) -> jax.Array:
+    return words.reshape(-1, *words.shape[2:])
+
+
+def _split_operands(array: jax.Array, count: int, along_tokens: bool) -> jax.Array:
+    """Codes or scales with a first dimension of operands. Their tokens are the last dimension, or the first."""
+    if not along_tokens:
+        return array.reshape(count, -1, *array.shape[1:])
+    return jnp.moveaxis(array.reshape(*array.shape[:-1], count, -1), -2, 0)
 
 
 _Options = tuple[tuple[str, Any], ...]

@@ -23,8 +23,9 @@ from policyc.numerics.quantize.blocks import (
     layout_of,
     round_up_to_bound,
 )
-from policyc.numerics.quantize.kernel_bodies import BLOCK, Encoder, Order, rotate
+from policyc.numerics.quantize.kernel_bodies import Encoder, Order, rotate
 from policyc.numerics.quantize.kernel_machines import Interpreter
+from policyc.numerics.quantize.kernel_places import BLOCK
 from policyc.numerics.quantize.kernels import (
     CodesAndScales,
     OrderScales,
@@ -134,11 +135,11 @@ def _split_tokens(matrix: jax.Array, shape: tuple[int, ...], axes: Axes) -> jax.
     return jnp.moveaxis(matrix.T.reshape(shape[-1], *shape[:-2], -1), 0, -1)
 
 
-# ---- shards without whole tiles
+# ---- shards that the kernels do not fit
 
 
 class JnpEngine:
-    """The kernels in plain jnp, for shards that have whole blocks but no whole tiles."""
+    """The kernels in plain jnp, for shards that they do not fit. Blocks are whole."""
 
     def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[Statistics]:
         maxima = [self._pairs(x, order)[1] for order in orders]

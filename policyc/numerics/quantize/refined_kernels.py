@@ -31,17 +31,16 @@ from policyc.numerics.quantize.bits import (
     sign_bit,
 )
 from policyc.numerics.quantize.blocks import RANDOM_BITS, SCALE_KEY, find_encode_scale
-from policyc.numerics.quantize.kernel_bodies import (
+from policyc.numerics.quantize.kernel_bodies import WORDS, Encoder, Order
+from policyc.numerics.quantize.kernel_machines import Machine, Ref
+from policyc.numerics.quantize.kernel_places import (
     BLOCK,
     GROUPS,
     TILE_BLOCKS,
-    TILE_FEATURES,
-    WORDS,
-    Encoder,
-    Order,
-    RowLengths,
+    Operands,
+    TilePlace,
+    first_block,
 )
-from policyc.numerics.quantize.kernel_machines import Machine, Ref
 
 ROW_TOKENS = 8
 """The tokens whose blocks of features the threads have at once: 8 x 16 blocks."""
@@ -84,7 +83,7 @@ class RefinedScales:
         return jnp.stack([jnp.reshape(n, ()).astype(jnp.uint32) for n in numbers])
 
 
-def make_encoder(words: Ref, start: int, order: Order) -> Encoder:
+def make_encoder(words: Ref, start: Any, order: Order) -> Encoder:
     """The encoder of an order, from the words of its `RefinedScales`."""
     amax, maximum, content, a, b = (words[start + i] for i in range(5))
     enc, lift = find_encode_scale(amax.astype(jnp.int32), order.bound, _div)
@@ -248,59 +247,50 @@ def write_codes(
     scalars: Ref,
     *refs: Ref,
     orders: tuple[Order, ...],
-    rows: RowLengths,
-    features: int,
+    operands: Operands,
 ) -> None:
     """Writes codes and block scales in one order. Scratch memory follows the results in `refs`."""
     (order,) = orders
     i, j = machine.index(0), machine.index(1)
+    block = first_block(j, x.shape[1])
+    place = operands.locate(i, block, scalars)
     writer = _Writer(
         machine=machine,
         x=x,
-        blocks=pl.ds(j * TILE_BLOCKS, TILE_BLOCKS),
-        encoder=make_encoder(scalars, 2, order),
+        blocks=pl.ds(block, TILE_BLOCKS),
+        encoder=make_encoder(scalars, place.scalars, order),
         refinement=order.refinement,
+        index=_BlockIndex(machine=machine, place=place),
         codes=refs[0],
         scales=refs[1],
     )
-    place = _Place(
-        first_token=scalars[0],
-        first_feature=scalars[1] + (j * TILE_FEATURES).astype(jnp.uint32),
-        rows=rows,
-        features=features,
-    )
     if order.along_tokens:
-        lax.fori_loop(0, 2, partial(writer.write_columns, i, place, refs[2]), ())
+        lax.fori_loop(0, 2, partial(writer.write_columns, i, refs[2]), ())
     else:
-        lax.fori_loop(0, GROUPS * BLOCK // ROW_TOKENS, partial(writer.write_rows, i, place), ())
+        lax.fori_loop(0, GROUPS * BLOCK // ROW_TOKENS, partial(writer.write_rows, i), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where a tile lies in the whole operand, which has `features` features.
+class _BlockIndex:
+    """The indices of the blocks of a tile in the whole operand."""
 
-    `first_token` is that of the shard, `first_feature` that of the tile.
-    """
+    machine: Machine
+    place: TilePlace
 
-    first_token: jax.Array
-    first_feature: jax.Array
-    rows: RowLengths
-    features: int
-
-    def of_rows(self, machine: Machine, group: jax.Array, offset: jax.Array) -> jax.Array:
+    def of_rows(self, group: jax.Array, offset: jax.Array) -> jax.Array:
         """The indices of the blocks of 8 tokens that start `offset` tokens after those of a group."""
-        token, block = (machine.iota((ROW_TOKENS, TILE_BLOCKS), axis, "rows") for axis in (0, 1))
-        token = token + (self.first_token + self.rows.first_token(group) + offset.astype(jnp.uint32))
-        block = block + (self.first_feature >> jnp.uint32(4))
-        index: jax.Array = token * jnp.uint32(self.features // BLOCK) + block
+        token, block = (self.machine.iota((ROW_TOKENS, TILE_BLOCKS), axis, "rows") for axis in (0, 1))
+        token = token + (self.place.token(group) + offset.astype(jnp.uint32))
+        block = block + (self.place.first_feature >> jnp.uint32(4))
+        index: jax.Array = token * jnp.uint32(self.place.features // BLOCK) + block
         return index
 
-    def of_columns(self, machine: Machine, group: jax.Array, half: jax.Array) -> jax.Array:
+    def of_columns(self, group: jax.Array, half: jax.Array) -> jax.Array:
         """The indices of the blocks of a group of tokens, at even or odd features."""
-        block, word = (machine.iota((TILE_BLOCKS, WORDS), axis, "words") for axis in (0, 1))
-        feature = self.first_feature + half.astype(jnp.uint32) + block * jnp.uint32(BLOCK)
-        row = (self.first_token + self.rows.first_token(group)) >> jnp.uint32(4)
-        index: jax.Array = row * jnp.uint32(self.features) + feature + word * jnp.uint32(2)
+        block, word = (self.machine.iota((TILE_BLOCKS, WORDS), axis, "words") for axis in (0, 1))
+        feature = self.place.first_feature + half.astype(jnp.uint32) + block * jnp.uint32(BLOCK)
+        row = self.place.token(group) >> jnp.uint32(4)
+        index: jax.Array = row * jnp.uint32(self.place.features) + feature + word * jnp.uint32(2)
         return index
 
 
@@ -313,10 +303,11 @@ class _Writer:
     blocks: Any
     encoder: Encoder
     refinement: str
+    index: _BlockIndex
     codes: Ref
     scales: Ref
 
-    def write_rows(self, i: jax.Array, place: _Place, n: jax.Array, carry: tuple[()]) -> tuple[()]:
+    def write_rows(self, i: jax.Array, n: jax.Array, carry: tuple[()]) -> tuple[()]:
         """Writes 8 tokens of tile i, quantized along features."""
         machine, blocks = self.machine, self.blocks
         group, offset = i * GROUPS + (n >> 1), (n & 1) * ROW_TOKENS
@@ -326,15 +317,13 @@ class _Writer:
             words = machine.load(self.x, (tokens, blocks, pair), "rows")
             return [_high_half(words << jnp.uint32(16)), _high_half(words)]
 
-        words, scale = self._quantize(load_pair, place.of_rows(machine, group, offset))
+        words, scale = self._quantize(load_pair, self.index.of_rows(group, offset))
         for k, word in enumerate(words):
             machine.store(self.codes, (tokens, blocks, k), word)
         machine.store(self.scales, (tokens, blocks), scale.astype(jnp.uint8))
         return carry
 
-    def write_columns(
-        self, i: jax.Array, place: _Place, stage: Ref, half: jax.Array, carry: tuple[()]
-    ) -> tuple[()]:
+    def write_columns(self, i: jax.Array, stage: Ref, half: jax.Array, carry: tuple[()]) -> tuple[()]:
         """Writes the even or odd features of tile i, quantized along tokens.
 
         A thread collects the codes of its columns in shared memory, and writes 32 bytes of a column at once.
@@ -350,7 +339,7 @@ class _Writer:
                 rows = [machine.load(self.x, (first + k, blocks), "words") for k in range(2)]
                 return [_high_half(row << shift) for row in rows]
 
-            words, scale = self._quantize(load_pair, place.of_columns(machine, group, half))
+            words, scale = self._quantize(load_pair, self.index.of_columns(group, half))
             for k, word in enumerate(words):
                 machine.store(stage, (half, slice(None), slice(None), 2 * g + k), word)
             # After four groups, the scale of the first one is in the lowest byte.

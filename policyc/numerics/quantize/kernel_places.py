@@ -1,0 +1,114 @@
+"""Where the tile of a kernel lies: in the matrix that the kernel reads, in its operand, and in the whole operand.
+
+Random words belong to the index of their elements in the whole operand, of which a device may have a shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from policyc.numerics.quantize.kernel_machines import Ref
+
+BLOCK = 16
+"""The elements of an NVFP4 block."""
+TILE_BLOCKS = 16
+"""The blocks of features of a tile: it has one word for each of the 128 threads."""
+TILE_FEATURES = TILE_BLOCKS * BLOCK
+GROUPS = 4
+"""The groups of 16 tokens of a tile. Transposed, they are 32 bytes of codes, the least that memory writes at once."""
+TILE_TOKENS = GROUPS * BLOCK
+
+
+def first_block(tile: jax.Array, blocks: int) -> jax.Array:
+    """The first block of features of a tile, by its number along features.
+
+    If the features are not whole tiles, the last two tiles overlap, and write the same numbers there.
+    """
+    block: jax.Array = tile * TILE_BLOCKS
+    return block if blocks % TILE_BLOCKS == 0 else jnp.minimum(block, blocks - TILE_BLOCKS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLengths:
+    """The tokens of a row (the last dimension of tokens) in a shard and in the whole operand."""
+
+    shard: int
+    whole: int
+
+    def first_token(self, group: jax.Array) -> jax.Array:
+        """The first token of a group of 16 tokens of the shard, counted from the first token of the shard, uint32."""
+        group = group.astype(jnp.uint32)
+        if self.shard == self.whole:
+            first: jax.Array = group * jnp.uint32(BLOCK)
+        else:
+            length = jnp.uint32(self.shard // BLOCK)
+            row = lax.div(group, length)
+            first = row * jnp.uint32(self.whole) + (group - row * length) * jnp.uint32(BLOCK)
+        return first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """The operands of a kernel, which follow each other in one matrix.
+
+    Attributes:
+      count: how many there are: more than one under `vmap`.
+      tokens: the tokens of each.
+      scalars: the words of the scalars of each. The first two are its first token and its first feature in the whole
+        operand.
+      rows: how its tokens are numbered in the whole operand.
+      features: the number of features of the whole operand.
+    """
+
+    count: int
+    tokens: int
+    scalars: int
+    rows: RowLengths
+    features: int
+
+    def locate(self, tile: jax.Array, block: jax.Array, scalars: Ref) -> TilePlace:
+        """Where a tile lies, by its number along tokens and its first block of features."""
+        first: Any = 0
+        first_group: Any = 0
+        if self.count > 1:
+            operand = lax.div(tile, jnp.int32(self.tokens // TILE_TOKENS))
+            first, first_group = operand * self.scalars, operand * (self.tokens // BLOCK)
+        return TilePlace(
+            operands=self,
+            scalars=first + 2,
+            first_group=first_group,
+            first_token=scalars[first],
+            first_feature=scalars[first + 1] + (block * BLOCK).astype(jnp.uint32),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilePlace:
+    """Where a tile lies.
+
+    Attributes:
+      operands: all operands.
+      scalars: the index of the first scale among the scalars of the tile's operand.
+      first_group: the first group of tokens of the operand in the matrix.
+      first_token: the first token of the operand in the whole operand.
+      first_feature: the first feature of the tile in the whole operand.
+    """
+
+    operands: Operands
+    scalars: Any
+    first_group: Any
+    first_token: jax.Array
+    first_feature: jax.Array
+
+    @property
+    def features(self) -> int:
+        return self.operands.features
+
+    def token(self, group: jax.Array) -> jax.Array:
+        """The first token, in the whole operand, of a group of 16 tokens of the matrix."""
+        return self.first_token + self.operands.rows.first_token(group - self.first_group)
