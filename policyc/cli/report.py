@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message
+from policyc.cli.sweep_runs import split_names
 
 if TYPE_CHECKING:
     from policyc.experiments.report.build import ReportOptions
@@ -39,23 +40,17 @@ if TYPE_CHECKING:
 @click.option(
     "--config",
     metavar="NAME",
-    show_default="llama3_8b with --svg, else no prediction",
+    show_default="llama3_8b with --svg or the options below, else no prediction",
     help="Predict the speed-up of each policy for this configuration of the bundled Llama.",
 )
-@click.option("--target", metavar="GPU", default="gb200", show_default=True, help="GPU of the prediction.")
+@click.option("--target", metavar="GPU", show_default="gb200", help="GPU of the prediction.")
 @click.option(
-    "--devices",
-    metavar="N",
-    type=click.IntRange(1),
-    default=8,
-    show_default=True,
-    help="GPUs of the prediction.",
+    "--devices", metavar="N", type=click.IntRange(1), show_default="8", help="GPUs of the prediction."
 )
 @click.option(
     "--backend",
     metavar="NAME",
-    default="auto",
-    show_default=True,
+    show_default="auto",
     help="Backend of the prediction: auto, xla or te. It need not be installed.",
 )
 @click.argument("folders", nargs=-1, required=True, metavar="DIR...")
@@ -79,7 +74,7 @@ def report(folders: tuple[str, ...], **options: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReportCommand:
-    """The options of the command."""
+    """The options of the command. One of the last four asks for a prediction."""
 
     out: str | None
     kind: str
@@ -87,23 +82,20 @@ class _ReportCommand:
     margin: str | None
     svg: str | None
     config: str | None
-    target: str
-    devices: int
-    backend: str
+    target: str | None
+    devices: int | None
+    backend: str | None
 
     def report_options(self) -> ReportOptions:
         from policyc.experiments.report.build import PredictedStep, ReportOptions
 
-        step = None
-        if self.svg or self.config:
-            step = PredictedStep(
-                config=self.config or PredictedStep().config,
-                target=self.target,
-                devices=self.devices,
-                backend=self.backend,
-            )
-        baselines = tuple(name.strip() for name in (self.baseline or "").split(",") if name.strip())
-        return ReportOptions(baselines=baselines, margin=self.margin, step=step)
+        values = {name: getattr(self, name) for name in ("config", "target", "devices", "backend")}
+        step = {name: value for name, value in values.items() if value is not None}
+        return ReportOptions(
+            baselines=split_names(self.baseline or ""),
+            margin=self.margin,
+            step=PredictedStep(**step) if step or self.svg else None,
+        )
 
 
 def _write(command: _ReportCommand, folders: list[Path]) -> None:
@@ -114,6 +106,8 @@ def _write(command: _ReportCommand, folders: list[Path]) -> None:
 
     out = command.out or (None if command.kind == "html" else STANDARD_OUTPUT)
     path = choose_path(folders, None if out is None else Path(out))
+    if command.svg and is_standard_output(command.svg) and is_standard_output(str(path)):
+        raise click.UsageError("--svg - and the report cannot both be printed: name a file for one of them")
     report = build_report(folders, command.report_options())
     if command.svg:
         from policyc.experiments.report.speed_chart import draw_speed_chart

@@ -28,7 +28,9 @@ _SEQUENCES_PER_DEVICE = 2  # that are computed at once, unless --accumulate says
 def configuration(name: str) -> tuple[ModelConfig, RunConfig]:
     """The configuration of that name. Raises ConfigError if there is none."""
     if name not in CONFIGS:
-        raise ConfigError(f"no configuration named '{name}': {did_you_mean(name, CONFIGS)}")
+        raise ConfigError(
+            f"no configuration named '{name}': {did_you_mean(name, CONFIGS) or ', '.join(CONFIGS)}"
+        )
     return CONFIGS[name]
 
 

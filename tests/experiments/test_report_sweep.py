@@ -226,6 +226,37 @@ def test_time_to_equal_loss_is_the_ratio_of_tokens(tmp_path: Path) -> None:
     assert row["measured_speed_up"] == pytest.approx(2.0)
 
 
+def test_time_to_equal_loss_is_about_the_seeds_that_both_finished(tmp_path: Path) -> None:
+    # Variants differ by 0.001, and seeds by 0.5: the mean of one seed must not be compared with that of two.
+    for name, gap, seeds in (("bf16", 0.0, (0, 1)), ("other", 0.001, (0,))):
+        for seed in seeds:
+            write_metrics(tmp_path / name / f"seed{seed}", decay(gap + 0.5 * seed))
+    (row,) = report_of(tmp_path)["equal_loss"]
+    assert row["loss"] == pytest.approx(float(np.mean(decay(0.001)[-10:])), abs=1e-9)
+    assert 1 < row["token_ratio"] < 1.1
+
+
+def test_a_sweep_whose_files_are_damaged_is_not_taken_for_one_without_runs(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
+    (sweep / "te_nvfp4" / "seed0" / "metrics.jsonl").write_text("")
+    data = report_of(sweep)
+    assert data["variants"][1]["runs"][0]["reason"] == "it has finished, and its metrics.jsonl has no step"
+    for text in ("[]", '{"format": 1}'):
+        (sweep / "sweep.json").write_text(text)
+        data = report_of(sweep)
+        assert [variant["name"] for variant in data["variants"]] == ["bf16", "te_nvfp4"]
+        assert "sweep.json names no variant, so runs are found by their folders" in data["problems"]
+
+
+def test_no_option_of_a_report_is_ignored(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
+    assert len(report_of(sweep, baselines=("bf16", "bf16"))["comparisons"]) == 1
+    result = policyc("report", sweep, "--target", "abacus", "--markdown")  # asks for a prediction
+    assert (result.code, result.out) == (1, "")
+    assert "no target named 'abacus'" in result.err
+    assert "cannot both be printed" in policyc("report", sweep, "--svg", "-", "--json").err
+
+
 def test_time_to_equal_loss_is_about_the_trailing_losses_of_short_runs(tmp_path: Path) -> None:
     for name, gap in (("bf16", 0.0), ("slow", 0.01)):
         for seed in (0, 1):
@@ -296,8 +327,10 @@ def test_no_run_in_a_folder_is_left_out_silently(tmp_path: Path) -> None:
     (tmp_path / "runs" / "other" / "seed1").mkdir()  # it crashed before its first step
     (variant,) = report_of(tmp_path / "runs")["variants"]
     assert variant["states"] == {"finished": 1, "unfinished": 1, "failed": 0}
-    with pytest.raises(UnreadableRun, match="a folder is named twice"):
-        build_report([runs[0], tmp_path / "runs" / ".." / "runs" / "bf16"])
+    for twice in ([runs[0], tmp_path / "runs" / ".." / "runs" / "bf16"],
+                  [tmp_path / "runs", tmp_path / "runs" / "other" / "seed0"]):  # fmt: skip
+        with pytest.raises(UnreadableRun, match="is named twice: a run cannot be compared with itself"):
+            build_report(twice)
 
 
 def test_runs_that_are_not_comparable_are_named(tmp_path: Path) -> None:
@@ -328,11 +361,11 @@ def test_runs_that_are_not_comparable_are_named(tmp_path: Path) -> None:
 
 def test_sweeps_of_the_same_variants_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
-        write_sweep(tmp_path / name, {"bf16": 0.0, "fp8": 0.0}, seeds=2)
+        write_sweep(tmp_path / name, {"fp8": 0.0, "bf16": 0.0}, seeds=2, baselines=["bf16", "fp8"])
     monkeypatch.chdir(tmp_path)
     data = report_of(Path("a"), Path("b"))
-    assert [variant["name"] for variant in data["variants"]] == ["a/bf16", "a/fp8", "b/bf16", "b/fp8"]
-    assert data["statistics"]["baselines"] == ["a/bf16"]
+    assert [variant["name"] for variant in data["variants"]] == ["a/fp8", "a/bf16", "b/fp8", "b/bf16"]
+    assert data["statistics"]["baselines"] == ["a/bf16", "a/fp8"]  # of the first sweep, in its order
 
 
 def test_json_has_the_documented_fields_and_markdown_the_verdicts(tmp_path: Path) -> None:

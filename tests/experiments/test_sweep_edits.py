@@ -135,6 +135,23 @@ def test_a_policy_can_be_a_baseline_of_its_edits() -> None:
     assert listed.omitted == ()
 
 
+def test_a_policy_that_is_named_twice_is_run_once_and_the_sweep_says_so() -> None:
+    policies = [EditedPolicy(name="p", policy=parse("mlp.* -> fp8"), edit=f"the policy {n}") for n in "ab"]
+    listed = collect_variants([], policies, [])
+    assert [variant.name for variant in listed.variants] == ["p"]
+    assert [(o.edit, o.reason) for o in listed.omitted] == [("the policy b", "the same policy as 'p'")]
+
+
+def test_no_variant_has_the_name_of_a_file_of_the_sweep() -> None:
+    names = ("sweep.json", "report.html", ".lock")
+    policies = [
+        EditedPolicy(name=name, policy=parse(f"seed = {n}\nmlp.* -> fp8"), edit="a policy")
+        for n, name in enumerate(names)
+    ]
+    listed = collect_variants([], policies, [])
+    assert [variant.name for variant in listed.variants] == [f"policy_{name}" for name in names]
+
+
 def test_the_findings_of_an_edit_are_those_that_the_policy_has_not() -> None:
     policy = parse("mlp.* -> nvfp4(sr=grad)\nattn.* -> mxfp4")
     base = EditedPolicy(name="p", policy=policy, edit="the policy")
@@ -176,6 +193,11 @@ def test_an_edit_that_changes_nothing_is_not_run() -> None:
     assert [(o.name, o.reason) for o in listed.omitted] == [
         ("same", "does the same to this program as 'mine'")
     ]
+    # A policy that does what a baseline does is that baseline for its edits.
+    listed = collect("mlp.* -> fp8\nvariant a { mlp.* -> mxfp8 }", baselines=("fp8",))
+    planned = {"fp8": "a", "mine": "a", "a": "b"}
+    listed = drop_equal_plans(listed, {n: PlannedPolicy(digest=d) for n, d in planned.items()})
+    assert ([v.name for v in listed.variants], listed.policy) == (["fp8", "a"], "fp8")
     listed = collect("recipe r = fp8\nmlp.* -> r\nvariant e5m2 { recipe r = fp8(grad=e5m2) }")
     assert [(o.name, o.reason) for o in listed.omitted] == [("e5m2", "the same policy as 'mine'")]
 

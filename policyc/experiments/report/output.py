@@ -10,10 +10,8 @@ from policyc.experiments.report.build import Report, ReportOptions, build_report
 from policyc.experiments.report.markdown import render_markdown
 from policyc.experiments.report.page import render_page
 from policyc.experiments.report.sweeps import UnreadableRun
+from policyc.experiments.sweep.run import PAGE_FILE
 from policyc.language.files import STANDARD_OUTPUT, open_output
-
-PAGE_NAME = "report.html"
-"""The page in the folder of a run or of a sweep."""
 
 COMPARISON_NAME = "comparison.html"
 """The page of several folders, in the current folder. It has another name, so it never replaces a run's own."""
@@ -45,8 +43,8 @@ def write_report(
 def choose_path(folders: Sequence[Path], out: Path | None) -> Path:
     """The file of a page. Raises UnreadableRun if a page of several folders would replace the page of one."""
     if out is None:
-        return folders[0] / PAGE_NAME if len(folders) == 1 else Path(COMPARISON_NAME)
-    pages = {(folder / PAGE_NAME).resolve() for folder in folders}
+        return folders[0] / PAGE_FILE if len(folders) == 1 else Path(COMPARISON_NAME)
+    pages = {(folder / PAGE_FILE).resolve() for folder in folders}
     if len(folders) > 1 and str(out) != STANDARD_OUTPUT and out.resolve() in pages:
         raise UnreadableRun(f"'{out}' is the page of one of these folders: choose another --out")
     return out

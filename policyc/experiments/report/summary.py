@@ -192,18 +192,26 @@ class EqualLoss:
 def time_to_equal_loss(
     sweep: SweepData, axis: Axis, speeds: dict[str, float | None], speed_ups: dict[str, float]
 ) -> list[EqualLoss]:
-    """For each variant: how many tokens it needs for the loss of each baseline, and how much faster it is."""
-    curves = {variant.name: _trailing_curve(sweep, variant, axis) for variant in sweep.variants}
+    """For each variant: how many tokens it needs for the loss of each baseline, and how much faster it is.
+
+    Over the seeds that both finished: seeds differ by more than variants do.
+    """
+    finished = {v.name: by_seed(sweep, v, axis, ("finished",)) for v in sweep.variants}
     rows = []
     for number, baseline in enumerate(sweep.baselines):
-        for name, curve in curves.items():
+        for name in finished:
             if name in sweep.baselines[: number + 1]:
                 continue
-            ends = [_last_number(curve), _last_number(curves[baseline])]
+            seeds = sorted(finished[name].keys() & finished[baseline].keys())
+            curves = [
+                _trailing_curve(sweep.variant(each), [finished[each][seed] for seed in seeds], axis)
+                for each in (name, baseline)
+            ]
+            ends = [_last_number(curve) for curve in curves]
             if None in ends:
                 continue
             loss = max(end for end in ends if end is not None)
-            tokens, base_tokens = (first_crossing(axis, c, loss) for c in (curve, curves[baseline]))
+            tokens, base_tokens = (first_crossing(axis, curve, loss) for curve in curves)
             if not tokens or not base_tokens:
                 continue
             speed, base_speed = speeds.get(name), speeds.get(baseline)
@@ -223,9 +231,8 @@ def time_to_equal_loss(
     return rows
 
 
-def _trailing_curve(sweep: SweepData, variant: VariantData, axis: Axis) -> Column:
-    """The loss of a variant: the mean over the seeds that finished, and over the trailing steps of each point."""
-    columns = list(by_seed(sweep, variant, axis, ("finished",)).values())
+def _trailing_curve(variant: VariantData, columns: Sequence[Column], axis: Axis) -> Column:
+    """The loss of a variant: the mean over the losses of some seeds, and over the trailing steps of each point."""
     if not columns:
         return np.full(len(axis.values), np.nan)
     mean = np.mean(columns, axis=0)

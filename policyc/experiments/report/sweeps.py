@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,17 +93,18 @@ def read_sweep(
       baselines: the names of the baselines, if they are not those of the sweep.
       margin: the margin, if it is not that of the sweep.
     """
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise UnreadableRun("a folder is named twice: a run cannot be compared with itself")
     parts = [_read_folder(folder) for folder in folders]
     sweep = parts[0] if len(parts) == 1 else _merge(parts, folders)
+    counts = Counter(run.folder.resolve() for run in sweep.runs)
+    if twice := [folder for folder, count in counts.items() if count > 1]:
+        raise UnreadableRun(f"'{twice[0]}' is named twice: a run cannot be compared with itself")
     if not any(len(run.steps) or run.status for run in sweep.runs):
         raise UnreadableRun(f"'{folders[0]}' has no run yet: no metrics.jsonl has a step in it")
     names = [variant.name for variant in sweep.variants]
     if unknown := [name for name in baselines if name not in names]:
         raise UnreadableRun(f"no variant is named '{unknown[0]}'; variants: {', '.join(names)}")
     settings = sweep.settings if margin is None else replace(sweep.settings, margin=parse_margin(margin))
-    compared = tuple(baselines) or sweep.baselines
+    compared = tuple(dict.fromkeys(baselines)) or sweep.baselines
     # The sort is stable: the other variants keep their order.
     ordered = sorted(sweep.variants, key=lambda variant: variant.name not in compared)
     changes = []
@@ -122,6 +124,11 @@ def _read_folder(folder: Path) -> SweepData:
         return _read_manifest(folder)
     if (folder / METRICS_FILE).exists():
         return _read_single_run(folder)
+    return _find_runs(folder)
+
+
+def _find_runs(folder: Path) -> SweepData:
+    """The runs of a sweep that has no `sweep.json`."""
     variants = _find_variants(folder)
     others = [str(path.parent) for path in sorted(folder.glob(f"*/{METRICS_FILE}"))]
     if not variants:
@@ -180,6 +187,10 @@ def _read_manifest(folder: Path) -> SweepData:
                 findings=tuple(as_text(finding) for finding in as_list(entry.get("findings"))),
             )
         )
+    if not variants:
+        problems.append(f"{MANIFEST_FILE} names no variant, so runs are found by their folders")
+        runs = _find_runs(folder)
+        return replace(runs, problems=(*problems, *runs.problems))
     names = [variant.name for variant in variants]
     baselines = tuple(name for name in as_list(manifest.get("baselines")) if name in names)
     return SweepData(
@@ -210,7 +221,7 @@ def _read_settings(manifest: Record, problems: list[str]) -> Settings:
 
 
 def _find_variants(folder: Path) -> tuple[VariantData, ...]:
-    """The variants of a sweep that has no `sweep.json`. A seed without metrics is a run that has not begun."""
+    """The variants in a folder. A seed without metrics is a run that has not begun."""
     variants = []
     for path in sorted(path for path in folder.iterdir() if path.is_dir()):
         matches = (_SEED_FOLDER.fullmatch(seed.name) for seed in path.iterdir() if seed.is_dir())
@@ -223,27 +234,38 @@ def _find_variants(folder: Path) -> tuple[VariantData, ...]:
 
 
 def _merge(parts: Sequence[SweepData], folders: Sequence[Path]) -> SweepData:
-    """Several folders as one sweep. Variants of one name get the names of their folders."""
-    names = [variant.name for part in parts for variant in part.variants]
-    variants: list[VariantData] = []
-    for part, folder in zip(parts, folders, strict=True):
-        for variant in part.variants:
-            name = variant.name
-            if names.count(name) > 1:
-                name = folder.as_posix() if len(part.variants) == 1 else f"{folder.as_posix()}/{name}"
-            runs = tuple(replace(run, variant=name, name=_run_name(name, run.seed)) for run in variant.runs)
-            variants.append(replace(variant, name=name, runs=runs))
+    """Several folders as one sweep, with the baselines and settings of the first sweep among them."""
+    counts = Counter(variant.name for part in parts for variant in part.variants)
+    repeated = {name for name, count in counts.items() if count > 1}
+    parts = [_rename_variants(part, folder, repeated) for part, folder in zip(parts, folders, strict=True)]
+    variants = tuple(variant for part in parts for variant in part.variants)
     first = next((part for part in parts if part.manifest), parts[0])
     known = [variant.name for variant in variants]
-    baselines = tuple(name for name in (*first.baselines, *USUAL_BASELINES) if name in known) or known[:1]
+    baselines = [*first.baselines, *(name for name in USUAL_BASELINES if name in known)] or known[:1]
     return SweepData(
         title=" · ".join(part.title for part in parts),
-        variants=tuple(variants),
+        variants=variants,
         baselines=tuple(dict.fromkeys(baselines)),
         settings=first.settings,
         manifest=first.manifest,
         problems=tuple(problem for part in parts for problem in part.problems) + _find_margins(parts, first),
     )
+
+
+def _rename_variants(part: SweepData, folder: Path, repeated: Set[str]) -> SweepData:
+    """A sweep whose variants have the name of their folder where other sweeps have variants of the same name."""
+    path = folder.as_posix()
+    names = {
+        v.name: v.name if v.name not in repeated else path if len(part.variants) == 1 else f"{path}/{v.name}"
+        for v in part.variants
+    }
+    variants = []
+    for variant in part.variants:
+        name = names[variant.name]
+        runs = tuple(replace(run, variant=name, name=_run_name(name, run.seed)) for run in variant.runs)
+        variants.append(replace(variant, name=name, runs=runs))
+    baselines = tuple(names[name] for name in part.baselines)
+    return replace(part, variants=tuple(variants), baselines=baselines)
 
 
 def _find_margins(parts: Sequence[SweepData], first: SweepData) -> tuple[str, ...]:
@@ -288,6 +310,8 @@ def judge_run(run: RunData, longest: int) -> RunEnd:
     if state in ("running", "preempted"):
         return RunEnd(state="unfinished", reason=f"{state}, {progress}")
     if not len(losses):
+        if state == "finished":
+            return RunEnd(state="failed", reason=f"it has finished, and its {METRICS_FILE} has no step")
         return RunEnd(state="unfinished", reason="not started")
     if state == "finished" or run.last_step >= target:
         return RunEnd(state="finished")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from policyc.experiments.sweep.metrics import read_step
-from policyc.language.diagnostics import escape_controls
+from policyc.language.diagnostics import count_noun, escape_controls
 
 Record = dict[str, Any]
 """One line of `metrics.jsonl` or `stats.jsonl`, or a part of another JSON file."""
@@ -40,7 +40,8 @@ def read_records(path: Path, problems: list[str], is_valid: Callable[[Record], b
     steps = ((read_step(value.get("step")), value) for value in values)
     records = [{**value, "step": step} for step, value in steps if step is not None and is_valid(value)]
     if len(records) < len(lines):
-        problems.append(f"{len(lines) - len(records)} lines could not be read in {path.name}")
+        unread = count_noun(len(lines) - len(records), "line")
+        problems.append(f"{unread} could not be read in {path.name}")
     elif text is not None and not records:
         problems.append(f"{path.name} is empty")
     return records

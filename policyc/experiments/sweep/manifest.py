@@ -16,6 +16,20 @@ from policyc.experiments.sweep.run import LOCK_FILE, MANIFEST_FILE, write_json
 from policyc.experiments.sweep.variants import OmittedEdit, VariantList, without_title
 
 _FORMAT = 1
+_NEEDED = frozenset(
+    [
+        "command",
+        "cwd",
+        "program",
+        "program_sha256",
+        "seeds",
+        "margin",
+        "baselines",
+        "policy",
+        "variants",
+        "not_run",
+    ]
+)
 
 
 class ChangedSweep(Exception):
@@ -74,7 +88,7 @@ def reuse_plans(out: Path, program: SweepProgram, policies: VariantList) -> Vari
         return None
     kept = tuple(variant for variant in policies.variants if variant.name in hashes)
     omitted = tuple(dropped[v.name] for v in policies.variants if v.name not in hashes)
-    return replace(policies, variants=kept, omitted=(*policies.omitted, *omitted))
+    return replace(policies, variants=kept, omitted=(*policies.omitted, *omitted), policy=earlier["policy"])
 
 
 def open_sweep(out: Path, design: SweepDesign) -> list[str]:
@@ -133,6 +147,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ChangedSweep(f"{path} is damaged: {error}. Restore it, or choose another --out") from None
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise ChangedSweep(f"{path} is not a file of this version of policyc: choose another --out")
+    if missing := sorted(_NEEDED.difference(values)):
+        raise ChangedSweep(
+            f"{path} is damaged: it lacks {', '.join(missing)}. Restore it, or choose another --out"
+        )
     return values
 
 

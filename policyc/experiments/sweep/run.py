@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from policyc.language.files import atomic_write
 
@@ -20,7 +20,9 @@ STATUS_FILE = "status.json"
 METRICS_FILE = "metrics.jsonl"
 LOG_FILE = "log.txt"
 LOCK_FILE = ".lock"
-MANIFEST_FILE = "sweep.json"  # in the folder of the sweep
+MANIFEST_FILE = "sweep.json"
+PAGE_FILE = "report.html"
+SWEEP_FILES = (MANIFEST_FILE, PAGE_FILE, LOCK_FILE)  # in the folder of a sweep
 
 SEED_VARIABLE = "POLICYC_SEED"
 STEPS_VARIABLE = "POLICYC_STEPS"
@@ -120,6 +122,8 @@ class RunStatus:
         """
         try:
             values = json.loads((folder / STATUS_FILE).read_text(encoding="utf-8"))
+            if values["state"] not in get_args(State):
+                return None
             known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
             return cls(**known | {"command": tuple(values["command"])})
         except (FileNotFoundError, ValueError, KeyError, TypeError):

@@ -9,6 +9,7 @@ from typing import Literal
 
 from policyc.experiments.sweep.edits import EditedPolicy, expand, semantic_key
 from policyc.experiments.sweep.probe import PlannedPolicy
+from policyc.experiments.sweep.run import SWEEP_FILES
 from policyc.language.diagnostics import Severity, escape_controls
 from policyc.language.formatter import format_file
 from policyc.language.loader import load, parse_with_diagnostics
@@ -92,6 +93,7 @@ def collect_variants(
     variants: list[SweepVariant] = []
     omitted: list[OmittedEdit] = []
     names: dict[object, str] = {}
+    baseline_names = {baseline.name for baseline in baselines}
     for role, candidate in candidates:
         key = semantic_key(candidate.policy)
         text = _write_text(candidate)
@@ -99,7 +101,7 @@ def collect_variants(
             reason = f"the same policy as '{names[key]}'"
         else:
             reason = _find_error(text)
-        if role == "policy" and names.get(key) == candidate.name:
+        if role == "policy" and names.get(key) == candidate.name and candidate.name in baseline_names:
             continue  # it is a baseline too, so that its edits are compared with it
         if reason:
             sha256 = candidate.policy.sha256
@@ -108,7 +110,7 @@ def collect_variants(
             )
             continue
         prefix = policies[0].name if role == "edit" else role
-        name = _unique_name(candidate.name, prefix, {v.name for v in variants})
+        name = _unique_name(candidate.name, prefix, {*SWEEP_FILES, *(v.name for v in variants)})
         names[key] = name
         findings = tuple(f for f in _lint(text) if f not in unedited) if role == "edit" else ()
         variants.append(
@@ -122,7 +124,7 @@ def collect_variants(
 
 
 def _unique_name(name: str, prefix: str, taken: set[str]) -> str:
-    """The name, with a prefix and then a number if another policy has it already."""
+    """The name, with a prefix and then a number if another policy or a file of the sweep has it already."""
     candidates = [name, f"{prefix}_{name}", *(f"{prefix}_{name}_{n}" for n in range(2, len(taken) + 3))]
     return next(candidate for candidate in candidates if candidate not in taken)
 
@@ -177,4 +179,6 @@ def drop_equal_plans(policies: VariantList, planned: Mapping[str, PlannedPolicy]
         else:
             names[plan.digest] = variant.name
             variants.append(variant)
-    return replace(policies, variants=tuple(variants), omitted=tuple(omitted))
+    edited = planned.get(policies.policy)
+    policy = names[edited.digest] if edited is not None else ""  # a baseline, if it does the same
+    return replace(policies, variants=tuple(variants), omitted=tuple(omitted), policy=policy)
