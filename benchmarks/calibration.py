@@ -163,7 +163,7 @@ def linear_seconds(text: str, products: frozenset[Gemm] = frozenset(Gemm)) -> fl
         total += gemm_cost.gemm_seconds(target, format, rows, columns, contracted)
         if not target.is_native(format):
             total += gemm_cost.emulation_seconds(target, contracted * (rows + columns), rows * columns)
-    for role, treatments in gemm_cost.collect_quantizations(recipe, products).items():
+    for role, treatments in gemm_cost.collect_quantizations(recipe, products):
         elements = gemm_cost.operand_size(role, m, n, k)
         for treatment in treatments:
             total += gemm_cost.quantize_seconds(target, [treatment], elements, "emulate", is_computed=False)

@@ -33,9 +33,9 @@ def weight_traffic(step: TrainingStep, phase: Phase | None = None) -> WeightTraf
     """What fsdp gathers and sums in one microbatch, or in a step if that happens once. The default phase is the first.
 
     A weight is gathered for fprop, again for dgrad, and once more if the backward pass runs fprop again: its codes and
-    block scales if the product quantizes it and is not ragged, else the weight in the dtype of the product. Gradients
-    are summed in that dtype. Once per step, a weight is gathered in the dtype of the product, and gradients are summed
-    in fp32.
+    block scales if the product quantizes it and is not ragged, else the weight in the dtype of the product. Backend te
+    gathers the scales of 2D tiles once per step: each microbatch has its part of them. Gradients are summed in the
+    dtype of the product. Once per step, a weight is gathered in that dtype, and gradients are summed in fp32.
     """
     gathered = summed = 0.0
     for group in group_layers(step.plan, phase):
@@ -43,7 +43,7 @@ def weight_traffic(step: TrainingStep, phase: Phase | None = None) -> WeightTraf
             continue
         elements = group.count * weight_elements(group.site)
         plain = _plain_bytes(group)
-        gathered += elements * (plain if step.gathers_once else _gathered_bytes(group, step.remat))
+        gathered += elements * (plain if step.gathers_once else _gathered_bytes(group, step))
         sum_bytes = FP32_BYTES if step.gathers_once else plain
         summed += elements * sum_bytes * (Gemm.WGRAD in group.site.products)
     return WeightTraffic(gathered=gathered, summed=summed)
@@ -53,16 +53,21 @@ def _plain_bytes(group: LayerGroup) -> int:
     return FP32_BYTES if unquantized_format(group.site) == "f32" else BF16_BYTES
 
 
-def _gathered_bytes(group: LayerGroup, remat: str) -> float:
+def _gathered_bytes(group: LayerGroup, step: TrainingStep) -> float:
     """Bytes of one element of a weight in all gathers of a microbatch."""
-    plain, products, recipe = _plain_bytes(group), group.site.products, group.recipe
-    passes = {Gemm.FPROP: 1 + (remat in RECOMPUTES_GEMMS), Gemm.DGRAD: int(Gemm.DGRAD in products)}
+    plain, recipe = _plain_bytes(group), group.recipe
+    gemms = [Gemm.FPROP] * (1 + (step.remat in RECOMPUTES_GEMMS))
+    gemms += [Gemm.DGRAD] * (Gemm.DGRAD in group.site.products)
     if recipe is None or group.site.kind == "ragged":
-        return float(plain * sum(passes.values()))
-    return sum(
-        count * gemm_cost.weight_bytes(recipe.treatment(gemm, Role.WEIGHT), plain)
-        for gemm, count in passes.items()
-    )
+        return float(plain * len(gemms))
+    total, scales_of_step = 0.0, 0.0
+    for gemm in gemms:
+        treatment = recipe.treatment(gemm, Role.WEIGHT)
+        codes, scales = gemm_cost.weight_bytes(treatment, plain)
+        if group.backend(gemm) == "te" and treatment.tile2d:
+            scales, scales_of_step = 0.0, scales
+        total += codes + scales
+    return total + scales_of_step / step.accumulate
 
 
 def communication_seconds(

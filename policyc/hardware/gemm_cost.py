@@ -7,11 +7,13 @@ GPU; `step_cost` adds what surrounds the products in a training step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 from policyc.numerics import backends
+from policyc.numerics.quantize.blocks import refinement_of, rotates_in_kernels
 from policyc.numerics.targets import Target
 
 # ---- constants that are measured, published or assumed
@@ -32,7 +34,7 @@ COPY_BANDWIDTH_FRACTION = 0.62
 QUANTIZER_SLOWDOWNS = {"tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht": 2.0}
 """Time of a quantizer to block-scaled codes, as a multiple of the time to copy as many bytes as it moves: from times in
 docs/numerics.md that were measured on an H200. The fp8 quantizer is as fast as a copy. Those of Transformer Engine are
-assumed to be: none was measured."""
+assumed to be: none was measured. Nor was the kernel that refines scales, which is assumed to be like the others."""
 
 ATTENTION_PEAK_FRACTION = 0.5
 """Fraction of the bf16 peak that attention reaches, forward and backward, counting causal FLOPs. Assumed."""
@@ -96,13 +98,13 @@ def writes_fp32(format: str) -> bool:
     return FORMATS[format].block > 0 and FORMATS[format].tensor_scale
 
 
-def weight_bytes(treatment: Treatment, plain: float) -> float:
-    """Bytes of one element of a weight as devices gather it; `plain` if it is not quantized."""
+def weight_bytes(treatment: Treatment, plain: float) -> tuple[float, float]:
+    """Bytes of the codes and of the scales of one element of a weight. `plain` and none if it is not quantized."""
     format = FORMATS[treatment.format]
     if not format.is_quantized:
-        return plain
+        return plain, 0.0
     tile = format.block**2 if treatment.tile2d else format.block
-    return format.bits / 8 + (1 / tile if tile else 0)
+    return format.bits / 8, 1 / tile if tile else 0.0
 
 
 def quantize_seconds(
@@ -123,19 +125,33 @@ def quantize_seconds(
         is_computed: whether XLA computes the tensor, and finds its largest magnitude meanwhile. It reads others for it.
     """
     reads = backends.load(backend).count_reads(treatments)
-    needs_maximum = any(FORMATS[t.format].tensor_scale and not t.rht for t in treatments)
+    needs_maximum = any(
+        FORMATS[t.format].tensor_scale and not t.rht and not refinement_of(t) for t in treatments
+    )
     reads += needs_maximum and not is_computed
     moved_bytes = elements * (reads * BF16_BYTES + sum(code_bytes(t.format) for t in treatments))
     slowdown = 1.0 if backend == "te" else max(map(quantizer_slowdown, treatments))
-    return slowdown * copy_seconds(target, moved_bytes) + reads * LAUNCH_SECONDS
+    rotation = copy_seconds(target, elements * sum(map(rotation_bytes, treatments)))
+    return rotation + slowdown * copy_seconds(target, moved_bytes) + reads * LAUNCH_SECONDS
+
+
+def rotation_bytes(treatment: Treatment) -> int:
+    """Bytes that XLA moves per element to rotate an operand, if the quantizer does not: it reads and writes bf16.
+
+    If the norm of the transform is not a power of two, the product writes fp32, which is read to round it.
+    """
+    if not treatment.rht or rotates_in_kernels(treatment):
+        return 0
+    rounds_itself = math.isqrt(treatment.rht) ** 2 == treatment.rht
+    return 2 * BF16_BYTES + (0 if rounds_itself else 2 * FP32_BYTES)
 
 
 def quantizer_slowdown(treatment: Treatment) -> float:
     """Time of the jnp code or kernel that quantizes an operand, as a multiple of the time to copy as many bytes."""
     if treatment.format == "fp8":
         return 1.0
-    stochastic = treatment.rounding != "rne"
-    kind = "rht" if treatment.rht else "tile2d" if treatment.tile2d else "sr" if stochastic else "plain"
+    stochastic, rotates = treatment.rounding != "rne", rotates_in_kernels(treatment)
+    kind = "rht" if rotates else "tile2d" if treatment.tile2d else "sr" if stochastic else "plain"
     return QUANTIZER_SLOWDOWNS[kind]
 
 
@@ -145,20 +161,29 @@ def code_bytes(format: str) -> float:
     return layout.bits / 8 + (1 / layout.block if layout.block else 0)
 
 
-def collect_quantizations(recipe: Recipe, products: frozenset[Gemm]) -> dict[Role, tuple[Treatment, ...]]:
-    """Lists how often and in which ways each tensor is quantized for these products.
+def collect_quantizations(
+    recipe: Recipe, products: frozenset[Gemm]
+) -> list[tuple[Role, tuple[Treatment, ...]]]:
+    """Lists each tensor that is quantized for these products, with the ways in which that is done at once.
 
     Codes whose scales have no direction (one scale per tensor, or 2D tiles) serve both products that read the tensor.
     """
-    quantizations: dict[Role, list[Treatment]] = {}
+    ways: dict[Role, list[Treatment]] = {}
     for (gemm, role), treatment in zip(OPERANDS, recipe.treatments, strict=True):
         if gemm not in products or not FORMATS[treatment.format].is_quantized:
             continue
-        treatments = quantizations.setdefault(role, [])
+        treatments = ways.setdefault(role, [])
         undirected = treatment.tile2d or not FORMATS[treatment.format].block
         if not (undirected and treatment in treatments):
             treatments.append(treatment)
-    return {role: tuple(treatments) for role, treatments in quantizations.items()}
+    quantizations: list[tuple[Role, tuple[Treatment, ...]]] = []
+    for role, treatments in ways.items():
+        # Weights that are rounded to nearest are quantized before others. MS-EDEN has fresh signs for each GEMM.
+        roundings = {t.rounding for t in treatments}
+        are_apart = "ms_eden" in roundings or (role is Role.WEIGHT and len(roundings) > 1)
+        groups = [(t,) for t in treatments] if are_apart else [tuple(treatments)]
+        quantizations += [(role, group) for group in groups]
+    return quantizations
 
 
 def operand_size(role: Role, m: float, n: float, k: float) -> float:

@@ -30,7 +30,7 @@ from policyc.hardware.training_step import (
 )
 from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy
-from policyc.language.recipes import Gemm, Recipe, Role
+from policyc.language.recipes import Gemm, Recipe, Role, Treatment
 from policyc.numerics.targets import Target
 
 # Bytes that AdamW moves per parameter, all in fp32: it reads the parameter, its gradient twice (once for the norm) and
@@ -194,43 +194,43 @@ def quantization_seconds(
 ) -> float:
     """Time to quantize the operands of one layer on one device, per microbatch, and to apply outer scales to results.
 
-    A weight is quantized once per step, and each device quantizes its shard. Weights of a ragged product are quantized
-    in each microbatch, after they were gathered. If fprop runs again in the backward pass, its activation is quantized
-    again.
+    A weight is quantized once per step, or in each microbatch if it is rounded stochastically. Each device quantizes
+    its shard. Weights of a ragged product are quantized in each microbatch, after they were gathered. If fprop runs
+    again in the backward pass, its activation is quantized again.
     """
     if group.recipe is None:
         return 0.0
     m, n, k, batch = local_shape(group.site, mesh)
     backend = next((name for name in ("te", "xla") if name in group.backends), "emulate")
     total = sum(_outer_scale_seconds(group, target, mesh, gemm) for gemm in group.site.products)
-    for role, treatments in gemm_cost.collect_quantizations(group.recipe, group.site.products).items():
+    quantizations = gemm_cost.collect_quantizations(group.recipe, group.site.products)
+    if remat in RECOMPUTES_GEMMS and (again := _fprop_treatment(group.recipe)) is not None:
+        quantizations.append((Role.ACTIVATION, (again,)))
+    for role, treatments in quantizations:
         elements = batch * gemm_cost.operand_size(role, m, n, k)
+        is_fixed = all(t.rounding == "rne" for t in treatments)
         if role is Role.WEIGHT:
             elements = weight_elements(group.site) / mesh.tensor
             seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend, is_computed=False)
-            total += seconds if group.site.kind == "ragged" else seconds / (mesh.fsdp * accumulate)
+            shards = 1 if group.site.kind == "ragged" else mesh.fsdp * (accumulate if is_fixed else 1)
+            total += seconds / shards
             continue
         seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend)
-        if role is Role.ACTIVATION and remat in RECOMPUTES_GEMMS:
-            seconds += _fprop_seconds(group.recipe, target, elements, backend)
-        is_shared = role is Role.ACTIVATION and all(t.rounding == "rne" for t in treatments)
+        is_shared = role is Role.ACTIVATION and is_fixed
         total += seconds / (readers[activation_key(group.site)] if is_shared else 1)
     return total
 
 
-def _fprop_seconds(recipe: Recipe, target: Target, elements: float, backend: str) -> float:
-    """Time to quantize an activation for fprop alone."""
+def _fprop_treatment(recipe: Recipe) -> Treatment | None:
+    """How the activation is quantized for fprop; None if it is not."""
     treatment = recipe.treatment(Gemm.FPROP, Role.ACTIVATION)
-    if not FORMATS[treatment.format].is_quantized:
-        return 0.0
-    return gemm_cost.quantize_seconds(target, [treatment], elements, backend)
+    return treatment if FORMATS[treatment.format].is_quantized else None
 
 
 def _outer_scale_seconds(group: LayerGroup, target: Target, mesh: MeshShape, gemm: Gemm) -> float:
     """Time to apply the outer scales to a result, if the GEMM does not do it: it writes fp32, which is read again."""
     format = gemm_cost.product_format(group.recipe, gemm, unquantized_format(group.site))
-    backend = dict(zip(Gemm, group.backends, strict=True))[gemm]
-    if backend != "xla" or not gemm_cost.writes_fp32(format) or not target.is_native(format):
+    if group.backend(gemm) != "xla" or not gemm_cost.writes_fp32(format) or not target.is_native(format):
         return 0.0
     assert group.recipe is not None  # a product that is kept is not in such a format
     if all(t.outer == "pow2" for t in group.recipe.gemm_treatments(gemm)):

@@ -65,6 +65,10 @@ class LayerGroup:
     count: float
     backends: Backends = ("xla", "xla", "xla")
 
+    def backend(self, gemm: Gemm) -> str:
+        """The backend that runs a product. Empty if nothing is quantized."""
+        return dict(zip(Gemm, self.backends, strict=True))[gemm]
+
 
 def group_layers(plan: Plan, phase: Phase | None = None) -> Iterator[LayerGroup]:
     """Yields the layers of every site of a plan, grouped by recipe. The default phase is the first."""

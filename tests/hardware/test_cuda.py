@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from policyc.hardware import deviceless, hlo, llama_step
+from policyc.hardware import deviceless, gemm_cost, hlo, llama_step
 from policyc.language.recipes import Treatment
 from policyc.models.llama import configs
 from policyc.models.llama import model as llama
-from policyc.numerics import primitives
+from policyc.numerics import backends, primitives
 from policyc.numerics.quantize import Axes
 from policyc.numerics.targets import TARGETS
 from tests.support.command import ROOT, CommandResult, spawn
@@ -193,10 +193,13 @@ def test_require_native_refuses_an_emulated_product(policy: str) -> None:
 
 @pytest.mark.parametrize("axes", [Axes(axis=-1), Axes(axis=-2)], ids=["rows", "columns"])
 def test_the_kernels_that_refine_scales_are_compiled(axes: Axes) -> None:
-    """One kernel for each operand on each device, and no other read of it but for its maxima."""
+    """One kernel for each operand on each device, and what the cost model counts: reads, and a rotation through fp32.
+
+    The bytes are up to 12 % more: maxima are written, and here XLA finds those of rotated rows from fp32.
+    """
     treatments = [
         Treatment(format="nvfp4", element="e2m1", scale="four_over_six"),
-        Treatment(format="nvfp4", element="e2m1", rounding="ms_eden"),
+        Treatment(format="nvfp4", element="e2m1", rounding="ms_eden", rht=128),
     ]
     mesh = Mesh(deviceless.make_devices(TARGETS["gb200"], 8), ("fsdp",))
     x = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
@@ -206,9 +209,17 @@ def test_the_kernels_that_refine_scales_are_compiled(axes: Axes) -> None:
 
     lowered = jax.jit(quantize).trace(x).lower(lowering_platforms=("cuda",))
     executions = hlo.parse_module(lowered.compile({"xla_gpu_autotune_level": "0"}).as_text()).executions
-    reads = [e for e in executions if e.is_kernel and e.bytes_read >= 1024 * 4096 * 2 // 8]
-    assert [e.instruction.call_target for e in reads].count("mosaic_gpu_v2") == len(treatments)
-    assert len(reads) <= 2 * len(treatments)
+    elements = 1024 * 4096 // 8
+    large = [e for e in executions if e.is_kernel and e.bytes_read >= 2 * elements]
+    assert [e.instruction.call_target for e in large].count("mosaic_gpu_v2") == len(treatments)
+    counted = [
+        2 * backends.load("xla").count_reads([t])
+        + gemm_cost.rotation_bytes(t)
+        + gemm_cost.code_bytes(t.format)
+        for t in treatments
+    ]
+    moved = sum(e.bytes_read + e.bytes_written for e in large) / elements
+    assert moved == pytest.approx(sum(counted), rel=0.12)
 
 
 def test_one_kernel_quantizes_the_operands_of_all_seeds() -> None:

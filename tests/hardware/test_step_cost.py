@@ -17,7 +17,13 @@ from policyc.compiler.plan import make_plan
 from policyc.hardware import gemm_cost, llama_step, step_cost
 from policyc.hardware.communication import weight_traffic
 from policyc.hardware.mesh import MeshShape, check_modelled, exchange_seconds, parse_mesh
-from policyc.hardware.training_step import TrainingStep, count_parameters, count_readers, group_layers
+from policyc.hardware.training_step import (
+    TrainingStep,
+    activation_key,
+    count_parameters,
+    count_readers,
+    group_layers,
+)
 from policyc.language.loader import load
 from policyc.language.recipes import make_recipe
 from policyc.numerics.targets import get_target
@@ -112,8 +118,10 @@ def test_only_four_bits_are_compared_with_fp8():
     assert step_cost.ratio_to_fp8(step, fp8, mesh) == seconds[0] / seconds[1]
 
 
-def test_a_weight_is_quantized_once_per_step_on_the_devices_that_hold_it():
-    step, target = training_step("* -> split(fprop=nvfp4, dgrad=bf16, wgrad=bf16)"), get_target("gb200")
+@pytest.mark.parametrize("dgrad", ["bf16", "nvfp4(rounding=ms_eden)"])
+def test_a_weight_is_quantized_once_per_step_on_the_devices_that_hold_it(dgrad):
+    """With MS-EDEN, for dgrad in each microbatch."""
+    step, target = training_step(f"* -> split(fprop=nvfp4, dgrad={dgrad}, wgrad=bf16)"), get_target("gb200")
     (group, *_), readers = tuple(group_layers(step.plan)), count_readers(step.plan)
     quantize = partial(step_cost.quantization_seconds, group, target, readers=readers)
     weight = gemm_cost.quantize_seconds(
@@ -121,6 +129,19 @@ def test_a_weight_is_quantized_once_per_step_on_the_devices_that_hold_it():
     )
     saved = quantize(mesh=MeshShape(), accumulate=1) - quantize(mesh=MeshShape(), accumulate=4)
     assert saved == pytest.approx(weight * (1 - 1 / 4))
+
+
+def test_gemms_that_read_an_activation_share_what_is_rounded_to_nearest():
+    step = training_step(
+        "* -> split(fprop=nvfp4(scale=four_over_six), dgrad=bf16, wgrad=nvfp4(rounding=ms_eden))"
+    )
+    (group, *_), target = tuple(group_layers(step.plan)), get_target("gb200")
+    alone, shared = (
+        step_cost.quantization_seconds(group, target, MeshShape(), {activation_key(group.site): count})
+        for count in (1, 2)
+    )
+    fprop = gemm_cost.quantize_seconds(target, [group.recipe.treatments[0]], 65536 * 4096, "xla")
+    assert alone - shared == pytest.approx(fprop / 2)
 
 
 def test_an_activation_is_quantized_again_if_fprop_is_recomputed():

@@ -109,7 +109,7 @@ class Backend(Protocol):
         """How often its kernels on a GPU read an operand, to quantize it in these ways.
 
         XLA finds the largest magnitudes of an operand where it computes the operand: that is not a read. Those after a
-        rotation are.
+        rotation, and those for refined scales, are. What XLA moves if it rotates the operand itself is not counted.
         """
 
     def gemm(

@@ -73,8 +73,8 @@ def _is_proven(x: jax.Array, treatment: Treatment, context: LoweringContext) -> 
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
-    """How often an operand is read on a GPU: by the kernel that rotates, twice, else once."""
-    return sum(2 if t.rht else 1 for t in treatments)
+    """How often an operand is read on a GPU: twice for a treatment that rotates it or refines scales, else once."""
+    return sum(2 if t.rht or refinement_of(t) else 1 for t in treatments)
 
 
 def can_build_kernels(format: str) -> bool:

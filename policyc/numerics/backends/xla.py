@@ -28,7 +28,7 @@ from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize import kernels
 from policyc.numerics.quantize.bits import materialize, power_of_two
-from policyc.numerics.quantize.blocks import refinement_of
+from policyc.numerics.quantize.blocks import refinement_of, rotates_in_kernels
 from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.kernel_places import BLOCK, TILE_FEATURES, TILE_TOKENS
 from policyc.numerics.quantize.layout import (
@@ -79,8 +79,9 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
-    """How often an operand is read: by the kernels that rotate, twice for all codes; else once for each treatment."""
-    return 2 if any(t.rht for t in treatments) else len(treatments)
+    """How often an operand is read: by the kernels that rotate, twice for all codes; else as in the emulation."""
+    joins = all(rotates_in_kernels(t) or not (t.rht or refinement_of(t)) for t in treatments)
+    return 2 if joins and any(t.rht for t in treatments) else emulate.count_reads(treatments)
 
 
 def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:

@@ -127,6 +127,12 @@ def refinement_of(treatment: Treatment) -> str:
     return FOUR_OVER_SIX[treatment.scale][0] if treatment.scale in FOUR_OVER_SIX else ""
 
 
+def rotates_in_kernels(treatment: Treatment) -> bool:
+    """Whether kernels rotate the operand while they quantize it. Otherwise XLA rotates it before."""
+    is_nvfp4 = treatment.format == "nvfp4"
+    return is_nvfp4 and treatment.rht == FORMATS["nvfp4"].block and not refinement_of(treatment)
+
+
 def outer_scale_axes(treatment: Treatment, axes: Axes, layout: Layout, ndim: int) -> tuple[int, ...]:
     """The axes (from the end) that share an outer scale. 2D tiles always have one for the tensor."""
     if treatment.outer == "row" and layout.tile_axis is None:
