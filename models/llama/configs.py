@@ -7,6 +7,7 @@ run are its identity. Checkpoints store the identity, so a field must keep its n
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -25,13 +26,16 @@ def import_library(name: str, extra: str) -> Any:
         raise ConfigError(f"this needs the package '{name}': pip install 'policyc[{extra}]'") from None
 
 
-def setting(default: Any, help: str, least: int = 0, choices: Any = None, in_identity: bool = True) -> Any:
-    """A dataclass field that is also an option of the command line."""
-    metadata = {"help": help, "least": least, "choices": choices, "in_identity": in_identity}
-    return field(default=default, metadata=metadata)
+def setting(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field that is also an option of the command line.
+
+    Its values are `choices`, or numbers from `least` to below `limit`. `in_identity`: it changes the numbers of a run.
+    """
+    usual = {"least": 0, "limit": math.inf, "choices": None, "in_identity": True}
+    return field(default=default, metadata={"help": help} | usual | metadata)
 
 
-operational = partial(setting, in_identity=False)  # does not change the numbers of a run
+operational = partial(setting, in_identity=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,7 @@ class RunConfig:
     batch: int = setting(8, "sequences per step, over all devices", least=1)
     sequence: int = setting(128, "tokens per sequence", least=1)
     accumulate: int = setting(1, "compute the gradient of a batch in this many parts", least=1)
-    seed: int = setting(0, "seed of the weights and of the order of the data")
+    seed: int = setting(0, "seed of the weights and of the order of the data", limit=2**32)
     seeds: str | None = setting(
         None, "several seeds in one process, such as 0,1,2: a folder OUT/seedN for each"
     )
@@ -93,9 +97,9 @@ class RunConfig:
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
     decay: float = setting(0.2, "fraction of the steps, at the end, in which wsd decays")
     final: float = setting(0.1, "final learning rate, as a fraction of the peak")
-    beta1: float = setting(0.9, "beta1 of AdamW")
-    beta2: float = setting(0.95, "beta2 of AdamW")
-    momentum: float = setting(0.95, "momentum of Muon")
+    beta1: float = setting(0.9, "beta1 of AdamW", limit=1)
+    beta2: float = setting(0.95, "beta2 of AdamW", limit=1)
+    momentum: float = setting(0.95, "momentum of Muon", limit=1)
     weight_decay: float = setting(0.1, "weight decay; not applied to norms")
     clip: float = setting(1.0, "largest gradient norm; 0: no clipping")
     z_loss: float = setting(0.0, "weight of the squared log-partition in the loss")
@@ -172,9 +176,12 @@ CONFIGS: dict[str, tuple[ModelConfig, RunConfig]] = {
 def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
     """Every error that can be found without a device. `model.make_mesh` finds the others."""
     values = {**vars(model), **vars(run)}
-    least = {f.name: f.metadata["least"] for config in (model, run) for f in fields(config)}
-    small = [n for n, v in values.items() if isinstance(v, int | float) and not v >= least[n]]
-    errors = [f"--{n.replace('_', '-')} {values[n]}: it must be at least {least[n]}" for n in small]
+    errors = []
+    for each in (*fields(model), *fields(run)):
+        value, least, limit = values[each.name], each.metadata["least"], each.metadata["limit"]
+        if isinstance(value, int | float) and not least <= value < limit:
+            bound = f"at least {least}" if not value >= least else f"less than {limit}"
+            errors.append(f"--{each.name.replace('_', '-')} {value}: it must be {bound}")
     first, _, last = run.profile_steps.partition(":")
     if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
         errors.append(f"--profile-steps {run.profile_steps}: expected the first and last step, such as 10:13")
@@ -189,6 +196,13 @@ def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
                       "teach the router which one to choose; use 2 or more")  # fmt: skip
     if run.seeds is not None:
         errors += _invalid_seeds(run)
+    of_processes = {
+        "--coordinator": run.coordinator,
+        "--processes": run.processes,
+        "--process-id": run.process_id,
+    }
+    if not run.distributed and (names := [name for name, value in of_processes.items() if value is not None]):
+        errors.append(f"{', '.join(names)}: without --distributed, this process would train alone; add it")
     if run.packing == "whole" and not run.document_mask:
         errors.append("--packing whole needs --document-mask: without it, documents see those before them")
     if run.warmup + (run.decay if run.schedule == "wsd" else 0) > 1:

@@ -47,6 +47,8 @@ STORAGE_ERRORS = {
     errno.EFBIG: MAKE_ROOM,
     errno.EROFS: CHANGE_FOLDER,
     errno.EACCES: CHANGE_FOLDER,
+    errno.EISDIR: CHANGE_FOLDER,
+    errno.ENOTDIR: CHANGE_FOLDER,
 }
 
 
@@ -71,8 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(name: str, config: ModelConfig, run: RunConfig) -> None:
     account = TimeAccount()
     if run.distributed:
-        initialize: Any = jax.distributed.initialize
-        initialize(run.coordinator, run.processes, run.process_id, heartbeat_timeout_seconds=run.heartbeat)
+        join_processes(run)
     with watch_signals(run.distributed) as stop, account.watch_compilation(), ExitStack() as stack:
         with end_together(run.distributed):
             trainer = Trainer(name, config, run, stop, stack)
@@ -85,6 +86,18 @@ def train(name: str, config: ModelConfig, run: RunConfig) -> None:
         text = ", ".join(f"{loss:.4f}" for loss in losses)
         print(f"loss {text} after {run.steps} steps; metrics and checkpoints are in {folder}")
         print(account)
+
+
+def join_processes(run: RunConfig) -> None:
+    """Starts jax.distributed."""
+    initialize: Any = jax.distributed.initialize
+    try:
+        initialize(run.coordinator, run.processes, run.process_id, heartbeat_timeout_seconds=run.heartbeat)
+    except (ValueError, RuntimeError) as error:
+        remedy = (
+            "where JAX does not find the processes, add --coordinator HOST:PORT --processes N --process-id I"
+        )
+        raise ConfigError(f"--distributed: {error}\n{remedy}") from None
 
 
 STARVED_SECONDS = 0.02  # a wait for data above the usual cost of placing a batch on the devices
@@ -100,6 +113,8 @@ class Trainer:
     def __init__(
         self, name: str, config: ModelConfig, run: RunConfig, stop: StopRequest, stack: ExitStack
     ) -> None:
+        if run.wandb:
+            configs.import_library("wandb", "wandb")
         self.config, self.run, self.mesh, self.stop = config, run, model.make_mesh(config, run), stop
         self.policy = os.environ.get("POLICYC_POLICY_SHA256")
         self.policy_name = os.environ.get("POLICYC_POLICY_NAME")
@@ -216,7 +231,7 @@ class Trainer:
     def train(self, account: TimeAccount) -> list[float]:
         """Runs the remaining steps. Returns the last loss of each seed."""
         run = self.run
-        first, last = map(int, run.profile_steps.split(":")) if run.profile else (0, 0)
+        first, last = self.steps_to_profile()
         self.write_descriptions()
         with ExitStack() as stack:
             stack.callback(self.checkpoints.close)
@@ -247,6 +262,19 @@ class Trainer:
             self.finish(run.steps, log)
             log.raise_errors()
         return [float(loss) for loss in np.atleast_1d(jax.device_get(measured["loss"]))]
+
+    def steps_to_profile(self) -> tuple[int, int]:
+        """The first and last step to record, of those that are left; two zeros if there are none."""
+        if not self.run.profile:
+            return 0, 0
+        first, last = map(int, self.run.profile_steps.split(":"))
+        if last <= self.steps_done:
+            about = (
+                f"--profile-steps {self.run.profile_steps}: the run continues after step {self.steps_done}"
+            )
+            print(f"warning: {about}, so nothing is recorded now", file=sys.stderr)
+            return 0, 0
+        return max(first, self.steps_done + 1), last
 
     def next_batch(self, log: metrics.MetricsLog) -> tuple[model.Batch, float]:
         """The next batch, and for how many seconds the devices waited for it.

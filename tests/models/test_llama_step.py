@@ -341,6 +341,14 @@ def test_only_the_experts_of_a_token_count():
     [
         ("--config lama3_8b", "there is no configuration 'lama3_8b': choose from"),
         ("--steps 0", "--steps 0: it must be at least 1"),
+        ("--learning-rate nan", "--learning-rate nan: it must be at least 0"),
+        ("--learning-rate inf", "--learning-rate inf: it must be less than inf"),
+        ("--beta2 1", "--beta2 1.0: it must be less than 1"),
+        ("--seed 4294967296", "--seed 4294967296: it must be less than 4294967296"),
+        (
+            "--processes 2 --process-id 0",
+            "--processes, --process-id: without --distributed, this process would train alone",
+        ),
         ("--schedule wsd --warmup 0.9", "more than all steps"),
         ("--profile-steps 3", "such as 10:13"),
         ("--profile xplane --steps 12", "there are only 12 steps"),

@@ -118,7 +118,7 @@ def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_pa
             # The profiler itself runs in `completed`. Writing a profile takes seconds.
             patch.setattr(jax.profiler, "start_trace", lambda path: profiles.append(f"started {path}"))
             patch.setattr(jax.profiler, "stop_trace", lambda: profiles.append("written"))
-            assert train.main(flags(out=folder, **RUN, profile="xplane", profile_steps="4:7")) == 75
+            assert train.main(flags(out=folder, **RUN, profile="xplane", profile_steps="2:7")) == 75
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -128,8 +128,9 @@ def test_a_killed_and_preempted_run_resumes_to_the_same_losses(completed, tmp_pa
     assert (folder / "checkpoints" / "5").exists()
     assert profiles == [f"started {folder / 'profile'}", "written"]  # of steps 4 and 5
 
-    assert train.main(flags(out=folder, **RUN)) == 0
+    assert train.main(flags(out=folder, **RUN, profile="xplane", profile_steps="2:3")) == 0
     assert losses(folder) == losses(completed)
+    assert "the run continues after step 5, so nothing is recorded now" in capsys.readouterr().err
     assert train.main(flags(out=folder, **RUN)) == 0
     assert "is already at step 8 of 8" in capsys.readouterr().out
 
@@ -260,7 +261,11 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "remedy"),
-    [(errno.ENOSPC, "resumes from the last checkpoint"), (errno.EROFS, "another folder with --out")],
+    [
+        (errno.ENOSPC, "resumes from the last checkpoint"),
+        (errno.EROFS, "another folder with --out"),
+        (errno.EISDIR, "another folder with --out"),
+    ],
 )
 def test_an_error_of_writing_is_explained(monkeypatch, capsys, code, remedy):
     def write(*_: Any) -> None:
@@ -295,6 +300,26 @@ def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
     assert train.main(flags(out=tmp_path / "run", data="stdlib", vocab=256)) == 1
     assert "vocabulary of 256" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_package_of_metrics_leaves_no_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train.main(flags(out=tmp_path / "run", wandb="project")) == 1
+    assert "pip install 'policyc[wandb]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_are_not_found_are_explained(capsys, monkeypatch):
+    """JAX says this outside of a cluster, in a process that has not used it yet."""
+
+    def initialize(*_: Any, **__: Any) -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    assert train.main(flags(distributed=True)) == 1
+    message = capsys.readouterr().err
+    assert "--distributed: coordinator_address should be defined" in message
+    assert "add --coordinator HOST:PORT" in message
 
 
 def test_every_validation_reads_the_same_batches_of_one_source():
