@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.compiler.activity import equations_with_cotangent
-from policyc.compiler.analysis_records import JaxprContext, PendingSite
+from policyc.compiler.analysis_records import Branch, JaxprContext, PendingSite
 from policyc.compiler.dots import (
     GEMMS,
     OPAQUE_PRODUCTS,
@@ -48,6 +48,7 @@ from policyc.compiler.var_info import (
     VarInfo,
     carry_info,
     constant_value,
+    frozen_info,
     join_branches,
     join_projections,
     propagate_equation,
@@ -97,9 +98,10 @@ def analyze(
         )
         for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
     ]
-    weights = {var: VarInfo(source=_frozen_source(var, weight)) for var, weight in (frozen or {}).items()}
+    weights = {var: frozen_info(var, weight) for var, weight in (frozen or {}).items()}
     analyzer.run(jaxpr, infos, JaxprContext(), weights)
-    sites = [site.with_layers(analyzer.layers) for site in analyzer.sites.values()]
+    with_layers = (site.with_layers(analyzer.layers) for site in analyzer.sites.values())
+    sites = [site for site in with_layers if site.count]  # others are in branches that are never taken
     scopes = add_stack_sizes([s.scope.path for s in sites])
     return Sites(
         sites=tuple(
@@ -117,15 +119,6 @@ def analyze(
             number for number, is_differentiated in enumerate(results) if is_differentiated
         ),
         others=merge(analyzer.others.values()),
-    )
-
-
-def _frozen_source(var: Var, weight: FrozenWeight) -> Source:
-    if not weight.is_part:
-        return ParameterSource(shape=shape_of(var), path=weight.path, is_frozen=True)
-    whole = ParameterSource(shape=weight.shape, path=weight.path, is_frozen=True)
-    return UnknownSource(
-        shape=shape_of(var), operands=(whole,), reason="NumPy takes a part of it, which JAX does not see"
     )
 
 
@@ -175,7 +168,7 @@ class _Analyzer:
         container = container_of(eqn)
         self._other_product(eqn, infos, context)
         if container is not None:
-            domain = _ContainerDomain(self, eqn, context)
+            domain = _ContainerDomain(self, eqn, infos, context)
             return container.propagate(eqn, infos, domain.enter, domain)
         if name in GEMMS or name in OPAQUE_PRODUCTS:
             weights = self._gemm(eqn, infos, context)
@@ -283,6 +276,7 @@ class _Analyzer:
         self.sites[context.address] = PendingSite(
             site=site,
             loops=context.loops,
+            branches=context.branches,
             sources=sources,
             projections=join_projections(infos) if weight is None else frozenset(),
             batch_dims=batch_dims(eqn, weight),
@@ -309,8 +303,11 @@ def _hoistable_origin(eqn: JaxprEqn, weight: VarInfo, context: JaxprContext) -> 
 class _ContainerDomain:
     """How `VarInfo`s pass through one container. See `dataflow.Domain`."""
 
-    def __init__(self, analyzer: _Analyzer, eqn: JaxprEqn, context: JaxprContext) -> None:
+    def __init__(
+        self, analyzer: _Analyzer, eqn: JaxprEqn, operands: Sequence[VarInfo], context: JaxprContext
+    ) -> None:
         self._analyzer, self._eqn = analyzer, eqn
+        self._branch_index = operands[0].integers if jaxprs.primitive_name(eqn) == "cond" else None
         container = container_of(eqn)
         assert container is not None
         extra = container.takes_extra_inputs and not (container.is_loop and jaxprs.has_indexed_effects(eqn))
@@ -332,7 +329,10 @@ class _ContainerDomain:
         self._bodies = [sub.jaxpr for sub in jaxprs.sub_jaxprs(eqn)]
 
     def enter(self, number: int, infos: Sequence[VarInfo]) -> list[VarInfo]:
-        return self._analyzer.run(self._bodies[number], infos, self._context.enter(self._eqn, number))
+        context = self._context.enter(self._eqn, number)
+        if self._branch_index is not None:
+            context = replace(context, branches=(*context.branches, Branch(self._branch_index, number)))
+        return self._analyzer.run(self._bodies[number], infos, context)
 
     def join(self, values: Sequence[VarInfo]) -> VarInfo:
         return join_branches(values)

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn
 
 from policyc.compiler.layers import (
+    MAX_LAYERS,
     EnclosingLoop,
     LayerIndices,
     drop_divisions,
     template_stacks,
     weight_stacks,
 )
+from policyc.compiler.provenance.elements import iterations_of
 from policyc.compiler.provenance.graph import Source
+from policyc.compiler.provenance.integers import Integers
 from policyc.compiler.sites import Site
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import AxisEnv
 from policyc.jaxcore.transform import Address
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A branch of a `cond` whose index is known in each iteration of the loops around it."""
+
+    index: Integers
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +41,7 @@ class JaxprContext:
     scope: tuple[str, ...] = ()
     loops: tuple[EnclosingLoop, ...] = ()
     """The scans around it, the outermost first."""
+    branches: tuple[Branch, ...] = ()
     repeats: int = 1
     opaque: str = ""
     opaque_parameters: tuple[Source, ...] = ()
@@ -51,6 +64,7 @@ class PendingSite:
     Attributes:
       site: the site without layers: it has a scope, and no parameters, stacks or loops yet.
       loops: the scans around it, the outermost first.
+      branches: the branches that it is in, of those whose index is known.
       sources: how its weight is laid out from parameters.
       projections: of a product of activations: the weights of the products that its operands come from.
       batch_dims: the dimensions of the weight along which it reads several matrices.
@@ -58,6 +72,7 @@ class PendingSite:
 
     site: Site
     loops: tuple[EnclosingLoop, ...]
+    branches: tuple[Branch, ...] = ()
     sources: tuple[Source, ...] = ()
     projections: frozenset[Source] = frozenset()
     batch_dims: tuple[int, ...] = ()
@@ -74,7 +89,7 @@ class PendingSite:
             scope = layers.scope_template(self.site.scope.path, loops, None)
             module = layers.module_template(self.projections, self.loops)
             stacks = template_stacks((scope,) if module is None else (scope, module))
-        return replace(
+        site = replace(
             self.site,
             scope=scope,
             parameters=parameters,
@@ -82,3 +97,25 @@ class PendingSite:
             module=module,
             loops=tuple(loop.stack for loop in loops),
         )
+        return self._only_taken(site) if self.branches else site
+
+    def _only_taken(self, site: Site) -> Site:
+        """The site without the iterations that take other branches."""
+        addresses = frozenset[Address]().union(*(branch.index.loops for branch in self.branches))
+        sizes = [(s.address, s.size) for s in (loop.stack for loop in self.loops) if s.address in addresses]
+        count = math.prod(size for _, size in sizes)
+        if count > MAX_LAYERS or site.count > MAX_LAYERS:
+            return site
+        taken = [
+            iterations
+            for iterations in iterations_of(sizes)
+            if all(int(b.index.evaluate(iterations)) == b.number for b in self.branches)
+        ]
+        shared = [s.address for s in site.stacks if s.address in addresses]
+        members = {tuple(iterations[address] for address in shared) for iterations in taken}
+        running = frozenset(
+            layer
+            for layer in site.all_layers()
+            if tuple(site.stack_indices(layer)[address] for address in shared) in members
+        )
+        return replace(site, running=running, repeats=site.repeats * len(taken) // count)

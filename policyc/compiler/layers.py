@@ -27,7 +27,7 @@ from policyc.compiler.sites import IndexSlot, LayerTable, PathTemplate, Stack
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
 
-_MAX_LAYERS = 1 << 16  # combinations of iterations that are followed one by one
+MAX_LAYERS = 1 << 16  # combinations of iterations that are followed one by one
 _NO_LAYER = "its operands do not come from the weights of one layer"
 
 
@@ -217,7 +217,7 @@ def _read_layers(
     Raises `Unknown`.
     """
     count = math.prod(stack.size for stack in stacks)
-    if count > _MAX_LAYERS:
+    if count > MAX_LAYERS:
         raise Unknown(f"it has {count} layers, which are too many to follow")
     sizes = [(stack.address, stack.size) for stack in stacks]
     return [axis_indices(source, batch_dims, iterations) for iterations in iterations_of(sizes)]

@@ -161,10 +161,13 @@ class Plan:
         """What happens to every layer of every site in a phase."""
         if phase not in self._decisions:
             live = tuple(self.in_force(rule, phase) for rule in range(len(self.policy.rules)))
-            self._decisions[phase] = {
+            decisions = {
                 key: self._with_lowerings(key[0], self._decide(matched, live))
                 for key, matched in self.matched.items()
             }
+            for site in (s for s in self.sites if s.running is not None):
+                decisions |= dict(self._decide_idle_layers(site, decisions, live))
+            self._decisions[phase] = decisions
         return self._decisions[phase]
 
     def runs(self, phase: Phase = ()) -> Iterator[PlanRun]:
@@ -189,8 +192,7 @@ class Plan:
     @cached_property
     def matched(self) -> Mapping[tuple[Address, Layer], _MatchedProducts]:
         """For each layer of each site, the products that each rule matches, in any phase."""
-        matcher = _Matcher(self.policy.rules)
-        return {(s.address, layer): matcher(s, layer) for s in self.sites for layer in s.layers()}
+        return {(s.address, layer): self._match(s, layer) for s in self.sites for layer in s.layers()}
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -244,6 +246,28 @@ class Plan:
             fprop, dgrad, wgrad = choices
             self._decided[key] = Decision((fprop, dgrad, wgrad), None if kept else recipe)
         return self._decided[key]
+
+    def _decide_idle_layers(
+        self, site: Site, decisions: Decisions, live: tuple[bool, ...]
+    ) -> Iterator[tuple[tuple[Address, Layer], Decision]]:
+        """A decision for the layers in which a site does not run, such that loops are not split for their sake.
+
+        It is that of their path. If a layer that runs has the same path, it is that of the layer before.
+        """
+        last = decisions[site.address, next(site.layers())]
+        paths = {site.paths(layer) for layer in site.layers()}
+        for layer in site.all_layers():
+            key = site.address, layer
+            if key in decisions:
+                last = decisions[key]
+            elif site.paths(layer) in paths:
+                yield key, last
+            else:
+                yield key, self._with_lowerings(site.address, self._decide(self._match(site, layer), live))
+
+    @cached_property
+    def _match(self) -> _Matcher:
+        return _Matcher(self.policy.rules)
 
     @cached_property
     def _site_at(self) -> dict[Address, Site]:

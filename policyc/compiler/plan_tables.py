@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from policyc.compiler.plan import Phase, Plan, PlanRun
-from policyc.compiler.sites import Layer, Site, dotted
+from policyc.compiler.sites import Site, dotted
 from policyc.language.diagnostics import count_noun, count_others, escape_controls
 from policyc.language.policy import Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe
@@ -157,7 +157,7 @@ def sites_table(plan: Plan) -> str:
         for phase in plan.phases:
             label = [plan.label(phase)] if len(plan.phases) > 1 else []
             for run in plan.site_runs(site, phase):
-                layers = _layer_range(run.layers) if site.stacks else row[2]
+                layers = _layer_ranges(run) if site.stacks else row[2]
                 rows.append([*row[:2], layers, *row[3:], *label, *_rule_cells(plan, run)])
     total = sum(s.total_flops for s in plan.sites)
     sites = sum(s.count for s in plan.sites)
@@ -202,9 +202,17 @@ def _rule_cells(plan: Plan, run: PlanRun) -> tuple[str, str]:
     return decided, "; ".join(_shorten(rules[index].head) for index in overridden) or "-"
 
 
-def _layer_range(layers: Sequence[Layer]) -> str:
-    first, last = (".".join(map(str, layer)) for layer in (layers[0], layers[-1]))
-    return first if first == last else f"{first}-{last}"
+def _layer_ranges(run: PlanRun) -> str:
+    """The indices of some layers, as a policy names them."""
+    indices = sorted({run.site.layer_indices(layer) for layer in run.layers})
+    ranges: list[list[tuple[int, ...]]] = []
+    for index in indices:
+        if ranges and (len(index) > 1 or ranges[-1][-1] == (index[0] - 1,)):
+            ranges[-1].append(index)
+        else:
+            ranges.append([index])
+    texts = [[".".join(map(str, i)) for i in (r[0], r[-1])] for r in ranges]
+    return _shorten(", ".join(first if first == last else f"{first}-{last}" for first, last in texts))
 
 
 def _shorten_rule(rule: Rule) -> str:

@@ -145,6 +145,8 @@ class Site:
     m: int
     n: int
     k: int
+    running: frozenset[Layer] | None = None
+    """The layers in which it runs, in a branch that only some iterations take. None: all of them."""
     repeats: int
     """How often it runs in a step, in all its layers. 0: not known, since it is in a kernel."""
     products: frozenset[Gemm]
@@ -197,6 +199,13 @@ class Site:
                 return next((p for p in reversed(paths) if p[-1:] == template.path[-1:]), paths[-1])
         return self.template.path
 
+    def layer_indices(self, layer: Layer) -> Layer:
+        """The indices of a layer in its path, without those that all layers have; else its index in each stack."""
+        path = self.layer_path(self.stack_indices(layer))
+        is_same = [len(self.parameters) == 1 and name.index is not None for name in self.template.path]
+        pairs = zip(path, is_same, strict=True)
+        return tuple(n.index for n, same in pairs if n.index is not None and not same) or layer
+
     def loop_ordinals(self) -> list[int]:
         """One number for each combination of iterations of `loops`, for random keys.
 
@@ -219,7 +228,7 @@ class Site:
     @property
     def count(self) -> int:
         """How many GEMMs of the model this is: one per layer."""
-        return math.prod(s.size for s in self.stacks)
+        return math.prod(s.size for s in self.stacks) if self.running is None else len(self.running)
 
     @property
     def flops(self) -> int:
@@ -244,6 +253,11 @@ class Site:
         }
 
     def layers(self) -> Iterator[Layer]:
+        """The layers in which it runs."""
+        return (la for la in self.all_layers() if self.running is None or la in self.running)
+
+    def all_layers(self) -> Iterator[Layer]:
+        """The layers of its stacks, also those in which it does not run."""
         return itertools.product(*(range(s.size) for s in self.stacks))
 
     def stack_indices(self, layer: Layer) -> dict[Address, int]:

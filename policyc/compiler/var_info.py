@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from policyc.compiler.provenance.graph import (
     ConcatenatedSource,
     EitherSource,
     LayoutSource,
     OtherSource,
+    ParameterSource,
     Source,
     StackedSource,
     UnknownSource,
@@ -23,6 +24,7 @@ from policyc.compiler.provenance.graph import (
 )
 from policyc.compiler.provenance.integers import Integers, constant_integers, propagate_integers
 from policyc.compiler.sites import Origin
+from policyc.compiler.trace import FrozenWeight
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.derivatives import active_results
 
@@ -58,6 +60,14 @@ def join_projections(infos: Iterable[VarInfo]) -> frozenset[Source]:
     joined = frozenset[Source]().union(*(i.projections for i in infos))
     is_unknown = len(joined) > _MOST_PROJECTIONS or joined & MANY_PROJECTIONS
     return MANY_PROJECTIONS if is_unknown else joined
+
+
+def frozen_info(var: Var, weight: FrozenWeight) -> VarInfo:
+    if not weight.is_part:
+        return VarInfo(source=ParameterSource(shape=shape_of(var), path=weight.path, is_frozen=True))
+    whole = ParameterSource(shape=weight.shape, path=weight.path, is_frozen=True)
+    reason = "NumPy takes a part of it, which JAX does not see"
+    return VarInfo(source=unknown_source(shape_of(var), [whole], reason))
 
 
 def join_branches(values: Sequence[VarInfo]) -> VarInfo:

@@ -91,6 +91,18 @@ def by_table(p, x):
     return lax.fori_loop(0, 8, lambda i, h: layer(member(p["layers"], table[i]), h), x)
 
 
+def first_ones_differ(p, x):
+    """The first two layers of a stack are of another kind, and the others start again at 0."""
+    dense, rest = (member(p["layers"], part) for part in (slice(2), slice(2, None)))
+
+    def body(i, h):
+        return lax.cond(
+            i < 2, lambda h: layer(member(dense, i), h), lambda h: jnp.sin(layer(member(rest, i - 2), h)), h
+        )
+
+    return lax.fori_loop(0, 8, body, x)
+
+
 PROGRAMS: dict[str, tuple[Any, Callable[..., Any], str, list[int]]] = {
     "a list that is stacked": (
         LIST, lambda p, x: scan(jax.tree.map(lambda *a: jnp.stack(a), *p["layers"]), x), "layers[-1]", [7]
@@ -151,6 +163,7 @@ PROGRAMS: dict[str, tuple[Any, Callable[..., Any], str, list[int]]] = {
         lambda p, x: scan(jax.tree.map(lambda *a: jnp.stack([*a, jnp.zeros((D, D))]), *p["layers"]), x),
         "layers[:2]", [0, 1],
     ),
+    "a branch for the first layers": (STACK, first_ones_differ, "layers[1:3]", [1, 2]),
     "a gather by constants": (
         STACK, lambda p, x: scan(member(p["layers"], np.array([3, 1, 7])), x), "layers[2:]", [3, 7]
     ),
@@ -372,6 +385,44 @@ def test_a_weight_that_all_iterations_share_counts_once():
 
     plan = policyc.plan("shared -> fp8; layers -> mxfp8", loss, {**STACK, "shared": weights()}, X)
     assert plan.counts == (1, 16)
+
+
+def by_kind(p, x):
+    """Layers of two kinds, and one that no layer is of."""
+
+    def body(h, ws):
+        i, w = ws
+        kind = jnp.where(i % 3 == 2, 1, 0)
+        branches = [lambda h: jnp.tanh(h @ w), lambda h: h @ w + h, lambda h: jnp.sin(h @ w)]
+        return lax.switch(kind, branches, h), None
+
+    return lax.scan(body, x, (jnp.arange(8), p["layers"]["attn"]))[0].sum()
+
+
+def test_a_branch_counts_in_the_iterations_that_take_it():
+    plan = policyc.plan("layers[:4] -> mxfp8; layers[1:3] -> fp8", by_kind, STACK, X)
+    assert [(site.count, site.repeats) for site in plan.sites] == [(6, 6), (2, 2)]
+    assert plan.counts == (4, 2)
+    first, second = plan.sites
+    assert [site.layer_indices(la) for site in (first, second) for la in site.layers()] == [
+        (i,) for i in (0, 1, 3, 4, 6, 7, 2, 5)
+    ]
+    assert [line.split()[2] for line in sites_table(plan).splitlines()[1:-1]] == [
+        "0", "1", "3", "4,", "2", "5"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "policy", "lengths"),
+    [
+        (by_kind, "layers[:3] -> mxfp8", [3, 5]),
+        # The second branch would read layer 7 in iteration 1, which does not take it.
+        (lambda p, x: first_ones_differ(p, x).sum(), "layers[-1] -> mxfp8", [7, 1]),
+    ],
+)
+def test_a_loop_is_not_split_for_a_branch_that_is_not_taken(program, policy, lengths):
+    jaxpr = jax.make_jaxpr(policyc.apply(policy, program))(STACK, X)
+    assert [eqn.params["length"] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"] == lengths
 
 
 def test_products_of_activations_have_the_index_of_the_layer_around_them():
