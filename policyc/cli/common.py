@@ -183,10 +183,15 @@ def print_error(error: Exception) -> None:
     click.echo(escape_lines(str(error)), err=True)
 
 
-def exit_with_message(message: str, code: int = EXIT_FAILURE) -> NoReturn:
+def print_note(text: str, label: str = "note") -> None:
+    """Prints `policyc: label: text` to standard error, without control characters."""
     from policyc.language.diagnostics import escape_lines
 
-    click.echo(f"policyc: error: {escape_lines(message)}", err=True)
+    click.echo(f"policyc: {label}: {escape_lines(text)}", err=True)
+
+
+def exit_with_message(message: str, code: int = EXIT_FAILURE) -> NoReturn:
+    print_note(message, "error")
     sys.stdout.flush()
     sys.exit(code)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -231,21 +231,10 @@ def _as_json(report: CompileReport, title: str, policy: str) -> str:
             for product in report.products
         ],
         "memory": {**report.memory, "needed": report.needed_memory, "device": report.device_memory},
-        "collectives": [
-            {"kind": c.kind, "type": c.type, "count": c.count, "bytes": c.bytes} for c in report.collectives
-        ],
+        "collectives": [asdict(total) for total in report.collectives],
         "kernels": report.kernels,
         "kernel_bytes": report.kernel_bytes,
-        "kernel_kinds": [
-            {
-                "kind": k.kind,
-                "count": k.count,
-                "bytes": k.bytes,
-                "short": k.short,
-                "short_bytes": k.short_bytes,
-            }
-            for k in report.kernel_kinds
-        ],
+        "kernel_kinds": [asdict(total) for total in report.kernel_kinds],
         "seconds": dict(report.seconds),
     }
     return json.dumps(data, indent=1) + "\n"

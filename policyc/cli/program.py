@@ -17,6 +17,7 @@ from policyc.cli.common import (
     exit_with_message,
     load_policy,
     print_error,
+    print_note,
     write_output,
 )
 
@@ -54,10 +55,8 @@ def parse_program(words: Sequence[str]) -> Program:
     for word, next_word in zip(program.args, (*program.args[1:], ""), strict=False):
         name, equals, value = word.partition("=")
         if name in options and not _PLACEHOLDER.search(value if equals else next_word):
-            click.echo(
-                f"policyc: note: '{name}' comes after the program, so the program gets it; options of policyc come "
-                "before the program",
-                err=True,
+            print_note(
+                f"'{name}' comes after the program, so the program gets it; options of policyc come before the program"
             )
     return program
 
@@ -111,8 +110,7 @@ def explain_early_exit() -> Iterator[None]:
         if isinstance(end.code, str):
             click.echo(end.code, err=True)  # Python prints it when the process ends
         code = 1 if isinstance(end.code, str) else end.code
-        message = f"the program exited with {code} before it differentiated a loss: {_TRAIN_HINT}"
-        click.echo(f"policyc: error: {message}", err=True)
+        print_note(f"the program exited with {code} before it differentiated a loss: {_TRAIN_HINT}", "error")
         raise SystemExit(code) from None
 
 
@@ -162,10 +160,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
         )
     if session is None or not session.matched:
         if session is not None and session.children and not session.plans:
-            click.echo(
-                "policyc: note: this process differentiated nothing; the processes it started ran under the policy",
-                err=True,
-            )
+            print_note("this process differentiated nothing; the processes it started ran under the policy")
             return
         exit_with_message(_explain_no_match(session.plans if session is not None else (), policy_name))
     if session.unmet:
@@ -210,14 +205,14 @@ class _PlanPrinter:
 
 def _write_report(folder: Path) -> None:
     """Writes the report of a run. A run that recorded nothing has none."""
+    from policyc.experiments.report.build import build_report
     from policyc.experiments.report.output import write_report
-    from policyc.experiments.report.sweeps import UnreadableRun
-    from policyc.language.diagnostics import escape_controls
+    from policyc.experiments.report.sweeps import ReportError
 
     try:
-        click.echo(f"policyc: report: {escape_controls(str(write_report([folder])))}", err=True)
-    except UnreadableRun as error:
-        click.echo(f"policyc: no report: {escape_controls(str(error))}", err=True)
+        print_note(str(write_report(build_report([folder]))), "report")
+    except ReportError as error:
+        print_note(str(error), "no report")
 
 
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message
+from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message, print_note
 from policyc.cli.sweep_runs import split_names
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ def report(folders: tuple[str, ...], **options: Any) -> None:
     baselines with intervals, a verdict on each variant, speed, memory, quantization error, policies, settings and
     commands. It is one file that loads nothing else. A run that failed or has not ended is shown as such.
     """
-    from policyc.experiments.report.sweeps import UnreadableRun
+    from policyc.experiments.report.sweeps import ReportError
     from policyc.language.diagnostics import PolicyError
 
     try:
         _write(_ReportCommand(**options), [Path(folder) for folder in folders])
-    except UnreadableRun as error:
+    except ReportError as error:
         exit_with_message(str(error), EXIT_USAGE)
     except (PolicyError, ValueError) as error:
         exit_with_message(str(error))
@@ -100,21 +100,20 @@ class _ReportCommand:
 
 def _write(command: _ReportCommand, folders: list[Path]) -> None:
     from policyc.experiments.report.build import build_report
-    from policyc.experiments.report.output import choose_path, render_report, write_text
+    from policyc.experiments.report.output import write_report, write_text
     from policyc.language.diagnostics import escape_controls
-    from policyc.language.files import STANDARD_OUTPUT, is_standard_output
+    from policyc.language.files import is_standard_output
 
-    out = command.out or (None if command.kind == "html" else STANDARD_OUTPUT)
-    path = choose_path(folders, None if out is None else Path(out))
-    if command.svg and is_standard_output(command.svg) and is_standard_output(str(path)):
+    is_printed = is_standard_output(command.out) if command.out else command.kind != "html"
+    if command.svg and is_standard_output(command.svg) and is_printed:
         raise click.UsageError("--svg - and the report cannot both be printed: name a file for one of them")
     report = build_report(folders, command.report_options())
     if command.svg:
         from policyc.experiments.report.speed_chart import draw_speed_chart
 
         write_text(Path(command.svg), draw_speed_chart(report.data))
-    write_text(path, render_report(report, command.kind))
+    path = write_report(report, command.out, command.kind)
     for problem in report.problems:
-        click.echo(f"policyc: warning: {escape_controls(problem)}", err=True)
-    if not is_standard_output(str(path)):
+        print_note(problem, "warning")
+    if not is_printed:
         click.echo(escape_controls(str(path)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.cli.common import load_policy
-from policyc.cli.options import ProgramCommand, collect_options, group_options, program_argument
+from policyc.cli.options import collect_options, group_options, program_argument
 from policyc.cli.sweep_runs import SweepOptions, TrainerCommand, run_sweep, split_names, sweep_options
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ edit_options = collect_options(
 )
 
 
-class SweepCommand(TrainerCommand, ProgramCommand):
+class SweepCommand(TrainerCommand):
     """With `--config`, options that the sweep does not know belong to the bundled trainer."""
 
     def names_config(self, options: list[str], words: list[str]) -> bool:

@@ -6,14 +6,13 @@ Import slow modules inside functions: `--help` loads this module.
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import unified_diff, use_color
+from policyc.cli.common import print_note, unified_diff, use_color
 
 if TYPE_CHECKING:
     from policyc.experiments.sweep.engine import TrackedRun
@@ -31,16 +30,15 @@ def write_page(out: Path) -> None:
 
     from policyc.experiments.report.build import build_report
     from policyc.experiments.report.format import format_gap, format_interval
-    from policyc.experiments.report.output import choose_path, render_report, write_text
-    from policyc.experiments.report.sweeps import UnreadableRun
+    from policyc.experiments.report.output import write_report
+    from policyc.experiments.report.sweeps import ReportError
     from policyc.language.diagnostics import escape_controls
 
     try:
         report = build_report([out])
-        path = choose_path([out], None)
-        write_text(path, render_report(report, "html"))
-    except UnreadableRun as error:
-        click.echo(f"policyc: no page: {error}", err=True)
+        path = write_report(report)
+    except ReportError as error:
+        print_note(str(error), "no page")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("variant", "against", "verdict", "gap, nats", "interval", "seeds"):
@@ -52,35 +50,39 @@ def write_page(out: Path) -> None:
         table.add_row(*names, row["verdict"], *numbers)
     console = Console(highlight=False, markup=False)
     if comparisons:
-        console.print(f"\nverdicts with a margin of {report.data['statistics']['margin']}:")
+        statistics = report.data["statistics"]
+        measure = statistics["measure"].replace("_", " ")
+        console.print(f"\nverdicts on the {measure}, with a margin of {statistics['margin']}:")
         console.print(table)
     for row in comparisons:
         if row["verdict"] in ("inconclusive", "failed"):
             text = f"{row['variant']} against {row['baseline']}: {row['reason']}"
             console.print(Text(escape_controls(text)))
     for problem in report.problems:
-        click.echo(f"policyc: warning: {escape_controls(problem)}", err=True)
+        print_note(problem, "warning")
     console.print(Text(f"report: {escape_controls(str(path))}"), soft_wrap=True)
 
 
 def print_omitted(policies: VariantList) -> None:
     """Prints the edits that are not run, and what the linter says about the others."""
     for omitted in policies.omitted:
-        edit = textwrap.shorten(omitted.edit, _EDIT_WIDTH, placeholder=" ...")
-        click.echo(f"policyc: note: {omitted.name} ({edit}) is not run: {omitted.reason}", err=True)
+        edit = omitted.edit if len(omitted.edit) <= _EDIT_WIDTH else f"{omitted.edit[:_EDIT_WIDTH]} ..."
+        print_note(f"{omitted.name} ({edit}) is not run: {omitted.reason}")
     for variant in policies.variants:
         for finding in variant.findings:
-            click.echo(f"policyc: note: {variant.name}: {finding}", err=True)
+            print_note(f"{variant.name}: {finding}")
 
 
 def print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
     """Prints every variant with its diff to the policy, and the command of every run."""
     from policyc.experiments.sweep.variants import without_title
+    from policyc.language.diagnostics import escape_controls
 
     variants = design.policies.variants
     base = next((variant.text for variant in variants if variant.name == design.policies.policy), None)
     for variant in variants:
-        click.echo(click.style(f"{variant.name}: {variant.edit}", bold=True), color=use_color())
+        title = escape_controls(f"{variant.name}: {variant.edit}")
+        click.echo(click.style(title, bold=True), color=use_color())
         if variant.role == "edit" and base is not None:
             changes = unified_diff(
                 variant.name, without_title(base), without_title(variant.text), 0, former_name=design.policies.policy
@@ -92,4 +94,5 @@ def print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
     for variant in variants:
         runs = [run for run in tracked if run.run.variant == variant.name]
         states = ", ".join(f"{' and '.join(map(str, run.run.seeds))} ({run.progress})" for run in runs)
-        click.echo(f"{variant.name}: seeds {states}\n    {shlex.join(runs[0].run.command)}")
+        command = escape_controls(shlex.join(runs[0].run.command))
+        click.echo(f"{escape_controls(variant.name)}: seeds {states}\n    {command}")

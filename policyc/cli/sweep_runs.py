@@ -21,6 +21,7 @@ from policyc.cli.common import (
     EXIT_USAGE,
     exit_with_diagnostics,
     exit_with_message,
+    print_note,
 )
 from policyc.cli.options import (
     ProgramCommand,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from policyc.experiments.sweep.executor import Executor
     from policyc.experiments.sweep.manifest import SweepDesign
     from policyc.experiments.sweep.programs import SweepProgram
+    from policyc.experiments.sweep.slurm_options import SlurmOptions
 
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
@@ -69,7 +71,7 @@ class SweepOptions:
     margin: str
     jobs: int | None
     gpus_per_run: int
-    slurm: tuple[str, ...]
+    slurm: SlurmOptions | None
     seeds_per_process: int
     metrics: str | None
     no_plan: bool
@@ -78,6 +80,19 @@ class SweepOptions:
     backend: str
     require_native: bool
     multiple_losses: bool
+
+
+def _parse_slurm(
+    _ctx: click.Context, _option: click.Parameter, texts: tuple[str, ...]
+) -> SlurmOptions | None:
+    if not texts:
+        return None
+    from policyc.experiments.sweep.slurm_options import parse_slurm_options
+
+    try:
+        return parse_slurm_options(texts)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
 
 
 sweep_options = collect_options(
@@ -117,7 +132,7 @@ sweep_options = collect_options(
             help="GPUs of this machine that each run gets.",
         ),
         click.option(
-            "--slurm", multiple=True, metavar="NAME=VALUE,...",
+            "--slurm", multiple=True, metavar="NAME=VALUE,...", callback=_parse_slurm,
             help="Run each run as a Slurm job with these resources, such as 'partition=long,gpus=8,nodes=16,time=1440' "
             "(time in minutes).",
         ),
@@ -175,9 +190,9 @@ def run_sweep(
     try:
         executor = _make_executor(options)
         out.mkdir(parents=True, exist_ok=True)
-        with lock_sweep(out, lambda text: click.echo(f"policyc: {text}", err=True)):
+        with lock_sweep(out, lambda text: print_note(text, "warning")):
             for note in open_sweep(out, design):
-                click.echo(f"policyc: note: {note}", err=True)
+                print_note(note)
             # Under the lock: no other sweep changes the states of the runs.
             result = _run(design, track_runs(runs), executor)
     except (ChangedSweep, SweepBusy, ValueError) as error:
@@ -191,7 +206,7 @@ def run_sweep(
 def _make_program(words: Sequence[str], config: str | None, options: SweepOptions) -> SweepProgram:
     """The program that is swept. Raises a usage error if it cannot be."""
     from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram
-    from policyc.experiments.sweep.slurm_options import check_program, parse_slurm_options
+    from policyc.experiments.sweep.slurm_options import check_program
 
     if config is None and "--dry-run" in parse_program(words).args:
         raise click.UsageError(
@@ -214,7 +229,7 @@ def _make_program(words: Sequence[str], config: str | None, options: SweepOption
     try:
         program.check()
         if options.slurm:
-            check_program(parse_slurm_options(options.slurm), config, words)
+            check_program(options.slurm, config, words)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     return program
@@ -257,13 +272,9 @@ def _design_sweep(
 
 def _has_several_processes(options: SweepOptions) -> bool:
     """Whether a run is several processes, which cannot be traced in one: they would wait for the others."""
-    from policyc.experiments.sweep.slurm_options import parse_slurm_options
-
-    if not options.slurm or (processes := parse_slurm_options(options.slurm).processes) == 1:
+    if options.slurm is None or options.slurm.processes == 1:
         return False
-    click.echo(
-        f"policyc: note: a run has {processes} processes, so it is not traced before it runs", err=True
-    )
+    print_note(f"a run has {options.slurm.processes} processes, so it is not traced before it runs")
     return True
 
 
@@ -271,9 +282,8 @@ def _make_executor(options: SweepOptions) -> Executor:
     """Where the runs go. Raises ValueError and OSError."""
     if options.slurm:
         from policyc.experiments.sweep.slurm import SlurmExecutor
-        from policyc.experiments.sweep.slurm_options import parse_slurm_options
 
-        return SlurmExecutor(parse_slurm_options(options.slurm), options.jobs)
+        return SlurmExecutor(options.slurm, options.jobs)
     from policyc.experiments.sweep.executor import LocalExecutor
     from policyc.experiments.sweep.gpus import find_gpus, group_gpus
     from policyc.experiments.sweep.wrapper import read_grace

@@ -60,6 +60,18 @@ def test_a_dry_run_prints_the_runs_and_the_edits_as_diffs(folder: Path) -> None:
     assert "no_sr: nearest-rounded-gradient" in result.err
 
 
+def test_what_a_sweep_prints_has_no_control_characters(folder: Path) -> None:
+    (folder / "bell\a.policy").write_text(POLICY)
+    words = ("bell\a.policy", "--baseline", "my.policy,bell\a.policy", "--seeds", "1", "--steps", "1")
+    result = policyc("sweep", *words, "--no-plan", "--dry-run", "train.py", cwd=folder)
+    assert result.code == 0, result.err
+    assert "bell\\x07 (baseline bell\\x07.policy) is not run: the same policy as 'my'" in result.err
+    words = (*words[:2], "none", *words[3:])
+    result = policyc("sweep", *words, "--no-plan", "--dry-run", "train.py", cwd=folder)
+    assert "\nbell\\x07: seeds 0 (waiting)\n" in result.out
+    assert "\a" not in result.out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from policyc.experiments.report.build import build_report
 from policyc.experiments.report.output import write_report
-from policyc.experiments.report.sweeps import UnreadableRun
+from policyc.experiments.report.sweeps import ReportError
 from tests.support.command import policyc
 
 
@@ -83,7 +84,7 @@ def test_page_loads_nothing_and_shows_what_was_measured(tmp_path: Path) -> None:
         "policy_sha256": "0123456789abcdef",
     }
     (run / "run.json").write_text(json.dumps(about))
-    page = check_page(write_report([run]))
+    page = check_page(write_report(build_report([run])))
     texts = set(page.texts)
     assert {
         "run <1>: validation loss 2.3450 at step 40",
@@ -103,27 +104,27 @@ def test_page_loads_nothing_and_shows_what_was_measured(tmp_path: Path) -> None:
 def test_several_runs_never_replace_the_page_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=10, stats=False)]
     monkeypatch.chdir(tmp_path)
-    assert write_report(runs) == Path("comparison.html")
+    assert write_report(build_report(runs)) == Path("comparison.html")
     assert {"a", "b", "40", "10"} <= set(texts_of(Path("comparison.html")))
     assert not (tmp_path / "a" / "report.html").exists()
-    with pytest.raises(UnreadableRun, match="is the page of one of these folders"):
-        write_report(runs, Path("b/report.html"))
+    with pytest.raises(ReportError, match="is the page of one of these folders"):
+        write_report(build_report(runs), "b/report.html")
 
 
 def test_unreadable_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as out:
         out.write('{"step": 41, "loss"\n[]\n')
-    assert any("2 lines could not be read" in text for text in texts_of(write_report([run])))
+    assert any("2 lines could not be read" in text for text in texts_of(write_report(build_report([run]))))
 
 
 def test_what_is_not_a_run_or_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableRun, match=r"has no metrics\.jsonl"):
-        write_report([tmp_path])
-    with pytest.raises(UnreadableRun, match="is not a folder"):
-        write_report([tmp_path / "none"])
-    with pytest.raises(UnreadableRun, match="cannot be written"):
-        write_report([write_run(tmp_path / "run")], tmp_path / "none" / "a.html")
+    with pytest.raises(ReportError, match=r"has no metrics\.jsonl"):
+        write_report(build_report([tmp_path]))
+    with pytest.raises(ReportError, match="is not a folder"):
+        write_report(build_report([tmp_path / "none"]))
+    with pytest.raises(ReportError, match="cannot be written"):
+        write_report(build_report([write_run(tmp_path / "run")]), str(tmp_path / "none" / "a.html"))
 
 
 def test_a_dash_writes_the_page_to_standard_output(tmp_path: Path) -> None:
@@ -169,24 +170,24 @@ def test_a_malformed_file_gives_a_page_of_the_others_and_says_so(tmp_path: Path,
     for kind, text in MALFORMED.items():
         run = write_run(tmp_path / kind / "run")
         (run / name).write_text(text)
-        problems: list[str] = []
         try:
-            texts = texts_of(write_report([run], warn=problems.append))
-        except UnreadableRun:
+            report = build_report([run])
+        except ReportError:
             assert name == "metrics.jsonl"  # no step is left
             continue
+        texts = texts_of(write_report(report))
         if name != "metrics.jsonl":
             assert {"40", "2.3450"} <= set(texts), kind
         if name != "stats.jsonl":
             assert {"19.5", "0.987"} <= set(texts), kind
-        assert len(problems) == sum("Left out" in text for text in texts)
-        assert problems or kind not in ("open brace", "empty list", "text"), kind
+        assert len(report.problems) == sum("Left out" in text for text in texts)
+        assert report.problems or kind not in ("open brace", "empty list", "text"), kind
 
 
 def test_what_is_no_file_is_reported(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", stats=False)
     (run / "plan.json").mkdir()
-    assert any("plan.json is not a file" in text for text in texts_of(write_report([run])))
+    assert any("plan.json is not a file" in text for text in texts_of(write_report(build_report([run]))))
     assert "policyc: warning: run: plan.json is not a file" in policyc("report", run).err
 
 
@@ -224,8 +225,10 @@ def test_every_text_is_escaped_wherever_it_comes_from(tmp_path: Path) -> None:
     (run / "status.json").write_text(json.dumps(failed))
     (run / "log.txt").write_text(MARKUP)
     pages = [
-        write_report([run, write_run(tmp_path / "{{body}}{{title}}")], tmp_path / "both.html"),
-        write_report([run]),
+        write_report(
+            build_report([run, write_run(tmp_path / "{{body}}{{title}}")]), str(tmp_path / "both.html")
+        ),
+        write_report(build_report([run])),
     ]
     for page in pages:
         texts = texts_of(page)
@@ -274,8 +277,8 @@ def test_mutated_runs_give_well_formed_pages(seeds: range, tmp_path: Path) -> No
         (run / "plan.json").write_text(json.dumps(mutate(rng, plan_with("a"))))
         (run / "run.json").write_text(json.dumps(mutate(rng, about_with("a"))))
         try:
-            page = write_report([run])
-        except UnreadableRun:
+            page = write_report(build_report([run]))
+        except ReportError:
             continue  # no step is left
         texts_of(page)
         assert "<script>alert" not in page.read_text(), f"seed {seed}"
@@ -287,7 +290,7 @@ def test_a_site_in_two_stacks_has_a_column_for_each_pair_of_layers(tmp_path: Pat
         {"step": 1, "site": "a", "layer": [0, i], "operand": "x", "sqnr_db": 9.5 + i} for i in range(2)
     ]
     (run / "stats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert {"0.0", "0.1", "9.5", "10.5"} <= set(texts_of(write_report([run])))
+    assert {"0.0", "0.1", "9.5", "10.5"} <= set(texts_of(write_report(build_report([run]))))
 
 
 def test_a_report_shows_where_the_time_went(tmp_path: Path) -> None:
@@ -298,7 +301,7 @@ def test_a_report_shows_where_the_time_went(tmp_path: Path) -> None:
                     "restarts": 2, "lost_steps": 31})  # fmt: skip
     with (run / "metrics.jsonl").open("a") as out:
         out.writelines(json.dumps(row) + "\n" for row in (early, late))
-    texts = texts_of(write_report([run]))
+    texts = texts_of(write_report(build_report([run])))
     assert {"90.0%", "1 h 40 min", "1 h 30 min", "61.0 s", "8 min 59 s", "31", "lost steps"} <= set(texts)
     assert "validation" not in texts
     text = policyc("report", run, "--markdown").out
@@ -320,4 +323,4 @@ def test_a_damaged_account_is_left_out(tmp_path: Path, account: dict[str, Any]) 
     run = write_run(tmp_path / "run", stats=False)
     with (run / "metrics.jsonl").open("a") as out:
         out.write(json.dumps({"step": 40, **account}) + "\n")
-    assert "Time" not in texts_of(write_report([run]))
+    assert "Time" not in texts_of(write_report(build_report([run])))

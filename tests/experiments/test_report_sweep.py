@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from policyc.experiments.report.build import ReportOptions, build_report
+from policyc.experiments.report.build import PredictedStep, ReportOptions, build_report
 from policyc.experiments.report.output import render_report, write_report
 from policyc.experiments.report.series import count_spikes
 from policyc.experiments.report.speed_chart import draw_speed_chart
 from policyc.experiments.report.speed_ups import predict_speed_ups
-from policyc.experiments.report.sweeps import UnreadableRun
+from policyc.experiments.report.sweeps import ReportError
 from policyc.language.bundled import data_folder
 from tests.experiments.test_report import check_page
 from tests.support.command import policyc
@@ -89,7 +89,7 @@ def test_a_finished_sweep_has_verdicts_against_each_baseline(tmp_path: Path) -> 
     }  # fmt: skip
     assert data["axis"] == "tokens"
     assert data["statistics"]["measure"] == "trailing_loss"
-    page = check_page(write_report([sweep]))
+    page = check_page(write_report(build_report([sweep])))
     assert "3 variants against bf16: 1 at parity, 1 better, 1 worse" in page.texts
     assert any(
         "wrong claim of a difference among all variants is at most 0.05" in text for text in page.texts
@@ -175,7 +175,7 @@ def test_failed_runs_are_shown_with_their_last_lines_and_change_the_verdict(tmp_
     assert fp8["states"] == {"finished": 3, "unfinished": 0, "failed": 1}
     # Without the run that ended at 2.5.
     assert fp8["figures"]["trailing_loss"] == pytest.approx(2.02, abs=0.05)
-    assert "a\nRESOURCE_EXHAUSTED" in check_page(write_report([sweep])).texts
+    assert "a\nRESOURCE_EXHAUSTED" in check_page(write_report(build_report([sweep]))).texts
     assert any(line["is_dashed"] for line in data["charts"][0]["lines"])
 
 
@@ -190,7 +190,7 @@ def test_a_sweep_in_flight_has_curves_and_no_verdict(tmp_path: Path) -> None:
     assert row["verdict"] == "inconclusive"
     assert row["gap"] == pytest.approx(0.05, abs=0.005)
     assert "seed 2: not started; seed 3: running, step 50 of 200" in row["reason"]
-    texts = check_page(write_report([sweep])).texts
+    texts = check_page(write_report(build_report([sweep]))).texts
     assert "6 of 8 runs have ended" in texts
     gap = next(c for c in data["charts"] if c["id"] == "gap-bf16")
     assert None not in gap["lines"][0]["values"]  # a run that has just begun does not shorten the curve
@@ -209,7 +209,7 @@ def test_runs_of_any_program_are_compared(tmp_path: Path) -> None:
     runs = [tmp_path / "plain/seed0", tmp_path / "edited/seed0"]
     (row,) = report_of(*runs, baselines=("plain",))["comparisons"]
     assert (row["verdict"], row["interval"]) == ("inconclusive", None)
-    with pytest.raises(UnreadableRun, match="no variant is named 'fp8'; variants: edited, plain"):
+    with pytest.raises(ReportError, match="no variant is named 'fp8'; variants: edited, plain"):
         report_of(tmp_path, baselines=("fp8",))
 
 
@@ -318,7 +318,7 @@ def test_sweeps_of_other_lengths_and_margins_are_named(tmp_path: Path) -> None:
 
 def test_no_run_in_a_folder_is_left_out_silently(tmp_path: Path) -> None:
     runs = [write_metrics(tmp_path / "runs" / name, decay()) for name in ("bf16", "fp8")]
-    with pytest.raises(UnreadableRun, match=f"name the runs in it: {runs[0]} {runs[1]}"):
+    with pytest.raises(ReportError, match=f"name the runs in it: {runs[0]} {runs[1]}"):
         build_report([tmp_path / "runs"])
     write_metrics(tmp_path / "runs" / "other" / "seed0", decay())
     assert build_report([tmp_path / "runs"]).problems == [
@@ -329,7 +329,7 @@ def test_no_run_in_a_folder_is_left_out_silently(tmp_path: Path) -> None:
     assert variant["states"] == {"finished": 1, "unfinished": 1, "failed": 0}
     for twice in ([runs[0], tmp_path / "runs" / ".." / "runs" / "bf16"],
                   [tmp_path / "runs", tmp_path / "runs" / "other" / "seed0"]):  # fmt: skip
-        with pytest.raises(UnreadableRun, match="is named twice: a run cannot be compared with itself"):
+        with pytest.raises(ReportError, match="is named twice: a run cannot be compared with itself"):
             build_report(twice)
 
 
@@ -395,11 +395,11 @@ def test_predicted_speed_ups_are_those_of_estimate() -> None:
     folder = data_folder("policies")
     policies = {name: (folder / f"{name}.policy").read_text() for name in ("bf16", "te_nvfp4")}
     policies |= {"mxfp8": "* -> mxfp8\n", "switch": "* -> mxfp8\nafter 25% {\n    * -> bf16\n}\n"}
-    speed_ups = predict_speed_ups(policies, "bf16", "tiny", "gb200", 1)
+    speed_ups = predict_speed_ups(policies, "bf16", PredictedStep(config="tiny", devices=1))
     arguments = ("--config", "tiny", "--target", "gb200", "--format", "json")
     estimate = json.loads(policyc("estimate", "te_nvfp4", "--against", "bf16", *arguments).out)
     assert speed_ups["te_nvfp4"] == pytest.approx(estimate["speed_up"])
-    by_te = predict_speed_ups(policies, "bf16", "tiny", "gb200", 1, "te")
+    by_te = predict_speed_ups(policies, "bf16", PredictedStep(config="tiny", devices=1, backend="te"))
     estimate = json.loads(
         policyc("estimate", "te_nvfp4", "--against", "bf16", *arguments, "--backend", "te").out
     )
@@ -412,7 +412,7 @@ def test_predicted_speed_ups_are_those_of_estimate() -> None:
 def test_the_speed_chart_has_a_point_a_policy(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05, "fp8": 0.001})
     data = report_of(sweep)
-    with pytest.raises(UnreadableRun, match="needs a sweep with a baseline"):
+    with pytest.raises(ReportError, match="needs a sweep with a baseline"):
         draw_speed_chart(data)
     data["speed_ups"] = {
         "step": "llama3_8b on 8 × GB200",

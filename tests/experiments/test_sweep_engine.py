@@ -15,8 +15,8 @@ from policyc.experiments.report.runs import read_run
 from policyc.experiments.report.sweeps import trailing_loss as trailing_loss_of_report
 from policyc.experiments.sweep import engine, locks
 from policyc.experiments.sweep.engine import Engine, SweepBusy, SweepResult, lock_sweep, track_runs
-from policyc.experiments.sweep.gaps import compute_gap, find_equal_seeds, trailing_loss
-from policyc.experiments.sweep.live import PlainLines, SweepView, describe_end, format_gap, print_result
+from policyc.experiments.sweep.gaps import compute_gaps, find_equal_seeds, trailing_loss
+from policyc.experiments.sweep.live import PlainLines, SweepView, describe_end, format_gaps, print_result
 from policyc.experiments.sweep.run import Run, State
 from tests.support.sweep_runs import (
     FakeExecutor,
@@ -274,18 +274,14 @@ def tracked_pair(tmp_path: Path) -> list[engine.TrackedRun]:
 def test_gaps_are_paired_by_seed_and_step(tmp_path: Path) -> None:
     runs = tracked_pair(tmp_path)
     runs[3].progress = "running"
-    gap = compute_gap(runs, "fp8", "bf16")
-    assert gap is not None
+    gaps = compute_gaps(runs, "fp8", "bf16")
     # Seed 0: .25 at every step. Seed 1: .5625 - .5 at every step that both have, although one is further.
-    assert gap.differences == pytest.approx((0.25, 0.0625), abs=1e-12)
-    assert gap.mean == pytest.approx(0.15625, abs=1e-12)
+    assert gaps == pytest.approx([0.25, 0.0625], abs=1e-12)
     # The t interval of two values: 12.7062 times half of their distance.
-    assert format_gap(gap) == f"+0.1562 ±{12.7062 * 0.09375:.4f} (2)"
-    assert compute_gap(runs, "fp8", "f32") is None
+    assert format_gaps(gaps) == f"+0.1562 ±{12.7062 * 0.09375:.4f} (2)"
+    assert compute_gaps(runs, "fp8", "f32") == []
     runs[3].progress = "failed"  # an unfinished run says nothing about the end
-    gap = compute_gap(runs, "fp8", "bf16")
-    assert gap is not None
-    assert gap.differences == pytest.approx((0.25,), abs=1e-12)
+    assert compute_gaps(runs, "fp8", "bf16") == pytest.approx([0.25], abs=1e-12)
     # The mean of 4/step over the last ten steps.
     assert trailing_loss(runs[0].readers[0]) == pytest.approx(
         sum(4 / s for s in range(11, 21)) / 10, rel=1e-12

@@ -82,7 +82,7 @@ class Report:
 
 
 def build_report(folders: Sequence[Path], options: ReportOptions | None = None) -> Report:
-    """Reads some folders and computes everything that a report shows. Raises UnreadableRun, and ValueError."""
+    """Reads some folders and computes everything that a report shows. Raises ReportError, and ValueError."""
     options = options or ReportOptions()
     sweep = read_sweep(folders, options.baselines, options.margin)
     problems = [
@@ -137,7 +137,7 @@ def _predict(sweep: SweepData, step: PredictedStep, problems: list[str]) -> dict
     if baseline is None:
         problems.append("no baseline has a policy.policy, so no speed-up is predicted")
         return {}
-    return predict_speed_ups(texts, baseline, step.config, step.target, step.devices, step.backend)
+    return predict_speed_ups(texts, baseline, step)
 
 
 def _statistics(sweep: SweepData) -> Record:

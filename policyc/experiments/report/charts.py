@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ class Chart:
     format: str = "number"
     zone: tuple[float, float] | None = None
     is_log: bool = False
-    zone_label: str = field(default="")
+    zone_label: str = ""
 
     def as_data(self) -> dict[str, Any]:
         return asdict(self)
@@ -212,7 +212,7 @@ def _evaluations(run: RunData, metric: str, axis: Axis) -> dict[float, float]:
 
 
 def _metric_charts(sweep: SweepData, axis: Axis) -> Iterator[Chart]:
-    first_steps = "without the first steps, which compile; " if sweep.runs else ""
+    first_steps = "without the first steps, which compile; "
     for metric, title, note, format, maximum in (
         (
             "grad_norm",
@@ -266,7 +266,7 @@ def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[Chart]:
             reduction = "mean over sites and layers, band: lowest and highest"
         per_step = next((r.tokens_per_step for r in sweep.runs if r.tokens_per_step), None)
         factor = per_step if axis.label == "tokens" and per_step else 1
-        x_label = axis.label if factor != 1 or axis.label == "steps" else "steps"
+        x_label = axis.label if factor != 1 else "steps"
         yield Chart(
             id=f"telemetry-{field_name}", title=title,
             note=f"{note}; {reduction}", x_label=x_label,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from policyc.experiments.report.build import Report, ReportOptions, build_report
+from policyc.experiments.report.build import Report
 from policyc.experiments.report.markdown import render_markdown
 from policyc.experiments.report.page import render_page
-from policyc.experiments.report.sweeps import UnreadableRun
+from policyc.experiments.report.sweeps import ReportError
 from policyc.experiments.sweep.run import PAGE_FILE
 from policyc.language.files import STANDARD_OUTPUT, open_output
 
@@ -17,37 +17,26 @@ COMPARISON_NAME = "comparison.html"
 """The page of several folders, in the current folder. It has another name, so it never replaces a run's own."""
 
 
-def write_report(
-    folders: Sequence[Path],
-    out: Path | None = None,
-    warn: Callable[[str], None] = lambda _: None,
-    options: ReportOptions | None = None,
-) -> Path:
-    """Writes the page of some runs or sweeps, and returns its path. Raises UnreadableRun.
+def write_report(report: Report, out: str | None = None, kind: str = "html") -> Path:
+    """Writes a report as `html`, `markdown` or `json`, and returns its path. Raises ReportError.
 
-    Args:
-      folders: of runs or of sweeps.
-      out: the file to write. By default `report.html` in the folder, or `comparison.html` in the current folder if
-        there are several.
-      warn: is called with each problem that left something out of the page.
-      options: what is asked for on top of what the folders say.
+    `out` is the file; `-` is standard output. By default a page goes to `report.html` in the folder, or to
+    `comparison.html` in the current folder if there are several; the other kinds are printed.
     """
-    path = choose_path(folders, out)
-    report = build_report(folders, options)
-    write_text(path, render_page(report))
-    for problem in report.problems:
-        warn(problem)
+    path = _choose_path([Path(folder) for folder in report.data["folders"]], out, kind)
+    write_text(path, render_report(report, kind))
     return path
 
 
-def choose_path(folders: Sequence[Path], out: Path | None) -> Path:
-    """The file of a page. Raises UnreadableRun if a page of several folders would replace the page of one."""
+def _choose_path(folders: Sequence[Path], out: str | None, kind: str) -> Path:
+    if out is None and kind != "html":
+        return Path(STANDARD_OUTPUT)
     if out is None:
         return folders[0] / PAGE_FILE if len(folders) == 1 else Path(COMPARISON_NAME)
     pages = {(folder / PAGE_FILE).resolve() for folder in folders}
-    if len(folders) > 1 and str(out) != STANDARD_OUTPUT and out.resolve() in pages:
-        raise UnreadableRun(f"'{out}' is the page of one of these folders: choose another --out")
-    return out
+    if len(folders) > 1 and out != STANDARD_OUTPUT and Path(out).resolve() in pages:
+        raise ReportError(f"'{out}' is the page of one of these folders: choose another --out")
+    return Path(out)
 
 
 def render_report(report: Report, kind: str) -> str:
@@ -58,10 +47,10 @@ def render_report(report: Report, kind: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text to a file, or to standard output for `-`. Raises UnreadableRun."""
+    """Writes a text to a file, or to standard output for `-`. Raises ReportError."""
     content = text.encode(errors="replace")  # JSON can hold a surrogate, which UTF-8 cannot
     try:
         with open_output(str(path)) as stream:
             stream.write(content)
     except OSError as error:
-        raise UnreadableRun(f"'{path}' cannot be written: {error.strerror}") from None
+        raise ReportError(f"'{path}' cannot be written: {error.strerror}") from None

@@ -57,7 +57,6 @@ class RunData:
     """What a run has written, as far as it could be read.
 
     Attributes:
-      name: for people: the variant and the seed, or the folder.
       steps: one row per training step; the last line of a step counts.
       evaluations: one row per validation.
       account: where the time of the run went, as the last line of metrics on it says; empty if there is none.
@@ -67,7 +66,6 @@ class RunData:
       planned_steps: the step at which the run is complete, if that is known.
     """
 
-    name: str
     folder: Path
     variant: str
     seed: int | None
@@ -81,6 +79,11 @@ class RunData:
     log_tail: tuple[str, ...] = ()
     planned_steps: int | None = None
     problems: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """`te_nvfp4 seed 3`, for people."""
+        return self.variant if self.seed is None else f"{self.variant} seed {self.seed}"
 
     @property
     def last_step(self) -> int:
@@ -130,7 +133,6 @@ def read_run(
         planned_steps = settings["steps"]
     has_failed = status.get("state") in ("failed", "preempted")
     return RunData(
-        name=variant if seed is None else f"{variant} seed {seed}",
         folder=folder,
         variant=variant,
         seed=seed,

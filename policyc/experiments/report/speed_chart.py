@@ -6,7 +6,7 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from policyc.experiments.report.sweeps import UnreadableRun
+from policyc.experiments.report.sweeps import ReportError
 from policyc.experiments.report.values import Record
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ class _Point:
 
 
 def draw_speed_chart(data: Record) -> str:
-    """The chart of a report with predicted speed-ups. Raises UnreadableRun if it has none, or no gaps."""
+    """The chart of a report with predicted speed-ups. Raises ReportError if it has none, or no gaps."""
     try:
         import matplotlib as mpl
     except ImportError:
-        raise UnreadableRun("--svg needs the package 'matplotlib': pip install 'policyc[plots]'") from None
+        raise ReportError("--svg needs the package 'matplotlib': pip install 'policyc[plots]'") from None
 
     if not data["speed_ups"] or not data["statistics"]["baselines"]:
-        raise UnreadableRun("--svg needs a sweep with a baseline, and its policies")
+        raise ReportError("--svg needs a sweep with a baseline, and its policies")
     baseline = data["statistics"]["baselines"][0]
     speed_ups = data["speed_ups"]["values"]
     rows = [
@@ -56,7 +56,7 @@ def draw_speed_chart(data: Record) -> str:
         if row["baseline"] == baseline and row["gap"] is not None and row["variant"] in speed_ups
     ]
     if not rows:
-        raise UnreadableRun(f"no variant has a gap to {baseline} and a predicted speed-up")
+        raise ReportError(f"no variant has a gap to {baseline} and a predicted speed-up")
     # The same text for the same data: no date, and identifiers from a fixed salt. Text stays text.
     settings: Any = {
         "svg.hashsalt": "policyc",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import make_plan
+from policyc.experiments.report.build import PredictedStep
 from policyc.hardware import llama_step, step_cost
 from policyc.hardware.mesh import parse_mesh
 from policyc.language.loader import parse
@@ -15,22 +16,16 @@ from policyc.language.loader import parse
 _STEPS = 1000  # of the training whose phases are counted, for a policy with a schedule
 
 
-def predict_speed_ups(
-    policies: Mapping[str, str], baseline: str, config: str, gpu: str, devices: int, backend: str = "auto"
-) -> dict[str, float]:
+def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: PredictedStep) -> dict[str, float]:
     """The speed-up of each policy over the baseline. Raises ValueError if the step is not possible.
 
-    A policy with a schedule has the mean time of all steps of a training.
-
-    Args:
-      policies: the text of each policy by its name; the baseline is one of them.
-      config: a configuration of the bundled Llama.
-      backend: what runs the products that it can run. It need not be installed here.
+    A policy with a schedule has the mean time of all steps of a training. `policies` are texts by name, that of the
+    baseline among them.
     """
-    execution = execution_options(backend, gpu)
-    mesh = parse_mesh(f"fsdp={devices}", devices)
+    execution = execution_options(step.backend, step.target)
+    mesh = parse_mesh(f"fsdp={step.devices}", step.devices)
     first = parse(policies[baseline])
-    traced = llama_step.plan_step(first, config, mesh, llama_step.Sizes(), execution)
+    traced = llama_step.plan_step(first, step.config, mesh, llama_step.Sizes(), execution)
     target = execution.target
     assert target is not None
     seconds = {}

@@ -36,7 +36,7 @@ USUAL_BASELINES = ("bf16", "fp8")
 _SEED_FOLDER = re.compile(r"seed(\d{1,9})")
 
 
-class UnreadableRun(ValueError):
+class ReportError(ValueError):
     """There is no run to report on, or the report cannot be written. The message says why."""
 
 
@@ -86,7 +86,7 @@ class SweepData:
 def read_sweep(
     folders: Sequence[Path], baselines: Sequence[str] = (), margin: str | None = None
 ) -> SweepData:
-    """Reads all runs in some folders. Raises UnreadableRun.
+    """Reads all runs in some folders. Raises ReportError.
 
     Args:
       folders: sweeps, or runs.
@@ -97,12 +97,12 @@ def read_sweep(
     sweep = parts[0] if len(parts) == 1 else _merge(parts, folders)
     counts = Counter(run.folder.resolve() for run in sweep.runs)
     if twice := [folder for folder, count in counts.items() if count > 1]:
-        raise UnreadableRun(f"'{twice[0]}' is named twice: a run cannot be compared with itself")
+        raise ReportError(f"'{twice[0]}' is named twice: a run cannot be compared with itself")
     if not any(len(run.steps) or run.status for run in sweep.runs):
-        raise UnreadableRun(f"'{folders[0]}' has no run yet: no metrics.jsonl has a step in it")
+        raise ReportError(f"'{folders[0]}' has no run yet: no metrics.jsonl has a step in it")
     names = [variant.name for variant in sweep.variants]
     if unknown := [name for name in baselines if name not in names]:
-        raise UnreadableRun(f"no variant is named '{unknown[0]}'; variants: {', '.join(names)}")
+        raise ReportError(f"no variant is named '{unknown[0]}'; variants: {', '.join(names)}")
     settings = sweep.settings if margin is None else replace(sweep.settings, margin=parse_margin(margin))
     compared = tuple(dict.fromkeys(baselines)) or sweep.baselines
     # The sort is stable: the other variants keep their order.
@@ -119,7 +119,7 @@ def read_sweep(
 
 def _read_folder(folder: Path) -> SweepData:
     if not folder.is_dir():
-        raise UnreadableRun(f"'{folder}' is not a folder")
+        raise ReportError(f"'{folder}' is not a folder")
     if (folder / MANIFEST_FILE).exists():
         return _read_manifest(folder)
     if (folder / METRICS_FILE).exists():
@@ -137,7 +137,7 @@ def _find_runs(folder: Path) -> SweepData:
             if others
             else "is it the folder of a run or of a sweep?"
         )
-        raise UnreadableRun(
+        raise ReportError(
             f"'{folder}' has no {METRICS_FILE}, no {MANIFEST_FILE} and no VARIANT/seedN/{METRICS_FILE}: {help}"
         )
     names = [variant.name for variant in variants]
@@ -259,13 +259,11 @@ def _rename_variants(part: SweepData, folder: Path, repeated: Set[str]) -> Sweep
         v.name: v.name if v.name not in repeated else path if len(part.variants) == 1 else f"{path}/{v.name}"
         for v in part.variants
     }
-    variants = []
-    for variant in part.variants:
-        name = names[variant.name]
-        runs = tuple(replace(run, variant=name, name=_run_name(name, run.seed)) for run in variant.runs)
-        variants.append(replace(variant, name=name, runs=runs))
-    baselines = tuple(names[name] for name in part.baselines)
-    return replace(part, variants=tuple(variants), baselines=baselines)
+    variants = tuple(
+        replace(v, name=names[v.name], runs=tuple(replace(run, variant=names[v.name]) for run in v.runs))
+        for v in part.variants
+    )
+    return replace(part, variants=variants, baselines=tuple(names[name] for name in part.baselines))
 
 
 def _find_margins(parts: Sequence[SweepData], first: SweepData) -> tuple[str, ...]:
@@ -278,22 +276,18 @@ def _find_margins(parts: Sequence[SweepData], first: SweepData) -> tuple[str, ..
     )
 
 
-def _run_name(variant: str, seed: int | None) -> str:
-    return variant if seed is None else f"{variant} seed {seed}"
-
-
 # ---- how runs ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
-    """How a run ended: `finished`, `failed` or `unfinished`, and why."""
+class RunOutcome:
+    """What a report takes a run for: `finished`, `failed` or `unfinished`, and why."""
 
     state: str
     reason: str = ""
 
 
-def judge_run(run: RunData, longest: int) -> RunEnd:
+def judge_run(run: RunData, longest: int) -> RunOutcome:
     """How a run ended, from its metrics and its status. `longest` is the last step of any run of the sweep.
 
     A run without a status and without a known number of steps is taken as finished if no other run went further.
@@ -303,19 +297,19 @@ def judge_run(run: RunData, longest: int) -> RunEnd:
     progress = f"step {run.last_step:,} of {target:,}"
     if len(losses) and not math.isfinite(losses[-1]):
         first = int(run.steps.step[~np.isfinite(losses)][0])
-        return RunEnd(state="failed", reason=f"the loss is not finite from step {first:,} on")
+        return RunOutcome(state="failed", reason=f"the loss is not finite from step {first:,} on")
     state, reason = run.status.get("state"), as_text(run.status.get("reason"))
     if state == "failed":
-        return RunEnd(state="failed", reason=reason or "no reason is known")
+        return RunOutcome(state="failed", reason=reason or "no reason is known")
     if state in ("running", "preempted"):
-        return RunEnd(state="unfinished", reason=f"{state}, {progress}")
+        return RunOutcome(state="unfinished", reason=f"{state}, {progress}")
     if not len(losses):
         if state == "finished":
-            return RunEnd(state="failed", reason=f"it has finished, and its {METRICS_FILE} has no step")
-        return RunEnd(state="unfinished", reason="not started")
+            return RunOutcome(state="failed", reason=f"it has finished, and its {METRICS_FILE} has no step")
+        return RunOutcome(state="unfinished", reason="not started")
     if state == "finished" or run.last_step >= target:
-        return RunEnd(state="finished")
-    return RunEnd(state="unfinished", reason=progress)
+        return RunOutcome(state="finished")
+    return RunOutcome(state="unfinished", reason=progress)
 
 
 def trailing_loss(run: RunData) -> float | None:

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from policyc.experiments.sweep.engine import TrackedRun
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.trailing import trailing_steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """The mean difference of two variants, over the seeds that both have, at the last step that both have."""
-
-    mean: float
-    seeds: int
-    differences: tuple[float, ...]
 
 
 def seed_readers(runs: Sequence[TrackedRun], variant: str) -> dict[int, MetricsReader]:
@@ -37,8 +27,11 @@ def trailing_loss(reader: MetricsReader) -> float:
     return math.fsum(reader.losses[step] for step in steps) / len(steps) if steps else math.nan
 
 
-def compute_gap(runs: Sequence[TrackedRun], variant: str, baseline: str) -> Gap | None:
-    """The gap of a variant to a baseline so far; None if they have no step in common. Failed runs have no gap."""
+def compute_gaps(runs: Sequence[TrackedRun], variant: str, baseline: str) -> list[float]:
+    """The gap of a variant to a baseline for each seed that both have, up to the last step that both have.
+
+    Failed runs have no gap.
+    """
     runs = [run for run in runs if run.progress != "failed"]
     base = seed_readers(runs, baseline)
     differences = []
@@ -47,10 +40,7 @@ def compute_gap(runs: Sequence[TrackedRun], variant: str, baseline: str) -> Gap 
         if steps:
             pairs = (reader.losses[step] - base[seed].losses[step] for step in steps)
             differences.append(math.fsum(pairs) / len(steps))
-    if not differences:
-        return None
-    mean = math.fsum(differences) / len(differences)
-    return Gap(mean=mean, seeds=len(differences), differences=tuple(differences))
+    return differences
 
 
 def _last_steps(one: MetricsReader, other: MetricsReader) -> list[int]:

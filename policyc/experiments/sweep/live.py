@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from policyc.experiments.sweep.engine import Progress, SweepResult, TrackedRun
-from policyc.experiments.sweep.gaps import Gap, compute_gap, find_equal_seeds, seed_readers, trailing_loss
+from policyc.experiments.sweep.gaps import compute_gaps, find_equal_seeds, seed_readers, trailing_loss
 from policyc.experiments.sweep.run import LOG_FILE, tail_lines
 from policyc.language.diagnostics import escape_controls
 
@@ -67,8 +67,8 @@ class SweepView:
         alive = [run for run in runs if run.progress != "failed"]
         losses = [trailing_loss(reader) for reader in seed_readers(alive, variant).values() if reader.losses]
         loss = f"{math.fsum(losses) / len(losses):.4f}" if losses else "-"
-        gaps = [compute_gap(self.runs, variant, b) if b != variant else None for b in self.baselines]
-        return [counts, _step_text(runs), loss, *map(format_gap, gaps)]
+        gaps = [compute_gaps(self.runs, variant, b) if b != variant else [] for b in self.baselines]
+        return [counts, _step_text(runs), loss, *map(format_gaps, gaps)]
 
 
 def _step_text(runs: Sequence[TrackedRun]) -> str:
@@ -80,16 +80,17 @@ def _step_text(runs: Sequence[TrackedRun]) -> str:
     return str(max(run.step for run in runs)) if any(run.step for run in runs) else "-"
 
 
-def format_gap(gap: Gap | None) -> str:
+def format_gaps(gaps: Sequence[float]) -> str:
     """`+0.0123 ±0.0040 (3)`: mean, half of the 95 % interval of at least two seeds, and the number of seeds."""
-    if gap is None:
+    if not gaps:
         return "-"
-    if gap.seeds < 2:
-        return f"{gap.mean:+.4f} ({gap.seeds})"
+    mean = math.fsum(gaps) / len(gaps)
+    if len(gaps) < 2:
+        return f"{mean:+.4f} (1)"
     from policyc.experiments.statistics import paired_interval
 
-    low, high = paired_interval(gap.differences)
-    return f"{gap.mean:+.4f} ±{float(high - low) / 2:.4f} ({gap.seeds})"
+    low, high = paired_interval(gaps)
+    return f"{mean:+.4f} ±{float(high - low) / 2:.4f} ({len(gaps)})"
 
 
 def format_seconds(seconds: float) -> str:
@@ -123,8 +124,8 @@ class PlainLines:
         self.say(f"{run.run.name}: started")
 
     def end(self, run: TrackedRun) -> None:
-        gaps = [(b, compute_gap(self._view.runs, run.run.variant, b)) for b in self._view.baselines]
-        shown = [f"gap to {b} {format_gap(gap)}" for b, gap in gaps if gap and b != run.run.variant]
+        gaps = [(b, compute_gaps(self._view.runs, run.run.variant, b)) for b in self._view.baselines]
+        shown = [f"gap to {b} {format_gaps(gap)}" for b, gap in gaps if gap and b != run.run.variant]
         self.say("; ".join([describe_end(run), *shown]))
         self.say(self._view.summary())
 

@@ -29,7 +29,7 @@ class FolderLock:
     def warning(self, folder: Path, second: str) -> str:
         """What to print about a fault: nothing keeps a second sweep or run out. Empty if there is none."""
         remedy = f"nothing keeps a second {second} out: start none in this folder"
-        return f"warning: {folder} cannot be locked ({self.fault}): {remedy}" if self.fault else ""
+        return f"{folder} cannot be locked ({self.fault}): {remedy}" if self.fault else ""
 
 
 @contextlib.contextmanager

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from policyc.experiments.sweep.wrapper import DEFAULT_GRACE
 from policyc.language.diagnostics import did_you_mean
 
-_DEFAULT_GRACE = 60  # a step and a checkpoint of a small model
 _NUMBERS = {
     "nodes": "nodes of a run",
     "gpus": "GPUs on each node",
     "tasks": "processes on each node; default: one per GPU if a run has several GPUs, as JAX expects under Slurm",
     "cpus": "CPUs of each process",
     "time": "time limit in minutes; a run that is longer is requeued and goes on from its checkpoint",
-    "grace": f"seconds that a run gets to save before it is requeued ({_DEFAULT_GRACE})",
+    "grace": f"seconds that a run gets to save before it is requeued ({DEFAULT_GRACE})",
 }
 _TEXTS = {
     "partition": "partition",
@@ -40,7 +40,7 @@ class SlurmOptions:
     gpus: int = 0
     tasks: int = 1
     cpus: int | None = None
-    grace: int = _DEFAULT_GRACE
+    grace: int = DEFAULT_GRACE
     sbatch: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -32,7 +32,7 @@ GRACE_VARIABLE = "POLICYC_STOP_GRACE"
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL: the program had the signal of a scheduler, and saved."""
 
-_DEFAULT_GRACE = 60.0  # a step and a checkpoint of a small model
+DEFAULT_GRACE = 60  # seconds: a step and a checkpoint of a small model
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.1
 _CONVERT_SECONDS = 5.0  # between two conversions of another trainer's metrics
@@ -52,7 +52,7 @@ def main() -> int:
             sys.stderr.write(f"{folder}: another process runs this run\n")
             return _EXIT_BUSY
         if text := lock.warning(folder, "run"):
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"warning: {text}\n")
         return _Wrapper(Run.read(folder), lock.descriptor).run()
 
 
@@ -157,7 +157,7 @@ class _Wrapper:
 
 def read_grace(environment: Mapping[str, str]) -> float:
     """How many seconds a stopped program may take to save. Raises ValueError."""
-    text = environment.get(GRACE_VARIABLE, str(_DEFAULT_GRACE))
+    text = environment.get(GRACE_VARIABLE, str(DEFAULT_GRACE))
     try:
         seconds = float(text)
     except ValueError:
