@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from policyc.compiler.plan import Decisions, Plan
-from policyc.compiler.sites import Site
+from policyc.compiler.sites import Layer, Site, dotted
 from policyc.language.diagnostics import (
     Diagnostic,
     PolicyError,
@@ -26,6 +26,10 @@ from policyc.numerics.backends.choice import Obstacle
 _MOST_PATHS = 3  # examples of paths in one message
 _KEYWORDS = {"import", "recipe", "after", "until", "variant"}
 """Words that start a statement: a selector that is one of them needs a wildcard before it."""
+
+_OPAQUE_INDEX_HELP = (
+    "choose the whole stack, or scan over the stack, or index it with constants or a loop counter"
+)
 
 MULTIPLE_LOSSES_HINT = (
     "or, if another loss of the program has these sites: --multiple-losses (in Python: multiple_losses=True)"
@@ -91,7 +95,7 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
-    """Rules that choose layers by index where it is not known which layer a GEMM reads."""
+    """Rules that choose layers by index where it is not known which layer a GEMM reads, or which index is meant."""
     for rule in plan.policy.rules:
         indexed = [s for s in rule.selectors if any(segment.indices for segment in s.segments)]
         if not indexed:
@@ -105,7 +109,16 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
         ]
         sites = [site for site in plan.sites if _has_opaque_index(site, any_index)]
         if sites:
-            yield _opaque_index(rule, sites)
+            reason = next(t.unknown_index for t in (*sites[0].parameters, sites[0].scope) if t.unknown_index)
+            yield _opaque_index(rule, sites, reason, _OPAQUE_INDEX_HELP)
+        patterns = [pattern for selector in indexed for pattern in expand_selector(selector)]
+        examples = {site: _two_readings(site, patterns) for site in plan.sites}
+        sites = [site for site in plan.sites if examples[site]]
+        if sites:
+            reason = (
+                "it is in a stack in a stack, and the index can be that of one of them, or count all layers"
+            )
+            yield _opaque_index(rule, sites, reason, f"give both indices: {examples[sites[0]]}")
 
 
 def _has_opaque_index(site: Site, patterns: Sequence[Pattern]) -> bool:
@@ -118,16 +131,32 @@ def _has_opaque_index(site: Site, patterns: Sequence[Pattern]) -> bool:
     return bool(matching) and all(template.unknown_index for template in matching)
 
 
-def _opaque_index(rule: Rule, sites: Sequence[Site]) -> Diagnostic:
+def _two_readings(site: Site, patterns: Sequence[Pattern]) -> str:
+    """A path with both indices, if patterns match other layers when two indices count as one; else empty."""
+    for template in (site.scope, *site.parameters, *((site.module,) if site.module else ())):
+        if len(template.slots) < 2:
+            continue
+        layers_of: dict[tuple[int | None, ...], list[Layer]] = {}
+        for places in template.placements():
+            for layer in site.layers():
+                path = template.path_with(places, site.stack_indices(layer))
+                if any(matches(pattern, path) for pattern in patterns):
+                    layers_of.setdefault(places, []).append(layer)
+        if len(set(map(tuple, layers_of.values()))) > 1:
+            places = max(layers_of, key=lambda p: len(set(p)))
+            return dotted(template.path_with(places, site.stack_indices(layers_of[places][0])))
+    return ""
+
+
+def _opaque_index(rule: Rule, sites: Sequence[Site], reason: str, help: str) -> Diagnostic:
     first = sites[0]
-    reason = next(t.unknown_index for t in (*first.parameters, first.scope) if t.unknown_index)
     place = f" ({first.place})" if first.place else ""
     more = f"; and {len(sites) - 1} more" if len(sites) > 1 else ""
     return Diagnostic(
         code="opaque-index",
         message=f"it is not known which layer of '{first.name}'{place} this is: {reason}{more}",
         span=rule.span,
-        help="choose the whole stack, or scan over the stack, or index it with constants or a loop counter",
+        help=help,
         sites=tuple(dict.fromkeys(site.name for site in sites)),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, Literal, TypeVar
@@ -90,24 +90,31 @@ class PathTemplate:
     """Why an index in this path is not known; empty if all are."""
 
     def paths(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
-        """The paths of a layer: one for each way to place its indices.
+        """The paths of a layer: one for each way to place its indices."""
+        if self.in_layer is None or self.in_layer[indices]:
+            for places in self.placements():
+                yield self.path_with(places, indices)
+
+    def placements(self) -> Iterator[tuple[int | None, ...]]:
+        """The ways to place the indices of `slots`: the position of a name for each, in ascending order."""
+        for places in itertools.product(*(slot.places or (None,) for slot in self.slots)):
+            if all(a is None or b is None or a <= b for a, b in itertools.pairwise(places)):
+                yield places
+
+    def path_with(self, places: Sequence[int | None], indices: Mapping[Address, int]) -> DottedPath:
+        """The path of a layer with its indices at these places.
 
         Two indices at one name count as one: index 1 of 4 and index 2 of 8 make index 10 of 32.
         """
-        if self.in_layer is not None and not self.in_layer[indices]:
-            return
-        for places in itertools.product(*(slot.places or (None,) for slot in self.slots)):
-            if any(b is not None and a is not None and b < a for a, b in itertools.pairwise(places)):
+        names = list(self.path)
+        for place, slot in zip(places, self.slots, strict=True):
+            index = slot.index[indices]
+            if place is None or index is None:
                 continue
-            names = list(self.path)
-            for place, slot in zip(places, self.slots, strict=True):
-                index = slot.index[indices]
-                if place is None or index is None:
-                    continue
-                name = names[place]
-                outer, size = (name.index, name.size or 1) if name.index is not None else (0, 1)
-                names[place] = PathSegment(name.text, outer * slot.size + index, size * slot.size)
-            yield tuple(names)
+            name = names[place]
+            outer, size = (name.index, name.size or 1) if name.index is not None else (0, 1)
+            names[place] = PathSegment(name.text, outer * slot.size + index, size * slot.size)
+        return tuple(names)
 
 
 @dataclass(frozen=True, slots=True)

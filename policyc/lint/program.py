@@ -244,7 +244,7 @@ def _find_cuts(plan: Plan, phase: Phase) -> dict[Address, _Cuts]:
     stacks: dict[Address, _Cuts] = {}
     for site in (s for s in plan.sites if not s.opaque):
         for depth, stack in enumerate(site.stacks):
-            for layer in (la for la in site.layers() if la[depth] and not stack.is_shard_map):
+            for layer in (la for la in site.all_layers() if la[depth] and not stack.is_shard_map):
                 before = (*layer[:depth], layer[depth] - 1, *layer[depth + 1 :])
                 pair = decisions[site.address, before], decisions[site.address, layer]
                 if pair[0].recipe != pair[1].recipe:

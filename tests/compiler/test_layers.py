@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -470,6 +471,35 @@ def test_products_of_activations_in_nested_stacks_have_both_indices(policy, laye
     for site in scores:
         decided = [la for la in site.layers() if plan.decisions()[site.address, la].recipe is not None]
         assert decided == layers
+
+
+@pytest.mark.parametrize(
+    ("selector", "layers"),
+    [
+        ("stages[1].layers[0]", [(1, 0)]),
+        ("stages[-1].layers[:]", [(2, 0), (2, 1)]),
+        ("stages.layers", [(i, j) for i in range(3) for j in range(2)]),
+        ("stages[1]", "stages[1].layers[0].up"),
+        ("layers[-1]", "stages[0].layers[1].up"),
+    ],
+)
+def test_one_index_in_a_stack_in_a_stack_is_refused_if_it_can_be_read_in_two_ways(selector, layers):
+    def loss(p, x):
+        def stage(h, q):
+            return lax.scan(lambda h, q: (h @ q["up"] @ q["down"], None), h, q)[0], None
+
+        return lax.scan(stage, x, p["stages"]["layers"])[0].sum()
+
+    params = {"stages": {"layers": {"up": weights(3, 2), "down": weights(3, 2)}}}
+    plan = policyc.plan(f"{selector} -> fp8", loss, params, X)
+    if isinstance(layers, str):
+        with pytest.raises(policyc.PolicyError, match=f"give both indices: {re.escape(layers)}"):
+            check_plan(plan)
+    else:
+        check_plan(plan)
+        for site in plan.sites:
+            decided = [la for la in site.layers() if plan.decisions()[site.address, la].recipe is not None]
+            assert decided == layers
 
 
 # ---- products of activations without a scope, as in Flax NNX and Equinox

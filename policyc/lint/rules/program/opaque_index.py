@@ -3,8 +3,10 @@
 The compiler follows an index from each GEMM back to the parameter as the program stores it: through slices, reshapes,
 transposes, concatenations, gathers by constants, scans and loop counters. It cannot follow an index that depends on
 values (`w[tokens]`, a `while` loop), and it cannot tell the members of a stack apart that one product reads at once
-(`vmap`). `policyc apply` refuses to run instead of guessing the layer. Choose the whole stack, or scan over it. Checked
-with `--against` and when a loss is compiled.
+(`vmap`). In a stack in a stack, such as `stages.layers.up` with two axes of layers, one index can be read in two ways:
+`layers[1]` is one of all layers, or the second of each stage. `policyc apply` refuses to run instead of guessing the
+layer. Choose the whole stack, or scan over it, or give both indices: `stages[0].layers[1]`. Checked with `--against`
+and when a loss is compiled.
 
 ## Bad
 
