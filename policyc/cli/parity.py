@@ -74,5 +74,7 @@ def parity(program: tuple[str, ...], policies: str, options: SweepOptions) -> No
         EditedPolicy(name=policy_name(name), policy=expand(load_policy(name)), edit=f"the policy {name}")
         for name in split_names(policies)
     ]
+    if not compared:
+        raise click.UsageError("--policies names no policy")
     out = options.out or f"sweeps/parity-{config or Path(program_name(program)).stem}"
     run_sweep(compared, [], words, config, options, Path(out))

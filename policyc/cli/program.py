@@ -166,6 +166,8 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     if session.unmet:
         print_error(PolicyError(session.unmet))
         sys.exit(EXIT_FAILURE)
+    if options.stats_every and not session.recorders:
+        print_note("--stats-every measured nothing: the program does not call policyc.observe at such a step")
     if session.output_dir is not None and runner.is_first_process():
         _write_report(session.output_dir)
 

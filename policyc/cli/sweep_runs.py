@@ -176,7 +176,7 @@ def run_sweep(
 ) -> None:
     """Runs a sweep to its end, or prints what it would run. Exits unless all runs finished."""
     from policyc.experiments.sweep.engine import SweepBusy, lock_sweep, track_runs
-    from policyc.experiments.sweep.manifest import ChangedSweep, open_sweep
+    from policyc.experiments.sweep.manifest import ChangedSweep, check_sweep, open_sweep
     from policyc.experiments.sweep.programs import make_runs
 
     out = out.absolute()
@@ -184,10 +184,12 @@ def run_sweep(
     names = [variant.name for variant in design.policies.variants]
     runs = make_runs(design.program, names, design.seeds, out)
     print_omitted(design.policies)
-    if options.dry_run:
-        print_dry_run(design, track_runs(runs))
-        return
     try:
+        if options.dry_run:
+            for note in check_sweep(out, design)[1]:
+                print_note(note)
+            print_dry_run(design, track_runs(runs))
+            return
         executor = _make_executor(options)
         out.mkdir(parents=True, exist_ok=True)
         with lock_sweep(out, lambda text: print_note(text, "warning")):

@@ -88,9 +88,10 @@ def test_a_script_in_a_process_runs_as_under_python(home: Path) -> None:
 
 
 def test_a_module_runs_too(home: Path) -> None:
-    result = run(home, "apply", "good.policy", "-m", "train")
+    result = run(home, "apply", "good.policy", "--stats-every", "1", "-m", "train")
     assert result.code == 0, result.err
     assert "loss" in result.out
+    assert "--stats-every measured nothing: the program does not call policyc.observe" in result.err
 
 
 @pytest.mark.parametrize(

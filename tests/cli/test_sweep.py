@@ -95,6 +95,13 @@ def test_wrong_usage_is_explained(
     assert message in result.err + capfd.readouterr().err
 
 
+def test_a_dry_run_in_the_folder_of_another_sweep_says_what_the_sweep_would_say(folder: Path) -> None:
+    (folder / "sweeps" / "my" / "runs").mkdir(parents=True)
+    result = policyc("sweep", "my.policy", "--no-plan", "--dry-run", "--steps", "8", "train.py", cwd=folder)
+    assert (result.code, result.out) == (2, "")
+    assert "sweeps/my is not empty, and holds no sweep: choose another --out" in result.err
+
+
 def test_options_of_the_trainer_may_stand_anywhere(tmp_path: Path) -> None:
     words = ("--no-plan", "--dry-run", "--seeds", "1", "--baseline", "none")
     result = policyc(
@@ -105,6 +112,9 @@ def test_options_of_the_trainer_may_stand_anywhere(tmp_path: Path) -> None:
         "parity", "tiny", "--batch", "4", *words, "--policies", "fp8,mxfp8", "--steps", "7", cwd=tmp_path
     )
     assert "2 runs: 2 policies x 1 seeds, 7 steps each" in result.out
+    assert (
+        "--policies names no policy" in policyc("parity", "tiny", *words, "--policies", ",", cwd=tmp_path).err
+    )
     assert "--config tiny --steps 7 --seed 0" in result.out
     assert "--keep 1 --batch 4 --eval-every 1\n" in result.out
 

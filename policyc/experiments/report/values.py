@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from policyc.experiments.sweep.metrics import read_step
+from policyc.experiments.sweep.metrics import read_integer
 from policyc.language.diagnostics import count_noun, escape_controls
 
 Record = dict[str, Any]
@@ -37,7 +37,7 @@ def read_records(path: Path, problems: list[str], is_valid: Callable[[Record], b
         line for line in (text or "").split("\n") if line
     ]  # not splitlines: U+2028 may stand in a JSON text
     values = (as_record(parse_json(line)) for line in lines)
-    steps = ((read_step(value.get("step")), value) for value in values)
+    steps = ((read_integer(value.get("step")), value) for value in values)
     records = [{**value, "step": step} for step, value in steps if step is not None and is_valid(value)]
     if len(records) < len(lines):
         unread = count_noun(len(lines) - len(records), "line")

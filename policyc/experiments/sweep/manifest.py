@@ -94,8 +94,20 @@ def reuse_plans(out: Path, program: SweepProgram, policies: VariantList) -> Vari
 def open_sweep(out: Path, design: SweepDesign) -> list[str]:
     """Writes the files of a sweep into its folder, or continues the sweep that is there.
 
-    Returns notes about what differs without being refused. Raises ChangedSweep if the runs of the folder are not those
-    of this sweep, and OSError.
+    Returns the notes of `check_sweep`. Raises ChangedSweep, and OSError.
+    """
+    values, notes = check_sweep(out, design)
+    for variant in design.policies.variants:
+        (out / variant.name).mkdir(parents=True, exist_ok=True)
+        (out / variant.name / POLICY_FILE).write_text(variant.text, encoding="utf-8")
+    write_json(out / MANIFEST_FILE, values)
+    return notes
+
+
+def check_sweep(out: Path, design: SweepDesign) -> tuple[dict[str, Any], list[str]]:
+    """What to write into `sweep.json`, and notes about what differs from the sweep in this folder, if there is one.
+
+    Raises ChangedSweep if the runs of the folder are not those of this sweep.
     """
     path, values = out / MANIFEST_FILE, design.as_json()
     notes: list[str] = []
@@ -116,13 +128,9 @@ def open_sweep(out: Path, design: SweepDesign) -> list[str]:
         if earlier["program_sha256"] != values["program_sha256"]:
             name = design.program.words[0]
             notes.append(f"{name} has changed since this sweep began: its finished runs used the earlier one")
-    elif any(entry.name != LOCK_FILE for entry in out.iterdir()):
+    elif out.exists() and any(entry.name != LOCK_FILE for entry in out.iterdir()):
         raise ChangedSweep(f"{out} is not empty, and holds no sweep: choose another --out")
-    for variant in design.policies.variants:
-        (out / variant.name).mkdir(parents=True, exist_ok=True)
-        (out / variant.name / POLICY_FILE).write_text(variant.text, encoding="utf-8")
-    write_json(path, values)
-    return notes
+    return values, notes
 
 
 def _list_earlier(earlier: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:

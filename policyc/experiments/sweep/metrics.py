@@ -73,7 +73,7 @@ def parse_rows(lines: list[bytes]) -> Iterator[Row]:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        step = read_step(row.get("step")) if isinstance(row, dict) else None
+        step = read_integer(row.get("step")) if isinstance(row, dict) else None
         if step is None:
             continue
         losses = {name: _read_loss(row[name]) for name in _LOSSES if name in row}
@@ -81,8 +81,8 @@ def parse_rows(lines: list[bytes]) -> Iterator[Row]:
             yield {**row, **losses, "step": step}
 
 
-def read_step(value: object) -> int | None:
-    """A step of a line: an integer, which some trainers write as a float; None if it is none."""
+def read_integer(value: object) -> int | None:
+    """An integer of a line, such as its step, which some trainers write as a float; None if it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     is_integer = abs(value) < _MOST_STEPS and int(value) == value  # the first is false for nan and infinity
@@ -151,7 +151,9 @@ def _read_maxtext(path: Path) -> list[Row]:
         raise ValueError(f"{path} lacks steps: MaxText empties it when it evaluates; set eval_interval=-1")
     converted, tokens = [], 0
     for step, row in sorted(rows.items()):
-        tokens += int(row["learning/total_weights"])
+        if (weights := read_integer(row.get("learning/total_weights"))) is None:
+            raise ValueError(f"{path} has no number learning/total_weights, the tokens of step {step}")
+        tokens += weights
         values = {name: row[theirs] for theirs, name in _MAXTEXT_NAMES.items() if theirs in row}
         converted.append({"step": step + 1, "tokens": tokens, **values})
     return converted
