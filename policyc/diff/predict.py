@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from policyc.compiler.plan import Decision, Phase
@@ -10,8 +10,7 @@ from policyc.compiler.sites import Site
 from policyc.hardware import gemm_cost, step_cost, training_step
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import LayerGroup, TrainingStep
-from policyc.language.recipes import Gemm, Recipe
-from policyc.language.treatments import normalize_if_valid
+from policyc.language.recipes import Gemm
 from policyc.numerics.targets import Target
 
 
@@ -27,13 +26,13 @@ class Prediction:
     """The predicted times of a training step in one phase of its policy."""
 
     def __init__(self, step: TrainingStep, phase: Phase, target: Target | None, mesh: MeshShape) -> None:
-        self._step, self._phase, self._target, self._mesh = step, phase, target, mesh
+        self._step, self._target, self._mesh = replace(step, phase=phase), target, mesh
 
     @cached_property
     def step_seconds(self) -> float | None:
         if self._target is None:
             return None
-        return step_cost.estimate(self._step, self._target, self._mesh, self._phase).seconds
+        return step_cost.estimate(self._step, self._target, self._mesh).seconds
 
     @cached_property
     def _readers(self) -> training_step.ReaderCounts:
@@ -43,13 +42,10 @@ class Prediction:
         """The times of one layer of a site."""
         if self._target is None:
             return LayerTimes(seconds={})
-        recipe = _recipe(site, decision)
-        fprop, dgrad, wgrad = (lowering.backend for lowering in decision.lowerings)
-        group = LayerGroup(site=site, recipe=recipe, rule=None, count=1, backends=(fprop, dgrad, wgrad))
-        if site.weight is None and not training_step.is_quantized(recipe):
-            peak = gemm_cost.ATTENTION_PEAK_FRACTION * self._target.peak("bf16")
-            flops = site.flops * (0.5 if self._step.causal else 1)
-            return LayerTimes(seconds=dict.fromkeys(site.products, flops / peak / self._mesh.devices))
+        group = LayerGroup.from_decision(site, decision)
+        if step_cost.is_attention(group):
+            each = step_cost.attention_seconds(site, self._target, self._mesh, causal=self._step.causal)
+            return LayerTimes(seconds=dict.fromkeys(site.products, each))
         times = step_cost.gemm_times(group, self._target, self._mesh, self._step.remat)
         gemms = [gemm for gemm in Gemm if gemm in site.products]
         return LayerTimes(
@@ -63,13 +59,8 @@ class Prediction:
         """Bytes that a product reads and writes on one device."""
         if self._target is None:
             return None
-        format = gemm_cost.product_format(
-            _recipe(site, decision), gemm, training_step.unquantized_format(site)
-        )
+        recipe = LayerGroup.from_decision(site, decision).recipe
+        format = gemm_cost.product_format(recipe, gemm, training_step.unquantized_format(site))
         m, n, k, batch = training_step.local_shape(site, self._mesh)
         rows, columns, contracted = gemm_cost.product_shape(gemm, m, n, k)
         return gemm_cost.gemm_bytes(self._target, format, rows, columns, contracted, batch)
-
-
-def _recipe(site: Site, decision: Decision) -> Recipe | None:
-    return None if site.opaque or decision.recipe is None else normalize_if_valid(decision.recipe)

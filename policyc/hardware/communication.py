@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policyc.compiler.plan import Phase
 from policyc.hardware import gemm_cost
 from policyc.hardware.gemm_cost import BF16_BYTES, FP32_BYTES
 from policyc.hardware.mesh import MeshShape, exchange_seconds
@@ -12,7 +11,6 @@ from policyc.hardware.training_step import (
     RECOMPUTES_GEMMS,
     LayerGroup,
     TrainingStep,
-    group_layers,
     microbatch_tokens,
     unquantized_format,
     weight_elements,
@@ -29,8 +27,8 @@ class WeightTraffic:
     summed: float
 
 
-def weight_traffic(step: TrainingStep, phase: Phase | None = None) -> WeightTraffic:
-    """What fsdp gathers and sums in one microbatch, or in a step if that happens once. The default phase is the first.
+def weight_traffic(step: TrainingStep) -> WeightTraffic:
+    """What fsdp gathers and sums in one microbatch, or in a step if that happens once.
 
     A weight is gathered for fprop, again for dgrad, and once more if the backward pass runs fprop again: its codes and
     block scales if the product quantizes it and is not ragged, else the weight in the dtype of the product. Backend te
@@ -38,7 +36,7 @@ def weight_traffic(step: TrainingStep, phase: Phase | None = None) -> WeightTraf
     dtype of the product. Once per step, a weight is gathered in that dtype, and gradients are summed in fp32.
     """
     gathered = summed = 0.0
-    for group in group_layers(step.plan, phase):
+    for group in step.groups():
         if group.site.weight is None:
             continue
         elements = group.count * weight_elements(group.site)
@@ -70,15 +68,13 @@ def _gathered_bytes(group: LayerGroup, step: TrainingStep) -> float:
     return total + scales_of_step / step.accumulate
 
 
-def communication_seconds(
-    step: TrainingStep, target: Target, mesh: MeshShape, phase: Phase | None = None
-) -> float:
+def communication_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -> float:
     """Time of everything that devices send each other in a step, with no overlap.
 
     fsdp gathers weights and scatters the sums of their gradients, and data adds these sums, for each microbatch or
     once. context exchanges sequences for heads around attention in both passes.
     """
-    traffic = weight_traffic(step, phase)
+    traffic = weight_traffic(step)
     stride = mesh.context * mesh.tensor
     fsdp_bytes = (traffic.gathered + traffic.summed) / mesh.tensor
     data_bytes = 2 * traffic.summed / (mesh.tensor * mesh.fsdp)

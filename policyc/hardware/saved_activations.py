@@ -6,7 +6,6 @@ kernels of their own, under every policy. Layers that are not in a scan have no 
 
 from __future__ import annotations
 
-from policyc.compiler.plan import Phase
 from policyc.hardware import gemm_cost
 from policyc.hardware.gemm_cost import BF16_BYTES
 from policyc.hardware.mesh import MeshShape
@@ -17,7 +16,6 @@ from policyc.hardware.training_step import (
     TrainingStep,
     activation_key,
     count_readers,
-    group_layers,
     local_shape,
     microbatch_tokens,
 )
@@ -26,15 +24,15 @@ from policyc.language.recipes import Gemm, Role
 from policyc.numerics.targets import Target
 
 
-def stack_seconds(step: TrainingStep, target: Target, mesh: MeshShape, phase: Phase | None = None) -> float:
+def stack_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -> float:
     """Time to fill the stacks of saved activations and to copy layers into them, per microbatch."""
-    return gemm_cost.copy_seconds(target, gemm_cost.STACK_PASSES * stacked_bytes(step, mesh, phase))
+    return gemm_cost.copy_seconds(target, gemm_cost.STACK_PASSES * stacked_bytes(step, mesh))
 
 
-def stacked_bytes(step: TrainingStep, mesh: MeshShape, phase: Phase | None = None) -> float:
+def stacked_bytes(step: TrainingStep, mesh: MeshShape) -> float:
     """Bytes of all saved activations of layers in scans, on one device."""
     readers = count_readers(step.plan)
-    groups = [g for g in group_layers(step.plan, phase) if g.site.loops and g.site.weight is not None]
+    groups = [g for g in step.groups() if g.site.loops and g.site.weight is not None]
     total = sum(group.count * _saved_bytes(group, mesh, step.remat, readers) for group in groups)
     if groups and step.block is not None:
         # If GEMMs run again, the input of each layer is saved. Else the output of attention, which is no GEMM here.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from policyc.compiler.plan import Phase, make_plan
+from policyc.compiler.plan import make_plan
 from policyc.compiler.sites import Site
 from policyc.hardware import gemm_cost
 from policyc.hardware.communication import communication_seconds
@@ -22,7 +22,6 @@ from policyc.hardware.training_step import (
     activation_key,
     count_parameters,
     count_readers,
-    group_layers,
     is_quantized,
     local_shape,
     unquantized_format,
@@ -87,26 +86,23 @@ class StepParts:
         return Estimate(parts=parts, gemms=self.gemms, flops=self.flops, devices=self.devices)
 
 
-def estimate(step: TrainingStep, target: Target, mesh: MeshShape, phase: Phase | None = None) -> Estimate:
-    """Estimates the time of a step. The default phase is the first."""
-    return estimate_parts(step, target, mesh, phase).combine()
+def estimate(step: TrainingStep, target: Target, mesh: MeshShape) -> Estimate:
+    """Estimates the time of a step."""
+    return estimate_parts(step, target, mesh).combine()
 
 
-def estimate_parts(
-    step: TrainingStep, target: Target, mesh: MeshShape, phase: Phase | None = None
-) -> StepParts:
-    """Estimates the parts of a step one by one. The default phase is the first."""
+def estimate_parts(step: TrainingStep, target: Target, mesh: MeshShape) -> StepParts:
+    """Estimates the parts of a step one by one."""
     gemms: dict[str, float] = defaultdict(float)
     quantization = attention = kernels = flops = 0.0
     readers = count_readers(step.plan)
-    for group in group_layers(step.plan, phase):
+    for group in step.groups():
         site, products = group.site, len(group.site.products)
         product_flops = group.count * site.flops
-        if site.weight is None and not is_quantized(group.recipe):
+        if is_attention(group):
             product_flops *= 0.5 if step.causal else 1
             runs = products + (step.remat in RECOMPUTES_GEMMS)
-            peak = gemm_cost.ATTENTION_PEAK_FRACTION * target.peak("bf16")
-            attention += product_flops * runs / peak / mesh.devices
+            attention += group.count * runs * attention_seconds(site, target, mesh, causal=step.causal)
         else:
             for format, seconds in gemm_times(group, target, mesh, step.remat):
                 gemms[format] += seconds * group.count
@@ -119,7 +115,7 @@ def estimate_parts(
         "quantization": quantization,
         "attention": attention,
         "other kernels": kernels,
-        "saved activations": stack_seconds(step, target, mesh, phase),
+        "saved activations": stack_seconds(step, target, mesh),
     }
     parameters = count_parameters(step.plan)
     local_parameters = parameters / (mesh.fsdp * mesh.tensor)
@@ -132,7 +128,7 @@ def estimate_parts(
         compute={part: seconds * step.accumulate for part, seconds in microbatch.items()}
         | {"optimizer": gemm_cost.copy_seconds(target, _ADAM_BYTES * local_parameters)},
         gemms={format: seconds * step.accumulate for format, seconds in sorted(gemms.items())},
-        communication=communication_seconds(step, target, mesh, phase),
+        communication=communication_seconds(step, target, mesh),
         flops=flops * step.accumulate,
         devices=mesh.devices,
     )
@@ -156,6 +152,17 @@ def ratio_to_fp8(step: TrainingStep, fp8: Policy, mesh: MeshShape) -> float:
 
 
 # ---- on one device
+
+
+def is_attention(group: LayerGroup) -> bool:
+    """Whether products of activations run in the kernels of attention. Quantized ones do not."""
+    return group.site.weight is None and not is_quantized(group.recipe)
+
+
+def attention_seconds(site: Site, target: Target, mesh: MeshShape, *, causal: bool) -> float:
+    """Time of one product of attention in one layer on one device."""
+    flops = site.flops * (0.5 if causal else 1)
+    return flops / (gemm_cost.ATTENTION_PEAK_FRACTION * target.peak("bf16")) / mesh.devices
 
 
 def gemm_times(

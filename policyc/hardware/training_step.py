@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.plan import Decision, Phase, Plan
 from policyc.compiler.sites import Site
 from policyc.hardware.mesh import MeshShape
 from policyc.language.recipes import Gemm, Recipe
@@ -41,7 +41,7 @@ class TrainingStep:
     `causal` says that half of the attention scores are never computed. `remat` says what the backward pass recomputes:
     nothing (none), everything but GEMMs (dots), or everything (full; quantized, which saves operands, not results).
     `gathers_once` says that weights are gathered, and gradients added over devices, once per step instead of once per
-    evaluation.
+    evaluation. `phase` is one of the plan's; None is the first.
     """
 
     plan: Plan
@@ -50,6 +50,11 @@ class TrainingStep:
     remat: str = "none"
     gathers_once: bool = False
     block: BlockShape | None = None
+    phase: Phase | None = None
+
+    def groups(self) -> Iterator[LayerGroup]:
+        """Yields the layers of every site, grouped by recipe."""
+        return group_layers(self.plan, self.phase or self.plan.phases[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,30 +68,28 @@ class LayerGroup:
     recipe: Recipe | None
     rule: int | None
     count: float
-    backends: Backends = ("xla", "xla", "xla")
+    backends: Backends
+
+    @classmethod
+    def from_decision(cls, site: Site, decision: Decision, count: float = 1) -> LayerGroup:
+        recipe = None if site.opaque or decision.recipe is None else normalize_if_valid(decision.recipe)
+        bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
+        rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
+        fprop, dgrad, wgrad = (lowering.backend for lowering in decision.lowerings)
+        return cls(site=site, recipe=recipe, rule=rule, count=count, backends=(fprop, dgrad, wgrad))
 
     def backend(self, gemm: Gemm) -> str:
         """The backend that runs a product. Empty if nothing is quantized."""
         return dict(zip(Gemm, self.backends, strict=True))[gemm]
 
 
-def group_layers(plan: Plan, phase: Phase | None = None) -> Iterator[LayerGroup]:
-    """Yields the layers of every site of a plan, grouped by recipe. The default phase is the first."""
-    decisions = plan.decisions(plan.phases[0] if phase is None else phase)
+def group_layers(plan: Plan, phase: Phase) -> Iterator[LayerGroup]:
+    """Yields the layers of every site of a plan in a phase, grouped by recipe."""
+    decisions = plan.decisions(phase)
     for site in plan.sites:
         counts = Counter(decisions[site.address, layer] for layer in site.layers())
         for decision, count in counts.items():
-            recipe = None if site.opaque or decision.recipe is None else normalize_if_valid(decision.recipe)
-            bits = [0 if recipe is None else recipe.bits(gemm) for gemm in Gemm]
-            rule = next((c.rule for c, b in zip(decision.choices, bits, strict=True) if 0 < b <= 8), None)
-            fprop, dgrad, wgrad = (lowering.backend for lowering in decision.lowerings)
-            yield LayerGroup(
-                site=site,
-                recipe=recipe,
-                rule=rule,
-                count=count * site.repeats / site.count,
-                backends=(fprop, dgrad, wgrad),
-            )
+            yield LayerGroup.from_decision(site, decision, count * site.repeats / site.count)
 
 
 OperandKey = tuple[object, ...]
@@ -109,10 +112,10 @@ def microbatch_tokens(plan: Plan) -> int:
     return max(s.m * s.batch for s in plan.sites if s.weight is not None and s.kind == "dot")
 
 
-def count_backends(plan: Plan, phase: Phase | None = None) -> Counter[str]:
-    """Counts the quantized products that each backend runs, in all layers. The default phase is the first."""
+def count_backends(plan: Plan) -> Counter[str]:
+    """Counts the quantized products that each backend runs, in all layers, in the first phase."""
     counts: Counter[str] = Counter()
-    for product in plan.products(plan.phases[0] if phase is None else phase):
+    for product in plan.products(plan.phases[0]):
         if product.lowering.backend:
             counts[product.lowering.backend] += len(product.run.layers)
     return counts

@@ -22,7 +22,6 @@ from policyc.hardware.training_step import (
     activation_key,
     count_parameters,
     count_readers,
-    group_layers,
 )
 from policyc.language.loader import load
 from policyc.language.recipes import make_recipe
@@ -122,7 +121,7 @@ def test_only_four_bits_are_compared_with_fp8():
 def test_a_weight_is_quantized_once_per_step_on_the_devices_that_hold_it(dgrad):
     """With MS-EDEN, for dgrad in each microbatch."""
     step, target = training_step(f"* -> split(fprop=nvfp4, dgrad={dgrad}, wgrad=bf16)"), get_target("gb200")
-    (group, *_), readers = tuple(group_layers(step.plan)), count_readers(step.plan)
+    (group, *_), readers = tuple(step.groups()), count_readers(step.plan)
     quantize = partial(step_cost.quantization_seconds, group, target, readers=readers)
     weight = gemm_cost.quantize_seconds(
         target, [group.recipe.treatments[1]], 4096 * 14336, "xla", is_computed=False
@@ -135,7 +134,7 @@ def test_gemms_that_read_an_activation_share_what_is_rounded_to_nearest():
     step = training_step(
         "* -> split(fprop=nvfp4(scale=four_over_six), dgrad=bf16, wgrad=nvfp4(rounding=ms_eden))"
     )
-    (group, *_), target = tuple(group_layers(step.plan)), get_target("gb200")
+    (group, *_), target = tuple(step.groups()), get_target("gb200")
     alone, shared = (
         step_cost.quantization_seconds(group, target, MeshShape(), {activation_key(group.site): count})
         for count in (1, 2)
@@ -146,7 +145,7 @@ def test_gemms_that_read_an_activation_share_what_is_rounded_to_nearest():
 
 def test_an_activation_is_quantized_again_if_fprop_is_recomputed():
     step, target = training_step("* -> nvfp4(rht=wgrad)", "te"), get_target("gb200")
-    (group, *_), readers = tuple(group_layers(step.plan)), count_readers(step.plan)
+    (group, *_), readers = tuple(step.groups()), count_readers(step.plan)
     kept, dots, full = (
         step_cost.quantization_seconds(group, target, MeshShape(), readers, remat=remat)
         for remat in ("none", "dots", "full")
@@ -190,7 +189,7 @@ def test_an_emulated_product_is_no_faster_than_in_bf16():
     target, mesh = get_target("gb200"), MeshShape()
     times = {}
     for policy in ("bf16", "te_nvfp4"):
-        groups = [g for g in group_layers(plan_experts(policy).plan) if g.site.kind == "ragged"]
+        groups = [g for g in plan_experts(policy).groups() if g.site.kind == "ragged"]
         times[policy] = [seconds for g in groups for _, seconds in step_cost.gemm_times(g, target, mesh)]
     assert len(times["bf16"]) == 9
     assert all(map(operator.gt, times["te_nvfp4"], times["bf16"]))

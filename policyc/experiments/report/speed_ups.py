@@ -28,13 +28,10 @@ def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: Predicte
     traced = llama_step.plan_step(first, step.config, mesh, llama_step.Sizes(), execution)
     target = execution.target
     assert target is not None
-    seconds = {}
+    seconds = dict.fromkeys(policies, 0.0)
     for name, text in policies.items():
         plan = make_plan(parse(text), traced.plan.sites, execution)
-        planned = dataclasses.replace(traced, plan=plan)
-        phases = Counter(plan.phase(n, _STEPS) for n in range(_STEPS))
-        seconds[name] = sum(
-            count / _STEPS * step_cost.estimate(planned, target, mesh, phase).seconds
-            for phase, count in phases.items()
-        )
+        for phase, count in Counter(plan.phase(n, _STEPS) for n in range(_STEPS)).items():
+            step = dataclasses.replace(traced, plan=plan, phase=phase)
+            seconds[name] += count / _STEPS * step_cost.estimate(step, target, mesh).seconds
     return {name: seconds[baseline] / each for name, each in seconds.items()}
