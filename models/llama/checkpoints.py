@@ -27,7 +27,7 @@ logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every part of
 DISK_FULL = "is the disk full? Earlier checkpoints are intact"
 CONTENTS = "contents_of_the_data"  # what identifies the data, in the identity of a run
 NOT_WRITTEN = "its contents are not those that were written"
-READ_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
+STORE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)  # that orbax raises
 HASH_MULTIPLIERS = np.array([0x9E3779B1, 0x85EBCA6B], np.uint32)  # odd, as in xxHash
 
 
@@ -216,7 +216,7 @@ class Checkpoints:
     def _explain_errors(self, what: str, remedy: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        except STORE_ERRORS as error:
             raise ConfigError(f"{what} ({self.folder}): {_first_line(error)}\n{remedy}") from error
 
 
@@ -262,7 +262,7 @@ def _raise_damaged() -> Iterator[None]:
         yield
     except Exception as error:
         # Where a file disappears, orbax raises `Exception` itself.
-        if type(error) is not Exception and not isinstance(error, READ_ERRORS):
+        if type(error) is not Exception and not isinstance(error, STORE_ERRORS):
             raise
         raise DamagedCheckpointError(_first_line(error)) from error
 

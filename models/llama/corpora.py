@@ -12,7 +12,6 @@ from policyc.models.llama import data
 from policyc.models.llama.configs import ConfigError, import_library
 
 END = data.END
-END_TOKEN = data.END_TOKENS[0]
 SHOWN_TOKENS = 64  # at the beginning of the data
 
 
@@ -94,7 +93,7 @@ def train_tokenizer(documents: Iterable[bytes], vocab: int) -> Any:
     bpe.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[END_TOKEN],
+        special_tokens=[data.END_TOKENS[0]],
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

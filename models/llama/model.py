@@ -312,13 +312,12 @@ def embed(table: jax.Array, tokens: jax.Array, compute: str, mesh: Mesh | None) 
     return constrain(x, mesh, "batch", "sequence", None)
 
 
-def hidden(params: Params, tokens: jax.Array, config: ModelConfig) -> jax.Array:
-    """The input of the head, on one device. Every row is one document."""
-    return run_blocks(params, tokens, config, None, None)[0]
-
-
 def run_blocks(
-    params: Params, tokens: jax.Array, config: ModelConfig, mesh: Mesh | None, documents: Batch | None
+    params: Params,
+    tokens: jax.Array,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    documents: Batch | None = None,
 ) -> tuple[jax.Array, RouterSummary | None]:
     """The input of the head, and what the routers did in each layer. `documents` has the segments and positions."""
     with jax.named_scope("embed"):

@@ -171,20 +171,26 @@ def _numpy_tensors(params: Any, config: ModelConfig, dtype: str) -> Iterator[tup
 
 def read_config(folder: Path) -> tuple[ModelConfig, int]:
     """The model that a config.json describes, and the length of the sequences that it was trained on."""
-    path = folder / "config.json"
     try:
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-        rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-        theirs = {"rope_theta": rope.get("rope_theta"), **theirs}
+        theirs = _read_hf_config(folder)
         fields = HF_FIELDS | EXPERT_FIELDS
         sizes = {field: theirs[name] for name, field in fields.items() if theirs.get(name) is not None}
         sizes.setdefault("kv_heads", sizes["heads"])
         sizes.setdefault("head_dim", sizes["width"] // sizes["heads"])
         dtype = "float32" if theirs.get("torch_dtype", theirs.get("dtype")) == "float32" else "bfloat16"
-        model = ModelConfig(rope_scaling=rope.get("factor", 0.0), compute=dtype, **sizes)
+        model = ModelConfig(rope_scaling=theirs["rope_factor"], compute=dtype, **sizes)
         return model, theirs["max_position_embeddings"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} does not describe a Llama: {error!r}") from None
+        raise ConfigError(f"{folder / 'config.json'} does not describe a Llama: {error!r}") from None
+
+
+def _read_hf_config(folder: Path) -> dict[str, Any]:
+    """A config.json, with the fields of RoPE beside the others. Transformers 4 has rope_scaling, 5 rope_parameters."""
+    theirs = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    lengths = {name: rope.get(name) for name in LLAMA3_ROPE}
+    return {**rope, **theirs, **lengths, "rope_type": kind, "rope_factor": rope.get("factor", 0.0)}
 
 
 def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
@@ -192,11 +198,11 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
     slices: dict[str, Any] = {}
     file = folder / "config.json"
     try:
-        theirs = json.loads(file.read_text())
+        theirs = _read_hf_config(folder)
         for file in sorted(folder.glob("*.safetensors")):
             opened: Any = safe_open(file, framework="np")
             slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
         raise ConfigError(f"{folder}: {file.name} cannot be read; truncated? {error}") from None
     _check_same_model(folder, theirs, config)
     if HEAD not in slices and EMBED in slices:
@@ -230,21 +236,11 @@ def load_safetensors(folder: Path, config: ModelConfig, mesh: Mesh) -> Any:
 
 
 def _check_same_model(folder: Path, theirs: dict[str, Any], config: ModelConfig) -> None:
-    """Compares a config.json with a model. Transformers 4 has rope_scaling, transformers 5 has rope_parameters."""
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    theirs = {
-        "rope_theta": rope.get("rope_theta"),
-        **theirs,
-        "rope_type": kind,
-        "rope_factor": rope.get("factor", 0),
-    }
+    """Compares a config.json with a model."""
     ours = {**hf_config(config, "", 0), "rope_type": "llama3" if config.rope_scaling else "default",
-            "rope_factor": config.rope_scaling}  # fmt: skip
+            "rope_factor": config.rope_scaling, **LLAMA3_ROPE}  # fmt: skip
     compared = [*_size_fields(config), *_fixed_fields(config), "rope_type", "rope_factor"]
-    if kind == ours["rope_type"] == "llama3":
-        theirs |= {name: rope.get(name) for name in LLAMA3_ROPE}
-        ours |= LLAMA3_ROPE
+    if theirs["rope_type"] == ours["rope_type"] == "llama3":
         compared += LLAMA3_ROPE
     names = [name for name in compared if theirs.get(name) not in (None, ours[name])]
     if names:

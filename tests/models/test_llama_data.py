@@ -76,7 +76,6 @@ def test_stdlib_is_the_text_of_the_standard_library() -> None:
     source = open_source("stdlib", sequence=256, batch=64)
     batch = next(source)
     text = b"".join(bytes(row[row < 256].astype(np.uint8).tolist()) for row in batch["tokens"])
-    assert source.vocab == 257
     assert b"def " in text
     assert b"import " in text
     assert equal([batch], take(open_source("stdlib", sequence=256, batch=64), 1))
@@ -384,9 +383,9 @@ def test_a_tokenizer_is_read_from_a_file(tmp_path: Path) -> None:
     text = _write_bytes(tmp_path / "a.txt", "".join(_documents()).encode())
     source = open_source(text, tokenizer=path, batch=1, sequence=8)
     assert tokenizer.decode(next(source)["tokens"][0].tolist()) in "".join(_documents())
-    assert source.vocab == tokenizer.get_vocab_size()
-    with pytest.raises(ConfigError, match=f"vocabulary of {source.vocab - 1}"):
-        open_source(text, tokenizer=path, vocab=source.vocab - 1)
+    size = tokenizer.get_vocab_size()
+    with pytest.raises(ConfigError, match=f"vocabulary of {size - 1}"):
+        open_source(text, tokenizer=path, vocab=size - 1)
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
         open_source(text, tokenizer=text)
 

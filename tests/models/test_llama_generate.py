@@ -44,7 +44,7 @@ def make_params(config: ModelConfig = SMALL, scale: float = 10.0) -> llama.Param
 
 def predict_next(params: llama.Params, tokens: jax.Array) -> jax.Array:
     """The most probable token after each prefix of a row, by the model that is trained, without a cache."""
-    x = llama.hidden(params, tokens, SMALL)
+    x = llama.run_blocks(params, tokens, SMALL)[0]
     return jnp.argmax(llama.linear(params, "lm_head", x)[0], axis=-1)
 
 
@@ -86,7 +86,7 @@ def test_greedy_tokens_are_those_of_the_model(changes, policy):
         return policyc.apply(policy, function, has_aux=True)
 
     def logits(params: Any, tokens: Any) -> Any:
-        return llama.linear(params, "lm_head", llama.hidden(params, tokens, config)), None
+        return llama.linear(params, "lm_head", llama.run_blocks(params, tokens, config)[0]), None
 
     sampling = Sampling(tokens=10, temperature=0)
     generator = Generator(params, config, sampling, 3, transform if policy else None)

@@ -56,7 +56,7 @@ def torch():
 
 
 def logits(params: llama.Params, tokens: np.ndarray, config: ModelConfig) -> jax.Array:
-    return llama.linear(params, "lm_head", llama.hidden(params, tokens, config))
+    return llama.linear(params, "lm_head", llama.run_blocks(params, tokens, config)[0])
 
 
 def assert_close(ours: jax.Array, theirs: np.ndarray) -> None:
@@ -253,6 +253,9 @@ def test_weights_of_another_model_are_refused(tmp_path):
     (tmp_path / "out" / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read; truncated\?"):
         files.load_safetensors(tmp_path / "out", SMALL, make_mesh())
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        files.load_safetensors(tmp_path, SMALL, make_mesh())
+    (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         files.load_safetensors(tmp_path, SMALL, make_mesh())
 

@@ -2,11 +2,10 @@
 
 from policyc.models.llama.data.batches import BatchSource
 from policyc.models.llama.data.documents import read_documents
-from policyc.models.llama.data.specs import DataSpec, parse_blend, parse_spec
+from policyc.models.llama.data.specs import DataSpec, parse_blend
 from policyc.models.llama.data.tokens import (
     END,
     END_TOKENS,
-    find_end_token,
     make_encoder,
     open_token_files,
     read_tokenizer,
@@ -20,11 +19,9 @@ __all__ = [
     "END_TOKENS",
     "BatchSource",
     "DataSpec",
-    "find_end_token",
     "make_encoder",
     "open_token_files",
     "parse_blend",
-    "parse_spec",
     "read_documents",
     "read_tokenizer",
     "scan_tokens",

@@ -37,7 +37,7 @@ def count_rows(number: int, weights: Sequence[int]) -> list[int]:
 class BatchSource(Iterator[Batch]):
     """Endless batches of `tokens`, `targets` and `mask`, int32: the rows of each batch that this host reads.
 
-    With `--document-mask` also `segments` and `positions`, see `documents_in_row`. `end` ends a document then.
+    With `--document-mask` also `segments` and `positions`, see `documents_in_row`.
 
     The split `validation` is what the options of a spec name, or else the end of the data: independent of batch,
     sequence and seed. `state` is where the next batch begins, on all hosts, as JSON; batches that a thread has read
@@ -46,7 +46,7 @@ class BatchSource(Iterator[Batch]):
 
     def __init__(self, run: RunConfig, vocab: int, rows: Sequence[int] = (), split: str = "train") -> None:
         self._blend = Blend(run, vocab, split)
-        self.vocab, self.contents, self.end = self._blend.vocab, self._blend.contents, self._blend.end
+        self.contents = self._blend.contents
         self._rows = set(rows or range(run.batch))
         self._reports_epochs = split == "train" and 0 in self._rows
         self.state = self.start = self._blend.get_state()
@@ -108,15 +108,14 @@ class Blend:
         ]
         self._row = 0
         self._streams = {str(i): s.rows for i, s in enumerate(self._sources) if isinstance(s, OpenStream)}
-        self.vocab = max(source.vocab for source in self._sources)
         shares = [f"{w} of {s.contents}" for w, s in zip(self._weights, self._sources, strict=True)]
         self.contents = "; ".join(shares) if len(parts) > 1 else self._sources[0].contents
-        self.end = ends[0]
+        self._end = ends[0]
         if len(set(ends)) > 1:
             differ = f"the parts of '{run.data}' end their documents with different tokens"
             raise ConfigError(f"--document-mask: {differ}: use one tokenizer for all parts")
-        if self.end is not None:
-            self.contents += f", documents end with {self.end}"
+        if self._end is not None:
+            self.contents += f", documents end with {self._end}"
 
     def get_state(self) -> State:
         return {"row": self._row, "streams": {i: stream.get_state() for i, stream in self._streams.items()}}
@@ -149,7 +148,7 @@ class Blend:
         # Padding becomes token 0: what stands in its place makes no difference.
         ids = np.maximum(tokens, 0).astype(np.int32)
         batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "mask": np.ones_like(ids[:, 1:])}
-        return batch if self.end is None else batch | documents_in_row(tokens, self.end)
+        return batch if self._end is None else batch | documents_in_row(tokens, self._end)
 
     def _next_row(self, is_wanted: bool) -> np.ndarray | None:
         """The next row. A row that is not wanted is read only in a stream, which has no other way."""

@@ -113,10 +113,6 @@ class TokenFile:
             raise ConfigError(f"{shortened}; restore the file, and the same command resumes the run")
         return np.frombuffer(content, self.dtype)
 
-    @property
-    def bytes_per_token(self) -> int:
-        return int(self.dtype.itemsize)
-
     def status(self) -> list[int]:
         """Changes when the file changes."""
         status = os.fstat(self._descriptor)
@@ -136,7 +132,7 @@ class TokenScan(NamedTuple):
 
 def scan_tokens(array: TokenArray) -> TokenScan:
     """Reads an array once. The result for a large file is kept beside the cache, until the file changes."""
-    if isinstance(array, np.ndarray) or array.bytes_per_token * len(array) < KEPT_SCAN:
+    if isinstance(array, np.ndarray) or array.dtype.itemsize * len(array) < KEPT_SCAN:
         return _scan(array)
     about = [str(array.path.resolve()), array.dtype.str, array.offset, len(array), array.status()]
     path = cache_folder() / "scans" / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.json"
@@ -237,7 +233,6 @@ class Tokens:
     """Consecutive arrays of tokens, all of them checked, and what identifies them."""
 
     arrays: list[TokenArray]
-    vocab: int
     contents: str
 
     @property
@@ -268,7 +263,7 @@ def load_tokens(spec: DataSpec, vocab: int, tokenizer: str | None, max_bad_rows:
     whole = hashlib.sha256("".join(scan.digest for scan in scans).encode()).hexdigest()
     # Earlier versions knew only the number of tokens and the hash of the ends: see `checkpoints`.
     contents = f"{sum(map(len, arrays))} tokens, {hashlib.sha256(ends).hexdigest()[:16]}, {whole[:16]}"
-    return Tokens(arrays=arrays, vocab=max(size, *(scan.largest + 1 for scan in scans)), contents=contents)
+    return Tokens(arrays=arrays, contents=contents)
 
 
 def _encode_all(spec: DataSpec, encode: Encoder, tokenizer: str | None, max_bad_rows: int) -> TokenArray:

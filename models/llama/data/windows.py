@@ -34,7 +34,6 @@ class RowArray(NamedTuple):
 
     row: Row
     epoch_rows: int
-    vocab: int
     contents: str
 
 
@@ -51,7 +50,7 @@ def shuffle_windows(arrays: list[TokenArray], span: range, sequence: int, seed: 
     """The number of windows in a span of tokens, and their endless order, shuffled anew in each epoch."""
     spans = _split_span(arrays, span)
     ends = np.cumsum([max(0, len(span) - 1) // sequence for span in spans])
-    order = grain.MapDataset.range(int(ends[-1])).shuffle(seed=seed % 2**32)  # computed, not stored
+    order = grain.MapDataset.range(int(ends[-1])).shuffle(seed=seed)  # computed, not stored
 
     def row(number: int) -> np.ndarray:
         window = order[number]
@@ -85,7 +84,7 @@ def shuffle_whole_rows(
     ]
     places = ((part, *row) for part, ends, piece in parts for row in whole_rows(ends, piece, sequence))
     rows = np.fromiter(places, np.dtype((np.int64, 3)))
-    order = grain.MapDataset.range(len(rows)).shuffle(seed=seed % 2**32)  # computed, not stored
+    order = grain.MapDataset.range(len(rows)).shuffle(seed=seed)  # computed, not stored
 
     def row(number: int) -> np.ndarray:
         part, begin, stop = rows[order[number]].tolist()
@@ -107,7 +106,7 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: 
     training = split == "train"
     if spec.kind == "synthetic":
         seed = 2 * run.seed if training else 1
-        return RowArray(lambda number: synthetic_row(vocab, run.sequence, seed, number), 0, vocab, "endless")
+        return RowArray(lambda number: synthetic_row(vocab, run.sequence, seed, number), 0, "endless")
     tokens = load_tokens(spec if training else spec.of_validation(), vocab, run.tokenizer, run.max_bad_rows)
     total = tokens.total
     cut = total - max(total // 100, min(total // 10, 1 << 16))
@@ -126,7 +125,7 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: 
         short = f"fewer than {needed} consecutive ones are for {split}"
         raise ConfigError(f"'{spec.name}' has {total} tokens: {short}; add data, or lower --sequence")
     contents = tokens.contents + (ALL_FOR_TRAINING if spec.has_validation else "")
-    return RowArray(row, count, tokens.vocab, contents)
+    return RowArray(row, count, contents)
 
 
 class RowStream:
@@ -200,10 +199,9 @@ class Group(NamedTuple):
 
 
 class OpenStream(NamedTuple):
-    """A stream, the size of its vocabulary, and what identifies it."""
+    """A stream, and what identifies it."""
 
     rows: RowStream
-    vocab: int
     contents: str
 
 
@@ -227,4 +225,4 @@ def open_row_stream(spec: DataSpec, run: RunConfig, vocab: int, split: str, end:
         vocabulary = hashlib.sha256(Path(run.tokenizer).read_bytes()).hexdigest()[:16]
     details = f"column {spec.column}, tokens {vocabulary}, shuffled over {window} documents"
     rows = RowStream(documents, encode, run.sequence, end if run.packing == "whole" else None)
-    return OpenStream(rows, size, f"{spec.kind}: {corpus.contents}, {details}")
+    return OpenStream(rows, f"{spec.kind}: {corpus.contents}, {details}")
