@@ -32,6 +32,6 @@ def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: Predicte
     for name, text in policies.items():
         plan = make_plan(parse(text), traced.plan.sites, execution)
         for phase, count in Counter(plan.phase(n, _STEPS) for n in range(_STEPS)).items():
-            step = dataclasses.replace(traced, plan=plan, phase=phase)
-            seconds[name] += count / _STEPS * step_cost.estimate(step, target, mesh).seconds
+            planned = dataclasses.replace(traced, plan=plan, phase=phase)
+            seconds[name] += count / _STEPS * step_cost.estimate(planned, target, mesh).seconds
     return {name: seconds[baseline] / each for name, each in seconds.items()}
