@@ -184,6 +184,8 @@ def test_a_rule_selects_its_cells(show: Show, html: str) -> None:
 
 
 def test_a_range_of_layers_lights_up_its_rules(show: Show, html: str) -> None:
+    from playwright.sync_api import expect
+
     page = show(html)
     for last, rules in ((3, ["layers.*"]), (5, ["layers.*", "layers[-2:]"])):
         page.mouse.move(*cell_center(page, "up", "fprop", 1))
@@ -191,6 +193,7 @@ def test_a_range_of_layers_lights_up_its_rules(show: Show, html: str) -> None:
         page.mouse.move(*cell_center(page, "down", "fprop", last), steps=5)
         page.mouse.up()
         page.mouse.move(2, 2)
+        expect(page.locator("#tip")).to_be_hidden()
         assert state(page)["brush"] == f"1.1.{last}"
         assert [line.split(" -> ")[0] for line in page.locator(".rule.lit").all_inner_texts()] == rules
 
@@ -199,6 +202,7 @@ def test_pointing_at_a_cell_shows_its_details(show: Show, html: str) -> None:
     page = show(html)
     assert page.locator("#tip").is_hidden()
     page.mouse.move(*cell_center(page, "down", "wgrad", 2))
+    page.wait_for_selector("#tip", state="visible")
     tip = page.locator("#tip").inner_text()
     for words in (
         "layers[2].down wgrad",
@@ -368,6 +372,7 @@ def test_hostile_names_are_shown_as_text(show: Show) -> None:
     page.locator("#map").focus()
     page.keyboard.press("ArrowDown")
     page.locator("#map svg > g").first.hover()
+    page.wait_for_selector("#tip", state="visible")
     assert page.locator("script").count() == 4
     assert page.locator("img").count() == 0
     for element in ("#subject", "#details", "#cards", "#policies", "#equations", "#tip"):

@@ -103,12 +103,14 @@ def test_pointing_at_a_chart_shows_the_values_of_all_lines(html: str, show: Show
 
 
 def test_a_click_on_a_name_hides_its_line(html: str, show: Show) -> None:
+    from playwright.sync_api import expect
+
     page = show(html, viewport={"width": 1280, "height": 900})
     name = page.locator("figure[data-chart='0']").get_by_role("button", name="te_nvfp4")
     name.click()
     assert name.get_attribute("aria-pressed") == "false"
     page.locator("figure[data-chart='0'] .u-over").hover()
-    assert page.locator("#tip tr").count() == 2
+    expect(page.locator("#tip tr")).to_have_count(2)
 
 
 def test_a_dark_page_is_printed_on_white(html: str, show: Show) -> None:
