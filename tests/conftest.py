@@ -24,13 +24,14 @@ def compilation_cache_dir() -> str:
     """The folder of JAX's compilation cache, so that a program is compiled once for all tests and processes.
 
     Each run of the tests has a new folder; `.ci/run` has one for all its lanes. Each worker has its own subfolder,
-    because JAX may read a file that another process is still writing. Compiler options are part of the cache key.
+    because JAX may read a file that another process is still writing; so has a lane without workers, which may run
+    beside another one. Compiler options are part of the cache key.
     """
     root = os.environ.get("POLICYC_TESTS_COMPILED")
     if not root:
         root = os.environ["POLICYC_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="policyc-tests-")
         atexit.register(shutil.rmtree, root, ignore_errors=True)
-    return os.path.join(root, os.environ.get("PYTEST_XDIST_WORKER", "one"))
+    return os.path.join(root, os.environ.get("PYTEST_XDIST_WORKER", f"process-{os.getpid()}"))
 
 
 os.environ["JAX_COMPILATION_CACHE_DIR"] = compilation_cache_dir()
@@ -43,6 +44,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("policyc")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A damaged entry of the cache is no fault of a test: JAX warns and compiles.
+
+    The processes that a test starts use its cache: one may still be writing an entry, or was killed while it did.
+    """
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry:UserWarning"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
