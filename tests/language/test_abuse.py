@@ -179,9 +179,9 @@ def test_recipes_that_triple_at_every_level_are_resolved_quickly():
     assert timed_codes(text) == []
     policy = parse(text)
     for edited, rounding in ((policy, "sr"), (policy.variant("v"), "rne")):
-        start = time.perf_counter()
+        start = time.process_time()
         assert edited.resolver()(edited.rules[0].recipe).treatments[2].rounding == rounding
-        assert time.perf_counter() - start < MAX_SECONDS
+        assert time.process_time() - start < MAX_SECONDS
     assert parse(str(policy)) == policy
 
 
@@ -276,10 +276,12 @@ MEGABYTES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("text", MEGABYTES.values(), ids=MEGABYTES)
 def test_a_megabyte_of_one_token_takes_little_time_and_a_short_message(text):
-    with fuzz.alarm(60):
+    with fuzz.alarm(300):
+        start = time.process_time()
         diagnostics = parse_with_diagnostics(text).diagnostics
         if diagnostics:
             assert len(str(PolicyError(diagnostics))) < 100_000
+        assert time.process_time() - start < 60
 
 
 # ---- time in proportion to length
@@ -315,11 +317,11 @@ def invalid_rules(count: int) -> str:
 def test_the_time_to_parse_is_linear_in_the_number_of_rules(make):
     """Linear time gives a ratio of 4, quadratic time 16. The limit of 8 is their geometric mean.
 
-    The long run is tried twice, because a busy machine may slow one of them down.
+    The long run is tried again, because a busy machine may slow some of them down.
     """
     parse_with_diagnostics(make(100))
     small = min(seconds(make(2_500)) for _ in range(2))
-    assert any(seconds(make(10_000)) / small < 8 for _ in range(2))
+    assert any(seconds(make(10_000)) / small < 8 for _ in range(5))
 
 
 @pytest.mark.slow
@@ -375,7 +377,7 @@ def test_the_fuzzer_detects_a_hang(tmp_path, monkeypatch):
         while True:
             pass
 
-    monkeypatch.setattr(fuzz, "MAX_SECONDS", 0.02)
+    monkeypatch.setattr(fuzz, "MAX_SECONDS", 0.004)
     monkeypatch.setattr(fuzz, "check", hang)
     with pytest.raises(AssertionError, match="TooSlow"):
         fuzz.run(0, 1, tmp_path)

@@ -69,7 +69,7 @@ def test_a_fifo_is_written_to_and_stays(tmp_path):
     reader = threading.Thread(target=lambda: received.append(path.read_bytes()))
     reader.start()
     write(path)
-    reader.join(10)
+    reader.join(120)
     assert received == [b"new"]
     assert stat.S_ISFIFO(path.stat().st_mode)
 

@@ -66,8 +66,12 @@ def assert_linear(make_work: Callable[[int], Callable[[], object]]) -> None:
     Linear work takes 10 times as long, quadratic work 100 times. The limit of 5 seconds finds a quadratic part of
     0.2 µs for each pair of items; the ratio of 15 one that takes 0.6 times as long as the linear part.
     """
-    seconds = measure_seconds(make_work(5_000))
-    assert seconds < 5 or seconds < 15 * measure_seconds(make_work(500))
+
+    def is_linear() -> bool:
+        seconds = measure_seconds(make_work(5_000))
+        return seconds < 5 or seconds < 15 * measure_seconds(make_work(500))
+
+    assert any(is_linear() for _ in range(3))  # a busy machine may slow some of them down
 
 
 @pytest.mark.slow

@@ -274,7 +274,7 @@ def test_a_line_shows_that_a_step_compiles(capsys, monkeypatch, is_terminal):
     assert "compiled in 12.3 s\n" in (out := capsys.readouterr().out)
     assert is_terminal or out == plain
     for thread in set(threading.enumerate()) - before:  # rich has told its thread to end
-        thread.join(timeout=10)
+        thread.join(timeout=120)
         assert not thread.is_alive()
 
 

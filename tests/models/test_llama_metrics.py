@@ -91,7 +91,7 @@ def test_a_full_disk_does_not_stop_the_log_forever(open_log, monkeypatch):
     monkeypatch.setattr(writer._ev_writer, "write_event", raise_disk_full)
     with suppress(OSError):
         log.write_validation(1, {"validation_loss": 1.0})
-    writer._worker.join(timeout=60)
+    writer._worker.join(timeout=120)
     assert not writer._worker.is_alive()
     with pytest.raises(OSError, match=r"No space left on device: '.*tensorboard'"):
         log.write_validation(2, {"validation_loss": 1.0})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,10 +25,12 @@ _RUN_EVENTS = (
 """Prefixes of the audit events that go into `Audit.ran`."""
 
 _current: Audit | None = None
+_other_threads: set[int | None] = set()
+"""Threads of earlier tests, which may still end their work."""
 
 
 def _hook(event: str, arguments: tuple[object, ...]) -> None:
-    if _current is None:
+    if _current is None or threading.get_ident() in _other_threads:
         return
     if event == "open":
         _current.opened.append(str(arguments[0]))
@@ -39,10 +43,18 @@ sys.addaudithook(_hook)  # a hook cannot be removed, so there is one for all rec
 
 @contextmanager
 def recording() -> Iterator[Audit]:
-    """Records what the code inside the `with` does."""
-    global _current
+    """Records what the code inside the `with` does.
+
+    Garbage of earlier tests is not collected meanwhile: its finalizers remove files.
+    """
+    global _current, _other_threads
+    _other_threads = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    had_collection = gc.isenabled()
+    gc.disable()
     _current = audit = Audit()
     try:
         yield audit
     finally:
         _current = None
+        if had_collection:
+            gc.enable()

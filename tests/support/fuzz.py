@@ -22,7 +22,7 @@ from policyc.language.formatter import format_file
 from policyc.language.loader import parse, parse_with_diagnostics
 from policyc.language.parser import PolicyFile, read_statements
 
-MAX_SECONDS = 5.0  # for one input. A few milliseconds are usual, so this means a hang even on a slow machine
+MAX_SECONDS = 5.0  # of processor time for one input. A few milliseconds are usual, so this means a hang
 
 TOKENS = (
     "->", "=>", "->", ";", "\n", "\n", " ", " ", "\t", "\r\n", "#", "# c\n", "# allow: x\n", ",", ",", ".", ".", "*",
@@ -155,14 +155,14 @@ def run(seed: int, count: int, folder: Path) -> int:
     """Checks so many inputs. Returns how many of them are valid policies."""
     valid = 0
     for number, text in zip(range(count), inputs(seed), strict=False):
-        start = time.perf_counter()
+        start = time.process_time()  # not wall time: other processes may be running
         try:
-            with alarm(4 * MAX_SECONDS):
+            with alarm(20 * MAX_SECONDS):
                 valid += check(text, folder)
         except (Exception, TooSlow) as error:
             raise AssertionError(
                 f"seed {seed}, input {number}: {type(error).__name__} on {text!r}"
             ) from error
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         assert seconds < MAX_SECONDS, f"seed {seed}, input {number} took {seconds:.1f} s: {text!r}"
     return valid
