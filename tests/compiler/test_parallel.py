@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.support.command import python_path
 from tests.support.jaxpr_tools import lowered_text, primitive_counts
 from tests.support.layered_models import assert_same_bits
 from tests.support.parallel_programs import BATCHES, LAYERS, SHARDED_LOSSES, ShardedLoss, W, X
+from tests.support.ports import reserve_port
 from tests.support.quick_options import quick_environment
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -186,20 +186,18 @@ POLICY = "* -> mxfp4(sr=grad) expect 4\nlayers[-1:] -> fp8 expect 1\nhead -> kee
 def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.policy").write_text(POLICY)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
 
-    def start(number: int) -> subprocess.Popen[str]:
+    def start(number: int, port: int) -> subprocess.Popen[str]:
         options = ["apply", "p.policy", "--plan-out", f"{number}.json", distributed_program.__file__]
         command = [sys.executable, "-m", "policyc.cli.main", *options, "2", str(number), str(port)]
         env = {**os.environ, **quick_environment(), "PYTHONPATH": python_path()}
         return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    processes = [start(0), start(1)]
-    with policyc.active(Path("p.policy")) as session:
-        losses = distributed_program.train(1, 0)
-    outputs = [process.communicate(timeout=300) for process in processes]
+    with reserve_port() as port:
+        processes = [start(number, port) for number in (0, 1)]
+        with policyc.active(Path("p.policy")) as session:
+            losses = distributed_program.train(1, 0)
+        outputs = [process.communicate(timeout=300) for process in processes]
     assert not any(process.returncode for process in processes), [err[-2000:] for _, err in outputs]
     for out, _ in outputs:
         assert [float(line) for line in out.splitlines() if line[0].isdigit()] == losses
