@@ -6,9 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,7 @@ import pytest
 from policyc.experiments.sweep import engine, executor
 from policyc.experiments.sweep.run import Run, RunStatus, State
 from tests.support.command import ROOT, policyc
-from tests.support.quick_options import quick_environment
+from tests.support.sweep_process import SweepProcess
 from tests.support.sweep_runs import FakeExecutor
 
 POLICY = """
@@ -183,41 +180,32 @@ def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest
 # ---- real runs
 
 
-def start_sweep(*words: str, cwd: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, **quick_environment(), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "policyc", "sweep", *words]
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
 @pytest.mark.slow
 def test_a_killed_sweep_of_the_bundled_trainer_is_continued(tmp_path: Path) -> None:
     """Kills the sweep and leaves its run alone; then continues."""
     small = "--steps 6 --layers 1 --width 32 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --batch 2 --sequence 16"
     words = ["mxfp8", "--no-plan", "--config", "tiny", "--baseline", "bf16", "--seeds", "1", "--out", "out"]
     words += small.split()
-    sweep = start_sweep(*words, cwd=tmp_path)
+    sweep = SweepProcess(*words, cwd=tmp_path)
     status = tmp_path / "out" / "bf16" / "seed0" / "status.json"
-    deadline = time.monotonic() + 240
-    while not status.exists():
-        assert time.monotonic() < deadline
-        assert sweep.poll() is None, sweep.communicate()[0]
-        time.sleep(0.1)
-    os.kill(sweep.pid, signal.SIGKILL)
-    sweep.communicate()
-    second = start_sweep(*words, cwd=tmp_path)
-    out, _ = second.communicate(timeout=400)
-    assert second.returncode == 0, out
-    assert "taken over" in out
-    assert "2 of 2 runs finished" in out
-    assert "bf16 seed 0: started" not in out
+    sweep.wait_until(status.exists)
+    sweep.kill()
+    started = RunStatus.read(status.parent)
+    assert started is not None
+    os.kill(started.pid, signal.SIGSTOP)  # the run does not end before the second sweep sees it
+    second = SweepProcess(*words, cwd=tmp_path)
+    try:
+        second.wait_until(lambda: "taken over" in second.output)
+    finally:
+        os.kill(started.pid, signal.SIGCONT)
+    assert second.end() == 0, second.output
+    assert "2 of 2 runs finished" in second.output
+    assert "bf16 seed 0: started" not in second.output
     run = RunStatus.read(status.parent)
     assert run is not None
     assert run.attempt == 1
-    third = start_sweep(*words, cwd=tmp_path)
-    out, _ = third.communicate(timeout=200)
-    assert (third.returncode, "started" in out) == (0, False)
+    third = SweepProcess(*words, cwd=tmp_path)
+    assert (third.end(), "started" in third.output) == (0, False)
     rows = [json.loads(line) for line in (status.parent / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
@@ -229,11 +217,10 @@ def test_the_program_in_the_documentation_is_swept(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
     (tmp_path / "my.policy").write_text("mlp.* -> mxfp4(sr=grad)\nvariant same { mlp.* -> mxfp4(sr=grad) }\n")
     words = "my.policy --variants all --ablate --baseline fp8 --steps 12 --seeds 2 --jobs 2 train.py"
-    sweep = start_sweep(*words.split(), cwd=tmp_path)
-    out, _ = sweep.communicate(timeout=400)
-    assert sweep.returncode == 0, out
-    assert "same (variant same) is not run: does the same to this program as 'my'" in out
-    assert "6 of 6 runs finished" in out  # fp8, which is a baseline by default, fits the program
+    sweep = SweepProcess(*words.split(), cwd=tmp_path)
+    assert sweep.end() == 0, sweep.output
+    assert "same (variant same) is not run: does the same to this program as 'my'" in sweep.output
+    assert "6 of 6 runs finished" in sweep.output  # fp8, which is a baseline by default, fits the program
     losses = {}
     for variant in ("my", "no_sr"):
         for seed in (0, 1):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.command import python_path
 from tests.support.llama_runs import SMALL, losses
-from tests.support.quick_options import quick_environment
+from tests.support.sweep_process import SweepProcess
 
 pytestmark = pytest.mark.slurm
 
@@ -42,44 +38,33 @@ with (folder / "metrics.jsonl").open("a") as metrics:
 """
 
 
-class Sweep:
-    """`policyc sweep` with its output in a file."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": python_path(),
-            "JAX_PLATFORMS": "cpu",
-            **quick_environment(),
-        }
-        self._output = folder / f"output-{time.monotonic_ns()}.txt"
-        with self._output.open("w") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "policyc", "sweep", "--baseline", "none", "--no-plan", *words], cwd=folder,
-                env=environment, stdout=file, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-
-    @property
-    def output(self) -> str:
-        return self._output.read_text()
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 300
-        while not condition():
-            assert self._process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output + slurm("squeue", "--states=all")
-            time.sleep(0.1)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> int:
-        return self._process.wait(timeout=300)
-
-
 def slurm(*words: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+def show_jobs() -> str:
+    return slurm("squeue", "--states=all")
+
+
+class Sweep(SweepProcess):
+    """A sweep on the cluster, without a baseline."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        super().__init__("--baseline", "none", "--no-plan", *words, cwd=folder)
+
+    def wait_until(self, condition: Callable[[], bool], explain: Callable[[], str] = show_jobs) -> None:
+        super().wait_until(condition, explain)
+
+    def start_requeued(self, job: str) -> None:
+        """Starts a job that was requeued. Slurm would wait for two minutes, until its first credential expires."""
+
+        def is_queued() -> bool:
+            status = slurm("scontrol", "show", "job", job)
+            return "Restarts=1" in status and "JobState=COMPLETING" not in status
+
+        self.wait_until(is_queued)
+        # Fails if Slurm has started it meanwhile.
+        subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -99,7 +84,7 @@ def test_a_sweep_survives_what_happens_to_it_and_its_jobs(tmp_path):
     """The sweep is killed; one job is cancelled, one is told that its time is over. Nothing is run twice."""
     (tmp_path / "train.py").write_text(PROGRAM)
     (tmp_path / "p.policy").write_text("* -> mxfp8\n")
-    slurm_words = ("--slurm", "gpus=1,cpus=1", "--slurm", "time=2,grace=5")
+    slurm_words = ("--slurm", "gpus=1,cpus=1", "--slurm", "time=30,grace=5")
     words = ("p.policy", "--seeds", "2", "--steps", "9", "--out", "out", *slurm_words, "train.py")
     folders = [tmp_path / "out" / "p" / f"seed{seed}" for seed in range(2)]
 
@@ -113,6 +98,7 @@ def test_a_sweep_survives_what_happens_to_it_and_its_jobs(tmp_path):
     slurm("scancel", "--signal=USR2", jobs[1])  # what Slurm sends before the time limit
     sweep.wait_until(lambda: all((folder / "saved").exists() for folder in folders))
     (tmp_path / "go").touch()
+    sweep.start_requeued(jobs[1])
     assert sweep.end() == 1, sweep.output
     assert f"Slurm job {jobs[0]}: it was cancelled" in sweep.output
     assert "saved at step" in sweep.output  # the last lines of the failed run
@@ -137,8 +123,10 @@ def test_a_preempted_mesh_goes_on_with_the_same_losses(tmp_path):
     model = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     model += ["--batch=8", "--sequence=32", "--data=synthetic", "--distributed", "--fsdp-axis=2"]
     model += ["--compute=float32", "--checkpoint-every=1000"]
-    # The first attempt is slow, so that it does not end before the other run is scheduled.
-    slow = ["--export-every=1", "--export-command=sh -c 'test -n \"$SLURM_RESTART_COUNT\" || sleep 1'"]
+    # The first attempt is slow, so that it does not end before the other run starts. Its steps take 10 seconds until
+    # that run is in the queue (the other process of the mesh does not wait much longer), and a second after that.
+    wait = f"for _ in $(seq 100); do test -e {tmp_path}/go && break; sleep 0.1; done; sleep 1"
+    slow = ["--export-every=1", f"--export-command=sh -c 'test -n \"$SLURM_RESTART_COUNT\" || {{ {wait}; }}'"]
 
     def start(name: str, options: list[str]) -> tuple[Sweep, Path]:
         resources = f"partition={name},tasks=2,cpus=2,time=10"
@@ -147,10 +135,13 @@ def test_a_preempted_mesh_goes_on_with_the_same_losses(tmp_path):
         return sweep, tmp_path / name / "bf16" / "seed0"
 
     preempted, folder = start("low", [*model, *slow])
-    preempted.wait_until(lambda: count_steps(folder) > 2)
+    preempted.wait_until((folder / "exports" / "1").exists)
     whole, whole_folder = start("high", model)
-    for sweep in (whole, preempted):
-        assert sweep.end() == 0, sweep.output
+    whole.wait_until((whole_folder / "slurm.json").exists)
+    (tmp_path / "go").touch()
+    assert whole.end() == 0, whole.output
+    preempted.start_requeued(job_of(folder))
+    assert preempted.end() == 0, preempted.output
     log = (folder / "log.txt").read_text()
     assert read_json(folder / "status.json")["attempt"] == 2, log
     assert read_json(whole_folder / "status.json")["attempt"] == 1

@@ -7,8 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from policyc.experiments.sweep.gpus import find_gpus, group_gpus
 from policyc.experiments.sweep.locks import is_locked, try_lock
 from policyc.experiments.sweep.metrics import last_row
 from policyc.experiments.sweep.run import Run, RunStatus
+from tests.support.sweep_process import wait_until
 from tests.support.sweep_runs import make_run, read_state, write_status
 
 # ---- GPUs
@@ -82,17 +82,10 @@ with open(path, "a", buffering=1) as metrics:
     for step in range(before + 1, 4):
         metrics.write(json.dumps({"step": step, "loss": 1 / step}) + "\\n")
         if step == 2 and not before:
-            time.sleep(60)
+            time.sleep(600)
 if not os.fork():
-    time.sleep(60)  # a process that the program forgets
+    time.sleep(600)  # a process that the program forgets
 """
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_run_is_stopped_killed_and_continued(tmp_path: Path) -> None:
@@ -142,7 +135,7 @@ def test_a_run_of_an_earlier_sweep_is_stopped_without_ps(
     run = make_run(tmp_path)
     run.folder.mkdir(parents=True)
     with try_lock(run.folder) as lock:  # the process inherits the lock, as the program of a run does
-        words = ["sh", "-c", "sleep 60; :", "policyc.experiments.sweep.wrapper"]
+        words = ["sh", "-c", "sleep 600; :", "policyc.experiments.sweep.wrapper"]
         process = subprocess.Popen(words, pass_fds=(lock.descriptor,), start_new_session=True)
     monkeypatch.setenv("PATH", str(tmp_path))  # a container with few commands
     try:
@@ -152,7 +145,8 @@ def test_a_run_of_an_earlier_sweep_is_stopped_without_ps(
         wait_until(lambda: executor.stop([run]) or process.poll() is not None)
         assert process.wait() == -signal.SIGTERM
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # also its `sleep`
+        with suppress(ProcessLookupError):  # the shell may be stopped before it starts its `sleep`
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _runs_in(pid: str, folder: Path) -> bool:

@@ -6,7 +6,8 @@
 #   stop      ends them, and all jobs.
 #
 # It needs root, and neither systemd nor cgroups. The node has 4 CPUs and 2 GPUs that do not exist: enough to schedule by.
-# Partition high preempts partition low, whose jobs get 30 s to save and are requeued.
+# Partition high preempts partition low, whose jobs get 120 s to save and are requeued. The machine may be busy: all times
+# after which Slurm gives up are long.
 set -eu
 
 cannot() { echo "$*"; exit 3; }
@@ -20,14 +21,19 @@ install() {
   command -v apt-get >/dev/null || cannot "Slurm is not installed ($missing), and there is no apt-get"
   echo "installing slurm-wlm and munge" >&2
   export DEBIAN_FRONTEND=noninteractive
-  packages="apt-get install -qq -y --no-install-recommends slurm-wlm munge"
+  packages="apt-get -o DPkg::Lock::Timeout=120 install -qq -y --no-install-recommends slurm-wlm munge"
   $packages >/dev/null 2>&1 || { apt-get update -qq >/dev/null 2>&1 && $packages >/dev/null 2>&1; } ||
     cannot "apt-get could not install slurm-wlm and munge"
 }
 
-free_ports() { # two ports that nobody listens on
-  python3 -c 'import socket
-sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+free_ports() { # two ports that nobody listens on, below those that the system gives to connections
+  python3 -c 'import random, socket
+sockets = []
+while len(sockets) < 2:
+    try:
+        sockets.append(socket.create_server(("127.0.0.1", random.randrange(20000, 32000))))
+    except OSError:
+        pass
 print(*(s.getsockname()[1] for s in sockets))'
 }
 
@@ -44,7 +50,7 @@ SlurmctldHost=$name(127.0.0.1)
 SlurmctldPort=$1
 SlurmdPort=$2
 SlurmUser=root
-AuthInfo=socket=$folder/munge.socket,cred_expire=5
+AuthInfo=socket=$folder/munge.socket
 StateSaveLocation=$folder/state
 SlurmdSpoolDir=$folder/spool
 SlurmctldPidFile=$folder/slurmctld.pid
@@ -57,16 +63,18 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerParameters=sched_interval=2,batch_sched_delay=1,sched_min_interval=100000,requeue_delay=1
+SchedulerParameters=sched_interval=2,batch_sched_delay=1,sched_min_interval=100000
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-KillWait=20
+KillWait=60
+MessageTimeout=60
+BatchStartTimeout=120
 MinJobAge=300
 SlurmdParameters=config_overrides
 ReturnToService=2
 GresTypes=gpu
 NodeName=localhost NodeHostname=$name NodeAddr=127.0.0.1 CPUs=4 RealMemory=8000 Gres=gpu:2
-PartitionName=low Nodes=localhost Default=YES PriorityTier=1 GraceTime=30 MaxTime=60
+PartitionName=low Nodes=localhost Default=YES PriorityTier=1 GraceTime=120 MaxTime=60
 PartitionName=high Nodes=localhost PriorityTier=2 PreemptMode=OFF MaxTime=60
 CONF
   printf "Name=gpu File=/dev/%s\n" null zero >"$folder/gres.conf" # two files that every machine has
@@ -75,7 +83,7 @@ CONF
     --log-file="$folder/munged.log" --seed-file="$folder/munged.seed" 2>"$folder/munged.err" || { cat "$folder/munged.err"; exit 1; }
   slurmctld
   slurmd -N localhost # a name that JAX can resolve on every machine
-  for _ in $(seq 100); do
+  for _ in $(seq 600); do
     if sinfo -h -o %T 2>/dev/null | grep -q idle; then return 0; fi
     sleep 0.1
   done

@@ -1,0 +1,59 @@
+"""`policyc sweep` as a process, and waiting for what processes do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.command import python_path
+from tests.support.quick_options import quick_environment
+
+MAX_SECONDS = 300  # for what takes seconds: the machine may be busy
+
+
+def wait_until(condition: Callable[[], bool], explain: Callable[[], str] = str) -> None:
+    """Waits for a condition. `explain` says more if it does not become true."""
+    deadline = time.monotonic() + MAX_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, explain()
+        time.sleep(0.05)
+
+
+class SweepProcess:
+    """A sweep with its output in a file."""
+
+    def __init__(self, *words: str, cwd: Path) -> None:
+        environment = {**os.environ, **quick_environment(), "PYTHONPATH": python_path()}
+        command = [sys.executable, "-m", "policyc", "sweep", *words]
+        self._output = cwd / f"output-{time.monotonic_ns()}.txt"
+        with self._output.open("w") as file:
+            self._process = subprocess.Popen(
+                command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def wait_until(self, condition: Callable[[], bool], explain: Callable[[], str] = str) -> None:
+        """Waits for something that happens before the sweep ends."""
+
+        def is_true() -> bool:
+            has_ended = self._process.poll() is not None
+            is_met = condition()
+            assert is_met or not has_ended, self.output
+            return is_met
+
+        wait_until(is_true, lambda: self.output + explain())
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> int:
+        """Waits for its end. Returns the exit code."""
+        return self._process.wait(timeout=2 * MAX_SECONDS)
