@@ -18,13 +18,16 @@ IN := cd "$(ROOT)" &&
 BIN := "$(VENV)/bin"
 PIP := -m pip --disable-pip-version-check --no-input
 
+# A package index may fail once. What needs one is tried again: $(TWICE) command argument...
+TWICE := sh -c '"$$0" "$$@" || { echo "this failed, and is tried once more: $$*" >&2; "$$0" "$$@"; }'
+
 # The tests start many processes. Each would compile JAX's Python code again if none may keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
 # CHROMIUM=/path/to/chromium is the browser (default: the first of chromium, chromium-browser, google-chrome on PATH).
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PATH: make $@ CHROMIUM=/path/to/chromium" >&2; exit 1; fi; \
-	$(BIN)/python -c 'import playwright' 2>/dev/null || $(BIN)/python $(PIP) install --no-compile -qq -e '.[browser]' || { \
+	$(BIN)/python -c 'import playwright' 2>/dev/null || $(TWICE) $(BIN)/python $(PIP) install --no-compile -qq -e '.[browser]' || { \
 	  echo "playwright could not be installed; see the output of pip above" >&2; exit 1; }
 
 SHELL := /bin/sh
@@ -97,7 +100,7 @@ test-te: ## build Transformer Engine into .venv-te (once, 10 to 30 minutes, with
 	  why "JAX $(TE_JAX) needs Python 3.12: make test-te PYTHON=python3.12"; \
 	if [ "$$(cat $$venv/.te 2>/dev/null)" != "$$wants" ]; then \
 	  echo "building Transformer Engine $(TE) for JAX $(TE_JAX) into $$venv (10 to 30 minutes)"; \
-	  $$venv/bin/python $(PIP) install -qq setuptools wheel ninja cmake pybind11 flax "jax[cuda13]==$(TE_JAX)" nvidia-nvtx \
+	  $(TWICE) $$venv/bin/python $(PIP) install -qq setuptools wheel ninja cmake pybind11 flax "jax[cuda13]==$(TE_JAX)" nvidia-nvtx \
 	    nvidia-curand nvidia-cudnn-frontend || why "the CUDA wheels of JAX could not be installed"; \
 	  NVTE_FRAMEWORK=jax NVTE_BUILD_USE_NVIDIA_WHEELS=1 $$venv/bin/python $(PIP) install -qq --no-build-isolation \
 	    "transformer-engine[core-cu13,jax]==$(TE)" || why "the build failed; see the output of pip above"; \
@@ -120,7 +123,7 @@ test-trainers: ## run MaxText, Levanter, Tunix and Haiku's transformer under pol
 	if ! cat pyproject.toml tests/trainers-requirements.txt | cmp -s - "$$venv/.installed-from"; then \
 	  echo "installing the trainers into $$venv with $$("$$python" -V) (some minutes; only when their requirements change)"; \
 	  rm -rf "$$venv" && "$$python" -m venv "$$venv" && \
-	  "$$venv/bin/python" $(PIP) install -qq -r tests/trainers-requirements.txt -e . || { \
+	  $(TWICE) "$$venv/bin/python" $(PIP) install -qq -r tests/trainers-requirements.txt -e . || { \
 	    echo "the trainers could not be installed; see the output of pip above" >&2; rm -rf "$$venv"; exit 1; }; \
 	  cat pyproject.toml tests/trainers-requirements.txt >"$$venv/.installed-from"; \
 	fi; \
@@ -128,7 +131,7 @@ test-trainers: ## run MaxText, Levanter, Tunix and Haiku's transformer under pol
 	if [ -z "$$sources" ]; then \
 	  sources="$$PWD/$$venv/sources"; \
 	  if [ ! -d "$$sources/dm_haiku-$(HAIKU)" ]; then \
-	    { "$$venv/bin/python" $(PIP) download -qq --no-deps --no-binary dm-haiku -d "$$sources" "dm-haiku==$(HAIKU)" && \
+	    { $(TWICE) "$$venv/bin/python" $(PIP) download -qq --no-deps --no-binary dm-haiku -d "$$sources" "dm-haiku==$(HAIKU)" && \
 	      tar xzf "$$sources/dm_haiku-$(HAIKU).tar.gz" -C "$$sources"; } || { \
 	      echo "the source of Haiku could not be downloaded; see the output of pip above" >&2; exit 1; }; \
 	  fi; \
@@ -148,7 +151,7 @@ format: setup ## format the code, and apply the linter's safe fixes
 
 wheel: setup ## build the sdist, and the wheel from it, into dist/
 	@$(IN) rm -rf dist && echo "building into dist/" && \
-	{ said=$$($(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
+	{ said=$$($(TWICE) $(BIN)/python -m build --outdir dist . 2>&1) || { echo "$$said" >&2; exit 1; }; } && ls dist
 
 clean: ## remove the environments, caches and build outputs
 	@$(IN) rm -rf .venv .venv-newest .venv-cuda .venv-trainers .venv-te dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -182,7 +185,7 @@ setup: ## create the environment in .venv; the other targets do it when needed
 	fi; \
 	if ! cmp -s pyproject.toml "$$venv/.installed-from"; then \
 	  echo "installing policyc and its requirements into $$venv (a minute or two; only when pyproject.toml changes)"; \
-	  "$$venv/bin/python" $(PIP) install --no-compile -qq -e '.[$(EXTRAS)]' || { \
+	  $(TWICE) "$$venv/bin/python" $(PIP) install --no-compile -qq -e '.[$(EXTRAS)]' || { \
 	    echo "the installation failed; make clean starts over" >&2; exit 1; }; \
 	  cp pyproject.toml "$$venv/.installed-from"; \
 	fi
