@@ -19,6 +19,11 @@ from tests.support.quick_options import COMPILATION
 # Sharding is tested on eight host devices. This must be set before JAX starts.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+# The terminal in which the tests were started must not change what commands print.
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+    os.environ.pop(name, None)
+os.environ["TERM"] = "xterm"
+
 
 def compilation_cache_dir() -> str:
     """The folder of JAX's compilation cache, so that a program is compiled once for all tests and processes.
