@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import click
 
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message
-from policyc.cli.options import collect_options, group_options
+from policyc.cli.options import FiniteRange, collect_options, group_options
 from policyc.language.files import atomic_write
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def train_tokenizer(corpora: tuple[str, ...], vocab: int, out: str, reading: Rea
 @click.option("--validation", type=click.Path(dir_okay=False), help="Token file of documents for validation.")
 @click.option(
     "--validation-fraction",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=FiniteRange(0, 1, min_open=True, max_open=True),
     default=0.01,
     show_default=True,
     metavar="X",

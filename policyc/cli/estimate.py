@@ -12,6 +12,7 @@ import click
 
 from policyc.cli.common import exit_with_message, load_policy, use_color
 from policyc.cli.options import (
+    FiniteRange,
     ProgramCommand,
     StepOptions,
     collect_options,
@@ -84,7 +85,7 @@ estimate_options = collect_options(
         ),
         click.option(
             "--store-bandwidth",
-            type=click.FloatRange(min=0, min_open=True),
+            type=FiniteRange(min=0, min_open=True),
             metavar="GB/S",
             help="Also estimate checkpoints, in a store that all hosts together write and read at this speed.",
         ),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from policyc.cli.common import ExampleCommand, exit_with_message, load_policy
-from policyc.cli.options import backend_option, format_option, variant_option
+from policyc.cli.options import FiniteRange, backend_option, format_option, variant_option
 from policyc.cli.program import exit_on_error
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class _GenerateCommand:
 @click.option(
     "--temperature",
     metavar="T",
-    type=click.FloatRange(0),
+    type=FiniteRange(0),
     default=0.8,
     show_default=True,
     help="0: the most probable token.",
@@ -79,11 +79,16 @@ class _GenerateCommand:
     help="Draw from so many tokens; 0: from all.",
 )
 @click.option(
-    "--top-p", metavar="P", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True,
+    "--top-p", metavar="P", type=FiniteRange(0, 1, min_open=True), default=1.0, show_default=True,
     help="Draw from the most probable tokens with this probability together.",
 )  # fmt: skip
 @click.option(
-    "--seed", metavar="N", type=click.IntRange(0), default=0, show_default=True, help="Seed of the drawing."
+    "--seed",
+    metavar="N",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of the drawing.",
 )
 @click.option(
     "--step", type=int, metavar="STEP", show_default="the last one", help="Use the checkpoint of this step."

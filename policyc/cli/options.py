@@ -5,6 +5,7 @@ Import slow modules inside functions: every `--help` loads this module.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Decorator = Callable[[_Function], _Function]
+
+
+class FiniteRange(click.FloatRange):
+    """A range of finite numbers. click finds NaN in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
 
 
 class ProgramCommand(ExampleCommand):

@@ -54,6 +54,19 @@ def test_options_end_where_the_program_begins(line: str, options: RunOptions) ->
     assert parse(line) == ("p", ("train.py", "--plan-out", "x"), options)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("generate run --temperature nan", "'--temperature': nan is not a finite number"),
+        ("generate run --seed 4294967296", "'--seed': 4294967296 is not in the range"),
+        ("estimate fp8 --config tiny --target gb200 --store-bandwidth inf", "inf is not a finite number"),
+    ],
+)
+def test_numbers_that_nothing_could_be_computed_with_are_refused(line: str, message: str) -> None:
+    ran = policyc(*line.split())
+    assert (ran.code, message in ran.err) == (2, True), ran.err
+
+
 def test_a_module_keeps_its_words() -> None:
     assert parse("p -m pkg.train -h -- -x --variant v") == (
         "p", ("-m", "pkg.train", "-h", "--", "-x", "--variant", "v"), RunOptions(),
