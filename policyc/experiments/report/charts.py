@@ -213,24 +213,20 @@ def _evaluations(run: RunData, metric: str, axis: Axis) -> dict[float, float]:
 
 def _metric_charts(sweep: SweepData, axis: Axis) -> Iterator[Chart]:
     first_steps = "without the first steps, which compile; "
-    for metric, title, note, format, maximum in (
-        (
-            "grad_norm",
-            "Gradient norm",
-            "before clipping; the largest of each part of the axis; ",
-            "number",
-            True,
-        ),
-        ("step_seconds", "Step time", first_steps, "seconds", False),
-        ("tokens_per_second", "Speed", "tokens per second, all devices; " + first_steps, "count", False),
-        ("memory_bytes", "Peak memory", "of a device, or of the process; ", "bytes", True),
-        ("stall_fraction", "Input stalls", "part of the step that waits for data; ", "percent", False),
-        ("learning_rate", "Learning rate", "", "number", False),
+    largest = "before clipping; the largest of each part of the axis; "
+    for metric, title, note, format in (
+        ("grad_norm", "Gradient norm", largest, "number"),
+        ("step_seconds", "Step time", first_steps, "seconds"),
+        ("tokens_per_second", "Speed", "tokens per second, all devices; " + first_steps, "count"),
+        ("memory_bytes", "Peak memory", "of a device, or of the process; ", "bytes"),
+        ("stall_fraction", "Input stalls", "part of the step that waits for data; ", "percent"),
+        ("learning_rate", "Learning rate", "", "number"),
     ):
+        reduce = np.fmax if metric in ("grad_norm", "memory_bytes") else None
         lines = []
         for color, variant in colors_of(sweep):
             runs = [with_derived_metrics(run) for run in variant.runs]
-            columns = [bin_run(run, metric, axis, maximum=maximum) for run in runs]
+            columns = [bin_run(run, metric, axis, reduce) for run in runs]
             lines.append(_line(variant.name, color, over_seeds(columns)))
         bands = _band_note(sweep) if len(sweep.runs) > 1 else ""
         yield Chart(

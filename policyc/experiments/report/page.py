@@ -380,15 +380,12 @@ def _environment(data: Record) -> str:
 
 
 def _commands(data: Record) -> str:
-    commands = data["commands"]
-    if not commands:
-        return ""
-    lines = [(command["of"], shlex.join(command["words"])) for command in commands]
-    listing = "".join(f"<p class=quiet>{_safe(of)}</p><pre>{_safe(line)}</pre>" for of, line in lines[:1])
-    rest = "".join(f"<p class=quiet>{_safe(of)}</p><pre>{_safe(line)}</pre>" for of, line in lines[1:])
-    return _section(
-        "commands", "Commands", listing + (_details(f"{len(lines) - 1} runs", rest) if rest else "")
-    )
+    blocks = [
+        f"<p class=quiet>{_safe(command['of'])}</p><pre>{_safe(shlex.join(command['words']))}</pre>"
+        for command in data["commands"]
+    ]
+    rest = _details(f"{len(blocks) - 1} runs", "".join(blocks[1:])) if blocks[1:] else ""
+    return _section("commands", "Commands", "".join(blocks[:1]) + rest)
 
 
 def _notes(data: Record) -> str:

@@ -61,8 +61,8 @@ def make_axis(runs: Sequence[RunData], most_points: int = _MOST_POINTS) -> Axis:
     return Axis(label=axis.label, edges=np.linspace(0, max(ends, default=1.0) or 1.0, points + 1))
 
 
-def bin_run(run: RunData, metric: str, axis: Axis, *, maximum: bool = False) -> Column:
-    """A metric of a run's steps over the parts of the axis: the mean of each part, or its maximum."""
+def bin_run(run: RunData, metric: str, axis: Axis, reduce: np.ufunc | None = None) -> Column:
+    """A metric of a run's steps over the parts of the axis: the mean of each part, or np.fmin or np.fmax of it."""
     column = run.steps.column(metric)
     result = np.full(len(axis.values), np.nan)
     if column is None:
@@ -70,8 +70,8 @@ def bin_run(run: RunData, metric: str, axis: Axis, *, maximum: bool = False) -> 
     is_number = np.isfinite(column)
     places = axis.positions(run, run.steps)[is_number]
     parts = np.clip(np.searchsorted(axis.edges, places, side="left") - 1, 0, len(result) - 1)
-    if maximum:
-        np.fmax.at(result, parts, column[is_number])
+    if reduce is not None:
+        reduce.at(result, parts, column[is_number])
         return result
     counts = np.bincount(parts, minlength=len(result))
     sums = np.bincount(parts, weights=column[is_number], minlength=len(result))
@@ -95,13 +95,8 @@ def range_of_run(run: RunData, metric: str, axis: Axis) -> Curve:
     mean = bin_run(run, metric, axis)
     if column is None or len(run.steps) <= len(axis.values):
         return Curve(values=mean)
-    negated = replace(run, steps=replace(run.steps, columns={metric: -column, **_tokens_only(run.steps)}))
-    lowest = -bin_run(negated, metric, axis, maximum=True)
-    return Curve(values=mean, low=lowest, high=bin_run(run, metric, axis, maximum=True))
-
-
-def _tokens_only(table: Table) -> dict[str, Column]:
-    return {name: column for name, column in table.columns.items() if name == "tokens"}
+    low, high = (bin_run(run, metric, axis, reduce) for reduce in (np.fmin, np.fmax))
+    return Curve(values=mean, low=low, high=high)
 
 
 def gap_curve(variant: Mapping[int, Column], baseline: Mapping[int, Column], confidence: float) -> Curve:

@@ -252,20 +252,20 @@ def _last_number(curve: Column) -> float | None:
 
 def find_inequalities(sweep: SweepData) -> list[str]:
     """What should be equal in all runs of a sweep and is not, as sentences."""
-    sentences = []
-    settings = [(run, as_record(run.about.get("settings"))) for run in sweep.runs if run.about]
-    names = sorted({name for _, values in settings for name in values} - FREE_SETTINGS)
-    for name in names:
-        texts = {json.dumps(values.get(name), sort_keys=True) for _, values in settings}
-        if len(texts) > 1 and len(sweep.baselines):
-            sentences.append(
-                f"the setting {name} is not the same in all runs: {', '.join(sorted(texts))[:200]}"
-            )
-    for label, key in (("device", "device"), ("data", "data")):
-        values = {as_text(run.about.get(key)) for run in sweep.runs if run.about} - {""}
-        if len(values) > 1 and sweep.baselines:
-            sentences.append(f"the {label} is not the same in all runs: {', '.join(sorted(values))[:200]}")
-    if sweep.baselines:
+    compared = sweep.runs if sweep.baselines else ()
+    abouts = [run.about for run in compared if run.about]
+    settings = [as_record(about.get("settings")) for about in abouts]
+    values = {
+        f"setting {name}": {json.dumps(each.get(name), sort_keys=True) for each in settings}
+        for name in sorted({name for each in settings for name in each} - FREE_SETTINGS)
+    }
+    values |= {name: {as_text(about.get(name)) for about in abouts} - {""} for name in ("device", "data")}
+    sentences = [
+        f"the {name} is not the same in all runs: {', '.join(sorted(texts))[:200]}"
+        for name, texts in values.items()
+        if len(texts) > 1
+    ]
+    if compared:
         sentences += _find_lengths(sweep)
     for variant in sweep.variants:
         plans = [run.plan for run in variant.runs if run.plan is not None]

@@ -121,8 +121,7 @@ def _rule_text(index: object, rules: Sequence[str]) -> str:
     """The text of a rule by its index in the policy."""
     if index is None:
         return "no rule"
-    is_known = isinstance(index, int) and 0 <= index < len(rules)
-    return rules[index] if is_known and isinstance(index, int) else "unknown rule"
+    return rules[index] if isinstance(index, int) and 0 <= index < len(rules) else "unknown rule"
 
 
 def _layers_text(group: Record) -> str:

@@ -24,7 +24,8 @@ _DEPENDENT_OPTIONS = {"rht": ("rht_size",), "sr": ("sr_headroom",)}
 ABSENT = "none"
 """The value of a grid that removes an option."""
 
-CallEdit = Callable[[RecipeCall], RecipeCall]
+Owner = str | int
+"""Where a recipe is written: the name of a recipe, or the index of a rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +39,13 @@ class EditedPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ingredient:
-    """An option in one recipe of a policy. `owner` is the name of a recipe, or the index of a rule with its own."""
+    """An option in one recipe of a policy, with the options that depend on it."""
 
-    owner: str | int
+    owner: Owner
     option: str
+
+    def holds(self, owner: Owner, option: str) -> bool:
+        return owner == self.owner and option in (self.option, *_DEPENDENT_OPTIONS.get(self.option, ()))
 
 
 def expand(policy: Policy) -> Policy:
@@ -83,7 +87,7 @@ def ablate(policy: Policy) -> list[EditedPolicy]:
     edited = [
         EditedPolicy(
             name=f"no_{_label(ingredient, ingredients)}",
-            policy=_edit_calls(policy, partial(_remove_option, option=ingredient.option), ingredient.owner),
+            policy=_remove_ingredient(policy, ingredient),
             edit=f"without {_setting_text(policy, ingredient)}{_place(ingredient)}",
         )
         for ingredient in ingredients
@@ -105,7 +109,7 @@ def ablate(policy: Policy) -> list[EditedPolicy]:
 
 
 def _find_ingredients(policy: Policy) -> Iterator[_Ingredient]:
-    owners: list[tuple[str | int, RecipeExpr]] = [(d.name, d.recipe) for d in policy.recipes]
+    owners: list[tuple[Owner, RecipeExpr]] = [(d.name, d.recipe) for d in policy.recipes]
     owners += [(index, rule.recipe) for index, rule in enumerate(policy.rules)]
     for owner, expr in owners:
         names = dict.fromkeys(s.name for call in _quantizing_calls(expr) for s in call.settings)
@@ -113,7 +117,11 @@ def _find_ingredients(policy: Policy) -> Iterator[_Ingredient]:
 
 
 def _quantizing_calls(expr: RecipeExpr) -> Iterator[RecipeCall]:
-    return (call for call in recipe_calls(expr) if call.name in FORMATS and FORMATS[call.name].is_quantized)
+    return (call for call in recipe_calls(expr) if _is_quantizing(call))
+
+
+def _is_quantizing(call: RecipeCall) -> bool:
+    return call.name in FORMATS and FORMATS[call.name].is_quantized
 
 
 def _find_protecting_rules(policy: Policy) -> Iterator[int]:
@@ -127,9 +135,8 @@ def _find_protecting_rules(policy: Policy) -> Iterator[int]:
             yield index
 
 
-def _remove_option(call: RecipeCall, option: str) -> RecipeCall:
-    names = (option, *_DEPENDENT_OPTIONS.get(option, ()))
-    return replace(call, settings=tuple(s for s in call.settings if s.name not in names))
+def _remove_ingredient(policy: Policy, ingredient: _Ingredient) -> Policy:
+    return _select_settings(policy, lambda owner, option: not ingredient.holds(owner, option))
 
 
 def _label(ingredient: _Ingredient, ingredients: list[_Ingredient]) -> str:
@@ -168,7 +175,7 @@ def add_one(policy: Policy) -> list[EditedPolicy]:
             "--add-one: no quantizing recipe of this policy has an option, so it is plain already"
         )
     dependents = {name for names in _DEPENDENT_OPTIONS.values() for name in names}
-    plain = _edit_calls(policy, lambda call: replace(call, settings=()))
+    plain = _select_settings(policy, lambda _owner, _option: False)
     edited = [EditedPolicy(name="plain", policy=plain, edit="without any option in its recipes")]
     for ingredient in ingredients:
         if ingredient.option in dependents:
@@ -176,25 +183,11 @@ def add_one(policy: Policy) -> list[EditedPolicy]:
         edited.append(
             EditedPolicy(
                 name=f"plus_{_label(ingredient, ingredients)}",
-                policy=_keep_one(policy, ingredient),
+                policy=_select_settings(policy, ingredient.holds),
                 edit=f"plain, with {_setting_text(policy, ingredient)}{_place(ingredient)}",
             )
         )
     return edited
-
-
-def _keep_one(policy: Policy, ingredient: _Ingredient) -> Policy:
-    """The policy without its options, except one option of one recipe and what belongs to it."""
-    names = (ingredient.option, *_DEPENDENT_OPTIONS.get(ingredient.option, ()))
-
-    def keep(call: RecipeCall) -> RecipeCall:
-        return replace(call, settings=tuple(s for s in call.settings if s.name in names))
-
-    others = [i.owner for i in _find_ingredients(policy) if i.owner != ingredient.owner]
-    policy = _edit_calls(policy, keep, ingredient.owner)
-    for owner in others:
-        policy = _edit_calls(policy, lambda call: replace(call, settings=()), owner)
-    return policy
 
 
 # ---- a grid
@@ -271,19 +264,18 @@ def _check_axis(policy: Policy, axis: GridAxis) -> None:
 
 
 def _set_option(policy: Policy, axis: GridAxis, value: str) -> Policy:
-    def edit(call: RecipeCall) -> RecipeCall:
-        if call.name not in FORMATS or axis.option not in FORMATS[call.name].options:
-            return call
-        if value == ABSENT:
-            return _remove_option(call, axis.option)
-        new = _make_setting(axis.option, value)
-        if any(s.name == axis.option for s in call.settings):
-            settings = tuple(new if s.name == axis.option else s for s in call.settings)
-        else:
-            settings = (*call.settings, new)
-        return replace(call, settings=settings)
+    removed = (axis.option, *_DEPENDENT_OPTIONS.get(axis.option, ())) if value == ABSENT else ()
+    new = _make_setting(axis.option, value)
 
-    return _edit_calls(policy, edit, axis.recipe)
+    def edit(owner: Owner, call: RecipeCall) -> RecipeCall:
+        if axis.recipe not in (None, owner) or axis.option not in FORMATS[call.name].options:
+            return call
+        settings = [new if s.name == axis.option else s for s in call.settings if s.name not in removed]
+        if new not in settings and not removed:
+            settings.append(new)
+        return replace(call, settings=tuple(settings))
+
+    return _edit_calls(policy, edit)
 
 
 def _make_setting(option: str, value: str) -> Setting:
@@ -294,25 +286,25 @@ def _make_setting(option: str, value: str) -> Setting:
 # ---- recipes inside a policy
 
 
-def _edit_calls(policy: Policy, edit: CallEdit, owner: str | int | None = None) -> Policy:
-    """Changes the quantizing formats in one recipe or rule, or in all of them."""
+def _select_settings(policy: Policy, is_kept: Callable[[Owner, str], bool]) -> Policy:
+    """The policy without those settings of its quantizing formats that are not kept."""
 
-    def edit_quantizing(call: RecipeCall) -> RecipeCall:
-        is_quantizing = call.name in FORMATS and FORMATS[call.name].is_quantized
-        return edit(call) if is_quantizing else call
+    def edit(owner: Owner, call: RecipeCall) -> RecipeCall:
+        return replace(call, settings=tuple(s for s in call.settings if is_kept(owner, s.name)))
 
-    recipes = tuple(
-        replace(d, recipe=_map_calls(d.recipe, edit_quantizing)) if owner in (None, d.name) else d
-        for d in policy.recipes
-    )
+    return _edit_calls(policy, edit)
+
+
+def _edit_calls(policy: Policy, edit: Callable[[Owner, RecipeCall], RecipeCall]) -> Policy:
+    """Changes the quantizing formats in all recipes and rules."""
+    recipes = tuple(replace(d, recipe=_map_calls(d.recipe, partial(edit, d.name))) for d in policy.recipes)
     rules = tuple(
-        replace(r, recipe=_map_calls(r.recipe, edit_quantizing)) if owner is None or owner == index else r
-        for index, r in enumerate(policy.rules)
+        replace(r, recipe=_map_calls(r.recipe, partial(edit, n))) for n, r in enumerate(policy.rules)
     )
     return replace(policy, recipes=recipes, rules=rules)
 
 
-def _map_calls(expr: RecipeExpr, edit: CallEdit) -> RecipeExpr:
+def _map_calls(expr: RecipeExpr, edit: Callable[[RecipeCall], RecipeCall]) -> RecipeExpr:
     if isinstance(expr, SplitRecipe):
         return replace(expr, parts=tuple((gemm, _map_calls(part, edit)) for gemm, part in expr.parts))
-    return edit(expr)
+    return edit(expr) if _is_quantizing(expr) else expr

@@ -17,23 +17,13 @@ _NUMBERS = {
     "time": "time limit in minutes; a run that is longer is requeued and goes on from its checkpoint",
     "grace": f"seconds that a run gets to save before it is requeued ({DEFAULT_GRACE})",
 }
-_TEXTS = {
-    "partition": "partition",
-    "account": "account",
-    "qos": "quality of service",
-    "mem": "memory of each node, such as 64G",
-    "constraint": "features that nodes must have",
-    "nodelist": "nodes to use",
-    "exclude": "nodes not to use",
-    "reservation": "reservation",
-}
-SLURM_OPTIONS = {**_NUMBERS, **_TEXTS}
-"""The names that `--slurm` takes, and what they mean."""
+_TEXTS = ("partition", "account", "qos", "mem", "constraint", "nodelist", "exclude", "reservation")
+"""Options that Slurm gets as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmOptions:
-    """The resources of one run. `sbatch` holds the options that Slurm gets as they are."""
+    """The resources of one run. `sbatch` holds the texts."""
 
     time: int
     nodes: int = 1
@@ -74,8 +64,8 @@ def parse_slurm_options(texts: Sequence[str]) -> SlurmOptions:
     errors: list[str] = []
     for word in (word.strip() for text in texts for word in text.split(",")):
         name, equals, value = word.partition("=")
-        if name not in SLURM_OPTIONS:
-            errors.append(f"no option '{name}': {did_you_mean(name, SLURM_OPTIONS)}")
+        if name not in (*_NUMBERS, *_TEXTS):
+            errors.append(f"no option '{name}': {did_you_mean(name, (*_NUMBERS, *_TEXTS))}")
         elif not equals or not value:
             errors.append(f"'{name}' has no value: write {name}=VALUE")
         elif name in _TEXTS:

@@ -72,7 +72,8 @@ class _Wrapper:
         for number in _STOP_SIGNALS:
             signal.signal(number, self._note_signal)
         begin, status = time.monotonic(), self._first_status()
-        self._write(status)
+        for folder in self._run.folders:
+            status.write(folder)
         log_path = self._run.folder / LOG_FILE
         with log_path.open("a", encoding="utf-8") as log:
             if status.attempt > 1:
@@ -98,10 +99,6 @@ class _Wrapper:
             seconds=earlier.seconds if earlier else 0.0,
             attempt=earlier.attempt + 1 if earlier else 1,
         )
-
-    def _write(self, status: RunStatus) -> None:
-        for folder in self._run.folders:
-            status.write(folder)
 
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signal = self._signal or number
