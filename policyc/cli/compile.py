@@ -19,6 +19,7 @@ from policyc.cli.options import (
     format_option,
     group_options,
     multiple_losses_option,
+    path_option,
     program_argument,
     require_native_option,
     step_options,
@@ -60,7 +61,7 @@ compile_options = collect_options(
         backend_option,
         require_native_option,
         multiple_losses_option,
-        click.option("--dump-hlo", metavar="DIR", help="Write the optimized HLO into this folder."),
+        path_option("--dump-hlo", "DIR", "Write the optimized HLO into this folder."),
         format_option("table", "json"),
     ),
 )
@@ -95,8 +96,6 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: C
         check_order(policy, program)
     elif options.multiple_losses:
         raise click.UsageError("--multiple-losses is for programs: the bundled Llama has one loss")
-    # The program may change the folder.
-    hlo_folder = os.path.abspath(options.dump_hlo) if options.dump_hlo else None
     loaded = load_policy(policy, options.variant)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a GPU
     from policyc.hardware.deviceless import CannotCompile
@@ -114,8 +113,8 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: C
     except (CannotCompile, ImportError, NotImplementedError) as error:  # a backend raises the last two
         exit_with_message(str(error))
     title = f"{step.config or program_name(program)} under {policy}"
-    if hlo_folder:
-        _dump(hlo_folder, report, title)
+    if options.dump_hlo:
+        _dump(options.dump_hlo, report, title)
     if options.output_format == "json":
         name = policy if options.variant is None else f"{policy} {options.variant}"
         click.echo(escape_lines(_as_json(report, title, name)), nl=False)

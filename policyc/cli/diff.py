@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,6 +26,7 @@ from policyc.cli.options import (
     collect_options,
     group_options,
     make_step_options,
+    path_option,
     program_argument,
 )
 from policyc.cli.program import check_order, exit_on_error, parse_execution, plan_program
@@ -92,9 +93,9 @@ compare_options = collect_options(
         click.option("--grad", is_flag=True, help="Compare gradients, where dgrad and wgrad show."),
         click.option("--phase", metavar="N", type=click.IntRange(0), default=0, show_default=True,
                      help="The phase of the schedule, from 0."),
-        click.option("--vs", metavar="PLAN.JSON", help="Compare with an earlier plan (apply --plan-out)."),
-        click.option("--stats", metavar="RUN", help="Add the measured errors of a run: its folder."),
-        click.option("--compiled", metavar="FILE", help="Add the calls found by 'policyc compile --format json'."),
+        path_option("--vs", "PLAN.JSON", "Compare with an earlier plan (apply --plan-out)."),
+        path_option("--stats", "RUN", "Add the measured errors of a run: its folder."),
+        path_option("--compiled", "FILE", "Add the calls found by 'policyc compile --format json'."),
     ),
 )  # fmt: skip
 
@@ -112,16 +113,6 @@ class OutputOptions:
     exit_code: bool
 
 
-_Options = TypeVar("_Options", CompareOptions, OutputOptions)
-
-
-def _make_absolute(options: _Options, *names: str) -> _Options:
-    """The options with absolute paths. `-` is standard output."""
-    values = {name: getattr(options, name) for name in names}
-    paths = {name: os.path.abspath(value) for name, value in values.items() if value and value != "-"}
-    return dataclasses.replace(options, **paths)
-
-
 output_options = collect_options(
     OutputOptions,
     "output",
@@ -129,13 +120,9 @@ output_options = collect_options(
         click.option("--stat", is_flag=True, help="Print one line per linear instead of the equations."),
         click.option("--json", is_flag=True, help="Print JSON; docs/diff.md describes it."),
         click.option("--dot", is_flag=True, help="Print the graph in Graphviz's language."),
-        click.option("--svg", metavar="FILE", help="Write the heat map."),
-        click.option(
-            "--out", metavar="FILE.html", help="Write a page: heat map, classes of layers, equations."
-        ),
-        click.option(
-            "--model-explorer", metavar="DIR", help="Write graphs and node data for Google's Model Explorer."
-        ),
+        path_option("--svg", "FILE", "Write the heat map."),
+        path_option("--out", "FILE.html", "Write a page: heat map, classes of layers, equations."),
+        path_option("--model-explorer", "DIR", "Write graphs and node data for Google's Model Explorer."),
         click.option("--exit-code", is_flag=True, help="Exit with 1 if something differs."),
     ),
 )
@@ -179,9 +166,6 @@ def diff(
     if compare.vs and len(names) > 1:
         raise click.UsageError("--vs compares a plan with one policy: leave out the other")
     folder = os.getcwd()
-    # The program may change the folder.
-    compare = _make_absolute(compare, "vs", "stats", "compiled")
-    output = _make_absolute(output, "svg", "out", "model_explorer")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
     from policyc.diff.build import DiffRequest, build_diff
 

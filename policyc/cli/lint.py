@@ -145,15 +145,13 @@ def lint(files: tuple[str, ...], output_format: str, options: LintOptions) -> No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """The files and the checked options of one call."""
+    """What one call checks, and its options."""
 
     files: tuple[str, ...]
     codes: frozenset[str]
     program: tuple[str, ...] | None
     target: Target
-    fix: bool
-    unsafe_fixes: bool
-    stdin_filename: str | None
+    options: LintOptions
 
 
 def _make_request(files: tuple[str, ...], options: LintOptions) -> _Request:
@@ -185,9 +183,7 @@ def _make_request(files: tuple[str, ...], options: LintOptions) -> _Request:
         codes=codes,
         program=None if against is None else tuple(shlex.split(against)),
         target=target,
-        fix=options.fix,
-        unsafe_fixes=options.unsafe_fixes,
-        stdin_filename=options.stdin_filename,
+        options=options,
     )
 
 
@@ -231,7 +227,7 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
     fix_count = 0
     try:
         source = _read_source(name, request)
-        if request.fix:
+        if request.options.fix:
             fixed = _write_fixes(name, source, request)
             source, fix_count = replace(source, text=fixed.text), fixed.count
         loaded = source.parse(source.text)
@@ -277,7 +273,7 @@ def _read_source(name: str, request: _Request) -> _Source:
     from policyc.language.loader import locate, read_policy_text
 
     if name == "-":
-        shown = request.stdin_filename
+        shown = request.options.stdin_filename
         return _Source(text=read_stdin(), path=Path(shown) if shown else None, shown=shown or "<stdin>")
     path = locate(name)
     return _Source(text=read_policy_text(path), path=path, shown=str(path))
@@ -291,7 +287,7 @@ def _compute_fixes(source: _Source, request: _Request) -> FixedText:
         source.text,
         source.parse,
         lambda loaded: run_lint(loaded, request.codes),
-        unsafe=request.unsafe_fixes,
+        unsafe=request.options.unsafe_fixes,
     )
 
 

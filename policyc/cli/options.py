@@ -6,6 +6,7 @@ Import slow modules inside functions: every `--help` loads this module.
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -108,6 +109,15 @@ def collect_options(kind: type, name: str, options: _Decorator[Any]) -> _Decorat
 # ---- single options
 
 
+def path_option(flag: str, metavar: str, help: str, type: click.Path | None = None) -> _Decorator[Any]:
+    """A path, passed as an absolute one, because a program may change the folder. `-` is standard output."""
+
+    def make_absolute(_ctx: click.Context, _option: click.Parameter, path: str | None) -> str | None:
+        return os.path.abspath(path) if path and path != "-" else path
+
+    return click.option(flag, metavar=metavar, type=type, callback=make_absolute, help=help)
+
+
 variant_option = click.option("--variant", metavar="NAME", help="Use this variant of the policy.")
 
 stdin_filename_option = click.option(
@@ -171,7 +181,7 @@ run_options = collect_options(
         variant_option,
         backend_option,
         require_native_option,
-        click.option("--plan-out", type=click.Path(dir_okay=False), help="Write the plan to this file, as JSON."),
+        path_option("--plan-out", "FILE", "Write the plan to this file, as JSON.", click.Path(dir_okay=False)),
         click.option(
             "--stats-every",
             type=click.IntRange(0),

@@ -176,8 +176,7 @@ class _PlanPrinter:
     """Prints the plan of every loss with a GEMM. Writes to `--plan-out` the plan that matches the most sites."""
 
     def __init__(self, plan_out: str | None) -> None:
-        # The program may change the folder.
-        self.plan_out = plan_out if plan_out in (None, "-") else str(Path(plan_out).absolute())
+        self.plan_out = plan_out
         self.most_matches: int | None = None
         self.losses = 0
 

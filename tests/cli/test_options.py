@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def parse(line: str) -> object:
     ("line", "options"),
     [
         ("p train.py --plan-out x", RunOptions()),
-        ("--plan-out x p train.py --plan-out x", RunOptions(plan_out="x")),
-        ("p --plan-out x train.py --plan-out x", RunOptions(plan_out="x")),
+        ("--plan-out x p train.py --plan-out x", RunOptions(plan_out=os.path.abspath("x"))),
+        ("p --plan-out x train.py --plan-out x", RunOptions(plan_out=os.path.abspath("x"))),
         ("--require-native p --backend=xla train.py --plan-out x", RunOptions(require_native=True, backend="xla")),
         ("--backend te p --stats-every 3 train.py --plan-out x", RunOptions(backend="te", stats_every=3)),
         ("--variant v --backend te p --backend xla train.py --plan-out x", RunOptions(variant="v", backend="xla")),
