@@ -177,12 +177,6 @@ def print_diagnostics(error: PolicyError) -> None:
     click.echo("\n".join(render(d, paint) for d in error.diagnostics), err=True, color=use_color())
 
 
-def print_error(error: Exception) -> None:
-    from policyc.language.diagnostics import escape_lines
-
-    click.echo(escape_lines(str(error)), err=True)
-
-
 def print_note(text: str, label: str = "note") -> None:
     """Prints `policyc: label: text` to standard error, without control characters."""
     from policyc.language.diagnostics import escape_lines

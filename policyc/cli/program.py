@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +11,10 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.cli.common import (
-    EXIT_FAILURE,
     EXIT_USAGE,
+    exit_with_diagnostics,
     exit_with_message,
     load_policy,
-    print_error,
     print_note,
     write_output,
 )
@@ -88,8 +86,7 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except PolicyError as error:
-        print_error(error)
-        sys.exit(EXIT_FAILURE)
+        exit_with_diagnostics(error)
     except BadProgram as error:
         exit_with_message(str(error), EXIT_USAGE)
     except ValueError as error:
@@ -164,8 +161,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
             return
         exit_with_message(_explain_no_match(session.plans if session is not None else (), policy_name))
     if session.unmet:
-        print_error(PolicyError(session.unmet))
-        sys.exit(EXIT_FAILURE)
+        exit_with_diagnostics(PolicyError(session.unmet))
     if options.stats_every and not session.recorders:
         print_note("--stats-every measured nothing: the program does not call policyc.observe at such a step")
     if session.output_dir is not None and runner.is_first_process():

@@ -59,9 +59,7 @@ class Program:
         sys.path.insert(0, os.getcwd())
         try:
             spec = importlib.util.find_spec(package) if package else None
-        except (
-            ValueError
-        ):  # already imported, but without a spec: `__main__`, or a module created at run time
+        except ValueError:  # imported already, without a spec: `__main__`, or a module created at run time
             return
         finally:
             sys.path.pop(0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,9 +59,6 @@ class Chart:
     zone: tuple[float, float] | None = None
     is_log: bool = False
     zone_label: str = ""
-
-    def as_data(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def to_list(values: Column) -> list[float | None]:

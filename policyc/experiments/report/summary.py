@@ -6,7 +6,6 @@ import hashlib
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -162,36 +161,9 @@ def compare_all(sweep: SweepData) -> list[Comparison]:
     return comparisons
 
 
-def comparison_data(comparison: Comparison) -> Record:
-    return asdict(comparison) | {"verdict": str(comparison.verdict)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EqualLoss:
-    """What a variant's loss costs in tokens, and gains in speed.
-
-    Attributes:
-      loss: the loss that both reach: the larger of the two final trailing means.
-      tokens, baseline_tokens: where each first reaches it.
-      token_ratio: tokens of the variant for one token of the baseline. Also the speed-up at which the variant
-        breaks even.
-      measured_speed_up: ratio of the measured tokens per second.
-      predicted_speed_up: that of the cost model, if it was asked for.
-    """
-
-    variant: str
-    baseline: str
-    loss: float
-    tokens: float
-    baseline_tokens: float
-    token_ratio: float
-    measured_speed_up: float | None
-    predicted_speed_up: float | None
-
-
 def time_to_equal_loss(
     sweep: SweepData, axis: Axis, speeds: dict[str, float | None], speed_ups: dict[str, float]
-) -> list[EqualLoss]:
+) -> list[Record]:
     """For each variant: how many tokens it needs for the loss of each baseline, and how much faster it is.
 
     Over the seeds that both finished: seeds differ by more than variants do.
@@ -217,16 +189,16 @@ def time_to_equal_loss(
             speed, base_speed = speeds.get(name), speeds.get(baseline)
             predicted = speed_ups[name] / speed_ups[baseline] if {name, baseline} <= set(speed_ups) else None
             rows.append(
-                EqualLoss(
-                    variant=name,
-                    baseline=baseline,
-                    loss=loss,
-                    tokens=tokens,
-                    baseline_tokens=base_tokens,
-                    token_ratio=tokens / base_tokens,
-                    measured_speed_up=speed / base_speed if speed and base_speed else None,
-                    predicted_speed_up=predicted,
-                )
+                {
+                    "variant": name,
+                    "baseline": baseline,
+                    "loss": loss,  # the larger of the two final trailing means, which both reach
+                    "tokens": tokens,
+                    "baseline_tokens": base_tokens,
+                    "token_ratio": tokens / base_tokens,  # also the speed-up at which the variant breaks even
+                    "measured_speed_up": speed / base_speed if speed and base_speed else None,
+                    "predicted_speed_up": predicted,
+                }
             )
     return rows
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from policyc.experiments.report.runs import RunData, read_run
 from policyc.experiments.report.values import (
     Record,
     as_list,
-    as_record,
     as_records,
     as_text,
     is_count,
@@ -204,20 +202,14 @@ def _read_manifest(folder: Path) -> SweepData:
 
 
 def _read_settings(manifest: Record, problems: list[str]) -> Settings:
-    """The statistics that were fixed when the sweep began. What it does not say has its default."""
+    """The margin that was fixed when the sweep began, and the other settings, which have one value for all sweeps."""
     settings = Settings()
     if "margin" in manifest:
         try:
             settings = replace(settings, margin=parse_margin(as_text(manifest["margin"])))
         except ValueError as error:
             problems.append(f"{MANIFEST_FILE}: {error}; the margin is {settings.margin}")
-    statistics = as_record(manifest.get("statistics"))
-    fixed: dict[str, Any] = {
-        name: value
-        for name in ("alpha", "power")
-        if isinstance(value := statistics.get(name), float) and 0 < value < 1
-    }
-    return replace(settings, **fixed)
+    return settings
 
 
 def _find_variants(folder: Path) -> tuple[VariantData, ...]:

@@ -33,9 +33,8 @@ def read_text(path: Path, problems: list[str]) -> str | None:
 def read_records(path: Path, problems: list[str], is_valid: Callable[[Record], bool]) -> list[Record]:
     """The valid records of a file, one per line. Reports how many lines are left out."""
     text = read_text(path, problems)
-    lines = [
-        line for line in (text or "").split("\n") if line
-    ]  # not splitlines: U+2028 may stand in a JSON text
+    # Not splitlines: U+2028 may stand in a JSON text.
+    lines = [line for line in (text or "").split("\n") if line]
     values = (as_record(parse_json(line)) for line in lines)
     steps = ((read_integer(value.get("step")), value) for value in values)
     records = [{**value, "step": step} for step, value in steps if step is not None and is_valid(value)]

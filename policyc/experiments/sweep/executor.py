@@ -78,9 +78,8 @@ class LocalExecutor:
             return True
         status = RunStatus.read(run.folder)
         is_running = status is not None and status.state == "running"
-        if is_running and is_locked(
-            run.folder
-        ):  # of an earlier sweep, or the wrapper was killed and its child lives
+        # Of an earlier sweep, or the wrapper was killed and its child lives.
+        if is_running and is_locked(run.folder):
             self._note_gpus(run)
             return True
         self._gpus.pop(run.folder, None)

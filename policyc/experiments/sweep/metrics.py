@@ -26,7 +26,7 @@ class MetricsReader:
 
     Attributes:
       losses: the loss of every step so far.
-      last: the last line with a loss.
+      step: the last step with a loss; 0 before the first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,12 +36,7 @@ class MetricsReader:
     def _restart(self, identity: int | None) -> None:
         self._identity, self._offset, self._rest = identity, 0, b""
         self.losses: dict[int, float] = {}
-        self.last: Row | None = None
-
-    @property
-    def step(self) -> int:
-        """The last step with a loss; 0 before the first."""
-        return 0 if self.last is None else int(self.last["step"])
+        self.step = 0
 
     def update(self) -> None:
         """Reads the new lines. A file that was replaced or shortened, as after a resume, is read from its start."""
@@ -62,8 +57,8 @@ class MetricsReader:
         self._offset += len(data)
         for row in parse_rows(lines):
             if "loss" in row:
-                self.losses[row["step"]] = row["loss"]
-                self.last = row
+                self.step = row["step"]
+                self.losses[self.step] = row["loss"]
 
 
 def parse_rows(lines: list[bytes]) -> Iterator[Row]:
