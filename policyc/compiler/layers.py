@@ -85,7 +85,7 @@ class LayerIndices:
                 self._loops.setdefault(stack.address, _LoopIndices())
             innermost = stacks[-1]
             indices = self._loops[innermost.address]
-            for template in self._templates_of(source, (), stacks, loops):
+            for template in self._templates_of(source, (), stacks):
                 indices.unknown = indices.unknown or template.unknown_index
                 # What depends on outer loops only is an index of theirs.
                 slots = tuple((s.size, s.index) for s in template.slots if innermost in s.index.stacks)
@@ -103,7 +103,7 @@ class LayerIndices:
     ) -> tuple[PathTemplate, ...]:
         """The paths of the parameters that a GEMM reads."""
         stacks = weight_stacks(sources, loops)
-        templates = (t for source in sources for t in self._templates_of(source, batch_dims, stacks, loops))
+        templates = (t for source in sources for t in self._templates_of(source, batch_dims, stacks))
         return tuple(dict.fromkeys(templates))
 
     def scope_template(
@@ -160,11 +160,7 @@ class LayerIndices:
     # ---- paths of parameters
 
     def _templates_of(
-        self,
-        source: Source,
-        batch_dims: Sequence[int],
-        stacks: tuple[Stack, ...],
-        loops: Sequence[EnclosingLoop],
+        self, source: Source, batch_dims: Sequence[int], stacks: tuple[Stack, ...]
     ) -> Iterator[PathTemplate]:
         """The paths of the parameters that a variable holds, with their indices in every layer of `stacks`."""
         parameters = list(dict.fromkeys(parameters_of(source)))
@@ -176,7 +172,7 @@ class LayerIndices:
         for parameter in parameters:
             if any(parameter in layer for layer in layers):
                 axes_by_layer = [layer.get(parameter) for layer in layers]
-                template = self._template_of(parameter, axes_by_layer, stacks, loops)
+                template = self._template_of(parameter, axes_by_layer, stacks)
                 # Padding reads no parameter. It belongs to its stack, if there is one, and has no index.
                 is_one_stack = len(parameters) == 1
                 has_path = tuple(parameter in layer or (is_one_stack and not layer) for layer in layers)
@@ -187,23 +183,29 @@ class LayerIndices:
         parameter: ParameterSource,
         axes_by_layer: Sequence[tuple[AxisIndex, ...] | None],
         stacks: tuple[Stack, ...],
-        loops: Sequence[EnclosingLoop],
     ) -> PathTemplate:
         """The path of a parameter, given the axes along which each layer reads single members of it.
 
         The axes are None in a layer that does not read the parameter.
         """
-        addresses = [loop.stack.address for loop in loops]
         slots: list[IndexSlot] = []
         unknown = ""
+        has_index = any(name.index is not None for name in parameter.path)
         for axis in sorted({a.axis for axes in axes_by_layer for a in axes or ()}):
             size = parameter.shape[axis]
             indices = _indices_along(axis, axes_by_layer)
             if indices is not None:
-                places = self._places.find(parameter.path, axis, size, addresses)
-                slots.append(IndexSlot(places, size, LayerTable(stacks, indices).simplify(), axis))
-            elif not slots:  # behind the axis of layers it is one of experts or heads, which have no index
+                table = LayerTable(stacks, indices).simplify()
+                places = self._places.find(parameter.path, axis, size, [s.address for s in table.stacks])
+                slots.append(IndexSlot(places, size, table, axis))
+            elif slots:
+                continue  # behind the axis of layers it is one of experts or heads, which have no index
+            elif (firsts := _first_indices(axis, axes_by_layer)) is None:
                 unknown = f"one product reads several of the {size} members of axis {axis} at once"
+            elif not has_index and any(
+                not s.is_shard_map for s in LayerTable(stacks, firsts).simplify().stacks
+            ):  # what a shard_map divides is still one matrix, and what a loop divides may be layers
+                unknown = f"each iteration of a loop reads another part of axis {axis}, of size {size}"
         if not slots and not unknown and self._places.looks_stacked(parameter):
             unknown = f"one product reads all {parameter.shape[0]} members of axis 0 at once"
         return PathTemplate(parameter.path, tuple(slots), unknown_index=unknown)
@@ -232,6 +234,14 @@ def _indices_along(
         i is None and axes is not None for i, axes in zip(indices, axes_by_layer, strict=True)
     )
     return None if reads_several else tuple(indices)
+
+
+def _first_indices(
+    axis: int, axes_by_layer: Sequence[tuple[AxisIndex, ...] | None]
+) -> tuple[int | None, ...] | None:
+    """Where the part of an axis begins that each layer reads; None if no layer reads a part of it."""
+    firsts = tuple(next((a.first for a in axes or () if a.axis == axis), None) for axes in axes_by_layer)
+    return None if all(first is None for first in firsts) else firsts
 
 
 # ---- stacks

@@ -380,6 +380,35 @@ def test_products_without_a_weight_in_a_loop_over_two_layers_are_refused_by_scop
 # ---- counting
 
 
+def test_heads_that_are_taken_one_by_one_are_no_layers():
+    """Only `q` has an axis of heads, so that an index of `layers` is one of layers."""
+
+    def loss(p, x):
+        def body(h, q):
+            return h + sum((h @ q["q"][head]) @ q["o"] for head in range(2)), None
+
+        return lax.scan(body, x, p["layers"])[0].sum()
+
+    params = {"layers": {"q": weights(8, 2), "o": weights(8)}}
+    paths = quantized_layers("layers[3] -> fp8", loss, params)
+    assert paths == ["layers[3].o", "layers[3].o", "layers[3].q[0]", "layers[3].q[1]"]
+    assert quantized_layers("layers[3].q[1] -> fp8", loss, params) == ["layers[3].q[1]"]
+
+
+def test_layers_that_are_parts_of_an_axis_have_no_index():
+    """A matrix in parts is a matrix, and an index is refused: it could be of layers."""
+
+    def loss(p, x):
+        rows = p["layers"]["rows"].reshape(8, D, D)
+        columns = lax.map(lambda i: x @ lax.dynamic_slice_in_dim(p["blocks"][1], i * 2, 2, 1), jnp.arange(2))
+        return lax.scan(lambda h, w: (h @ w, None), x, rows)[0].sum() + columns.sum()
+
+    params = {"layers": {"rows": jax.ShapeDtypeStruct((8 * D, D), "float32")}, "blocks": [weights()] * 2}
+    with pytest.raises(policyc.PolicyError, match="another part of axis 0"):
+        quantized_layers("* -> fp8; layers[3] -> bf16", loss, params)
+    assert quantized_layers("blocks[1] -> fp8", loss, params) == ["blocks[1]", "blocks[1]"]
+
+
 def test_a_weight_that_all_iterations_share_counts_once():
     def loss(p, x):
         return lax.scan(lambda h, q: (layer(q, h) @ p["shared"], None), x, p["layers"])[0].sum()

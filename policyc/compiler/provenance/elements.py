@@ -119,11 +119,13 @@ def _read_concatenated(
 
 @dataclass(frozen=True, slots=True)
 class AxisIndex:
-    """What a product reads of one axis of a parameter: one index, or several at once."""
+    """What a product reads of one axis of a parameter: one index, several members at once, or a part of a matrix."""
 
     axis: int
     index: int | None
     """None: it reads several members of the axis in one product."""
+    first: int | None = None
+    """Where the part begins that it reads. None: it reads all members, or a single one."""
 
 
 def axis_indices(
@@ -145,6 +147,8 @@ def axis_indices(
                 axes.append(AxisIndex(axis, int(taken[0])))
             elif parameter in of_one and len(of_one[parameter][axis]) == 1 < len(taken):
                 axes.append(AxisIndex(axis, None))
+            elif 1 < len(taken) < size:
+                axes.append(AxisIndex(axis, None, int(min(taken))))
         known = indices.get(parameter)
         indices[parameter] = tuple(axes) if known is None else _merge(known, tuple(axes))
     return indices
@@ -153,7 +157,9 @@ def axis_indices(
 def _merge(one: tuple[AxisIndex, ...], other: tuple[AxisIndex, ...]) -> tuple[AxisIndex, ...]:
     """The axes of a parameter that is read in two places: where the indices differ, several are read at once."""
     by_axis = {a.axis: a for a in other}
-    return tuple(a if by_axis.get(a.axis) == a else AxisIndex(a.axis, None) for a in one)
+    return tuple(
+        a if a.first is not None or by_axis.get(a.axis) == a else AxisIndex(a.axis, None) for a in one
+    )
 
 
 def iterations_of(loops: Sequence[tuple[Address, int]]) -> Iterator[dict[Address, int]]:
