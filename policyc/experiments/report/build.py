@@ -112,7 +112,7 @@ def build_report(folders: Sequence[Path], options: ReportOptions | None = None) 
         "charts": [asdict(chart) for chart in make_charts(sweep, axis, margins)],
         "diffs": _policy_diffs(sweep),
         "environment": _environment(sweep),
-        "commands": _commands(sweep),
+        "commands": _commands(sweep, [run for variant in variants for run in variant["runs"]]),
         "not_run": [
             {k: as_text(v) for k, v in row.items()} for row in as_records(sweep.manifest.get("not_run"))
         ],
@@ -246,14 +246,8 @@ def _environment(sweep: SweepData) -> list[Record]:
     return list(environments.values())
 
 
-def _commands(sweep: SweepData) -> list[Record]:
+def _commands(sweep: SweepData, runs: Sequence[Record]) -> list[Record]:
     """The exact commands: that of the sweep, and that of each run."""
-    commands = []
-    words = as_list(sweep.manifest.get("command"))
-    if words:
-        commands.append({"of": "sweep", "words": [as_text(word) for word in words]})
-    for run in sweep.runs:
-        source = run.status if isinstance(run.status.get("command"), list) else run.about
-        if isinstance(source.get("command"), list):
-            commands.append({"of": run.name, "words": [as_text(word) for word in source["command"]]})
-    return commands
+    words = [as_text(word) for word in as_list(sweep.manifest.get("command"))]
+    commands = [("sweep", words), *((run["name"], run["command"]) for run in runs)]
+    return [{"of": name, "words": words} for name, words in commands if words]

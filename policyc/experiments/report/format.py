@@ -47,6 +47,15 @@ MISSING = "–"
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
+def known_figures(rows: Sequence[Record]) -> list[tuple[str, str]]:
+    """The figures that some row has. Skipped steps are shown if there are any."""
+    return [
+        (name, label)
+        for name, label in FIGURES
+        if any((row[name] if name == "skipped_steps" else row[name] is not None) for row in rows)
+    ]
+
+
 def format_figure(name: str, value: float | None) -> str:
     """A figure of a run by its name: `step_seconds`, `memory_bytes`, and so on."""
     if value is None:

@@ -6,12 +6,12 @@ import shlex
 from collections.abc import Sequence
 
 from policyc.experiments.report.format import (
-    FIGURES,
     MISSING,
     TIME_NOTE,
     format_figure,
     format_gap,
     format_interval,
+    known_figures,
     summarize,
     time_table,
 )
@@ -79,9 +79,7 @@ def _verdicts(data: Record) -> list[str]:
 
 
 def _figures(data: Record) -> str:
-    columns = [
-        (n, label) for n, label in FIGURES if any(v["figures"].get(n) is not None for v in data["variants"])
-    ]
+    columns = known_figures([variant["figures"] for variant in data["variants"]])
     rows = [
         [
             _cell(variant["name"]),

@@ -19,6 +19,7 @@ from policyc.experiments.report.format import (
     format_figure,
     format_gap,
     format_interval,
+    known_figures,
     summarize,
     time_table,
 )
@@ -181,17 +182,8 @@ def _verdict_table(rows: Sequence[Record], colors: dict[str, int]) -> str:
     return f"<div class=scroll><table class=verdicts><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
-def _known_columns(rows: Sequence[Record]) -> list[tuple[str, str]]:
-    """The figures that some row has. Skipped steps are shown if there are any."""
-    return [
-        (name, label)
-        for name, label in FIGURES
-        if any((row[name] if name == "skipped_steps" else row[name] is not None) for row in rows)
-    ]
-
-
 def _variant_table(data: Record, colors: dict[str, int]) -> str:
-    columns = _known_columns([variant["figures"] for variant in data["variants"]])
+    columns = known_figures([variant["figures"] for variant in data["variants"]])
     speed_ups = (data["speed_ups"] or {}).get("values", {})
     head = [
         "variant",
@@ -282,7 +274,7 @@ def _run_table(data: Record, colors: dict[str, int]) -> str:
     runs = [(variant["name"], run) for variant in data["variants"] for run in variant["runs"]]
     if len(runs) == 1:
         return ""
-    columns = _known_columns([run for _, run in runs])
+    columns = known_figures([run for _, run in runs])
     rows = []
     for name, run in runs:
         mark = " class=warning" if run["state"] == "failed" else ""

@@ -21,7 +21,7 @@ from policyc.experiments.report.sweeps import (
     seed_losses,
     trailing_loss,
 )
-from policyc.experiments.report.values import Record, as_number, as_record, as_records, as_text
+from policyc.experiments.report.values import Record, as_list, as_number, as_record, as_records, as_text
 from policyc.experiments.trailing import trailing_steps
 from policyc.experiments.verdicts import Comparison, compare_variants
 
@@ -81,10 +81,8 @@ def _account(run: RunData) -> Record:
 
 
 def _command(run: RunData) -> list[Any]:
-    for source in (run.about, run.status):
-        if isinstance(source.get("command"), list):
-            return list(source["command"])
-    return []
+    """The words of the process of a run; without a sweep, what the program says of itself."""
+    return as_list(run.status.get("command")) or as_list(run.about.get("command"))
 
 
 def _stall_fraction(run: RunData) -> float | None:
