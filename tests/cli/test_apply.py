@@ -76,7 +76,7 @@ def run(home: Path, *words: str) -> CommandResult:
 def test_a_script_in_a_process_runs_as_under_python(home: Path) -> None:
     words = "apply good.policy --plan-out plan.json train.py --plan-out x --five"
     result = spawn(
-        *words.split(), cwd=home, stdin=b"hello\n", env={**quick_environment(), "NO_COLOR": "1"}, timeout=300
+        *words.split(), cwd=home, stdin=b"hello\n", env={**quick_environment(), "NO_COLOR": "1"}, timeout=600
     )
     assert result.code == 5, result.err
     assert "args ['--plan-out', 'x', '--five'] stdin hello" in result.out
@@ -362,7 +362,7 @@ def test_a_schedule_with_a_real_optimizer(home: Path, recipe: str) -> None:
 WAITING = """
 import time
 print("waiting", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 # A test runner in the background ignores interrupts, and so do the processes it starts. This one listens again.
@@ -392,7 +392,7 @@ def test_an_interrupt_ends_the_process_by_the_signal(home: Path) -> None:
                 break
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in err
 

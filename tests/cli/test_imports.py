@@ -56,7 +56,7 @@ def run_python(code: str, *arguments: str, cwd: Path | None = None) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", code, *arguments]
     return subprocess.run(
-        words, capture_output=True, text=True, check=True, timeout=120, cwd=cwd, env=env
+        words, capture_output=True, text=True, check=True, timeout=600, cwd=cwd, env=env
     ).stdout
 
 

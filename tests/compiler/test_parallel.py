@@ -197,7 +197,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
         processes = [start(number, port) for number in (0, 1)]
         with policyc.active(Path("p.policy")) as session:
             losses = distributed_program.train(1, 0)
-        outputs = [process.communicate(timeout=300) for process in processes]
+        outputs = [process.communicate(timeout=600) for process in processes]
     assert not any(process.returncode for process in processes), [err[-2000:] for _, err in outputs]
     for out, _ in outputs:
         assert [float(line) for line in out.splitlines() if line[0].isdigit()] == losses

@@ -75,9 +75,10 @@ def test_a_run_writes_metrics_checkpoints_and_a_profile(completed):
     assert [row["step"] for row in accounts] == [0, 3, 6, 8, 8]  # the start, three checkpoints, the end
     seconds = accounts[-1]["seconds"]
     assert all(seconds[name] > 0 for name in ("start", "compile", "step", "checkpoint"))
-    # The parts add up to the time between the first account and the last, each rounded to milliseconds.
+    # The parts add up to the time between the first account and the last. Each is rounded to milliseconds, and a busy
+    # machine may pause between the readings of the two clocks. test_llama_goodput checks it exactly.
     passed = accounts[-1]["time"] - accounts[0]["time"]
-    assert sum(seconds.values()) - sum(accounts[0]["seconds"].values()) == pytest.approx(passed, abs=0.05)
+    assert sum(seconds.values()) - sum(accounts[0]["seconds"].values()) == pytest.approx(passed, abs=0.5)
     assert 0 < rows[0]["compile_seconds"] < seconds["compile"]
     assert "compile_seconds" not in rows[1]
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1

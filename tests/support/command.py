@@ -118,7 +118,7 @@ def spawn(
     stdin: bytes = b"",
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
-    timeout: float = 120,
+    timeout: float = 600,
 ) -> CommandResult:
     """Runs the command in a new process."""
     process = subprocess.run(
