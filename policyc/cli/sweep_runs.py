@@ -232,6 +232,8 @@ def _make_program(words: Sequence[str], config: str | None, options: SweepOption
         program.check()
         if options.slurm:
             check_program(options.slurm, config, words)
+            if options.gpus_per_run > 1:
+                raise ValueError("--gpus-per-run is for this machine: with --slurm, give gpus=N")
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     return program

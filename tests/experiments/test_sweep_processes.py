@@ -30,9 +30,10 @@ def test_the_gpus_of_runs() -> None:
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}) == ()
     assert find_gpus({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cuda,cpu"}) == ("0",)
     assert group_gpus(("0", "1", "2", "3", "4"), 2) == ("0,1", "2,3")
-    assert group_gpus((), 2) == ()
-    with pytest.raises(ValueError, match="this machine has 1"):
-        group_gpus(("0",), 2)
+    assert group_gpus((), 1) == ()
+    for gpus in ((), ("0",)):
+        with pytest.raises(ValueError, match=f"--gpus-per-run 2: this machine has {len(gpus)}"):
+            group_gpus(gpus, 2)
 
 
 def test_gpus_are_listed_by_the_driver_of_the_machine(

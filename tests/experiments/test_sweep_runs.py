@@ -156,6 +156,7 @@ def test_a_program_gets_its_seed_steps_and_folder(tmp_path: Path) -> None:
         (SweepProgram(words=(), config="tinny"), "no configuration 'tinny'"),
         (SweepProgram(words=("--seed=3",), config="tiny"), "--seed is set by the sweep"),
         (SweepProgram(words=("train.py",), metrics_source="x"), "KIND=PATH"),
+        (SweepProgram(words=(), config="tiny", metrics_source="maxtext=x"), "writes metrics.jsonl itself"),
     ],
 )
 def test_what_cannot_be_swept_is_explained(program: SweepProgram, message: str) -> None:

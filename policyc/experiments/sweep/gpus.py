@@ -27,9 +27,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def group_gpus(gpus: tuple[str, ...], per_run: int) -> tuple[str, ...]:
-    """Groups of GPUs for one run each. Raises ValueError if there are too few for a run."""
-    if not gpus:
-        return ()
-    if per_run > len(gpus):
+    """Groups of GPUs for one run each; none without GPUs. Raises ValueError if there are too few for a run."""
+    if per_run > max(1, len(gpus)):
         raise ValueError(f"--gpus-per-run {per_run}: this machine has {len(gpus)}")
     return tuple(",".join(gpus[i : i + per_run]) for i in range(0, len(gpus) - per_run + 1, per_run))

@@ -90,6 +90,8 @@ class SweepProgram:
                 raise ValueError("--seeds-per-process: only the bundled trainer runs several seeds in one process; "
                                  "a program gets one seed")  # fmt: skip
             return
+        if self.metrics_source is not None:
+            raise ValueError("--metrics: the bundled trainer writes metrics.jsonl itself")
         if self.config not in CONFIGS:
             raise ValueError(f"no configuration '{self.config}'; configurations: {', '.join(CONFIGS)}")
         for word in self.words:
