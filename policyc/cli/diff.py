@@ -165,6 +165,8 @@ def diff(
     policies = [load_policy(*split_variant(name)) for name in names]
     if compare.vs and len(names) > 1:
         raise click.UsageError("--vs compares a plan with one policy: leave out the other")
+    if output.stat + output.json + output.dot > 1:
+        raise click.UsageError("choose one of --stat, --json and --dot")
     folder = os.getcwd()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
     from policyc.diff.build import DiffRequest, build_diff
@@ -205,6 +207,8 @@ def _trace(
         sizes = dataclasses.replace(options.sizes(), unrolled=unrolled)
         return llama_step.plan_step(policy, options.config, options.mesh_shape(), sizes, execution)
     options.reject_for_program("batch", "sequence", "gather")
+    if unrolled:
+        raise ValueError("--unrolled is for --config: a program has its own layers")
     plan = plan_program(policy, words, execution)
     return TrainingStep(plan=plan, accumulate=options.accumulate or 1, remat=options.remat or "none")
 

@@ -134,6 +134,8 @@ def test_against_an_earlier_plan(folder: Path) -> None:
         (["a.policy:nothing", "train.py"], "no variant named 'nothing' (variants: no_rht)"),
         (["a.policy", "fp8", "--vs", "plan.json", "train.py"], "--vs compares a plan with one policy"),
         (["a.policy", "--target", "gb2000", "train.py"], "gb2000"),
+        (["a.policy", "--unrolled", "train.py", "64"], "--unrolled is for --config"),
+        (["a.policy", "--json", "--stat", "train.py", "64"], "choose one of --stat, --json and --dot"),
         (["train.py", "a.policy"], "the policy comes first"),
         (["a.policy", "--out", "no/x.html", "train.py", "64"], "--out: "),
         (["a.policy", "--stats", "nowhere", "train.py", "64"], "stats.jsonl' cannot be read"),
