@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -107,6 +108,7 @@ class Checkpoints:
     def _open(self) -> None:
         with self._explain_errors("checkpoints cannot be written here", "is the folder writable?"):
             self._manager = ocp.CheckpointManager(self.folder, options=self._options)
+            tempfile.TemporaryFile(dir=self.folder).close()  # not when the first checkpoint is due
 
     def save(self, step: int, state: Any, position: Any) -> None:
         """Stores a state, and a position in the data as JSON. Returns once the state is copied.

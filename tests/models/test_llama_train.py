@@ -259,6 +259,8 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
             checkpoints.lock_folder(folder),
         ):
             pass
+    with pytest.raises(ConfigError, match=r"(?s)checkpoints cannot be written here .*is the folder writable"):
+        checkpoints.Checkpoints(Path("/proc/self/attr"), keep=1, identity={})
 
 
 @pytest.mark.parametrize(
