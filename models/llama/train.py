@@ -165,13 +165,18 @@ class Trainer:
     ) -> tuple[optimizer.State, int, Checkpoints]:
         """The state of the last whole checkpoint, or the initial state."""
         config, run, folder = self.config, self.run, self.folder / "checkpoints"
+        for other in self.folders[1:]:
+            if saved_steps(other / "checkpoints"):
+                remedy = "choose another folder with --out, or name the seeds in the same order"
+                raise ConfigError(f"{other} is of another run, which has its checkpoints there: {remedy}")
         is_new = not saved_steps(folder)
         if is_new:
             state = optimizer.init_state(config, run, self.mesh)
             if run.init_from:
                 params = weights.load_safetensors(Path(run.init_from), config, self.mesh)
                 state["params"] = self.for_all_seeds(params)
-        stack.enter_context(lock_folder(self.folder))
+        for each in self.folders:
+            stack.enter_context(lock_folder(each))
         identity = configs.identity(config, run, self.policy) | {
             CONTENTS: self.sources[0].contents,
             configs.POLICY_NAME: self.policy_name,

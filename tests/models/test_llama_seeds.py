@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -89,6 +90,16 @@ def step_values(*seed_losses: float) -> dict[str, Any]:
         "skipped": ones,
         "loss_scale": ones,
     }
+
+
+def test_a_seed_whose_folder_is_of_another_run_is_refused(tmp_path):
+    """Such as of the same seeds in another order: the metrics of both would be written to one file."""
+    folders = [tmp_path / "seed1", tmp_path / "seed0"]
+    (folders[1] / "checkpoints" / "2").mkdir(parents=True)
+    trainer: Any = SimpleNamespace(config=SMALL, run=RUN, folder=folders[0], folders=folders)
+    with pytest.raises(ConfigError, match="seed0 is of another run"), ExitStack() as stack:
+        train.Trainer.resume(trainer, {}, stack)
+    assert not folders[0].exists()
 
 
 def test_a_seed_that_stops_does_not_stop_the_others(tmp_path, capsys):
