@@ -100,11 +100,12 @@ class Session:
     @property
     def unmet(self) -> list[Diagnostic]:
         """The rules that expect sites, or quantize, and matched none in any loss."""
+        hint = "no loss of the program has these sites"
         diagnostics = {
             d.span: d
             for plan in self.plans
             if len(plan.sites)
-            for d in (*unmet_expectations(plan), *unmatched_quantizing_rules(plan))
+            for d in (*unmet_expectations(plan, hint=hint), *unmatched_quantizing_rules(plan, hint=hint))
         }
         met = {
             rule.span

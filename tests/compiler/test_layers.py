@@ -261,6 +261,26 @@ def test_experts_inside_a_layer_have_no_index_and_layers_have():
     assert quantized_layers("layers[-1] -> fp8", loss, params) == ["layers[3].experts"]
 
 
+def test_experts_that_devices_share_out_leave_layers_their_index():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = (PartitionSpec(None, "i"), PartitionSpec())
+
+    def local(layers, x):
+        def block(h, experts):
+            h = jnp.broadcast_to(h, (experts.shape[0], *h.shape))
+            return lax.psum(jnp.einsum("etd,edf->etf", h, experts).sum(0), "i"), None
+
+        return lax.scan(block, x, layers)[0]
+
+    def loss(p, x):
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(
+            p["layers"], x
+        ).sum()
+
+    params = {"layers": weights(4, 4)}
+    assert quantized_layers("layers[-1] -> fp8 expect 1", loss, params) == ["layers[3]"]
+
+
 def test_stages_that_run_at_once_hide_the_index_of_the_layers_in_them():
     params = {"layers": {"w": weights(3, 4)}}
 

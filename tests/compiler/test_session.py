@@ -255,6 +255,8 @@ def test_with_multiple_losses_any_of_them_may_meet_an_expectation() -> None:
         differentiate(other_loss)
         differentiate(loss)
     assert [d.span.start for d in session.unmet] == [session.policy.rules[2].span.start]
+    assert "no loss of the program has these sites" in session.unmet[0].help
+    assert "--multiple-losses" not in session.unmet[0].help
 
 
 def test_a_loss_traced_at_every_step_is_recorded_once() -> None:

@@ -27,6 +27,7 @@ from policyc.compiler.provenance.graph import (
 )
 from policyc.compiler.provenance.integers import Iterations
 from policyc.compiler.provenance.regions import (
+    ON_FIRST_DEVICE,
     Region,
     Unknown,
     compact,
@@ -138,7 +139,7 @@ def axis_indices(
     """
     whole = full_region(source.shape)
     one = tuple(range(1) if dim in batch_dims else indices for dim, indices in enumerate(whole))
-    of_one = dict(read_elements(source, one, iterations))
+    of_one = dict(read_elements(source, one, {**iterations, ON_FIRST_DEVICE: 0}))
     indices: dict[ParameterSource, tuple[AxisIndex, ...]] = {}
     for parameter, region in read_elements(source, whole, iterations):
         axes = []

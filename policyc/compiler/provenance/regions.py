@@ -10,12 +10,17 @@ import numpy as np
 from policyc.compiler.provenance.graph import LayoutSource, ShardSource
 from policyc.compiler.provenance.integers import MOST_INDICES, Iterations
 from policyc.jaxcore import jaxprs
+from policyc.jaxcore.transform import Address
 
 DimIndices = range | np.ndarray
 """Indices along one dimension, in the order in which a variable has them."""
 
 Region = tuple[DimIndices, ...]
 """A box of elements: indices along each dimension."""
+
+
+ON_FIRST_DEVICE: Address = (-1,)
+"""A key of `Iterations` beside those of loops: read what the first device has of dimensions that shard_maps divide."""
 
 
 class Unknown(Exception):
@@ -40,6 +45,8 @@ def shard_region(source: ShardSource, region: Region, iterations: Iterations) ->
             out.append(_shift(indices, iterations[source.shard_map] * source.shape[0]))
         elif len(indices) == source.shape[dim]:
             out.append(range(source.operand.shape[dim]))
+        elif ON_FIRST_DEVICE in iterations:
+            out.append(indices)
         else:
             raise Unknown(f"a shard_map divides its dimension {dim}, of which a part is taken")
     return tuple(out)
