@@ -26,16 +26,20 @@ def import_library(name: str, extra: str) -> Any:
         raise ConfigError(f"this needs the package '{name}': pip install 'policyc[{extra}]'") from None
 
 
-def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field that is also an option of the command line.
+def setting(
+    default: Any,
+    help: str,
+    least: int = 0,
+    limit: float = math.inf,
+    choices: Any = None,
+    in_identity: bool = True,
+) -> Any:
+    """A dataclass field that is also an option of the command line. Its numbers are below `limit`."""
+    metadata = {"help": help, "least": least, "limit": limit, "choices": choices, "in_identity": in_identity}
+    return field(default=default, metadata=metadata)
 
-    Its values are `choices`, or numbers from `least` to below `limit`. `in_identity`: it changes the numbers of a run.
-    """
-    usual = {"least": 0, "limit": math.inf, "choices": None, "in_identity": True}
-    return field(default=default, metadata={"help": help} | usual | metadata)
 
-
-operational = partial(setting, in_identity=False)
+operational = partial(setting, in_identity=False)  # does not change the numbers of a run
 
 
 @dataclass(frozen=True, kw_only=True)

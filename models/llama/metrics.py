@@ -257,17 +257,18 @@ class MetricsLog:
             files.write(self._place(step, number) | row)
 
     def _write(self, rows: Sequence[Row]) -> None:
-        """Writes a line of metrics for each seed, and prints all of them as one line."""
+        """Writes a line of metrics for each seed that has not stopped, and prints all of them as one line."""
         if not self._writes:
             return
-        running = self._running()
-        for number in running:
+        for number in self._running():
             self._files[number].write(rows[number] | {"time": self.account.wall_clock()})
-        first = rows[running[0]]
-        step = first["step"]
+        self._print([rows[number] for number in self._running()])
+
+    def _print(self, rows: Sequence[Row]) -> None:
+        first, step = rows[0], rows[0]["step"]
 
         def text(name: str) -> str:
-            return f"{name} " + ", ".join(f"{rows[number][name]:.4f}" for number in running)
+            return f"{name} " + ", ".join(f"{row[name]:.4f}" for row in rows)
 
         if "loss" not in first:
             names = [name for name in first if name not in ("step", "tokens")]

@@ -174,7 +174,9 @@ class Trainer:
             state = optimizer.init_state(config, run, self.mesh)
             if run.init_from:
                 params = weights.load_safetensors(Path(run.init_from), config, self.mesh)
-                state["params"] = self.for_all_seeds(params)
+                if run.seeds is not None:
+                    params = jax.tree.map(lambda array: jnp.stack([array] * len(self.runs)), params)
+                state["params"] = params
         for each in self.folders:
             stack.enter_context(lock_folder(each))
         identity = configs.identity(config, run, self.policy) | {
@@ -211,12 +213,6 @@ class Trainer:
     def positions(self) -> list[Any]:
         """Where the next batch of each seed begins in the data."""
         return [source.state for source in self.sources]
-
-    def for_all_seeds(self, params: model.Params) -> model.Params:
-        """The same parameters for every seed."""
-        if self.run.seeds is None:
-            return params
-        return cast(model.Params, jax.tree.map(lambda array: jnp.stack([array] * len(self.runs)), params))
 
     def of_each_seed(self, tree: Any) -> Iterator[tuple[Path, Any]]:
         """The folder of each seed, and its part of a tree of stacked arrays."""
