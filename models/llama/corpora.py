@@ -1,7 +1,7 @@
 """Prepares corpora: trains tokenizers, writes token files, and describes data."""
 
 import hashlib
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -125,16 +125,10 @@ def write_tokens(
     """
     encode, vocab = data.make_encoder(tokenizer)
     dtype = token_dtype(vocab)
-    read: deque[tuple[bool, int]] = deque()  # the part and size of documents that are not encoded yet
-
-    def note(documents: Iterable[bytes]) -> Iterator[bytes]:
-        for document in documents:
-            read.append((is_held_out(document, fraction), len(document)))
-            yield document
-
-    for tokens in encode(note(documents)):
-        part, size = read.popleft()
-        parts[part].write(size, tokens.astype(np.dtype(dtype).newbyteorder("<")))
+    documents, ahead = itertools.tee(documents)  # some documents are encoded together
+    for document, tokens in zip(documents, encode(ahead), strict=True):
+        part = parts[is_held_out(document, fraction)]
+        part.write(len(document), tokens.astype(np.dtype(dtype).newbyteorder("<")))
     return dtype, END if tokenizer is None else data.read_tokenizer(tokenizer)[1]
 
 
@@ -142,14 +136,10 @@ def describe_text(documents: Iterable[bytes], tokenizer: str | None) -> tuple[Te
     """How much text and how many tokens documents have, and their first tokens."""
     encode, _ = data.make_encoder(tokenizer)
     total, first = TextCount(), np.zeros(0, np.uint32)
-
-    def note(documents: Iterable[bytes]) -> Iterator[bytes]:
-        for document in documents:
-            total.documents += 1
-            total.bytes += len(document)
-            yield document
-
-    for tokens in encode(note(documents)):
+    documents, ahead = itertools.tee(documents)
+    for document, tokens in zip(documents, encode(ahead), strict=True):
+        total.documents += 1
+        total.bytes += len(document)
         total.tokens += len(tokens)
         first = np.append(first, tokens[: SHOWN_TOKENS - len(first)])
     return total, first

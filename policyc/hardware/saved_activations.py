@@ -21,12 +21,6 @@ from policyc.hardware.training_step import (
 )
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm, Role
-from policyc.numerics.targets import Target
-
-
-def stack_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -> float:
-    """Time to fill the stacks of saved activations and to copy layers into them, per microbatch."""
-    return gemm_cost.copy_seconds(target, gemm_cost.STACK_PASSES * stacked_bytes(step, mesh))
 
 
 def stacked_bytes(step: TrainingStep, mesh: MeshShape) -> float:

@@ -13,7 +13,7 @@ from policyc.hardware import gemm_cost
 from policyc.hardware.communication import communication_seconds
 from policyc.hardware.gemm_cost import BF16_BYTES
 from policyc.hardware.mesh import MeshShape
-from policyc.hardware.saved_activations import stack_seconds
+from policyc.hardware.saved_activations import stacked_bytes
 from policyc.hardware.training_step import (
     RECOMPUTES_GEMMS,
     LayerGroup,
@@ -115,7 +115,9 @@ def estimate_parts(step: TrainingStep, target: Target, mesh: MeshShape) -> StepP
         "quantization": quantization,
         "attention": attention,
         "other kernels": kernels,
-        "saved activations": stack_seconds(step, target, mesh),
+        "saved activations": gemm_cost.copy_seconds(
+            target, gemm_cost.STACK_PASSES * stacked_bytes(step, mesh)
+        ),
     }
     parameters = count_parameters(step.plan)
     local_parameters = parameters / (mesh.fsdp * mesh.tensor)

@@ -14,7 +14,7 @@ from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import make_plan
 from policyc.hardware import llama_step
 from policyc.hardware.mesh import MeshShape
-from policyc.hardware.saved_activations import stack_seconds, stacked_bytes
+from policyc.hardware.saved_activations import stacked_bytes
 from policyc.hardware.step_cost import estimate_parts
 from policyc.hardware.training_step import BlockShape, TrainingStep
 from policyc.language.loader import load
@@ -81,7 +81,6 @@ def test_the_input_of_a_layer_and_the_output_of_attention():
 def test_layers_that_are_not_in_a_scan_have_no_stacks():
     step = training_step("* -> fp8", unrolled)
     assert stacked_bytes(step, MeshShape()) == 0
-    assert stack_seconds(step, get_target("gb200"), MeshShape()) == 0
 
 
 @cache
@@ -92,12 +91,13 @@ def traced() -> TrainingStep:
 
 
 # Seconds of all kernels but GEMMs and attention in the 8B step on 8 GB200, by `policyc estimate --compiled`.
-COMPILED = {"fp8": 10.62, "te_nvfp4": 11.58, "te_nvfp4_no_rht": 9.5, "llama_nvfp4": 9.58}
+COMPILED = {"fp8": 10.62, "te_nvfp4": 11.58, "te_nvfp4_no_rht": 9.5, "llama_nvfp4": 9.58, "quartet2": 27.63}
+FAST = ("te_nvfp4", "quartet2")  # by te and by xla
 
 
 @pytest.mark.parametrize(
     "policy",
-    ["te_nvfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED if name != "te_nvfp4")],
+    [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in COMPILED if name not in FAST)],
 )
 def test_a_step_takes_as_long_as_the_compiled_one(policy: str) -> None:
     """Within a tenth. The model does not know small kernels, nor how weights are rearranged."""

@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,20 +227,10 @@ def cache_tokens(key: Any, source: str, pieces: Iterable[np.ndarray]) -> TokenFi
     return TokenFile(path, "<u4", 0, path.stat().st_size // 4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """Consecutive arrays of tokens, all of them checked, and what identifies them."""
-
-    arrays: list[TokenArray]
-    contents: str
-
-    @property
-    def total(self) -> int:
-        return sum(map(len, self.arrays))
-
-
-def load_tokens(spec: DataSpec, vocab: int, tokenizer: str | None, max_bad_rows: int) -> Tokens:
-    """All tokens of a source. Every token is in the vocabulary."""
+def load_tokens(
+    spec: DataSpec, vocab: int, tokenizer: str | None, max_bad_rows: int
+) -> tuple[list[TokenArray], str]:
+    """All tokens of a source, in consecutive arrays, and what identifies them. Every token is in the vocabulary."""
     encode, size = make_encoder(tokenizer)
     if spec.kind == "tokens" and tokenizer is None:
         size = 0
@@ -263,7 +252,7 @@ def load_tokens(spec: DataSpec, vocab: int, tokenizer: str | None, max_bad_rows:
     whole = hashlib.sha256("".join(scan.digest for scan in scans).encode()).hexdigest()
     # Earlier versions knew only the number of tokens and the hash of the ends: see `checkpoints`.
     contents = f"{sum(map(len, arrays))} tokens, {hashlib.sha256(ends).hexdigest()[:16]}, {whole[:16]}"
-    return Tokens(arrays=arrays, contents=contents)
+    return arrays, contents
 
 
 def _encode_all(spec: DataSpec, encode: Encoder, tokenizer: str | None, max_bad_rows: int) -> TokenArray:

@@ -107,24 +107,25 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: 
     if spec.kind == "synthetic":
         seed = 2 * run.seed if training else 1
         return RowArray(lambda number: synthetic_row(vocab, run.sequence, seed, number), 0, "endless")
-    tokens = load_tokens(spec if training else spec.of_validation(), vocab, run.tokenizer, run.max_bad_rows)
-    total = tokens.total
+    spec_of_split = spec if training else spec.of_validation()
+    arrays, contents = load_tokens(spec_of_split, vocab, run.tokenizer, run.max_bad_rows)
+    total = sum(map(len, arrays))
     cut = total - max(total // 100, min(total // 10, 1 << 16))
     if spec.has_validation:
         cut = total if training else 0
     span = range(cut) if training else range(cut, total)
     seed = run.seed if training else 0
     if end is not None:
-        check_end(tokens.arrays, spec.name, end)
+        check_end(arrays, spec.name, end)
     if end is not None and run.packing == "whole":
-        count, row = shuffle_whole_rows(tokens.arrays, span, run.sequence, seed, end)
+        count, row = shuffle_whole_rows(arrays, span, run.sequence, seed, end)
     else:
-        count, row = shuffle_windows(tokens.arrays, span, run.sequence, seed)
+        count, row = shuffle_windows(arrays, span, run.sequence, seed)
     if not count:
         needed = 2 if run.packing == "whole" else run.sequence + 1
         short = f"fewer than {needed} consecutive ones are for {split}"
         raise ConfigError(f"'{spec.name}' has {total} tokens: {short}; add data, or lower --sequence")
-    contents = tokens.contents + (ALL_FOR_TRAINING if spec.has_validation else "")
+    contents += ALL_FOR_TRAINING if spec.has_validation else ""
     return RowArray(row, count, contents)
 
 
