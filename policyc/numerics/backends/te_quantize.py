@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from policyc.numerics.quantize.random import Key
 
 _QUIET_NAN = 0x7FC00000
 _STATE_WORDS = 4
+_LONGEST_ROW = 16384
+"""The longest row of which XLA finds the maximum in one kernel."""
 _NAME = "Transformer Engine's quantizer"
 _LAYER = ("layer", 1)
 """The first dimension of a stack, in a `PartitionRule`."""
@@ -127,8 +129,7 @@ def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, in
     """The maxima of an operand and, with a key, the generator of a shard of it. One small kernel computes both."""
     is_short = shard.dtype == jnp.bfloat16
     bits = abs_bits_bf16(shard) if is_short else abs_bits(shard)
-    # XLA finds the maxima of rows where it computes the rows, in one pass.
-    rows = jnp.max(bits, axis=-1).astype(jnp.int32).reshape(-1)
+    rows = _row_maxima(bits).astype(jnp.int32).reshape(-1)
     numbers = [rows << 16 if is_short else rows]
     rotated = next((m for m in matrices if m.rotates), None)
     if rotated is not None:
@@ -150,6 +151,18 @@ def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, in
             (1,),
         )
     return _Summary(maxima=lax.pmax(maxima, index.axes) if index.axes else maxima, state=state)
+
+
+def _row_maxima(bits: jax.Array) -> jax.Array:
+    """The largest number of each row.
+
+    XLA finds it where it computes the row, in one pass. Of a long row it finds the maxima of parts, and needs a kernel
+    of its own for their maximum. Parts that are split here are joined in the kernel that joins rows.
+    """
+    length = bits.shape[-1]
+    parts = next(n for n in range(-(-length // _LONGEST_ROW), length + 1) if length % n == 0)
+    maxima = jnp.max(bits.reshape(*bits.shape[:-1], parts, -1), axis=-1)
+    return reduce(jnp.maximum, (maxima[..., i] for i in range(parts)))
 
 
 def _state_terms(rows: jax.Array, key: Key, index: ShardIndex) -> jax.Array:
