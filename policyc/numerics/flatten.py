@@ -13,7 +13,7 @@ from policyc.numerics.quantize.layout import Layout, Operand, Quantized
 
 
 def unflatten_quantized(layout: Layout, arrays: Sequence[jax.Array]) -> Quantized:
-    """Codes, scales, amax and transposed codes, as many as the format has."""
+    """Codes, scales, amax, transposed codes and transposed scales, as many as there are."""
     format = FORMATS[layout.format]
     parts = iter(arrays)
     return Quantized(
@@ -21,6 +21,7 @@ def unflatten_quantized(layout: Layout, arrays: Sequence[jax.Array]) -> Quantize
         scales=next(parts) if format.block else None,
         amax=next(parts) if format.tensor_scale else None,
         transposed_codes=next(parts, None),
+        transposed_scales=next(parts, None),
         layout=layout,
     )
 

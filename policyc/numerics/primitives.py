@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,8 @@ from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_o
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.blocks import layout_of, outer_scale_axes
 from policyc.numerics.quantize.layout import TILE, Axes, Operand, Quantized
+
+_Dim = TypeVar("_Dim")
 
 _PLATFORMS = ("cpu", "cuda")
 """The platforms that some backend handles specially."""
@@ -160,7 +162,8 @@ def _quantize_stack(
 
 
 def _arrays(out: Quantized) -> list[jax.Array]:
-    return [a for a in (out.codes, out.scales, out.amax, out.transposed_codes) if a is not None]
+    arrays = out.codes, out.scales, out.amax, out.transposed_codes, out.transposed_scales
+    return [a for a in arrays if a is not None]
 
 
 def _quantize_shapes(x: Any, *words: Any, spec: QuantizeSpec, operand: str, backend: str) -> list[Shape]:
@@ -185,6 +188,8 @@ def _quantize_shapes(x: Any, *words: Any, spec: QuantizeSpec, operand: str, back
         other = list(padded)
         other[layout.tile_axis] //= 2
         out.append((tuple(other), jnp.uint8))
+        if layout.has_few_tiles:
+            out.append((_swap_tile_axes(scales, axes), jnp.uint8))
     elif axes.both_orders:
         out.append(((codes[-1], *codes[:-1]), jnp.uint8))
     return out
@@ -193,12 +198,24 @@ def _quantize_shapes(x: Any, *words: Any, spec: QuantizeSpec, operand: str, back
 def _quantize_dim_sources(
     x: Any, *words: Any, spec: QuantizeSpec, operand: str, backend: str
 ) -> list[list[DimSource]]:
-    """Codes, scales and amax have the dimensions of the operand."""
+    """Codes, scales and amax have the dimensions of the operand, and so have codes in both packings."""
+    axes = spec.axes
     results = _quantize_shapes(x, *words, spec=spec, operand=operand, backend=backend)
     dims: list[DimSource] = [(0, i - x.ndim) for i in range(x.ndim)]
-    if not spec.axes.both_orders or spec.treatment.tile2d:
-        return [dims for _ in results]
-    return [*(dims for _ in results[1:]), [dims[-1], *dims[:-1]]]
+    sources = [dims for _ in results]
+    if axes.both_orders and not spec.treatment.tile2d:
+        sources[-1] = [dims[-1], *dims[:-1]]
+    elif axes.both_orders and layout_of(x.shape, spec.treatment, axes)[0].has_few_tiles:
+        sources[-1] = list(_swap_tile_axes(dims, axes))
+    return sources
+
+
+def _swap_tile_axes(dims: Sequence[_Dim], axes: Axes) -> tuple[_Dim, ...]:
+    """What belongs to each dimension of transposed scales, from what belongs to each dimension of the scales."""
+    assert axes.tile is not None
+    swapped = list(dims)
+    swapped[axes.axis], swapped[axes.tile] = dims[axes.tile], dims[axes.axis]
+    return tuple(swapped)
 
 
 # ---- quantizing for two GEMMs

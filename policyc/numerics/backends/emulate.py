@@ -7,7 +7,6 @@ result. The other order would not be exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -59,7 +58,7 @@ def quantize(
         method = "kernels" if has_kernels else "matmul_bf16"
     quantized = q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method=method)
     if axes.both_orders and quantized.layout.packed:
-        return replace(quantized, transposed_codes=quantized.pack_along_tile_axis())
+        return quantized.add_other_packing(quantized.pack_along_tile_axis())
     return quantized
 
 

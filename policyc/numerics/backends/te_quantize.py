@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +41,7 @@ def quantize_orders(x: jax.Array, requests: Sequence[QuantizeRequest]) -> list[Q
     keys = [r.key if r.treatment.rounding == "sr" else None for r in requests]
     results = iter(_quantize_matrices(x, matrices, keys))
     return [
-        Quantized(
-            codes=next(results),
-            scales=next(results),
-            transposed_codes=next(results) if matrix.both else None,
-            amax=next(results).reshape((1,) * x.ndim),
-            layout=matrix.layout,
-        )
+        _as_quantized(matrix, list(islice(results, 4 if matrix.both else 3)), (1,) * x.ndim)
         for matrix in matrices
     ]
 
@@ -83,14 +78,14 @@ def quantize_stack(x: jax.Array, treatment: Treatment, axes: Axes) -> Quantized:
         whole=undivided_factors(results),
         limit=matrix.find_limit,
     )
-    codes, scales, *transposed, maxima = partition(run, rule)(x)
-    return Quantized(
-        codes=codes,
-        scales=scales,
-        transposed_codes=transposed[0] if transposed else None,
-        amax=maxima.reshape(-1, *(1,) * (x.ndim - 1)),
-        layout=matrix.layout,
-    )
+    return _as_quantized(matrix, partition(run, rule)(x), (-1, *(1,) * (x.ndim - 1)))
+
+
+def _as_quantized(matrix: Matrix, arrays: Sequence[jax.Array], amax_shape: tuple[int, ...]) -> Quantized:
+    """An operand from its codes, scales, codes of the transpose if requested, and maximum."""
+    codes, scales, *transposed, maximum = arrays
+    quantized = Quantized(codes=codes, scales=scales, amax=maximum.reshape(amax_shape), layout=matrix.layout)
+    return quantized.add_other_packing(*transposed) if transposed else quantized
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:

@@ -16,6 +16,11 @@ from policyc.numerics.quantize.bits import ELEMENTS
 TILE = 16
 """The rows and columns of a 2D tile."""
 
+_FEW_TILES = 1 << 20
+"""If a layer of a stack has no more tiles, XLA reads their scales from the stack in the kernel that repeats them for the
+rows of the tiles, provided that they are in the order of the rows. Of more tiles it copies the scales first, and
+transposes them in the same kernel if they are not."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -46,6 +51,16 @@ class Layout:
         """Whether a byte holds two codes."""
         return ELEMENTS[self.element].bits == 4
 
+    @property
+    def has_few_tiles(self) -> bool:
+        """Whether the scales of 2D tiles are kept in both orders if the codes are."""
+        return -(-self.size // TILE) * -(-self.tile_size // TILE) <= _FEW_TILES
+
+    def swap_tile_axes(self, array: jax.Array) -> jax.Array:
+        """An array with the axes of 2D tiles swapped."""
+        assert self.tile_axis is not None
+        return array.swapaxes(self.axis, self.tile_axis)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,27 +73,22 @@ class Quantized:
       amax: the largest magnitude that each outer scale is computed from.
       transposed_codes: the codes again, if both orders were asked for: with their last axis first or, of 2D tiles with
         four bits, packed along the other axis of the tiles.
+      transposed_scales: the scales of such tiles again, with the axes of the tiles swapped, if there are few.
     """
 
     codes: jax.Array
     scales: jax.Array | None
     amax: jax.Array | None
     transposed_codes: jax.Array | None = None
+    transposed_scales: jax.Array | None = None
     layout: Layout = field(metadata={"static": True})
 
     def swap_last_axes(self) -> Quantized:
         """The transpose of the last two axes."""
         layout, swap = self.layout, {-1: -2, -2: -1}
         tile = None if layout.tile_axis is None else swap[layout.tile_axis]
-        return Quantized(
-            codes=self.codes.swapaxes(-1, -2),
-            scales=None if self.scales is None else self.scales.swapaxes(-1, -2),
-            amax=None if self.amax is None else self.amax.swapaxes(-1, -2),
-            transposed_codes=None
-            if self.transposed_codes is None
-            else self.transposed_codes.swapaxes(-1, -2),
-            layout=replace(layout, axis=swap[layout.axis], tile_axis=tile),
-        )
+        transposed: Quantized = jax.tree.map(lambda array: array.swapaxes(-1, -2), self)
+        return replace(transposed, layout=replace(layout, axis=swap[layout.axis], tile_axis=tile))
 
     def pack_along_tile_axis(self) -> jax.Array:
         """The codes of 2D tiles with four bits, packed along the other axis of the tiles."""
@@ -88,17 +98,31 @@ class Quantized:
         pairs = split_axis(unpacked, tile, unpacked.shape[tile] // 2, 2)
         return pack(*(lax.index_in_dim(pairs, i, pairs.ndim + tile, keepdims=False) for i in range(2)))
 
+    def add_other_packing(self, codes: jax.Array) -> Quantized:
+        """2D tiles with their codes packed along the other axis too, and with scales for it, if there are few."""
+        scales = self.scales if self.layout.has_few_tiles else None
+        return replace(
+            self,
+            transposed_codes=codes,
+            transposed_scales=None if scales is None else self.layout.swap_tile_axes(scales),
+        )
+
     def select_packing(self, axis: int) -> Quantized:
         """2D tiles that were packed along both axes, only along this one."""
-        layout = self.layout
+        layout, scales = self.layout, self.scales
+        assert layout.tile_axis is not None
+        if self.transposed_scales is not None and axis < max(layout.axis, layout.tile_axis):
+            # A GEMM reads this axis last. XLA removes both transposes.
+            scales = layout.swap_tile_axes(self.transposed_scales)
+        selected = replace(self, scales=scales, transposed_codes=None, transposed_scales=None)
         if axis == layout.axis:
-            return replace(self, transposed_codes=None)
+            return selected
         assert axis == layout.tile_axis
         assert self.transposed_codes is not None
         transposed = replace(
             layout, axis=axis, tile_axis=layout.axis, size=layout.tile_size, tile_size=layout.size
         )
-        return replace(self, codes=self.transposed_codes, transposed_codes=None, layout=transposed)
+        return replace(selected, codes=self.transposed_codes, layout=transposed)
 
 
 Operand = Quantized | jax.Array
