@@ -85,8 +85,14 @@ def test_shardings_in_types_of_codes_in_both_orders() -> None:
     f = jax.jit(partial(primitives.quantize, treatment=treatment, axes=axes, backend="xla"))
     expected = f(x)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    tiles = Treatment(format="nvfp4", element="e2m1", tile2d=True)
+    tile_axes = quantize.Axes(axis=-2, tile=-1, both_orders=True)
     with jax.set_mesh(mesh):
-        q = f(jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))))
+        shards = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
+        q = f(shards)
+        packed = jax.eval_shape(partial(primitives.quantize, treatment=tiles, axes=tile_axes), shards)
+    assert packed.transposed_codes.sharding.spec == P("data", None, "model")
+    assert packed.transposed_scales.sharding.spec == P("data", "model", None)
     assert jax.typeof(q.codes).sharding.spec == P("data", None, "model")
     assert jax.typeof(q.transposed_codes).sharding.spec == P("model", "data", None)
     for a, b in zip(jax.tree.leaves(q), jax.tree.leaves(expected), strict=True):

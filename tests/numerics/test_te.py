@@ -25,7 +25,7 @@ from policyc.compiler.plan_tables import lowering_reasons
 from policyc.jaxcore import jaxprs
 from policyc.language.recipes import OPERAND_GROUPS, Gemm, Recipe, Treatment, make_recipe
 from policyc.numerics import backends, primitives
-from policyc.numerics.backends import te, te_calls
+from policyc.numerics.backends import te, te_calls, te_quantize
 from policyc.numerics.backends.choice import GemmQuery, Lowering, Machine, choose
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, make_key
@@ -273,6 +273,13 @@ def test_three_products(name: str, left: Any, right: Any, dims: Any, weight: Any
         assert not np.isfinite(y.astype(jnp.float32)).any()
         assert np.isfinite(dx.astype(jnp.float32)).all()
         assert not np.isfinite(dw.astype(jnp.float32)).any()
+
+
+@pytest.mark.parametrize("length", [16, 16384, 53248, 16 * 16411])
+def test_maxima_of_long_rows(length: int) -> None:
+    """They are found in parts, if the length has a divisor for it."""
+    bits = np.random.default_rng(length).integers(0, 2**15, (2, 3, length), np.uint16)
+    np.testing.assert_array_equal(te_quantize.row_maxima(jnp.asarray(bits)), bits.max(axis=-1))
 
 
 # `test_scales_of_tiles_are_gathered_by_the_quantizer` compares te_here with emulate along the other axis.

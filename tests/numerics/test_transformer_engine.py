@@ -274,39 +274,49 @@ def test_compiled_for_eight_gb200(shape: tuple[int, int]) -> None:
 
 def test_kernels_of_a_stack_on_eight_gb200() -> None:
     """Weights: for each layer the call, which reads and writes stacks in place, the number that it scales by, and the
-    loop's counter. Forward: one kernel finds the scales of an activation and of all GEMMs that read it.
+    loop's counter. Forward: one kernel finds the scales of an activation and of all GEMMs that read it. Both: one
+    kernel finds the maxima of rows, also of long rows, and no kernel transposes the scales of weights.
     """
-    layers, width = 3, 1024
+    layers, width, hidden, tokens = 3, 8192, 32768, 1024
     devices = deviceless.make_devices(targets.get_target("gb200"), 8)
     mesh = Mesh(np.asarray(devices), ("fsdp",))
 
     def gated(p: Any, x: Any) -> Any:
-        @jax.checkpoint
+        @partial(jax.checkpoint, prevent_cse=False)
         def layer(h: Any, w: Any) -> Any:
-            gate, up = (w[name].astype(h.dtype) for name in ("gate", "up"))
-            return jnp.tanh(h @ gate) * (h @ up), None
+            gate, up, down = (w[name].astype(h.dtype) for name in ("gate", "up", "down"))
+            return (jnp.tanh(h @ gate) * (h @ up)) @ down, None
 
         return jnp.sum(jax.lax.scan(layer, x, p)[0].astype(jnp.float32) ** 2)
 
     def array(dtype: Any, dims: tuple[int, ...], *spec: Any) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
-    p = {name: array(jnp.float32, (layers, width, width), None, "fsdp") for name in ("gate", "up")}
+    p = {name: array(jnp.float32, (layers, width, hidden), None, "fsdp") for name in ("gate", "up")}
+    p["down"] = array(jnp.float32, (layers, hidden, width), None, None, "fsdp")
     gradient = jax.jit(jax.grad(gated), out_shardings={name: w.sharding for name, w in p.items()})
     execution = pipeline.execution_options(backend="te", target="gb200")
-    arguments = p, array(jnp.bfloat16, (16, 64, width), "fsdp")
+    arguments = p, array(jnp.bfloat16, (16, tokens // 16, width), "fsdp")
     report = deviceless.compile_step(gradient, arguments, pipeline.as_policy(VENDOR), execution, devices=8)
+    kernels = [
+        run for run in hlo.parse_module(report.text).executions if run.is_kernel and run.times == layers
+    ]
     loops: dict[str, list[str]] = collections.defaultdict(list)
-    for run in hlo.parse_module(report.text).executions:
-        if run.is_kernel and run.times == layers:
-            is_scalar = run.bytes_written <= 16 and run.instruction.opcode in hlo.FUSIONS
-            call = run.instruction.call_target
-            loops[run.computation].append(call or ("number" if is_scalar else "other"))
+    for run in kernels:
+        is_scalar = run.bytes_written <= 16 and run.instruction.opcode in hlo.FUSIONS
+        call = run.instruction.call_target
+        loops[run.computation].append(call or ("number" if is_scalar else "other"))
     weights = [loop for loop in loops.values() if loop.count("te_dbias_quantize_ffi") == len(loop) - 2]
-    assert [sorted(loop) for loop in weights] == [["number", "number", "te_dbias_quantize_ffi"]] * 2
-    (forward,) = (loop for loop in loops.values() if loop.count("te_gemm_v2_ffi") == 2)
-    # The maximum on the device, the maximum of all devices, the scales, and the loop's counter.
-    assert forward.count("number") == 4
+    assert [sorted(loop) for loop in weights] == [["number", "number", "te_dbias_quantize_ffi"]] * 3
+    (forward,) = (loop for loop in loops.values() if loop.count("te_gemm_v2_ffi") == 3)
+    # Of both activations the maximum on the device, the maximum of all devices, and the scales; and the loop's counter.
+    assert forward.count("number") == 7
+    fusions = [run for run in kernels if not run.instruction.call_target]
+    rows = [run.bytes_read for run in fusions if "u16[" in run.instruction.shape]
+    assert min(rows) == 2 * tokens // 8 * width
+    scales = [run.bytes_written for run in fusions if "f8e4m3fn[" in run.instruction.shape]
+    # Three of each pass, and two of dgrad: the input needs no gradient.
+    assert scales == 8 * [width * hidden // 16]
 
 
 def gemm_shapes(text: str) -> collections.Counter[tuple[int, int, int]]:

@@ -124,7 +124,7 @@ def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, in
     """The maxima of an operand and, with a key, the generator of a shard of it. One small kernel computes both."""
     is_short = shard.dtype == jnp.bfloat16
     bits = abs_bits_bf16(shard) if is_short else abs_bits(shard)
-    rows = _row_maxima(bits).astype(jnp.int32).reshape(-1)
+    rows = row_maxima(bits).astype(jnp.int32).reshape(-1)
     numbers = [rows << 16 if is_short else rows]
     rotated = next((m for m in matrices if m.rotates), None)
     if rotated is not None:
@@ -148,14 +148,16 @@ def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, in
     return _Summary(maxima=lax.pmax(maxima, index.axes) if index.axes else maxima, state=state)
 
 
-def _row_maxima(bits: jax.Array) -> jax.Array:
+def row_maxima(bits: jax.Array) -> jax.Array:
     """The largest number of each row.
 
-    XLA finds it where it computes the row, in one pass. Of a long row it finds the maxima of parts, and needs a kernel
-    of its own for their maximum. Parts that are split here are joined in the kernel that joins rows.
+    XLA finds it where it computes the row, in one pass. It would split a long row into parts, and join their maxima in
+    a kernel of its own. If the row is split here, the kernel that joins rows also joins its parts.
     """
     length = bits.shape[-1]
-    parts = next(n for n in range(-(-length // _LONGEST_ROW), length + 1) if length % n == 0)
+    fewest = -(-length // _LONGEST_ROW)
+    # A length without such divisor is left to XLA.
+    parts = next((n for n in range(fewest, 2 * fewest) if length % n == 0), 1)
     maxima = jnp.max(bits.reshape(*bits.shape[:-1], parts, -1), axis=-1)
     return reduce(jnp.maximum, (maxima[..., i] for i in range(parts)))
 

@@ -17,8 +17,8 @@ TILE = 16
 """The rows and columns of a 2D tile."""
 
 _FEW_TILES = 1 << 20
-"""If a layer of a stack has no more tiles, XLA reads their scales from the stack in the kernel that repeats them for the
-rows of the tiles, provided that they are in the order of the rows. Of more tiles it copies the scales first, and
+"""If a layer of a stack has no more tiles, XLA reads their scales from the stack in the kernel that repeats them for
+the rows of the tiles, provided that they are in the order of the rows. Of more tiles it copies the scales first, and
 transposes them in the same kernel if they are not."""
 
 
