@@ -21,6 +21,7 @@ from policyc.compiler.plan_checks import check_plan, opaque_indices
 from policyc.compiler.plan_tables import sites_table, summary
 from policyc.compiler.sites import dotted
 from policyc.language.recipes import Gemm
+from tests.support.gemms import quick_jit
 
 D = 4
 X = jax.ShapeDtypeStruct((3, D), "float32")
@@ -207,6 +208,56 @@ def test_the_split_loop_quantizes_these_layers_alone(name):
     loss = policyc.apply("layers[-2:] @ fprop -> mxfp8", program)
     jaxpr = jax.make_jaxpr(lambda p, x: jax.vjp(lambda p: loss(p, x).sum(), p)[0])(params, X)
     assert count_quantizations(jaxpr.jaxpr) == 2 * 2 * 2
+
+
+def as_bf16(a: Any) -> Any:
+    return a.astype("bfloat16").astype("float32")
+
+
+@jax.custom_vjp
+def product_by_hand(x: Any, w: Any) -> Any:
+    """A GEMM whose three products have operands in bf16 and sums in fp32."""
+    return as_bf16(x) @ as_bf16(w)
+
+
+product_by_hand.defvjp(
+    lambda x, w: (product_by_hand(x, w), (x, w)),
+    lambda operands, dy: (
+        as_bf16(dy) @ as_bf16(operands[1]).T,
+        as_bf16(operands[0]).T @ as_bf16(dy),
+    ),
+)
+
+ORDERS = {
+    "the bits of a counter": [(~i & 7) ^ ((i << 1) >> 2) for i in range(8)],
+    "a branch for the first layers": list(range(8)),
+}
+"""The layers that a program of `PROGRAMS` reads, one after the other."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ORDERS)
+def test_gradients_are_those_of_one_layer_by_hand(name):
+    """Every layer's gradient, against a loop in Python in which the GEMMs of stored layer 5 are done by hand."""
+    _, program, _, _ = PROGRAMS[name]
+    keys = jax.random.split(jax.random.key(0), 3)
+    stack = {n: 0.5 * jax.random.normal(k, (8, D, D)) for n, k in zip(("attn", "mlp"), keys[:2], strict=True)}
+    x = jax.random.normal(keys[2], X.shape)
+
+    def by_hand(p):
+        h = x
+        for position, index in enumerate(ORDERS[name]):
+            product = product_by_hand if index == 5 else jnp.matmul
+            q = member(p["layers"], index)
+            h = h + jnp.tanh(product(product(h, q["attn"]), q["mlp"]))
+            h = jnp.sin(h) if program is first_ones_differ and position > 1 else h
+        return (h**2).sum()
+
+    loss = policyc.apply("layers[5] -> bf16 expect 2", lambda p: (program(p, x) ** 2).sum())
+    quantized, expected = (quick_jit(jax.grad(f))({"layers": stack})["layers"] for f in (loss, by_hand))
+    for weight in stack:
+        # Sums of four or fewer numbers of fp32 in another order. A wrong layer is off by 1e-3.
+        np.testing.assert_allclose(quantized[weight], expected[weight], rtol=1e-5, atol=1e-5)
 
 
 def count_quantizations(jaxpr: Any) -> int:
