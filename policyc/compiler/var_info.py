@@ -197,7 +197,10 @@ def _propagate_source(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[So
             for number, v in enumerate(eqn.outvars)
         ]
     shape = shape_of(eqn.outvars[0])
-    whole = [i.source for i in infos if i.source is not None and not is_broadcast(i.source)]
+    in_order = sorted(
+        infos, key=lambda i: i.is_modified
+    )  # the weight that is not modified yet gives its name
+    whole = [i.source for i in in_order if i.source is not None and not is_broadcast(i.source)]
     if name in _JOINING and (all(i.source is not None for i in infos) or (whole and len(shape) > 1)):
         pairs = zip(infos, eqn.invars, strict=True)
         operands = tuple(i.source or OtherSource(shape=shape_of(a)) for i, a in pairs)

@@ -849,10 +849,11 @@ def test_a_weight_that_is_changed_is_still_a_weight(change):
 
 def test_the_sum_of_two_parameters_is_named_by_both():
     def loss(p, x):
-        return lax.scan(lambda h, delta: (h @ (p["shared"] + delta), None), x, p["layers"]["attn"])[0].sum()
+        return lax.scan(lambda h, d: (h @ (0.1 * d + p["shared"]), None), x, p["layers"]["attn"])[0].sum()
 
     plan = policyc.plan("layers[-1] -> fp8; shared -> bf16", loss, {**STACK, "shared": weights()}, X)
     assert plan.counts == (1, 8)
+    assert [site.name for site in plan.sites] == ["shared"]
 
 
 def test_a_straight_through_estimator_leaves_a_weight_a_weight():

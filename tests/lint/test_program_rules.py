@@ -110,7 +110,7 @@ def test_a_rule_finds_its_fault(code):
 def test_a_good_policy_has_no_findings_but_a_note():
     (note,) = lint_model("mlp -> fp8 expect 12; layers[-2:].mlp -> keep", ALL_BUT_SPEED)
     assert note.severity == "note"
-    assert note.message == "the stack of 'layers.mlp.up' becomes 2 scans: layers 0-3, 4-5"
+    assert note.message == "the stack of 'layers.mlp.up' becomes 2 scans: iterations 0-3, 4-5"
 
 
 @pytest.mark.parametrize("tied", [False, True])

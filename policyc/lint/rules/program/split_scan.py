@@ -37,7 +37,7 @@ def check(context: Context) -> Iterator[Finding]:
         phase = f" ({split.phase})" if split.phase != "always" else ""
         yield Finding(
             span=split.rule.span,
-            message=f"the stack of '{split.names[0]}' becomes {len(parts)} scans: layers {', '.join(parts)}{phase}",
+            message=f"the stack of '{split.names[0]}' becomes {len(parts)} scans: iterations {', '.join(parts)}{phase}",
             sites=split.names,
         )
 
