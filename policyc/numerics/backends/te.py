@@ -22,9 +22,9 @@ from jax import lax
 from policyc.jaxcore.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Treatment
 from policyc.numerics.backends import LoweringContext, QuantizeRequest, emulate, te_calls, te_quantize, xla
+from policyc.numerics.backends.block_scaled import as_values
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.te_matrix import (
-    BLOCK,
     ROTATED_FEATURES,
     ROTATED_TOKENS,
     array_dims,
@@ -36,6 +36,7 @@ from policyc.numerics.backends.te_matrix import (
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.bits import materialize
 from policyc.numerics.quantize.hadamard import SIGNS
+from policyc.numerics.quantize.kernel_places import BLOCK
 from policyc.numerics.quantize.layout import Axes, Layout, Operand, Quantized
 from policyc.numerics.quantize.random import Key
 
@@ -47,7 +48,7 @@ JOINS_LAYERS = True
 # What the contracted size must be a multiple of, for cuBLAS.
 _CONTRACTED = 32
 _TYPES = ("bfloat16", "float16", "float32")
-_OTHER_BACKEND = "other backends run it"
+_FALLBACK_REMEDY = "other backends run it"
 
 
 # ---- limits
@@ -56,7 +57,7 @@ _OTHER_BACKEND = "other backends run it"
 def obstacle(query: GemmQuery) -> Obstacle | None:
     """The first of its limits that a GEMM exceeds."""
     if query.format != "nvfp4" or query.right.format != "nvfp4":
-        return Obstacle(f"backend te runs only nvfp4, not {query.format}", _OTHER_BACKEND)
+        return Obstacle(f"backend te runs only nvfp4, not {query.format}", _FALLBACK_REMEDY)
     return shape_obstacle(query) or _option_obstacle(query.left) or _option_obstacle(query.right)
 
 
@@ -64,7 +65,7 @@ def shape_obstacle(query: GemmQuery) -> Obstacle | None:
     """Why it cannot run an nvfp4 GEMM of this shape and these types. Lint reports these."""
     if query.ragged or query.batch != 1:
         kind = "over ragged groups" if query.ragged else "with batch dimensions"
-        return Obstacle(f"Transformer Engine has no NVFP4 GEMM {kind}", _OTHER_BACKEND)
+        return Obstacle(f"Transformer Engine has no NVFP4 GEMM {kind}", _FALLBACK_REMEDY)
     left, right = query.types
     return _type_obstacle(query.left, left) or _type_obstacle(query.right, right) or _size_obstacle(query)
 
@@ -93,7 +94,7 @@ def _option_obstacle(t: Treatment) -> Obstacle | None:
     if option is None:
         return None
     return Obstacle(
-        f"Transformer Engine's quantizers have no {option}", f"leave the option out; {_OTHER_BACKEND}"
+        f"Transformer Engine's quantizers have no {option}", f"leave the option out; {_FALLBACK_REMEDY}"
     )
 
 
@@ -110,7 +111,7 @@ def _size_obstacle(query: GemmQuery) -> Obstacle | None:
             reason = (
                 f"Transformer Engine requires {name} % {unit} == 0{condition}, but {query.gemm} has {size}"
             )
-            return Obstacle(reason, f"pad {size} to {size + -size % unit}; {_OTHER_BACKEND}")
+            return Obstacle(reason, f"pad {size} to {size + -size % unit}; {_FALLBACK_REMEDY}")
     return None
 
 
@@ -223,7 +224,8 @@ def _as_matrix(
     tile_size = 0 if layout.tile_axis is None else codes.shape[layout.tile_axis]
     layout = replace(layout, size=2 * codes.shape[layout.axis], tile_size=tile_size)
     shard = Quantized(codes=codes, scales=scales, amax=None, layout=layout)
-    values, row_scales, free = xla.as_rows(shard, contract, ())
+    rows, free = xla.as_rows(shard, contract, ())
+    values, row_scales = as_values(rows, layout.format)
     return te_calls.QuantizedMatrix(values[0], row_scales[0]), free
 
 

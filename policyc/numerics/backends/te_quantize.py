@@ -122,10 +122,9 @@ class _Summary:
 
 def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, index: ShardIndex) -> _Summary:
     """The maxima of an operand and, with a key, the generator of a shard of it. One small kernel computes both."""
-    is_short = shard.dtype == jnp.bfloat16
-    bits = abs_bits_bf16(shard) if is_short else abs_bits(shard)
+    bits, shift = _magnitude_bits(shard)
     rows = row_maxima(bits).astype(jnp.int32).reshape(-1)
-    numbers = [rows << 16 if is_short else rows]
+    numbers = [rows << shift]
     rotated = next((m for m in matrices if m.rotates), None)
     if rotated is not None:
         amax = te_calls.load().rotated_amax(rotated.flatten(shard))
@@ -146,6 +145,11 @@ def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, in
             (1,),
         )
     return _Summary(maxima=lax.pmax(maxima, index.axes) if index.axes else maxima, state=state)
+
+
+def _magnitude_bits(x: jax.Array) -> tuple[jax.Array, int]:
+    """The bits of the magnitudes, and the shift that makes them the bits of fp32 numbers."""
+    return (abs_bits_bf16(x), 16) if x.dtype == jnp.bfloat16 else (abs_bits(x), 0)
 
 
 def row_maxima(bits: jax.Array) -> jax.Array:
@@ -183,10 +187,8 @@ def _first_of(size: int, number: jax.Array) -> jax.Array:
 
 def _layer_maxima(shard: jax.Array, index: ShardIndex) -> jax.Array:
     """The largest magnitude of each layer of a stack, fp32."""
-    is_short = shard.dtype == jnp.bfloat16
-    bits = abs_bits_bf16(shard) if is_short else abs_bits(shard)
-    maxima = jnp.max(bits, axis=range(1, bits.ndim)).astype(jnp.int32)
-    maxima = maxima << 16 if is_short else maxima
+    bits, shift = _magnitude_bits(shard)
+    maxima = jnp.max(bits, axis=range(1, bits.ndim)).astype(jnp.int32) << shift
     # Devices that have different layers have different maxima.
     axes = tuple(axis for factor, axes in index.factors.items() if factor != _LAYER[0] for axis in axes)
     maxima = lax.pmax(maxima, axes) if axes else maxima

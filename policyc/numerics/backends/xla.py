@@ -21,7 +21,7 @@ from policyc.jaxcore.versions import FP8_DOT_PRECISION
 from policyc.language.recipes import MS_EDEN_RHT_SIZE, Gemm, Treatment
 from policyc.numerics import quantize as q
 from policyc.numerics.backends import LoweringContext, QuantizeRequest, emulate
-from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, as_values, multiply_rows
+from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, multiply_rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import apply_outer_scales, missing
 from policyc.numerics.backends.sharded import quantize_sharded
@@ -182,7 +182,7 @@ def gemm(
             return emulate.gemm(lhs, rhs, dimensions, out, context)
         return _multiply_fp8(lhs, rhs, dimensions, out, context)
     (lc, rc), (lb, rb) = dimensions
-    (left, left_free), (right, right_free) = _as_rows(lhs, lc, lb), _as_rows(rhs, rc, rb)
+    (left, left_free), (right, right_free) = as_rows(lhs, lc, lb), as_rows(rhs, rc, rb)
     spec = BlockScaledSpec(
         format=lhs.layout.format,
         out=jnp.dtype(out),
@@ -194,14 +194,6 @@ def gemm(
 
 
 def as_rows(
-    operand: Quantized, contract: tuple[int, ...], batch: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
-    """An operand as (batch, rows, contracted), one scale for each block of each row, and its free sizes."""
-    rows, free_shape = _as_rows(operand, contract, batch)
-    return *as_values(rows, operand.layout.format), free_shape
-
-
-def _as_rows(
     operand: Quantized, contract: tuple[int, ...], batch: tuple[int, ...]
 ) -> tuple[Rows, tuple[int, ...]]:
     """An operand in rows, and the sizes of its free dimensions."""
