@@ -335,7 +335,7 @@ class _ContainerDomain:
         return self._analyzer.run(self._bodies[number], infos, context)
 
     def join(self, values: Sequence[VarInfo]) -> VarInfo:
-        return join_branches(values)
+        return join_branches(values, self._branch_index)
 
     def enter_loop(self, value: VarInfo, change: CarryChange) -> VarInfo:
         if change.invariant:

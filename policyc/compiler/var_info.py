@@ -70,11 +70,11 @@ def frozen_info(var: Var, weight: FrozenWeight) -> VarInfo:
     return VarInfo(source=unknown_source(shape_of(var), [whole], reason))
 
 
-def join_branches(values: Sequence[VarInfo]) -> VarInfo:
-    """A weight only where all branches give one; active where any branch is."""
+def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
+    """A weight only where all branches give one; active where any branch is. `index`: the branch, if it is known."""
     sources = [v.source for v in values if v.source is not None]
     return VarInfo(
-        source=_either(sources) if len(sources) == len(values) else None,
+        source=_either(sources, index) if len(sources) == len(values) else None,
         is_modified=any(v.is_modified for v in values),
         active=any(v.active for v in values),
         projections=join_projections(values),
@@ -209,6 +209,8 @@ def _propagate_source(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[So
         return [ConcatenatedSource(shape=shape, operands=operands, dimension=eqn.params["dimension"])]
     if not whole or len(shape) < 2:
         return nothing
+    if name == "select_n" and len(whole) == len(infos) - 1 and not shape_of(eqn.invars[0]):
+        return [_either([i.source for i in infos if i.source is not None], infos[0].integers)]
     if name in _MODIFYING:
         changed = [source for source in whole if source.shape == shape]
         return [_either(changed) if changed else None]  # W * mask, W + delta; or W1 + W2, named by both
@@ -224,9 +226,9 @@ def _is_modified(name: str, infos: list[VarInfo]) -> bool:
     return name in _JOINING and any(i.source is None for i in infos)
 
 
-def _either(sources: Sequence[Source]) -> Source:
+def _either(sources: Sequence[Source], index: Integers | None = None) -> Source:
     same = all(s is sources[0] for s in sources)
-    return sources[0] if same else EitherSource(shape=sources[0].shape, operands=tuple(sources))
+    return sources[0] if same else EitherSource(shape=sources[0].shape, operands=tuple(sources), index=index)
 
 
 def is_broadcast(source: Source) -> bool:

@@ -105,6 +105,19 @@ def first_ones_differ(p, x):
     return lax.fori_loop(0, 8, body, x)
 
 
+def chosen_by_number(p, x):
+    """A branch gives the weight of attention, and a select that of the MLP."""
+    low, high = (member(p["layers"], part) for part in (slice(4), slice(4, None)))
+
+    def body(i, h):
+        low_index, high_index = jnp.minimum(i, 3), jnp.maximum(i - 4, 0)
+        attn = lax.cond(i < 4, lambda: low["attn"][low_index], lambda: high["attn"][high_index])
+        mlp = jnp.where(i < 4, low["mlp"][low_index], high["mlp"][high_index])
+        return layer({"attn": attn, "mlp": mlp}, h)
+
+    return lax.fori_loop(0, 8, body, x)
+
+
 PROGRAMS: dict[str, tuple[Any, Callable[..., Any], str, list[int]]] = {
     "a list that is stacked": (
         LIST, lambda p, x: scan(jax.tree.map(lambda *a: jnp.stack(a), *p["layers"]), x), "layers[-1]", [7]
@@ -166,6 +179,7 @@ PROGRAMS: dict[str, tuple[Any, Callable[..., Any], str, list[int]]] = {
         "layers[:2]", [0, 1],
     ),
     "a branch for the first layers": (STACK, first_ones_differ, "layers[1:3]", [1, 2]),
+    "weights that are chosen by the number of the layer": (STACK, chosen_by_number, "layers[3:5]", [3, 4]),
     "a gather by constants": (
         STACK, lambda p, x: scan(member(p["layers"], np.array([3, 1, 7])), x), "layers[2:]", [3, 7]
     ),

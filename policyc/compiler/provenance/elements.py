@@ -25,7 +25,7 @@ from policyc.compiler.provenance.graph import (
     UnknownSource,
     shard_maps_of,
 )
-from policyc.compiler.provenance.integers import Iterations
+from policyc.compiler.provenance.integers import Integers, Iterations
 from policyc.compiler.provenance.regions import (
     ON_FIRST_DEVICE,
     Region,
@@ -59,9 +59,12 @@ def read_elements(
             inner = without_dim(region, source.dimension)
             for index in region[source.dimension]:
                 yield from read_elements(source.operands[index], inner, iterations)
-        case EitherSource():
+        case EitherSource(index=None):
             for operand in source.operands:
                 yield from read_elements(operand, region, iterations)
+        case EitherSource(index=Integers() as index):
+            operand = source.operands[int(index.evaluate(iterations))]
+            yield from read_elements(operand, region, iterations)
         case IterationSource():
             index = iterations[source.loop]
             yield from read_elements(source.operand, (range(index, index + 1), *region), iterations)

@@ -55,9 +55,10 @@ class StackedSource(Source):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EitherSource(Source):
-    """One of several variables: the branches of a `cond`."""
+    """One of several variables: the branches of a `cond`. `index` is which of them, if it is known."""
 
     operands: tuple[Source, ...]
+    index: Integers | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -128,7 +129,8 @@ def loops_of(source: Source) -> frozenset[Address]:
         case ShardSource():
             return loops_of(source.operand) | {source.shard_map}
         case ConcatenatedSource() | StackedSource() | EitherSource():
-            return frozenset[Address]().union(*map(loops_of, source.operands))
+            of_index = source.index.loops if isinstance(source, EitherSource) and source.index else ()
+            return frozenset[Address](of_index).union(*map(loops_of, source.operands))
     return frozenset()
 
 
