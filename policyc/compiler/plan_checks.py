@@ -252,7 +252,7 @@ def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
         if product.choice.rule is not None and product.lowering.backend:
             rule_of.setdefault(product.lowering.backend, product.choice.rule)
     for backend, rule in rule_of.items():
-        missing = backends.load(backend).missing()
+        missing = backends.load(backend).find_missing_library()
         if missing:
             yield Diagnostic(
                 code="missing-library",

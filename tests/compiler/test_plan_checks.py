@@ -195,7 +195,7 @@ def test_emulation_is_a_fault_where_native_products_are_required() -> None:
 
 def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     class Missing:
-        def missing(self) -> str:
+        def find_missing_library(self) -> str:
             return "install the library"
 
     plan = plan_model("* -> fp8; head -> mxfp8", backend="emulate")

@@ -92,13 +92,13 @@ def test_limits(gemm: GemmQuery, reason: str | None) -> None:
 
 
 def test_auto_prefers_it_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(te, "missing", lambda: "")
+    monkeypatch.setattr(te, "find_missing_library", lambda: "")
     assert choose("auto", query(), BLACKWELL) == Lowering("te", True, None)
     batched = choose("auto", query(batch=2), BLACKWELL)
     assert (str(batched), batched.obstacle) == ("xla, native", te.obstacle(query(batch=2)))
     assert choose("auto", query(RECIPES["fp8"]), BLACKWELL) == Lowering("xla", True, None)
     assert str(choose("auto", query(), Machine("h200", frozenset({"fp8"})))) == "emulate, emulated"
-    monkeypatch.setattr(te, "missing", lambda: "not installed")
+    monkeypatch.setattr(te, "find_missing_library", lambda: "not installed")
     assert choose("auto", query(m=256), BLACKWELL) == Lowering("xla", True, None)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from policyc.numerics.backends import LoweringContext, te
 
 NEEDS_DEVICES, UNBATCHABLE, JOINS_ORDERS, JOINS_LAYERS = True, False, True, True
-obstacle, missing = te.obstacle, te.missing
+obstacle, find_missing_library = te.obstacle, te.find_missing_library
 
 
 def quantize(*args: Any) -> Any:

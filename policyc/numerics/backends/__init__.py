@@ -81,7 +81,7 @@ class Backend(Protocol):
     def obstacle(self, query: GemmQuery) -> Obstacle | None:
         """Why the backend cannot run this GEMM on any machine; None if it can."""
 
-    def missing(self) -> str:
+    def find_missing_library(self) -> str:
         """Why the backend cannot run here at all, with the command that installs what it needs; empty if it can."""
 
     def quantize(

@@ -116,7 +116,7 @@ def _choose(backend: str, query: GemmQuery, machine: Machine) -> Lowering:
 def _fastest(query: GemmQuery, is_native: bool) -> str:
     """The backend that `auto` asks first: Transformer Engine for nvfp4, if it is installed. Its kernels read less."""
     is_candidate = is_native and query.format == query.right.format == "nvfp4"
-    return "te" if is_candidate and not backends.load("te").missing() else "xla"
+    return "te" if is_candidate and not backends.load("te").find_missing_library() else "xla"
 
 
 def _missing_format(format: str, machine: Machine) -> Obstacle:

@@ -36,7 +36,7 @@ def obstacle(query: GemmQuery) -> Obstacle | None:
     return None
 
 
-def missing() -> str:
+def find_missing_library() -> str:
     """Nothing: it needs only JAX."""
     return ""
 

@@ -118,7 +118,7 @@ def _size_obstacle(query: GemmQuery) -> Obstacle | None:
 # ---- running
 
 
-def missing() -> str:
+def find_missing_library() -> str:
     """Why Transformer Engine cannot be used here; empty if it can."""
     try:
         te_calls.load()

@@ -23,7 +23,7 @@ from policyc.numerics import quantize as q
 from policyc.numerics.backends import LoweringContext, QuantizeRequest, emulate
 from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, multiply_rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
-from policyc.numerics.backends.emulate import apply_outer_scales, missing
+from policyc.numerics.backends.emulate import apply_outer_scales, find_missing_library
 from policyc.numerics.backends.sharded import quantize_sharded
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize import kernels
@@ -50,8 +50,8 @@ __all__ = [
     "UNBATCHABLE",
     "as_rows",
     "count_reads",
+    "find_missing_library",
     "gemm",
-    "missing",
     "obstacle",
     "quantize",
     "quantize_orders",
