@@ -11,7 +11,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -390,7 +389,6 @@ def test_an_interrupt_ends_the_process_by_the_signal(home: Path) -> None:
         for line in process.stdout:
             if "waiting" in line:
                 break
-        time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGINT

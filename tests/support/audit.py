@@ -25,12 +25,12 @@ _RUN_EVENTS = (
 """Prefixes of the audit events that go into `Audit.ran`."""
 
 _current: Audit | None = None
-_other_threads: set[int | None] = set()
+_other_threads: set[threading.Thread] = set()
 """Threads of earlier tests, which may still end their work."""
 
 
 def _hook(event: str, arguments: tuple[object, ...]) -> None:
-    if _current is None or threading.get_ident() in _other_threads:
+    if _current is None or threading.current_thread() in _other_threads:
         return
     if event == "open":
         _current.opened.append(str(arguments[0]))
@@ -48,7 +48,7 @@ def recording() -> Iterator[Audit]:
     Garbage of earlier tests is not collected meanwhile: its finalizers remove files.
     """
     global _current, _other_threads
-    _other_threads = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+    _other_threads = {*threading.enumerate()} - {threading.current_thread()}
     had_collection = gc.isenabled()
     gc.disable()
     _current = audit = Audit()

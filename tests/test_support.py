@@ -1,0 +1,51 @@
+"""What the tests rely on: their compilation cache, and the record of what code opens."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from tests.support.audit import recording
+
+
+def compile_again() -> Callable[[float], jax.Array]:
+    """A function that JAX has not compiled in this process."""
+
+    def add_to_half(x: float) -> float:
+        return x / 2 + 17
+
+    return jax.jit(add_to_half)
+
+
+def test_a_damaged_entry_of_the_compilation_cache_is_no_failure() -> None:
+    """A process that is killed while it writes an entry leaves a part of it. JAX warns, and compiles."""
+    assert compile_again()(3.0) == 18.5
+    entries = [*Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).glob("jit_add_to_half-*-cache")]
+    assert entries
+    for entry in entries:  # also that of an earlier lane with another JAX
+        entry.write_bytes(entry.read_bytes()[:20])
+    assert compile_again()(3.0) == 18.5
+
+
+def test_the_record_leaves_out_threads_that_are_older(tmp_path: Path) -> None:
+    begin, end = threading.Event(), threading.Event()
+
+    def write_later() -> None:
+        begin.wait()
+        (tmp_path / "of another test").write_text("")
+        end.set()
+
+    older = threading.Thread(target=write_later)
+    older.start()
+    with recording() as audit:
+        begin.set()
+        end.wait()
+        newer = threading.Thread(target=(tmp_path / "of this test").write_text, args=("",))
+        newer.start()
+        newer.join()
+    older.join()
+    assert audit.opened == [str(tmp_path / "of this test")]
