@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -200,7 +201,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
         outputs = [process.communicate(timeout=600) for process in processes]
     assert not any(process.returncode for process in processes), [err[-2000:] for _, err in outputs]
     for out, _ in outputs:
-        assert [float(line) for line in out.splitlines() if line[0].isdigit()] == losses
+        assert [float(value) for value in re.findall("^loss (.*)", out, re.MULTILINE)] == losses
     assert len(losses) == 4
     (plan,) = session.plans
     assert {Path(f"{number}.json").read_text() for number in (0, 1)} == {as_json(plan)}, (

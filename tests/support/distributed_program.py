@@ -60,7 +60,7 @@ def main() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{port}", processes, number)
     for value in train(processes, number):
-        print(value)
+        print("loss", value)  # Gloo prints lines too
 
 
 if __name__ == "__main__":
