@@ -208,10 +208,15 @@ class Site:
 
     def layer_indices(self, layer: Layer) -> Layer:
         """The indices of a layer in its path, without those that all layers have; else its index in each stack."""
-        path = self.layer_path(self.stack_indices(layer))
-        is_same = [len(self.parameters) == 1 and name.index is not None for name in self.template.path]
-        pairs = zip(path, is_same, strict=True)
-        return tuple(n.index for n, same in pairs if n.index is not None and not same) or layer
+        template, path = self.template, self.layer_path(self.stack_indices(layer))
+        if not self.parameters and self.module is not None and self.module.path:
+            template, path = self.module, next(self.module.paths(self.stack_indices(layer)))
+        of_all = (
+            []
+            if len(self.parameters) > 1
+            else [i for i, n in enumerate(template.path) if n.index is not None]
+        )
+        return tuple(n.index for i, n in enumerate(path) if n.index is not None and i not in of_all) or layer
 
     def loop_ordinals(self) -> list[int]:
         """One number for each combination of iterations of `loops`, for random keys.

@@ -527,6 +527,33 @@ def test_a_branch_counts_in_the_iterations_that_take_it():
     ]  # fmt: skip
 
 
+def test_a_table_has_the_indices_of_layers_in_policies():
+    """Backwards, in groups, with a product of activations; and of two stacks whose paths differ in length."""
+
+    def loss(p, x):
+        def block(h, q):
+            return h + ((h @ q["attn"]) @ (h @ q["mlp"]).T).sum(), None
+
+        def group(h, members):
+            return lax.scan(block, h, members)[0], None
+
+        h = lax.scan(group, x, each(lambda a: a[::-1].reshape(4, 2, D, D), p["layers"]))[0]
+        return scanned(jnp.concatenate([p["first"], p["deep"]["second"]]), h).sum()
+
+    params = {**STACK, "first": weights(2), "deep": {"second": weights(2)}}
+    table = sites_table(policyc.plan("layers[5] -> fp8; second[0] -> fp8", loss, params, X))
+    cells = [re.split("  +", line)[1:3] for line in table.splitlines()[1:-1]]
+    assert cells[:3] == [["layers.attn", "6-7"], ["layers.attn", "5"], ["layers.attn", "0-4"]]
+    assert cells[6:] == [
+        ["(in layers)", "6-7"],
+        ["(in layers)", "5"],
+        ["(in layers)", "0-4"],
+        ["first, deep.second", "0-1"],
+        ["first, deep.second", "0"],
+        ["first, deep.second", "1"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("program", "policy", "lengths"),
     [
