@@ -234,9 +234,16 @@ def _as_json(report: CompileReport, title: str, policy: str) -> str:
         "kernels": report.kernels,
         "kernel_bytes": report.kernel_bytes,
         "kernel_kinds": [asdict(total) for total in report.kernel_kinds],
+        "repeated_gemms": report.repeated_gemms,
         "seconds": dict(report.seconds),
     }
     return json.dumps(data, indent=1) + "\n"
+
+
+_REPEATED = (
+    "  {} of the GEMMs only repeat another one, to write its result into a stack of saved activations: "
+    "XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false compiles copies instead"
+)
 
 
 def _as_table(report: CompileReport, title: str) -> str:
@@ -259,6 +266,7 @@ def _as_table(report: CompileReport, title: str) -> str:
         *(f"{c.count} x {c.kind} of {c.type}: {c.bytes / 1e9:.3f} GB" for c in report.collectives),
         f"{report.kernels} kernels, which read and write {report.kernel_bytes / 1e9:.1f} GB",
         *(f"  {k.count} {k.kind}: {k.bytes / 1e9:.1f} GB" for k in report.kernel_kinds if k.count),
+        *([_REPEATED.format(report.repeated_gemms)] if report.repeated_gemms else []),
         ", ".join(f"{name} took {seconds:.0f} s" for name, seconds in report.seconds.items()),
     ]
     return "".join(f"{line}\n" for line in lines)

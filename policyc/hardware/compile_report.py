@@ -91,7 +91,10 @@ class KernelTotal:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileReport:
-    """A compiled step. `memory` has bytes per device by kind; `seconds` the time of tracing and of compiling."""
+    """A compiled step. `memory` has bytes per device by kind; `seconds` the time of tracing and of compiling.
+
+    `repeated_gemms` of the GEMMs are not needed: see `count_repeated_gemms`.
+    """
 
     target: str
     devices: int
@@ -100,6 +103,7 @@ class CompileReport:
     device_memory: int
     collectives: tuple[CollectiveTotal, ...]
     kernel_kinds: tuple[KernelTotal, ...]
+    repeated_gemms: int = 0
     seconds: Mapping[str, float]
     text: str = field(repr=False)
 
@@ -230,6 +234,16 @@ def total_kernels(module: hlo.Module, launch_bytes: float) -> Iterator[KernelTot
             short=sum(times for times, _ in short),
             short_bytes=sum(times * size for times, size in short),
         )
+
+
+def count_repeated_gemms(module: hlo.Module) -> int:
+    """Counts the GEMMs per step that only write the result of another one into a stack of saved activations.
+
+    XLA's dynamic-slice fusion lets a GEMM write into the stack. It keeps the other one for the rest of the program.
+    """
+    gemms = [e for e in module.executions if kernel_kind(e) == "GEMMs"]
+    others = {(e.computation, e.instruction.op_name) for e in gemms if not e.updates_stack}
+    return sum(e.times for e in gemms if e.updates_stack and (e.computation, e.instruction.op_name) in others)
 
 
 def kernel_kind(execution: hlo.Execution) -> str:

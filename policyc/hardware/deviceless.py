@@ -22,7 +22,13 @@ from policyc.compiler.pipeline import compile_plan
 from policyc.compiler.plan import Plan
 from policyc.compiler.session import Session, activate
 from policyc.hardware import gemm_cost, gpus, hlo
-from policyc.hardware.compile_report import CompileReport, check_products, total_collectives, total_kernels
+from policyc.hardware.compile_report import (
+    CompileReport,
+    check_products,
+    count_repeated_gemms,
+    total_collectives,
+    total_kernels,
+)
 from policyc.jaxcore import jaxprs, relocate
 from policyc.jaxcore.lowering import single_frame_locations
 from policyc.jaxcore.relocate import JittedFunction
@@ -246,6 +252,7 @@ def _report(
         device_memory=gpus.read_device_memory(target),
         collectives=tuple(total_collectives(module)),
         kernel_kinds=tuple(total_kernels(module, launch_bytes)),
+        repeated_gemms=count_repeated_gemms(module),
         seconds={"tracing": program.tracing, "compiling": program.compiling},
         text=text,
     )

@@ -106,13 +106,17 @@ Computation = Mapping[str, Instruction]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """An instruction that runs: how often per step, and the bytes that it reads and writes each time."""
+    """An instruction that runs: how often per step, and the bytes that it reads and writes each time.
+
+    `updates_stack` says that it is a custom call in a fusion, which writes its result into a part of a larger array.
+    """
 
     instruction: Instruction
     times: int
     bytes_read: int
     bytes_written: int
     computation: str
+    updates_stack: bool = False
 
     @property
     def is_kernel(self) -> bool:
@@ -145,12 +149,14 @@ class Module:
                     yield from self._execute(branch, times)
             else:
                 read, written = self._count_bytes(instruction, computation)
+                call = self._fused_call(instruction)
                 yield Execution(
-                    instruction=self._fused_call(instruction) or instruction,
+                    instruction=call or instruction,
                     times=times,
                     bytes_read=read,
                     bytes_written=written,
                     computation=name,
+                    updates_stack=call is not None and self._updates_stack(instruction),
                 )
 
     def _fused_call(self, fusion: Instruction) -> Instruction | None:
@@ -159,6 +165,10 @@ class Module:
             return None
         body = self.computations.get(fusion.called[0], {})
         return next((i for i in body.values() if i.opcode == "custom-call"), None)
+
+    def _updates_stack(self, fusion: Instruction) -> bool:
+        body = self.computations[fusion.called[0]]
+        return any(i.opcode == "dynamic-update-slice" for i in body.values())
 
     def _count_bytes(self, instruction: Instruction, computation: Computation) -> tuple[int, int]:
         """Counts the bytes read and written. If only slices of an array are touched, the slices count.

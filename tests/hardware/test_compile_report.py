@@ -10,7 +10,13 @@ import pytest
 
 import policyc
 from policyc.hardware import hlo
-from policyc.hardware.compile_report import KernelTotal, check_products, total_collectives, total_kernels
+from policyc.hardware.compile_report import (
+    KernelTotal,
+    check_products,
+    count_repeated_gemms,
+    total_collectives,
+    total_kernels,
+)
 from tests.support.hlo_text import SCANNED_STEP
 
 
@@ -137,3 +143,37 @@ def test_a_product_that_rotates_an_operand_is_not_a_gemm(plan: policyc.Plan) -> 
     rotated = {k.kind: k.count for k in total_kernels(hlo.parse_module(rotation), 0)}
     assert (kinds["GEMMs"], rotated["GEMMs"]) == (4, 0)
     assert sum(kinds.values()) == sum(rotated.values())
+
+
+REPEATED_GEMM = """\
+HloModule jit_step, is_scheduled=true
+
+%dynamic-slice-fusion (p0: bf16[48,64], p1: bf16[64,32], p2: bf16[4,48,32], p3: s32[]) -> bf16[4,48,32] {
+  %p0 = bf16[48,64]{1,0} parameter(0)
+  %p1 = bf16[64,32]{1,0} parameter(1)
+  %p2 = bf16[4,48,32]{2,1,0} parameter(2)
+  %p3 = s32[] parameter(3)
+  %again = bf16[48,32]{1,0} custom-call(%p0, %p1), custom_call_target="__cublas$lt$matmul", \
+metadata={op_name="jvp(layers)/attention/q_proj/dot_general"}
+  %one = bf16[1,48,32]{2,1,0} bitcast(%again)
+  ROOT %updated = bf16[4,48,32]{2,1,0} dynamic-update-slice(%p2, %one, %p3)
+}
+
+ENTRY %main (x: bf16[48,64], w: bf16[64,32], stack: bf16[4,48,32], i: s32[]) -> bf16[4,48,32] {
+  %x = bf16[48,64]{1,0} parameter(0)
+  %w = bf16[64,32]{1,0} parameter(1)
+  %stack = bf16[4,48,32]{2,1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %y = bf16[48,32]{1,0} custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", \
+metadata={op_name="jvp(layers)/attention/q_proj/dot_general"}
+  ROOT %saved = bf16[4,48,32]{2,1,0} fusion(%x, %w, %stack, %i), kind=kCustom, calls=%dynamic-slice-fusion
+}
+"""
+"""The result of a product is used, and saved in a stack of four layers, as XLA compiles it since JAX 0.11."""
+
+
+def test_a_gemm_that_runs_again_to_save_its_result_is_counted() -> None:
+    assert count_repeated_gemms(hlo.parse_module(REPEATED_GEMM)) == 1
+    # The same, if the result is only saved.
+    start, end = REPEATED_GEMM.index("  %y ="), REPEATED_GEMM.index("  ROOT %saved")
+    assert count_repeated_gemms(hlo.parse_module(REPEATED_GEMM[:start] + REPEATED_GEMM[end:])) == 0
