@@ -56,7 +56,11 @@ class Sweep(SweepProcess):
         super().wait_until(condition, explain)
 
     def start_requeued(self, job: str) -> None:
-        """Starts a job that was requeued. Slurm would wait for two minutes, until its first credential expires."""
+        """Starts a job that was requeued.
+
+        Slurm would wait for two minutes, until the first credential of the job expires. A new one counts if it is made
+        in a later second than that in which the first one was revoked.
+        """
 
         def is_queued() -> bool:
             status = slurm("scontrol", "show", "job", job)
@@ -64,7 +68,7 @@ class Sweep(SweepProcess):
 
         self.wait_until(is_queued)
         # Fails if Slurm has started it meanwhile.
-        subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
+        subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now+5"], check=False)
 
 
 def read_json(path: Path) -> dict[str, object]:
