@@ -93,8 +93,12 @@ def exact_div(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _as_bit(condition: jax.Array) -> jax.Array:
-    """1 or 0, int32. For each cast of booleans in a kernel, Mosaic starts ptxas to ask for its version."""
-    return jnp.where(condition, jnp.int32(1), jnp.int32(0))
+    """1 or 0, int32. For each cast of booleans in a kernel, Mosaic starts ptxas to ask for its version.
+
+    Selected as unsigned and then converted: Mosaic takes a select between constants for unsigned, as it takes the
+    condition, and what is computed from it too. It would compare negative residuals as large ones.
+    """
+    return jnp.where(condition, jnp.uint32(1), jnp.uint32(0)).astype(jnp.int32)
 
 
 def cpu_div(a: jax.Array, b: jax.Array) -> jax.Array:
