@@ -464,6 +464,21 @@ def test_names_in_a_speed_chart_are_inside_it_and_do_not_cover_each_other(count:
         assert right < other_left or other_right < left or abs(y - other_y) > 8
 
 
+def test_a_speed_chart_with_a_gap_far_above_the_others_is_to_scale_for_the_others() -> None:
+    def heights(svg: str) -> dict[str, float]:
+        elements = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+        return {element.text or "": float(element.attrib.get("y", "nan")) for element in elements}
+
+    data = crowd(3, 11)  # with gaps of 0, 0.09 and 0.11
+    before = heights(draw_speed_chart(data))
+    data["comparisons"].append(data["comparisons"][0] | {"variant": "diverged", "gap": 2.5})
+    data["speed_ups"]["values"]["diverged"] = 1.1
+    after = heights(draw_speed_chart(data))
+    assert after["diverged: +2.500, not to scale"] < min(after[name] for name in before if "variant" in name)
+    spread = [abs(y["variant_01_"] - y["variant_00_"]) for y in (before, after)]
+    assert spread[1] > 0.8 * spread[0]  # the others have all of the height but what the one above them takes
+
+
 def test_the_page_of_a_report_is_the_same_for_the_same_data(tmp_path: Path) -> None:
     report = build_report([write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)])
     assert render_report(report, "html") == render_report(report, "html")

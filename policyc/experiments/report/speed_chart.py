@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,22 +120,23 @@ def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float]) -> list[_
         axes.axhspan(-margin, margin, color=_ZONE, alpha=0.14, linewidth=0, label="margin of parity")
     points = [_Point(x=1.0, y=0.0, name=baseline, low=0.0, high=0.0)]
     axes.plot([1], [0], "o", color=_QUIET)
+    highest = _highest_gap(rows)
     named: set[str] = set()  # verdicts that the legend has
-    for row in rows:
-        x, color = speed_ups[row["variant"]], _POINTS[row["verdict"]]
-        label = None if row["verdict"] in named else row["verdict"]
+    for row in sorted(rows, key=lambda row: row["gap"] > highest):
+        style: dict[str, Any] = {
+            "color": _POINTS[row["verdict"]],
+            "label": None if row["verdict"] in named else row["verdict"],
+        }
         named.add(row["verdict"])
-        low, high = row["interval"] or (row["gap"], row["gap"])
-        axes.errorbar(
-            [x],
-            [row["gap"]],
-            [[row["gap"] - low], [high - row["gap"]]],
-            fmt="o",
-            color=color,
-            capsize=3,
-            label=label,
-        )
-        points.append(_Point(x=x, y=row["gap"], name=row["variant"], low=low, high=high))
+        x, y, name = speed_ups[row["variant"]], row["gap"], row["variant"]
+        if y > highest:
+            name, y = f"{name}: {y:+.3f}, not to scale", _top(axes)
+            axes.plot([x], [y], "^", **style)
+            points.append(_Point(x=x, y=y, name=name, low=y, high=y))
+            continue
+        low, high = row["interval"] or (y, y)
+        axes.errorbar([x], [y], [[y - low], [high - y]], fmt="o", capsize=3, **style)
+        points.append(_Point(x=x, y=y, name=name, low=low, high=high))
     axes.margins(x=0.16, y=0.12)
     axes.set_ylabel(f"loss gap to {baseline}, nats", color=_INK)
     axes.grid(color=_LINE, linewidth=0.8)
@@ -144,6 +146,26 @@ def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float]) -> list[_
     for spine in axes.spines.values():
         spine.set_visible(False)
     return points
+
+
+_JUMP = 8
+"""A gap that is this many times as large as the next one is not drawn to scale: the others would be one spot."""
+
+
+def _highest_gap(rows: list[Record]) -> float:
+    """The largest gap that is drawn to scale. Those above it are the lesser part of all, and worse."""
+    gaps = sorted(row["gap"] for row in rows)
+    margin = rows[0]["margin"] or 0.0
+    for below, above in itertools.pairwise(gaps[len(gaps) // 2 :]):
+        if above > _JUMP * max(below, margin, 0.0) > 0:
+            return below
+    return gaps[-1]
+
+
+def _top(axes: Axes) -> float:
+    """Where a gap is drawn that is not to scale: above all others."""
+    low, high = axes.get_ylim()
+    return high + 0.08 * (high - low)
 
 
 _DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
