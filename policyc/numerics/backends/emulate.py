@@ -20,7 +20,6 @@ from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.blocks import refinement_of
 from policyc.numerics.quantize.hadamard import Method
-from policyc.numerics.quantize.kernel_places import TILE_FEATURES
 from policyc.numerics.quantize.layout import Axes, Operand, Quantized
 from policyc.numerics.quantize.values import apply_outer_scale, block_values, outer_scale
 
@@ -53,22 +52,13 @@ def quantize(
     method: Method = "cpu" if context.platform == "cpu" else "matmul"
     if context.platform == "cuda":
         # There a product rounds its result to bfloat16 itself, which saves a pass over memory. Kernels save another.
-        has_kernels = context.single_device and can_build_kernels(treatment.format)
-        has_kernels = has_kernels and _is_proven(x, treatment, context)
+        is_batched_fp8 = context.is_mapped and treatment.format == "fp8"  # its kernel takes one operand
+        has_kernels = context.single_device and not is_batched_fp8 and can_build_kernels(treatment.format)
         method = "kernels" if has_kernels else "matmul_bf16"
     quantized = q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method=method)
     if axes.both_orders and quantized.layout.packed:
         return quantized.add_other_packing(quantized.pack_along_tile_axis())
     return quantized
-
-
-def _is_proven(x: jax.Array, treatment: Treatment, context: LoweringContext) -> bool:
-    """Whether the kernel for this operand has run on a GPU. Others are not used here, where results are defined.
-
-    Not yet: kernels that refine block scales, for several operands (under `vmap`), and for tiles that overlap.
-    """
-    overlaps = treatment.format == "nvfp4" and x.shape[-1] % TILE_FEATURES != 0
-    return not (refinement_of(treatment) or context.is_mapped or overlaps)
 
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
