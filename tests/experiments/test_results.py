@@ -26,7 +26,8 @@ def table_gaps(folder: str, baseline: str) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "count"), [("19m", 4), ("19m_200m_tokens", 1), ("5m_50m_tokens", 13), ("5m_batch16", 13), ("5m_batch64", 9)]
+    ("folder", "count"),
+    [("19m", 4), ("19m_200m_tokens", 1), ("5m_50m_tokens", 13), ("5m_batch16", 13), ("5m_batch64", 9)],
 )
 def test_the_tables_of_the_results_are_those_of_the_report(folder, count):
     text = (RESULTS / "README.md").read_text().replace("−", "-")
