@@ -148,8 +148,8 @@ class Module:
                 for branch in instruction.branches:
                     yield from self._execute(branch, times)
             else:
-                read, written = self._count_bytes(instruction, computation)
                 call = self._fused_call(instruction)
+                read, written = self._count_bytes(instruction, call, computation)
                 yield Execution(
                     instruction=call or instruction,
                     times=times,
@@ -170,15 +170,17 @@ class Module:
         body = self.computations[fusion.called[0]]
         return any(i.opcode == "dynamic-update-slice" for i in body.values())
 
-    def _count_bytes(self, instruction: Instruction, computation: Computation) -> tuple[int, int]:
+    def _count_bytes(
+        self, instruction: Instruction, call: Instruction | None, computation: Computation
+    ) -> tuple[int, int]:
         """Counts the bytes read and written. If only slices of an array are touched, the slices count.
 
-        Workspaces do not: what a call reads and writes there is not known.
+        `call` is the custom call of a fusion. Workspaces do not count: what a call reads and writes there is not known.
         """
         operands = [computation[name] for name in instruction.operands if name in computation]
         result_shape = _result_shape(instruction)
         written = shape_bytes(result_shape)
-        workspace = _find_workspace(self._fused_call(instruction) or instruction)
+        workspace = _find_workspace(call or instruction)
         if workspace and workspace in result_shape:
             written -= shape_bytes(workspace)
         if instruction.opcode in _SLICES:

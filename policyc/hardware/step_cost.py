@@ -98,9 +98,9 @@ def estimate_parts(step: TrainingStep, target: Target, mesh: MeshShape) -> StepP
     readers = count_readers(step.plan)
     for group in step.groups():
         site, products = group.site, len(group.site.products)
-        product_flops = group.count * site.flops
+        product_flops: float = site.flops
         if is_attention(group):
-            product_flops *= 0.5 if step.causal else 1
+            product_flops = attention_flops(site, causal=step.causal)
             runs = products + (step.remat in RECOMPUTES_GEMMS)
             attention += group.count * runs * attention_seconds(site, target, mesh, causal=step.causal)
         else:
@@ -109,7 +109,7 @@ def estimate_parts(step: TrainingStep, target: Target, mesh: MeshShape) -> StepP
             seconds = quantization_seconds(group, target, mesh, readers, step.accumulate, step.remat)
             quantization += group.count * seconds
             kernels += group.count * elementwise_seconds(site, target, mesh, step.remat)
-        flops += product_flops * products
+        flops += group.count * products * product_flops
     microbatch = {
         "gemms": sum(gemms.values()),
         "quantization": quantization,
@@ -161,9 +161,14 @@ def is_attention(group: LayerGroup) -> bool:
     return group.site.weight is None and not is_quantized(group.recipe)
 
 
+def attention_flops(site: Site, *, causal: bool) -> float:
+    """FLOPs of one product of attention in one layer. Causal attention skips half of the scores."""
+    return site.flops / 2 if causal else site.flops
+
+
 def attention_seconds(site: Site, target: Target, mesh: MeshShape, *, causal: bool) -> float:
     """Time of one product of attention in one layer on one device."""
-    flops = site.flops * (0.5 if causal else 1)
+    flops = attention_flops(site, causal=causal)
     return flops / (gemm_cost.ATTENTION_PEAK_FRACTION * target.peak("bf16")) / mesh.devices
 
 
