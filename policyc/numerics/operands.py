@@ -95,7 +95,7 @@ def shares_codes(one: OperandSpec, other: OperandSpec) -> bool:
 
 def can_quantize_pair(one: OperandSpec, other: OperandSpec) -> bool:
     """Whether the backend of two GEMMs quantizes an operand for both at once."""
-    if one.backend != other.backend or not backends.load(one.backend).JOINS_ORDERS:
+    if one.backend != other.backend or not backends.load(one.backend).TRAITS.quantizes_pairs:
         return False
     treatments = (one.treatment, other.treatment)
     is_plain = all(t.rounding in ("rne", "sr") and not t.mean_split for t in treatments)

@@ -34,6 +34,7 @@ from policyc.numerics.flatten import OperandLayout, flatten_operand, unflatten_o
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.blocks import layout_of, outer_scale_axes
 from policyc.numerics.quantize.layout import TILE, Axes, Operand, Quantized
+from policyc.numerics.quantize.orders import OrderRequest
 
 _Dim = TypeVar("_Dim")
 
@@ -104,7 +105,7 @@ def _quantize_primitive(format: str, backend: str) -> Primitive:
 
 def takes_stack(*, backend: str, spec: QuantizeSpec | None = None, **_: Any) -> bool:
     """Whether an equation with these parameters quantizes the layers of a stack at once, under a `vmap` over layers."""
-    if spec is None or not backends.load(backend).JOINS_LAYERS:
+    if spec is None or not backends.load(backend).TRAITS.quantizes_stacks:
         return False
     return spec.treatment.rounding == "rne" and not spec.treatment.rht
 
@@ -120,7 +121,7 @@ def _lowering_rules(body: Implementation, backend: str) -> dict[str, Any]:
         "single_device_bodies": bodies(single_device=True),
         "mapped_bodies": bodies(single_device=True, is_mapped=True),
         "partitioned_bodies": bodies(can_partition=True),
-        "needs_devices": backends.load(backend).NEEDS_DEVICES,
+        "needs_devices": backends.load(backend).TRAITS.needs_devices,
     }
 
 
@@ -129,7 +130,7 @@ _BATCHING_BACKEND = "xla"
 
 
 def _batched(backend: str, primitive: Callable[[], Primitive]) -> Replacement | None:
-    if not backends.load(backend).UNBATCHABLE:
+    if backends.load(backend).TRAITS.can_batch:
         return None
     return Replacement(
         primitive=primitive,
@@ -269,10 +270,10 @@ def _quantize_pair(
     context: LoweringContext = backends.ANY_PLATFORM,
 ) -> Sequence[jax.Array]:
     requests = [
-        backends.QuantizeRequest(
+        OrderRequest(
             treatment=spec.treatment,
             axes=spec.axes,
-            key=q.Key(*words).fold(operand) if spec.treatment.rounding == "sr" else None,
+            key=q.Key(*words).fold(operand) if spec.treatment.rounding == "sr" else q.make_key(),
         )
         for spec, operand in zip(specs, operands, strict=True)
     ]

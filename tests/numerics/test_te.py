@@ -29,6 +29,7 @@ from policyc.numerics.backends import te, te_calls, te_quantize
 from policyc.numerics.backends.choice import GemmQuery, Lowering, Machine, choose
 from policyc.numerics.gemm import GemmOptions, quantized_dot_general
 from policyc.numerics.quantize import Axes, make_key
+from policyc.numerics.quantize.orders import OrderRequest
 from tests.support import te_kernels
 from tests.support.gemms import (
     MATMUL,
@@ -328,7 +329,7 @@ def test_reads_are_counted_as_the_kernels_make_them(
     treatments = [rows, replace(rows, rht=rht)]
     axes = [Axes(axis=axis, contract=(axis,)) for axis in (-1, -2)]
     requests = [
-        backends.QuantizeRequest(treatment=t, axes=a, key=None) for t, a in zip(treatments, axes, strict=True)
+        OrderRequest(treatment=t, axes=a, key=make_key()) for t, a in zip(treatments, axes, strict=True)
     ]
     operand = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
     jax.eval_shape(partial(te.quantize_orders, requests=requests, context=CUDA), operand)

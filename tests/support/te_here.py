@@ -7,7 +7,7 @@ from typing import Any
 
 from policyc.numerics.backends import LoweringContext, te
 
-NEEDS_DEVICES, UNBATCHABLE, JOINS_ORDERS, JOINS_LAYERS = True, False, True, True
+TRAITS = replace(te.TRAITS, can_batch=True)
 obstacle, find_missing_library = te.obstacle, te.find_missing_library
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from policyc.numerics.backends.choice import GemmQuery, Obstacle
     from policyc.numerics.products import DimensionNumbers
     from policyc.numerics.quantize import Axes, Key, Operand, Quantized
+    from policyc.numerics.quantize.orders import OrderRequest
 
 MODULES: dict[str, str] = {
     "emulate": "policyc.numerics.backends.emulate",
@@ -55,12 +56,22 @@ ANY_PLATFORM = LoweringContext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizeRequest:
-    """An operand as one GEMM reads it: its treatment, its axes, and the key of stochastic rounding."""
+class BackendTraits:
+    """What the compiler has to know of a backend.
 
-    treatment: Treatment
-    axes: Axes
-    key: Key | None
+    Attributes:
+      needs_devices: whether lowering needs to know the devices.
+      can_batch: whether `vmap` can batch its calls.
+      quantizes_pairs: whether it reads an operand less often if it quantizes it for two GEMMs at once, by
+        `quantize_orders`.
+      quantizes_stacks: whether it needs fewer kernels if it quantizes the weights of all layers at once, by
+        `quantize_stack`.
+    """
+
+    needs_devices: bool
+    can_batch: bool
+    quantizes_pairs: bool
+    quantizes_stacks: bool
 
 
 class Backend(Protocol):
@@ -69,14 +80,7 @@ class Backend(Protocol):
     Operands are `Quantized` whichever backend quantized them: one backend can multiply what another quantized.
     """
 
-    NEEDS_DEVICES: bool
-    """Whether lowering needs to know the devices."""
-    UNBATCHABLE: bool
-    """Whether `vmap` cannot batch its calls."""
-    JOINS_ORDERS: bool
-    """Whether it reads an operand less often if it quantizes it for two GEMMs at once, by `quantize_orders`."""
-    JOINS_LAYERS: bool
-    """Whether it needs fewer kernels if it quantizes the weights of all layers at once, by `quantize_stack`."""
+    TRAITS: BackendTraits
 
     def obstacle(self, query: GemmQuery) -> Obstacle | None:
         """Why the backend cannot run this GEMM on any machine; None if it can."""
@@ -96,14 +100,14 @@ class Backend(Protocol):
         """Quantizes an operand. `key` is that of stochastic rounding, `sign_key` that of the fresh signs of MS-EDEN."""
 
     def quantize_orders(
-        self, x: jax.Array, requests: Sequence[QuantizeRequest], context: LoweringContext
+        self, x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
     ) -> list[Quantized]:
-        """Quantizes an operand for several GEMMs, which contract different dimensions of it. Only if JOINS_ORDERS."""
+        """Quantizes an operand for several GEMMs, which contract different dimensions. Only if `quantizes_pairs`."""
 
     def quantize_stack(
         self, x: jax.Array, treatment: Treatment, axes: Axes, context: LoweringContext
     ) -> Quantized:
-        """Quantizes each layer of a stack, with neither rotation nor random numbers. Only if JOINS_LAYERS."""
+        """Quantizes each layer of a stack, with neither rotation nor random numbers. Only if `quantizes_stacks`."""
 
     def count_reads(self, treatments: Sequence[Treatment]) -> int:
         """How often its kernels on a GPU read an operand, to quantize it in these ways.

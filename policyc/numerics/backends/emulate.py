@@ -15,7 +15,7 @@ from jax import lax
 
 from policyc.language.recipes import Treatment
 from policyc.numerics import quantize as q
-from policyc.numerics.backends import LoweringContext
+from policyc.numerics.backends import BackendTraits, LoweringContext
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.blocks import refinement_of
@@ -23,10 +23,7 @@ from policyc.numerics.quantize.hadamard import Method
 from policyc.numerics.quantize.layout import Axes, Operand, Quantized
 from policyc.numerics.quantize.values import apply_outer_scale, block_values, outer_scale
 
-NEEDS_DEVICES = False
-UNBATCHABLE = False
-JOINS_ORDERS = False
-JOINS_LAYERS = False
+TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_pairs=False, quantizes_stacks=False)
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:

@@ -21,7 +21,7 @@ from jax import lax
 
 from policyc.jaxcore.partition import Dim, Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Treatment
-from policyc.numerics.backends import LoweringContext, QuantizeRequest, emulate, te_calls, te_quantize, xla
+from policyc.numerics.backends import BackendTraits, LoweringContext, emulate, te_calls, te_quantize, xla
 from policyc.numerics.backends.block_scaled import as_values
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.te_matrix import (
@@ -38,12 +38,10 @@ from policyc.numerics.quantize.bits import materialize
 from policyc.numerics.quantize.hadamard import SIGNS
 from policyc.numerics.quantize.kernel_places import BLOCK
 from policyc.numerics.quantize.layout import Axes, Layout, Operand, Quantized
-from policyc.numerics.quantize.random import Key
+from policyc.numerics.quantize.orders import OrderRequest
+from policyc.numerics.quantize.random import Key, make_key
 
-NEEDS_DEVICES = True
-UNBATCHABLE = True
-JOINS_ORDERS = True
-JOINS_LAYERS = True
+TRAITS = BackendTraits(needs_devices=True, can_batch=False, quantizes_pairs=True, quantizes_stacks=True)
 
 # What the contracted size must be a multiple of, for cuBLAS.
 _CONTRACTED = 32
@@ -138,11 +136,12 @@ def quantize(
     """Quantizes an operand with Transformer Engine's kernels, each device its shard."""
     if context.platform != "cuda":
         return emulate.quantize(x, treatment, axes, key, sign_key, context)
-    return te_quantize.quantize_orders(x, [QuantizeRequest(treatment=treatment, axes=axes, key=key)])[0]
+    request = OrderRequest(treatment=treatment, axes=axes, key=key or make_key())
+    return te_quantize.quantize_orders(x, [request])[0]
 
 
 def quantize_orders(
-    x: jax.Array, requests: Sequence[QuantizeRequest], context: LoweringContext
+    x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
 ) -> list[Quantized]:
     """Quantizes an operand for several GEMMs."""
     if context.platform != "cuda":

@@ -17,10 +17,11 @@ from jax import lax
 
 from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.language.recipes import Treatment
-from policyc.numerics.backends import QuantizeRequest, te_calls
+from policyc.numerics.backends import te_calls
 from policyc.numerics.backends.te_matrix import Matrix, matrices_of, undivided_factors
 from policyc.numerics.quantize.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
 from policyc.numerics.quantize.layout import Axes, Quantized
+from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.random import Key
 
 _QUIET_NAN = 0x7FC00000
@@ -32,7 +33,7 @@ _LAYER = ("layer", 1)
 """The first dimension of a stack, in a `PartitionRule`."""
 
 
-def quantize_orders(x: jax.Array, requests: Sequence[QuantizeRequest]) -> list[Quantized]:
+def quantize_orders(x: jax.Array, requests: Sequence[OrderRequest]) -> list[Quantized]:
     """Quantizes an operand for several GEMMs.
 
     Without rotation, one call writes rows and columns. The kernel that rotates writes columns alone.

@@ -20,7 +20,7 @@ from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.jaxcore.versions import FP8_DOT_PRECISION
 from policyc.language.recipes import MS_EDEN_RHT_SIZE, Gemm, Treatment
 from policyc.numerics import quantize as q
-from policyc.numerics.backends import LoweringContext, QuantizeRequest, emulate
+from policyc.numerics.backends import BackendTraits, LoweringContext, emulate
 from policyc.numerics.backends.block_scaled import DTYPES, BlockScaledSpec, Rows, multiply_rows
 from policyc.numerics.backends.choice import GemmQuery, Obstacle
 from policyc.numerics.backends.emulate import apply_outer_scales, find_missing_library
@@ -44,10 +44,7 @@ from policyc.numerics.quantize.orders import quantize_orders as quantize_by_kern
 from policyc.numerics.quantize.values import outer_scale
 
 __all__ = [
-    "JOINS_LAYERS",
-    "JOINS_ORDERS",
-    "NEEDS_DEVICES",
-    "UNBATCHABLE",
+    "TRAITS",
     "as_rows",
     "count_reads",
     "find_missing_library",
@@ -58,10 +55,7 @@ __all__ = [
     "quantizer_obstacle",
 ]
 
-NEEDS_DEVICES = True
-UNBATCHABLE = False
-JOINS_ORDERS = True
-JOINS_LAYERS = False
+TRAITS = BackendTraits(needs_devices=True, can_batch=True, quantizes_pairs=True, quantizes_stacks=False)
 
 _FP8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -133,12 +127,13 @@ def quantize(
     A weight in 2D tiles is transposed first, if the GEMM reads it transposed. XLA would transpose it anyway, but later,
     as fp32 numbers on their way to codes.
     """
-    is_rotated_by_kernel = kernels.fits_alone(x, treatment, axes)
-    if _has_kernels(context) and (is_rotated_by_kernel or kernels.fits_refined(x, treatment, axes)):
+    if _has_kernels(context) and _fits_kernels(x, treatment, axes):
         if context.single_device:
             return q.quantize(x, treatment, axes, key=key, sign_key=sign_key, method="kernels")
         if context.can_partition:
-            rotated = x if is_rotated_by_kernel else rotate_operand(x, treatment, axes, sign_key, "kernels")
+            # The kernels that refine block scales do not rotate.
+            is_refined = refinement_of(treatment)
+            rotated = rotate_operand(x, treatment, axes, sign_key, "kernels") if is_refined else x
             order = OrderRequest(treatment=treatment, axes=axes, key=key or q.make_key())
             return quantize_sharded(rotated, [order])[0]
     if not treatment.tile2d or (axes.axis, axes.tile) != (-2, -1):
@@ -154,20 +149,23 @@ def _has_kernels(context: LoweringContext) -> bool:
     return context.platform == "cuda" and emulate.can_build_kernels("nvfp4")
 
 
+def _fits_kernels(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
+    return kernels.fits_alone(x, treatment, axes) or kernels.fits_refined(x, treatment, axes)
+
+
 def quantize_orders(
-    x: jax.Array, requests: Sequence[QuantizeRequest], context: LoweringContext
+    x: jax.Array, requests: Sequence[OrderRequest], context: LoweringContext
 ) -> list[Quantized]:
     """Quantizes an operand for two GEMMs, by kernels with one read for all maxima and one for all codes.
 
     Without a rotation, and where the kernels do not fit, each is quantized by itself.
     """
-    orders = [OrderRequest(treatment=r.treatment, axes=r.axes, key=r.key or q.make_key()) for r in requests]
     rotates = any(r.treatment.rht for r in requests)
-    fits = rotates and all(kernels.fits(x, r.treatment, r.axes) for r in requests)
-    if fits and _has_kernels(context) and context.single_device:
-        return quantize_by_kernels(x, orders, kernels.Kernels())
-    if fits and _has_kernels(context) and context.can_partition:
-        return quantize_sharded(x, orders)
+    if rotates and _has_kernels(context) and all(kernels.fits(x, r.treatment, r.axes) for r in requests):
+        if context.single_device:
+            return quantize_by_kernels(x, requests, kernels.Kernels())
+        if context.can_partition:
+            return quantize_sharded(x, requests)
     return [quantize(x, r.treatment, r.axes, r.key, None, context) for r in requests]
 
 

@@ -197,19 +197,19 @@ def round_up_to_bound(amax: jax.Array, bound: float) -> jax.Array:
     return jnp.where(is_normal, (exponent << 23) | fraction, amax)
 
 
-def encode_scale(amax: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.Array]:
-    """The encoding scale of a tensor, and its lift; both materialized. `amax` has the bits of the maximum.
+def materialize_encoding_scale(amax: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.Array]:
+    """`find_encoding_scale` behind a barrier, so that XLA computes it once and not in every consumer."""
+    return materialize(find_encoding_scale(amax, context.layout.bound, context.div))
+
+
+def find_encoding_scale(
+    amax: jax.Array, bound: float, div: Callable[[jax.Array, jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The encoding scale of a tensor, and its lift. `amax` has the bits of the maximum.
 
     The tensor times its lift times its encoding scale has the bound of the format as its maximum. The lift is a power
     of two that avoids denormals if amax is tiny, and 1 otherwise.
     """
-    return materialize(find_encode_scale(amax, context.layout.bound, context.div))
-
-
-def find_encode_scale(
-    amax: jax.Array, bound: float, div: Callable[[jax.Array, jax.Array], jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """`encode_scale` without its barrier."""
     top, lift = _lift(amax)
     return jnp.where(amax == 0, jnp.float32(1), div(jnp.float32(bound), top)), lift
 

@@ -11,7 +11,7 @@ from policyc.numerics.quantize.bits import abs_bits, from_bits, materialize
 from policyc.numerics.quantize.blocks import (
     QuantizeContext,
     encode_blocks,
-    encode_scale,
+    materialize_encoding_scale,
     outer_scale_axes,
     tensor_key,
 )
@@ -25,7 +25,7 @@ def quantize_fp4(x: jax.Array, context: QuantizeContext) -> Quantized:
     magnitudes = abs_bits(x)
     amax = magnitudes.max(axis=outer_scale_axes(treatment, context.axes, layout, x.ndim), keepdims=True)
     key = context.key if treatment.rounding == "rne" else tensor_key(magnitudes, amax, context)
-    enc, lift = encode_scale(amax, context)
+    enc, lift = materialize_encoding_scale(amax, context)
     # Two codes fill a byte: the encoding scale of the tensor is that of each pair.
     pairs = replace(context, layout=replace(layout, block=2))
     codes = encode_blocks(x.astype(jnp.float32) * lift, enc, pairs, key)

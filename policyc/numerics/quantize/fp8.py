@@ -11,7 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from policyc.numerics.quantize.bits import ELEMENTS, abs_bits, encode_scaled, from_bits, materialize
-from policyc.numerics.quantize.blocks import QuantizeContext, encode_scale, find_maxima, outer_scale_axes
+from policyc.numerics.quantize.blocks import (
+    QuantizeContext,
+    find_maxima,
+    materialize_encoding_scale,
+    outer_scale_axes,
+)
 from policyc.numerics.quantize.layout import Quantized, split_axis
 
 _GROUP = 16
@@ -33,7 +38,7 @@ def quantize_fp8(x: jax.Array, context: QuantizeContext) -> Quantized:
     else:
         x = materialize(x)
         amax = abs_bits(x).max(axis=spanned, keepdims=True)
-    enc, lift = encode_scale(amax, context)
+    enc, lift = materialize_encoding_scale(amax, context)
     transposed: jax.Array | None = None
     if context.fp8_kernel is not None:
         codes, transposed = context.fp8_kernel.both_orders(x, lift, enc, amax, element)

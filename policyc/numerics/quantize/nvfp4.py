@@ -26,8 +26,8 @@ from policyc.numerics.quantize.blocks import (
     SCALE_KEY,
     QuantizeContext,
     encode_blocks,
-    encode_scale,
     find_maxima,
+    materialize_encoding_scale,
     round_up_to_bound,
     tensor_key,
 )
@@ -53,7 +53,7 @@ def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
     block_max, amax = _add_headroom(block_max, t), _add_headroom(amax, t)
     if t.outer == "pow2":
         amax = round_up_to_bound(amax, layout.bound)
-    tensor_enc, lift = encode_scale(amax, context)
+    tensor_enc, lift = materialize_encoding_scale(amax, context)
     tensor_dec = materialize(div(jnp.float32(1), tensor_enc))
     lifted_max = from_bits(block_max) * lift
 

@@ -18,9 +18,9 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.quantize.bits import abs_bits, exact_div, from_bits
 from policyc.numerics.quantize.blocks import (
     QuantizeContext,
-    encode_scale,
     find_maxima,
     layout_of,
+    materialize_encoding_scale,
     round_up_to_bound,
 )
 from policyc.numerics.quantize.kernel_bodies import Encoder, Order, rotate
@@ -41,7 +41,10 @@ from policyc.numerics.quantize.refined_kernels import BlockQuantizer, RefinedSca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderRequest:
-    """One order of an operand: its treatment, the axes, and the key of stochastic rounding."""
+    """An operand as one GEMM reads it: its treatment, the axes, and the key of stochastic rounding.
+
+    A treatment that rounds to nearest does not use the key.
+    """
 
     treatment: Treatment
     axes: Axes
@@ -112,7 +115,7 @@ def order_scales(statistics: Statistics, request: OrderRequest, order: Order) ->
         amax = round_up_to_bound(amax, context.layout.bound)
     if order.refinement:
         return RefinedScales(amax=amax, maximum=maximum, content=content, key=request.key)
-    enc, lift = encode_scale(amax, context)
+    enc, lift = materialize_encoding_scale(amax, context)
     dec = exact_div(jnp.float32(1), enc)
     # As in `blocks.tensor_key`.
     key = request.key.fold(maximum).fold(content) if order.stochastic else request.key

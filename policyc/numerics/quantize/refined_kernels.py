@@ -30,7 +30,7 @@ from policyc.numerics.quantize.bits import (
     round_stochastic,
     sign_bit,
 )
-from policyc.numerics.quantize.blocks import RANDOM_BITS, SCALE_KEY, find_encode_scale
+from policyc.numerics.quantize.blocks import RANDOM_BITS, SCALE_KEY, find_encoding_scale
 from policyc.numerics.quantize.kernel_bodies import WORDS, Encoder, Order
 from policyc.numerics.quantize.kernel_machines import Machine, Ref
 from policyc.numerics.quantize.kernel_places import (
@@ -86,7 +86,7 @@ class RefinedScales:
 def make_encoder(words: Ref, start: Any, order: Order) -> Encoder:
     """The encoder of an order, from the words of its `RefinedScales`."""
     amax, maximum, content, a, b = (words[start + i] for i in range(5))
-    enc, lift = find_encode_scale(amax.astype(jnp.int32), order.bound, _div)
+    enc, lift = find_encoding_scale(amax.astype(jnp.int32), order.bound, _div)
     key = random.Key(a, b)
     if order.refinement == "ms_eden":
         # As in `blocks.tensor_key`.
