@@ -154,7 +154,7 @@ _JUMP = 8
 
 def _highest_gap(rows: list[Record]) -> float:
     """The largest gap that is drawn to scale. Those above it are the lesser part of all, and worse."""
-    gaps = sorted(row["gap"] for row in rows)
+    gaps: list[float] = sorted(row["gap"] for row in rows)
     margin = rows[0]["margin"] or 0.0
     for below, above in itertools.pairwise(gaps[len(gaps) // 2 :]):
         if above > _JUMP * max(below, margin, 0.0) > 0:
