@@ -177,7 +177,7 @@ def _compile_program(
     if count > 1:
         versions.set_cpu_device_count(count)
     parsed = parse_program(program)
-    with explain_early_exit():
+    with explain_early_exit(parsed):
         jitted, plans = runner.trace_first_step(parsed, policy, execution, multiple_losses=may_miss)
     if not plans:
         raise ValueError("the program ended, and no loss that it differentiated has a GEMM")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Decorator = Callable[[_Function], _Function]
+
+_PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
 
 
 class FiniteRange(click.FloatRange):
@@ -44,7 +48,14 @@ class ProgramCommand(ExampleCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         options, words = self._split(ctx, args)
-        return super().parse_args(ctx, [*options, "--", *words])
+        try:
+            return super().parse_args(ctx, [*options, "--", *words])
+        except click.UsageError as error:
+            message = error.format_message()
+            missing = [name for name in find_misplaced_options(ctx, words) if name in message]
+            if not missing:
+                raise
+            raise click.UsageError(f"{message}; {explain_misplaced_options(missing)}", ctx) from None
 
     def is_further_argument(self, word: str, arguments: Sequence[str]) -> bool:
         """Does a word that stands where the program may start belong to the command?"""
@@ -79,6 +90,31 @@ class ProgramCommand(ExampleCommand):
             else:
                 break
         return options, [*arguments, *rest]
+
+
+def find_misplaced_options(context: click.Context, words: Sequence[str]) -> list[str]:
+    """The options of a command that are among the words of its program, and so are the program's.
+
+    One whose value has a placeholder, such as `--out {out}`, is certainly meant for the program.
+    """
+    if not isinstance(context.command, ProgramCommand):
+        return []  # its program is not the end of its command line
+    options = {name for o in context.command.params if isinstance(o, click.Option) for name in o.opts}
+    misplaced: list[str] = []
+    for word, next_word in pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        if name in options and not _PLACEHOLDER.search(value if equals else next_word):
+            misplaced.append(name)
+    return list(dict.fromkeys(misplaced))
+
+
+def explain_misplaced_options(names: Sequence[str]) -> str:
+    """Says what becomes of options that stand after the program."""
+    verb, pronoun = ("comes", "it") if len(names) == 1 else ("come", "them")
+    return (
+        f"{' and '.join(map(repr, names))} {verb} after the program, so the program gets {pronoun}; options of policyc "
+        "come before the program"
+    )
 
 
 def group_options(*options: _Decorator[Any]) -> _Decorator[Any]:

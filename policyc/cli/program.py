@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from policyc.cli.common import (
     print_note,
     write_output,
 )
+from policyc.cli.options import explain_misplaced_options, find_misplaced_options
 
 if TYPE_CHECKING:
     from policyc.cli.options import RunOptions
@@ -27,14 +27,10 @@ if TYPE_CHECKING:
     from policyc.language.policy import Policy
 
 
-_PLACEHOLDER = re.compile(r"\{(seed|steps|out|variant)\}")  # of a sweep
-
-
 def parse_program(words: Sequence[str]) -> Program:
     """The program that the last words of a command line name. Raises a usage error if there is no such program.
 
-    Warns if an argument of the program is an option of this command, which belongs before the program. One whose value
-    has a placeholder, such as `--out {out}`, is certainly meant for the program.
+    Prints a note if an argument of the program is an option of this command, which belongs before the program.
     """
     from policyc.experiments.program import BadProgram, Program
 
@@ -43,20 +39,16 @@ def parse_program(words: Sequence[str]) -> Program:
         program.check()
     except BadProgram as error:
         raise click.UsageError(str(error)) from None
-    context = click.get_current_context(silent=True)
-    options = {
-        name
-        for option in (context.command.params if context is not None else ())
-        if isinstance(option, click.Option)
-        for name in option.opts
-    }
-    for word, next_word in zip(program.args, (*program.args[1:], ""), strict=False):
-        name, equals, value = word.partition("=")
-        if name in options and not _PLACEHOLDER.search(value if equals else next_word):
-            print_note(
-                f"'{name}' comes after the program, so the program gets it; options of policyc come before the program"
-            )
+    if hint := misplaced_hint(program.args):
+        print_note(hint)
     return program
+
+
+def misplaced_hint(arguments: Sequence[str]) -> str:
+    """Says which arguments of a program are options of this command; empty if none is."""
+    context = click.get_current_context(silent=True)
+    names = find_misplaced_options(context, arguments) if context is not None else []
+    return explain_misplaced_options(names) if names else ""
 
 
 def program_name(words: Sequence[str]) -> str:
@@ -97,18 +89,28 @@ _TRAIN_HINT = "give it the arguments with which it trains, and see that it train
 
 
 @contextlib.contextmanager
-def explain_early_exit() -> Iterator[None]:
+def explain_early_exit(program: Program) -> Iterator[None]:
     """Says why there is no result if a program exits before it differentiates a loss. Keeps its exit code."""
     try:
         yield
     except SystemExit as end:
         if not end.code:
             raise  # it has printed its help, and the runner a note
-        if isinstance(end.code, str):
-            click.echo(end.code, err=True)  # Python prints it when the process ends
-        code = 1 if isinstance(end.code, str) else end.code
-        print_note(f"the program exited with {code} before it differentiated a loss: {_TRAIN_HINT}", "error")
+        code = _print_exit_text(end)
+        hint = "; ".join(filter(None, (_TRAIN_HINT, misplaced_hint(program.args))))
+        print_note(f"the program exited with {code} before it differentiated a loss: {hint}", "error")
         raise SystemExit(code) from None
+
+
+def _print_exit_text(end: SystemExit) -> int | None:
+    """Prints the text that a program exits with, before anything else is said. Returns its exit code.
+
+    Python prints such a text when the process ends.
+    """
+    if isinstance(end.code, str):
+        click.echo(end.code, err=True)
+        return 1
+    return end.code
 
 
 def parse_execution(
@@ -128,7 +130,7 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
     program = parse_program(words)
     from policyc.experiments import runner
 
-    with exit_on_error(), explain_early_exit():
+    with exit_on_error(), explain_early_exit(program):
         plan = runner.trace_first_plan(program, policy, execution)
     if plan is None:
         exit_with_message(f"the program ended and differentiated nothing (jax.grad, vjp, ...): {_TRAIN_HINT}")
@@ -146,12 +148,13 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     from policyc.language.diagnostics import PolicyError
 
     execution = parse_execution(options.backend, require_native=options.require_native)
-    with exit_on_error():
+    printer = _PlanPrinter(options.plan_out)
+    with exit_on_error(), _repeat_misplaced_hint(program, printer):
         session = runner.run(
             program,
             policy,
             execution,
-            _PlanPrinter(options.plan_out),
+            printer,
             multiple_losses=options.multiple_losses,
             stats_every=options.stats_every,
         )
@@ -166,6 +169,23 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
         print_note("--stats-every measured nothing: the program does not call policyc.observe at such a step")
     if session.output_dir is not None and runner.is_first_process():
         _write_report(session.output_dir)
+
+
+@contextlib.contextmanager
+def _repeat_misplaced_hint(program: Program, printer: _PlanPrinter) -> Iterator[None]:
+    """Repeats at the end of a program that failed early that it got options of this command.
+
+    The note at its start may be far above: some programs print all their options if they do not know one.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        hint = misplaced_hint(program.args)
+        if not end.code or not hint or printer.losses:
+            raise
+        code = _print_exit_text(end)
+        print_note(f"the program exited with {code} before it differentiated a loss: {hint}")
+        raise SystemExit(code) from None
 
 
 class _PlanPrinter:

@@ -31,7 +31,7 @@ from policyc.cli.options import (
     multiple_losses_option,
     require_native_option,
 )
-from policyc.cli.program import parse_program, program_name
+from policyc.cli.program import misplaced_hint, parse_program, program_name
 from policyc.cli.sweep_output import print_dry_run, print_omitted, write_page
 
 if TYPE_CHECKING:
@@ -269,7 +269,10 @@ def _design_sweep(
         exit_with_diagnostics(error)
     except ChangedSweep as error:
         exit_with_message(str(error), EXIT_USAGE)
-    except (ProbeFailed, ValueError) as error:
+    except ProbeFailed as error:
+        hint = misplaced_hint(program.words)
+        exit_with_message(f"{error}\n  {hint}" if hint else str(error))
+    except ValueError as error:
         exit_with_message(str(error))
     return SweepDesign(program=program, policies=listed, seeds=seeds, margin=options.margin)
 

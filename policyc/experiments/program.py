@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import importlib.util
 import io
 import os
 import runpy
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
 from importlib.machinery import BuiltinImporter, SourceFileLoader
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
-
-import click
-
-from policyc.experiments.processes import replace_attribute
 
 
 class BadProgram(Exception):
@@ -45,6 +39,18 @@ class Program:
                 raise BadProgram("-m needs the name of a module" if words[0] == "-m" else "-c needs code")
             return cls(words[1], tuple(words[2:]), "module" if words[0] == "-m" else "code")
         return cls(words[0], tuple(words[1:]))
+
+    @property
+    def help_word(self) -> str:
+        """The argument that asks for the program's help or version, by convention; empty if none does.
+
+        With a value, as in `-h 8` or `--version 2`, it is another option.
+        """
+        for word, next_word in pairwise((*self.args, "")):
+            has_value = next_word != "" and not next_word.startswith("-")
+            if word == "--help" or (word in ("-h", "--version") and not has_value):
+                return word
+        return ""
 
     def check(self) -> None:
         """Raises BadProgram if there is nothing to run.
@@ -107,27 +113,3 @@ def _run_as_main(source: str | bytes, file: str, **attributes: Any) -> None:
     vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"], **attributes)
     sys.modules["__main__"] = main
     exec(compile(source, file, "exec", dont_inherit=True), vars(main))
-
-
-@contextlib.contextmanager
-def note_parser_exits() -> Iterator[list[BaseException]]:
-    """Notes exits with status 0 while argparse or click, or what is built on them, read arguments, as for `--help`."""
-    exits: list[BaseException] = []
-
-    def note_exit(read: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(read)
-        def read_and_note(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return read(*args, **kwargs)
-            except (SystemExit, click.exceptions.Exit) as end:
-                if not (end.code if isinstance(end, SystemExit) else end.exit_code):
-                    exits.append(end)
-                raise
-
-        return read_and_note
-
-    with (
-        replace_attribute(argparse.ArgumentParser, "parse_known_args", note_exit),
-        replace_attribute(click.Command, "make_context", note_exit),
-    ):
-        yield exits

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from policyc.compiler.execution import ExecutionOptions
 from policyc.experiments.import_hook import on_import
 from policyc.experiments.processes import ChildRefusals, SpawnedChildren, export_policy
-from policyc.experiments.program import BadProgram, Program, note_parser_exits
+from policyc.experiments.program import BadProgram, Program
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
@@ -40,10 +40,6 @@ _HIDDEN_FILES = (
     contextlib.__file__,
 )
 """How the files of frames start that tracebacks leave out."""
-
-_HELP_NOTE = (
-    "policyc: note: the program exited with 0 while it read its arguments (--help): no policy was applied\n"
-)
 
 
 class PolicyRejected(BaseException):
@@ -72,10 +68,10 @@ def run(
 ) -> Session | None:
     """Runs a program under a policy until the program and its threads end. Returns None if it did not import JAX.
 
-    Raises SystemExit if the program exits with an error, or with 0 while it reads its arguments, as for `--help`; then
-    it says that no policy was applied. Raises BadProgram if the program cannot be started, and PolicyError if the
-    policy could not be applied, even if the program caught that. Any other exception of the program is printed and
-    becomes SystemExit, and so does a policy that could not be applied in a child.
+    Raises SystemExit if the program exits with an error. Also if its arguments ask for help (`--help`), and it ends
+    with 0 and differentiates nothing; then it says that no policy was applied. Raises BadProgram if the program cannot
+    be started, and PolicyError if the policy could not be applied, even if the program caught that. Any other exception
+    of the program is printed and becomes SystemExit, and so does a policy that could not be applied in a child.
     """
     program.check()
     settings = SessionSettings(policy, execution, multiple_losses, stats_every)
@@ -111,7 +107,6 @@ def _run(
         stack.enter_context(children.follow())
         stack.enter_context(_hide_in_threads(PolicyRejected, StopAfterTrace))
         stack.enter_context(on_import("jax", start))
-        parser_exits = stack.enter_context(note_parser_exits())
         exit = _run_to_end(program)
     session = sessions[0] if sessions else None
     if ends:
@@ -121,9 +116,12 @@ def _run(
     if exit is not None and exit.code not in (None, 0):
         raise exit
     _exit_if_refused(refusals)
-    if exit is not None and parser_exits and not (session and session.plans):
-        sys.stderr.write(_HELP_NOTE)
-        raise exit
+    if program.help_word and not (session and session.plans):
+        sys.stderr.write(
+            f"policyc: note: the program got {program.help_word}, ended with 0 and differentiated nothing: no policy "
+            "was applied\n"
+        )
+        raise exit or SystemExit(0)
     if session is not None:
         session.children = children.count
     return session

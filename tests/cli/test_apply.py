@@ -87,9 +87,10 @@ def test_a_script_in_a_process_runs_as_under_python(home: Path) -> None:
 
 
 def test_a_module_runs_too(home: Path) -> None:
-    result = run(home, "apply", "good.policy", "--stats-every", "1", "-m", "train")
+    result = run(home, "apply", "good.policy", "--stats-every", "1", "-m", "train", "--help")
     assert result.code == 0, result.err
     assert "loss" in result.out
+    assert "no policy was applied" not in result.err, "it trains, whatever --help means to it"
     assert "--stats-every measured nothing: the program does not call policyc.observe" in result.err
 
 
@@ -121,60 +122,44 @@ def test_an_error_has_a_message_and_no_traceback(home: Path, words: tuple[str, .
 
 HELPFUL = """
 import argparse, sys
-import click
-
-def parse(**options):
-    parser = argparse.ArgumentParser(**options)
-    parser.add_argument("--version", action="version", version="7")
-    return parser
-
-@click.group()
-def group(): pass
-
-@group.command()
-def evaluate(): print("evaluated")
 
 kind, sys.argv[1:] = sys.argv[1], sys.argv[2:]
 if kind == "argparse":
-    parse().parse_args()
-if kind == "heads":
-    parser = parse(add_help=False)
-    parser.add_argument("-h", "--heads")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--version", action="version", version="7")
     parser.parse_args()
-    parser.exit()
-if kind == "click":
-    group()
-if kind == "hand":
-    print("usage: hand")
-    sys.exit(0)
+if kind == "fails":
+    sys.exit(3)
+print("usage: helpful")  # by hand, and without an exit
 """
 
 
 @pytest.mark.parametrize(
-    ("program", "is_help"),
+    ("program", "code"),
     [
-        ("argparse --help", True),
-        ("argparse --version", True),
-        ("click --help", True),
-        ("click evaluate --help", True),
-        ("click evaluate", False),  # it ends by sys.exit(0) too
-        ("argparse", False),
-        ("heads -h 8", False),  # here -h asks for no help, and the parser ends a program that ran
-        ("hand --help", False),  # not known to be a parser
+        ("argparse --help", 0),
+        ("argparse --version", 0),
+        ("argparse", 1),
+        ("hand --lr 1 -h", 0),
+        ("hand -- --help model", 0),
+        ("hand", 1),
+        ("hand -h 8", 1),  # the number of heads
+        ("hand --version 2", 1),  # of the data
+        ("fails --help", 3),
     ],
 )
 @pytest.mark.parametrize("caller", ["apply fp8", "lint fp8 --against"])
 def test_a_program_that_only_shows_its_help_is_no_error(
-    tmp_path: Path, caller: str, program: str, is_help: bool
+    tmp_path: Path, caller: str, program: str, code: int
 ) -> None:
     (tmp_path / "helpful.py").write_text(HELPFUL)
     words = ["helpful.py", *program.split()]
     against = [" ".join(words)] if "--against" in caller else words
     result = command.policyc(*caller.split(), *against, cwd=tmp_path)
-    note = "exited with 0 while it read its arguments (--help): no policy was applied"
-    assert result.code == (0 if is_help else 1), result.err
-    assert (note in result.err) == is_help
-    assert ("differentiated nothing (jax.grad, vjp, ...): give it the arguments" in result.err) != is_help
+    assert result.code == code, result.err
+    note = "ended with 0 and differentiated nothing: no policy was applied"
+    assert (note in result.err) == (code == 0)
+    assert ("differentiated nothing (jax.grad, vjp, ...): give it the arguments" in result.err) == (code == 1)
 
 
 def test_a_traceback_has_only_frames_of_the_program(home: Path) -> None:
@@ -476,6 +461,20 @@ def test_an_option_with_a_placeholder_belongs_to_the_program(home: Path) -> None
         "policyc: note: '--format' comes after the program, so the program gets it; options of policyc come before "
         "the program"
     ]
+
+
+@pytest.mark.parametrize(("command", "flag"), [("apply", "--require-native"), ("diff", "--stat")])
+def test_a_program_that_does_not_know_an_option_of_the_command_gets_a_hint_at_the_end(
+    home: Path, command: str, flag: str
+) -> None:
+    (home / "strict.py").write_text("import sys\nsys.exit(f'unknown: {sys.argv[1]}')\n")
+    result = run(home, command, "good.policy", "strict.py", flag, "--backend=te")
+    assert result.code == 1
+    assert f"unknown: {flag}" in result.err
+    assert result.err.endswith(
+        f"'{flag}' and '--backend' come after the program, so the program gets them; options of policyc come before "
+        "the program\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,10 @@ def test_a_module_keeps_its_words() -> None:
         ("sites", "name a script"),
         ("sites --format yaml train.py", "'yaml' is not one of 'table', 'json'"),
         ("estimate fp8 --config tiny", "--target names the GPU"),
+        (
+            "compile fp8 train.py --lr 1 --target b200",
+            "'--target' comes after the program, so the program gets it",
+        ),
         ("compile fp8 --target gb200 --config tiny train.py", "one of the two"),
     ],
 )
