@@ -13,7 +13,7 @@ import inspect
 import multiprocessing.spawn
 import os
 import re
-import shutil
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -59,13 +59,14 @@ def export_policy(policy: Policy) -> Iterator[None]:
 
 
 class ChildRefusals:
-    """Which children refused the policy. Children write it to files that the first process reads.
+    """Which children refused the policy. Children write it to a file that the first process reads and removes.
 
-    Can be pickled, and is the same after a fork.
+    The file exists only after a refusal: a run that is killed leaves nothing. Can be pickled, and is the same after a
+    fork.
     """
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="policyc-")
+        self._file = Path(tempfile.gettempdir(), f"policyc-{secrets.token_hex(16)}")
         self._process = os.getpid()
 
     @property
@@ -75,17 +76,37 @@ class ChildRefusals:
     def report(self, error: object) -> None:
         """Prints an error, and tells the first process of it. A child's exceptions do not reach that process."""
         sys.stderr.write(f"{error}\n")
-        with contextlib.suppress(OSError):  # the first process has ended
-            Path(self._folder, str(os.getpid())).touch()
+        if not _is_running(self._process):
+            return  # nothing would remove the file
+        with contextlib.suppress(
+            OSError
+        ):  # the disk is full: the error that the child raises must not be another one
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with os.fdopen(descriptor, "w") as stream:
+                stream.write(f"{os.getpid()}\n")
 
     def count(self) -> int:
         """How many children refused the policy. Only the first process knows."""
-        return 0 if self.is_in_child else len(os.listdir(self._folder))
+        if self.is_in_child or not self._file.exists():
+            return 0
+        return len(set(self._file.read_text().splitlines()))
 
     def close(self) -> None:
         """Removes the record. In a child, it stays: the first process reads it."""
         if not self.is_in_child:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._file.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    if os.name != "posix":
+        return True  # os.kill would end it
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 class SpawnedChildren:

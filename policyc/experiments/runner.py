@@ -17,12 +17,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from policyc.compiler.execution import ExecutionOptions
 from policyc.experiments.import_hook import on_import
 from policyc.experiments.processes import ChildRefusals, SpawnedChildren, export_policy
 from policyc.experiments.program import BadProgram, Program
+from policyc.experiments.started_work import StartedWork
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
@@ -57,6 +58,10 @@ class StopAfterTrace(BaseException):
     """Ends a program once its loss is traced. Not an Exception, so that the program does not catch it."""
 
 
+class _Interrupted(BaseException):
+    """The user has interrupted the program. Its traceback is printed."""
+
+
 def run(
     program: Program,
     policy: Policy,
@@ -66,7 +71,7 @@ def run(
     multiple_losses: bool = False,
     stats_every: int = 0,
 ) -> Session | None:
-    """Runs a program under a policy until the program and its threads end. Returns None if it did not import JAX.
+    """Runs a program under a policy until it, its threads and its children end. Returns None if it did not import JAX.
 
     Raises SystemExit if the program exits with an error. Also if its arguments ask for help (`--help`), and it ends
     with 0 and differentiates nothing; then it says that no policy was applied. Raises BadProgram if the program cannot
@@ -75,8 +80,11 @@ def run(
     """
     program.check()
     settings = SessionSettings(policy, execution, multiple_losses, stats_every)
-    with contextlib.closing(ChildRefusals()) as refusals:
-        return _run(program, settings, on_plan, refusals)
+    try:
+        with contextlib.closing(ChildRefusals()) as refusals:
+            return _run(program, settings, on_plan, refusals)
+    except _Interrupted:
+        _exit_by_interrupt()
 
 
 def _run(
@@ -138,8 +146,8 @@ def _exit_if_refused(refusals: ChildRefusals) -> None:
 
 
 def _run_to_end(program: Program) -> SystemExit | None:
-    """Runs a program and waits for its threads, as Python does before a process ends."""
-    threads = {*threading.enumerate()}
+    """Runs a program and waits for its threads and its children, as Python does before a process ends."""
+    started = StartedWork()
     exit: SystemExit | None = None
     try:
         try:
@@ -155,25 +163,11 @@ def _run_to_end(program: Program) -> SystemExit | None:
                 raise BadProgram(str(error)) from None  # the program itself has not started
             _print_traceback(error)
             exit = SystemExit(1)
-        _join_threads(threads)
+        started.join()
     except KeyboardInterrupt as error:
         _print_traceback(error)
-        _exit_by_interrupt()
+        raise _Interrupted from None
     return exit
-
-
-def _join_threads(before: set[threading.Thread]) -> None:
-    """Waits for the threads that the program started, so that the policy holds in them to their end.
-
-    The threads of executors only end when they are told to, which Python does at the end of a process.
-    """
-    executors: Any = sys.modules.get("concurrent.futures.thread")
-    if executors is not None and any(t not in before for t in executors._threads_queues):
-        executors._python_exit()
-        executors._shutdown = False
-    for thread in threading.enumerate():
-        if thread not in before and not thread.daemon and thread is not threading.current_thread():
-            thread.join()
 
 
 @contextlib.contextmanager

@@ -359,7 +359,9 @@ main()
 
 
 def test_an_interrupt_ends_the_process_by_the_signal(home: Path) -> None:
-    env = {**os.environ, **quick_environment(), "PYTHONPATH": command.python_path()}
+    temporary = home / "temporary"
+    temporary.mkdir()
+    env = {**os.environ, **quick_environment(), "PYTHONPATH": command.python_path(), "TMPDIR": str(temporary)}
     (home / "waiting.py").write_text(WAITING)
     words = [sys.executable, "-c", LISTENING, "apply", "good.policy", "waiting.py"]
     with subprocess.Popen(
@@ -378,6 +380,7 @@ def test_an_interrupt_ends_the_process_by_the_signal(home: Path) -> None:
         _, err = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGINT
     assert "KeyboardInterrupt" in err
+    assert os.listdir(temporary) == []
 
 
 def test_sites_stops_after_the_trace(home: Path) -> None:

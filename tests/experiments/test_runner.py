@@ -201,7 +201,7 @@ def test_policy_and_schedule_hold_in_every_thread(home: Path) -> None:
 
 
 CHILDREN = """
-import multiprocessing, os, subprocess, sys
+import concurrent.futures, multiprocessing, os, subprocess, sys
 from model import *
 w, x = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16))
 
@@ -210,11 +210,13 @@ def report():
           os.environ.get("POLICYC_POLICY_NAME"), flush=True)
 
 if __name__ == "__main__":
-    for method in ("spawn", "forkserver"):
-        print(method, flush=True)
-        child = multiprocessing.get_context(method).Process(target=report)
-        child.start()
-        child.join()
+    print("spawn", flush=True)
+    child = multiprocessing.get_context("spawn").Process(target=report)
+    child.start()
+    child.join()
+    print("forkserver", flush=True)
+    pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"))
+    pool.submit(report).result()  # and no shutdown: Python does that at the end
     look = "import os; print([name for name in os.environ if name.startswith('POLICYC_POLICY')])"
     subprocess.run([sys.executable, "-c", look])
     subprocess.run([sys.executable, "-c", look], env={**os.environ})
@@ -249,9 +251,7 @@ def train():
     jax.grad(loss)({"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((4, 16)))
 
 if __name__ == "__main__":
-    child = multiprocessing.get_context(METHOD).Process(target=train)
-    child.start()
-    child.join()
+    multiprocessing.get_context(METHOD).Process(target=train).start()  # and no join: Python does that at the end
 """
 
 
