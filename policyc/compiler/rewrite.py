@@ -142,20 +142,26 @@ class SiteRewriter(Transform):
     # ---- for Transform
 
     def key(self, position: Position) -> Hashable | None:
-        address = position.address
+        depth = len(position.address)
+        sites = self._sites_under.get(position.address, ())
+        recipes = [self._open_recipes(site, position) for site in sites]
+        if not any(recipe is not None for by_layer in recipes for recipe in by_layer):
+            return None
         parts = tuple(
             (
-                site.address[len(address) :],
+                site.address[depth:],
                 site.weight,
                 site.axis_env,
                 site.number,
                 site.products,
-                self._extra_input_key(site, address),
-                self._open_recipes(site, position),
+                site.takes_extra_inputs,
+                tuple(s.address[depth:] for s in site.stacks if s.address not in position.iterations),
+                self._extra_input_key(site, position.address),
+                by_layer,
             )
-            for site in self._sites_under.get(address, ())
+            for site, by_layer in zip(sites, recipes, strict=True)
         )
-        return parts if any(r is not None for *_, recipes in parts for r in recipes) else None
+        return self._source.seed, parts
 
     def _open_recipes(self, site: Site, position: Position) -> tuple[SiteRecipe | None, ...]:
         """What happens to the layers of a site that are not fixed yet."""
@@ -173,7 +179,7 @@ class SiteRewriter(Transform):
         if site.address not in self._hoisted or site.origin is None:
             return loops
         slicing = tuple(a[len(address) :] for a in site.origin.scans if len(a) > len(address))
-        return loops, slicing, site.products
+        return loops, slicing
 
     def _takes_rounding_key(self, site: Site) -> bool:
         """Does it need an extra input that tells its layer or its step from the others?"""

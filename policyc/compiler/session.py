@@ -6,6 +6,7 @@ A session holds in its own thread, and in every thread that has no session of it
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -56,6 +57,8 @@ class Session:
     _seen: set[Any] = field(default_factory=set)
     _checked: bool = False
     _lock: Any = field(default_factory=threading.RLock)
+    cache_key: int = field(default_factory=itertools.count().__next__)
+    """Part of the key of JAX's caches while the session is the current one. No other session has it."""
 
     def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...], has_aux: bool) -> Callable[..., Any]:
         """The function to differentiate instead of `fun`."""
@@ -86,11 +89,6 @@ class Session:
         self.plans.append(plan)
         if self.on_plan is not None:
             self.on_plan(plan)
-
-    @property
-    def cache_key(self) -> tuple[int, str]:
-        """Part of the key of JAX's caches while the session is the current one."""
-        return id(self), str(self.policy)
 
     @property
     def matched(self) -> bool:

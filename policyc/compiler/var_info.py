@@ -109,11 +109,14 @@ def widen_carry(carry: VarInfo, result: VarInfo) -> VarInfo:
 LAYOUT = frozenset({
     "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "copy",
     "copy_p", "slice", "dynamic_slice", "split", "unstack", "sharding_constraint", "mesh_cast", "reshard", "all_gather",
-    "all_gather_invariant", "all_gather_reduced", "pvary", "pcast", "pbroadcast", "preduced", "optimization_barrier",
-    "name", "reduce_precision", "device_put", "stop_gradient", "layout_constraint", "vary_unreduced_cast", "to_edtype",
-    "pad", "neg", "auto_axes", "explicit_axes", "real", "with_memory_space_constraint", "annotate",
+    "all_gather_invariant", "all_gather_reduced", "pvary", "pcast", "pbroadcast", "preduced", "name",
+    "reduce_precision", "stop_gradient", "layout_constraint", "vary_unreduced_cast", "to_edtype", "pad", "neg",
+    "auto_axes", "explicit_axes", "real", "with_memory_space_constraint", "annotate",
 })  # fmt: skip
 """Primitives that leave a parameter a parameter: they change its order, type or place."""
+
+_IDENTITIES = frozenset({"optimization_barrier", "device_put"})
+"""Primitives whose n-th result is their n-th operand."""
 
 _HOISTABLE = frozenset({
     "convert_element_type", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "copy", "copy_p", "pvary",
@@ -155,7 +158,12 @@ def constant_value(value: Any) -> Integers | None:
 
 
 def propagate_equation(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[VarInfo]:
+    """The infos of the results of an equation, from those of its operands."""
     active = active_results(eqn, [i.active for i in infos])
+    if name in _IDENTITIES:
+        if name == "device_put":  # a weight in the memory of the host cannot be quantized there
+            infos = [replace(info, origin=None) for info in infos]
+        return [replace(info, active=is_active) for info, is_active in zip(infos, active, strict=True)]
     first = infos[0] if infos else UNKNOWN
     sources = _propagate_source(eqn, name, infos)
     integers = propagate_integers(eqn, [i.integers for i in infos])
@@ -164,8 +172,6 @@ def propagate_equation(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[V
     projections = join_projections(infos)
     if not (any(active) or any(sources) or integers or is_iota or one_hot or projections):
         return [UNKNOWN] * len(eqn.outvars)
-    if name == "optimization_barrier":
-        return [replace(info, active=is_active) for info, is_active in zip(infos, active, strict=True)]
     hoistable = name in _HOISTABLE and len(infos) == 1
     return [
         VarInfo(

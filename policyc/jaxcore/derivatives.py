@@ -19,6 +19,10 @@ _RESULT_PER_OPERAND = frozenset({"psum", "psum_invariant", "pmax", "pmin", "sort
 if BARRIERS_SKIP_ZERO_TANGENTS:
     _RESULT_PER_OPERAND |= {"optimization_barrier"}
 
+_COTANGENT_PER_OPERAND = _RESULT_PER_OPERAND | {"device_put"}
+"""Primitives whose n-th operand gets a cotangent from their n-th result only. If one operand of `device_put` has a
+derivative, all its results have one."""
+
 _CONSTANT_ON_REALS = frozenset({"stop_gradient", "sign"})
 """Primitives without a derivative on real numbers whose rule does not show it. (Since JAX 0.12, `sign` has a rule, for
 complex numbers.)"""
@@ -38,7 +42,7 @@ def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
     flows = [a and d for a, d in zip(active, _differentiable_operands(eqn), strict=True)]
     if not any(flows):
         return [False] * len(eqn.outvars)
-    if _has_result_per_operand(eqn):
+    if _is_one_to_one(eqn, _RESULT_PER_OPERAND):
         return [f and is_float(v.aval) for f, v in zip(flows, eqn.outvars, strict=True)]
     return [is_float(v.aval) for v in eqn.outvars]
 
@@ -46,14 +50,14 @@ def active_results(eqn: JaxprEqn, active: Sequence[bool]) -> list[bool]:
 def operands_with_cotangent(eqn: JaxprEqn, results: Sequence[bool]) -> list[bool]:
     """Which operands get a cotangent if they have a derivative, and these results get one."""
     differentiable = _differentiable_operands(eqn)
-    if _has_result_per_operand(eqn):
+    if _is_one_to_one(eqn, _COTANGENT_PER_OPERAND):
         return [r and d for r, d in zip(results, differentiable, strict=True)]
     return [any(results) and d for d in differentiable]
 
 
-def _has_result_per_operand(eqn: JaxprEqn) -> bool:
-    is_listed = jaxprs.primitive_name(eqn) in _RESULT_PER_OPERAND
-    return is_listed and len(eqn.invars) == len(eqn.outvars)
+def _is_one_to_one(eqn: JaxprEqn, primitives: frozenset[str]) -> bool:
+    """Is it one of these primitives, with as many results as operands?"""
+    return jaxprs.primitive_name(eqn) in primitives and len(eqn.invars) == len(eqn.outvars)
 
 
 def _differentiable_operands(eqn: JaxprEqn) -> list[bool]:

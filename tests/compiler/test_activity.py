@@ -110,6 +110,11 @@ def test_a_gemm_behind_a_cut_has_only_fprop(use: Any) -> None:
     assert products == {"a": {Gemm.FPROP, Gemm.WGRAD}, "b": {Gemm.FPROP}}
 
 
+def test_arrays_that_one_equation_moves_get_separate_cotangents() -> None:
+    loss = two_gemms(lambda h, y: jax.device_put((h, y), jax.devices()[0])[0])
+    assert check_products(loss, {"a": W, "b": W}, X) == {"g0": 1}
+
+
 def auxiliary(p: Any, x: Any) -> Any:
     h = jnp.tanh(named_gemm("g0", x, p["a"]))
     return jnp.square(h).sum(), {"logits": named_gemm("g1", h, p["b"]), "constant": 3}

@@ -124,6 +124,19 @@ def test_what_is_computed_from_a_parameter_is_no_weight(derive: Callable[[Any], 
     assert site.products == {FPROP, WGRAD}, "a gradient flows through it still"
 
 
+@pytest.mark.parametrize(
+    "move", [lambda arrays: jax.device_put(arrays, jax.devices()[0]), lax.optimization_barrier]
+)
+def test_arrays_that_one_equation_moves_keep_their_names(move: Callable[[Any], Any]) -> None:
+    def loss(p: Any, frozen: Any, x: Any) -> Any:
+        a, b = move((p["a"], p["b"]))
+        x, w = move((x, frozen["w"]))
+        return x @ a @ b @ w
+
+    sites = find_sites(loss, {"a": W, "b": struct(32, 16)}, {"w": W}, X)
+    assert [site.name for site in sites] == ["a", "b", "frozen.w"]
+
+
 def test_parameters_that_are_joined_are_all_named() -> None:
     params = {"q": W, "k": W, "v": W}
     site = only_site(lambda p, x: x @ jnp.concatenate([p["q"], p["k"], p["v"]], axis=1), params)

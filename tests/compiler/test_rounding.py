@@ -32,7 +32,10 @@ def loss(w: Any, x: Any) -> Any:
     return jnp.mean(jnp.square(x @ w).astype(jnp.float32))
 
 
-def quantized(policy: str = STOCHASTIC) -> Any:
+jitted_loss = jax.jit(loss)
+
+
+def quantized(policy: str = STOCHASTIC, loss: Any = loss) -> Any:
     return jax.grad(policyc.apply(policy, loss))
 
 
@@ -59,18 +62,19 @@ def test_a_key_consists_of_seed_site_layer_and_step(run_step: RunStep | None) ->
         assert list(zip(a.tolist(), b.tolist(), strict=True)) == expected
 
 
-def key_constants(policy: str) -> set[tuple[int, ...]]:
+def key_constants(policy: str, loss: Any) -> set[tuple[int, ...]]:
     """The rounding keys that are constants of the gradient."""
-    gradient = jax.make_jaxpr(quantized(policy))(W, X)
+    gradient = jax.make_jaxpr(quantized(policy, loss))(W, X)
     quantizers = [e for e in jaxprs.all_equations(gradient) if e.primitive.name.endswith("_quantize")]
     words = [tuple(int(v.val) for v in e.invars[1:] if hasattr(v, "val")) for e in quantizers]
     return {w for w in words if w}
 
 
-def test_the_seed_of_the_policy_is_part_of_every_key() -> None:
+@pytest.mark.parametrize("loss", [loss, jitted_loss], ids=["traced twice", "one jaxpr for both seeds"])
+def test_the_seed_of_the_policy_is_part_of_every_key(loss: Any) -> None:
     site = policyc.plan(STOCHASTIC, loss, W, X).sites.sites[0]
-    assert key_constants(STOCHASTIC) == {oracle.make_key(0, site.number)}
-    assert key_constants(f"seed = 7\n{STOCHASTIC}") == {oracle.make_key(7, site.number)}
+    assert key_constants(STOCHASTIC, loss) == {oracle.make_key(0, site.number)}
+    assert key_constants(f"seed = 7\n{STOCHASTIC}", loss) == {oracle.make_key(7, site.number)}
 
 
 # ---- the step

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
+from policyc.compiler.session import Session
 from tests.support.gemms import normal
 from tests.support.jaxpr_tools import primitive_counts, struct
 
@@ -73,6 +74,12 @@ def test_active_reaches_every_entry_of_autodiff(entry: Any) -> None:
     assert session.plans
     assert session.matched
     assert quantized_gemms(derivative) == 0, "nothing stays behind"
+
+
+def test_a_session_does_not_run_what_was_traced_under_an_earlier_one() -> None:
+    """A later session may have the memory address, and so the `id`, of an earlier one."""
+    policy = policyc.parse("* -> fp8")
+    assert len({Session(policy=policy).cache_key for _ in range(8)}) == 8
 
 
 def test_what_is_not_differentiated_is_not_quantized() -> None:
