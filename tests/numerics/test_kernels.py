@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial
@@ -18,7 +19,9 @@ from policyc.numerics.backends import LoweringContext, emulate, xla
 from policyc.numerics.quantize import Axes, Quantized, fp8_kernel, kernels, make_key, quantize
 from policyc.numerics.quantize.dispatch import rotate_operand
 from policyc.numerics.quantize.hadamard import Method
+from policyc.numerics.quantize.kernel_bodies import Order
 from policyc.numerics.quantize.orders import JnpEngine, OrderRequest, quantize_orders
+from tests.support.mosaic_signs import record_signs
 
 # Both sides are compiled the same way. That the jnp code is exact when compiled in full is in test_quantize.py.
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -132,9 +135,9 @@ def test_under_vmap_each_index_has_the_bits_of_its_own_operand(orders: str) -> N
 
     by_kernels = jax.vmap(partial(quantize_by, "kernels"), in_axes=(0, None))
     mapped = jax.jit(jax.vmap(by_kernels))(x, seeds)
+    quantize_alone = jax.jit(partial(quantize_by, "jnp"))
     for i in range(2):
-        alone = jax.jit(partial(quantize_by, "jnp"))(x[i, 0], seeds[i])
-        for one, other in zip(mapped, alone, strict=True):
+        for one, other in zip(mapped, quantize_alone(x[i, 0], seeds[i]), strict=True):
             assert_equal(jax.tree.map(lambda a, i=i: a[i, 0], one), other)
 
 
@@ -161,8 +164,9 @@ def test_both_backends_of_a_gpu_use_kernels(
     backend: ModuleType, treatment: Treatment, is_mapped: bool, features: int
 ) -> None:
     context = LoweringContext(platform="cuda", single_device=True, is_mapped=is_mapped)
-    jaxpr = jax.make_jaxpr(lambda x: backend.quantize(x, treatment, COLUMNS, None, None, context).codes)
-    assert "function=_Kernel(" in str(jaxpr(normal(128, features)))
+    x = jax.ShapeDtypeStruct((128, features), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(lambda x: backend.quantize(x, treatment, COLUMNS, None, None, context).codes)(x)
+    assert "function=_Kernel(" in str(jaxpr)
 
 
 @pytest.mark.parametrize(
@@ -200,17 +204,55 @@ def test_refined_scales_have_the_bits_of_the_jnp_code(name: str, axes: Axes, eng
         assert_equal(quantize_by_engine(x), reference(x))
 
 
+class WithoutStatistics(kernels.Kernels):
+    """Only the kernel that writes codes: the other one would add half a second of lowering."""
+
+    def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[kernels.Statistics]:
+        return [(jnp.int32(0), jnp.uint32(0)) for _ in orders]
+
+
+@pytest.mark.parametrize(
+    ("orders", "is_mapped"),
+    [
+        pytest.param(
+            [OrderRequest(treatment=STOCHASTIC, axes=COLUMNS, key=make_key(7))], False, id="rotated"
+        ),
+        pytest.param(refined_requests("four_over_six_mae448", ROWS), False, id="refined"),
+        pytest.param(requests("stochastic"), True, marks=pytest.mark.slow, id="both orders, mapped"),
+        *(
+            pytest.param(refined_requests(name, axes), True, marks=pytest.mark.slow, id=f"{name} {axes.axis}")
+            for name in REFINED
+            for axes in (ROWS, COLUMNS)
+        ),
+    ],
+)
+def test_mosaic_takes_the_same_integers_for_signed(orders: list[OrderRequest], is_mapped: bool) -> None:
+    """As the interpreter does. Otherwise compiled kernels compare, divide or convert negative numbers as large ones.
+
+    No other test lowers kernels for this shape: those that are lowered already would not be compared. Tiles overlap.
+    """
+    x = jax.ShapeDtypeStruct((3, 2, 192, 560)[not is_mapped :], jnp.bfloat16)
+    engine = kernels.Kernels() if is_mapped else WithoutStatistics()
+    run = partial(quantize_orders, requests=orders, engine=engine)
+    with record_signs() as signs:
+        jax.jit(jax.vmap(run) if is_mapped else run).trace(x).lower(lowering_platforms=("cuda",))
+    assert signs.wrong == []
+    # The residuals of the exact division, by which the reciprocal of a block scale is corrected.
+    assert signs.checked["ge"] >= 4
+    assert signs.checked["gt"] >= 1
+
+
 def test_one_kernel_refines_scales() -> None:
     """XLA finds the maxima."""
     x = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16)
-    jaxpr = str(jax.make_jaxpr(lambda x: quantize_refined(x, "ms_eden", COLUMNS, "interpreted"))(x))
-    assert jaxpr.count("pallas_call[") == 1
+    jaxpr = str(jax.make_jaxpr(lambda x: quantize_refined(x, "ms_eden", COLUMNS, "kernels"))(x))
+    assert jaxpr.count("function=_Kernel(") == 1
 
 
 def test_quantize_uses_kernels_for_rotated_columns() -> None:
     x = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
-    jaxpr = str(jax.make_jaxpr(lambda x: quantize(x, NEAREST, COLUMNS, method="interpreted"))(x))
-    assert jaxpr.count("pallas_call[") == 2
+    jaxpr = str(jax.make_jaxpr(lambda x: quantize(x, NEAREST, COLUMNS, method="kernels"))(x))
+    assert jaxpr.count("function=_Kernel(") == 2
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])

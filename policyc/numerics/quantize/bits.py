@@ -89,14 +89,14 @@ def exact_div(a: jax.Array, b: jax.Array) -> jax.Array:
     # A sum, so that a mantissa rounded up to 2.0 carries into the exponent.
     bits = (e << 23) + (q - _ONE)
     overflows = (bits >= 0x7F800000) | (e > 254) | (bb >> 23 == 0)
-    return jnp.where(overflows, F32_MAX, from_bits(jnp.where(e < 1, 0, bits)))
+    return jnp.where(overflows, F32_MAX, from_bits(jnp.where(e >= 1, bits, 0)))
 
 
 def _as_bit(condition: jax.Array) -> jax.Array:
     """1 or 0, int32. For each cast of booleans in a kernel, Mosaic starts ptxas to ask for its version.
 
-    Selected as unsigned and then converted: Mosaic takes a select between constants for unsigned, as it takes the
-    condition, and what is computed from it too. It would compare negative residuals as large ones.
+    Selected as unsigned and then converted: Mosaic takes a select whose first case is a constant for unsigned, as it
+    takes the condition, and what is computed from it too. It would compare negative residuals as large ones.
     """
     return jnp.where(condition, jnp.uint32(1), jnp.uint32(0)).astype(jnp.int32)
 
@@ -200,7 +200,7 @@ def round_stochastic(t: jax.Array, random: jax.Array, random_bits: int, element:
     # Shifted up by the least normal number, a subnormal has the step of the first binade.
     shift = jnp.where(small, jnp.float32(element.least_normal), jnp.float32(0))
     b = bits_of(t + shift) + (random << (element.shift - random_bits))
-    return (b >> element.shift) - element.rebias - jnp.where(small, 1 << element.mantissa, 0)
+    return (b >> element.shift) - element.rebias - (_as_bit(small) << element.mantissa)
 
 
 def decode(code: jax.Array, element: Element) -> jax.Array:
