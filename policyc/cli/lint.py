@@ -86,7 +86,7 @@ lint_options = collect_options(
             "--diff", is_flag=True, help="Write nothing. Print what --fix would change, and exit with 1 if anything."
         ),
         click.option(
-            "--statistics", is_flag=True, help="Print the number of findings of each code. Formats: full, json."
+            "--statistics", is_flag=True, help="Print the number of findings per code. Formats: full, concise, json."
         ),
         click.option("--exit-zero", is_flag=True, help="Exit with 0 also if there are findings."),
         stdin_filename_option,

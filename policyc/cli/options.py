@@ -337,7 +337,7 @@ def make_step_options(default_target: str | None = None) -> _Decorator[Any]:
             help="What the backward pass recomputes.",
         ),
         click.option(
-            "--gather", type=click.Choice(["each", "once"]), show_default=_FROM_CONFIG,
+            "--gather", type=click.Choice(["each", "once"]), show_default="each",
             help="Gather weights and add gradients over devices for each microbatch, or once per step.",
         ),
     ))  # fmt: skip
