@@ -30,9 +30,7 @@ from policyc.language.selectors import count_alternatives
 _MAX_CHAIN = 32  # recipes named by recipes
 _MAX_STEPS = 100_000  # from recipe to recipe in all variants: each is checked against the whole policy
 _MAX_ALTERNATIVES = 1024  # selectors that the braces of one selector stand for
-_MAX_SUGGESTIONS = (
-    50  # in one policy: searching for a similar name is the most expensive part of these checks
-)
+_MAX_SUGGESTIONS = 50  # in one policy: the search for a similar name is the most expensive check
 
 
 @dataclass(slots=True)

@@ -69,7 +69,6 @@ class _Printer:
 
     def _print_statement(self, statement: Statement, depth: int) -> None:
         span = statement.span
-        self._end = span.end
         has_comment = bool(self._comments) and self._comments[0][0] < span.end
         if isinstance(statement, BlockStatement):
             self._print_block(statement, depth, has_comment)

@@ -261,9 +261,10 @@ def _literal_keys(pattern: Pattern) -> list[_Key]:
 def _name_keys(name: PathSegment) -> Iterator[_Key]:
     """Yields the keys of the patterns that can match a name: without an index, and counted from either end."""
     yield (name.text, None)
-    if name.index is not None and name.size is not None:
+    if name.index is not None:
         yield (name.text, name.index)
-        yield (name.text, name.index - name.size)
+        if name.size is not None:
+            yield (name.text, name.index - name.size)
 
 
 @lru_cache(maxsize=1024)

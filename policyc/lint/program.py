@@ -24,6 +24,10 @@ _MAX_BITS = 8  # a product counts as quantized if its narrower operand has at mo
 _MAX_SELECTORS = 80  # characters of selectors that a suggested rule repeats
 _NAMES_AT_END = 4  # names of a path that `has_name` looks at
 
+FOUR_BITS = range(4, 5)
+EIGHT_BITS = range(5, _MAX_BITS + 1)
+"""4 bits have codes of their own, which the linter also reports without a program."""
+
 FIRST_LOSS_HINT = "only the first loss of the program is checked"
 """For a rule that matches nothing: another loss may have its sites."""
 
@@ -142,7 +146,7 @@ def find_quantizing_rules(
             sites = narrowest.setdefault(product.rule_index, {})
             sites[product.site] = min(product.bits, sites.get(product.site, _MAX_BITS))
     for index, sites in sorted(narrowest.items()):
-        selected = tuple(site for site, count in sites.items() if count in bits)
+        selected = tuple(site for site, site_bits in sites.items() if site_bits in bits)
         if selected:
             yield index, selected
 
@@ -151,19 +155,14 @@ def report_in_8_bits(context: Context, is_sensitive: Callable[[Site], bool], nou
     """Yields a finding for each rule that quantizes sensitive sites, but not to 4 bits. Messages call them `noun`."""
     if context.plan is None:
         return
-    for rule, sites in find_quantizing_rules(context, is_sensitive, EIGHT_BITS):
+    for rule_index, sites in find_quantizing_rules(context, is_sensitive, EIGHT_BITS):
         names = name_sites(sites)
         yield Finding(
-            span=context.policy.rules[rule].span,
+            span=context.policy.rules[rule_index].span,
             message=f"this rule quantizes the {noun} ('{names[0]}'){count_others(len(names))}",
-            help=suggest_recipe(context.plan, rule, sites, "keep"),
+            help=suggest_recipe(context.plan, rule_index, sites, "keep"),
             sites=names,
         )
-
-
-FOUR_BITS = range(4, 5)
-EIGHT_BITS = range(5, _MAX_BITS + 1)
-"""4 bits have codes of their own, which the linter also reports without a program."""
 
 
 def has_name(site: Site, names: Collection[str]) -> bool:

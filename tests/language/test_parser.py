@@ -630,6 +630,7 @@ e -> bf16 expect
 
 
 VALID = """\
+seed = 3
 recipe nv = nvfp4(
     rht=wgrad,   # both operands
     sr={grad},

@@ -330,6 +330,19 @@ def test_all_questions_share_one_budget() -> None:
     assert coverage.undecided > 20
 
 
+def test_a_layer_of_a_stack_of_unknown_depth_is_decided_by_its_index() -> None:
+    _, coverage = make_coverage("layers[3] -> fp8; layers[4] -> bf16; layers[-1] -> bf16")
+    point = Point(path=parse_path("layers[3].up"), gemm=Gemm.FPROP, moment=(0, 1), attributes={})
+    assert coverage.find_deciding_rule(point, Budget(100)) is coverage.rules[0]
+
+
+def test_an_added_rule_that_is_too_hard_is_counted_as_undecided() -> None:
+    """Its variant may change nothing. Without the count, this would not be said."""
+    text = "a -> bf16; variant v { a where k % 127 == 0 and k % 113 == 0 -> bf16 }"
+    result = lint(parse_with_diagnostics(text), codes=["idle-variant"])
+    assert (result.diagnostics, result.undecided) == ((), 1)
+
+
 # ---- limits
 
 

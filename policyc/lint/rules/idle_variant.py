@@ -56,7 +56,9 @@ def _changes_policy(context: Context, variant: Variant) -> bool:
         return True
     coverage = Coverage(after.rules, lambda rule: resolve_after(rule.recipe))
     added_rules = coverage.rules[len(before.rules) :]
-    return any(coverage.find_equivalent_earlier_rule(rule) is None for rule in added_rules)
+    changes = any(coverage.find_equivalent_earlier_rule(rule) is None for rule in added_rules)
+    context.undecided += coverage.undecided
+    return changes
 
 
 RULES = (LintRule(code="idle-variant", doc=__doc__, check=check),)
