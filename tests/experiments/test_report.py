@@ -27,7 +27,7 @@ class TagChecker(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.handle_startendtag(tag, attrs)
-        if tag != "meta":
+        if tag not in ("meta", "wbr"):
             self.open_tags.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: Any) -> None:
@@ -99,6 +99,14 @@ def test_page_loads_nothing_and_shows_what_was_measured(tmp_path: Path) -> None:
     assert {"NVIDIA H200", "0.11.2", "sequence", "128", "python 'a b'"} <= texts
     assert any("mine<1>, policy 0123456789ab" in text for text in texts)
     assert "Permission is hereby granted, free of charge" in "".join(page.scripts)  # the licence of uPlot
+
+
+def test_a_validation_before_the_last_step_is_not_the_final_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 41, "loss": 2.0}\n')
+    (figures,) = build_report([run]).data["variants"][0]["runs"]
+    assert (figures["validation_loss"], figures["validation_loss_plain"]) == (None, None)
 
 
 def test_several_runs_never_replace_the_page_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,12 +222,13 @@ def about_with(text: str) -> dict[str, Any]:
 def test_every_text_is_escaped_wherever_it_comes_from(tmp_path: Path) -> None:
     run = write_run(tmp_path / MARKUP.replace("/", "_"))
     metric = {"step": 41, "loss": 1.0, "skipped": MARKUP, "mfu": MARKUP, "grad_norm": MARKUP}
-    stat = {"step": 41, "site": MARKUP, "layer": 0, "operand": MARKUP, "format": MARKUP, "sqnr_db": 1.0}
+    turned = f"{MARKUP}\u202e"  # what follows would be written from right to left
+    stat = {"step": 41, "site": turned, "layer": 0, "operand": MARKUP, "format": MARKUP, "sqnr_db": 1.0}
     gradient = {"step": 41, "parameter": MARKUP, "layer": 0, "cosine": 0.5}
     for name, records in (("metrics.jsonl", [metric]), ("stats.jsonl", [stat, gradient])):
         with (run / name).open("a") as stream:
             stream.writelines(json.dumps(record) + "\n" for record in records)
-    (run / "plan.json").write_text(json.dumps(plan_with(MARKUP)))
+    (run / "plan.json").write_text(json.dumps(plan_with(turned)))
     (run / "run.json").write_text(json.dumps(about_with(MARKUP)))
     failed = about_with(MARKUP) | {"state": "failed"}
     (run / "status.json").write_text(json.dumps(failed))
@@ -233,6 +242,7 @@ def test_every_text_is_escaped_wherever_it_comes_from(tmp_path: Path) -> None:
     for page in pages:
         texts = texts_of(page)
         assert "<script>alert" not in page.read_text()
+        assert "\u202e" not in page.read_text()
         assert sum(MARKUP in text for text in texts) >= 10
         assert any("{{body}}{{title}}" in text for text in texts) == (page is pages[0])
 

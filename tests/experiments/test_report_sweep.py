@@ -15,7 +15,7 @@ import pytest
 
 from policyc.experiments.report.build import PredictedStep, ReportOptions, build_report
 from policyc.experiments.report.output import render_report, write_report
-from policyc.experiments.report.series import count_spikes
+from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
 from policyc.experiments.report.speed_chart import draw_speed_chart
 from policyc.experiments.report.speed_ups import predict_speed_ups
 from policyc.experiments.report.sweeps import ReportError
@@ -280,9 +280,10 @@ def test_spikes_are_counted() -> None:
     losses[[100, 300]] += 1.0
     norms = 1 + 0.1 * np.abs(generator.standard_normal(500))
     norms[[60, 200, 201]] = 5.0
-    assert count_spikes(losses, is_loss=True) == 2
-    assert count_spikes(norms, is_loss=False) == 3
-    assert count_spikes(losses[:50], is_loss=True) == 0
+    assert count_loss_spikes(losses) == 2
+    assert count_gradient_spikes(norms) == 3
+    assert count_loss_spikes(losses[:50]) == 0
+    assert count_gradient_spikes(norms[:50]) == 0
 
 
 def test_a_validation_loss_that_is_not_finite_is_a_failure_and_changes_no_measure(tmp_path: Path) -> None:

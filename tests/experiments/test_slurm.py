@@ -135,6 +135,9 @@ def test_a_second_sweep_finds_the_job_of_the_first(cluster, tmp_path):
     (run.folder / "slurm.json").unlink()  # the sweep was killed after sbatch and before it noted the number
     assert SlurmExecutor(OPTIONS).is_active(run)
     assert SlurmJob.read(run.folder) == SlurmJob(id="7")
+    (run.folder / "slurm.json").write_text("")  # after a loss of power
+    assert SlurmExecutor(OPTIONS).is_active(run)
+    assert SlurmJob.read(run.folder) == SlurmJob(id="7")
     assert len(cluster.calls("sbatch")) == 1
 
 

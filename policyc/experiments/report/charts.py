@@ -46,7 +46,7 @@ class Chart:
       x: the places of the values.
       note: what lines and bands are.
       zone: a horizontal band, such as the margin around 0.
-      format: how values are written: `loss`, `number`, `seconds`, `bytes`, `percent` or `count`.
+      format: how values are written: `loss`, `gap`, `number`, `seconds`, `bytes`, `percent` or `count`.
     """
 
     id: str
@@ -233,8 +233,6 @@ def _metric_charts(sweep: SweepData, axis: Axis) -> Iterator[Chart]:
 
 
 # ---- numerics telemetry
-
-Key = Callable[[dict[str, Any]], str | None]
 
 
 def _telemetry_charts(sweep: SweepData, axis: Axis) -> Iterator[Chart]:

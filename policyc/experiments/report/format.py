@@ -67,7 +67,7 @@ def format_figure(name: str, value: float | None) -> str:
     if name == "ratio":
         return f"{value:.2f}×"
     if name == "step_seconds":
-        return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+        return f"{value:.3g} s" if value >= 0.9995 else f"{1000 * value:.3g} ms"
     if name == "duration":
         return _format_duration(value)
     if name in ("mfu", "stall_fraction", "goodput"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from functools import partial
-from html import escape
 from typing import Any
 
 from policyc.experiments.report.build import Report
@@ -26,8 +25,7 @@ from policyc.experiments.report.format import (
 from policyc.experiments.report.runs import RunData
 from policyc.experiments.report.sweeps import SweepData
 from policyc.experiments.report.tables import heat_maps, plan_table
-from policyc.experiments.report.values import Record, escape_texts
-from policyc.language.diagnostics import escape_controls
+from policyc.experiments.report.values import Record, escape_texts, safe_html
 from policyc.language.web_page import compress_json, fill_template, read_asset
 
 _read = partial(read_asset, "policyc.experiments.report")
@@ -58,7 +56,7 @@ def render_page(report: Report) -> str:
     return fill_template(
         _read("page.html"),
         {
-            "title": _safe(data["title"]),
+            "title": safe_html(data["title"]),
             "style": _read("uPlot.min.css") + _read("page.css"),
             "body": "\n".join(part for part in parts if part),
             "data": compress_json(escape_texts(embedded)),
@@ -72,15 +70,11 @@ def render_page(report: Report) -> str:
 # ---- elements
 
 
-def _safe(text: object) -> str:
-    return escape(escape_controls(str(text)))
-
-
 def _section(id: str, title: str, content: str, note: str = "") -> str:
     if not content:
         return ""
-    small = f" <small>{_safe(note)}</small>" if note else ""
-    return f'<section id="{id}"><h2>{_safe(title)}{small}</h2>{content}</section>'
+    small = f" <small>{safe_html(note)}</small>" if note else ""
+    return f'<section id="{id}"><h2>{safe_html(title)}{small}</h2>{content}</section>'
 
 
 def _details(title: str, content: str, *, is_open: bool = False) -> str:
@@ -92,12 +86,13 @@ def _columns(*blocks: str) -> str:
 
 
 def _chip(name: str, color: int) -> str:
-    return f'<span class=chip><i class="c{color % _COLORS}"></i><span>{_safe(name)}</span></span>'
+    breakable = safe_html(name).replace("_", "_<wbr>")
+    return f'<span class=chip><i class="c{color % _COLORS}"></i><span>{breakable}</span></span>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], css_class: str = "") -> str:
     """A table of cells that are already HTML. Columns after the first are numbers."""
-    titles = "".join(f"<th>{_safe(title)}</th>" for title in head)
+    titles = "".join(f"<th>{safe_html(title)}</th>" for title in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     opening = f'<table class="{css_class}">' if css_class else "<table>"
     return f"<div class=scroll>{opening}<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -119,14 +114,16 @@ def _header(data: Record) -> str:
         data["created"].replace("T", " ").replace("+00:00", " UTC"),
     ]
     return (
-        f"<header><p class=quiet>{_safe(data['title'])}</p><h1>{_safe(summarize(data))}</h1>"
-        f"<p class=quiet>{_safe(' · '.join(facts))}</p></header>"
+        f"<header><p class=quiet>{safe_html(data['title'])}</p><h1>{safe_html(summarize(data))}</h1>"
+        f"<p class=quiet>{safe_html(' · '.join(facts))}</p></header>"
     )
 
 
 def _inequalities(data: Record) -> str:
     """What makes the runs incomparable. It stands before the verdicts, which do not count then."""
-    return "".join(f"<p class=warning>Not comparable: {_safe(text)}.</p>" for text in data["inequalities"])
+    return "".join(
+        f"<p class=warning>Not comparable: {safe_html(text)}.</p>" for text in data["inequalities"]
+    )
 
 
 def _cards(run: Record) -> str:
@@ -135,7 +132,7 @@ def _cards(run: Record) -> str:
     figures += [("tokens", format_figure("tokens", run["tokens"]))] if run["tokens"] else []
     figures += [(label, format_figure(name, run[name])) for name, label in FIGURES if run[name] is not None]
     cards = "".join(
-        f"<div><b>{_safe(value)}</b><span>{_safe(label)}</span></div>" for label, value in figures
+        f"<div><b>{safe_html(value)}</b><span>{safe_html(label)}</span></div>" for label, value in figures
     )
     return f"<div class=cards>{cards}</div>"
 
@@ -147,12 +144,12 @@ def _verdicts(data: Record, colors: dict[str, int]) -> str:
         rows = [c for c in data["comparisons"] if c["baseline"] == baseline]
         if rows:
             first = baseline == data["statistics"]["baselines"][0]
-            figure = f'<figure class=chart data-gaps="{_safe(baseline)}"></figure>'
+            figure = f'<figure class=chart data-gaps="{safe_html(baseline)}"></figure>'
             table = f"<div class=verdict-columns>{_verdict_table(rows, colors)}{figure}</div>"
-            content += table if first else _details(f"Against {_safe(baseline)}", table)
+            content += table if first else _details(f"Against {safe_html(baseline)}", table)
     if not content:
         return ""
-    rules = "".join(f"<li>{_safe(rule)}</li>" for rule in data["statistics"]["rules"])
+    rules = "".join(f"<li>{safe_html(rule)}</li>" for rule in data["statistics"]["rules"])
     content += _details(
         "How verdicts are made: fixed before the runs", f"<ul class=rules>{rules}</ul>", is_open=True
     )
@@ -168,13 +165,13 @@ def _verdict_table(rows: Sequence[Record], colors: dict[str, int]) -> str:
         cells = (
             _chip(row["variant"], colors[row["variant"]]),
             f'<span class="verdict {verdict}">{verdict}</span>',
-            f"<b>{_safe(format_gap(row['gap']))}</b>",
-            _safe(format_interval(row["interval"])),
+            f"<b>{safe_html(format_gap(row['gap']))}</b>",
+            safe_html(format_interval(row["interval"])),
             str(len(row["seeds"])),
             detectable,
         )
         body += "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-        body += f"<tr class=reason><td colspan=6><div>{_safe(row['reason'])}</div></td></tr>"
+        body += f"<tr class=reason><td colspan=6><div>{safe_html(row['reason'])}</div></td></tr>"
     head = "".join(
         f"<th>{title}</th>"
         for title in ("variant", "verdict", "gap, nats", "interval", "seeds", "detectable")
@@ -199,9 +196,9 @@ def _variant_table(data: Record, colors: dict[str, int]) -> str:
             _chip(variant["name"], colors[variant["name"]]),
             f"{states['finished']}/{len(variant['runs'])}{lost}",
         ]
-        cells += [_safe(format_figure(name, variant["figures"].get(name))) for name, _ in columns]
+        cells += [safe_html(format_figure(name, variant["figures"].get(name))) for name, _ in columns]
         if speed_ups:
-            cells.append(_safe(format_figure("ratio", speed_ups.get(variant["name"]))))
+            cells.append(safe_html(format_figure("ratio", speed_ups.get(variant["name"]))))
         rows.append(cells)
     note = "losses: means over the seeds that finished; memory: the largest; spikes: the sum"
     return _section("variants", "Variants", _table(head, rows), note)
@@ -224,9 +221,9 @@ def _charts(data: Record) -> str:
 def _time(data: Record) -> str:
     """Where the time of each run went."""
     head, rows = time_table(data)
-    table = _table(head, [[_safe(cell) for cell in row] for row in rows]) if rows else ""
+    table = _table(head, [[safe_html(cell) for cell in row] for row in rows]) if rows else ""
     content = table if len(rows) <= _OPEN_RUNS else _details(f"All {len(rows)} runs", table)
-    return _section("time", "Time", content and content + f"<p class=quiet>{_safe(TIME_NOTE)}</p>")
+    return _section("time", "Time", content and content + f"<p class=quiet>{safe_html(TIME_NOTE)}</p>")
 
 
 def _equal_loss(data: Record, colors: dict[str, int]) -> str:
@@ -243,10 +240,10 @@ def _equal_loss(data: Record, colors: dict[str, int]) -> str:
         cells.append(
             [
                 _chip(row["variant"], colors[row["variant"]]),
-                _safe(row["baseline"]),
+                safe_html(row["baseline"]),
                 f"{row['loss']:.4f}",
                 f"{row['token_ratio'] - 1:+.1%}",
-                *(_safe(format_figure("ratio", value)) for value in figures),
+                *(safe_html(format_figure("ratio", value)) for value in figures),
             ]
         )
     unit = data["axis"]  # tokens, or steps if the runs do not say how many tokens they have seen
@@ -278,13 +275,13 @@ def _run_table(data: Record, colors: dict[str, int]) -> str:
     rows = []
     for name, run in runs:
         mark = " class=warning" if run["state"] == "failed" else ""
-        state = f"<span{mark}>{_safe(run['state'])}</span>"
+        state = f"<span{mark}>{safe_html(run['state'])}</span>"
         seed = "–" if run["seed"] is None else str(run["seed"])
-        figures = [_safe(format_figure(column, run[column])) for column, _ in columns]
+        figures = [safe_html(format_figure(column, run[column])) for column, _ in columns]
         rows.append([_chip(name, colors[name]), seed, state, f"{run['last_step']:,}", *figures])
     head = ["variant", "seed", "state", "step", *(label for _, label in columns)]
     table = _details(f"All {len(runs)} runs", _table(head, rows))
-    return _section("runs", "Runs", table + f"<p class=quiet>{_safe(data['statistics']['spikes'])}</p>")
+    return _section("runs", "Runs", table + f"<p class=quiet>{safe_html(data['statistics']['spikes'])}</p>")
 
 
 def _failures(data: Record) -> str:
@@ -294,12 +291,14 @@ def _failures(data: Record) -> str:
         for run in variant["runs"]:
             if run["state"] == "failed":
                 tail = f"<pre>{_safe_lines(run['log_tail'])}</pre>" if run["log_tail"] else ""
-                content += f"<h3>{_safe(run['name'])} <small>{_safe(run['reason'])}</small></h3>{tail}"
+                content += (
+                    f"<h3>{safe_html(run['name'])} <small>{safe_html(run['reason'])}</small></h3>{tail}"
+                )
     return _section("failures", "Failed runs", content)
 
 
 def _safe_lines(lines: Sequence[str]) -> str:
-    return "\n".join(_safe(line) for line in lines)
+    return "\n".join(safe_html(line) for line in lines)
 
 
 def _numerics(sweep: SweepData) -> str:
@@ -309,7 +308,7 @@ def _numerics(sweep: SweepData) -> str:
         measured += [run for run in variant.runs if run.stats][:1]
     tables = [(run, heat_maps(run)) for run in measured]
     blocks = [
-        _columns(*maps) if len(sweep.runs) == 1 else _details(_safe(run.name), _columns(*maps))
+        _columns(*maps) if len(sweep.runs) == 1 else _details(safe_html(run.name), _columns(*maps))
         for run, maps in tables
         if maps
     ]
@@ -327,30 +326,30 @@ def _policies(data: Record, sweep: SweepData) -> str:
         facts = [*summary["policy_names"], *(f"{label} {value[:12]}" for label, value in hashes)]
         facts += [f"backend {name}" for name in summary["backends"]]
         diff = diffs.get(variant.name)
-        body = f"<p>{_safe(variant.edit)}</p>" if variant.edit else ""
-        body += "".join(f"<p class=warning>{_safe(finding)}</p>" for finding in variant.findings)
+        body = f"<p>{safe_html(variant.edit)}</p>" if variant.edit else ""
+        body += "".join(f"<p class=warning>{safe_html(finding)}</p>" for finding in variant.findings)
         if diff is not None:
-            body += (
-                f"<p class=quiet>against {_safe(diff['against'])}</p><pre>{_diff_lines(diff['lines'])}</pre>"
-            )
+            body += f"<p class=quiet>against {safe_html(diff['against'])}</p><pre>{_diff_lines(diff['lines'])}</pre>"
         elif variant.policy_text is not None:
             body += f"<pre>{_safe_lines(variant.policy_text.splitlines())}</pre>"
         plan = next((run.plan for run in variant.runs if run.plan is not None), None)
         if plan is not None:
             body += "<h4>Plan</h4>" + plan_table(plan)
         if body or facts:
-            title = f"<b>{_safe(variant.name)}</b> <small><code>{_safe(', '.join(facts))}</code></small>"
+            title = (
+                f"<b>{safe_html(variant.name)}</b> <small><code>{safe_html(', '.join(facts))}</code></small>"
+            )
             content += _details(title, body, is_open=len(sweep.runs) == 1)
     for row in data["not_run"]:
-        content += (
-            f"<p class=quiet>Not run: {_safe(row.get('name', ''))} ({_safe(row.get('reason', ''))})</p>"
-        )
+        content += f"<p class=quiet>Not run: {safe_html(row.get('name', ''))} ({safe_html(row.get('reason', ''))})</p>"
     return _section("policies", "Policies and plans", content)
 
 
 def _diff_lines(lines: Sequence[str]) -> str:
     kinds = {"+": "added", "-": "removed", "@": "place"}
-    return "\n".join(f'<span class="{kinds.get(line[:1], "same")}">{_safe(line)}</span>' for line in lines)
+    return "\n".join(
+        f'<span class="{kinds.get(line[:1], "same")}">{safe_html(line)}</span>' for line in lines
+    )
 
 
 # ---- end of the page
@@ -359,10 +358,10 @@ def _diff_lines(lines: Sequence[str]) -> str:
 def _environment(data: Record) -> str:
     content = ""
     for entry in data["environment"]:
-        rows = [[_safe(name), _safe(value)] for name, value in entry["values"].items()]
-        settings = [[_safe(name), _safe(value)] for name, value in entry["settings"].items()]
+        rows = [[safe_html(name), safe_html(value)] for name, value in entry["values"].items()]
+        settings = [[safe_html(name), safe_html(value)] for name, value in entry["settings"].items()]
         runs = entry["runs"]
-        label = _safe(", ".join(runs) if len(runs) <= 3 else f"{runs[0]} and {len(runs) - 1} more runs")
+        label = safe_html(", ".join(runs) if len(runs) <= 3 else f"{runs[0]} and {len(runs) - 1} more runs")
         many = len(data["environment"]) > 1
         block = _table(["environment", ""], rows, "facts") + (
             _table(["setting", ""], settings, "facts") if settings else ""
@@ -373,7 +372,7 @@ def _environment(data: Record) -> str:
 
 def _commands(data: Record) -> str:
     blocks = [
-        f"<p class=quiet>{_safe(command['of'])}</p><pre>{_safe(shlex.join(command['words']))}</pre>"
+        f"<p class=quiet>{safe_html(command['of'])}</p><pre>{safe_html(shlex.join(command['words']))}</pre>"
         for command in data["commands"]
     ]
     rest = _details(f"{len(blocks) - 1} runs", "".join(blocks[1:])) if blocks[1:] else ""
@@ -381,5 +380,5 @@ def _commands(data: Record) -> str:
 
 
 def _notes(data: Record) -> str:
-    notes = [f"<p class=quiet>Left out: {_safe(problem)}.</p>" for problem in data["problems"]]
-    return f"<footer>{''.join(notes)}<p class=quiet>policyc {_safe(data['policyc'])}</p></footer>"
+    notes = [f"<p class=quiet>Left out: {safe_html(problem)}.</p>" for problem in data["problems"]]
+    return f"<footer>{''.join(notes)}<p class=quiet>policyc {safe_html(data['policyc'])}</p></footer>"

@@ -132,17 +132,26 @@ def with_derived_metrics(run: RunData) -> RunData:
     return replace(run, steps=replace(run.steps, columns=columns))
 
 
-def count_spikes(column: Column, *, is_loss: bool) -> int:
-    """Steps that stand out from the steps before them. See SPIKE_WINDOW, GRADIENT_SPIKE and LOSS_SPIKE."""
+def count_loss_spikes(losses: Column) -> int:
+    """Steps more than LOSS_SPIKE robust standard deviations above the median of the steps before them."""
+    values, windows, medians = _windows_before(losses)
+    spread = _MAD_TO_DEVIATION * np.median(np.abs(windows - medians[:, None]), axis=1)
+    return int(np.sum(values > medians + LOSS_SPIKE * spread))
+
+
+def count_gradient_spikes(norms: Column) -> int:
+    """Steps with a gradient norm above GRADIENT_SPIKE times the median of the steps before them."""
+    values, _, medians = _windows_before(norms)
+    return int(np.sum(values > GRADIENT_SPIKE * medians))
+
+
+def _windows_before(column: Column) -> tuple[Column, Column, Column]:
+    """The steps after the first SPIKE_WINDOW ones; for each, as many steps before it, and their median."""
     values = column[np.isfinite(column)]
     if len(values) <= SPIKE_WINDOW:
-        return 0
+        return np.empty(0), np.empty((0, SPIKE_WINDOW)), np.empty(0)
     windows = np.lib.stride_tricks.sliding_window_view(values[:-1], SPIKE_WINDOW)
-    medians = np.median(windows, axis=1)
-    if not is_loss:
-        return int(np.sum(values[SPIKE_WINDOW:] > GRADIENT_SPIKE * medians))
-    spread = _MAD_TO_DEVIATION * np.median(np.abs(windows - medians[:, None]), axis=1)
-    return int(np.sum(values[SPIKE_WINDOW:] > medians + LOSS_SPIKE * spread))
+    return values[SPIKE_WINDOW:], windows, np.median(windows, axis=1)
 
 
 def first_crossing(axis: Axis, curve: Column, level: float) -> float | None:

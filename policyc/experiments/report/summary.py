@@ -12,7 +12,13 @@ import numpy as np
 
 from policyc.experiments.report.charts import by_seed
 from policyc.experiments.report.runs import Column, RunData
-from policyc.experiments.report.series import Axis, count_spikes, first_crossing, with_derived_metrics
+from policyc.experiments.report.series import (
+    Axis,
+    count_gradient_spikes,
+    count_loss_spikes,
+    first_crossing,
+    with_derived_metrics,
+)
 from policyc.experiments.report.sweeps import (
     SweepData,
     VariantData,
@@ -41,7 +47,6 @@ def summarize_run(run: RunData, longest: int) -> Record:
         values = np.empty(0) if column is None else column[np.isfinite(column)]
         return float(reduce(values)) if len(values) else None
 
-    plain = run.evaluations.column("validation_loss_plain")
     return {
         "name": run.name,
         "seed": run.seed,
@@ -53,9 +58,9 @@ def summarize_run(run: RunData, longest: int) -> Record:
         "tokens": float(tokens[-1]) if tokens is not None and len(tokens) else None,
         "trailing_loss": trailing_loss(run),
         "validation_loss": final_validation_loss(run),
-        "validation_loss_plain": None if plain is None or not np.isfinite(plain[-1]) else float(plain[-1]),
-        "loss_spikes": count_spikes(run.steps.columns["loss"], is_loss=True),
-        "gradient_spikes": None if grad_norm is None else count_spikes(grad_norm, is_loss=False),
+        "validation_loss_plain": final_validation_loss(run, "validation_loss_plain"),
+        "loss_spikes": count_loss_spikes(run.steps.columns["loss"]),
+        "gradient_spikes": None if grad_norm is None else count_gradient_spikes(grad_norm),
         "skipped_steps": figure("skipped", np.max),
         "step_seconds": figure("step_seconds", np.median),
         "tokens_per_second": figure("tokens_per_second", np.median),

@@ -311,12 +311,12 @@ def trailing_loss(run: RunData) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-def final_validation_loss(run: RunData) -> float | None:
+def final_validation_loss(run: RunData, metric: str = "validation_loss") -> float | None:
     """The validation loss after the last step, or None if that step was not validated, or its loss is not finite."""
-    if not _is_validated(run):
+    column = run.evaluations.column(metric)
+    if column is None or not _is_validated(run):
         return None
-    loss = float(run.evaluations.columns["validation_loss"][-1])
-    return loss if math.isfinite(loss) else None
+    return float(column[-1]) if math.isfinite(column[-1]) else None
 
 
 def _is_validated(run: RunData) -> bool:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from policyc.experiments.report.runs import RunData, layer_key
-from policyc.experiments.report.values import Record, as_list, as_number, as_record, as_records, as_text
+from policyc.experiments.report.values import (
+    Record,
+    as_list,
+    as_number,
+    as_record,
+    as_records,
+    as_text,
+    safe_html,
+)
 
 LayerKey = tuple[int, ...]
 
@@ -49,10 +56,10 @@ def heat_maps(run: RunData) -> list[str]:
         if record["step"] != step:
             continue
         if "operand" in record:
-            label = f"{escape(as_text(record['site']))} <em>{escape(as_text(record['operand']))}</em>"
+            label = f"{safe_html(as_text(record['site']))} <em>{safe_html(as_text(record['operand']))}</em>"
             operands.setdefault(label, {})[layer_key(record)] = record
         elif "cosine" in record:
-            gradients.setdefault(escape(as_text(record["parameter"])), {})[layer_key(record)] = record
+            gradients.setdefault(safe_html(as_text(record["parameter"])), {})[layer_key(record)] = record
     maps = [_heat_table(heat_map, operands, step) for heat_map in _OPERAND_MAPS if operands]
     return [*maps, _heat_table(_GRADIENT_MAP, gradients, step)] if gradients else maps
 
@@ -78,7 +85,7 @@ def _heat_cell(heat_map: _HeatMap, value: object) -> str:
     span = heat_map.good - heat_map.neutral if is_good else heat_map.neutral - heat_map.bad
     strength = max(-1.0, min(1.0, (number - heat_map.neutral) / span))
     kind = "good" if strength > 0 else "bad"
-    text = escape(heat_map.format.format(number * heat_map.factor))
+    text = safe_html(heat_map.format.format(number * heat_map.factor))
     return f'<td class="cell {kind}" style="--s:{abs(strength):.2f}">{text}</td>'
 
 
@@ -108,12 +115,14 @@ def _plan_row(site: Record, phase: str, group: Record, rules: Sequence[str]) -> 
         product = as_record(products.get(gemm))
         formats = list(dict.fromkeys(map(as_text, as_list(product.get("formats")))))
         is_quantized = any(name not in ("keep", "bf16", "f32") for name in formats)
-        cells += f"<td{' class=quantized' if is_quantized else ''}>{escape(' × '.join(formats)) or '–'}</td>"
+        cells += (
+            f"<td{' class=quantized' if is_quantized else ''}>{safe_html(' × '.join(formats)) or '–'}</td>"
+        )
     winners = dict.fromkeys(_rule_text(as_record(p).get("rule"), rules) for p in products.values())
-    phase_note = f" <small>{escape(as_text(phase))}</small>" if phase else ""
+    phase_note = f" <small>{safe_html(as_text(phase))}</small>" if phase else ""
     return (
-        f"<tr><td class=site>{escape(name)}{phase_note}</td><td>{escape(_layers_text(group))}</td>{cells}"
-        f"<td class=rule><code>{escape('; '.join(winners))}</code></td></tr>"
+        f"<tr><td class=site>{safe_html(name)}{phase_note}</td><td>{safe_html(_layers_text(group))}</td>{cells}"
+        f"<td class=rule><code>{safe_html('; '.join(winners))}</code></td></tr>"
     )
 
 

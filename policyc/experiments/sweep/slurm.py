@@ -65,9 +65,10 @@ class SlurmJob:
 
     @classmethod
     def read(cls, folder: Path) -> SlurmJob | None:
+        """Reads `slurm.json`; None if there is none, or if it is damaged: the comment of the job also finds it."""
         try:
             return cls(**json.loads((folder / JOB_FILE).read_text(encoding="utf-8")))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError):
             return None
 
 

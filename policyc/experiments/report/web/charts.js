@@ -38,7 +38,7 @@ const FORMATS = {
   loss: (value) => value.toFixed(4),
   gap: signed,
   number: (value) => String(+value.toPrecision(4)),
-  seconds: (value) => value >= 1 ? value.toPrecision(3) + " s" : (value * 1000).toPrecision(3) + " ms",
+  seconds: (value) => value >= 0.9995 ? value.toPrecision(3) + " s" : (value * 1000).toPrecision(3) + " ms",
   bytes: (value) => withPrefix(value, 4) + "B",
   percent: (value) => (value * 100).toFixed(2) + "%",
   count: (value) => withPrefix(value, 4),
