@@ -15,6 +15,7 @@ from policyc.compiler.plan_tables import other_products
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
 from policyc.diff.earlier import read_earlier_plan
+from policyc.diff.figures import name_parts
 from policyc.diff.gradient import match_gradients
 from policyc.diff.linears import LinearTable
 from policyc.diff.matching import MatchedLoss, match_losses
@@ -80,6 +81,7 @@ def build_diff(request: DiffRequest) -> DiffData:
     table = LinearTable(plans, phases, predictions, earlier)
     linears = tuple(table.linears())
     policies = request.before, after.policy
+    match = match_gradients if request.is_gradient else _match_losses
     seconds = [prediction.step_seconds for prediction in predictions]
     if earlier is not None:
         seconds[0] = None  # its recipes are not known
@@ -100,7 +102,7 @@ def build_diff(request: DiffRequest) -> DiffData:
         target="" if request.target is None else request.target.name,
         devices=request.mesh.devices,
         is_gradient=request.is_gradient,
-        matched=None if earlier is not None else _match(request, plans, phases),
+        matched=None if earlier is not None else match(plans, phases),
         notes=(
             *(note for plan in plans for note in _unmatched_notes(plan)),
             *(f"not in the predicted time: {line}" for line in other_products(after)),
@@ -134,10 +136,6 @@ def _seed_notes(before: Policy | None, after: Policy, linears: Sequence[Linear])
         f"{count} products round stochastically with other random numbers" if count else "nothing uses it"
     )
     return (f"{text}: {effect}",)
-
-
-def _match(request: DiffRequest, plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLoss:
-    return match_gradients(plans, phases) if request.is_gradient else _match_losses(plans, phases)
 
 
 def _match_losses(plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLoss:
@@ -174,11 +172,11 @@ def _make_stack(name: str, members: Sequence[int], linears: Sequence[Linear]) ->
     }
     if not layers:
         return Stack(name=name, size=0, linears=tuple(members), classes=())
-    members_of: dict[Hashable, list[int]] = {}
+    layers_of: dict[Hashable, list[int]] = {}
     for layer in sorted(layers):
         key = tuple(_run_key(linears[number], layer) for number in members)
-        members_of.setdefault(key, []).append(layer)
-    classes = tuple(LayerClass(ranges=as_ranges(members)) for members in members_of.values())
+        layers_of.setdefault(key, []).append(layer)
+    classes = tuple(LayerClass(ranges=as_ranges(alike)) for alike in layers_of.values())
     return Stack(name=name, size=max(layers) + 1, linears=tuple(members), classes=classes)
 
 
@@ -192,9 +190,10 @@ def _run_key(linear: Linear, layer: int) -> Hashable:
 
 
 def count_products(linears: Sequence[Linear]) -> Totals:
+    """Counts all products of the part of the model that changes, and those that change, are emulated or opaque."""
     changed_names = [linear.name for linear in linears if any(run.is_changed for run in linear.runs)]
     group = _common_scope(changed_names)
-    counted = [linear for linear in linears if not group or linear.name.split(".")[: len(group)] == group]
+    counted = [linear for linear in linears if name_parts(linear.name)[: len(group)] == group]
     runs = [(run, product) for linear in linears for run in linear.runs for product in run.products]
     return Totals(
         products=sum(run.count * len(run.products) for linear in counted for run in linear.runs),
@@ -209,10 +208,8 @@ def count_products(linears: Sequence[Linear]) -> Totals:
     )
 
 
-def _common_scope(names: Sequence[str]) -> list[str]:
-    """The names that all these paths start with, without the last name of any."""
-    if not names:
-        return []
-    paths = [name.partition("(")[0].split(".")[:-1] for name in names]  # "(train.py:8)" is one name
-    pairs = itertools.takewhile(lambda column: len({*column}) == 1, zip(*paths, strict=False))
-    return [column[0] for column in pairs]
+def _common_scope(names: Sequence[str]) -> tuple[str, ...]:
+    """The parts that all these names start with, without the last part of any."""
+    scopes = [name_parts(name)[:-1] for name in names]
+    columns = itertools.takewhile(lambda column: len({*column}) == 1, zip(*scopes, strict=False))
+    return tuple(column[0] for column in columns)

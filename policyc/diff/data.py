@@ -9,7 +9,7 @@ from typing import Any
 import networkx as nx
 
 from policyc.diff.graph import children_of, graph_of
-from policyc.diff.model import DiffData, DiffSide, Linear, LinearLayers, ProductSide, ProductState, Stack
+from policyc.diff.model import DiffData, DiffSide, Linear, LinearRun, ProductSide, ProductState, Stack
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 
@@ -121,7 +121,7 @@ class _Writer:
     def linear(self, linear: Linear) -> dict[str, Any]:
         return {"name": linear.name, "stack": linear.stack, "runs": [self._run(run) for run in linear.runs]}
 
-    def _run(self, run: LinearLayers) -> dict[str, Any]:
+    def _run(self, run: LinearRun) -> dict[str, Any]:
         site = run.site
         return {
             "layers": None if run.first is None else [run.first, run.last],

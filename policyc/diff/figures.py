@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from policyc.diff.model import DiffData, LinearLayers, ProductChange
+from policyc.diff.model import DiffData, LinearRun, ProductChange
 from policyc.language.recipes import Gemm
 
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-_TIMES = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"))
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_TIMES = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_DOT_OUTSIDE_PARENTHESES = re.compile(r"\.(?![^(]*\))")
 
 
 def product_figures(diff: DiffData, linear: int, layer: int | None, gemm: str) -> Iterator[str]:
@@ -26,7 +28,7 @@ def product_figures(diff: DiffData, linear: int, layer: int | None, gemm: str) -
 
 
 def short_name(diff: DiffData, linear: int) -> str:
-    """As many of the last parts of a name as tell the linear from others of its stack; `(train.py:8)` is one part."""
+    """As many of the last parts of a name as tell the linear from others of its stack."""
     stack = diff.linears[linear].stack
     names = [name_parts(other.name) for other in diff.linears if other.stack == stack]
     parts = name_parts(diff.linears[linear].name)
@@ -37,12 +39,11 @@ def short_name(diff: DiffData, linear: int) -> str:
 
 
 def name_parts(name: str) -> tuple[str, ...]:
-    """The parts of a dotted name; `(train.py:8)` is one part."""
-    head, bracket, place = name.partition("(")
-    return (*(part for part in head.split(".") if part), *([bracket + place] if bracket else []))
+    """The parts of a dotted name. `(train.py:8)` is one part, and so is `up (2)`."""
+    return tuple(_DOT_OUTSIDE_PARENTHESES.split(name))
 
 
-def _predictions(run: LinearLayers, product: ProductChange) -> Iterator[str]:
+def _predictions(run: LinearRun, product: ProductChange) -> Iterator[str]:
     if product.after is not None and product.after.state.lowering.backend:
         lowering = product.after.state.lowering
         yield f"native, {lowering.backend}" if lowering.native else "emulated"
@@ -55,7 +56,7 @@ def _predictions(run: LinearLayers, product: ProductChange) -> Iterator[str]:
         yield _arrow(moved)
 
 
-def _measurements(overlays: Mapping[str, Any], linear: int, run: LinearLayers, gemm: str) -> Iterator[str]:
+def _measurements(overlays: Mapping[str, Any], linear: int, run: LinearRun, gemm: str) -> Iterator[str]:
     """The lowest values of the layers, since one line stands for all of them."""
     stats = overlays.get("stats", {})
     operands = [
@@ -64,7 +65,8 @@ def _measurements(overlays: Mapping[str, Any], linear: int, run: LinearLayers, g
     ratios = [e["sqnr_db"] for e in operands if isinstance(e.get("sqnr_db"), int | float)]
     if ratios:
         yield f"SQNR {min(ratios):.1f} dB or more"
-    cosines = [e["cosine"] for e in _of_layers(stats.get("cosines", ()), linear, run)]
+    gradients = _of_layers(stats.get("cosines", ()), linear, run)
+    cosines = [e["cosine"] for e in gradients if isinstance(e["cosine"], int | float)]
     if gemm == Gemm.WGRAD and cosines:
         yield f"gradient cosine {min(cosines):.4f} or more"
     for entry in overlays.get("compiled", {}).get("products", ()):
@@ -75,7 +77,7 @@ def _measurements(overlays: Mapping[str, Any], linear: int, run: LinearLayers, g
 
 
 def _of_layers(
-    entries: Sequence[Mapping[str, Any]], linear: int, run: LinearLayers
+    entries: Sequence[Mapping[str, Any]], linear: int, run: LinearRun
 ) -> Iterator[Mapping[str, Any]]:
     for entry in entries:
         layer = entry.get("layer")
@@ -83,7 +85,7 @@ def _of_layers(
             yield entry
 
 
-def _overlaps(layers: Sequence[int] | None, run: LinearLayers) -> bool:
+def _overlaps(layers: Sequence[int] | None, run: LinearRun) -> bool:
     if layers is None or run.first is None or run.last is None:
         return True
     return layers[0] <= run.last and run.first <= layers[1]
@@ -95,16 +97,15 @@ def _arrow(texts: Sequence[str]) -> str:
 
 def with_prefix(value: float, unit: str) -> str:
     """`8.80 TFLOP`."""
-    size, prefix = next((p for p in _PREFIXES if value >= p[0]), (1, ""))
-    return f"{_digits(value / size)} {prefix}{unit}"
+    return _with_unit(value, _PREFIXES) + unit
 
 
 def format_seconds(seconds: float) -> str:
     """`3.00 ms`."""
-    size, unit = next((t for t in _TIMES if seconds >= t[0]), (1e-6, "µs"))
-    return f"{_digits(seconds / size)} {unit}"
+    return _with_unit(seconds, _TIMES)
 
 
-def _digits(value: float) -> str:
-    """Three digits that matter."""
-    return f"{value:#.3g}".rstrip(".")
+def _with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """Three digits that matter, and the largest unit that the rounded value reaches, else the smallest one."""
+    size, unit = next((u for u in units if value >= 0.9995 * u[0]), units[-1])
+    return f"{f'{value / size:#.3g}'.rstrip('.')} {unit}"

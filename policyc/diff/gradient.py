@@ -105,9 +105,12 @@ def tagged_gradient(plan: Plan, phase: Phase) -> AnyJaxpr:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
-    """What must be equal for equations of two gradients to correspond."""
+    """What must be equal for equations of two gradients to correspond.
 
-    address: Address | None
+    `address` is the equation of the loss that they are from; empty if they are from none.
+    """
+
+    address: Address
     product: str
     is_backward: bool
     is_recomputed: bool
@@ -150,7 +153,7 @@ class _GradientMatcher:
         for eqn in eqns:
             tag = self._tags.read_tag(eqn, container)
             key = _Key(
-                address=tag.address,
+                address=tag.address or (),
                 product=self._product(eqn, tag),
                 is_backward=is_backward or tag.is_backward,
                 is_recomputed=tag.is_recomputed,
@@ -174,11 +177,10 @@ class _GradientMatcher:
     def _match_key(
         self, key: _Key, old: Sequence[JaxprEqn], new: Sequence[JaxprEqn], iterations: Iterations
     ) -> Iterator[Match]:
-        address = () if key.address is None else key.address
-        if address in self._sites:
+        if key.address in self._sites:
             same = self._texts.of_equations(old) == self._texts.of_equations(new)
             yield Match(
-                address=address,
+                address=key.address,
                 before=tuple(old),
                 after=tuple(new),
                 reason=None if same else Reason.REPLACED,
@@ -207,7 +209,7 @@ class _GradientMatcher:
         inside: tuple[MatchedJaxpr, ...] = (),
     ) -> Match:
         return Match(
-            address=key.address or (),
+            address=key.address,
             before=old,
             after=new,
             reason=reason,
@@ -228,7 +230,7 @@ class _GradientMatcher:
                     sub.jaxpr,
                     other.jaxpr,
                     iterations,
-                    container=key.address or (),
+                    container=key.address,
                     is_backward=key.is_backward,
                 ),
                 inputs=_inputs(sub.jaxpr, other.jaxpr),
@@ -252,10 +254,8 @@ class _GradientMatcher:
         inside: list[MatchedJaxpr] = []
         for piece in pieces:
             before, after = (jaxprs.sub_jaxprs(eqn)[0].jaxpr for eqn in (piece.whole, piece.scan))
-            fixed = {**iterations, key.address or (): piece.iterations.start}
-            matches = self.match(
-                before, after, fixed, container=key.address or (), is_backward=key.is_backward
-            )
+            fixed = {**iterations, key.address: piece.iterations.start}
+            matches = self.match(before, after, fixed, container=key.address, is_backward=key.is_backward)
             inside.append(MatchedJaxpr(label="jaxpr", matches=matches, iterations=piece.iterations))
         return self._make(key, tuple(old), tuple(new), Reason.SPLIT, iterations, tuple(inside))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from policyc.compiler.plan import Decision, Phase, Plan, gemm_queries
 from policyc.compiler.sites import Layer, Site
 from policyc.diff.earlier import EarlierPlan
-from policyc.diff.model import Linear, LinearLayers, ProductChange, ProductSide, ProductState
+from policyc.diff.model import Linear, LinearRun, ProductChange, ProductSide, ProductState
 from policyc.diff.predict import Prediction
 from policyc.hardware.gemm_cost import product_format
 from policyc.jaxcore.transform import Address
@@ -53,7 +53,8 @@ class _Place(NamedTuple):
 class LinearTable:
     """Sorts the layers of all sites into linears: one for each path without its layer index.
 
-    Two sites with the same path and layer (a weight that is used twice) are two linears.
+    Two sites with the same path and layer (a weight that is used twice) are two linears. `places` has the number of the
+    linear and the index in its stack, for each layer of each site.
     """
 
     def __init__(
@@ -65,9 +66,18 @@ class LinearTable:
     ) -> None:
         self._plans, self._predictions, self._earlier = plans, predictions, earlier
         self._decisions = [plan.decisions(phase) for plan, phase in zip(plans, phases, strict=True)]
-        self.places: dict[tuple[Address, Layer], tuple[int, int | None]] = {}
+        self._rows = self._sort_layers()
+        self.places: dict[tuple[Address, Layer], tuple[int, int | None]] = {
+            (member.site.address, member.layer): (number, index)
+            for number, row in enumerate(self._rows)
+            for index, member in row.layers.items()
+        }
 
     def linears(self) -> Iterator[Linear]:
+        for row in self._rows:
+            yield Linear(stack=row.stack, name=row.name, runs=tuple(self._runs(row)))
+
+    def _sort_layers(self) -> tuple[_Row, ...]:
         rows: dict[tuple[str, str, int], _Row] = {}
         stacks = {_split_at_layer(path).stack for path in self._weight_paths()}
         for site in self._plans[1].sites:
@@ -80,17 +90,14 @@ class LinearTable:
                     if index not in row.layers:
                         row.layers[index] = _RowLayer(site, layer, (before, after))
                         break
-        for number, row in enumerate(rows.values()):
-            for index, member in row.layers.items():
-                self.places[member.site.address, member.layer] = (number, index)
-            yield Linear(stack=row.stack, name=row.name, runs=tuple(self._runs(row)))
+        return tuple(rows.values())
 
     def _weight_paths(self) -> Iterator[DottedPath]:
         for site in self._plans[1].sites:
             if site.parameters:
                 yield site.layer_path(site.stack_indices((0,) * len(site.stacks)))
 
-    def _runs(self, row: _Row) -> Iterator[LinearLayers]:
+    def _runs(self, row: _Row) -> Iterator[LinearRun]:
         """The layers of a row, consecutive ones to which the same happens together."""
         ordered = sorted(row.layers.items(), key=lambda item: -1 if item[0] is None else item[0])
 
@@ -107,10 +114,10 @@ class LinearTable:
             layers = [item for _, item in group]
             (first, member), (last, _) = layers[0], layers[-1]
             sides = [
-                prediction.products(member.site, decision)
+                prediction.layer_times(member.site, decision)
                 for prediction, decision in zip(self._predictions, member.decisions, strict=True)
             ]
-            yield LinearLayers(
+            yield LinearRun(
                 first=first,
                 last=last,
                 site=member.site,

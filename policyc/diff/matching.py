@@ -19,7 +19,7 @@ from policyc.compiler.hoist import ROUNDING_KEY, Quantizer, RewrittenLoss
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import IterationRange, container_of
 from policyc.jaxcore.jaxprs import AnyJaxpr
-from policyc.jaxcore.transform import Address, ExtraInput, NewScope, Replacement
+from policyc.jaxcore.transform import Address, NewScope, Replacement
 
 PRODUCT_SCOPE = re.compile(r"(fprop|dgrad|wgrad)\.\d+")
 """The name scope that quantized products give to their equations: `Product.scope`."""
@@ -144,10 +144,7 @@ def _quantizer_eqns(quantizer: Quantizer | None) -> tuple[JaxprEqn, ...]:
 def _hoisted_quantizers(
     rewritten: RewrittenLoss,
 ) -> dict[tuple[Address, tuple[IterationRange, ...]], Quantizer]:
-    def is_quantizer(extra: ExtraInput) -> bool:
-        return extra.content is not ROUNDING_KEY
-
-    return {(e.address, e.ranges): e.content for e in rewritten.hoisted if is_quantizer(e)}
+    return {(e.address, e.ranges): e.content for e in rewritten.hoisted if e.content is not ROUNDING_KEY}
 
 
 Sides = tuple[Sequence[Replacement], Sequence[Replacement]]
@@ -186,8 +183,7 @@ class _Matcher:
         """First what the site computes for others too, then the site."""
         olds = before.eqns[: before.added], before.eqns[before.added :]
         news = after.eqns[: after.added], after.eqns[after.added :]
-        numbers = before.readers if not after.readers else after.readers
-        readers = tuple((*address[:-1], number) for number in numbers)
+        readers = tuple((*address[:-1], number) for number in after.readers or before.readers)
         for old, new, reason in zip(olds, news, (Reason.SHARED, Reason.REPLACED), strict=True):
             if not old and not new:
                 continue

@@ -90,7 +90,7 @@ def _numerics(state: ProductState, has_options: bool) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearLayers:
+class LinearRun:
     """Consecutive layers of a linear to which the same happens. `first` and `last` are None if it is not in a stack."""
 
     first: int | None
@@ -126,14 +126,14 @@ class Linear:
 
     stack: str
     name: str
-    runs: tuple[LinearLayers, ...]
+    runs: tuple[LinearRun, ...]
 
     @property
     def full_name(self) -> str:
         """Its path without indices. A parameter that is a stack itself has no name inside the stack."""
         return f"{self.stack}.{self.name}" if self.stack and self.name != self.stack else self.name
 
-    def run_at(self, layer: int | None) -> LinearLayers | None:
+    def run_at(self, layer: int | None) -> LinearRun | None:
         """The run that has this layer."""
         for run in self.runs:
             if run.first is None or run.last is None or layer is None or run.first <= layer <= run.last:

@@ -17,6 +17,7 @@ from policyc.diff.model import DiffData, format_ranges
 from policyc.diff.svg import FORMAT_COLORS, OTHER_COLOR
 from policyc.language.diagnostics import escape_controls
 from policyc.language.formats import FORMATS
+from policyc.language.recipes import Gemm
 
 _CHANGE_COLORS = {"before": "#ffd8d3", "after": "#cdeccd"}
 
@@ -130,7 +131,6 @@ def _product_format(diff: DiffData, attributes: dict[str, Any], side: str) -> st
     if "linear" not in attributes:
         return ""
     run = diff.linears[attributes["linear"]].run_at(attributes.get("layer"))
-    products = () if run is None else run.products
-    gemm = attributes.get("product") or "fprop"
-    value = next(((p.before if side == "before" else p.after) for p in products if p.gemm == gemm), None)
-    return "" if value is None else value.state.format
+    product = None if run is None else run.product(Gemm(attributes.get("product") or Gemm.FPROP))
+    product_side = product and (product.before if side == "before" else product.after)
+    return "" if product_side is None else product_side.state.format

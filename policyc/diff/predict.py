@@ -38,8 +38,8 @@ class Prediction:
     def _readers(self) -> training_step.ReaderCounts:
         return training_step.count_readers(self._step.plan)
 
-    def products(self, site: Site, decision: Decision) -> LayerTimes:
-        """The times of one layer of a site."""
+    def layer_times(self, site: Site, decision: Decision) -> LayerTimes:
+        """The times of the products of one layer of a site, and of the quantization of their operands."""
         if self._target is None:
             return LayerTimes(seconds={})
         group = LayerGroup.from_decision(site, decision)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from policyc.diff.data import sentence
-from policyc.diff.model import DiffData, Linear, LinearLayers, ProductChange, ProductSide, Stack
+from policyc.diff.model import DiffData, Linear, LinearRun, ProductChange, ProductSide, Stack
 from policyc.language.notebook import escape_text
 from policyc.language.recipes import Gemm
 
@@ -70,7 +70,7 @@ def _cell_width(stack: Stack) -> float:
 
 
 def _axis(stack: Stack, y: float) -> str:
-    """The numbers of the first and the last layer of each class."""
+    """The numbers of the first and the last layer, and of those at which another class begins."""
     width = _cell_width(stack)
     numbers = sorted({0, stack.size - 1, *(first for c in stack.classes for first, _ in c.ranges)})
     shown: list[str] = []
@@ -97,7 +97,7 @@ def _draw_row(diff: DiffData, linear: Linear, gemm: Gemm, stack: Stack, y: float
 
 
 def _draw_cells(
-    lefts: Sequence[float], y: float, width: float, run: LinearLayers, product: ProductChange
+    lefts: Sequence[float], y: float, width: float, run: LinearRun, product: ProductChange
 ) -> Iterator[str]:
     """The cells of a run: one path for each color."""
     inner = width - min(1.0, width / 6)
@@ -124,7 +124,7 @@ def _color(side: ProductSide | None) -> str:
     return "#ffffff" if side is None else FORMAT_COLORS.get(side.state.format, OTHER_COLOR)
 
 
-def describe_cell(diff: DiffData, linear: Linear, run: LinearLayers, product: ProductChange) -> str:
+def describe_cell(diff: DiffData, linear: Linear, run: LinearRun, product: ProductChange) -> str:
     """What the reader of a cell wants to know: shape, formats, rule, place."""
     site = run.site
     layers = "" if run.first is None else f" layers {run.first}-{run.last}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,31 +16,23 @@ import networkx as nx
 from policyc.diff.data import sentence
 from policyc.diff.figures import product_figures
 from policyc.diff.graph import children_of, graph_of
-from policyc.diff.model import DiffData, Linear, LinearLayers, ProductChange, Stack, format_ranges
-from policyc.language.diagnostics import count_noun, escape_controls
+from policyc.diff.model import DiffData, Linear, LinearRun, ProductSide, Stack, format_ranges
+from policyc.language.diagnostics import Paint, count_noun, escape_controls, plain
 from policyc.language.recipes import Gemm
 
 WIDTH = 80
-
-Paint = Callable[[str, str], str]
-"""Colors a text by its kind: a format, `added`, `removed`, `header`, `rule` or `dim`."""
 
 GLYPHS = {"nvfp4": "4", "mxfp4": "x", "mxfp8": "m", "fp8": "8", "fp4": "t", "bf16": "b", "f32": "f"}
 _UNCHANGED, _EMULATED, _OPAQUE, _MIXED, _MISSING = ".", "e", "!", "*", " "
 
 
-def no_paint(kind: str, text: str) -> str:
-    del kind
-    return text
-
-
-def render(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> str:
-    """The whole text."""
+def render(diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> str:
+    """The whole text. `paint` gets as kinds: formats, `emulated`, `added`, `removed`, `header`, `rule` and `dim`."""
     lines = [*render_summary(diff, paint, width), "", *EquationLines(diff, paint, width).lines()]
     return "".join(f"{line}\n" for line in lines)
 
 
-def render_summary(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> Iterator[str]:
+def render_summary(diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> Iterator[str]:
     """The sentence, the notes and the heat strips."""
     yield from _render_head(diff, paint, width)
     yield ""
@@ -59,7 +51,7 @@ def _render_head(diff: DiffData, paint: Paint, width: int) -> Iterator[str]:
         yield from (paint("dim", line) for line in _wrap(f"note: {note}", width))
 
 
-def render_stat(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> str:
+def render_stat(diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> str:
     """The sentence, the notes, and for each linear how many of its products change, from what to what."""
     lines = [*_render_head(diff, paint, width)]
     for linear in diff.linears:
@@ -69,7 +61,7 @@ def render_stat(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> 
             for run in linear.runs:
                 product = run.product(gemm)
                 if product is not None and product.is_changed:
-                    text = f"{_format(product, 0)} -> {_format(product, 1)}"
+                    text = f"{_format_of(product.before)} -> {_format_of(product.after)}"
                     counts[text] = counts.get(text, 0) + run.count
             for item in counts.items():
                 gemms_of.setdefault(item, []).append(gemm)
@@ -80,9 +72,8 @@ def render_stat(diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> 
     return "".join(f"{line}\n" for line in lines)
 
 
-def _format(product: ProductChange, side: int) -> str:
-    value = (product.before, product.after)[side]
-    return "-" if value is None else value.state.format
+def _format_of(side: ProductSide | None) -> str:
+    return "-" if side is None else side.state.format
 
 
 # ---- heat strips
@@ -93,7 +84,9 @@ def _strips(diff: DiffData, stack: Stack, paint: Paint, width: int, used: dict[s
     columns = max(1, width - labels - 2)
     per_column = -(-max(stack.size, 1) // columns)
     if stack.size:
-        title = f"{_escape(stack.name)}: {stack.size} layers, {', '.join(c.label for c in stack.classes)}"
+        title = (
+            f"{escape_controls(stack.name)}: {stack.size} layers, {', '.join(c.label for c in stack.classes)}"
+        )
         scale = f" (one column: {per_column} layers)" if per_column > 1 else ""
         yield from (paint("header", line) for line in _wrap(title + scale, width))
     for number in stack.linears:
@@ -121,7 +114,7 @@ def _row_glyphs(linear: Linear, gemm: Gemm, size: int, per_column: int) -> list[
     return glyphs
 
 
-def _glyph(run: LinearLayers | None, gemm: Gemm) -> tuple[str, str]:
+def _glyph(run: LinearRun | None, gemm: Gemm) -> tuple[str, str]:
     product = None if run is None else run.product(gemm)
     if run is None or product is None or product.after is None:
         return _MISSING, "dim"
@@ -148,7 +141,7 @@ class _Unchanged:
 class EquationLines:
     """The scopes that hold a change, with their equations; those that did not change are counted."""
 
-    def __init__(self, diff: DiffData, paint: Paint = no_paint, width: int = WIDTH) -> None:
+    def __init__(self, diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> None:
         self._diff, self._paint, self._width = diff, paint, width
         self._graph: nx.DiGraph[int] = graph_of(diff)
 
@@ -211,7 +204,7 @@ class EquationLines:
         if reason in ("replaced", "hoisted", "shared"):
             lines += self._rule_lines(data)
         for line in lines:
-            yield self._paint("rule", _shorten(f"  # {_escape(line)}", self._width))
+            yield self._paint("rule", _shorten(f"  # {escape_controls(line)}", self._width))
 
     def _figures(self, data: dict[str, Any]) -> Iterator[str]:
         """What is predicted and measured of the product that an equation computes."""
@@ -219,7 +212,7 @@ class EquationLines:
         if data.get("reason") != "replaced" or "linear" not in data or not gemm:
             return
         for line in product_figures(self._diff, data["linear"], data.get("layer"), gemm):
-            yield self._paint("dim", _shorten(f"  # {_escape(line)}", self._width))
+            yield self._paint("dim", _shorten(f"  # {escape_controls(line)}", self._width))
 
     def _linear_name(self, number: int) -> str:
         return self._diff.linears[number].name
@@ -251,7 +244,7 @@ class EquationLines:
         data = self._graph.nodes[node]
         sign, kind = {"before": ("-", "removed"), "after": ("+", "added"), "both": (" ", "dim")}[data["side"]]
         text = f"{sign} {'  ' * depth}{equation_text(data)}"
-        yield self._paint(kind, _shorten(_escape(text), self._width))
+        yield self._paint(kind, _shorten(escape_controls(text), self._width))
         inside = [c for scope in children_of(self._graph, node) for c in children_of(self._graph, scope)]
         if inside and not data["op"].startswith("custom_vjp"):  # a helper of JAX: its name says what it does
             yield self._paint("dim", f"{sign}   {'  ' * depth}... {data['inside']} equations inside")
@@ -281,18 +274,16 @@ def _scope_label(attributes: dict[str, Any]) -> str:
 # ---- text
 
 
-def _escape(text: str) -> str:
-    return escape_controls(text)
-
-
 def _shorten(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
 
 
 def _shorten_left(text: str, width: int) -> str:
-    text = _escape(text)
+    text = escape_controls(text)
     return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
 
 
 def _wrap(text: str, width: int) -> Iterator[str]:
-    yield from textwrap.wrap(_escape(text), width, break_long_words=True, break_on_hyphens=False) or [""]
+    yield from textwrap.wrap(escape_controls(text), width, break_long_words=True, break_on_hyphens=False) or [
+        ""
+    ]

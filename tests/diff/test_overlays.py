@@ -12,7 +12,7 @@ import pytest
 import policyc
 from policyc.compiler.plan_tables import as_json as plan_json
 from policyc.diff.data import sentence
-from policyc.diff.figures import format_seconds
+from policyc.diff.figures import format_seconds, name_parts, product_figures, short_name
 from policyc.diff.model import DiffData
 from policyc.diff.overlays import read_compiled, read_stats
 from policyc.diff.terminal import render
@@ -99,12 +99,29 @@ def test_figures_are_part_of_the_text(diff: DiffData) -> None:
     assert lines[index + 1].startswith("- ")
 
 
+def test_a_gradient_without_a_cosine_is_left_out(diff: DiffData) -> None:
+    """A gradient of zeros has none: `stats.jsonl` says null."""
+    up = next(number for number, linear in enumerate(diff.linears) if linear.name == "up")
+    cosines = [{"linear": up, "layer": layer, "cosine": value} for layer, value in ((0, None), (1, 0.75))]
+    measured = replace(diff, overlays={"stats": {"operands": [], "cosines": cosines}})
+    *_, line = product_figures(measured, up, 0, "wgrad")
+    assert line == "up wgrad: gradient cosine 0.7500 or more"
+
+
+def test_the_number_of_a_repeated_name_is_part_of_its_last_part(diff: DiffData) -> None:
+    assert name_parts("attention.scores (2)") == ("attention", "scores (2)")
+    assert name_parts("decoder.(train.py:8) (2)") == ("decoder", "(train.py:8) (2)")
+    named = replace(diff.linears[0], name="attention.scores (2)")
+    assert short_name(replace(diff, linears=(named, *diff.linears[1:])), 0) == "scores (2)"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
         (7200.0, "2.00 h"),
         (90.0, "1.50 min"),
         (1.0, "1.00 s"),
+        (0.9997, "1.00 s"),
         (0.0315, "31.5 ms"),
         (2e-5, "20.0 µs"),
     ],

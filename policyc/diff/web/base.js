@@ -91,19 +91,16 @@ const watch = (keys, redraw) => listeners.push([keys, redraw]);
 
 // ---- numbers
 
-const PREFIXES = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+const PREFIXES = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]];
+const TIMES = [[3600, "h"], [60, "min"], [1, "s"], [1e-3, "ms"], [1e-6, "µs"]];
 
-function withPrefix(value, unit) {
-  for (const [size, prefix] of PREFIXES) if (value >= size) return (value / size).toPrecision(3) + " " + prefix + unit;
-  return value.toPrecision(3) + " " + unit;
+/** Three digits that matter, and the largest unit that the rounded value reaches, else the smallest one. */
+function withUnit(value, units) {
+  const [size, unit] = units.find(([size]) => value >= 0.9995 * size) ?? units.at(-1);
+  return (value / size).toPrecision(3) + " " + unit;
 }
 
-function duration(seconds) {
-  if (seconds >= 7200) return (seconds / 3600).toPrecision(3) + " h";
-  if (seconds >= 120) return (seconds / 60).toPrecision(3) + " min";
-  if (seconds >= 1) return seconds.toPrecision(3) + " s";
-  if (seconds >= 1e-3) return (seconds * 1e3).toPrecision(3) + " ms";
-  return (seconds * 1e6).toPrecision(3) + " µs";
-}
+const withPrefix = (value, unit) => withUnit(value, PREFIXES) + unit;
+const duration = (seconds) => withUnit(seconds, TIMES);
 
 const count = (number, noun) => number.toLocaleString("en") + " " + noun + (number === 1 ? "" : "s");

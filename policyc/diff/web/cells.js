@@ -3,7 +3,7 @@
 const FORMATS = [...new Set(data.states.map((state) => state.format))];
 const KNOWN_FORMATS = ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp4", "bf16", "f32"];
 const fullName = (linear) => (linear.stack && linear.stack !== linear.name ? linear.stack + "." + linear.name : linear.name);
-const nameParts = (name) => [.../^[^(]*/.exec(name)[0].split(".").filter(Boolean), ...(/\(.*/s.exec(name) ?? [])]; // "(train.py:8)" is one part
+const nameParts = (name) => name.split(/\.(?![^(]*\))/); // "(train.py:8)" is one part, and so is "up (2)"
 const shortNames = data.linears.map(shortName);
 
 /** As many of the last parts of a name as tell the linear from others of its stack. */
