@@ -150,7 +150,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     execution = parse_execution(options.backend, require_native=options.require_native)
     printer = _PlanPrinter(options.plan_out)
     with exit_on_error(), _repeat_misplaced_hint(program, printer):
-        session = runner.run(
+        result = runner.run(
             program,
             policy,
             execution,
@@ -158,11 +158,13 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
             multiple_losses=options.multiple_losses,
             stats_every=options.stats_every,
         )
+    session = result.session
     if session is None or not session.matched:
-        if session is not None and session.children and not session.plans:
-            print_note("this process differentiated nothing; the processes it started ran under the policy")
-            return
-        exit_with_message(_explain_no_match(session.plans if session is not None else (), policy_name))
+        plans = session.plans if session is not None else ()
+        if not result.children or plans:
+            exit_with_message(_explain_no_match(plans, policy_name))
+        print_note("this process differentiated nothing; the processes it started ran under the policy")
+        return
     if session.unmet:
         exit_with_diagnostics(PolicyError(session.unmet))
     if options.stats_every and not session.recorders:

@@ -50,8 +50,6 @@ class Session:
     plans: list[Plan] = field(default_factory=list)
     recorders: dict[Any, Any] = field(default_factory=dict)
     """Of telemetry: one for each loss that was measured."""
-    children: int = 0
-    """Processes that the program started with multiprocessing, under the same policy."""
     refusal: PolicyError | None = None
     """Why the policy could not be applied to a loss. Stays set if the program catches the exception."""
     _seen: set[Any] = field(default_factory=set)

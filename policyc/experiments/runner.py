@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -54,6 +55,14 @@ class PolicyRejected(BaseException):
         self.error = error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a program did under a policy: in this process, if it imported JAX there, and in how many children."""
+
+    session: Session | None
+    children: int
+
+
 class StopAfterTrace(BaseException):
     """Ends a program once its loss is traced. Not an Exception, so that the program does not catch it."""
 
@@ -70,8 +79,8 @@ def run(
     *,
     multiple_losses: bool = False,
     stats_every: int = 0,
-) -> Session | None:
-    """Runs a program under a policy until it, its threads and its children end. Returns None if it did not import JAX.
+) -> RunResult:
+    """Runs a program under a policy until it, its threads and its children end.
 
     Raises SystemExit if the program exits with an error. Also if its arguments ask for help (`--help`), and it ends
     with 0 and differentiates nothing; then it says that no policy was applied. Raises BadProgram if the program cannot
@@ -89,7 +98,7 @@ def run(
 
 def _run(
     program: Program, settings: SessionSettings, on_plan: Callable[[Plan], None], refusals: ChildRefusals
-) -> Session | None:
+) -> RunResult:
     sessions: list[Session] = []
     ends: list[BaseException] = []
 
@@ -130,9 +139,7 @@ def _run(
             "was applied\n"
         )
         raise exit or SystemExit(0)
-    if session is not None:
-        session.children = children.count
-    return session
+    return RunResult(session=session, children=children.count)
 
 
 def _exit_if_refused(refusals: ChildRefusals) -> None:
