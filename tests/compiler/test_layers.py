@@ -755,6 +755,60 @@ def weight_names(loss: Callable[..., Any], *args: Any, **options: Any) -> list[t
     return [(s.name, s.weight) for s in policyc.plan("* -> fp8", loss, *args, **options).sites]
 
 
+def apply_weight(h, w):
+    return jnp.tanh(h @ w), None
+
+
+COUNTS = {
+    "a scan over a stack": (lambda p, x: lax.scan(apply_weight, x, p["w"])[0], weights(3), 3),
+    "a weight for two iterations": (
+        lambda p, x: lax.scan(lambda h, i: apply_weight(h, p["w"][i // 2]), x, jnp.arange(6))[0],
+        weights(3),
+        6,
+    ),
+    "a repeated stack": (
+        lambda p, x: lax.scan(apply_weight, x, jnp.repeat(p["w"], 2, axis=0))[0],
+        weights(3),
+        6,
+    ),
+    "an entry twice": (
+        lambda p, x: lax.scan(apply_weight, x, jnp.stack([p["w"][i] for i in (0, 1, 0)]))[0],
+        [weights(), weights()],
+        3,
+    ),
+    "microbatches": (
+        lambda p, x: lax.scan(lambda c, row: (c, row @ p["w"]), 0, jnp.stack([x, x]))[1],
+        weights(),
+        1,
+    ),
+    "a shared block": (
+        lambda p, x: lax.scan(lambda h, _: apply_weight(h, p["w"]), x, None, length=4)[0],
+        weights(),
+        1,
+    ),
+    "a loop around a stack": (
+        lambda p, x: lax.fori_loop(0, 2, lambda _, h: lax.scan(apply_weight, h, p["w"])[0], x),
+        weights(3),
+        3,
+    ),
+    "a loop in Python": (lambda p, x: x @ p["w"] @ p["w"] @ p["w"] @ p["w"], weights(), 4),
+    "recomputed": (
+        lambda p, x: jax.checkpoint(lambda h: apply_weight(h, p["w"])[0])(x),
+        weights(),
+        1,
+    ),
+}
+"""Programs, their parameter `w`, and how many sites `expect` counts. The table is in docs/language.md."""
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_expect_counts_layers_and_not_how_often_a_loop_repeats_them(name):
+    program, w, count = COUNTS[name]
+    plan = policyc.plan(f"w -> fp8 expect {count}", lambda p, x: program(p, x).sum(), {"w": w}, X)
+    check_plan(plan)
+    assert plan.counts == (count,)
+
+
 def test_a_list_in_an_argument_called_params_has_indices():
     def loss(params, x):
         for w in params:
