@@ -64,3 +64,17 @@ def format_page(text: str, *, bad: str, good: str) -> str:
         f"## {kind}\n\n```policy\n{cleandoc(policy)}\n```" for kind, policy in (("Bad", bad), ("Good", good))
     )
     return "\n\n".join([cleandoc(text), *examples])
+
+
+def make_page(
+    code: str,
+    text: str,
+    *,
+    bad: str,
+    good: str,
+    severity: Severity = Severity.ERROR,
+    needs_program: bool = False,
+) -> LintRule:
+    """A rule without a check, from the text and the examples of its page."""
+    doc = format_page(text, bad=bad, good=good)
+    return LintRule(code=code, doc=doc, severity=severity, needs_program=needs_program)
