@@ -18,8 +18,8 @@ from policyc.language.recipes import GEMM_GROUPS, Gemm
 INDEX_MARK = "\x01"
 """The one character that stands for an index when a glob is matched. No name contains it."""
 
-_INDEX = re.compile(rf"\d{{1,{MAX_DIGITS}}}")
-_TRAILING_INDEX = re.compile(rf"(.*[^_])_(\d{{1,{MAX_DIGITS}}})", re.DOTALL)
+_INDEX = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}")
+_TRAILING_INDEX = re.compile(rf"(.*[^_])_([0-9]{{1,{MAX_DIGITS}}})", re.DOTALL)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 

@@ -16,7 +16,7 @@ from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Seed, S
 from policyc.language.predicates import AllOf, AnyOf, Comparison, HasWeight, Not, Term
 from policyc.language.recipes import Gemm
 from policyc.language.schedule import StepCondition
-from policyc.language.selectors import Indices, Selector, SelectorSegment
+from policyc.language.selectors import Indices, Selector, SelectorSegment, is_index
 from tests.support.strategies import texts
 
 FPROP, DGRAD, WGRAD = Gemm
@@ -389,6 +389,17 @@ def test_a_confusable_letter_is_reported_next_to_a_syntax_error():
     assert codes == ["confusable-letter", "syntax-error"]
 
 
+@pytest.mark.parametrize("character", ["\u2028", "\x85", "\x1d"])
+def test_an_unexpected_character_that_ends_lines_elsewhere_is_quoted(character):
+    (diagnostic,) = parse_with_diagnostics(f"a -> bf16{character}").diagnostics
+    assert diagnostic.message == f"unexpected '{character}'"
+
+
+def test_a_digit_of_another_script_is_no_layer_index():
+    assert not is_index("\u0661")
+    assert parse("layers_\u0661 -> bf16") != parse("layers[1] -> bf16")
+
+
 INVALID = [
     # text, code, line, column, part of the help
     ("mlp.* => bf16", "syntax-error", 1, 7, "an arrow is written '->'"),
@@ -432,6 +443,9 @@ INVALID = [
     ("a[-0.125:] -> bf16", "number-out-of-range", 1, 3, "a percentage: -12.5%"),
     ("a\u00a0-> bf16", "syntax-error", 1, 2, "U+00A0 (no-break space): write a normal space"),
     ("a\u200b -> bf16", "syntax-error", 1, 2, "U+200B (zero width space): remove it"),
+    ("a[\u0661:] -> bf16", "syntax-error", 1, 3, "U+0661 (arabic-indic digit one): write '1'"),
+    ("seed = \u0661", "syntax-error", 1, 8, "U+0661 (arabic-indic digit one): write '1'"),
+    ("a -> bf16 expect 1\u0661", "syntax-error", 1, 19, "U+0661 (arabic-indic digit one): write '1'"),
     ("/* one\n two, three\n */ a -> bf16", "syntax-error", 1, 1, "write '#' before each line of it"),
     ("/*\n * 'tis (one\n * two -> three;\n */\na -> bf16", "syntax-error", 1, 1, "a comment starts with '#'"),
     ("a -> bf16 /* one\n two */\nb -> fp8", "syntax-error", 1, 11, "a comment starts with '#'"),

@@ -19,6 +19,7 @@ from policyc.experiments.sweep.locks import try_lock
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import METRICS_FILE, Run, RunStatus
 from policyc.experiments.sweep.wrapper import judge_without_exit_code
+from policyc.language.diagnostics import count_noun
 
 _POLL_SECONDS = 0.5
 _MOST_EARLY_FAILURES = 3  # runs in a row that fail before their first step: the others would fail too
@@ -243,7 +244,7 @@ class Engine:
             self._display.say(left)
             return
         self._display.say(
-            f"stopping {len(active)} runs, which save what they can; Ctrl-C again to leave at once"
+            f"stopping {count_noun(len(active), 'run')}, with time to save; Ctrl-C again to leave at once"
         )
         self._executor.stop([run.run for run in active])
         with contextlib.suppress(KeyboardInterrupt):

@@ -42,7 +42,7 @@ from policyc.language.selectors import Indices, Selector, SelectorSegment
 
 _MAX_SPLIT_DEPTH = 4  # splits in splits: `bwd=` stands for two products, so each level may double the recipe
 _TRUTH_VALUES = ("true", "false")
-_VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|\d[\w./]*")
+_VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|[0-9][\w./]*")
 """A value that the grammar accepts without braces. One value in braces prints without them, so it must match."""
 
 

@@ -101,7 +101,7 @@ def _list_expected(expected: set[str]) -> str:
 
 def shorten(text: str) -> str:
     """Returns the first line of a text, cut to the longest length quoted in a message."""
-    first = text.splitlines()[0] if text.splitlines() else text
+    first = text.partition("\n")[0]
     return first if len(first) <= _MAX_QUOTED else first[: _MAX_QUOTED - 1] + "…"
 
 

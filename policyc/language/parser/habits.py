@@ -297,15 +297,15 @@ def _explain_keyword(site: SyntaxErrorSite) -> str:
 
 
 def _explain_character(site: SyntaxErrorSite) -> str:
-    """A character that looks like a blank or like nothing."""
+    """A character that looks like a blank or like nothing, or a digit of another script."""
     character = site.after[:1]
-    if not character or character.isascii() or character.isalnum():
+    if not character or character.isascii() or (character.isalnum() and not character.isdecimal()):
         return ""
     name = unicodedata.name(character, "without a name").lower()
     remedy = ": write a normal space" if character.isspace() else ""
     if not remedy and not character.isprintable():
         remedy = ": remove it"
-    plain = unicodedata.normalize("NFKC", character)
+    plain = str(unicodedata.decimal(character, unicodedata.normalize("NFKC", character)))
     if not remedy and plain.isascii():
         remedy = f": write '{plain}'"
     return f"this is U+{ord(character):04X} ({name}){remedy}"
