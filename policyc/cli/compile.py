@@ -241,8 +241,8 @@ def _as_json(report: CompileReport, title: str, policy: str) -> str:
 
 
 _REPEATED = (
-    "  {} of the GEMMs only repeat another one, to write its result into a stack of saved activations: "
-    "XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false compiles copies instead"
+    "  with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, {} more GEMMs would run, to save results that another GEMM "
+    "has computed; --xla_gpu_enable_dynamic_slice_fusion=false avoids it"
 )
 
 

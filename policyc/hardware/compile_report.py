@@ -93,7 +93,7 @@ class KernelTotal:
 class CompileReport:
     """A compiled step. `memory` has bytes per device by kind; `seconds` the time of tracing and of compiling.
 
-    `repeated_gemms` of the GEMMs are not needed: see `count_repeated_gemms`.
+    `repeated_gemms` would run in addition, if GEMMs were calls of cuBLAS from the beginning: see `find_repeated_gemms`.
     """
 
     target: str
@@ -219,13 +219,21 @@ KERNEL_KINDS = ("GEMMs", "attention", "collectives", "copies and fills", "other 
 
 
 def total_kernels(module: hlo.Module, launch_bytes: float) -> Iterator[KernelTotal]:
-    """Yields the kernels of a program by kind. A kernel that moves fewer bytes than `launch_bytes` is short."""
-    groups: dict[str, list[hlo.Execution]] = {kind: [] for kind in KERNEL_KINDS}
+    """Yields the kernels of a program by kind. A kernel that moves fewer bytes than `launch_bytes` is short.
+
+    If a GEMM of cuBLAS writes its result into a stack, this counts as a copy of its own, and a repeated GEMM does not
+    count. On a GPU, GEMMs are still Triton fusions when XLA looks for calls that can write into a stack (dynamic-slice
+    fusion), and only autotuning makes them calls of cuBLAS. Without a GPU they are calls from the beginning.
+    """
+    groups: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KERNEL_KINDS}
+    repeated = set(find_repeated_gemms(module))
     for execution in module.executions:
-        if execution.is_kernel:
-            groups[kernel_kind(execution)].append(execution)
-    for kind, executions in groups.items():
-        sizes = [(e.times, e.bytes_read + e.bytes_written) for e in executions]
+        times = execution.times
+        if execution.instruction.call_target in _PLAIN_GEMMS:
+            groups["other kernels"] += [(times, 2 * size) for size in module.fused_updates(execution)]
+        if execution.is_kernel and execution not in repeated:
+            groups[kernel_kind(execution)].append((times, execution.bytes_read + execution.bytes_written))
+    for kind, sizes in groups.items():
         short = [(times, size) for times, size in sizes if size < launch_bytes]
         yield KernelTotal(
             kind=kind,
@@ -236,14 +244,24 @@ def total_kernels(module: hlo.Module, launch_bytes: float) -> Iterator[KernelTot
         )
 
 
-def count_repeated_gemms(module: hlo.Module) -> int:
-    """Counts the GEMMs per step that only write the result of another one into a stack of saved activations.
+def find_repeated_gemms(module: hlo.Module) -> Iterator[hlo.Execution]:
+    """Yields the GEMMs of cuBLAS that only write the result of another one into a stack of saved activations.
 
-    XLA's dynamic-slice fusion lets a GEMM write into the stack. It keeps the other one for the rest of the program.
+    XLA's dynamic-slice fusion lets a GEMM write into the stack. In JAX 0.11.2 it keeps the other one for the rest of
+    the program.
     """
-    gemms = [e for e in module.executions if kernel_kind(e) == "GEMMs"]
-    others = {(e.computation, e.instruction.op_name) for e in gemms if not e.updates_stack}
-    return sum(e.times for e in gemms if e.updates_stack and (e.computation, e.instruction.op_name) in others)
+
+    def product(execution: hlo.Execution) -> tuple[str, str, str]:
+        return execution.computation, execution.instruction.op_name, execution.instruction.shape
+
+    gemms = [e for e in module.executions if e.instruction.call_target in _PLAIN_GEMMS]
+    others = [e for e in gemms if not module.fused_updates(e)]
+    for gemm in gemms:
+        if module.fused_updates(gemm) and any(
+            product(other) == product(gemm) and module.whole_operands(gemm) <= module.whole_operands(other)
+            for other in others
+        ):
+            yield gemm
 
 
 def kernel_kind(execution: hlo.Execution) -> str:

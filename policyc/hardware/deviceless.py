@@ -25,7 +25,7 @@ from policyc.hardware import gemm_cost, gpus, hlo
 from policyc.hardware.compile_report import (
     CompileReport,
     check_products,
-    count_repeated_gemms,
+    find_repeated_gemms,
     total_collectives,
     total_kernels,
 )
@@ -252,7 +252,7 @@ def _report(
         device_memory=gpus.read_device_memory(target),
         collectives=tuple(total_collectives(module)),
         kernel_kinds=tuple(total_kernels(module, launch_bytes)),
-        repeated_gemms=count_repeated_gemms(module),
+        repeated_gemms=sum(gemm.times for gemm in find_repeated_gemms(module)),
         seconds={"tracing": program.tracing, "compiling": program.compiling},
         text=text,
     )

@@ -23,6 +23,7 @@ _NO_KERNEL = frozenset({
 
 FUSIONS = ("fusion", "fusion-start")
 _SLICES = ("dynamic-slice", "slice")
+_UPDATE = "dynamic-update-slice"
 _LAYOUT_ONLY = ("bitcast", "reshape", "transpose")
 """Opcodes that, inside a fusion, change how an array is indexed and read nothing."""
 
@@ -48,6 +49,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _BODY = re.compile(r"body=%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|async_computation)=%([\w.\-]+)")
 _WORKSPACE = re.compile(r"[su]8\[\d+\](?=(?:\{[^}]*\})?\)$)")
+_REMATERIALIZED = re.compile(r"\.remat[\d.]*$")
 _BRANCHES = re.compile(
     r"(?:branch_computations=\{([^}]*)\}|true_computation=%([\w.\-]+), false_computation=%([\w.\-]+))"
 )
@@ -108,7 +110,7 @@ Computation = Mapping[str, Instruction]
 class Execution:
     """An instruction that runs: how often per step, and the bytes that it reads and writes each time.
 
-    `updates_stack` says that it is a custom call in a fusion, which writes its result into a part of a larger array.
+    `fusion` is the fusion around a custom call, which reads or writes parts of larger arrays.
     """
 
     instruction: Instruction
@@ -116,7 +118,7 @@ class Execution:
     bytes_read: int
     bytes_written: int
     computation: str
-    updates_stack: bool = False
+    fusion: Instruction | None = None
 
     @property
     def is_kernel(self) -> bool:
@@ -156,7 +158,7 @@ class Module:
                     bytes_read=read,
                     bytes_written=written,
                     computation=name,
-                    updates_stack=call is not None and self._updates_stack(instruction),
+                    fusion=instruction if call else None,
                 )
 
     def _fused_call(self, fusion: Instruction) -> Instruction | None:
@@ -166,9 +168,23 @@ class Module:
         body = self.computations.get(fusion.called[0], {})
         return next((i for i in body.values() if i.opcode == "custom-call"), None)
 
-    def _updates_stack(self, fusion: Instruction) -> bool:
-        body = self.computations[fusion.called[0]]
-        return any(i.opcode == "dynamic-update-slice" for i in body.values())
+    def fused_updates(self, execution: Execution) -> tuple[int, ...]:
+        """The bytes of each result that a custom call in a fusion writes into a part of a larger array."""
+        body = self.computations[execution.fusion.called[0]] if execution.fusion else {}
+        return tuple(body[i.operands[1]].bytes for i in body.values() if i.opcode == _UPDATE)
+
+    def whole_operands(self, execution: Execution) -> frozenset[str]:
+        """The names of the arrays that an instruction reads as a whole, also if it is a custom call in a fusion.
+
+        An array that XLA computes again to save memory has the same name as before.
+        """
+        names = list(execution.instruction.operands)
+        if execution.fusion is not None:
+            body = self.computations[execution.fusion.called[0]]
+            parameters = [body[name] for name in names if body[name].opcode == "parameter"]
+            names = [execution.fusion.operands[int(p.operand_text)] for p in parameters]
+        computation = self.computations[execution.computation]
+        return frozenset(_REMATERIALIZED.sub("", _skip_bitcasts(computation, name)) for name in names)
 
     def _count_bytes(
         self, instruction: Instruction, call: Instruction | None, computation: Computation
@@ -185,13 +201,20 @@ class Module:
             written -= shape_bytes(workspace)
         if instruction.opcode in _SLICES:
             return written, written
-        if instruction.opcode == "dynamic-update-slice":
+        if instruction.opcode == _UPDATE:
             return operands[1].bytes, operands[1].bytes
         if instruction.opcode in FUSIONS and instruction.called:
             body = self.computations.get(instruction.called[0])
             if body is not None:
                 return _count_fusion_bytes(body, operands, written)
         return sum(o.bytes for o in operands), written
+
+
+def _skip_bitcasts(computation: Computation, name: str) -> str:
+    """The name of the array of which an array is a bitcast, or its own name."""
+    while name in computation and computation[name].opcode == "bitcast":
+        name = computation[name].operands[0]
+    return name
 
 
 def _count_fusion_bytes(body: Computation, operands: list[Instruction], written: int) -> tuple[int, int]:
@@ -253,7 +276,7 @@ def _find_slices(body: Computation, name: str) -> list[Instruction] | None:
 def _updates_in_place(body: Computation, instruction: Instruction, name: str) -> bool:
     """Whether an instruction writes a slice of an array that is a result of the fusion. Else it reads all of it."""
     return (
-        instruction.opcode == "dynamic-update-slice"
+        instruction.opcode == _UPDATE
         and instruction.operands[0] == name
         and name not in instruction.operands[1:]
         and _is_result(body, instruction.name)

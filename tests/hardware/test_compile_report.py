@@ -13,7 +13,7 @@ from policyc.hardware import hlo
 from policyc.hardware.compile_report import (
     KernelTotal,
     check_products,
-    count_repeated_gemms,
+    find_repeated_gemms,
     total_collectives,
     total_kernels,
 )
@@ -172,8 +172,42 @@ metadata={op_name="jvp(layers)/attention/q_proj/dot_general"}
 """The result of a product is used, and saved in a stack of four layers, as XLA compiles it since JAX 0.11."""
 
 
-def test_a_gemm_that_runs_again_to_save_its_result_is_counted() -> None:
-    assert count_repeated_gemms(hlo.parse_module(REPEATED_GEMM)) == 1
-    # The same, if the result is only saved.
+def count_kernels(text: str) -> dict[str, tuple[int, int]]:
+    """The kernels of a program and their bytes, by kind."""
+    return {k.kind: (k.count, k.bytes) for k in total_kernels(hlo.parse_module(text), 0) if k.count}
+
+
+GEMM_BYTES, SAVED_BYTES, INDEX_BYTES = 2 * (48 * 64 + 64 * 32 + 48 * 32), 2 * 48 * 32, 4
+
+
+def test_a_gemm_that_runs_again_to_save_its_result_is_a_copy_on_a_gpu() -> None:
+    (repeated,) = find_repeated_gemms(hlo.parse_module(REPEATED_GEMM))
+    assert (repeated.instruction.name, repeated.times) == ("again", 1)
+    copy = {"other kernels": (1, 2 * SAVED_BYTES)}
+    assert count_kernels(REPEATED_GEMM) == {"GEMMs": (1, GEMM_BYTES)} | copy
+    # The result is only saved: one GEMM, which does not repeat another one.
     start, end = REPEATED_GEMM.index("  %y ="), REPEATED_GEMM.index("  ROOT %saved")
-    assert count_repeated_gemms(hlo.parse_module(REPEATED_GEMM[:start] + REPEATED_GEMM[end:])) == 0
+    only_saved = REPEATED_GEMM[:start] + REPEATED_GEMM[end:]
+    assert not list(find_repeated_gemms(hlo.parse_module(only_saved)))
+    assert count_kernels(only_saved) == {"GEMMs": (1, GEMM_BYTES + INDEX_BYTES)} | copy
+
+
+def test_a_gemm_of_other_operands_does_not_repeat() -> None:
+    """Products without a name of their own have one op_name."""
+    other = REPEATED_GEMM.replace(
+        "  %y = bf16[48,32]{1,0} custom-call(%x, %w)",
+        "  %v = bf16[64,32]{1,0} copy(%w)\n  %y = bf16[48,32]{1,0} custom-call(%x, %v)",
+    )
+    assert not list(find_repeated_gemms(hlo.parse_module(other)))
+    assert count_kernels(other)["GEMMs"] == (2, 2 * GEMM_BYTES + INDEX_BYTES)
+    # XLA computes an operand again to save memory, and both GEMMs read a view of it.
+    again = other.replace("%v =", "%w.remat2 =").replace("(%x, %v)", "(%x, %view)")
+    again = again.replace("  %y =", "  %view = bf16[64,32]{1,0} bitcast(%w.remat2)\n  %y =")
+    assert len(list(find_repeated_gemms(hlo.parse_module(again)))) == 1
+
+
+def test_a_call_of_transformer_engine_writes_into_a_stack_without_a_copy() -> None:
+    """XLA fuses such a call on a GPU too, and runs it twice."""
+    text = REPEATED_GEMM.replace("__cublas$lt$matmul", "te_gemm_v2_ffi")
+    assert not list(find_repeated_gemms(hlo.parse_module(text)))
+    assert count_kernels(text)["GEMMs"][0] == 2
