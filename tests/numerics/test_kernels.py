@@ -242,6 +242,20 @@ def test_mosaic_takes_the_same_integers_for_signed(orders: list[OrderRequest], i
     assert signs.checked["gt"] >= 1
 
 
+@pytest.mark.parametrize(
+    ("tiles", "grid"),
+    [
+        (65535, "grid=(65535, 2), grid_names=('tokens', 'features')"),
+        (65536, "grid=(2, 65536), grid_names=('features', 'tokens')"),
+    ],
+)
+def test_cuda_can_start_the_instances_for_many_tokens(tiles: int, grid: str) -> None:
+    """It starts 2**31 - 1 instances along the last axis of a grid, and 65535 along others. Mosaic does not check it."""
+    kernel = kernels._Kernel(body=lambda machine, *_: None, options=(), outs=(), grid=(tiles, 2), scratch=())
+    jaxpr = jax.make_jaxpr(kernel)(jax.ShapeDtypeStruct((64 * tiles, 32, 8), jnp.uint32))
+    assert grid in str(jaxpr)
+
+
 def test_one_kernel_refines_scales() -> None:
     """XLA finds the maxima."""
     x = jax.ShapeDtypeStruct((128, 256), jnp.bfloat16)

@@ -244,6 +244,8 @@ def _split_operands(array: jax.Array, count: int, along_tokens: bool) -> jax.Arr
     return jnp.moveaxis(array.reshape(*array.shape[:-1], count, -1), -2, 0)
 
 
+_MOST_INSTANCES = 65535
+"""How many instances CUDA can start along each axis of a grid but one. For Mosaic, that is the last axis."""
 _Options = tuple[tuple[str, Any], ...]
 
 
@@ -281,11 +283,15 @@ class _Kernel:
         from jax.experimental.pallas import mosaic_gpu
 
         lane = mosaic_gpu.LoweringSemantics.Lane
+        # Instances know their place by the names of axes, so that the order of axes changes no result.
+        axes = list(zip(kernel_machines.GRID, self.grid, strict=True))
+        if self.grid[0] > _MOST_INSTANCES:
+            axes.reverse()
         run = mosaic_gpu.kernel(
             partial(self.body, kernel_machines.Mosaic(mosaic_gpu), **dict(self.options)),
             out_type=self._results(),
-            grid=self.grid,
-            grid_names=kernel_machines.GRID,
+            grid=tuple(size for _, size in axes),
+            grid_names=tuple(name for name, _ in axes),
             scratch_types=[mosaic_gpu.SMEM(*s) for s in self.scratch],
             compiler_params=mosaic_gpu.CompilerParams(lowering_semantics=lane),
         )
