@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
@@ -54,7 +54,7 @@ class _BackwardActivity:
         def add(atoms: Sequence[Any], get_cotangent: Sequence[bool]) -> None:
             pairs = zip(atoms, get_cotangent, strict=True)
             with_cotangent.update(
-                a for a, gets in pairs if gets and not jaxprs.is_literal(a) and is_float(a.aval)
+                a for a, gets in pairs if gets and not isinstance(a, Literal) and is_float(a.aval)
             )
 
         add(opened.outvars, results)

@@ -256,7 +256,7 @@ class SiteRewriter(Transform):
         if inputs.weight is not None:
             extra.append((inputs.weight, inputs.weight.avals))
         if inputs.has_rounding_key:
-            extra.append((ROUNDING_KEY, (jaxprs.uint32_aval(site.eqn, site.axis_env),) * 2))
+            extra.append((ROUNDING_KEY, (jaxprs.array_aval((), "uint32", site.eqn, site.axis_env),) * 2))
         shared_avals = () if inputs.activation is None else inputs.activation.avals
         avals = [*(a.aval for a in site.eqn.invars), *(a for _, group in extra for a in group), *shared_avals]
         gemm = quantized_gemm(site, site_recipe, inputs)

@@ -19,7 +19,7 @@ from policyc.compiler.hoist import ROUNDING_KEY, Quantizer, RewrittenLoss
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import IterationRange, container_of
 from policyc.jaxcore.jaxprs import AnyJaxpr
-from policyc.jaxcore.transform import Address, NewScope, Replacement
+from policyc.jaxcore.transform import Address, Replacement, TransformedBody
 
 PRODUCT_SCOPE = re.compile(r"(fprop|dgrad|wgrad)\.\d+")
 """The name scope that quantized products give to their equations: `Product.scope`."""
@@ -172,7 +172,7 @@ class _Matcher:
     ) -> Iterator[Match]:
         if _is_same(before, after):
             yield Match(address=address, before=before.eqns, after=before.eqns, iterations=iterations)
-        elif before.scopes or after.scopes:
+        elif before.bodies or after.bodies:
             yield self._match_container(eqn, before, after, address, iterations)
         else:
             yield from self._match_site(before, after, address, iterations)
@@ -208,7 +208,7 @@ class _Matcher:
                 matches = self.match(sub.jaxpr, pieces, (*address, number), fixed)
                 label = sub.param if sub.index is None else f"{sub.param}[{sub.index}]"
                 inside.append(MatchedJaxpr(label=label, matches=matches, iterations=piece))
-        is_split = max(len(r.scopes) if _is_scan(eqn) else 1 for r in (before, after)) > 1
+        is_split = max(len(r.bodies) if _is_scan(eqn) else 1 for r in (before, after)) > 1
         same = all(m.reason is None for matched in inside for m in matched.matches)
         if same and len(before.eqns) == len(after.eqns):
             return Match(address=address, before=before.eqns, after=after.eqns, iterations=iterations)
@@ -237,20 +237,20 @@ def _overlapping_pieces(
     before: Replacement, after: Replacement, number: int
 ) -> Iterator[tuple[Sides, IterationRange | None]]:
     """The versions of a container's jaxpr, for each range of iterations in which both are the same."""
-    for old in _scopes(before, number):
-        for new in _scopes(after, number):
+    for old in _versions(before, number):
+        for new in _versions(after, number):
             piece = _overlap(old, new)
             if piece is None or piece.size > 0:
                 old_side, new_side = (() if s is None else s.transformed.replacements for s in (old, new))
                 yield (old_side, new_side), piece
 
 
-def _scopes(replacement: Replacement, number: int) -> Sequence[NewScope | None]:
+def _versions(replacement: Replacement, number: int) -> Sequence[TransformedBody | None]:
     """The versions of a container's jaxpr; None stands for the original, which a container has that is not entered."""
-    return [s for s in replacement.scopes if s.number == number] or [None]
+    return [s for s in replacement.bodies if s.number == number] or [None]
 
 
-def _overlap(old: NewScope | None, new: NewScope | None) -> IterationRange | None:
+def _overlap(old: TransformedBody | None, new: TransformedBody | None) -> IterationRange | None:
     """The iterations that two pieces of a scan have in common; None if it is not a scan over layers."""
     ranges = [s.iterations for s in (old, new) if s is not None and s.iterations is not None]
     if not ranges:

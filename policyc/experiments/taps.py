@@ -125,8 +125,8 @@ class TapRewriter(SiteRewriter):
         measured = MeasuredGemm(site, site_recipe, quantized_gemm(site, site_recipe, inputs))
         extra: list[tuple[Any, tuple[AbstractValue, ...]]] = []
         if inputs.has_rounding_key:
-            extra.append((ROUNDING_KEY, (jaxprs.uint32_aval(site.eqn, site.axis_env),) * 2))
-        extra.append((TAP, (jaxprs.float32_aval(_SHAPE, site.eqn, site.axis_env),)))
+            extra.append((ROUNDING_KEY, (jaxprs.array_aval((), "uint32", site.eqn, site.axis_env),) * 2))
+        extra.append((TAP, (jaxprs.array_aval(_SHAPE, "float32", site.eqn, site.axis_env),)))
 
         def tapped(lhs: Any, rhs: Any, *rest: Any) -> Any:
             *key_words, tap = rest

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic
 
 import jax.numpy as jnp
@@ -20,23 +21,24 @@ from policyc.jaxcore import jaxprs
 from policyc.jaxcore.dataflow import Domain, Enter, EnterBackwards, V, settle_carry, settle_cotangents
 from policyc.jaxcore.internals import UNSPECIFIED, flattree
 from policyc.jaxcore.jaxprs import AnyJaxpr, Atom, SubJaxpr
-
-
-@dataclass(frozen=True, slots=True)
-class ExtraInputs:
-    """Operands for inputs that a new body has behind its own. `sliced`: those that a scan slices."""
-
-    operands: tuple[Var, ...] = ()
-    sliced: tuple[bool, ...] = ()
+from policyc.jaxcore.shardings import axis_names
 
 
 @dataclass(frozen=True, slots=True)
 class NewBody:
-    """A jaxpr to put in the place of another, and the operands for the inputs that it has behind those of the other."""
+    """A jaxpr to put in the place of another. It may have more inputs, behind those of the other.
+
+    Attributes:
+      sub: the jaxpr that it replaces.
+      jaxpr: the new jaxpr.
+      operands: the operands of its additional inputs.
+      sliced: for each of these operands: does a scan slice it? Only scans read it.
+    """
 
     sub: SubJaxpr
     jaxpr: Any
-    extra: ExtraInputs = ExtraInputs()
+    operands: tuple[Var, ...] = ()
+    sliced: tuple[bool, ...] = ()
 
 
 class Container:
@@ -59,14 +61,14 @@ class Container:
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
         """The equation with other jaxprs, and with operands for their additional inputs."""
-        operands = [v for body in bodies for v in body.extra.operands]
+        operands = [v for body in bodies for v in body.operands]
         eqn = jaxprs.replace_sub_jaxprs(eqn, [(body.sub, body.jaxpr) for body in bodies])
         if not operands:
             return eqn
-        params = {**eqn.params, **self._params_of_extra(eqn, len(operands))}
+        params = {**eqn.params, **self._extend_params(eqn, len(operands))}
         return jaxprs.replace_eqn(eqn, invars=[*eqn.invars, *operands], params=params)
 
-    def _params_of_extra(self, eqn: JaxprEqn, count: int) -> dict[str, Any]:
+    def _extend_params(self, eqn: JaxprEqn, count: int) -> dict[str, Any]:
         """The parameters that have an item for each operand, with items for `count` more."""
         del eqn, count
         return {}
@@ -79,14 +81,14 @@ class _Jit(Container):
         "donated_invars": False,
     }
 
-    def _params_of_extra(self, eqn: JaxprEqn, count: int) -> dict[str, Any]:
+    def _extend_params(self, eqn: JaxprEqn, count: int) -> dict[str, Any]:
         return {k: (*eqn.params[k], *[v] * count) for k, v in self._ITEMS.items() if k in eqn.params}
 
 
 class _Remat(Container):
     is_remat = True
 
-    def _params_of_extra(self, eqn: JaxprEqn, count: int) -> dict[str, Any]:
+    def _extend_params(self, eqn: JaxprEqn, count: int) -> dict[str, Any]:
         prevent_cse = eqn.params.get("prevent_cse")
         if not isinstance(prevent_cse, tuple):
             return {}
@@ -111,10 +113,10 @@ class _Cond(Container):
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
         """Every branch takes the additional inputs of all branches, and ignores those of the others."""
-        operands = [v for body in bodies for v in body.extra.operands]
+        operands = [v for body in bodies for v in body.operands]
         branches, before = [], 0
         for body in bodies:
-            after = before + len(body.extra.operands)
+            after = before + len(body.operands)
             branches.append(_ignore_inputs(body.jaxpr, after - before, operands[:before], operands[after:]))
             before = after
         params = {**eqn.params, "branches": tuple(branches)}
@@ -139,14 +141,14 @@ class _While(Container):
         test, body = self._numbers(eqn)
         ntest, nbody = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         consts, init = values[ntest : ntest + nbody], values[ntest + nbody :]
-        carry = settle_carry(eqn.params["body_jaxpr"], init, consts, [], _bound(enter, body), domain)
+        carry = settle_carry(eqn.params["body_jaxpr"], init, consts, [], partial(enter, body), domain)
         enter(test, [*values[:ntest], *carry])
         results = enter(body, [*consts, *carry])
         return [domain.leave_loop(r, c) for r, c in zip(results, carry, strict=True)]
 
     def propagate_back(self, eqn: JaxprEqn, results: Sequence[bool], enter: EnterBackwards) -> list[bool]:
         _, body = self._numbers(eqn)
-        inputs = settle_cotangents(eqn.params["body_nconsts"], results, (), _bound(enter, body))
+        inputs = settle_cotangents(eqn.params["body_nconsts"], results, (), partial(enter, body))
         return [*[False] * eqn.params["cond_nconsts"], *inputs]
 
     def _numbers(self, eqn: JaxprEqn) -> tuple[int, int]:
@@ -163,11 +165,10 @@ class _While(Container):
         for param, count in (("cond_jaxpr", "cond_nconsts"), ("body_jaxpr", "body_nconsts")):
             consts = params[count]
             body = by_param[param]
-            operands = body.extra.operands
-            params[param] = _move_inputs(body.jaxpr, len(operands), consts)
-            params[count] = consts + len(operands)
-            invars[start + consts : start + consts] = operands
-            start += consts + len(operands)
+            params[param] = _move_inputs(body.jaxpr, len(body.operands), consts)
+            params[count] = consts + len(body.operands)
+            invars[start + consts : start + consts] = body.operands
+            start += params[count]
         return jaxprs.replace_eqn(eqn, invars=invars, params=params)
 
 
@@ -216,7 +217,7 @@ class _Scan(Container):
     def propagate(self, eqn: JaxprEqn, values: Sequence[V], enter: Enter[V], domain: Domain[V]) -> list[V]:
         parts = self.parts(eqn, values)
         xs = domain.slice_inputs(eqn, parts.xs)
-        body = _bound(enter, 0)
+        body = partial(enter, 0)
         (sub,) = jaxprs.sub_jaxprs(eqn)
         carry = settle_carry(sub.jaxpr, parts.carry, parts.consts, xs, body, domain)
         results = body([*parts.consts, *carry, *xs])
@@ -227,22 +228,22 @@ class _Scan(Container):
     def propagate_back(self, eqn: JaxprEqn, results: Sequence[bool], enter: EnterBackwards) -> list[bool]:
         parts = self.parts(eqn, eqn.invars)
         count = len(parts.carry)
-        return settle_cotangents(len(parts.consts), results[:count], results[count:], _bound(enter, 0))
+        return settle_cotangents(len(parts.consts), results[:count], results[count:], partial(enter, 0))
 
     def rebuild(self, eqn: JaxprEqn, bodies: Sequence[NewBody]) -> JaxprEqn:
         """Additional inputs become constants of the scan, or, where sliced, stacked inputs."""
         (body,) = bodies
-        if not body.extra.operands:
+        if not body.operands:
             return jaxprs.replace_sub_jaxprs(eqn, [(body.sub, body.jaxpr)])
         parts = self.parts(eqn, eqn.invars)
-        consts, xs = _separate(body.extra.operands, body.extra.sliced)
+        consts, xs = _separate(body.operands, body.sliced)
         invars = [*parts.consts, *consts, *parts.carry, *parts.xs, *xs]
         params = {**eqn.params, **self._new_params(eqn, body)}
         return jaxprs.replace_eqn(eqn, invars=invars, params=params)
 
     def _new_params(self, eqn: JaxprEqn, body: NewBody) -> dict[str, Any]:
         """The parameters of a scan whose body has additional inputs."""
-        sliced = body.extra.sliced
+        sliced = body.sliced
         if not sliced:
             return {body.sub.param: body.jaxpr}
         parts = self.parts(eqn, eqn.invars)
@@ -275,7 +276,7 @@ class _Scan(Container):
 
         def run_pieces(*operands: Any) -> list[Any]:
             extra = iter(operands[len(eqn.invars) :])
-            extras = [list(itertools.islice(extra, len(body.extra.operands))) for _, body in pieces]
+            extras = [list(itertools.islice(extra, len(body.operands))) for _, body in pieces]
             parts = self.parts(eqn, operands[: len(eqn.invars)])
             carry = list(parts.carry)
             outputs: list[list[Any]] = [[] for _ in pieces]
@@ -285,7 +286,7 @@ class _Scan(Container):
             order = range(len(pieces))
             for number in reversed(order) if reverse else order:
                 piece, body = pieces[number]
-                consts, xs = _separate(extras[number], body.extra.sliced)
+                consts, xs = _separate(extras[number], body.sliced)
                 sliced = [stack[number] for stack in stacks]
                 params = {**self._new_params(eqn, body), "length": piece.size}
                 params["unroll"] = min(unroll, piece.size)
@@ -300,10 +301,6 @@ def _separate(items: Sequence[V], sliced: Sequence[bool]) -> tuple[list[V], list
     """The items that are not sliced, and those that are."""
     pairs = list(zip(items, sliced, strict=True))
     return [i for i, is_sliced in pairs if not is_sliced], [i for i, is_sliced in pairs if is_sliced]
-
-
-def _bound(enter: Callable[[int, Sequence[V]], list[V]], number: int) -> Callable[[Sequence[V]], list[V]]:
-    return lambda values: enter(number, values)
 
 
 SCAN = _Scan()
@@ -346,9 +343,6 @@ def shard_map_parts(shard_map: JaxprEqn) -> list[tuple[int, ...]]:
     operands = []
     for spec, operand in zip(shard_map.params["in_specs"], shard_map.invars, strict=True):
         aval: Any = operand.aval
-        parts = []
-        for axes in (*spec, *(None,) * (len(aval.shape) - len(spec))):
-            names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-            parts.append(math.prod(sizes[name] for name in names))
-        operands.append(tuple(parts))
+        parts = (math.prod(sizes[name] for name in axis_names(axes)) for axes in spec)
+        operands.append((*parts, *(1,) * (len(aval.shape) - len(spec))))
     return operands

@@ -20,7 +20,6 @@ V = TypeVar("V")
 Enter = Callable[[int, Sequence[V]], list[V]]
 """Propagates values through a jaxpr of an equation: (its number, the values of its inputs) -> those of its results."""
 
-
 EnterBackwards = Callable[[int, Sequence[bool]], list[bool]]
 """Goes backwards through a jaxpr of an equation: (its number, which results get a cotangent) -> which inputs do."""
 
@@ -89,13 +88,14 @@ def _carry_change(body: Jaxpr, var: Var, out: Atom) -> CarryChange:
     producer = next((e for e in body.eqns if out in e.outvars), None)
     if producer is None or jaxprs.primitive_name(producer) != "add" or var not in producer.invars:
         return CarryChange()
-    step = next((a for a in producer.invars if isinstance(a, Literal)), None)
-    is_counter = step is not None and np.ndim(step.val) == 0 and np.asarray(step.val).dtype.kind in "iu"
-    return CarryChange(increment=int(step.val)) if step is not None and is_counter else CarryChange()
+    steps = [np.asarray(a.val) for a in producer.invars if isinstance(a, Literal)]
+    if len(steps) != 1 or steps[0].ndim or steps[0].dtype.kind not in "iu":
+        return CarryChange()
+    return CarryChange(increment=int(steps[0]))
 
 
 def settle_cotangents(
-    consts: int,
+    const_count: int,
     carry: Sequence[bool],
     stacked: Sequence[bool],
     enter_body: Callable[[Sequence[bool]], list[bool]],
@@ -103,16 +103,16 @@ def settle_cotangents(
     """Which inputs of a loop get a cotangent: its constants, its carry, and what a scan slices.
 
     Args:
-      consts: how many constants the body has.
+      const_count: how many constants the body has.
       carry, stacked: which results of the loop get a cotangent.
       enter_body: goes backwards through the body.
     """
     carry = list(carry)
     while True:
         inputs = enter_body([*carry, *stacked])
-        end = consts + len(carry)
-        widened = [a or b for a, b in zip(carry, inputs[consts:end], strict=True)]
+        end = const_count + len(carry)
+        widened = [a or b for a, b in zip(carry, inputs[const_count:end], strict=True)]
         if widened == carry:
             # JAX differentiates the first value of such a carry even if no iteration reads it.
-            return [*inputs[:consts], *carry, *inputs[end:]]
+            return [*inputs[:const_count], *carry, *inputs[end:]]
         carry = widened

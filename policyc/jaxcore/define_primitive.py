@@ -36,8 +36,10 @@ Mapped = tuple[tuple[bool, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replacement:
-    """Another primitive with the same operands and results: how to get it, its parameters, and why it is used."""
+class BatchedPrimitive:
+    """The primitive that runs an equation under `vmap`, on the same operands: how to get it, the parameters that
+    differ, and why it is used.
+    """
 
     primitive: Callable[[], Primitive]
     params: Mapping[str, Any]
@@ -45,8 +47,8 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """Another primitive that computes only some results: its parameters, how many of the operands it takes, and which
+class ReducedPrimitive:
+    """A primitive that computes only some results: its parameters, how many of the operands it takes, and which
     results it has.
     """
 
@@ -67,7 +69,7 @@ class PrimitiveRules:
         dimensions if types carry shardings.
       platform_bodies: other bodies with the same results, by platform.
       single_device_bodies: bodies for programs on one device, which nothing has to partition, by platform.
-      mapped_bodies: the same under `vmap`.
+      mapped_bodies: bodies for programs on one device, under `vmap`, by platform.
       partitioned_bodies: bodies that divide their work over devices themselves, by platform. Not used under `vmap`,
         which cannot batch them, and inside a `shard_map` over some axes of the mesh.
       stack_bodies: bodies that compute what one `vmap` over the only operand would, from the whole stack, by platform.
@@ -87,8 +89,8 @@ class PrimitiveRules:
     stack_bodies: Mapping[str, Implementation] = field(default_factory=dict)
     takes_stack: Callable[..., bool] = lambda **_: False
     needs_devices: bool = False
-    batched: Replacement | None = None
-    reduced: Callable[..., Reduction | None] | None = None
+    batched: BatchedPrimitive | None = None
+    reduced: Callable[..., ReducedPrimitive | None] | None = None
 
     def is_stack(self, mapped: Mapped, **params: Any) -> bool:
         """Whether one of `stack_bodies` runs an equation under these `vmap`s."""
@@ -130,24 +132,20 @@ def _raise_not_differentiable(*_: Any, **__: Any) -> Any:
     )
 
 
-def _explain_linearized_gemm(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule of JAX's `custom_lin`, with our message where the function is one of policyc.
+def _explain_linearized_gemms() -> None:
+    """Gives JAX's `custom_lin` our message where the function is one of policyc.
 
     `custom_lin` is the linear map of a `custom_vjp` function, which can only be transposed. `jax.linearize` returns it.
     """
+    primitive: Any = internals.ad.custom_lin_p
+    raise_error: Any = internals.ad.raise_custom_vjp_error_on_jvp
 
-    def run(*args: Any, **params: Any) -> Any:
+    def explain(*args: Any, **params: Any) -> Any:
         backward = getattr(params["bwd"], "f", None)
         if (getattr(backward, "__module__", None) or "").startswith("policyc."):
             _raise_not_differentiable()
-        return rule(*args, **params)
+        return raise_error(*args, **params)
 
-    return run
-
-
-def _explain_linearized_gemms() -> None:
-    primitive: Any = internals.ad.custom_lin_p
-    explain = _explain_linearized_gemm(internals.ad.raise_custom_vjp_error_on_jvp)
     primitive.def_impl(explain)
     batching.primitive_batchers[primitive] = explain
     ad.primitive_jvps[primitive] = explain
@@ -158,13 +156,6 @@ _explain_linearized_gemms()
 
 
 # ---- abstract evaluation
-
-
-class _ShapeDtype:
-    """A shape and a dtype: what `shapes` and `dim_sources` read of an aval."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
-        self.shape, self.dtype, self.ndim = shape, dtype, len(shape)
 
 
 def _abstract_eval(rules: PrimitiveRules, *avals: Any, mapped: Mapped, **params: Any) -> list[ShapedArray]:
@@ -191,7 +182,10 @@ def _strip_mapped_axes(avals: Sequence[Any], mapped: Mapped) -> tuple[list[int],
         sizes.append(inner[first].shape[0])
         # Each outer level that maps this operand has taken one dimension from its front.
         mesh_axes.append(mesh_axes_of(avals[first])[sum(outer[first] for outer in mapped[:depth])])
-        inner = [_ShapeDtype(a.shape[1:], a.dtype) if m else a for a, m in zip(inner, level, strict=True)]
+        inner = [
+            jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if is_mapped else a
+            for a, is_mapped in zip(inner, level, strict=True)
+        ]
     return sizes, mesh_axes, inner
 
 
@@ -232,7 +226,7 @@ def _vmap_body(body: Implementation) -> Implementation:
 
 
 def _drop_unused_results(
-    reduce: Callable[..., Reduction | None], used: Sequence[bool], *rest: Any
+    reduce: Callable[..., ReducedPrimitive | None], used: Sequence[bool], *rest: Any
 ) -> tuple[list[bool], JaxprEqn | None]:
     """Which operands are used, and the equation without results that nothing uses.
 
@@ -241,17 +235,17 @@ def _drop_unused_results(
     eqn: JaxprEqn = rest[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
-    reduction = reduce(used, **eqn.params)
-    if reduction is None:
+    reduced = reduce(used, **eqn.params)
+    if reduced is None:
         return [True] * len(eqn.invars), eqn
-    count = reduction.operand_count
-    reduced = eqn.replace(
-        primitive=reduction.primitive,
-        params=dict(reduction.params) | {"mapped": tuple(level[:count] for level in eqn.params["mapped"])},
+    count = reduced.operand_count
+    reduced_eqn = eqn.replace(
+        primitive=reduced.primitive,
+        params=dict(reduced.params) | {"mapped": tuple(level[:count] for level in eqn.params["mapped"])},
         invars=eqn.invars[:count],
-        outvars=[eqn.outvars[i] for i in reduction.results],
+        outvars=[eqn.outvars[i] for i in reduced.results],
     )
-    return [i < count for i in range(len(eqn.invars))], reduced
+    return [i < count for i in range(len(eqn.invars))], reduced_eqn
 
 
 # ---- running and lowering

@@ -140,10 +140,6 @@ def replace_eqn(eqn: JaxprEqn, **changes: Any) -> JaxprEqn:
     return cast(JaxprEqn, eqn.replace(**changes))
 
 
-def is_literal(atom: Atom) -> bool:
-    return isinstance(atom, Literal)
-
-
 def primitive_name(eqn: JaxprEqn) -> str:
     return eqn.primitive.name
 
@@ -161,10 +157,7 @@ def name_scopes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def source_place(eqn: JaxprEqn) -> str:
     """The file and line of the user's program that made an equation, or nothing if unknown."""
-    try:
-        frame = sources.user_frame(eqn.source_info.traceback)
-    except (AttributeError, TypeError):
-        return ""
+    frame = sources.user_frame(eqn.source_info.traceback)
     return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
@@ -207,10 +200,10 @@ class AxisEnv:
     check_vma: bool = True
 
     def enter_shard_map(self, eqn: JaxprEqn) -> AxisEnv:
-        mesh = eqn.params["mesh"]
-        manual = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", mesh.axis_names))
-        axes = tuple((name, size) for name, size in mesh.shape.items() if name in manual)
-        return AxisEnv((*self.axes, *axes), bool(eqn.params.get("check_vma", True)))
+        params = eqn.params
+        manual = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+        axes = tuple((name, size) for name, size in params["mesh"].shape.items() if name in manual)
+        return AxisEnv((*self.axes, *axes), bool(params["check_vma"]))
 
 
 @contextlib.contextmanager
@@ -231,17 +224,8 @@ def trace_at(
         return jax.make_jaxpr(function)(*avals)
 
 
-def uint32_aval(eqn: JaxprEqn, axis_env: AxisEnv) -> AbstractValue:
-    """The type of one uint32 in the context of an equation."""
-    return _aval((), np.uint32, eqn, axis_env)
-
-
-def float32_aval(shape: tuple[int, ...], eqn: JaxprEqn, axis_env: AxisEnv) -> AbstractValue:
-    """The type of an array of float32 in the context of an equation."""
-    return _aval(shape, np.float32, eqn, axis_env)
-
-
-def _aval(shape: tuple[int, ...], dtype: Any, eqn: JaxprEqn, axis_env: AxisEnv) -> AbstractValue:
+def array_aval(shape: tuple[int, ...], dtype: Any, eqn: JaxprEqn, axis_env: AxisEnv) -> AbstractValue:
+    """The type of an array in the context of an equation."""
     with _trace_context(eqn, axis_env):
         return core.ShapedArray(shape, np.dtype(dtype))
 

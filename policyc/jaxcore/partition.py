@@ -24,6 +24,8 @@ from jax.experimental.custom_partitioning import (
 )
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from policyc.jaxcore.shardings import axis_names
+
 Dim = tuple[str, int]
 """A dimension: the name of its factor, and its number of elements for each index of the factor.
 
@@ -312,8 +314,8 @@ def array_mesh_axes(array: Any, name: str) -> ArrayAxes:
         raise NotImplementedError(
             f"{name}: the program has devices but no mesh: give the arguments of the jitted function a NamedSharding"
         )
-    spec = [() if a is None else a if isinstance(a, tuple) else (a,) for a in array.sharding.spec]
-    return (*spec, *((),) * (len(array.shape) - len(spec)))
+    spec = map(axis_names, array.sharding.spec)
+    return (*spec, *((),) * (len(array.shape) - len(array.sharding.spec)))
 
 
 def _shardings(

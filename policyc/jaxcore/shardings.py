@@ -18,6 +18,13 @@ def mesh_axes_of(aval: Any) -> tuple[Any, ...]:
     return tuple(spec) + (None,) * (len(aval.shape) - len(spec))
 
 
+def axis_names(axes: Any) -> tuple[Any, ...]:
+    """The mesh axes in one entry of a partition spec: a name, a tuple of names, or None."""
+    if axes is None:
+        return ()
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
 def valid_partition_spec(
     mesh_axes: Sequence[Any], shape: Sequence[int], axis_sizes: Mapping[Any, int]
 ) -> PartitionSpec:
@@ -25,7 +32,7 @@ def valid_partition_spec(
     used: set[Any] = set()
     entries: list[Any] = []
     for axes, size in zip(mesh_axes, shape, strict=True):
-        names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        names = axis_names(axes)
         fits = not used & set(names) and size % prod(axis_sizes[n] for n in names) == 0
         entries.append(axes if fits else None)
         used |= set(names) if fits else set()

@@ -17,7 +17,7 @@ from jax.core import AbstractValue
 from jax.extend.core import JaxprEqn, Var
 
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import SCAN, Container, ExtraInputs, IterationRange, NewBody, container_of
+from policyc.jaxcore.containers import SCAN, Container, IterationRange, NewBody, container_of
 from policyc.jaxcore.jaxprs import AnyJaxpr, AxisEnv
 
 Address = tuple[int, ...]
@@ -55,12 +55,13 @@ class ExtraInput:
     avals: tuple[AbstractValue, ...]
     ranges: tuple[IterationRange, ...] = ()
 
-    def seen_from(self, address: Address) -> ExtraInput:
-        """The same input, seen from the jaxpr at `address` instead of from the outermost one."""
-        return replace(self, address=self.address[len(address) :])
+    def relative_to(self, outer: Address) -> ExtraInput:
+        """The same input, seen from the jaxpr at `outer` instead of from the outermost one."""
+        return replace(self, address=self.address[len(outer) :])
 
-    def seen_from_outside(self, address: Address) -> ExtraInput:
-        return replace(self, address=(*address, *self.address))
+    def under(self, outer: Address) -> ExtraInput:
+        """The inverse of `relative_to`."""
+        return replace(self, address=(*outer, *self.address))
 
     def stack(self, iterations: IterationRange) -> ExtraInput:
         """The same input outside a scan that slices it."""
@@ -81,7 +82,7 @@ class BoundInput:
 
 
 @dataclass(frozen=True, slots=True)
-class NewScope:
+class TransformedBody:
     """A transformed jaxpr inside a container: its number there, and the iterations if it is a piece of a split scan."""
 
     number: int
@@ -91,16 +92,20 @@ class NewScope:
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """The equations in the place of one, and the additional inputs that they use.
+    """What stands in the place of one equation.
 
-    An equation that does not change is replaced by itself. A container that is entered has a `NewScope` for each of
-    its jaxprs, and a scan that is split one for each piece, in the order in which the pieces run. The first `added`
-    equations compute what the equations with the numbers `readers`, in the same jaxpr, share.
+    Attributes:
+      eqns: the equations. One that does not change is replaced by itself.
+      inputs: the additional inputs that they use.
+      bodies: of a container that is entered: one for each of its jaxprs; of a scan that is split: one for each piece,
+        in the order in which the pieces run.
+      added: how many of `eqns`, from the first on, compute what several equations of the jaxpr share.
+      readers: the numbers of these equations in the jaxpr.
     """
 
     eqns: tuple[JaxprEqn, ...]
     inputs: tuple[BoundInput, ...] = ()
-    scopes: tuple[NewScope, ...] = ()
+    bodies: tuple[TransformedBody, ...] = ()
     added: int = 0
     readers: tuple[int, ...] = ()
 
@@ -162,7 +167,7 @@ class Transform(ABC):
         if key not in by_key:
             by_key[key] = self._transform_equations(jaxpr, position)
         result = by_key[key]
-        inputs = tuple(i.seen_from_outside(position.address) for i in result.inputs)
+        inputs = tuple(i.under(position.address) for i in result.inputs)
         return replace(result, inputs=inputs)
 
     def _transform_equations(self, jaxpr: AnyJaxpr, position: Position) -> TransformedJaxpr:
@@ -176,7 +181,7 @@ class Transform(ABC):
         variables = [v for i in inputs for v in i.variables]
         return TransformedJaxpr(
             jaxprs.replace_equations(jaxpr, eqns, variables),
-            tuple(i.input.seen_from(position.address) for i in inputs),
+            tuple(i.input.relative_to(position.address) for i in inputs),
             tuple(replacements),
         )
 
@@ -199,23 +204,23 @@ class Transform(ABC):
         if jaxprs.primitive_name(eqn) == "shard_map":
             position = replace(position, axis_env=position.axis_env.enter_shard_map(eqn))
         inputs: list[BoundInput] = []
-        bodies: list[NewBody] = []
-        scopes: list[NewScope] = []
+        new_bodies: list[NewBody] = []
+        bodies: list[TransformedBody] = []
         for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
             transformed = self.transform(sub.jaxpr, position.enter(number))
-            scopes.append(NewScope(number, transformed))
+            bodies.append(TransformedBody(number, transformed))
             bound = [BoundInput.new(i) for i in transformed.inputs]
             operands = tuple(v for i in bound for v in i.variables)
-            bodies.append(NewBody(sub, transformed.jaxpr, ExtraInputs(operands, (False,) * len(operands))))
+            new_bodies.append(NewBody(sub, transformed.jaxpr, operands))
             inputs += bound
-        rebuilt = self.change_container(container.rebuild(eqn, bodies))
-        return Replacement((rebuilt,), tuple(inputs), tuple(scopes))
+        rebuilt = self.change_container(container.rebuild(eqn, new_bodies))
+        return Replacement((rebuilt,), tuple(inputs), tuple(bodies))
 
     def _transform_scan(self, eqn: JaxprEqn, position: Position) -> Replacement:
         """A scan, as one scan for each range of iterations in which the same happens."""
         (sub,) = jaxprs.sub_jaxprs(eqn)
         pieces: list[tuple[IterationRange, NewBody]] = []
-        scopes: list[NewScope] = []
+        bodies: list[TransformedBody] = []
         inputs: list[BoundInput] = []
         is_stack = self.is_stack(position.address)
         for piece in self.iteration_ranges(eqn, position):
@@ -228,15 +233,15 @@ class Transform(ABC):
             ]
             flags = tuple(s for s, i in zip(sliced, bound, strict=True) for _ in i.variables)
             operands = tuple(v for i in bound for v in i.variables)
-            pieces.append((piece, NewBody(sub, transformed.jaxpr, ExtraInputs(operands, flags))))
-            scopes.append(NewScope(0, transformed, piece))
+            pieces.append((piece, NewBody(sub, transformed.jaxpr, operands, flags)))
+            bodies.append(TransformedBody(0, transformed, piece))
             inputs += bound
         if len(pieces) == 1:
             ((_, body),) = pieces
-            return Replacement((SCAN.rebuild(eqn, [body]),), tuple(inputs), tuple(scopes))
-        atoms = [*eqn.invars, *(v for _, body in pieces for v in body.extra.operands)]
+            return Replacement((SCAN.rebuild(eqn, [body]),), tuple(inputs), tuple(bodies))
+        atoms = [*eqn.invars, *(v for _, body in pieces for v in body.operands)]
         split = jaxprs.trace_at(SCAN.split(eqn, pieces), [a.aval for a in atoms], eqn, position.axis_env)
-        order = scopes[::-1] if eqn.params["reverse"] else scopes
+        order = bodies[::-1] if eqn.params["reverse"] else bodies
         return Replacement(tuple(jaxprs.inline(split, atoms, eqn)), tuple(inputs), tuple(order))
 
     def iteration_ranges(self, scan: JaxprEqn, position: Position) -> list[IterationRange]:

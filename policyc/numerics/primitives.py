@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from policyc.jaxcore.define_primitive import (
+    BatchedPrimitive,
     DimSource,
     Implementation,
     PrimitiveRules,
-    Reduction,
-    Replacement,
+    ReducedPrimitive,
     Shape,
     bind,
     define,
@@ -129,10 +129,10 @@ _BATCHING_BACKEND = "xla"
 """Runs the products of a backend that `vmap` cannot batch."""
 
 
-def _batched(backend: str, primitive: Callable[[], Primitive]) -> Replacement | None:
+def _batched(backend: str, primitive: Callable[[], Primitive]) -> BatchedPrimitive | None:
     if backends.load(backend).TRAITS.can_batch:
         return None
-    return Replacement(
+    return BatchedPrimitive(
         primitive=primitive,
         params={"backend": _BATCHING_BACKEND},
         reason=f"backend {backend} cannot run a GEMM under a vmap around the loss: {_BATCHING_BACKEND} runs it",
@@ -288,7 +288,7 @@ def _quantize_one_of_pair(
     operands: tuple[str, str],
     backend: str,
     mapped: Any,
-) -> Reduction | None:
+) -> ReducedPrimitive | None:
     """The quantizer for one GEMM, if nothing uses the results for the other: in a forward pass that is recomputed."""
     del mapped
     half = len(used) // 2
@@ -296,7 +296,7 @@ def _quantize_one_of_pair(
         return None
     index = int(any(used[half:]))
     treatment = specs[index].treatment
-    return Reduction(
+    return ReducedPrimitive(
         primitive=_quantize_primitive(treatment.format, backend),
         params={"spec": specs[index], "operand": operands[index], "backend": backend},
         operand_count=3 if treatment.rounding == "sr" else 1,  # with both words of the key

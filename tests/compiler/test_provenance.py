@@ -41,7 +41,7 @@ def check_replacements(
             assert len(replacement.eqns) == 1
             assert replacement.eqns[0] is eqn
         elif below == {address}:
-            assert not replacement.scopes
+            assert not replacement.bodies
             assert eqn not in replacement.eqns
             assert replacement.eqns[-1].outvars == eqn.outvars
             yield address
@@ -55,18 +55,18 @@ def check_container(
     subs = jaxprs.sub_jaxprs(eqn)
     containers = [e for e in replacement.eqns if e.primitive is eqn.primitive and container_of(e)]
     if len(replacement.eqns) == 1:
-        assert [scope.number for scope in replacement.scopes] == [*range(len(subs))]
+        assert [scope.number for scope in replacement.bodies] == [*range(len(subs))]
         bodies = [sub.jaxpr for sub in jaxprs.sub_jaxprs(containers[0])]
     else:  # a split scan: its pieces, in the order in which they run, cover all iterations
-        ranges = [s.iterations for s in replacement.scopes]
+        ranges = [s.iterations for s in replacement.bodies]
         iterations = [i for r in ranges if r is not None for i in range(r.start, r.stop)]
         assert sorted(iterations) == [*range(eqn.params["length"])]
         assert [r.size for r in ranges if r is not None] == [e.params["length"] for e in containers]
         starts = [r.start for r in ranges if r is not None]
         assert starts == sorted(starts, reverse=eqn.params["reverse"])
         bodies = [jaxprs.sub_jaxprs(e)[0].jaxpr for e in containers]
-    assert len(bodies) == len(replacement.scopes)
-    for scope, body in zip(replacement.scopes, bodies, strict=True):
+    assert len(bodies) == len(replacement.bodies)
+    for scope, body in zip(replacement.bodies, bodies, strict=True):
         inside = subs[scope.number].jaxpr
         if scope.transformed.replacements:
             yield from check_replacements(
@@ -129,6 +129,6 @@ def test_a_scan_in_reverse_is_split_in_the_order_in_which_it_runs() -> None:
 
     plan = policyc.plan("* -> mxfp8; layers[0] -> keep", loss, {"layers": struct(4, 16, 16)}, X)
     check_plan(plan)
-    (split,) = [r for r in compile_plan(plan).replacements if len(r.scopes) > 1]
-    assert [(s.iterations.start, s.iterations.stop) for s in split.scopes if s.iterations] == [(1, 4), (0, 1)]
-    assert [bool(s.transformed.replacements) for s in split.scopes] == [True, False]
+    (split,) = [r for r in compile_plan(plan).replacements if len(r.bodies) > 1]
+    assert [(s.iterations.start, s.iterations.stop) for s in split.bodies if s.iterations] == [(1, 4), (0, 1)]
+    assert [bool(s.transformed.replacements) for s in split.bodies] == [True, False]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Literal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +21,6 @@ from policyc.jaxcore.containers import (
     CONTAINERS,
     OPAQUE,
     SCAN,
-    ExtraInputs,
     IterationRange,
     NewBody,
     container_of,
@@ -43,7 +43,7 @@ class Reaching:
         known = dict(zip(opened.invars, values, strict=True))
 
         def value(atom: Any) -> Names:
-            return frozenset() if jaxprs.is_literal(atom) else known.get(atom, frozenset())
+            return frozenset() if isinstance(atom, Literal) else known.get(atom, frozenset())
 
         for eqn in opened.eqns:
             operands = [value(a) for a in eqn.invars]
@@ -182,10 +182,10 @@ def add_inputs(eqn: Any, counts: Sequence[int], sliced: bool = False) -> Any:
         avals = [jaxprs.stacked_aval(3, v.aval) if sliced else v.aval for v in inner]
         operands = tuple(map(jaxprs.new_var, avals))
         body = jaxprs.replace_equations(sub.jaxpr, jaxprs.equations(sub.jaxpr), inner)
-        bodies.append(NewBody(sub, body, ExtraInputs(operands, (sliced,) * count)))
+        bodies.append(NewBody(sub, body, operands, (sliced,) * count))
     container = container_of(eqn)
     assert container is not None
-    return container.rebuild(eqn, bodies), [v for body in bodies for v in body.extra.operands]
+    return container.rebuild(eqn, bodies), [v for body in bodies for v in body.operands]
 
 
 def input_count(sub: Any) -> int:

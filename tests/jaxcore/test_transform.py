@@ -62,7 +62,7 @@ class CosForSin(Transform):
         if not self.scaled:
             cos = jaxprs.trace_at(jnp.cos, [eqn.invars[0].aval], eqn, position.axis_env)
             return Replacement(tuple(jaxprs.inline(cos, eqn.invars, eqn)))
-        aval = jaxprs.float32_aval((), eqn, position.axis_env)
+        aval = jaxprs.array_aval((), "float32", eqn, position.axis_env)
         scale = BoundInput.new(ExtraInput(position.address, jaxprs.name_scopes(eqn), (aval,)))
         avals = [eqn.invars[0].aval, aval]
         scaled = jaxprs.trace_at(lambda x, s: jnp.cos(x) * s, avals, eqn, position.axis_env)
