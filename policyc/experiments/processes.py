@@ -78,9 +78,8 @@ class ChildRefusals:
         sys.stderr.write(f"{error}\n")
         if not _is_running(self._process):
             return  # nothing would remove the file
-        with contextlib.suppress(
-            OSError
-        ):  # the disk is full: the error that the child raises must not be another one
+        # If the disk is full, the child still ends with its own error.
+        with contextlib.suppress(OSError):
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "w") as stream:
                 stream.write(f"{os.getpid()}\n")
