@@ -59,7 +59,8 @@ class RunFiles:
         lines, self.tokens_at_start = _open_at_step(folder / "metrics.jsonl", start)
         self._lines = stack.enter_context(lines)
         writer = import_library("tensorboardX", "train").SummaryWriter
-        self._board = writer(str(folder / "tensorboard"), purge_step=start + 1)
+        # With a queue without a limit: its writes do not wait for a thread that an error may end at any time.
+        self._board = writer(str(folder / "tensorboard"), purge_step=start + 1, max_queue=0)
         stack.callback(self._close_board)
         self._wandb = None
         if run.wandb:
@@ -76,7 +77,7 @@ class RunFiles:
         step, others = row["step"], ("step", "time", "seconds")
         numbers = {name: value for name, value in row.items() if name not in others} | nested
         if not self._board.file_writer.event_writer._worker.is_alive():
-            # An error of writing ended this thread. Without it, add_scalar would wait forever for room in its queue.
+            # An error of writing ended this thread. Without it, the queue would only grow.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._board.logdir)
         for name, value in numbers.items():
             self._board.add_scalar(name, value, step)

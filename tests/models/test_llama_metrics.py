@@ -95,6 +95,14 @@ def test_a_full_disk_does_not_stop_the_log_forever(open_log, monkeypatch):
     assert not writer._worker.is_alive()
     with pytest.raises(OSError, match=r"No space left on device: '.*tensorboard'"):
         log.write_validation(2, {"validation_loss": 1.0})
+    # As if the thread ended after the check, while the queue is filled.
+    monkeypatch.setattr(writer._worker, "is_alive", lambda: True)
+    many = {f"validation_{number}": 1.0 for number in range(50)}
+    write = threading.Thread(target=log.write_validation, args=(3, many), daemon=True)
+    write.start()
+    write.join(timeout=60)
+    assert not write.is_alive()
+    monkeypatch.undo()
 
 
 def test_a_line_that_cannot_be_written_names_its_file(open_log):
