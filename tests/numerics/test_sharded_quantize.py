@@ -161,14 +161,14 @@ def count_kernels(function: Any, *args: Any) -> int:
 
 @pytest.mark.slow
 def test_kernels_in_programs_for_cuda() -> None:
-    """Two kernels for an operand that is rotated. None under `vmap`, and none for an operand that does not fit."""
+    """Two kernels for an operand that is rotated, or for all under a `vmap`. None for one that does not fit."""
     x = normal(2, 64, 256)
 
     def quantize(x: jax.Array) -> Any:
         return primitives.quantize(x, NEAREST, COLUMNS).codes
 
     assert count_kernels(quantize, x) == 2
-    assert count_kernels(jax.vmap(quantize), x) == 0
+    assert count_kernels(jax.vmap(quantize), x) == 2
     assert count_kernels(quantize, x[:, :48]) == 0
 
 
