@@ -22,7 +22,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from policyc.jaxcore.shardings import axis_names
 
@@ -140,10 +140,13 @@ def partition(body: Body, rule: PartitionRule) -> Callable[..., Sequence[jax.Arr
         scattered = _scattered_here(rule, division)
 
         def run_shard(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            results = zip(body(index, *arrays), rule.results, scattered, strict=True)
-            return tuple(
-                _add(division.summed if dims else (), result, axes) for result, dims, axes in results
-            )
+            # XLA may compile in the context of a mesh with Explicit axes. JAX 0.12 would then pin the results here to
+            # that mesh, but a shard has no mesh.
+            with use_abstract_mesh(AbstractMesh((), ())):
+                results = zip(body(index, *arrays), rule.results, scattered, strict=True)
+                return tuple(
+                    _add(division.summed if dims else (), result, axes) for result, dims, axes in results
+                )
 
         none = tuple(((),) * len(dims) for dims in rule.operands)
         return (
