@@ -124,31 +124,6 @@ def test_every_bundled_policy_is_documented() -> None:
             assert f"## {name.split()[0]}\n" in document
 
 
-def test_the_gaps_of_the_policies_are_those_of_the_results() -> None:
-    """A test of the results compares their tables with the raw numbers."""
-    results = read_doc("results/README.md").replace("−", "-").split("\n## ")
-    rows = {}
-    for folder in ("19m", "5m_50m_tokens"):
-        section = next(part for part in results if f"--out {folder}/" in part)
-        for match in re.finditer(
-            r"^\| \[?`(\w+)`.*?\| ([+-][\d.]+) \| (\S+) to (\S+) \|", section, re.MULTILINE
-        ):
-            gap, low, high = (f"{float(number):.3f}" for number in match.groups()[1:])
-            rows[folder, match[1]] = f"{gap} ({low} to {high})"
-    policies = read_doc("policies.md").replace("−", "-")
-    table = re.findall(r"^\| `(\w+)` \| ([-\d].*?) \| (.*?) ?\|$", policies, re.MULTILINE)
-    named = [(folder, name, gap) for name, *gaps in table
-             for folder, gap in zip(("5m_50m_tokens", "19m"), gaps, strict=True) if gap]  # fmt: skip
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    named += [
-        ("19m", *row)
-        for row in re.findall(r"^\| \[?`(\w+)`.* \| (\S+ \(.*\)) \| [\d.]+ \|$", readme, re.MULTILINE)
-    ]
-    assert len(named) == 6 + 3 + 4
-    for folder, name, gap in named:
-        assert gap == rows[folder, name], (folder, name)
-
-
 def test_the_picture_of_the_readme_shows_its_policy() -> None:
     assert (ROOT / "docs" / "pictures" / "llama.policy").read_text() in (ROOT / "README.md").read_text()
 

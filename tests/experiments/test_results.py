@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -10,33 +11,48 @@ import pytest
 from policyc.experiments.report.build import ReportOptions, build_report
 from policyc.language.loader import load
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="an installed package has no results")
 
 
-def table_gaps(folder: str, baseline: str) -> dict[str, tuple[str, ...]]:
-    """The gap and the interval of each variant of a report, as the tables print them."""
+@functools.cache
+def gaps_to_bf16(folder: str) -> dict[str, tuple[float, float, float]]:
+    """The gap of each variant of a report, and the ends of its interval."""
     report = build_report([RESULTS / folder], ReportOptions())
-    rows = [
-        row for row in report.data["comparisons"] if row["baseline"] == baseline and row["gap"] is not None
-    ]
-    return {
-        row["variant"]: tuple(f"{value:+.4f}" for value in (row["gap"], *row["interval"])) for row in rows
-    }
+    rows = [row for row in report.data["comparisons"] if row["baseline"] == "bf16" and row["gap"] is not None]
+    return {row["variant"]: (row["gap"], *row["interval"]) for row in rows}
 
 
 @pytest.mark.parametrize(
     ("folder", "count"),
-    [("19m", 4), ("19m_200m_tokens", 1), ("5m_50m_tokens", 13), ("5m_batch16", 13), ("5m_batch64", 9)],
+    [("19m", 4), ("19m_200m_tokens", 3), ("5m_50m_tokens", 13), ("5m_batch16", 13), ("5m_batch64", 9)],
 )
 def test_the_tables_of_the_results_are_those_of_the_report(folder, count):
     text = (RESULTS / "README.md").read_text().replace("−", "-")
     section = next(part for part in text.split("\n## ") if f"--out {folder}/" in part)
-    gaps = table_gaps(folder, "bf16")
+    gaps = gaps_to_bf16(folder)
     assert len(gaps) == count
-    for variant, (gap, low, high) in gaps.items():
+    for variant, values in gaps.items():
+        gap, low, high = (f"{value:+.4f}" for value in values)
         (line,) = re.findall(rf"^\| (?:\[)?`{variant}`.*\| {re.escape(gap)} \|.*$", section, re.MULTILINE)[:1]
         assert f"{low} to {high}" in line
+
+
+def test_the_gaps_of_the_policies_are_those_of_the_report():
+    folders = ("5m_50m_tokens", "19m", "19m_200m_tokens")
+    policies = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8").replace("−", "-")
+    table = re.findall(r"^\| `(\w+)` \| ([-\d].*?) \| (.*?) ?\| (.*?) ?\|$", policies, re.MULTILINE)
+    named = [
+        (folder, name, gap) for name, *gaps in table for folder, gap in zip(folders, gaps, strict=True) if gap
+    ]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[?`(\w+)`.* \| (\S+ \(.*\)) \| [\d.]+ \|$", readme, re.MULTILINE)
+    named += [("19m", *row) for row in rows]
+    assert len(named) == 6 + 3 + 3 + 4
+    for folder, name, gap in named:
+        middle, low, high = (f"{value:.3f}" for value in gaps_to_bf16(folder)[name])
+        assert gap == f"{middle} ({low} to {high})", (folder, name)
 
 
 @pytest.mark.parametrize(
