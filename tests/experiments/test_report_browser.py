@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 pytest_plugins = ["tests.support.browser"]
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 GAPS = {"bf16": 0.0, "te_nvfp4": 0.05, "a_variant_with_a_long_name_<b>": 0.001}
 
 
@@ -47,12 +48,14 @@ def test_a_long_name_hides_nothing(show: Show, tmp_path: Path) -> None:
         assert "\u202e" not in page.locator(".legend").first.inner_text()
 
 
-LEFT_EDGES = """async () => {
+EDGES = """async () => {
   const edges = {};
   const write = CanvasRenderingContext2D.prototype.fillText;
   CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
     const align = { right: 1, center: 0.5 }[this.textAlign] ?? 0;
-    edges[text] = this.getTransform().transformPoint({ x: x - align * this.measureText(text).width, y }).x;
+    const width = this.measureText(text).width, left = x - align * width;
+    const [first, last] = [left, left + width].map((edge) => this.getTransform().transformPoint({ x: edge, y }).x);
+    edges[text] = { left: first, room: this.canvas.width - last };
     write.call(this, text, x, y);
   };
   dispatchEvent(new Event("afterprint")); // draws everything again
@@ -68,10 +71,21 @@ def test_the_names_of_a_chart_of_gaps_are_not_cut(show: Show, tmp_path: Path, co
     gaps = {"bf16": 0.0, **{name: 0.001 * number for number, name in enumerate(names)}}
     page = show(render_page(build_report([write_sweep(tmp_path / "s", gaps, seeds=2)])),
                 viewport={"width": width, "height": 900})  # fmt: skip
-    edges = page.evaluate(LEFT_EDGES)
+    edges = page.evaluate(EDGES)
     assert sum("…" in text for text in edges) == count  # distinct texts
-    assert min(edges.values()) >= 0
+    assert min(edge["left"] for edge in edges.values()) >= 0
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_short_names_and_the_labels_of_an_axis_are_whole(show: Show, width: int) -> None:
+    page = show(
+        render_page(build_report([RESULTS / "19m_200m_tokens"])), viewport={"width": width, "height": 900}
+    )
+    heights = page.locator(".chip > span").evaluate_all("names => names.map((name) => name.offsetHeight)")
+    assert max(heights) < 25  # one line
+    edges = page.evaluate(EDGES)
+    assert edges["200 M"]["room"] >= 0  # the last validation
 
 
 @pytest.mark.parametrize("width", [800, 1280])

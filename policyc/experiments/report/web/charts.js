@@ -166,7 +166,7 @@ function lineChart(element, chart) {
   }
   const xTicks = { incrs: WHOLE_STEPS, values: (u, splits) => splits.map((v) => v === null ? null : withPrefix(v, 6)), label: chart.x_label, labelSize: 18, labelFont: "11.5px system-ui, sans-serif", labelGap: 0, size: 34 };
   const u = new uPlot({
-    width: plot.clientWidth, height: isPaper() ? 190 : element.classList.contains("wide") ? 330 : 250, padding: [10, 14, 0, 0],
+    width: plot.clientWidth, height: isPaper() ? 190 : element.classList.contains("wide") ? 330 : 250, padding: [10, 24, 0, 0],
     legend: { show: false },
     cursor: { sync: { key: sync.key, setSeries: false }, focus: { prox: 18 }, points: { size: 6 } },
     focus: { alpha: 0.3 },
