@@ -180,7 +180,9 @@ def _compile_program(
     with explain_early_exit(parsed):
         jitted, plans = runner.trace_first_step(parsed, policy, execution, multiple_losses=may_miss)
     if not plans:
-        raise ValueError("the program ended, and no loss that it differentiated has a GEMM")
+        raise ValueError(
+            "the program ended, and no loss that it differentiated in reverse mode (jax.grad, vjp, ...) has a GEMM"
+        )
     if jitted is not None:
         return deviceless.compile_jitted(jitted, plans, execution, count), TrainingStep(plan=plans[0])
     if count > 1:

@@ -130,10 +130,11 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
     program = parse_program(words)
     from policyc.experiments import runner
 
-    with exit_on_error(), explain_early_exit(program):
-        plan = runner.trace_first_plan(program, policy, execution)
-    if plan is None:
-        exit_with_message(f"the program ended and differentiated nothing (jax.grad, vjp, ...): {_TRAIN_HINT}")
+    try:
+        with exit_on_error(), explain_early_exit(program):
+            plan = runner.trace_first_plan(program, policy, execution)
+    except runner.NoLoss as error:
+        exit_with_message(f"the program ended and {_explain_no_loss(error.saw_forward_mode)}")
     if not len(plan.sites):
         exit_with_message("no loss of the program has a GEMM")
     return plan
@@ -159,12 +160,16 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
             stats_every=options.stats_every,
         )
     session = result.session
-    if session is None or not session.matched:
-        plans = session.plans if session is not None else ()
-        if not result.children or plans:
-            exit_with_message(_explain_no_match(plans, policy_name))
-        print_note("this process differentiated nothing; the processes it started ran under the policy")
+    if session is None or not session.plans:
+        if not result.children:
+            reason = _explain_no_loss(result.saw_forward_mode)
+            exit_with_message(f"'{policy_name}' was not applied: the program {reason}")
+        print_note(
+            "this process differentiated nothing in reverse mode; the processes it started ran under the policy"
+        )
         return
+    if not session.matched:
+        exit_with_message(_explain_no_match(session.plans, policy_name))
     if session.unmet:
         exit_with_diagnostics(PolicyError(session.unmet))
     if options.stats_every and not session.recorders:
@@ -234,14 +239,21 @@ def _write_report(folder: Path) -> None:
         print_note(str(error), "no report")
 
 
+def _explain_no_loss(saw_forward_mode: bool) -> str:
+    """What a program did that differentiated nothing in reverse mode."""
+    if saw_forward_mode:
+        return (
+            "took derivatives in forward mode only (jax.jvp, jacfwd): policyc rewrites what is differentiated in "
+            "reverse mode (jax.grad, vjp, ...)"
+        )
+    return f"differentiated nothing (jax.grad, vjp, ...): {_TRAIN_HINT}"
+
+
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
-    """Why a policy matched nothing in a whole run."""
+    """Why a policy matched nothing in any loss of a run."""
     from policyc.compiler.plan_checks import suggest_selector
     from policyc.compiler.plan_tables import other_products
 
-    if not plans:
-        nothing = "the program differentiated nothing (jax.grad, vjp, ...)"
-        return f"'{policy_name}' was not applied: {nothing}: {_TRAIN_HINT}"
     plan = next((plan for plan in plans if len(plan.sites)), None)
     if plan is None:
         lines = [f"'{policy_name}' was not applied: no loss of the program has a GEMM"]

@@ -52,6 +52,8 @@ class Session:
     """Of telemetry: one for each loss that was measured."""
     refusal: PolicyError | None = None
     """Why the policy could not be applied to a loss. Stays set if the program catches the exception."""
+    saw_forward_mode: bool = False
+    """Was a derivative taken in forward mode (`jax.jvp`, `jacfwd`)? The policy is not applied to it."""
     _seen: set[Any] = field(default_factory=set)
     _checked: bool = False
     _lock: Any = field(default_factory=threading.RLock)
@@ -187,7 +189,9 @@ class _ActiveSessions:
     def add(self, session: Session) -> Iterator[None]:
         with self._lock:
             if not self._sessions:
-                self._patches.enter_context(autodiff.intercept_reverse_mode(_apply_current_session))
+                self._patches.enter_context(
+                    autodiff.intercept_autodiff(_apply_current_session, _note_forward_mode)
+                )
             self._change([*self._sessions, session])
         try:
             yield
@@ -211,3 +215,9 @@ def _apply_current_session(
 ) -> Callable[..., Any]:
     session = current_session()
     return fun if session is None else session.hook(fun, primals, has_aux)
+
+
+def _note_forward_mode() -> None:
+    session = current_session()
+    if session is not None:
+        session.saw_forward_mode = True

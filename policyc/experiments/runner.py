@@ -62,6 +62,18 @@ class RunResult:
     session: Session | None
     children: int
 
+    @property
+    def saw_forward_mode(self) -> bool:
+        return self.session is not None and self.session.saw_forward_mode
+
+
+class NoLoss(Exception):
+    """A program ended and differentiated nothing in reverse mode."""
+
+    def __init__(self, *, saw_forward_mode: bool) -> None:
+        super().__init__("the program differentiated nothing in reverse mode")
+        self.saw_forward_mode = saw_forward_mode
+
 
 class StopAfterTrace(BaseException):
     """Ends a program once its loss is traced. Not an Exception, so that the program does not catch it."""
@@ -133,13 +145,14 @@ def _run(
     if exit is not None and exit.code not in (None, 0):
         raise exit
     _exit_if_refused(refusals)
-    if program.help_word and not (session and session.plans):
+    result = RunResult(session=session, children=children.count)
+    if program.help_word and not (session and session.plans) and not result.saw_forward_mode:
         sys.stderr.write(
             f"policyc: note: the program got {program.help_word}, ended with 0 and differentiated nothing: no policy "
             "was applied\n"
         )
         raise exit or SystemExit(0)
-    return RunResult(session=session, children=children.count)
+    return result
 
 
 def _exit_if_refused(refusals: ChildRefusals) -> None:
@@ -274,13 +287,11 @@ def is_first_process() -> bool:
 # ---- programs that stop once a loss is traced
 
 
-def trace_first_plan(
-    program: Program, policy: Policy, execution: ExecutionOptions | None = None
-) -> Plan | None:
+def trace_first_plan(program: Program, policy: Policy, execution: ExecutionOptions | None = None) -> Plan:
     """Runs a program up to its first loss with a GEMM, and returns the plan of that loss.
 
-    If no loss has a GEMM, the program runs to its end, and the plan of the last loss is returned; None if there is
-    no loss.
+    If no loss has a GEMM, the program runs to its end, and the plan of the last loss is returned. Raises NoLoss if
+    there is no loss.
     """
     plans: list[Plan] = []
 
@@ -290,8 +301,10 @@ def trace_first_plan(
             raise StopAfterTrace
 
     with contextlib.suppress(StopAfterTrace):
-        run(program, policy, execution or ExecutionOptions(), record)
-    return plans[-1] if plans else None
+        result = run(program, policy, execution or ExecutionOptions(), record)
+        if not plans:
+            raise NoLoss(saw_forward_mode=result.saw_forward_mode)
+    return plans[-1]
 
 
 def trace_first_step(

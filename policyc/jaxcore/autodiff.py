@@ -1,6 +1,6 @@
-"""Hooks into JAX's reverse-mode entry points, and questions about the current trace.
+"""Hooks into JAX's entry points of autodiff, and questions about the current trace.
 
-`intercept_reverse_mode` patches `ad.linearize` and `ad.backward_pass3` while active, for all threads.
+`intercept_autodiff` patches `ad.linearize`, `ad.backward_pass3` and `ad.jvp` while active, for all threads.
 """
 
 from __future__ import annotations
@@ -19,36 +19,52 @@ from policyc.jaxcore.internals import ad, core, partial_eval
 Hook = Callable[[Callable[..., Any], tuple[Any, ...], bool], Callable[..., Any]]
 """(function, the values it is differentiated at, has_aux) -> the function to differentiate instead."""
 
+_in_linearize: ContextVar[bool] = ContextVar("policyc_in_linearize", default=False)
 _in_backward_pass: ContextVar[bool] = ContextVar("policyc_in_backward_pass", default=False)
 
 
 @contextlib.contextmanager
-def intercept_reverse_mode(hook: Hook) -> Iterator[None]:
-    """Differentiates what `hook` returns instead of the function that a program differentiates.
+def intercept_autodiff(hook: Hook, on_forward_mode: Callable[[], None]) -> Iterator[None]:
+    """Differentiates what `hook` returns instead of the function that a program differentiates in reverse mode.
 
     `jax.grad`, `value_and_grad`, `vjp`, `linearize` and `jacrev` all call `ad.linearize`, however a program imported
     them. A derivative taken during a backward pass is part of a backward rule, not the derivative of a loss:
     `ad.backward_pass3` is patched to recognize it.
+
+    `jax.jvp` and `jacfwd` call `ad.jvp`, and `on_forward_mode` is called first. JAX calls `ad.jvp` in reverse mode too:
+    that is not reported.
     """
     module: Any = ad
-    linearize, backward_pass = module.linearize, module.backward_pass3
+    linearize, backward_pass, jvp = module.linearize, module.backward_pass3, module.jvp
 
     def hooked_linearize(fun: Callable[..., Any], primals: Any, has_aux: bool = False, **kwargs: Any) -> Any:
         function = fun if _in_backward_pass.get() else hook(fun, primals.unflatten(), has_aux)
-        return linearize(function, primals, has_aux=has_aux, **kwargs)
+        with _set(_in_linearize):
+            return linearize(function, primals, has_aux=has_aux, **kwargs)
 
     def marked_backward_pass(*args: Any, **kwargs: Any) -> Any:
-        token = _in_backward_pass.set(True)
-        try:
+        with _set(_in_backward_pass):
             return backward_pass(*args, **kwargs)
-        finally:
-            _in_backward_pass.reset(token)
 
-    module.linearize, module.backward_pass3 = hooked_linearize, marked_backward_pass
+    def reported_jvp(*args: Any, **kwargs: Any) -> Any:
+        if not (_in_linearize.get() or _in_backward_pass.get()):
+            on_forward_mode()
+        return jvp(*args, **kwargs)
+
+    module.linearize, module.backward_pass3, module.jvp = hooked_linearize, marked_backward_pass, reported_jvp
     try:
         yield
     finally:
-        module.linearize, module.backward_pass3 = linearize, backward_pass
+        module.linearize, module.backward_pass3, module.jvp = linearize, backward_pass, jvp
+
+
+@contextlib.contextmanager
+def _set(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
+    try:
+        yield
+    finally:
+        flag.reset(token)
 
 
 # ---- the function that is differentiated

@@ -64,6 +64,7 @@ def home(tmp_path: Path) -> Path:
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "broken.py").write_text("1 / 0\n")
     (tmp_path / "no_gemm.py").write_text("import jax\njax.grad(lambda x: x * x)(1.0)\nprint('done')\n")
+    (tmp_path / "forward.py").write_text("import jax\njax.jvp(lambda x: x * x, (1.0,), (1.0,))\n")
     return tmp_path
 
 
@@ -101,6 +102,7 @@ def test_a_module_runs_too(home: Path) -> None:
         (("count.policy", "train.py"), "expects 3 sites and matches 2"),
         (("broken.policy", "train.py"), "syntax-error"),
         (("good.policy", "plain.py"), "differentiated nothing"),
+        (("good.policy", "forward.py", "--help"), "took derivatives in forward mode only (jax.jvp, jacfwd)"),
         (("good.policy", "no_gemm.py"), "no loss of the program has a GEMM"),
         (("good.policy", "absent.py"), "no such script"),
         (("good.policy", "-m", "absent.module"), "no module named 'absent.module'"),
@@ -118,6 +120,12 @@ def test_an_error_has_a_message_and_no_traceback(home: Path, words: tuple[str, .
     assert "Traceback" not in result.err
     if words[0] == "count.policy":
         assert "loss" not in result.out, "the error comes before the first step"
+
+
+def test_sites_too_name_forward_mode_as_the_reason(home: Path) -> None:
+    result = run(home, "sites", "forward.py")
+    assert result.code == 1
+    assert "the program ended and took derivatives in forward mode only" in result.err
 
 
 HELPFUL = """

@@ -169,6 +169,28 @@ def test_a_derivative_taken_by_a_backward_rule_is_no_loss_of_its_own() -> None:
     assert [[s.name for s in plan.sites] for plan in session.plans] == [["body", "body", "head"]]
 
 
+@pytest.mark.parametrize(
+    ("derivative", "is_forward"),
+    [
+        (lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)), True),
+        (lambda f: jax.jacfwd(f), True),
+        (lambda f: jax.jit(jax.jacfwd(f)), True),
+        (lambda f: jax.grad(f), False),
+        (lambda f: partial(jax.ad_checkpoint.print_saved_residuals, f), False),
+    ],
+    ids=["jvp", "jacfwd", "jit of jacfwd", "grad", "for JAX itself"],
+)
+def test_a_session_knows_that_forward_mode_was_used(derivative: Any, is_forward: bool) -> None:
+    """JAX uses forward mode in reverse mode too: here for the cumulative product."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.cumprod(x @ w, axis=0).sum()
+
+    with policyc.active("* -> fp8") as session:
+        jax.eval_shape(derivative(loss), *ABSTRACT)
+    assert session.saw_forward_mode == is_forward
+
+
 # ---- what a loss may take and return
 
 

@@ -83,9 +83,13 @@ def main() -> None:
     options = ApplyOptions(**request["apply"])
     execution = ExecutionOptions(backend=options.backend, require_native=options.require_native)
     any_policy = parse(next(iter(request["policies"].values())))
-    plan = runner.trace_first_plan(Program.from_words(request["program"]), any_policy, execution)
-    if plan is None or not len(plan.sites):
-        sys.exit("the program differentiated no loss with a GEMM (jax.grad, vjp, ...)")
+    no_loss = "the program differentiated no loss with a GEMM in reverse mode (jax.grad, vjp, ...)"
+    try:
+        plan = runner.trace_first_plan(Program.from_words(request["program"]), any_policy, execution)
+    except runner.NoLoss:
+        sys.exit(no_loss)
+    if not len(plan.sites):
+        sys.exit(no_loss)
     result = describe_plans(plan, request["policies"], may_miss=options.multiple_losses)
     (folder / _RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
 
