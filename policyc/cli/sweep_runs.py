@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from policyc.experiments.sweep.slurm_options import SlurmOptions
 
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
+_DEFAULT_BASELINES = ("bf16", "fp8")
 
 
 class TrainerCommand(ProgramCommand):
@@ -63,7 +64,7 @@ class TrainerCommand(ProgramCommand):
 class SweepOptions:
     """How a sweep runs: the values of `sweep_options`."""
 
-    baseline: str
+    baseline: str | None
     seeds: int
     first_seed: int
     steps: int | None
@@ -100,7 +101,7 @@ sweep_options = collect_options(
     "options",
     group_options(
         click.option(
-            "--baseline", metavar="A,B", default="bf16,fp8", show_default=True,
+            "--baseline", metavar="A,B", show_default="bf16, and fp8 if it fits the program",
             help="Policies to compare with, by name or path; 'none' for none.",
         ),
         click.option(
@@ -253,7 +254,8 @@ def _design_sweep(
     from policyc.experiments.sweep.variants import collect_variants, drop_equal_plans, load_baseline
     from policyc.language.diagnostics import PolicyError
 
-    names = () if options.baseline == "none" else split_names(options.baseline)
+    names = _baseline_names(options)
+    optional = _DEFAULT_BASELINES[1:] if options.baseline is None else ()
     seeds = tuple(range(options.first_seed, options.first_seed + options.seeds))
     try:
         parse_margin(options.margin)
@@ -264,7 +266,7 @@ def _design_sweep(
         elif not options.no_plan and not _has_several_processes(options):
             click.echo("planning the policies for the program, up to its first loss ...", err=True)
             texts = {variant.name: variant.text for variant in listed.variants}
-            listed = drop_equal_plans(listed, plan_policies(program, seeds[0], texts))
+            listed = drop_equal_plans(listed, plan_policies(program, seeds[0], texts), optional)
     except PolicyError as error:
         exit_with_diagnostics(error)
     except ChangedSweep as error:
@@ -275,6 +277,12 @@ def _design_sweep(
     except ValueError as error:
         exit_with_message(str(error))
     return SweepDesign(program=program, policies=listed, seeds=seeds, margin=options.margin)
+
+
+def _baseline_names(options: SweepOptions) -> tuple[str, ...]:
+    if options.baseline is None:
+        return _DEFAULT_BASELINES
+    return () if options.baseline == "none" else split_names(options.baseline)
 
 
 def _has_several_processes(options: SweepOptions) -> bool:

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from policyc.experiments.sweep import engine, executor
+from policyc.experiments.sweep import engine, executor, probe
+from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.run import Run, RunStatus, State
 from tests.support.command import ROOT, policyc
 from tests.support.sweep_process import SweepProcess
@@ -210,6 +212,22 @@ def test_a_killed_sweep_of_the_bundled_trainer_is_continued(tmp_path: Path) -> N
     assert (third.end(), "started" in third.output) == (0, False)
     rows = [json.loads(line) for line in (status.parent / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_baseline_must_fit_the_program_unless_it_is_a_default(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(_program: object, _seed: int, texts: Mapping[str, str]) -> dict[str, PlannedPolicy]:
+        plans = {name: PlannedPolicy(digest=name) for name in texts}
+        return plans | {"fp8": PlannedPolicy(error="no block")}
+
+    monkeypatch.setattr(probe, "plan_policies", plan)
+    default = policyc("sweep", "my.policy", "--dry-run", "train.py", cwd=folder)
+    assert (default.code, "10 runs: 2 policies x 5 seeds" in default.out) == (0, True)
+    assert "fp8 (baseline fp8) is not run: cannot be applied to the program: no block" in default.err
+    named = policyc("sweep", "my.policy", "--baseline", "bf16,fp8", "--dry-run", "train.py", cwd=folder)
+    assert named.code == 1
+    assert "the baseline 'fp8' cannot be applied to the program; --baseline names others" in named.err
 
 
 @pytest.mark.slow

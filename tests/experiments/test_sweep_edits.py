@@ -212,6 +212,18 @@ def test_a_policy_that_does_not_fit_the_program_ends_the_sweep_and_an_edit_is_le
         drop_equal_plans(listed, planned | {"bf16": PlannedPolicy(error="x"), "a": PlannedPolicy()})
 
 
+def test_a_default_baseline_that_does_not_fit_the_program_is_left_out() -> None:
+    listed = collect("mlp.* -> mxfp8\nvariant a { mlp.* -> mxfp4 }", baselines=("bf16", "fp8"))
+    planned = {name: PlannedPolicy(digest=name) for name in ("bf16", "mine", "a")}
+    planned["fp8"] = PlannedPolicy(error="no block\n1 | blocks.* -> fp8")
+    fitting = drop_equal_plans(listed, planned, optional=["fp8"])
+    assert fitting.baselines == ("bf16",)
+    assert fitting.omitted[0].reason == "cannot be applied to the program: no block; --baseline names others"
+    swept = collect(str(load("fp8")), baselines=("bf16", "fp8"))  # the default is also what the user sweeps
+    with pytest.raises(ValueError, match="the baseline 'fp8' cannot be applied"):
+        drop_equal_plans(swept, planned, optional=["fp8"])
+
+
 def test_a_variant_with_the_name_of_a_baseline_gets_another_name() -> None:
     listed = collect("mlp.* -> mxfp8\nvariant fp8 { mlp.* -> fp8 }", baselines=("fp8",))
     assert [v.name for v in listed.variants] == ["fp8", "mine", "mine_fp8"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -154,22 +154,28 @@ def _lint(text: str) -> list[str]:
     return list(dict.fromkeys(f"{diagnostic.code}: {diagnostic.message}" for diagnostic in severe))
 
 
-def drop_equal_plans(policies: VariantList, planned: Mapping[str, PlannedPolicy]) -> VariantList:
+def drop_equal_plans(
+    policies: VariantList, planned: Mapping[str, PlannedPolicy], optional: Collection[str] = ()
+) -> VariantList:
     """Omits the edits that do not fit the program, or that do to it what an earlier policy does.
 
-    Raises ValueError if a baseline or the policy itself does not fit.
+    `optional` are baselines that may be omitted too. Raises ValueError if another baseline, or the policy itself, does
+    not fit.
     """
     variants: list[SweepVariant] = []
     omitted = [*policies.omitted]
     names: dict[str, str] = {}
     for variant in policies.variants:
         plan = planned[variant.name]
-        if plan.error and variant.role != "edit":
+        may_omit = variant.role == "edit" or (variant.name in optional and variant.name != policies.policy)
+        if plan.error and not may_omit:
             help = "; --baseline names others" if variant.role == "baseline" else ""
             raise ValueError(
                 f"the {variant.role} '{variant.name}' cannot be applied to the program{help}:\n{plan.error}"
             )
         reason = f"cannot be applied to the program: {plan.error}" if plan.error else ""
+        if plan.error and variant.role == "baseline":  # a bundled policy: its lines do not help
+            reason = f"{reason.splitlines()[0]}; --baseline names others"
         if not plan.error and plan.digest in names:
             reason = f"does the same to this program as '{names[plan.digest]}'"
         if reason:
