@@ -221,9 +221,11 @@ def _trace_step(
         raise ValueError(
             f"a program can use the axes data and fsdp only, not {mesh}: the traffic of other axes is not known"
         )
-    from policyc.compiler.plan_tables import other_products
+    from policyc.compiler.plan_tables import other_products, unknown_branches
 
     plan = plan_program(policy, program)
+    for line in unknown_branches(plan):
+        click.echo(f"note: {line}", err=True)
     for line in other_products(plan):
         click.echo(f"note: not in the estimate: {line}", err=True)
     rows = max(site.batch * site.m for site in plan.sites)

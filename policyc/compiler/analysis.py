@@ -330,7 +330,7 @@ class _ContainerDomain:
 
     def enter(self, number: int, infos: Sequence[VarInfo]) -> list[VarInfo]:
         context = self._context.enter(self._eqn, number)
-        if self._branch_index is not None:
+        if jaxprs.primitive_name(self._eqn) == "cond":
             context = replace(context, branches=(*context.branches, Branch(self._branch_index, number)))
         return self._analyzer.run(self._bodies[number], infos, context)
 

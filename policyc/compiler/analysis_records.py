@@ -27,9 +27,9 @@ from policyc.jaxcore.transform import Address
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A branch of a `cond` whose index is known in each iteration of the loops around it."""
+    """A branch of a `cond`. `index` is the branch that is taken in each iteration, None if that is not known."""
 
-    index: Integers
+    index: Integers | None
     number: int
 
 
@@ -64,7 +64,7 @@ class PendingSite:
     Attributes:
       site: the site without layers: it has a scope, and no parameters, stacks or loops yet.
       loops: the scans around it, the outermost first.
-      branches: the branches that it is in, of those whose index is known.
+      branches: the branches that it is in.
       sources: how its weight is laid out from parameters.
       projections: of a product of activations: the weights of the products that its operands come from.
       batch_dims: the dimensions of the weight along which it reads several matrices.
@@ -100,16 +100,21 @@ class PendingSite:
         return self._only_taken(site) if self.branches else site
 
     def _only_taken(self, site: Site) -> Site:
-        """The site without the iterations that take other branches."""
-        addresses = frozenset[Address]().union(*(branch.index.loops for branch in self.branches))
+        """The site without the iterations that take other branches, where these are known."""
+        known = [(branch.index, branch.number) for branch in self.branches if branch.index is not None]
+        if len(known) < len(self.branches):
+            site = replace(site, unknown_branch="which branch is taken depends on values")
+        if not known:
+            return site
+        addresses = frozenset[Address]().union(*(index.loops for index, _ in known))
         sizes = [(s.address, s.size) for s in (loop.stack for loop in self.loops) if s.address in addresses]
         count = math.prod(size for _, size in sizes)
-        if count > MAX_LAYERS or site.count > MAX_LAYERS:
-            return site
+        if count > MAX_LAYERS:
+            return replace(site, unknown_branch=f"{count} iterations are too many to follow")
         taken = [
             iterations
             for iterations in iterations_of(sizes)
-            if all(int(b.index.evaluate(iterations)) == b.number for b in self.branches)
+            if all(int(index.evaluate(iterations)) == number for index, number in known)
         ]
         shared = [s.address for s in site.stacks if s.address in addresses]
         members = {tuple(iterations[address] for address in shared) for iterations in taken}

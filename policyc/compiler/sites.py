@@ -154,6 +154,8 @@ class Site:
     k: int
     running: frozenset[Layer] | None = None
     """The layers in which it runs, in a branch that only some iterations take. None: all of them."""
+    unknown_branch: str = ""
+    """Why it is not known when a branch that it is in is taken; empty if it is. It counts as always taken."""
     repeats: int
     """How often it runs in a step, in all its layers. 0: not known, since it is in a kernel."""
     products: frozenset[Gemm]

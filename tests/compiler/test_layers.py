@@ -527,6 +527,27 @@ def test_a_branch_counts_in_the_iterations_that_take_it():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("length", "condition", "note"),
+    [
+        (4, lambda i, h: i % 2 == 0, ""),
+        (4, lambda i, h: h[0, 0] > 0, "which branch is taken depends on values"),
+        (100_000, lambda i, h: i % 2 == 0, "100000 iterations are too many to follow"),
+    ],
+)
+def test_a_branch_of_which_it_is_not_known_when_it_is_taken_is_reported(length, condition, note):
+    def loss(p, x):
+        def body(h, i):
+            return lax.cond(condition(i, h), lambda: jnp.tanh(h @ p["a"]), lambda: h @ p["b"]), None
+
+        return lax.scan(body, x @ p["c"], jnp.arange(length))[0].sum()
+
+    plan = policyc.plan("* -> fp8", loss, {name: weights() for name in "abc"}, X)
+    line = f"2 GEMMs in a branch that counts as always taken: {note}\n"
+    assert {site.repeats for site in plan.sites} == {1, length if note else length // 2}
+    assert [line in table for table in (summary(plan), sites_table(plan))] == [bool(note)] * 2
+
+
 def test_a_table_has_the_indices_of_layers_in_policies():
     """Backwards, in groups, with a product of activations; and of two stacks whose paths differ in length."""
 
