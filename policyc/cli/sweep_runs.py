@@ -276,6 +276,9 @@ def _design_sweep(
         exit_with_message(f"{error}\n  {hint}" if hint else str(error))
     except ValueError as error:
         exit_with_message(str(error))
+    except KeyboardInterrupt:
+        click.echo("stopped: no run was started", err=True)
+        sys.exit(EXIT_INTERRUPTED)
     return SweepDesign(program=program, policies=listed, seeds=seeds, margin=options.margin)
 
 

@@ -1,7 +1,12 @@
-"""Hashes of plans: equal if and only if a program is changed in the same way."""
+"""Plans of policies before a sweep: hashes that are equal if they do the same to a program, and signals."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.experiments.sweep.probe import describe_plans, plan_digest
+from policyc.experiments.sweep.probe import describe_plans, plan_digest, plan_policies
+from policyc.experiments.sweep.programs import SweepProgram
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -58,3 +64,24 @@ def test_a_policy_that_does_not_fit_is_named_in_the_message() -> None:
     described = describe_plans(plan(WHOLE), {"whole": WHOLE, "mine": "* -> bf16\nheed -> mxfp8\n"})
     assert described["whole"] == {"digest": digest(WHOLE)}
     assert described["mine"]["error"].startswith("<mine>:2:1: error[unmatched-rule]")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_program_and_removes_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    python, folder = tmp_path / "python", tmp_path / "tmp"
+    python.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nkill -{number.value} $PPID\nexec sleep 5\n")
+    python.chmod(0o755)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(sys, "executable", str(python))
+    handler = signal.signal(number, lambda *_: None)  # so that a signal without effect does not end the tests
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            plan_policies(SweepProgram(words=("train.py",)), 0, {"whole": WHOLE})
+    finally:
+        signal.signal(number, handler)
+    assert not list(folder.iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

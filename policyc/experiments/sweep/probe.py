@@ -6,13 +6,16 @@ found at once, and policies with the same plan are run once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 _REQUEST_FILE, _RESULT_FILE, _LOG_FILE = "request.json", "result.json", "log.txt"
 _LOG_LINES = 12
+_POLL_SECONDS = 0.05
 _PROBE_VARIABLES = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # other runs may be on the GPU
 
 
@@ -47,9 +51,10 @@ class PlannedPolicy:
 def plan_policies(program: SweepProgram, seed: int, texts: Mapping[str, str]) -> dict[str, PlannedPolicy]:
     """Plans policies, given by name and text, for a program in another process. Raises ProbeFailed.
 
-    The program gets a temporary folder for its results: that of a run may hold some already.
+    The program gets a temporary folder for its results: that of a run may hold some already. On SIGINT,
+    SIGTERM and SIGHUP the program is killed, the folder is removed, and KeyboardInterrupt is raised.
     """
-    with tempfile.TemporaryDirectory(prefix="policyc-probe-") as name:
+    with _note_signals() as signals, tempfile.TemporaryDirectory(prefix="policyc-probe-") as name:
         folder = Path(name)
         run = program.make_run("probe", (seed,), folder)
         run.folder.mkdir(parents=True)
@@ -57,21 +62,47 @@ def plan_policies(program: SweepProgram, seed: int, texts: Mapping[str, str]) ->
         request = {"program": words, "apply": asdict(program.apply), "policies": dict(texts)}
         (folder / _REQUEST_FILE).write_text(json.dumps(request), encoding="utf-8")
         with (folder / _LOG_FILE).open("wb") as log:
-            code = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "policyc.experiments.sweep.probe", name],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={**_PROBE_VARIABLES, **os.environ, **run.environment},
                 cwd=run.cwd,
-                check=False,
-            ).returncode
+            )
+        code = _wait_for(process, signals)
         if not (folder / _RESULT_FILE).exists():
             lines = "\n".join(f"    {line}" for line in tail_lines(folder / _LOG_FILE, _LOG_LINES))
             remedy = "\n  --no-plan starts the runs without tracing the program first" if code else ""
             raise ProbeFailed(f"the program ended with code {code} before its first loss:\n{lines}{remedy}")
         values = json.loads((folder / _RESULT_FILE).read_text(encoding="utf-8"))
         return {key: PlannedPolicy(**value) for key, value in values.items()}
+
+
+def _wait_for(process: subprocess.Popen[bytes], signals: Sequence[int]) -> int:
+    """The exit code of a process. Kills it and raises KeyboardInterrupt when `signals` is no longer empty."""
+    while process.poll() is None and not signals:
+        time.sleep(_POLL_SECONDS)
+    if signals:
+        process.kill()
+        process.wait()
+        raise KeyboardInterrupt
+    return process.returncode
+
+
+@contextlib.contextmanager
+def _note_signals() -> Iterator[list[int]]:
+    """Lists the signals that arrive and that would end this process without any cleanup."""
+    signals: list[int] = []
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in previous.items():
+        if handler is not signal.SIG_IGN:  # as SIGHUP is under nohup
+            signal.signal(number, lambda number, _frame: signals.append(number))
+    try:
+        yield signals
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def main() -> None:
