@@ -297,6 +297,22 @@ def test_a_loss_traced_at_every_step_is_recorded_once() -> None:
     assert len(plans) == 1
 
 
+def test_losses_that_differ_only_in_their_products_or_layers_are_recorded_each() -> None:
+    def pair(w: Any, x: Any) -> Any:
+        return jnp.square(w).sum(), jnp.tanh(x @ w).sum()
+
+    def scanned(length: int, stack: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack[:length])[0].sum()
+
+    with policyc.active("w @ wgrad -> fp8; stack[2] -> fp8", multiple_losses=True) as session:
+        jax.eval_shape(jax.grad(pair, has_aux=True), *ABSTRACT)
+        jax.eval_shape(lambda w, x: jax.vjp(lambda w: pair(w, x), w)[0], *ABSTRACT)
+        for length in (2, 3):
+            jax.eval_shape(jax.grad(partial(scanned, length)), struct(4, 16, 16), ABSTRACT[1])
+    assert [plan.counts for plan in session.plans] == [(0, 0), (1, 0), (0, 0), (0, 1)]
+    assert not session.unmet
+
+
 def test_a_policy_that_cannot_be_applied_leaves_nothing_behind() -> None:
     with pytest.raises(policyc.PolicyError, match="matches 2"), policyc.active("w -> fp8 expect 3"):
         differentiate(loss)
