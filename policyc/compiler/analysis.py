@@ -28,7 +28,7 @@ from policyc.compiler.dots import (
     why_opaque,
 )
 from policyc.compiler.layers import EnclosingLoop, LayerIndices
-from policyc.compiler.other_products import kind_and_name, merge, product_flops
+from policyc.compiler.other_products import kind_and_name, product_flops, sum_by_kind
 from policyc.compiler.paths import add_stack_sizes
 from policyc.compiler.provenance.graph import (
     IterationSource,
@@ -93,7 +93,7 @@ def analyze(
         if path is None
         else VarInfo(
             source=ParameterSource(shape=shape_of(var), path=path),
-            active=is_float(var.aval),
+            is_active=is_float(var.aval),
             origin=Origin(number),
         )
         for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
@@ -118,7 +118,7 @@ def analyze(
         differentiated_results=tuple(
             number for number, is_differentiated in enumerate(results) if is_differentiated
         ),
-        others=merge(analyzer.others.values()),
+        others=sum_by_kind(analyzer.others.values()),
     )
 
 
@@ -183,16 +183,18 @@ class _Analyzer:
     def _opaque_container(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> list[VarInfo]:
         """A container that the compiler does not enter: its sites are opaque."""
         name = jaxprs.primitive_name(eqn)
-        active = any(i.active for i in infos)
+        is_active = any(i.is_active for i in infos)
         projections = join_projections(infos)
-        results = [VarInfo(active=active and is_float(v.aval), projections=projections) for v in eqn.outvars]
+        results = [
+            VarInfo(is_active=is_active and is_float(v.aval), projections=projections) for v in eqn.outvars
+        ]
         if self._is_quantized_gemm(eqn):
             return results
         reason = context.opaque or OPAQUE.get(name, f"'{name}', which the compiler does not know")
         for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
             body = jaxprs.open_jaxpr(sub.jaxpr)
             same_inputs = len(body.invars) == len(infos)
-            inputs = infos if same_inputs else [VarInfo(active=active)] * len(body.invars)
+            inputs = infos if same_inputs else [VarInfo(is_active=is_active)] * len(body.invars)
             parameters = context.opaque_parameters if same_inputs else matrix_sources(eqn, infos)
             # How often a kernel runs its products is not known.
             repeats = 0 if name == "pallas_call" else context.repeats
@@ -202,7 +204,7 @@ class _Analyzer:
                 continue
             if name == "custom_jvp_call":
                 pairs = zip(results, body_results, strict=True)
-                results = [replace(of_body, active=result.active) for result, of_body in pairs]
+                results = [replace(of_body, is_active=result.is_active) for result, of_body in pairs]
             elif name.startswith("custom_vjp"):  # a weight that passes through unchanged is still a weight
                 results = [
                     replace(result, source=b.source, is_modified=b.is_modified)
@@ -216,7 +218,7 @@ class _Analyzer:
         if described is None or not context.repeats:
             return
         flops = product_flops(eqn)
-        gradients = sum(i.active for i in infos[:2]) if context.address in self._with_cotangent else 0
+        gradients = sum(i.is_active for i in infos[:2]) if context.address in self._with_cotangent else 0
         self.others[context.address] = OtherProduct(
             kind=described[0],
             name=described[1],
@@ -263,7 +265,7 @@ class _Analyzer:
             repeats=context.repeats,
             products=self._products(infos, weight, context.address),
             opaque=opaque,
-            one_hot=(lhs if weight == "rhs" else rhs).one_hot,
+            has_one_hot=(lhs if weight == "rhs" else rhs).is_one_hot,
             axis_env=context.axis_env,
             origin=origin,
             is_reused=context.in_remat or (origin is not None and context.loop_depth > len(origin.scans)),
@@ -290,7 +292,7 @@ class _Analyzer:
         for_lhs, for_rhs = (Gemm.WGRAD, Gemm.DGRAD) if weight == "lhs" else (Gemm.DGRAD, Gemm.WGRAD)
         products = {Gemm.FPROP}
         if address in self._with_cotangent:
-            products |= {gemm for gemm, info in ((for_lhs, lhs), (for_rhs, rhs)) if info.active}
+            products |= {gemm for gemm, info in ((for_lhs, lhs), (for_rhs, rhs)) if info.is_active}
         return frozenset(products)
 
 
@@ -349,14 +351,14 @@ class _ContainerDomain:
     def may_change(self, carry: Sequence[VarInfo], others: Sequence[VarInfo]) -> bool:
         if any(isinstance(c.source, UnknownSource) for c in carry):
             return True
-        return not all(c.active for c in carry) and any(v.active for v in (*carry, *others))
+        return not all(c.is_active for c in carry) and any(v.is_active for v in (*carry, *others))
 
     def widen(self, carry: VarInfo, result: VarInfo) -> VarInfo:
         return widen_carry(carry, result)
 
     def leave_loop(self, result: VarInfo, carry: VarInfo | None) -> VarInfo:
         if carry is not None:
-            return replace(carry, integers=None, active=carry.active or result.active)
+            return replace(carry, integers=None, is_active=carry.is_active or result.is_active)
         source = result.source
         if source is not None:
             shape, loop = (self._eqn.params["length"], *source.shape), self._context.address
@@ -364,7 +366,7 @@ class _ContainerDomain:
         return VarInfo(
             source=source,
             is_modified=result.is_modified,
-            active=result.active,
+            is_active=result.is_active,
             projections=MANY_PROJECTIONS,
         )
 

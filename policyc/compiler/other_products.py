@@ -88,14 +88,14 @@ def convolution_flops(eqn: JaxprEqn) -> int:
     return 2 * int(out[numbers.out_spec[0]]) * features_out * features_in * taps
 
 
-def merge(products: Iterable[OtherProduct]) -> tuple[OtherProduct, ...]:
-    """One record for each kind and name."""
-    merged: dict[tuple[str, str], OtherProduct] = {}
+def sum_by_kind(products: Iterable[OtherProduct]) -> tuple[OtherProduct, ...]:
+    """One record for each kind and name, with the sums of counts and FLOPs."""
+    sums: dict[tuple[str, str], OtherProduct] = {}
     for product in products:
         key = product.kind, product.name
-        before = merged.get(key, OtherProduct(kind=product.kind, name=product.name, count=0, flops=0))
+        before = sums.get(key, OtherProduct(kind=product.kind, name=product.name, count=0, flops=0))
         flops = None if before.flops is None or product.flops is None else before.flops + product.flops
-        merged[key] = OtherProduct(
+        sums[key] = OtherProduct(
             kind=product.kind, name=product.name, count=before.count + product.count, flops=flops
         )
-    return tuple(merged.values())
+    return tuple(sums.values())

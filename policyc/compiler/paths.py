@@ -90,8 +90,12 @@ def _number_first_members(paths: Sequence[DottedPath]) -> list[DottedPath]:
 
 
 def _strip_packing(key_paths: list[_KeyPath]) -> list[_KeyPath]:
+    """Removes what frameworks pack parameters in: states of Flax NNX, boxes of one leaf, a tuple of one."""
+    return _strip_tuple_of_one(_strip_boxes([_strip_node_states(keys) for keys in key_paths]))
+
+
+def _strip_tuple_of_one(key_paths: list[_KeyPath]) -> list[_KeyPath]:
     """Removes a tuple of one around all leaves: some frameworks pack their arguments in one."""
-    key_paths = _strip_boxes([_strip_node_states(keys) for keys in key_paths])
     first = {
         keys[0].idx if len(keys) > 1 and isinstance(keys[0], SequenceKey) else None for keys in key_paths
     }

@@ -161,7 +161,8 @@ class Site:
     products: frozenset[Gemm]
     opaque: str = ""
     """Why the compiler cannot change it; empty if it can."""
-    one_hot: bool = False
+    has_one_hot: bool = False
+    """Is its other operand one-hot: does it look up rows of its weight?"""
     axis_env: AxisEnv = AxisEnv()
     origin: Origin | None = field(default=None, compare=False, repr=False)
     """How the weight derives from an input of the loss; None if unknown."""

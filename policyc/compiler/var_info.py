@@ -37,11 +37,11 @@ class VarInfo:
     """How it is laid out from parameters."""
     is_modified: bool = False
     """Is it a parameter plus or times something else: a merged adapter, a mask, a normalized weight?"""
-    active: bool = False
+    is_active: bool = False
     """Does a gradient flow through it?"""
     integers: Integers | None = None
     """Its value, if it is an integer that is known in each iteration."""
-    one_hot: bool = False
+    is_one_hot: bool = False
     is_iota: bool = False
     origin: Origin | None = None
     """How to compute it from one input of the loss, where that costs no more outside than here."""
@@ -76,7 +76,7 @@ def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
     return VarInfo(
         source=_either(sources, index) if len(sources) == len(values) else None,
         is_modified=any(v.is_modified for v in values),
-        active=any(v.active for v in values),
+        is_active=any(v.is_active for v in values),
         projections=join_projections(values),
     )
 
@@ -89,7 +89,7 @@ def carry_info(value: VarInfo, integers: Integers | None) -> VarInfo:
     return VarInfo(
         source=source,
         is_modified=source is not None,
-        active=value.active,
+        is_active=value.is_active,
         integers=integers,
         projections=MANY_PROJECTIONS,
     )
@@ -103,7 +103,7 @@ def widen_carry(carry: VarInfo, result: VarInfo) -> VarInfo:
             None if result.source is None else unknown_source(source.shape, [source, result.source], _CARRIED)
         )
         source = source if wider is not None and wider.operands == source.operands else wider
-    return replace(carry, source=source, active=carry.active or result.active)
+    return replace(carry, source=source, is_active=carry.is_active or result.is_active)
 
 
 LAYOUT = frozenset({
@@ -159,29 +159,29 @@ def constant_value(value: Any) -> Integers | None:
 
 def propagate_equation(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[VarInfo]:
     """The infos of the results of an equation, from those of its operands."""
-    active = active_results(eqn, [i.active for i in infos])
+    active = active_results(eqn, [i.is_active for i in infos])
     if name in _IDENTITIES:
         if name == "device_put":  # a weight in the memory of the host cannot be quantized there
             infos = [replace(info, origin=None) for info in infos]
-        return [replace(info, active=is_active) for info, is_active in zip(infos, active, strict=True)]
+        return [replace(info, is_active=is_active) for info, is_active in zip(infos, active, strict=True)]
     first = infos[0] if infos else UNKNOWN
     sources = _propagate_source(eqn, name, infos)
     integers = propagate_integers(eqn, [i.integers for i in infos])
     is_iota = name == "iota" or (name in LAYOUT and first.is_iota)
-    one_hot = (name == "eq" and any(i.is_iota for i in infos)) or (name in LAYOUT and first.one_hot)
+    is_one_hot = (name == "eq" and any(i.is_iota for i in infos)) or (name in LAYOUT and first.is_one_hot)
     projections = join_projections(infos)
-    if not (any(active) or any(sources) or integers or is_iota or one_hot or projections):
+    if not (any(active) or any(sources) or integers or is_iota or is_one_hot or projections):
         return [UNKNOWN] * len(eqn.outvars)
-    hoistable = name in _HOISTABLE and len(infos) == 1
+    is_hoistable = name in _HOISTABLE and len(infos) == 1
     return [
         VarInfo(
             source=source,
             is_modified=source is not None and _is_modified(name, infos),
-            active=is_active,
+            is_active=is_active,
             integers=integers,
-            one_hot=one_hot,
+            is_one_hot=is_one_hot,
             is_iota=is_iota,
-            origin=first.origin.then(eqn) if hoistable and first.origin is not None else None,
+            origin=first.origin.then(eqn) if is_hoistable and first.origin is not None else None,
             projections=projections,
         )
         for is_active, source in zip(active, sources, strict=True)

@@ -178,7 +178,7 @@ def has_name(site: Site, names: Collection[str]) -> bool:
 
 def is_embedding(site: Site) -> bool:
     """Returns whether a site looks up tokens: it has a one-hot operand or the name of an embedding."""
-    return site.one_hot or has_name(site, EMBEDDING_NAMES)
+    return site.has_one_hot or has_name(site, EMBEDDING_NAMES)
 
 
 def is_head(context: Context, site: Site) -> bool:
@@ -187,13 +187,13 @@ def is_head(context: Context, site: Site) -> bool:
     A head has the name of a head, or shares its weight with the embedding, or is the last weight GEMM of the loss,
     outside every stack, with more columns than any other weight and than its own rows.
     """
-    if site.one_hot or context.plan is None:
+    if site.has_one_hot or context.plan is None:
         return False
     sites = context.plan.sites
-    embeddings = {*sites.looked_up, *(p.path for s in sites if s.one_hot for p in s.parameters)}
+    embeddings = {*sites.looked_up, *(p.path for s in sites if s.has_one_hot for p in s.parameters)}
     if has_name(site, HEAD_NAMES) or any(p.path in embeddings for p in site.parameters):
         return True
-    weights = [s for s in sites if s.weight and not s.one_hot]
+    weights = [s for s in sites if s.weight and not s.has_one_hot]
     is_last = len(weights) > 1 and weights[-1] is site
     is_widest = site.n > site.k and all(s.n < site.n for s in weights if s is not site)
     return is_last and not site.stacks and is_widest

@@ -163,7 +163,7 @@ def test_a_parameter_in_two_places_is_two_sites() -> None:
 
     embed, head = find_sites(loss, {"embed": struct(16, 32)}, struct(8, dtype=jnp.int32))
     assert (embed.name, head.name) == ("embed", "embed")
-    assert (embed.one_hot, head.one_hot) == (True, False)
+    assert (embed.has_one_hot, head.has_one_hot) == (True, False)
     assert (embed.weight, head.weight) == ("rhs", "rhs")
 
 
