@@ -221,10 +221,10 @@ def _trace_step(
         raise ValueError(
             f"a program can use the axes data and fsdp only, not {mesh}: the traffic of other axes is not known"
         )
-    from policyc.compiler.plan_tables import other_products, unknown_branches
+    from policyc.compiler.plan_tables import other_products, uncertain_repeats
 
     plan = plan_program(policy, program)
-    for line in unknown_branches(plan):
+    for line in uncertain_repeats(plan):
         click.echo(f"note: {line}", err=True)
     for line in other_products(plan):
         click.echo(f"note: not in the estimate: {line}", err=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from policyc.compiler.activity import equations_with_cotangent
-from policyc.compiler.analysis_records import Branch, JaxprContext, PendingSite
+from policyc.compiler.analysis_records import Branch, JaxprContext, PendingSite, find_taken
 from policyc.compiler.dots import (
     GEMMS,
     OPAQUE_PRODUCTS,
@@ -118,7 +118,7 @@ def analyze(
         differentiated_results=tuple(
             number for number, is_differentiated in enumerate(results) if is_differentiated
         ),
-        others=sum_by_kind(analyzer.others.values()),
+        others=sum_by_kind(other for other in analyzer.others.values() if other.count),
     )
 
 
@@ -217,13 +217,14 @@ class _Analyzer:
         described = kind_and_name(eqn)
         if described is None or not context.repeats:
             return
+        repeats = find_taken(context.branches, context.loops).repeats(context.repeats)
         flops = product_flops(eqn)
         gradients = sum(i.is_active for i in infos[:2]) if context.address in self._with_cotangent else 0
         self.others[context.address] = OtherProduct(
             kind=described[0],
             name=described[1],
-            count=context.repeats,
-            flops=None if flops is None else flops * context.repeats * (1 + gradients),
+            count=repeats,
+            flops=None if flops is None else flops * repeats * (1 + gradients),
         )
 
     def _is_quantized_gemm(self, eqn: JaxprEqn) -> bool:
@@ -263,6 +264,7 @@ class _Analyzer:
             n=n,
             k=k,
             repeats=context.repeats,
+            uncertain_repeats=context.uncertain_repeats,
             products=self._products(infos, weight, context.address),
             opaque=opaque,
             has_one_hot=(lhs if weight == "rhs" else rhs).is_one_hot,
@@ -302,6 +304,9 @@ def _hoistable_origin(eqn: JaxprEqn, weight: VarInfo, context: JaxprContext) -> 
     return weight.origin if is_plain_dot and context.takes_extra_inputs else None
 
 
+_WHILE = "in a while loop that counts as one iteration: how many it runs depends on values"
+
+
 class _ContainerDomain:
     """How `VarInfo`s pass through one container. See `dataflow.Domain`."""
 
@@ -328,6 +333,8 @@ class _ContainerDomain:
         )
         if jaxprs.primitive_name(eqn) == "shard_map":
             self._context = replace(self._context, axis_env=context.axis_env.enter_shard_map(eqn))
+        elif container.is_loop and length is None:
+            self._context = replace(self._context, uncertain_repeats=_WHILE)
         self._bodies = [sub.jaxpr for sub in jaxprs.sub_jaxprs(eqn)]
 
     def enter(self, number: int, infos: Sequence[VarInfo]) -> list[VarInfo]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from policyc.compiler.layers import (
 )
 from policyc.compiler.provenance.elements import iterations_of
 from policyc.compiler.provenance.graph import Source
-from policyc.compiler.provenance.integers import Integers
+from policyc.compiler.provenance.integers import Integers, Iterations
 from policyc.compiler.sites import Site
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import AxisEnv
@@ -34,6 +35,44 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakenIterations:
+    """The iterations that take all branches around an equation, of the loops that decide about it.
+
+    Attributes:
+      loops: the addresses of these loops.
+      iterations: of each of these loops. A branch that is not known counts as always taken.
+      count: how many iterations there are, with those that take other branches.
+      unknown: why some branch is not known; empty if all are.
+    """
+
+    loops: frozenset[Address] = frozenset()
+    iterations: Sequence[Iterations] = ({},)
+    count: int = 1
+    unknown: str = ""
+
+    def repeats(self, repeats: int) -> int:
+        """How often an equation runs that would run so often if its branches were always taken."""
+        return repeats * len(self.iterations) // self.count
+
+
+def find_taken(branches: Sequence[Branch], loops: Sequence[EnclosingLoop]) -> TakenIterations:
+    """The iterations that take all of some branches, which are inside of some loops."""
+    known = [(branch.index, branch.number) for branch in branches if branch.index is not None]
+    addresses = frozenset[Address]().union(*(index.loops for index, _ in known))
+    sizes = [(s.address, s.size) for s in (loop.stack for loop in loops) if s.address in addresses]
+    count = math.prod(size for _, size in sizes)
+    if count > MAX_LAYERS:
+        return TakenIterations(unknown=f"{count} iterations are too many to follow")
+    taken = [
+        iterations
+        for iterations in iterations_of(sizes)
+        if all(int(index.evaluate(iterations)) == number for index, number in known)
+    ]
+    unknown = "" if len(known) == len(branches) else "which branch is taken depends on values"
+    return TakenIterations(loops=addresses, iterations=taken, count=count, unknown=unknown)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JaxprContext:
     """The containers around a jaxpr, and what follows from them for the sites in it."""
 
@@ -43,6 +82,8 @@ class JaxprContext:
     """The scans around it, the outermost first."""
     branches: tuple[Branch, ...] = ()
     repeats: int = 1
+    uncertain_repeats: str = ""
+    """As in `Site`, apart from branches."""
     opaque: str = ""
     opaque_parameters: tuple[Source, ...] = ()
     """The parameters that an opaque container reads, where it is not known which of its GEMMs reads them."""
@@ -101,26 +142,17 @@ class PendingSite:
 
     def _only_taken(self, site: Site) -> Site:
         """The site without the iterations that take other branches, where these are known."""
-        known = [(branch.index, branch.number) for branch in self.branches if branch.index is not None]
-        if len(known) < len(self.branches):
-            site = replace(site, unknown_branch="which branch is taken depends on values")
-        if not known:
+        taken = find_taken(self.branches, self.loops)
+        if taken.unknown and not site.uncertain_repeats:
+            reason = f"in a branch that counts as always taken: {taken.unknown}"
+            site = replace(site, uncertain_repeats=reason)
+        if len(taken.iterations) == taken.count:
             return site
-        addresses = frozenset[Address]().union(*(index.loops for index, _ in known))
-        sizes = [(s.address, s.size) for s in (loop.stack for loop in self.loops) if s.address in addresses]
-        count = math.prod(size for _, size in sizes)
-        if count > MAX_LAYERS:
-            return replace(site, unknown_branch=f"{count} iterations are too many to follow")
-        taken = [
-            iterations
-            for iterations in iterations_of(sizes)
-            if all(int(index.evaluate(iterations)) == number for index, number in known)
-        ]
-        shared = [s.address for s in site.stacks if s.address in addresses]
-        members = {tuple(iterations[address] for address in shared) for iterations in taken}
+        shared = [s.address for s in site.stacks if s.address in taken.loops]
+        members = {tuple(iterations[address] for address in shared) for iterations in taken.iterations}
         running = frozenset(
             layer
             for layer in site.all_layers()
             if tuple(site.stack_indices(layer)[address] for address in shared) in members
         )
-        return replace(site, running=running, repeats=site.repeats * len(taken) // count)
+        return replace(site, running=running, repeats=taken.repeats(site.repeats))

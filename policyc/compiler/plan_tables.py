@@ -38,7 +38,7 @@ def summary(plan: Plan) -> str:
         *align_columns(rows),
         *map(escape_controls, lowering_reasons(plan)),
         *_unknown_layers(plan),
-        *unknown_branches(plan),
+        *uncertain_repeats(plan),
         *unchanged_products(plan),
     )
     return "".join(f"policyc: {line}\n" for line in lines)
@@ -114,17 +114,17 @@ def _unknown_layers(plan: Plan) -> Iterator[str]:
         yield f"a product of activations{place} has no layer, so that no index matches it: {reason}{more}"
 
 
-def unknown_branches(plan: Plan) -> Iterator[str]:
-    """The GEMMs that may run less often than they count, one line per reason."""
+def uncertain_repeats(plan: Plan) -> Iterator[str]:
+    """The GEMMs that may run more or less often than they count, one line per reason."""
     total = plan.sites.total_flops or 1
     by_reason: dict[str, list[Site]] = {}
     for site in plan.sites:
-        if site.unknown_branch and site.repeats:
-            by_reason.setdefault(site.unknown_branch, []).append(site)
+        if site.uncertain_repeats and site.repeats:
+            by_reason.setdefault(site.uncertain_repeats, []).append(site)
     for reason, sites in by_reason.items():
         share = sum(s.total_flops for s in sites) / total
         count = count_noun(sum(s.count for s in sites), "GEMM")
-        yield f"{share:.1%} of FLOPs are {count} in a branch that counts as always taken: {reason}"
+        yield f"{share:.1%} of FLOPs are {count} {reason}"
 
 
 def unchanged_products(plan: Plan) -> Iterator[str]:
@@ -176,7 +176,7 @@ def sites_table(plan: Plan) -> str:
     total = sum(s.total_flops for s in plan.sites)
     sites = sum(s.count for s in plan.sites)
     end = f"{count_noun(sites, 'GEMM')}, {total / 1e9:.4g} GFLOP a step in their products\n"
-    notes = (f"{line}\n" for line in (*unknown_branches(plan), *unchanged_products(plan)))
+    notes = (f"{line}\n" for line in (*uncertain_repeats(plan), *unchanged_products(plan)))
     return "".join((*(f"{line}\n" for line in align_columns(rows)), end, *notes))
 
 

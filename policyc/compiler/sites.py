@@ -154,10 +154,10 @@ class Site:
     k: int
     running: frozenset[Layer] | None = None
     """The layers in which it runs, in a branch that only some iterations take. None: all of them."""
-    unknown_branch: str = ""
-    """Why it is not known when a branch that it is in is taken; empty if it is. It counts as always taken."""
     repeats: int
     """How often it runs in a step, in all its layers. 0: not known, since it is in a kernel."""
+    uncertain_repeats: str = ""
+    """Why it may run more or less often than `repeats`, in words that follow 'a GEMM'; empty if it may not."""
     products: frozenset[Gemm]
     opaque: str = ""
     """Why the compiler cannot change it; empty if it can."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from policyc.compiler.plan import Phase, Plan, make_plan
 from policyc.compiler.plan_checks import unmatched_quantizing_rules
-from policyc.compiler.plan_tables import other_products, unknown_branches
+from policyc.compiler.plan_tables import other_products, uncertain_repeats
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
 from policyc.diff.earlier import read_earlier_plan
@@ -105,7 +105,7 @@ def build_diff(request: DiffRequest) -> DiffData:
         matched=None if earlier is not None else match(plans, phases),
         notes=(
             *(note for plan in plans for note in _unmatched_notes(plan)),
-            *unknown_branches(after),
+            *uncertain_repeats(after),
             *(f"not in the predicted time: {line}" for line in other_products(after)),
             *(_seed_notes(request.before, after.policy, linears) if earlier is None else earlier.notes),
         ),

@@ -548,6 +548,18 @@ def test_a_branch_of_which_it_is_not_known_when_it_is_taken_is_reported(length, 
     assert [line in table for table in (summary(plan), sites_table(plan))] == [bool(note)] * 2
 
 
+def test_a_gemm_in_a_while_loop_is_reported_as_one_iteration():
+    def loss(p, x):
+        def body(state):
+            return state[0] + 1, jnp.tanh(state[1] @ lax.stop_gradient(p["a"]))
+
+        return (lax.while_loop(lambda state: state[0] < 9, body, (0, x))[1] @ p["b"]).sum()
+
+    plan = policyc.plan("* -> fp8", loss, {name: weights() for name in "ab"}, X)
+    line = "33.3% of FLOPs are 1 GEMM in a while loop that counts as one iteration: how many it runs"
+    assert all(table.count(line) == 1 for table in (summary(plan), sites_table(plan)))
+
+
 def test_a_table_has_the_indices_of_layers_in_policies():
     """Backwards, in groups, with a product of activations; and of two stacks whose paths differ in length."""
 

@@ -74,6 +74,18 @@ def others(loss: Callable[..., Any], params: Any, *args: Any) -> list[tuple[str,
     return [(o.kind, o.name, o.count, o.flops) for o in find_sites(loss, params, *args).others]
 
 
+@pytest.mark.parametrize("taken", [0, 2, 8])
+def test_a_product_in_a_branch_counts_in_the_iterations_that_take_it(taken: int) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        def body(h: Any, i: Any) -> Any:
+            return lax.cond(i < taken, lambda: convolve(h, w), lambda: h), None
+
+        return lax.scan(body, x, jnp.arange(8))[0].sum()
+
+    counts = [(count, flops) for _, _, count, flops in others(loss, struct(1, 1, 4, 4), IMAGES)]
+    assert counts == ([(taken, taken * 3 * 2 * 180 * 4 * 4)] if taken else [])
+
+
 def test_a_convolution_has_the_products_of_its_gradient() -> None:
     once = 2 * 2 * 7 * 8 * 9 * 4 * 6  # 7 x 8 places, 9 taps, 4 features to 6, of 2 images
 
