@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from policyc.hardware.training_step import TrainingStep
     from policyc.language.policy import Policy
 
+_MIN_WIDTH = 60  # of the text, in columns: names and figures need as much
 _STYLES: dict[str, dict[str, Any]] = {
     "nvfp4": {"fg": "bright_red"}, "mxfp4": {"fg": "yellow"}, "mxfp8": {"fg": "blue"}, "fp8": {"fg": "cyan"},
     "fp4": {"fg": "bright_yellow"}, "bf16": {"fg": "white"}, "f32": {"fg": "white", "dim": True},
@@ -250,5 +252,6 @@ def _write(data: DiffData, output: OutputOptions) -> None:
     elif output.dot:
         click.echo(as_dot(data), nl=False)
     elif "-" not in (output.svg, output.out):
-        text = render_stat(data, paint) if output.stat else render(data, paint)
+        width = max(_MIN_WIDTH, shutil.get_terminal_size().columns)  # 80 if the output is no terminal
+        text = render_stat(data, paint, width) if output.stat else render(data, paint, width)
         click.echo(text, nl=False, color=use_color())

@@ -23,6 +23,8 @@ from policyc.language.recipes import Gemm
 WIDTH = 80
 
 GLYPHS = {"nvfp4": "4", "mxfp4": "x", "mxfp8": "m", "fp8": "8", "fp4": "t", "bf16": "b", "f32": "f"}
+_COMMENT = "  # "
+_NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 _UNCHANGED, _EMULATED, _OPAQUE, _MIXED, _MISSING = ".", "e", "!", "*", " "
 
 
@@ -42,7 +44,7 @@ def render_summary(diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> 
     legend = [f"{GLYPHS[f]} {f}" for f in GLYPHS if GLYPHS[f] in used]
     names = {_UNCHANGED: "unchanged", _EMULATED: "emulated", _OPAQUE: "opaque", _MIXED: "mixed"}
     legend += [f"{glyph} {name}" for glyph, name in names.items() if glyph in used]
-    yield from (paint("dim", line) for line in _wrap("   ".join(legend), width))
+    yield from (paint("dim", line) for line in _wrap_items(legend, "   ", width))
 
 
 def _render_head(diff: DiffData, paint: Paint, width: int) -> Iterator[str]:
@@ -53,7 +55,7 @@ def _render_head(diff: DiffData, paint: Paint, width: int) -> Iterator[str]:
 
 def render_stat(diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> str:
     """The sentence, the notes, and for each linear how many of its products change, from what to what."""
-    lines = [*_render_head(diff, paint, width)]
+    rows: list[tuple[str, str]] = []
     for linear in diff.linears:
         gemms_of: dict[tuple[str, int], list[str]] = {}
         for gemm in Gemm:
@@ -67,9 +69,10 @@ def render_stat(diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> str
                 gemms_of.setdefault(item, []).append(gemm)
         for (text, count), gemms in gemms_of.items():
             tail = f"{text:<16} {' '.join(gemms):<17} x{count:<4}"
-            name = _shorten_left(linear.full_name, width - len(tail) - 2)
-            lines.append(f"{name.ljust(width - len(tail))}{paint('rule', tail.rstrip())}")
-    return "".join(f"{line}\n" for line in lines)
+            rows.append((_shorten_left(linear.full_name, width - len(tail) - 2), tail.rstrip()))
+    names = max((len(name) for name, _ in rows), default=0) + 2
+    lines = [f"{name:<{names}}{paint('rule', tail)}" for name, tail in rows]
+    return "".join(f"{line}\n" for line in (*_render_head(diff, paint, width), *lines))
 
 
 def _format_of(side: ProductSide | None) -> str:
@@ -200,19 +203,19 @@ class EquationLines:
             "derived": "derived from equations that differ",
         }
         reason = data.get("reason", "")
-        lines = [texts[reason]] if reason in texts else []
+        lines = _wrap(texts[reason], self._width, _COMMENT) if reason in texts else []
         if reason in ("replaced", "hoisted", "shared"):
-            lines += self._rule_lines(data)
-        for line in lines:
-            yield self._paint("rule", _shorten(f"  # {escape_controls(line)}", self._width))
+            lines += [_shorten_rule(f"{_COMMENT}{line}", self._width) for line in self._rule_lines(data)]
+        yield from (self._paint("rule", line) for line in lines)
 
     def _figures(self, data: dict[str, Any]) -> Iterator[str]:
         """What is predicted and measured of the product that an equation computes."""
         gemm = data.get("product") if self._diff.is_gradient else Gemm.FPROP
         if data.get("reason") != "replaced" or "linear" not in data or not gemm:
             return
-        for line in product_figures(self._diff, data["linear"], data.get("layer"), gemm):
-            yield self._paint("dim", _shorten(f"  # {escape_controls(line)}", self._width))
+        for text in product_figures(self._diff, data["linear"], data.get("layer"), gemm):
+            for line in _wrap_items(text.split("; "), "; ", self._width, _COMMENT):
+                yield self._paint("dim", line)
 
     def _linear_name(self, number: int) -> str:
         return self._diff.linears[number].name
@@ -247,7 +250,8 @@ class EquationLines:
         yield self._paint(kind, _shorten(escape_controls(text), self._width))
         inside = [c for scope in children_of(self._graph, node) for c in children_of(self._graph, scope)]
         if inside and not data["op"].startswith("custom_vjp"):  # a helper of JAX: its name says what it does
-            yield self._paint("dim", f"{sign}   {'  ' * depth}... {data['inside']} equations inside")
+            count = count_noun(data["inside"], "equation")
+            yield self._paint("dim", f"{sign}   {'  ' * depth}... {count} inside")
             return
         for child in inside:
             yield from self._equation(child, depth + 1)
@@ -283,7 +287,22 @@ def _shorten_left(text: str, width: int) -> str:
     return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
 
 
-def _wrap(text: str, width: int) -> Iterator[str]:
-    yield from textwrap.wrap(escape_controls(text), width, break_long_words=True, break_on_hyphens=False) or [
-        ""
-    ]
+def _shorten_rule(text: str, width: int) -> str:
+    """Cuts the selectors of a rule: its recipe and products stay."""
+    selectors, arrow, recipe = escape_controls(text).rpartition(" -> ")
+    end = f"{arrow}{recipe}"
+    return _shorten(_shorten(selectors, max(width - len(end), width // 2)) + end, width)
+
+
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    return _wrap_items(text.split(" "), " ", width, indent)
+
+
+def _wrap_items(items: Sequence[str], separator: str, width: int, indent: str = "") -> list[str]:
+    """Wraps a list between its items, so that a number and its unit stay together."""
+    text = separator.join(escape_controls(item).replace(" ", _NO_BREAK_SPACE) for item in items)
+    further = f"{indent}  " if indent else ""
+    lines = textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False
+    )
+    return [line.replace(_NO_BREAK_SPACE, " ") for line in lines or [""]]

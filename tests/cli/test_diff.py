@@ -45,6 +45,8 @@ def test_before_against_after(folder: Path) -> None:
     assert "  # a.policy:2: layers -> nv\n" in result.out
     assert "\x1b" not in result.out  # it is not a terminal
     assert max(map(len, result.out.splitlines())) <= 80
+    wide = policyc("diff", "a.policy", "train.py", "64", env={"COLUMNS": "120"})
+    assert 80 < max(map(len, wide.out.splitlines())) <= 120
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,17 @@ def test_lines_fit_the_width(diff: DiffData, width: int) -> None:
     assert max(map(len, render(diff, width=width).splitlines())) <= width
 
 
+def test_a_rule_is_cut_before_its_recipe_and_lists_are_wrapped_between_their_items() -> None:
+    names = ",".join(f"name_of_a_layer_{number}" for number in range(9))
+    text = render(make_diff(unrolled, UNROLLED, f"{{up,{names}}} -> nvfp4"), width=60)
+    assert "  # <policy>:1: {up,name_of_a_layer_0,name_of_a_la… -> nvfp4\n" in text
+    assert re.search(
+        r"  # up fprop: native, xla; [\d.]+ µs; [\d.]+ kFLOP;\n  #   [\d.]+ kB -> [\d.]+ kB\n", text
+    )
+    narrow = render(make_diff(unrolled, UNROLLED, "layers -> nvfp4"), width=14)
+    assert "\n4 nvfp4\n. unchanged\n" in narrow
+
+
 def test_every_equation_is_shown_or_counted(diff: DiffData) -> None:
     """Lines of equations and counts of unchanged ones add up to the graph's equations, outside containers."""
     text = render(diff)
@@ -98,6 +109,7 @@ def test_stat_has_one_line_for_each_change(diff: DiffData) -> None:
         ["layers.up", "bf16", "->", "nvfp4", "fprop", "dgrad", "wgrad", "x4"],
         ["layers.down", "bf16", "->", "nvfp4", "fprop", "dgrad", "wgrad", "x4"],
     ]
+    assert lines == render_stat(diff, width=200).splitlines()[1:]  # figures stay beside their names
 
 
 def test_hostile_names_stay_text(hostile: DiffData) -> None:

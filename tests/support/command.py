@@ -56,7 +56,7 @@ def policyc(
         runner = CliRunner(mix_stderr=False)  # click before 8.2
     except TypeError:
         runner = CliRunner()
-    environment = {"NO_COLOR": "", "FORCE_COLOR": "", **(env or {})}
+    environment = {"NO_COLOR": "", "FORCE_COLOR": "", "COLUMNS": "80", **(env or {})}
     with _process_state(cwd):
         result = runner.invoke(
             cli, [str(a) for a in arguments], input=stdin, env=environment, prog_name="policyc"
