@@ -27,7 +27,15 @@ from policyc.hardware.training_step import TrainingStep
 from policyc.language.policy import Policy
 from policyc.numerics.targets import get_target
 
-POLICIES = ("llama_nvfp4", "te_nvfp4", "te_nvfp4_no_rht", "llama3_8b_nvfp4", "mxfp8", "quartet2")
+POLICIES = (
+    "llama_nvfp4",
+    "te_nvfp4",
+    "te_nvfp4_bound",
+    "te_nvfp4_no_rht",
+    "llama3_8b_nvfp4",
+    "mxfp8",
+    "quartet2",
+)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,15 @@ import numpy as np
 from benchmarks.command_line import make_parser, print_header, print_row
 from policyc.language.recipes import Treatment
 from policyc.numerics.quantize import Axes, dequantize, quantize
+from policyc.numerics.quantize.hadamard import rotate
 
 TREATMENTS = {
     "`outer=tensor`": Treatment(format="nvfp4", element="e2m1"),
     "`outer=pow2`": Treatment(format="nvfp4", element="e2m1", outer="pow2"),
     "16x16, `outer=tensor`": Treatment(format="nvfp4", element="e2m1", tile2d=True),
     "16x16, `outer=pow2`": Treatment(format="nvfp4", element="e2m1", tile2d=True, outer="pow2"),
+    "rotated, `outer=tensor`": Treatment(format="nvfp4", element="e2m1", rht=16),
+    "rotated, `outer=bound`": Treatment(format="nvfp4", element="e2m1", rht=16, outer="bound"),
     "`mxfp4`": Treatment(format="mxfp4", element="e2m1"),
     "`fp4`": Treatment(format="fp4", element="e2m1"),
 }
@@ -32,9 +35,10 @@ def sqnr(x: np.ndarray, treatment: Treatment) -> float:
     run = jax.jit(lambda x: dequantize(quantize(x, treatment, Axes(axis=-1, tile=-2))))
     ratios = []
     for scale in SCALES:
-        scaled = (x * scale).astype(np.float32)
-        noise = np.asarray(run(jnp.asarray(scaled)), np.float64) - scaled
-        ratios.append(10 * np.log10(np.mean(scaled.astype(np.float64) ** 2) / np.mean(noise**2)))
+        scaled = jnp.asarray((x * scale).astype(np.float32))
+        exact = np.asarray(rotate(scaled, -1, treatment.rht) if treatment.rht else scaled, np.float64)
+        noise = np.asarray(run(scaled), np.float64) - exact
+        ratios.append(10 * np.log10(np.mean(exact**2) / np.mean(noise**2)))
     return float(np.mean(ratios))
 
 

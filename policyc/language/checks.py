@@ -292,6 +292,12 @@ def _find_contradictions(call: RecipeCall) -> Iterator[tuple[str, str, str]]:
             yield "rounding", "scale2d", "MS-EDEN rotates its operands: a 2D-scaled weight is not rotated"
         if values.get("scale") == "four_over_six":
             yield "rounding", "scale", "MS-EDEN corrects its own scales: four_over_six cannot choose them"
+        if values.get("outer") == "bound":
+            yield (
+                "rounding",
+                "outer",
+                "a bound is for operands that rht rotates: MS-EDEN has its own transform",
+            )
     if values.get("scale") == "four_over_six" and values.get("sr") == frozenset(OPERANDS):
         yield "scale", "sr", "four_over_six needs operands that are rounded to nearest, and there are none"
     if values.get("scale2d") and values.get("outer") == "row":

@@ -210,9 +210,9 @@ OPTIONS: dict[str, Option] = {
         Option(
             name="outer",
             kind="choice",
-            choices=("tensor", "row", "pow2"),
+            choices=("tensor", "row", "pow2", "bound"),
             default="tensor",
-            summary="one fp32 scale per tensor, or per row; or per tensor, a power of two",
+            summary="one fp32 scale per tensor, or per row; or per tensor, a power of two or a bound after rht",
         ),
         Option(
             name="grad",
@@ -306,6 +306,7 @@ def _make_treatment(format: str, values: Mapping[str, Any], operand: OperandId) 
     stochastic = not ms_eden and operand in values.get("sr", ())
     rotated = operand in values.get("rht", ())
     gradient_element = values.get("grad") if operand[1] is Role.GRADIENT else None
+    outer = values.get("outer", "tensor")
     return Treatment(
         format=format,
         element=gradient_element or FORMATS[format].element,
@@ -316,5 +317,5 @@ def _make_treatment(format: str, values: Mapping[str, Any], operand: OperandId) 
         scale_rounding=values.get("scale_rounding", "floor"),
         headroom=values["sr_headroom"] if stochastic and "sr_headroom" in values else Fraction(1),
         mean_split=operand[1] is not Role.WEIGHT and values.get("mean_split", False),
-        outer=values.get("outer", "tensor"),
+        outer="tensor" if outer == "bound" and not rotated else outer,
     )

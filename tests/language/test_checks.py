@@ -239,6 +239,7 @@ def test_a_second_setting_of_an_option_can_be_removed(text, expected, safe):
         ("nvfp4(rounding=ms_eden, rht=wgrad)", "rounding=ms_eden", "rht=wgrad"),
         ("nvfp4(rounding=ms_eden, scale2d=weights)", "rounding=ms_eden", "scale2d=weights"),
         ("nvfp4(rounding=ms_eden, scale=four_over_six)", "rounding=ms_eden", "scale=four_over_six"),
+        ("nvfp4(rounding=ms_eden, outer=bound)", "rounding=ms_eden", "outer=bound"),
         ("nvfp4(scale=four_over_six, sr=all)", "scale=four_over_six", "sr=all"),
         ("nvfp4(scale=four_over_six, sr={fprop,bwd})", "scale=four_over_six", "sr={fprop,bwd}"),
         ("nvfp4(scale2d=weights, outer=row)", "scale2d=weights", "outer=row"),

@@ -127,6 +127,8 @@ EFFECTS = [
     ("nvfp4(mean_split=off)", set(), {}),
     ("nvfp4(outer=row)", ALL_SIX, {"outer": "row"}),
     ("nvfp4(outer=tensor)", set(), {}),
+    ("nvfp4(rht=wgrad, outer=bound)", {"wgrad.activation", "wgrad.gradient"}, {"rht": 16, "outer": "bound"}),
+    ("nvfp4(outer=bound)", set(), {}),
     ("mxfp4(scale_rounding=rceil)", ALL_SIX, {"scale_rounding": "rceil"}),
     ("mxfp4(scale_rounding=floor)", set(), {}),
     ("fp8(grad=e4m3)", GRADIENTS, {"element": "e4m3"}),

@@ -37,6 +37,7 @@ PAIRS = {
         replace(PLAIN, rounding="sr", outer="pow2"),
         replace(WITH_HEADROOM, outer="pow2"),
     ),
+    "bound": (replace(PLAIN, rounding="sr"), replace(WITH_HEADROOM, outer="bound")),
 }
 """How an operand of fprop and wgrad is treated, and how dy is, in rows and in columns."""
 REFINED = {
@@ -89,7 +90,9 @@ def reference_quantizer(pair: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("pair", [pytest.param("nearest", marks=pytest.mark.slow), "stochastic"])
+@pytest.mark.parametrize(
+    "pair", [*(pytest.param(pair, marks=pytest.mark.slow) for pair in ("nearest", "bound")), "stochastic"]
+)
 @pytest.mark.parametrize("case", ["normal", "huge", "tiny", "zeros", "nan", "infinity", "spread"])
 def test_both_orders_have_the_bits_of_the_jnp_code(pair: str, case: str) -> None:
     """Of the kernels, on four tiles of which two overlap, and of the jnp code for shards that they do not fit."""
@@ -305,6 +308,7 @@ def test_which_operands_the_kernels_take() -> None:
     assert fits(array(4, 16, 256), NEAREST, COLUMNS)
     assert fits(array(64, 256), PLAIN, ROWS)
     assert fits(array(64, 256), replace(NEAREST, outer="pow2"), COLUMNS)
+    assert fits(array(64, 256), replace(NEAREST, outer="bound"), COLUMNS)
     assert kernels.fits_alone(array(64, 256), NEAREST, COLUMNS)
     assert not kernels.fits_alone(array(64, 256), PLAIN, ROWS)
     assert not fits(array(64, 256), NEAREST, ROWS)
@@ -328,6 +332,7 @@ def test_which_operands_the_kernels_take() -> None:
     assert not fits(array(64, 256), eden, COLUMNS)
     assert not fits(array(128, 128), eden, ROWS)
     assert not fits(array(128, 256), replace(eden, outer="row"), ROWS)
+    assert not fits(array(64, 256), replace(NEAREST, scale="four_over_six", outer="bound"), ROWS)
     assert not fits(array(128, 256), replace(eden, tile2d=True), Axes(axis=-1, tile=-2))
     assert not fits(array(128, 256), replace(eden, mean_split=True), ROWS)
     assert not fits(array(128, 256, dtype=jnp.float32), eden, ROWS)

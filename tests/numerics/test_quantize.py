@@ -29,7 +29,7 @@ from policyc.numerics.quantize.bits import (
     round_nearest,
     round_stochastic,
 )
-from policyc.numerics.quantize.blocks import round_up_to_bound
+from policyc.numerics.quantize.blocks import bound_after_rotation, round_up_to_bound
 from policyc.numerics.quantize.hadamard import SIGNS, Method, random_signs, rotate, sylvester
 from policyc.numerics.quantize.random import random_words
 from policyc.numerics.quantize.values import outer_scale
@@ -189,6 +189,45 @@ def test_a_power_of_two_as_outer_scale_equals_the_oracle(size: float) -> None:
 def test_an_amax_that_cannot_be_rounded_up_stays() -> None:
     for bits in (0, 1, 0x7F7FFFFF, 0x7F800000, 0x7FC00000):  # zero, denormal, the largest, infinity, NaN
         assert int(round_up_to_bound(jnp.int32(bits), 2688.0)) == bits
+
+
+@pytest.mark.parametrize(
+    ("length", "factor"),
+    [(16, 4), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((32, 8), (64, 8), (128, 16)))],
+)
+def test_an_outer_scale_from_a_bound_equals_the_oracle(length: int, factor: int) -> None:
+    """The first group of each row reaches sqrt(length) times the largest magnitude."""
+    signs = np.resize(SIGNS, length)
+    x = np.clip(np.random.default_rng(length).standard_normal((32, 256)), -2, 2).astype(ml_dtypes.bfloat16)
+    x[:, :length] = 2 * signs
+    groups = x.astype(np.float64).reshape(32, -1, length) * signs
+    rotated = (groups @ oracle.hadamard(length) / np.sqrt(length)).astype(ml_dtypes.bfloat16).reshape(x.shape)
+    assert np.abs(rotated.astype(np.float32)).max() == np.float32(2 * np.sqrt(length)).astype(
+        ml_dtypes.bfloat16
+    )
+    q, expected = compiled(nvfp4(outer="bound", rht=length))(x), oracle.nvfp4(rotated, amax=2 * factor)
+    np.testing.assert_array_equal(np.asarray(q.codes), oracle.pack(expected["codes"]))
+    np.testing.assert_array_equal(np.asarray(q.scales), expected["scales"])
+    assert float(q.amax.reshape(())) == 2 * factor
+
+
+def test_a_bound_after_rotation_at_the_ends_of_the_range() -> None:
+    numbers = np.array([0, 1e-45, 1e-40, 2**-127, 2**-126, 1.5, 2**125, 2**126, 3e38, np.inf], np.float32)
+    for size, factor in ((16, 4), (32, 8), (64, 8), (128, 16)):
+        bits = bound_after_rotation(jnp.asarray(numbers.view(np.int32)), size)
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(np.asarray(bits).view(np.float32), numbers * np.float32(factor))
+    assert int(bound_after_rotation(jnp.int32(0x7FC00000), 16)) == 0x7FC00000
+
+
+def test_with_a_bound_random_bits_depend_on_the_operand() -> None:
+    """Two operands with the same maximum are rounded by different random bits."""
+    x = np.random.default_rng(3).standard_normal(SMALL).astype(ml_dtypes.bfloat16)
+    other = x.copy()
+    other[0, :16] = x[0, :16] / 2
+    run = compiled(nvfp4(outer="bound", rht=16, rounding="sr"))
+    one, two = np.asarray(run(x).codes)[1:], np.asarray(run(other).codes)[1:]
+    assert 0.05 < np.mean(one != two) < 0.95
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def option(**options: Any) -> Recipe:
         (query(option(rounding="ms_eden")), "no rht_size=128"),
         (query(option(mean_split=True)), "no mean_split"),
         (query(option(outer="row")), "no outer=row"),
+        (query(option(rht=OPERAND_GROUPS["wgrad"], outer="bound")), None),
         (query(option(scale="four_over_six"), Gemm.FPROP), "no scale=four_over_six"),
         (query(k=96), "requires contracted % 64 == 0 with rht, but wgrad has 96"),
         (query(m=192), "requires rows % 128 == 0 with rht, but wgrad has 192"),
@@ -237,6 +238,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "left", "right", "dims", "weight"),
     [
         pytest.param("plain", (64, 128), (128, 128), MATMUL, "rhs", id="plain", marks=pytest.mark.slow),
+        pytest.param("bound", (64, 128), (128, 128), MATMUL, "rhs", id="bound", marks=pytest.mark.slow),
         pytest.param(
             "nearest", (2, 32, 8, 16), (8, 16, 128), (((2, 3), (0, 1)), ((), ())), "rhs", id="several of each"
         ),
@@ -318,15 +320,15 @@ class CountingEngine(te_kernels.Engine):
         return super().quantize(*args)
 
 
-@pytest.mark.parametrize(("rht", "reads"), [(0, 1), (16, 3)])
+@pytest.mark.parametrize(("rht", "outer", "reads"), [(0, "tensor", 1), (16, "tensor", 3), (16, "bound", 2)])
 def test_reads_are_counted_as_the_kernels_make_them(
-    rht: int, reads: int, monkeypatch: pytest.MonkeyPatch
+    rht: int, outer: str, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an operand that two GEMMs read, along its features and, rotated or not, along its tokens."""
     monkeypatch.setattr(te_calls, "load", CountingEngine)
     monkeypatch.setattr(CountingEngine, "reads", 0)
     rows = Treatment(format="nvfp4", element="e2m1")
-    treatments = [rows, replace(rows, rht=rht)]
+    treatments = [rows, replace(rows, rht=rht, outer=outer)]
     axes = [Axes(axis=axis, contract=(axis,)) for axis in (-1, -2)]
     requests = [
         OrderRequest(treatment=t, axes=a, key=make_key()) for t, a in zip(treatments, axes, strict=True)

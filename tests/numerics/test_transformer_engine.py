@@ -109,23 +109,30 @@ def test_calls_are_those_of_the_plan() -> None:
     }  # fmt: skip
 
 
+ROTATED = ["1D both", "1D rht columns", "1D rht columns", "1D rows", "1D rows"]
+
+
 @pytest.mark.parametrize(
-    ("recipe", "expected"),
+    ("recipe", "expected", "maxima"),
     [
-        ("nvfp4", ["1D both", "1D both", "1D both"]),
-        ("nvfp4(scale2d=weights)", ["1D both", "1D both", "2D both"]),
-        ("nvfp4(sr=grad)", ["1D both", "1D both", "1D sr both"]),
-        ("nvfp4(rht=wgrad)", ["1D both", "1D rht columns", "1D rht columns", "1D rows", "1D rows"]),
+        ("nvfp4", ["1D both", "1D both", "1D both"], 0),
+        ("nvfp4(scale2d=weights)", ["1D both", "1D both", "2D both"], 0),
+        ("nvfp4(sr=grad)", ["1D both", "1D both", "1D sr both"], 0),
+        ("nvfp4(rht=wgrad)", ROTATED, 2),
+        ("nvfp4(rht=wgrad, outer=bound)", ROTATED, 0),
     ],
 )
-def test_each_option_reaches_its_operands(recipe: str, expected: list[str]) -> None:
-    """Without rotation, one call writes the rows and the columns of an operand."""
+def test_each_option_reaches_its_operands(recipe: str, expected: list[str], maxima: int) -> None:
+    """Without rotation, one call writes the rows and the columns of an operand. A rotated operand has a call for its
+    maximum, unless that is bounded.
+    """
     calls = find_calls(lower_for_cuda(step(f"up -> {recipe}"), *arguments()))
     orders = {0: "rows", 1: "columns", 2: "both"}
     assert (
         sorted(f"{treatment(c)} {orders[c.attributes['q_layout']]}" for c in quantizer_calls(calls))
         == expected
     )
+    assert [c.name for c in calls].count("rht_amax") == maxima
     assert {site_of(c) for c in calls} == {"up"}
 
 

@@ -20,6 +20,7 @@ RECIPES: dict[str, Recipe] = {
     "nearest": NEAREST,
     "plain": make_recipe("nvfp4"),
     "row": make_recipe("nvfp4", {"outer": "row"}),
+    "bound": make_recipe("nvfp4", {"outer": "bound", "rht": OPERAND_GROUPS["wgrad"]}),
     "mean": make_recipe("nvfp4", {"mean_split": True, "rht": OPERAND_GROUPS["wgrad"]}),
     "four_over_six": make_recipe("nvfp4", {"scale": "four_over_six", "scale2d": OPERAND_GROUPS["weights"]}),
     "ms_eden": make_recipe("nvfp4", {"rounding": "ms_eden"}),

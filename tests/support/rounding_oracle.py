@@ -24,13 +24,20 @@ def e2m1(x: np.ndarray) -> np.ndarray:
 
 
 def nvfp4(
-    x: np.ndarray, tile: int = 1, bound: float = 448, power_of_two: bool = False
+    x: np.ndarray,
+    tile: int = 1,
+    bound: float = 448,
+    power_of_two: bool = False,
+    amax: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Quantizes the rows of x in blocks of 16, or in 16x16 tiles if `tile` is 16. x has whole blocks."""
+    """Quantizes the rows of x in blocks of 16, or in 16x16 tiles if `tile` is 16. x has whole blocks.
+
+    `amax` is what the outer scale comes from, if that is not the largest magnitude of x.
+    """
     x = np.asarray(x).astype(f32)
     m, n = x.shape
     with np.errstate(all="ignore"):
-        amax = np.abs(x).max()
+        amax = np.abs(x).max() if amax is None else f32(amax)
         if power_of_two and amax:
             amax = f32(bound * 6 * 2.0 ** np.ceil(np.log2(float(amax) / (bound * 6))))
         s_enc = np.minimum(f32(bound * 6) / amax, F32_MAX) if amax else f32(1)

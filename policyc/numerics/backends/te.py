@@ -86,7 +86,7 @@ def _option_obstacle(t: Treatment) -> Obstacle | None:
         f"scale={t.scale}": t.scale != "amax",
         f"sr_headroom={t.headroom}": t.headroom != 1,
         "mean_split": t.mean_split,
-        f"outer={t.outer}": t.outer != "tensor",
+        f"outer={t.outer}": t.outer not in ("tensor", "bound"),
     }
     option = next((name for name, is_used in unsupported.items() if is_used), None)
     if option is None:

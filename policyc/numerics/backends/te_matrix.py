@@ -36,6 +36,7 @@ class Matrix:
     it transposed, and so does every kernel if it lies in memory that way. With `both`, the codes are packed along both.
 
     Attributes:
+      is_bounded: whether the scale of a rotated matrix comes from the largest magnitude before the rotation.
       blocked: dimensions that have blocks in another order of the same operand, and are divided in whole blocks too.
     """
 
@@ -43,6 +44,7 @@ class Matrix:
     ndim: int
     contract: tuple[int, ...]
     rotates: bool
+    is_bounded: bool = False
     both: bool = False
     blocked: tuple[int, ...] = ()
 
@@ -54,6 +56,7 @@ class Matrix:
             ndim=ndim,
             contract=tuple(ndim + i for i in (axes.contract or (axes.axis,))),
             rotates=bool(treatment.rht),
+            is_bounded=treatment.outer == "bound",
             both=axes.both_orders,
         )
 

@@ -20,6 +20,8 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.backends import te_calls
 from policyc.numerics.backends.te_matrix import Matrix, matrices_of, undivided_factors
 from policyc.numerics.quantize.bits import INFINITY, abs_bits, abs_bits_bf16, bits_of, from_bits
+from policyc.numerics.quantize.blocks import bound_after_rotation
+from policyc.numerics.quantize.hadamard import SIGNS
 from policyc.numerics.quantize.layout import Axes, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.random import Key
@@ -91,8 +93,8 @@ def _as_quantized(matrix: Matrix, arrays: Sequence[jax.Array], amax_shape: tuple
 
 def count_reads(treatments: Sequence[Treatment]) -> int:
     """How often the kernels read an operand: for the maximum after the rotation, and once in each call."""
-    rotates = [bool(t.rht) for t in treatments]
-    return any(rotates) + len(_group_orders(rotates))
+    has_maximum = any(t.rht and t.outer != "bound" for t in treatments)
+    return has_maximum + len(_group_orders([bool(t.rht) for t in treatments]))
 
 
 # ---- maxima
@@ -104,18 +106,23 @@ class _Summary:
 
     Attributes:
       maxima: the bits of the largest magnitude of the whole operand, and those of the largest magnitude after the
-        rotation, if a matrix is rotated. Bits, because a maximum of floats may lose a NaN: in the kernels, and between
-        devices. One array, so that devices exchange it at once.
+        rotation, if a matrix is scaled by that. Bits, because a maximum of floats may lose a NaN: in the kernels, and
+        between devices. One array, so that devices exchange it at once.
       state: the seed and offset of the generator on this shard, 64 bits each, if a matrix is rounded stochastically.
     """
 
     maxima: jax.Array
     state: jax.Array | None
 
-    def amax(self, *, rotates: bool) -> jax.Array:
-        """The maximum that a matrix is scaled by, fp32. The rotated maximum may have lost a NaN or an infinity."""
+    def amax(self, matrix: Matrix | None = None) -> jax.Array:
+        """The maximum that a matrix is scaled by, fp32, or that of the operand.
+
+        The maximum after the rotation may have lost a NaN or an infinity.
+        """
         bits = self.maxima[0]
-        if rotates:
+        if matrix is not None and matrix.is_bounded:
+            bits = bound_after_rotation(bits, len(SIGNS))
+        elif matrix is not None and matrix.rotates:
             bits = jnp.where(bits < INFINITY, self.maxima[1], bits)
         # One NaN. A computed number, so that XLA finds it in one kernel with the other numbers, instead of a copy.
         return from_bits(jnp.minimum(bits, _QUIET_NAN))
@@ -126,7 +133,7 @@ def _summarize(shard: jax.Array, matrices: Sequence[Matrix], key: Key | None, in
     bits, shift = _magnitude_bits(shard)
     rows = row_maxima(bits).astype(jnp.int32).reshape(-1)
     numbers = [rows << shift]
-    rotated = next((m for m in matrices if m.rotates), None)
+    rotated = next((m for m in matrices if m.rotates and not m.is_bounded), None)
     if rotated is not None:
         amax = te_calls.load().rotated_amax(rotated.flatten(shard))
         numbers.append(_first_of(rows.size, bits_of(amax.reshape(()))))
@@ -220,25 +227,25 @@ def _quantize_matrices(
 
     def run(index: ShardIndex, shard: jax.Array, rotation: jax.Array, *words: jax.Array) -> list[jax.Array]:
         summary = _summarize(shard, matrices, Key(*words) if words else None, index)
-        maximum = summary.amax(rotates=False).reshape(1)
+        maximum = summary.amax().reshape(1)
         results: dict[int, tuple[jax.Array, ...]] = {}
         for call in _group_by_call(matrices):
-            rotates = matrices[call[0]].rotates
+            first = matrices[call[0]]
             quantized = engine.quantize(
-                matrices[call[0]].flatten(shard),
-                te_calls.Maxima(maximum, summary.amax(rotates=True).reshape(1) if rotates else None),
+                first.flatten(shard),
+                te_calls.Maxima(maximum, summary.amax(first).reshape(1) if first.rotates else None),
                 None if keys[call[0]] is None else summary.state,
-                rotation if rotates else None,
+                rotation if first.rotates else None,
                 _output(matrices, call),
             )
-            if rotates:
+            if first.rotates:
                 # So the other call waits for this one. Else XLA rotates a gradient just before wgrad, and keeps a copy
                 # of it until then.
                 maximum = quantized.maximum
             for i in call:
                 codes, scales, *transposed = matrices[i].results(matrices[i].rows(quantized), shard.shape)
                 scales = matrices[i].gather_scales(scales, index)
-                results[i] = codes, scales, *transposed, summary.amax(rotates=rotates)
+                results[i] = codes, scales, *transposed, summary.amax(matrices[i])
         return [array for i in sorted(results) for array in results[i]]
 
     return partition(run, rule)(x, jnp.asarray(engine.rotation_matrix()), *words)

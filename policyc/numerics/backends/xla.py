@@ -95,6 +95,8 @@ def quantizer_obstacle(query: GemmQuery) -> Obstacle | None:
             limit = f"{name} % {unit} == 0" if size % unit else f"{name} >= {least}"
             reason = f"{kernel} require {limit}, but {query.gemm} has {size}"
             return Obstacle(reason, f"pad {size} to {max(least, size + -size % unit)}")
+    if refines and any(t.outer == "bound" for t in treatments):
+        return Obstacle(f"{kernel} have no outer=bound", "leave the option out, or scale=four_over_six")
     if query.batch != 1:
         return Obstacle(f"{kernel} take no batch dimensions", "XLA's code quantizes, in more passes")
     for dtype in query.types:

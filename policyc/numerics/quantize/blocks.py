@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil, log2
 
 import jax
 import jax.numpy as jnp
@@ -68,13 +69,15 @@ _TINY = (127 - 104) << 23  # the bits of 2**-104
 class QuantizeContext:
     """What the quantizer of a format reads beside the array.
 
-    `fp8_kernel` is the GPU kernel to use, if any. `cpu` selects operations that suit a CPU. Neither changes a bit.
+    `unrotated` is the array before its rotation, if the outer scale comes from that. `fp8_kernel` is the GPU kernel to
+    use, if any, and `cpu` selects operations that suit a CPU: neither changes a bit.
     """
 
     treatment: Treatment
     axes: Axes
     layout: Layout
     key: Key
+    unrotated: jax.Array | None = None
     fp8_kernel: Fp8Kernel | None = None
     cpu: bool = False
 
@@ -195,6 +198,19 @@ def round_up_to_bound(amax: jax.Array, bound: float) -> jax.Array:
     exponent = (amax >> 23) + ((amax & 0x7FFFFF) > fraction)
     is_normal = (amax >= 0x800000) & (exponent < 255)
     return jnp.where(is_normal, (exponent << 23) | fraction, amax)
+
+
+def bound_after_rotation(amax: jax.Array, size: int) -> jax.Array:
+    """A bound of the magnitudes after a rotation of this length, as bits, from the bits of the largest one before it.
+
+    An element becomes a sum of `size` elements over sqrt(size). So the bound is sqrt(size) times amax; here the next
+    power of two, which changes no other bit. It is infinite if it is out of range.
+    """
+    bound = amax
+    for _ in range(ceil(log2(size) / 2)):
+        # The exponent has the bits above 23. Denormals, which have none, become normal by the shift.
+        bound = jnp.where(bound < 0x800000, bound << 1, jnp.minimum(bound, INFINITY - 0x800000) + 0x800000)
+    return jnp.where(amax < INFINITY, bound, amax)
 
 
 def materialize_encoding_scale(amax: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.Array]:

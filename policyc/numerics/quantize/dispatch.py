@@ -66,11 +66,14 @@ def quantize(
                 treatment=treatment, axes=axes, layout=layout, key=key, fp8_kernel=kernel
             )
             return run(x, context)
+    unrotated = x if treatment.outer == "bound" else None
     x = rotate_operand(x, treatment, axes, sign_key, method)
     if treatment.rht:
         x = materialize(x)
-    cpu = method == "cpu"
-    return run(x, QuantizeContext(treatment=treatment, axes=axes, layout=layout, key=key, cpu=cpu))
+    context = QuantizeContext(
+        treatment=treatment, axes=axes, layout=layout, key=key, unrotated=unrotated, cpu=method == "cpu"
+    )
+    return run(x, context)
 
 
 def rotate_operand(

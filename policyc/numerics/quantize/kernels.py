@@ -53,13 +53,13 @@ def fits_refined(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
     """Whether the kernels can quantize this operand, once it is rotated, with refined block scales."""
     if not refinement_of(treatment) or not _fits_operand(x, treatment, axes):
         return False
-    is_plain = treatment.rounding != "sr" and treatment.headroom == 1
+    is_plain = treatment.rounding != "sr" and treatment.headroom == 1 and treatment.outer != "bound"
     # Otherwise x is padded.
     return is_plain and x.shape[axes.axis] % max(BLOCK, treatment.rht) == 0
 
 
 def _fits_operand(x: jax.Array, treatment: Treatment, axes: Axes) -> bool:
-    if treatment.format != "nvfp4" or treatment.outer not in ("tensor", "pow2"):
+    if treatment.format != "nvfp4" or treatment.outer == "row":
         return False
     if treatment.tile2d or treatment.mean_split or axes.batch:
         return False

@@ -6,7 +6,7 @@ The scales of a shard are those of the whole operand, and so are its random word
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.quantize.bits import abs_bits, exact_div, from_bits
 from policyc.numerics.quantize.blocks import (
     QuantizeContext,
+    bound_after_rotation,
     find_maxima,
     layout_of,
     materialize_encoding_scale,
@@ -85,11 +86,18 @@ def quantize_orders(
     if orders[0].refinement:
         x, statistics = _find_statistics(x, requests[0])
     else:
-        statistics = engine.statistics(x, orders)
+        statistics = engine.statistics(
+            x, [_measured_order(o, r) for o, r in zip(orders, requests, strict=True)]
+        )
     statistics = shard.reduce(statistics)
     scales = [order_scales(s, r, o) for s, r, o in zip(statistics, requests, orders, strict=True)]
     arrays = engine.codes(x, orders, scales, shard.place(x.shape))
     return [_as_quantized(x.shape, r, s, a) for r, s, a in zip(requests, scales, arrays, strict=True)]
+
+
+def _measured_order(order: Order, request: OrderRequest) -> Order:
+    """The order whose statistics are needed: before the rotation, if the outer scale comes from that."""
+    return replace(order, rotates=False) if request.treatment.outer == "bound" else order
 
 
 def _find_statistics(x: jax.Array, request: OrderRequest) -> tuple[jax.Array, Sequence[Statistics]]:
@@ -113,6 +121,8 @@ def order_scales(statistics: Statistics, request: OrderRequest, order: Order) ->
     context = _context((BLOCK, BLOCK), request)
     if request.treatment.outer == "pow2":
         amax = round_up_to_bound(amax, context.layout.bound)
+    if request.treatment.outer == "bound":
+        amax = bound_after_rotation(amax, request.treatment.rht)
     if order.refinement:
         return RefinedScales(amax=amax, maximum=maximum, content=content, key=request.key)
     enc, lift = materialize_encoding_scale(amax, context)
