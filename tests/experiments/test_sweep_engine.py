@@ -208,6 +208,19 @@ def test_an_interrupt_stops_the_active_runs_and_starts_no_others(tmp_path: Path)
     assert [run.progress for run in result.runs] == ["finished", "preempted", "waiting", "waiting"]
 
 
+def test_a_sweep_under_nohup_survives_the_end_of_its_terminal(tmp_path: Path) -> None:
+    def hang_up(_: Run) -> tuple[State, list[float]]:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return "finished", [3.0]
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        result = run_all([make_run(tmp_path, f"v{n}") for n in range(2)], FakeExecutor(hang_up))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert [run.progress for run in result.runs] == ["finished", "finished"]
+
+
 def test_an_interrupt_leaves_jobs_in_a_queue(tmp_path: Path) -> None:
     def interrupt(_: Run) -> tuple[State, list[float]]:
         os.kill(os.getpid(), signal.SIGINT)

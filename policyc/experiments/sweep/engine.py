@@ -227,7 +227,9 @@ class Engine:
             if len(self._signals) > 1:
                 raise KeyboardInterrupt
 
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
         previous = [signal.signal(number, note) for number in numbers]
         try:
             yield
