@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -55,7 +56,8 @@ class TakenIterations:
         return repeats * len(self.iterations) // self.count
 
 
-def find_taken(branches: Sequence[Branch], loops: Sequence[EnclosingLoop]) -> TakenIterations:
+@lru_cache(maxsize=8)  # the sites of a branch follow each other
+def find_taken(branches: tuple[Branch, ...], loops: tuple[EnclosingLoop, ...]) -> TakenIterations:
     """The iterations that take all of some branches, which are inside of some loops."""
     known = [(branch.index, branch.number) for branch in branches if branch.index is not None]
     addresses = frozenset[Address]().union(*(index.loops for index, _ in known))

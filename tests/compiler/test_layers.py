@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 import policyc
 from policyc.compiler.plan_checks import check_plan, opaque_indices
 from policyc.compiler.plan_tables import sites_table, summary
+from policyc.compiler.provenance.integers import Integers, loop_counter, propagate_integers
 from policyc.compiler.sites import dotted
 from policyc.language.recipes import Gemm
 from tests.support.gemms import quick_jit
@@ -525,6 +526,16 @@ def test_a_branch_counts_in_the_iterations_that_take_it():
     assert [line.split()[2] for line in sites_table(plan).splitlines()[1:-1]] == [
         "0", "1", "3", "4,", "2", "5"
     ]  # fmt: skip
+
+
+def test_an_index_is_computed_once_per_iteration_however_often_it_is_read():
+    (add,) = jax.make_jaxpr(lambda i: i + i)(1).eqns
+    reads: list[int] = []
+    index = loop_counter(Integers(lambda _: reads.append(1) or np.asarray(1)), 1, (0,), 4, False)
+    for _ in range(12):
+        index = propagate_integers(add, [index, index])
+    assert [int(index.evaluate({(0,): i})) for i in range(4)] == [4096 * (1 + i) for i in range(4)]
+    assert len(reads) == 4
 
 
 @pytest.mark.parametrize(

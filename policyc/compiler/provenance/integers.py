@@ -27,6 +27,23 @@ class Integers:
     loops: frozenset[Address] = frozenset()
 
 
+def _computed(compute: Callable[[Iterations], np.ndarray], loops: frozenset[Address]) -> Integers:
+    """Integers that remember their last value.
+
+    Without it, a value that several equations read is computed once for each path to it: their number is exponential.
+    """
+    addresses = tuple(loops)
+    last: list[tuple[tuple[int, ...], np.ndarray]] = []
+
+    def evaluate(iterations: Iterations) -> np.ndarray:
+        key = tuple(iterations[address] for address in addresses)
+        if not last or last[0][0] != key:
+            last[:] = [(key, compute(iterations))]
+        return last[0][1]
+
+    return Integers(evaluate, loops)
+
+
 def constant_integers(value: Any) -> Integers:
     array = np.asarray(value)
     return Integers(lambda _: array)
@@ -47,7 +64,7 @@ def loop_counter(init: Integers, step: int, loop: Address, length: int, reverse:
         earlier_iterations = length - 1 - index if reverse else index
         return np.asarray(init.evaluate(iterations) + step * earlier_iterations)
 
-    return Integers(evaluate, init.loops | {loop})
+    return _computed(evaluate, init.loops | {loop})
 
 
 def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -146,4 +163,4 @@ def propagate_integers(eqn: JaxprEqn, operands: Sequence[Integers | None]) -> In
     def evaluate(iterations: Iterations) -> np.ndarray:
         return np.asarray(operation(*(o.evaluate(iterations) for o in known)))
 
-    return Integers(evaluate, frozenset[Address]().union(*(o.loops for o in known)))
+    return _computed(evaluate, frozenset[Address]().union(*(o.loops for o in known)))
