@@ -374,7 +374,9 @@ def test_scan_and_checkpoint(recipe: Recipe) -> None:
     def loss(ws: jax.Array, scan: bool, remat: Any) -> jax.Array:
         def layer(h: jax.Array, inputs: Any) -> tuple[jax.Array, None]:
             w, i = inputs
-            return jnp.tanh(product(h, w, precomputed=Precomputed(rounding_key=make_key(0, 0, i)))), None
+            y = product(h, w, precomputed=Precomputed(rounding_key=make_key(0, 0, i)))
+            # A tanh may have another last bit in a scan, and the random bits depend on every bit of an operand.
+            return jnp.clip(y, -4, 4), None
 
         body = layer if remat is None else jax.checkpoint(layer, policy=remat)
         if scan:
