@@ -6,7 +6,7 @@ Shares of FLOPs count the products that a site has in the gradient, in all its l
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -116,29 +116,26 @@ def _unknown_layers(plan: Plan) -> Iterator[str]:
 
 def uncertain_repeats(plan: Plan) -> Iterator[str]:
     """The GEMMs that may run more or less often than they count, one line per reason."""
-    total = plan.sites.total_flops or 1
-    by_reason: dict[str, list[Site]] = {}
-    for site in plan.sites:
-        if site.uncertain_repeats and site.repeats:
-            by_reason.setdefault(site.uncertain_repeats, []).append(site)
-    for reason, sites in by_reason.items():
-        share = sum(s.total_flops for s in sites) / total
-        count = count_noun(sum(s.count for s in sites), "GEMM")
-        yield f"{share:.1%} of FLOPs are {count} {reason}"
+    for reason, share, count in _shares(plan, lambda site: site.uncertain_repeats):
+        yield f"{share:.1%} of FLOPs are {count_noun(count, 'GEMM')} {reason}"
 
 
 def unchanged_products(plan: Plan) -> Iterator[str]:
     """The products that the compiler leaves as they are whatever a policy says, one line per kind."""
     yield from other_products(plan)
+    for reason, share, count in _shares(plan, lambda site: site.opaque):
+        yield f"{share:.1%} of FLOPs are {count_noun(count, 'GEMM')} inside {reason}, left as {_they_are(count)}"
+
+
+def _shares(plan: Plan, reason_of: Callable[[Site], str]) -> Iterator[tuple[str, float, int]]:
+    """Each reason, with the share of FLOPs and the number of the GEMMs that have it."""
     total = plan.sites.total_flops or 1
     by_reason: dict[str, list[Site]] = {}
     for site in plan.sites:
-        if site.opaque and site.repeats:
-            by_reason.setdefault(site.opaque, []).append(site)
+        if reason_of(site) and site.repeats:
+            by_reason.setdefault(reason_of(site), []).append(site)
     for reason, sites in by_reason.items():
-        share = sum(s.total_flops for s in sites) / total
-        count = sum(s.count for s in sites)
-        yield f"{share:.1%} of FLOPs are {count_noun(count, 'GEMM')} inside {reason}, left as {_they_are(count)}"
+        yield reason, sum(s.total_flops for s in sites) / total, sum(s.count for s in sites)
 
 
 def other_products(plan: Plan) -> Iterator[str]:

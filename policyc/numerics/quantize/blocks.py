@@ -189,6 +189,13 @@ def tensor_key(block_max: jax.Array, amax: jax.Array, context: QuantizeContext) 
 # ---- outer scales
 
 
+def outer_maximum(amax: jax.Array, treatment: Treatment, bound: float) -> jax.Array:
+    """What the outer scale is computed from, as bits: amax, or what `outer` makes of it."""
+    if treatment.outer == "pow2":
+        return round_up_to_bound(amax, bound)
+    return bound_after_rotation(amax, treatment.rht) if treatment.outer == "bound" else amax
+
+
 def round_up_to_bound(amax: jax.Array, bound: float) -> jax.Array:
     """The least bound * 2**k that is not below amax, as bits: with it the outer scale is 2**k.
 

@@ -25,11 +25,10 @@ from policyc.numerics.quantize.blocks import (
     RANDOM_BITS,
     SCALE_KEY,
     QuantizeContext,
-    bound_after_rotation,
     encode_blocks,
     find_maxima,
     materialize_encoding_scale,
-    round_up_to_bound,
+    outer_maximum,
     tensor_key,
 )
 from policyc.numerics.quantize.layout import (
@@ -54,11 +53,7 @@ def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
     if context.unrotated is not None:
         _, content, amax = find_maxima(context.unrotated, context)
     key = context.key if t.rounding == "rne" else tensor_key(content, amax, context)
-    block_max, amax = _add_headroom(block_max, t), _add_headroom(amax, t)
-    if t.outer == "pow2":
-        amax = round_up_to_bound(amax, layout.bound)
-    if t.outer == "bound":
-        amax = bound_after_rotation(amax, t.rht)
+    block_max, amax = _add_headroom(block_max, t), outer_maximum(_add_headroom(amax, t), t, layout.bound)
     tensor_enc, lift = materialize_encoding_scale(amax, context)
     tensor_dec = materialize(div(jnp.float32(1), tensor_enc))
     lifted_max = from_bits(block_max) * lift

@@ -18,11 +18,10 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.quantize.bits import abs_bits, exact_div, from_bits
 from policyc.numerics.quantize.blocks import (
     QuantizeContext,
-    bound_after_rotation,
     find_maxima,
     layout_of,
     materialize_encoding_scale,
-    round_up_to_bound,
+    outer_maximum,
 )
 from policyc.numerics.quantize.kernel_bodies import Encoder, Order, rotate
 from policyc.numerics.quantize.kernel_machines import Interpreter
@@ -117,12 +116,8 @@ def _context(shape: tuple[int, ...], request: OrderRequest) -> QuantizeContext:
 def order_scales(statistics: Statistics, request: OrderRequest, order: Order) -> Scales:
     """The scalars of one order, from the statistics of the whole operand."""
     maximum, content = statistics
-    amax = order.add_headroom(maximum)
     context = _context((BLOCK, BLOCK), request)
-    if request.treatment.outer == "pow2":
-        amax = round_up_to_bound(amax, context.layout.bound)
-    if request.treatment.outer == "bound":
-        amax = bound_after_rotation(amax, request.treatment.rht)
+    amax = outer_maximum(order.add_headroom(maximum), request.treatment, context.layout.bound)
     if order.refinement:
         return RefinedScales(amax=amax, maximum=maximum, content=content, key=request.key)
     enc, lift = materialize_encoding_scale(amax, context)
