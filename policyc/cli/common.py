@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from policyc.language.files import atomic_write, open_output
+from policyc.base.files import atomic_write, open_output
 
 if TYPE_CHECKING:
     from policyc.language.diagnostics import PolicyError
@@ -110,7 +110,7 @@ def expand_folders(names: Sequence[str]) -> tuple[str, ...]:
 
 def suggest_code(code: str, known: Iterable[str]) -> str:
     """Help for an unknown lint code."""
-    from policyc.language.diagnostics import did_you_mean
+    from policyc.base.text import did_you_mean
 
     known = tuple(known)
     similar = [name for name in known if code.lower() in name.split("-") or name.startswith(code.lower())]
@@ -158,7 +158,7 @@ def unified_diff(name: str, before: str, after: str, context: int = 3, *, former
     """Returns the changes of a file, colored, with lines of context around each."""
     import difflib
 
-    from policyc.language.diagnostics import escape_controls
+    from policyc.base.text import escape_controls
 
     colors = {"+": "green", "-": "red", "@": "cyan"}
     lines = difflib.unified_diff(
@@ -179,7 +179,7 @@ def print_diagnostics(error: PolicyError) -> None:
 
 def print_note(text: str, label: str = "note") -> None:
     """Prints `policyc: label: text` to standard error, without control characters."""
-    from policyc.language.diagnostics import escape_lines
+    from policyc.base.text import escape_lines
 
     click.echo(f"policyc: {label}: {escape_lines(text)}", err=True)
 

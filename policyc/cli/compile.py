@@ -98,8 +98,8 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: C
         raise click.UsageError("--multiple-losses is for programs: the bundled Llama has one loss")
     loaded = load_policy(policy, options.variant)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a GPU
+    from policyc.base.text import escape_lines
     from policyc.hardware.deviceless import CannotCompile
-    from policyc.language.diagnostics import escape_lines
 
     try:
         with exit_on_error():
@@ -296,7 +296,7 @@ def _memory_verdict(report: CompileReport) -> str:
 
 def _fail_if_wrong(report: CompileReport) -> None:
     """Exits with an error if a native product is missing, or if the step does not fit into memory."""
-    from policyc.language.diagnostics import count_others
+    from policyc.base.text import count_others
 
     missing = report.missing_products
     if missing:

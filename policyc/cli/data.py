@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import click
 
+from policyc.base.files import atomic_write
 from policyc.cli.common import EXIT_USAGE, ExampleCommand, exit_with_message
 from policyc.cli.options import FiniteRange, collect_options, group_options
-from policyc.language.files import atomic_write
 
 if TYPE_CHECKING:
     from policyc.models.llama.corpora import TextCount, TokenWriter

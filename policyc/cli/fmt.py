@@ -44,7 +44,8 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool, stdin_filename: str | N
     Aligns arrows, indents blocks, and keeps comments. '-' reads standard input and writes standard output. A folder
     stands for every file in it, or below it, that ends in '.policy'.
     """
-    from policyc.language.diagnostics import PolicyError, escape_controls
+    from policyc.base.text import escape_controls
+    from policyc.language.diagnostics import PolicyError
 
     check_stdin_filename(files, stdin_filename)
     changed, has_failed = [], False

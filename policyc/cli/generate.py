@@ -200,7 +200,7 @@ def _continue(
 
     A terminal gets no control characters: a model may draw any.
     """
-    from policyc.language.diagnostics import escape_lines
+    from policyc.base.text import escape_lines
 
     text, ids = prompt
     drawn: list[int] = []

@@ -68,7 +68,7 @@ def _escape_errors() -> Iterator[None]:
     try:
         yield
     except click.ClickException as error:
-        from policyc.language.diagnostics import escape_lines
+        from policyc.base.text import escape_lines
 
         vars(error)["message"] = escape_lines(error.message)  # click declares it final
         raise

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from policyc.base.files import is_standard_output, open_output
 from policyc.cli.common import ExampleCommand, exit_with_diagnostics
-from policyc.language.files import is_standard_output, open_output
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -28,11 +28,11 @@ def write_page(out: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from policyc.base.text import escape_controls
     from policyc.experiments.report.build import build_report
     from policyc.experiments.report.format import format_gap, format_interval
     from policyc.experiments.report.output import write_report
     from policyc.experiments.report.sweeps import ReportError
-    from policyc.language.diagnostics import escape_controls
 
     try:
         report = build_report([out])
@@ -75,8 +75,8 @@ def print_omitted(policies: VariantList) -> None:
 
 def print_dry_run(design: SweepDesign, tracked: Sequence[TrackedRun]) -> None:
     """Prints every variant with its diff to the policy, and the command of every run."""
+    from policyc.base.text import escape_controls
     from policyc.experiments.sweep.variants import without_title
-    from policyc.language.diagnostics import escape_controls
 
     variants = design.policies.variants
     base = next((variant.text for variant in variants if variant.name == design.policies.policy), None)

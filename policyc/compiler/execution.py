@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policyc.language.diagnostics import did_you_mean
+from policyc.base.text import did_you_mean
 from policyc.numerics import backends, targets
 from policyc.numerics.targets import Target
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from policyc.base.notebook import html_table
 from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.sites import Layer, Site, Sites
 from policyc.jaxcore.transform import Address
 from policyc.language import recipes
 from policyc.language.diagnostics import Diagnostic, PolicyError
-from policyc.language.notebook import html_table
 from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.schedule import representative_steps

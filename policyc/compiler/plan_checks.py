@@ -6,16 +6,10 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from policyc.base.text import closest_name, count_noun, count_others
 from policyc.compiler.plan import Decisions, Plan
 from policyc.compiler.sites import Layer, Site, dotted
-from policyc.language.diagnostics import (
-    Diagnostic,
-    PolicyError,
-    Severity,
-    closest_name,
-    count_noun,
-    count_others,
-)
+from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, Pattern, expand_selector, matches

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.plan import Phase, Plan, PlanRun
 from policyc.compiler.sites import Site, dotted
-from policyc.language.diagnostics import count_noun, count_others, escape_controls
 from policyc.language.policy import Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe
 from policyc.language.treatments import describe_options, normalize_if_valid

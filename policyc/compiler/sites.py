@@ -15,10 +15,10 @@ from typing import Generic, Literal, TypeVar
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from policyc.base.notebook import html_table
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import AxisEnv
 from policyc.jaxcore.transform import Address
-from policyc.language.notebook import html_table
 from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from policyc.base.text import escape_controls
 from policyc.compiler.plan import Phase, Plan, make_plan
 from policyc.compiler.plan_checks import unmatched_quantizing_rules
 from policyc.compiler.plan_tables import other_products, uncertain_repeats
@@ -31,7 +32,6 @@ from policyc.diff.model import (
 from policyc.diff.predict import Prediction
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import TrainingStep
-from policyc.language.diagnostics import escape_controls
 from policyc.language.policy import Policy
 from policyc.numerics.targets import Target
 

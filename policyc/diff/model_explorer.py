@@ -12,10 +12,10 @@ from typing import Any
 
 import networkx as nx
 
+from policyc.base.text import escape_controls
 from policyc.diff.graph import children_of, graph_of
 from policyc.diff.model import DiffData, format_ranges
 from policyc.diff.svg import FORMAT_COLORS, OTHER_COLOR
-from policyc.language.diagnostics import escape_controls
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm
 

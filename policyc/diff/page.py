@@ -10,10 +10,10 @@ from functools import partial
 from html import escape
 from typing import Any
 
+from policyc.base.text import escape_controls
+from policyc.base.web_page import compress_json, embed_json, fill_template, read_asset
 from policyc.diff.data import as_data
 from policyc.diff.model import DiffData
-from policyc.language.diagnostics import escape_controls
-from policyc.language.web_page import compress_json, embed_json, fill_template, read_asset
 
 _SCRIPTS = (
     "base.js", "cells.js", "overlays.js", "heatmap.js", "policies.js", "layers.js", "equations.js",

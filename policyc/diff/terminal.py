@@ -13,11 +13,12 @@ from typing import Any
 
 import networkx as nx
 
+from policyc.base.text import count_noun, escape_controls
 from policyc.diff.data import sentence
 from policyc.diff.figures import product_figures
 from policyc.diff.graph import children_of, graph_of
 from policyc.diff.model import DiffData, Linear, LinearRun, ProductSide, Stack, format_ranges
-from policyc.language.diagnostics import Paint, count_noun, escape_controls, plain
+from policyc.language.diagnostics import Paint, plain
 from policyc.language.recipes import Gemm
 
 WIDTH = 80

@@ -33,8 +33,8 @@ def set_output_dir(folder: Path | str) -> None:
         return
     import jax
 
+    from policyc.base.files import atomic_write
     from policyc.compiler.plan_tables import as_json
-    from policyc.language.files import atomic_write
 
     session.output_dir = Path(folder).absolute()  # the program may change its folder later
     if session.plans and jax.process_index() == 0:

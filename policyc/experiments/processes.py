@@ -22,7 +22,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from policyc.language.diagnostics import escape_controls
+from policyc.base.text import escape_controls
 from policyc.language.policy import Policy
 
 _PYTHON = re.compile(r"python[0-9.]*")

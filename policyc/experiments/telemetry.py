@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policyc.base.files import atomic_write
 from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.pipeline import LossCall, as_policy, no_reentry, plan_loss
 from policyc.compiler.plan import Phase, Plan
@@ -24,7 +25,6 @@ from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.schedule import current_phase
 from policyc.compiler.session import Session
 from policyc.experiments.taps import TappedLoss
-from policyc.language.files import atomic_write
 from policyc.language.policy import Policy
 from policyc.language.selectors import DottedPath
 from policyc.numerics.operand_stats import summarize_errors

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from policyc.base.text import count_noun
 from policyc.experiments.statistics import (
     SeedsNeeded,
     Settings,
@@ -22,7 +23,6 @@ from policyc.experiments.statistics import (
     seeds_needed,
     smallest_detectable_effect,
 )
-from policyc.language.diagnostics import count_noun
 
 
 class Verdict(StrEnum):

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policyc.base.text import did_you_mean
 from policyc.compiler import pipeline
 from policyc.compiler.execution import ExecutionOptions
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import BlockShape, TrainingStep
-from policyc.language.diagnostics import did_you_mean
 from policyc.language.policy import Policy
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import CONFIGS, ConfigError, ModelConfig, RunConfig

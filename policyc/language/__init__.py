@@ -6,11 +6,9 @@ Nothing in this package imports JAX.
 __all__ = [
     "bundled",
     "diagnostics",
-    "files",
     "formats",
     "formatter",
     "loader",
-    "notebook",
     "parser",
     "policy",
     "policy_tables",
@@ -19,5 +17,4 @@ __all__ = [
     "schedule",
     "selectors",
     "treatments",
-    "web_page",
 ]

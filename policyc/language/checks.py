@@ -9,8 +9,9 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from policyc.base.text import closest_name, did_you_mean
 from policyc.language import bundled
-from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span, closest_name, did_you_mean
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span
 from policyc.language.formats import FORMATS, MISSING_FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.parser import comment_ranges
 from policyc.language.policy import (

@@ -6,16 +6,16 @@ Text from a policy or a program may contain terminal control characters: all of 
 from __future__ import annotations
 
 import bisect
-import difflib
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from policyc.base.text import escape_controls
 
 _MAX_QUOTED = 100  # characters of a quoted line: a policy may be one line of a megabyte
 _MAX_PRINTED = 50  # diagnostics in the text of one exception
 _MAX_MESSAGE = 400  # characters of a message: it may quote a name of a megabyte
-_MAX_NAME_FOR_SUGGESTION = 64  # characters: a longer unknown name gets no suggestion, to save time
 
 
 class SourceText:
@@ -210,18 +210,6 @@ def _quote(span: Span, label: str, paint: Paint, kind: str) -> list[str]:
     return [quoted, f"{pointer} {paint('help', label)}" if label else pointer]
 
 
-def escape_controls(text: str) -> str:
-    """Replaces control characters, which a terminal would act on."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else " " if c == "\t" else f"\\x{ord(c):02x}" for c in text)
-
-
-def escape_lines(text: str) -> str:
-    """Replaces the control characters of a text of several lines, but not its line breaks."""
-    return "\n".join(map(escape_controls, text.split("\n")))
-
-
 def _format_message(text: str) -> str:
     """Escapes a message and cuts it to the longest length printed."""
     return escape_controls(text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 1] + "…")
@@ -236,17 +224,6 @@ def _width(text: str) -> int:
     )
 
 
-def count_noun(number: int, noun: str) -> str:
-    """Returns a number and a noun: `1 convolution`, `2 products of int8`."""
-    head, of, rest = noun.partition(" of ")
-    return f"{number} {head}{'' if number == 1 else 's'}{of}{rest}"
-
-
-def count_others(number: int) -> str:
-    """Returns the end of a message that names the first of this many things: `, and 2 more`."""
-    return f", and {number - 1} more" if number > 1 else ""
-
-
 class PolicyError(Exception):
     """A policy cannot be used. Holds every diagnostic, not only the first."""
 
@@ -258,24 +235,3 @@ class PolicyError(Exception):
         printed = [render(d) for d in self.diagnostics[:_MAX_PRINTED]]
         hidden = len(self.diagnostics) - len(printed)
         return "\n".join([*printed, f"... and {hidden} more"] if hidden > 0 else printed)
-
-
-def closest_name(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that the writer most likely meant, if one is similar enough."""
-    if len(name) > _MAX_NAME_FOR_SUGGESTION:
-        return None
-    candidates = [k for k in known if abs(len(k) - len(name)) <= max(2, len(name) // 2)]
-    by_folded = {k.casefold(): k for k in reversed(candidates)}
-    closest = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
-    return by_folded[closest[0]] if closest else None
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns the help for an unknown name: the closest known name, or all of them if they are at most 12."""
-    names = list(known)
-    closest = closest_name(name, names)
-    if closest is not None:
-        return f"did you mean '{closest}'?"
-    if 0 < len(names) <= 12:
-        return f"known: {', '.join(names)}"
-    return ""

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from policyc.base.text import closest_name
 from policyc.language import bundled
 from policyc.language.checks import Definitions, DiagnosticCollector, check_definitions
-from policyc.language.diagnostics import Diagnostic, Note, PolicyError, SourceText, Span, closest_name
+from policyc.language.diagnostics import Diagnostic, Note, PolicyError, SourceText, Span
 from policyc.language.formats import FORMATS
 from policyc.language.parser import (
     MAX_FILE_BYTES,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import PurePath
 
+from policyc.base.notebook import html_text
 from policyc.language.bundled import POLICY_SUFFIX
 from policyc.language.diagnostics import NO_SPAN, SourceText, Span, span_field
-from policyc.language.notebook import html_text
 from policyc.language.predicates import Predicate
 from policyc.language.recipes import OPTIONS, Gemm, OptionValue, Recipe, make_recipe, make_split_recipe
 from policyc.language.schedule import StepCondition

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from policyc.base.text import escape_lines
 from policyc.language.bundled import bundled_policies
-from policyc.language.diagnostics import Paint, escape_lines
+from policyc.language.diagnostics import Paint
 from policyc.language.loader import load
 from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe

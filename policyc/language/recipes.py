@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, Literal
 
-from policyc.language.diagnostics import did_you_mean
+from policyc.base.text import did_you_mean
 from policyc.language.formats import FORMATS
 
 

@@ -14,17 +14,8 @@ from typing import Any
 from urllib.parse import quote
 
 from policyc import __version__
-from policyc.language.diagnostics import (
-    Diagnostic,
-    Fix,
-    Paint,
-    Severity,
-    Span,
-    count_noun,
-    escape_controls,
-    render,
-    render_headline,
-)
+from policyc.base.text import count_noun, escape_controls
+from policyc.language.diagnostics import Diagnostic, Fix, Paint, Severity, Span, render, render_headline
 from policyc.lint.rule import LintRule
 from policyc.lint.rules import load_rules
 

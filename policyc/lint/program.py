@@ -9,11 +9,12 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from policyc.base.text import count_others
 from policyc.compiler.plan import Phase, Plan
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.compiler.sites import Site
 from policyc.jaxcore.transform import Address
-from policyc.language.diagnostics import Diagnostic, Severity, count_others
+from policyc.language.diagnostics import Diagnostic, Severity
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity, Span, did_you_mean
+from policyc.base.text import did_you_mean
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Severity, Span
 from policyc.language.parser import BlockStatement, PolicyFile, Statement, comment_ranges
 
 _ALLOW = re.compile(r"#\s*allow:\s*(?P<codes>[\w-]+(?:\s*,\s*[\w-]+)*)")

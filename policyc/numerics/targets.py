@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from policyc.language.diagnostics import did_you_mean
+from policyc.base.text import did_you_mean
 
 TERA, GIGA = 1e12, 1e9
 

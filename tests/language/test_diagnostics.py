@@ -9,18 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policyc import PolicyError, parse
-from policyc.language.diagnostics import (
-    Diagnostic,
-    Edit,
-    Fix,
-    Note,
-    Severity,
-    SourceText,
-    Span,
-    closest_name,
-    did_you_mean,
-    render,
-)
+from policyc.base.text import closest_name, did_you_mean
+from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, SourceText, Span, render
 
 
 def parse_error_lines(text: str) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from policyc import __version__
+from policyc.base.text import count_noun
 from policyc.experiments.report.charts import make_charts
 from policyc.experiments.report.series import (
     GRADIENT_SPIKE,
@@ -32,7 +33,6 @@ from policyc.experiments.report.sweeps import (
 )
 from policyc.experiments.report.values import Record, as_list, as_record, as_records, as_text
 from policyc.experiments.trailing import LEAST_TRAILING, TRAILING_FRACTION
-from policyc.language.diagnostics import count_noun
 
 FORMAT = 1
 """The version of the data. It changes when a field is removed or means something else."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from policyc.base.text import count_noun
 from policyc.experiments.report.values import Record
-from policyc.language.diagnostics import count_noun
 
 FIGURES = (
     ("validation_loss", "validation loss"),

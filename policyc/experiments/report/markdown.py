@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from policyc.base.text import escape_controls
 from policyc.experiments.report.format import (
     MISSING,
     TIME_NOTE,
@@ -16,7 +17,6 @@ from policyc.experiments.report.format import (
     time_table,
 )
 from policyc.experiments.report.values import Record
-from policyc.language.diagnostics import escape_controls
 
 _TEXT_COLUMNS = ("variant", "verdict", "reason", "baseline", "run")  # the others are numbers
 

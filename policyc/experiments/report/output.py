@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from policyc.base.files import STANDARD_OUTPUT, open_output
 from policyc.experiments.report.build import Report
 from policyc.experiments.report.markdown import render_markdown
 from policyc.experiments.report.page import render_page
 from policyc.experiments.report.sweeps import ReportError
 from policyc.experiments.sweep.run import PAGE_FILE
-from policyc.language.files import STANDARD_OUTPUT, open_output
 
 COMPARISON_NAME = "comparison.html"
 """The page of several folders, in the current folder. It has another name, so it never replaces a run's own."""

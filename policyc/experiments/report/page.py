@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from policyc.base.web_page import compress_json, fill_template, read_asset
 from policyc.experiments.report.build import Report
 from policyc.experiments.report.charts import colors_of
 from policyc.experiments.report.format import (
@@ -26,7 +27,6 @@ from policyc.experiments.report.runs import RunData
 from policyc.experiments.report.sweeps import SweepData
 from policyc.experiments.report.tables import heat_maps, plan_table
 from policyc.experiments.report.values import Record, escape_texts, safe_html
-from policyc.language.web_page import compress_json, fill_template, read_asset
 
 _read = partial(read_asset, "policyc.experiments.report")
 

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from policyc.base.text import count_noun, escape_controls
 from policyc.experiments.sweep.metrics import read_integer
-from policyc.language.diagnostics import count_noun, escape_controls
 
 Record = dict[str, Any]
 """One line of `metrics.jsonl` or `stats.jsonl`, or a part of another JSON file."""

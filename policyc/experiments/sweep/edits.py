@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from policyc.language.diagnostics import did_you_mean
+from policyc.base.text import did_you_mean
 from policyc.language.formats import FORMATS
 from policyc.language.policy import Policy, RecipeCall, RecipeExpr, Setting, SplitRecipe, recipe_calls
 from policyc.language.recipes import OPTIONS

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, Protocol
 
+from policyc.base.text import count_noun
 from policyc.experiments.sweep.executor import Executor
 from policyc.experiments.sweep.locks import try_lock
 from policyc.experiments.sweep.metrics import MetricsReader
 from policyc.experiments.sweep.run import METRICS_FILE, Run, RunStatus
 from policyc.experiments.sweep.wrapper import judge_without_exit_code
-from policyc.language.diagnostics import count_noun
 
 _POLL_SECONDS = 0.5
 _MOST_EARLY_FAILURES = 3  # runs in a row that fail before their first step: the others would fail too

@@ -11,10 +11,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from policyc.base.text import escape_controls
 from policyc.experiments.sweep.engine import Progress, SweepResult, TrackedRun
 from policyc.experiments.sweep.gaps import compute_gaps, find_equal_seeds, seed_readers, trailing_loss
 from policyc.experiments.sweep.run import LOG_FILE, tail_lines
-from policyc.language.diagnostics import escape_controls
 
 _REFRESH_SECONDS = 2.0  # gaps are computed again this often
 _LOG_LINES = 8  # lines of a failed run that are shown

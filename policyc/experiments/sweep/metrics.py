@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from policyc.language.files import atomic_write
+from policyc.base.files import atomic_write
 
 Row = dict[str, Any]
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from policyc.language.files import atomic_write
+from policyc.base.files import atomic_write
 
 LAUNCH_FILE = "launch.json"
 STATUS_FILE = "status.json"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from policyc.base.text import did_you_mean
 from policyc.experiments.sweep.wrapper import DEFAULT_GRACE
-from policyc.language.diagnostics import did_you_mean
 
 _NUMBERS = {
     "nodes": "nodes of a run",

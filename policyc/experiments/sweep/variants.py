@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from policyc.base.text import escape_controls
 from policyc.experiments.sweep.edits import EditedPolicy, expand, semantic_key
 from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.run import SWEEP_FILES
-from policyc.language.diagnostics import Severity, escape_controls
+from policyc.language.diagnostics import Severity
 from policyc.language.formatter import format_file
 from policyc.language.loader import load, parse_with_diagnostics
 from policyc.lint.engine import lint

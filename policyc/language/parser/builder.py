@@ -11,8 +11,9 @@ from typing import Any, Literal, cast
 
 from lark import Token, Tree
 
+from policyc.base.text import did_you_mean
 from policyc.language.bounds import MAX_DIGITS, Bound
-from policyc.language.diagnostics import Diagnostic, SourceText, Span, did_you_mean
+from policyc.language.diagnostics import Diagnostic, SourceText, Span
 from policyc.language.parser.grammar import MAX_DEPTH
 from policyc.language.parser.statements import BlockStatement, ImportStatement, Statement
 from policyc.language.policy import (

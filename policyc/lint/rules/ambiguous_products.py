@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.language.diagnostics import Edit, Fix, Span, closest_name
+from policyc.base.text import closest_name
+from policyc.language.diagnostics import Edit, Fix, Span
 from policyc.language.recipes import GEMM_GROUPS, Gemm
 from policyc.language.selectors import Selector
 from policyc.lint.context import Context

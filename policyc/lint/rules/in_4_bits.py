@@ -11,7 +11,7 @@ from functools import partial
 from inspect import cleandoc
 from typing import TYPE_CHECKING
 
-from policyc.language.diagnostics import count_others
+from policyc.base.text import count_others
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import expand_selector, parse_path

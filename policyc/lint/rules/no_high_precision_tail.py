@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from policyc.language.diagnostics import count_others
+from policyc.base.text import count_others
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector

@@ -25,10 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from policyc.base.text import count_others
 from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.hardware.training_step import LayerGroup, ReaderCounts
-from policyc.language.diagnostics import count_others
 from policyc.language.recipes import make_recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding

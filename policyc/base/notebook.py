@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from policyc.language.diagnostics import escape_lines
+from policyc.base.text import escape_lines
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from policyc.language.files import atomic_write, open_output
+from policyc.base.files import atomic_write, open_output
 from tests.support.command import ROOT
 
 
@@ -116,7 +116,7 @@ def test_standard_output_is_written_in_order_wherever_it_goes(tmp_path, name, mo
     path = tmp_path / "out"
     path.write_text("before\n")
     program = (
-        "from policyc.language.files import open_output\n"
+        "from policyc.base.files import open_output\n"
         "print('first')\n"
         f"with open_output({name!r}) as stream: stream.write(b'second\\n')\n"
         "print('third')\n"

@@ -1,0 +1,52 @@
+"""Helpers for messages: escapes, counts with nouns, suggestions for misspelled names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_MAX_NAME_FOR_SUGGESTION = 64  # characters: a longer unknown name gets no suggestion, to save time
+
+
+def escape_controls(text: str) -> str:
+    """Replaces control characters, which a terminal would act on."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c == "\t" else f"\\x{ord(c):02x}" for c in text)
+
+
+def escape_lines(text: str) -> str:
+    """Replaces the control characters of a text of several lines, but not its line breaks."""
+    return "\n".join(map(escape_controls, text.split("\n")))
+
+
+def count_noun(number: int, noun: str) -> str:
+    """Returns a number and a noun: `1 convolution`, `2 products of int8`."""
+    head, of, rest = noun.partition(" of ")
+    return f"{number} {head}{'' if number == 1 else 's'}{of}{rest}"
+
+
+def count_others(number: int) -> str:
+    """Returns the end of a message that names the first of this many things: `, and 2 more`."""
+    return f", and {number - 1} more" if number > 1 else ""
+
+
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that the writer most likely meant, if one is similar enough."""
+    if len(name) > _MAX_NAME_FOR_SUGGESTION:
+        return None
+    candidates = [k for k in known if abs(len(k) - len(name)) <= max(2, len(name) // 2)]
+    by_folded = {k.casefold(): k for k in reversed(candidates)}
+    closest = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
+    return by_folded[closest[0]] if closest else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns the help for an unknown name: the closest known name, or all of them if they are at most 12."""
+    names = list(known)
+    closest = closest_name(name, names)
+    if closest is not None:
+        return f"did you mean '{closest}'?"
+    if 0 < len(names) <= 12:
+        return f"known: {', '.join(names)}"
+    return ""
