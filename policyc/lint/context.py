@@ -83,6 +83,7 @@ class Context:
         self.plan = plan
         self.target = target
         self.policy = loaded.policy
+        self.file = loaded.file
         self.undecided = 0
 
     def in_this_file(self, span: Span) -> bool:

@@ -140,8 +140,15 @@ class Coverage:
         finally:
             self._remaining_steps -= steps - max(budget.remaining, 0)
 
-    def _find_overriding(self, rule: ResolvedRule, budget: Budget) -> tuple[ResolvedRule, ...]:
-        overriding: list[ResolvedRule] = []
+    def would_be_overridden(self, rule: ResolvedRule, moved: ResolvedRule) -> bool:
+        """Returns whether a rule would have no effect if an earlier one were moved below it. True if undecided."""
+        return self._ask(lambda budget: bool(self._find_overriding(rule, budget, moved)), True)
+
+    def _find_overriding(
+        self, rule: ResolvedRule, budget: Budget, *moved: ResolvedRule
+    ) -> tuple[ResolvedRule, ...]:
+        """Returns the rules that override a rule: those after it, and those moved there."""
+        overriding = list(moved)
         while len(overriding) <= _MAX_COVERING_RULES:
             point = find_uncovered_point(rule, overriding, budget)
             if point is None:

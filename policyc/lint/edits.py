@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from policyc.language.diagnostics import Edit, Span
+from policyc.language.parser import BlockStatement, Statement
 from policyc.language.policy import RecipeCall
 
 
@@ -37,3 +40,26 @@ def remove_statement(span: Span) -> Edit:
     if left > 0 and text[left - 1] == ";":
         return Edit(Span(source, left - 1, end), "")
     return Edit(span, "")
+
+
+def move_statement(span: Span, after: Span) -> tuple[Edit, Edit]:
+    """Returns the edits that move a statement below another one, together with the comment after it."""
+    text, removal = span.source.text, remove_statement(span)
+    right = after.end
+    while right < len(text) and text[right] in " \t\r":
+        right += 1
+    if right < len(text) and text[right] not in "#\n":  # something else follows on the line
+        return removal, Edit(Span(span.source, after.end, after.end), f"; {span.text}")
+    newline = text.find("\n", right)
+    line_end = len(text) if newline < 0 else newline
+    moved = removal.span.text.rstrip("\n") if removal.span.text.endswith("\n") else span.text
+    return removal, Edit(Span(span.source, line_end, line_end), f"\n{moved}")
+
+
+def find_sibling(statements: Sequence[Statement], span: Span, other: Span) -> Span | None:
+    """Returns the statement next to that of `span`, in the same block, which is or contains that of `other`."""
+    if any(s.span == span for s in statements):
+        containing = (s.span for s in statements if s.span.start <= other.start and other.end <= s.span.end)
+        return next(containing, None) if other.source is span.source else None
+    blocks = (s for s in statements if isinstance(s, BlockStatement))
+    return next((found for block in blocks if (found := find_sibling(block.body, span, other))), None)

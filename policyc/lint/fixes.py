@@ -1,13 +1,14 @@
 """Applies the fixes of diagnostics to the text of a policy.
 
-If two fixes touch the same place, the first one is applied. The other one follows when the fixed text is linted again.
+If two fixes touch the same place, the last one is applied, so that rules which are moved to the same place keep their
+order. The other one follows when the fixed text is linted again.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from policyc.language.diagnostics import Diagnostic, Edit
@@ -32,29 +33,34 @@ def apply_fixes(
     *,
     unsafe: bool = False,
 ) -> FixedText:
-    """Applies fixes and lints again until nothing is left to fix. A round that adds an error is undone."""
+    """Applies fixes and lints again until nothing is left to fix.
+
+    A round that adds an error, or leads back to an earlier text, is undone.
+    """
     count = 0
     text = text.removeprefix("\ufeff")  # the byte order mark: spans do not count it
     loaded = load(text)
+    seen = {text}
     for _ in range(_MAX_ROUNDS):
         edits, applied = _select_edits(check(loaded).diagnostics, loaded, unsafe)
         if not applied:
             break
         fixed_text = _apply_edits(text, edits)
         reloaded = load(fixed_text)
-        if not _count_codes(reloaded) <= _count_codes(loaded):
+        if fixed_text in seen or not _count_codes(reloaded) <= _count_codes(loaded):
             break
+        seen.add(fixed_text)
         text, loaded, count = fixed_text, reloaded, count + applied
     return FixedText(text, count)
 
 
 def _select_edits(
-    diagnostics: Iterable[Diagnostic], loaded: LoadedPolicy, unsafe: bool
+    diagnostics: Sequence[Diagnostic], loaded: LoadedPolicy, unsafe: bool
 ) -> tuple[list[Edit], int]:
     """Returns edits that do not overlap, in the order of the text, and the number of fixes they belong to."""
     selected: list[Edit] = []
     applied = 0
-    for diagnostic in diagnostics:
+    for diagnostic in reversed(diagnostics):
         fix = diagnostic.fix
         if fix is None or not (fix.safe or unsafe) or diagnostic.span.source is not loaded.file.source:
             continue

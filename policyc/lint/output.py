@@ -220,12 +220,15 @@ def _uri(path: str) -> str:
 
 
 def summarize(diagnostics: Sequence[Diagnostic], files: int) -> str:
-    """Returns one line with the number of policies, findings and safe fixes."""
+    """Returns one line with the number of policies, findings and fixes."""
     policies = f"{files} polic{'y' if files == 1 else 'ies'}"
     if not diagnostics:
         return f"{policies}: no findings"
     counts = Counter(d.severity for d in diagnostics)
     parts = [count_noun(counts[s], s) for s in Severity if counts[s]]
     line = f"{policies}: {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
-    fixable = sum(d.fix is not None and d.fix.safe for d in diagnostics)
-    return f"{line}; {fixable} fixable with --fix" if fixable else line
+    fixes = Counter(d.fix.safe for d in diagnostics if d.fix is not None)
+    safe = f"; {fixes[True]} fixable with --fix" if fixes[True] else ""
+    more = " more" if safe else ""
+    unsafe = f"; {fixes[False]}{more} fixable with --fix --unsafe-fixes" if fixes[False] else ""
+    return f"{line}{safe}{unsafe}"

@@ -19,7 +19,7 @@ from policyc.lint.rules import LINT_RULES, load_program_rules
 from tests.support.command import ROOT, load_commands, policyc, run_main, spawn
 
 CLEAN = "mlp.* -> fp8\n"
-SHADOWED = "mlp.up -> bf16\nmlp.* -> fp8\n"
+SHADOWED = "mlp.up -> fp8\nmlp.* -> fp8\n"
 FAULTY = "mlp.* -> fp9\n"
 UNTIDY = "a->fp8 # one\nlonger.name   ->   bf16\n"
 TIDY = "a           -> fp8  # one\nlonger.name -> bf16\n"
@@ -132,7 +132,10 @@ def test_unreadable_files_do_not_stop_the_others(folder: Path) -> None:
     )
     codes = re.findall(r"\[([\w-]+)\]", result.out)
     assert codes == ["unreadable-file", "shadowed-rule", "unreadable-file", "unknown-format"]
-    assert result.err == "4 policies: 3 errors and 1 warning; 1 fixable with --fix\n"
+    assert (
+        result.err
+        == "4 policies: 3 errors and 1 warning; 1 fixable with --fix; 1 more fixable with --fix --unsafe-fixes\n"
+    )
 
 
 # ---- lint
@@ -213,7 +216,7 @@ def test_without_fix_nothing_is_written(folder: Path) -> None:
 class TestWriting:
     """Commands that write a file change its text and nothing else."""
 
-    TEXT = "mlp.up   -> bf16\nmlp.* -> fp8 # keep\n"
+    TEXT = "mlp.up   -> fp8\nmlp.* -> fp8 # keep\n"
 
     def test_mode_and_symbolic_link_are_kept(self, folder: Path, command: list[str]) -> None:
         target, link = folder / "target.policy", folder / "link.policy"
@@ -337,7 +340,7 @@ def test_lint_diff_prints_the_fixes_and_writes_nothing(folder: Path) -> None:
     result = policyc("lint", "--diff", "shadowed.policy", "clean.policy", "faulty.policy")
     assert result.code == 1
     assert result.out.splitlines()[:2] == ["--- shadowed.policy", "+++ shadowed.policy"]
-    assert result.out.splitlines()[-2:] == ["-mlp.up -> bf16", " mlp.* -> fp8"]
+    assert result.out.splitlines()[-2:] == ["-mlp.up -> fp8", " mlp.* -> fp8"]
     assert (folder / "shadowed.policy").read_text() == SHADOWED
     assert policyc("lint", "--diff", "clean.policy").code == 0
     assert "+mlp.* -> fp8" in policyc("lint", "--diff", "--unsafe-fixes", "faulty.policy").out

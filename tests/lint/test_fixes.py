@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from policyc import parse
+from policyc import Policy, parse
 from policyc.language.diagnostics import Diagnostic, Edit, Fix
 from policyc.language.loader import LoadedPolicy, parse_with_diagnostics
 from policyc.language.parser import comment_ranges
@@ -21,9 +21,12 @@ from tests.support.policy_oracle import policies_differ, random_policy
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("a.b -> bf16\na -> fp8\n", "a -> fp8\n"),
-        ("# own\na.b -> bf16  # of the rule\n# other\na -> fp8\n", "# own\n# other\na -> fp8\n"),
-        ("a.b -> bf16; a -> fp8\n", " a -> fp8\n"),
+        ("a.b -> fp8\nb -> bf16\na -> fp8\n", "b -> bf16\na -> fp8\n"),
+        (
+            "# own\na.b -> fp8  # of the rule\n# other\nb -> bf16\na -> fp8\n",
+            "# own\n# other\nb -> bf16\na -> fp8\n",
+        ),
+        ("a.b -> fp8; b -> bf16; a -> fp8\n", " b -> bf16; a -> fp8\n"),
         ("a -> fp8; a.b -> fp8\n", "a -> fp8\n"),
         ("a -> fp8; a.b -> fp8; c -> fp8\n", "a -> fp8;  c -> fp8\n"),
         ("a -> fp8\nafter 50% { a.b -> fp8 }\n", "a -> fp8\nafter 50% {  }\n"),
@@ -31,8 +34,6 @@ from tests.support.policy_oracle import policies_differ, random_policy
         ("a -> fp8\nafter 50% { a.b -> fp8\n    c -> bf16 }\n", "a -> fp8\nafter 50% { \n    c -> bf16 }\n"),
         ("a -> fp8\na.b,\n  a.c ->\n    fp8\nc -> bf16\n", "a -> fp8\nc -> bf16\n"),
         ("a -> fp8\na.b -> fp8", "a -> fp8\n"),
-        ("recipe r = fp8\na -> fp8\n", "a -> fp8\n"),
-        ("recipe r = s\nrecipe s = t\nrecipe t = fp8\na -> fp8\n", "a -> fp8\n"),
         ("a -> split(fprop=fp8, dgrad=fp8)\n", "a -> split(fprop=fp8, dgrad=fp8, wgrad=keep)\n"),
         ("a -> split(fprop=fp8,)\n", "a -> split(fprop=fp8, dgrad=keep, wgrad=keep,)\n"),
         ("a -> split(\n    fprop=fp8,  # on\n)\n", "a -> split(\n    fprop=fp8, dgrad=keep, wgrad=keep,  # on\n)\n"),
@@ -44,7 +45,11 @@ from tests.support.policy_oracle import policies_differ, random_policy
         ("a -> fp8\nb -> fp8\na -> fp8\n", "b -> fp8\na -> fp8\n"),
         ("a -> fp8\na -> fp8\na -> fp8\n", "a -> fp8\n"),
         # unsafe fixes are not applied
-        ("a.b -> bf16 expect 3\na -> fp8\n", "a.b -> bf16 expect 3\na -> fp8\n"),
+        ("layers[-4:].mlp.* -> bf16\nmlp.* -> fp8\n", "layers[-4:].mlp.* -> bf16\nmlp.* -> fp8\n"),
+        ("a.b -> fp8 expect 3\na -> fp8\n", "a.b -> fp8 expect 3\na -> fp8\n"),
+        # an importing policy may define one of two equal recipes anew
+        ("recipe r = fp8\na -> fp8\na.b -> r\n", "recipe r = fp8\na -> fp8\na.b -> r\n"),
+        ("recipe r = fp8\na.b -> r\nb -> bf16\na -> fp8\n", "recipe r = fp8\na.b -> r\nb -> bf16\na -> fp8\n"),
         ("a -> fp8(grad=e4m3, grad=e5m2)\n", "a -> fp8(grad=e4m3, grad=e5m2)\n"),
         ("a -> fp9\n", "a -> fp9\n"),
         # a file with other errors is fixed as far as possible
@@ -61,7 +66,23 @@ def test_safe_fixes_write_this_text_and_are_then_complete(before: str, after: st
     ("before", "after"),
     [
         ("a -> fp9\n", "a -> fp8\n"),
-        ("a.b -> bf16 expect 3\na -> fp8\n", "a -> fp8\n"),
+        ("layers[-4:].mlp.* -> bf16\nmlp.* -> fp8\n", "mlp.* -> fp8\nlayers[-4:].mlp.* -> bf16\n"),
+        ("a.b -> bf16 expect 3\na -> fp8\n", "a -> fp8\na.b -> bf16 expect 3\n"),
+        ("a.b -> fp8 expect 3\na -> fp8\n", "a -> fp8\n"),
+        ("recipe r = fp8\na -> fp8\na.b -> r\n", "a -> fp8\n"),
+        ("recipe r = s\nrecipe s = t\nrecipe t = fp8\na -> fp8\n", "a -> fp8\n"),
+        ("a.b -> bf16  # of it\n# own\na -> fp8  # all\n", "# own\na -> fp8  # all\na.b -> bf16  # of it\n"),
+        ("a.b -> bf16; a -> fp8\n", " a -> fp8\na.b -> bf16\n"),
+        ("a.b -> bf16\na -> fp8; c -> bf16", "a -> fp8; a.b -> bf16; c -> bf16"),
+        ("a.b -> bf16\na -> fp8", "a -> fp8\na.b -> bf16"),
+        ("a.b ->\n  bf16\na -> fp8\n", "a -> fp8\na.b ->\n  bf16\n"),
+        ("c -> bf16\na.b -> bf16\n* -> fp8\n", "* -> fp8\nc -> bf16\na.b -> bf16\n"),
+        # in its block, or below the block that overrides it, but not out of its own
+        ("after 50% { a.b -> bf16; a -> fp8 }\n", "after 50% {  a -> fp8; a.b -> bf16 }\n"),
+        ("a.b -> bf16\nafter 0 {\n  a -> fp8\n}\n", "after 0 {\n  a -> fp8\n}\na.b -> bf16\n"),
+        # moved, it would leave the other rule without effect
+        ("a -> bf16\na -> fp8\n", "a -> fp8\n"),
+        ("a.b -> bf16\na.c -> bf16\na.{b,c} -> fp8\n", "a.{b,c} -> fp8\na.c -> bf16\n"),
         ("q, k @ wgrad -> fp8\n", "q @ wgrad, k @ wgrad -> fp8\n"),
         (f"a -> nvfp4\n{TAIL}\n", f"a -> nvfp4(sr=grad)\n{TAIL}\n"),
         (f"a -> nvfp4()\n{TAIL}\n", f"a -> nvfp4(sr=grad)\n{TAIL}\n"),
@@ -76,6 +97,12 @@ def test_unsafe_fixes_are_applied_only_on_request(before: str, after: str) -> No
     assert fix_text(before) == before
     assert fix_text(before, unsafe=True) == after
     assert lint_codes(after) == []
+
+
+def test_a_rule_is_not_moved_out_of_its_block() -> None:
+    text = "after 50% { a.b -> bf16 }\na -> fp8\n"
+    assert lint_codes(text) == ["shadowed-rule"]
+    assert fix_text(text, unsafe=True) == text
 
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("*.policy"))
@@ -125,8 +152,8 @@ def test_following_a_remedy_removes_the_finding_and_adds_none(text: str) -> None
 
 def test_only_selected_codes_are_fixed() -> None:
     text = "recipe r = fp8\na -> fp8\na.b -> fp8\n"
-    assert fix_text(text, codes={"unused-recipe"}) == "a -> fp8\na.b -> fp8\n"
-    assert fix_text(text, codes={"shadowed-rule"}) == text
+    assert fix_text(text, codes={"unused-recipe"}, unsafe=True) == "a -> fp8\na.b -> fp8\n"
+    assert fix_text(text, codes={"shadowed-rule"}, unsafe=True) == text
 
 
 @pytest.mark.parametrize("replacement", ["mlp => fp8", "mlp -> fp9", "mlp -> ("])
@@ -165,6 +192,11 @@ def random_untidy_policy(rng: random.Random) -> str:
 def comments_on_own_lines(text: str) -> list[str]:
     comments = [text[start:end] for start, end in comment_ranges(text)]
     return [comment for comment in comments if comment.startswith("# own line")]
+
+
+def recipes_of(policy: Policy) -> set[str]:
+    """The recipes that the rules of a policy set."""
+    return {repr(policy.resolver()(rule.recipe).treatments) for rule in policy.rules}
 
 
 class CachedLinter:
@@ -209,4 +241,10 @@ def test_safe_fixes_keep_the_meaning_and_the_comments(seeds: range) -> None:
         for name in (v.name for v in original.variants):
             assert not policies_differ(original.variant(name), loaded.policy.variant(name)), f"{name}: {hint}"
         assert comments_on_own_lines(after) == comments_on_own_lines(before), hint
+        # A policy that imports this one may redefine its recipes, so rules that agree by chance must stay.
+        redefined = "variant importing { recipe r1 = keep; recipe r2 = fp8(grad=e4m3) }\n"
+        imported = [parse(text + redefined).variant("importing") for text in (str(original), after)]
+        assert not policies_differ(*imported), hint
+        # A rule that says something of its own is never deleted.
+        assert recipes_of(loaded.policy) == recipes_of(original), hint
     assert count > len(seeds)  # the policies do have faults

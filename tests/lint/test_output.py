@@ -132,7 +132,7 @@ def test_the_edits_in_json_give_the_same_text_as_fix(tmp_path: Path) -> None:
         start = starts[e["line"] - 1] + e["column"] - 1
         end = starts[e["end_line"] - 1] + e["end_column"] - 1
         text = text[:start] + e["text"] + text[end:]
-    policyc("lint", path, "--fix")
+    policyc("lint", path, "--fix", "--unsafe-fixes")
     assert path.read_text(encoding="utf-8") == text
 
 

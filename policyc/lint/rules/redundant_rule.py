@@ -3,7 +3,8 @@
 An earlier rule matches all sites of this rule, its recipe does the same to every product, and no rule in between does
 something else. The policy and its variants mean the same without this rule. Remove it.
 
-`--fix` removes the rule, except if it has an `expect`, which still counts sites.
+`--fix` removes the rule if both rules name the same recipe. If they name recipes that are equal today, or if the rule
+has an `expect`, which still counts sites, `--unsafe-fixes` removes it.
 
 ## Bad
 
@@ -40,12 +41,13 @@ def check(context: Context) -> Iterator[Finding]:
         earlier = _find_earlier_rule(context, rule)
         if earlier is not None and rule.index not in overridden:
             edits = (remove_statement(rule.rule.span),)
+            is_safe = rule.rule.recipe == earlier.rule.recipe and rule.rule.expect is None
             yield Finding(
                 span=rule.rule.span,
                 message="this rule changes nothing",
                 help="remove it",
                 notes=(Note(earlier.rule.span, "its sites have this recipe from here"),),
-                fix=Fix(message="remove the rule", edits=edits, safe=rule.rule.expect is None),
+                fix=Fix(message="remove the rule", edits=edits, safe=is_safe),
             )
 
 

@@ -1,7 +1,7 @@
 """A recipe is defined but never used.
 
-No rule, recipe or variant names it. Perhaps a rule was meant to use it. Use the recipe, or remove it; `--fix` removes
-it.
+No rule, recipe or variant names it. Perhaps a rule was meant to use it. Use the recipe, or remove it. A policy that
+imports this file may use it too, so only `--unsafe-fixes` removes it.
 
 A file without rules is a library of recipes and is not checked.
 
@@ -44,7 +44,7 @@ def check(context: Context) -> Iterator[Finding]:
                 span=definition.span,
                 message=f"nothing uses the recipe '{definition.name}'",
                 help="use it or remove it",
-                fix=Fix(message="remove the recipe", edits=(remove_statement(definition.span),), safe=True),
+                fix=Fix(message="remove the recipe", edits=(remove_statement(definition.span),), safe=False),
             )
 
 
