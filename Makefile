@@ -21,6 +21,9 @@ PIP := -m pip --disable-pip-version-check --no-input
 # A package index may fail once. What needs one is tried again: $(TWICE) command argument...
 TWICE := sh -c '"$$0" "$$@" || { echo "this failed, and is tried once more: $$*" >&2; "$$0" "$$@"; }'
 
+# What a test may take, in seconds, where one compiles or trains for many minutes: see timeout in pyproject.toml.
+LONG := --timeout=5400 -o faulthandler_timeout=6000
+
 # The tests start many processes. Each would compile JAX's Python code again if none may keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -54,7 +57,7 @@ test: setup ## run the fast tests
 	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal $(ARGS)
 
 test-slow: setup ## run the slow tests: fuzzing, scaling
-	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal -m slow $(ARGS)
+	@$(IN) $(BIN)/python -m pytest -n $(or $(JOBS),auto) --dist worksteal --timeout=1200 -m slow $(ARGS)
 
 setup-browser: setup ## also install what test-browser needs, except Chromium
 	@$(IN) $(INSTALL_BROWSER)
@@ -72,7 +75,7 @@ test-slurm: setup ## run sweeps on a Slurm cluster that is started here (root; i
 	@$(IN) $(SLURM_CLUSTER) install || exit 1; folder=$$(mktemp -d); \
 	trap '$(SLURM_CLUSTER) stop "$$folder"; rm -rf "$$folder"' EXIT; trap 'exit 1' INT TERM; \
 	$(SLURM_CLUSTER) start "$$folder" && \
-	SLURM_CONF="$$folder/slurm.conf" $(BIN)/python -m pytest -p no:xdist -m slurm tests/experiments/test_slurm_cluster.py $(ARGS)
+	SLURM_CONF="$$folder/slurm.conf" $(BIN)/python -m pytest -p no:xdist --timeout=1200 -m slurm tests/experiments/test_slurm_cluster.py $(ARGS)
 
 slurm-start: ## start that cluster and leave it running; SLURM_FOLDER=dir is the folder of its files
 	@$(IN) $(SLURM_CLUSTER) install && $(SLURM_CLUSTER) start "$(SLURM_FOLDER)" && \
@@ -84,7 +87,7 @@ slurm-stop: ## stop it, with all its jobs
 # XLA's CUDA compiler needs 4 GB of packages, so it has its own environment.
 test-cuda: ## compile for GPUs that need not be present, and check the result (4 GB of packages, some minutes)
 	@$(MAKE) -f "$(ROOT)/Makefile" VENV=.venv-cuda EXTRAS=dev,cuda13,train setup
-	@$(IN) JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -p no:xdist -m "cuda and not slow" tests/hardware/test_cuda.py $(ARGS)
+	@$(IN) JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu .venv-cuda/bin/python -m pytest -p no:xdist $(LONG) -m "cuda and not slow" tests/hardware/test_cuda.py $(ARGS)
 
 # The JAX part of Transformer Engine is compiled against the installed JAX. These versions are known to work together.
 TE_JAX := 0.11.2
@@ -106,7 +109,7 @@ test-te: ## build Transformer Engine into .venv-te (once, 10 to 30 minutes, with
 	    "transformer-engine[core-cu13,jax]==$(TE)" || why "the build failed; see the output of pip above"; \
 	  echo "$$wants" >$$venv/.te; \
 	fi; \
-	JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu $$venv/bin/python -m pytest -p no:xdist -m te tests/numerics/test_transformer_engine.py $(ARGS)
+	JAX_ENABLE_COMPILATION_CACHE=false JAX_PLATFORMS=cpu $$venv/bin/python -m pytest -p no:xdist $(LONG) -m te tests/numerics/test_transformer_engine.py $(ARGS)
 
 # The trainers need Python 3.12 and many packages that nothing else here needs, so they have their own environment.
 # TRAINERS_SOURCES=dir is a folder with source distributions that are unpacked already (default: they are downloaded).
@@ -136,7 +139,7 @@ test-trainers: ## run MaxText, Levanter, Tunix and Haiku's transformer under pol
 	      echo "the source of Haiku could not be downloaded; see the output of pip above" >&2; exit 1; }; \
 	  fi; \
 	fi; \
-	JAX_ENABLE_COMPILATION_CACHE=false TRAINERS_SOURCES="$$sources" "$$venv/bin/python" -m pytest -m trainers \
+	JAX_ENABLE_COMPILATION_CACHE=false TRAINERS_SOURCES="$$sources" "$$venv/bin/python" -m pytest $(LONG) -m trainers \
 	  tests/compiler/test_trainers.py tests/compiler/test_public_trainers.py $(ARGS)
 
 check: setup ## check the code: linter, format, types, and the direction of imports

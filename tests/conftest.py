@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import processes
 from tests.support.quick_options import COMPILATION
 
 # Sharding is tested on eight host devices. This must be set before JAX starts.
@@ -112,6 +113,13 @@ def _compiles_quickly(item: pytest.Item) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Sets how programs compile, before the fixtures of the test, which may compile too."""
     COMPILATION.set_quick(_compiles_quickly(item))
+
+
+@pytest.fixture(autouse=True)
+def no_process_left() -> Iterator[None]:
+    """No process that a test starts outlives it, also if the test fails or takes too long."""
+    yield
+    processes.kill_all()
 
 
 @pytest.fixture(autouse=True)

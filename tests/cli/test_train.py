@@ -36,7 +36,7 @@ def test_train_is_the_run_of_apply_and_measuring_does_not_change_it(tmp_path: Pa
         "plain": ["train", *SMALL, "--out", "plain"],
     }
     for name, words in commands.items():
-        result = spawn(*words, cwd=tmp_path, env=quick_environment(), timeout=600)
+        result = spawn(*words, cwd=tmp_path, env=quick_environment())
         assert result.code == 0, f"{name}: {result.err}"
     losses = {name: read_losses(tmp_path / name) for name in commands}
     assert losses["trained"] == losses["applied"] == losses["measured"]

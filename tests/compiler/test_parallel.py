@@ -18,7 +18,7 @@ import pytest
 import policyc
 from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.plan_tables import as_json
-from tests.support import distributed_program, parallel_programs
+from tests.support import distributed_program, parallel_programs, processes
 from tests.support.command import python_path
 from tests.support.jaxpr_tools import lowered_text, primitive_counts
 from tests.support.layered_models import assert_same_bits
@@ -192,14 +192,14 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
         options = ["apply", "p.policy", "--plan-out", f"{number}.json", distributed_program.__file__]
         command = [sys.executable, "-m", "policyc.cli.main", *options, "2", str(number), str(port)]
         env = {**os.environ, **quick_environment(), "PYTHONPATH": python_path()}
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return processes.start(command, env=env, stderr=subprocess.PIPE)
 
     with reserve_port() as port:
-        processes = [start(number, port) for number in (0, 1)]
+        both = [start(number, port) for number in (0, 1)]
         with policyc.active(Path("p.policy")) as session:
             losses = distributed_program.train(1, 0)
-        outputs = [process.communicate(timeout=600) for process in processes]
-    assert not any(process.returncode for process in processes), [err[-2000:] for _, err in outputs]
+        outputs = [process.communicate(timeout=processes.MAX_SECONDS) for process in both]
+    assert not any(process.returncode for process in both), [err[-2000:] for _, err in outputs]
     for out, _ in outputs:
         assert [float(value) for value in re.findall("^loss (.*)", out, re.MULTILINE)] == losses
     assert len(losses) == 4

@@ -42,7 +42,7 @@ def home(tmp_path: Path) -> Path:
 
 def apply(home: Path, policy: str, *words: str) -> CommandResult:
     """Runs `policyc apply` in a process of its own."""
-    return spawn("apply", policy, *words, cwd=home, env={**quick_environment(), "NO_COLOR": "1"}, timeout=600)
+    return spawn("apply", policy, *words, cwd=home, env={**quick_environment(), "NO_COLOR": "1"})
 
 
 def apply_here(home: Path, policy: str, *words: str) -> CommandResult:
@@ -54,7 +54,7 @@ def python(home: Path, *words: str) -> str:
     """What the same program prints under Python."""
     env = {**os.environ, **quick_environment(), "PYTHONPATH": command.python_path()}
     process = subprocess.run(
-        [sys.executable, *words], cwd=home, env=env, capture_output=True, text=True, check=True, timeout=600
+        [sys.executable, *words], cwd=home, env=env, capture_output=True, text=True, check=True
     )
     return process.stdout
 

@@ -18,7 +18,7 @@ from policyc.experiments.sweep.gpus import find_gpus, group_gpus
 from policyc.experiments.sweep.locks import is_locked, try_lock
 from policyc.experiments.sweep.metrics import last_row
 from policyc.experiments.sweep.run import Run, RunStatus
-from tests.support.sweep_process import wait_until
+from tests.support.processes import wait_until
 from tests.support.sweep_runs import make_run, read_state, write_status
 
 # ---- GPUs

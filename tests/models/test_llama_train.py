@@ -30,6 +30,7 @@ from tests.support import llama_runs
 from tests.support.command import policyc as command
 from tests.support.llama_runs import flags, losses, spawn, wait
 from tests.support.ports import reserve_port
+from tests.support.processes import wait_until
 
 pytest.importorskip("optax", reason="optax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
@@ -461,6 +462,10 @@ def test_the_program_starts_as_a_script_and_as_a_module(program, tmp_path):
 # ---- slow
 
 
+def count_steps(metrics: Path) -> int:
+    return metrics.read_text().count('"loss"') if metrics.exists() else 0
+
+
 @pytest.mark.slow
 def test_a_run_killed_ten_times_resumes_to_the_same_losses(tmp_path):
     """kill -9 at random moments: starting, compiling, stepping, writing. The losses are bit-identical."""
@@ -473,24 +478,20 @@ def test_a_run_killed_ten_times_resumes_to_the_same_losses(tmp_path):
     def start(name: str) -> subprocess.Popen[str]:
         return spawn(*flags(out=tmp_path / name, **settings), **cache)
 
-    def count_steps(name: str) -> int:
-        path = tmp_path / name / "metrics.jsonl"
-        return path.read_text().count('"loss"') if path.exists() else 0
-
     code, output = wait(start("undisturbed"))
     assert code == 0, output
     moments, kills, runs = random.Random(5), 0, 0
     while kills < 10:
-        process, name = start(f"killed{runs}"), f"killed{runs}"
-        target = count_steps(name) + moments.randrange(12)
+        process, metrics_file = start(f"killed{runs}"), tmp_path / f"killed{runs}" / "metrics.jsonl"
+        target = count_steps(metrics_file) + moments.randrange(12)
         if kills % 5 == 4:
             time.sleep(moments.uniform(0, 4))  # while it starts
-        while process.poll() is None and count_steps(name) < target and kills % 5 < 4:
+        while process.poll() is None and count_steps(metrics_file) < target and kills % 5 < 4:
             time.sleep(0.01)
         time.sleep(moments.uniform(0, 0.2))
         kills += process.poll() is None
         process.kill()
-        output, _ = process.communicate()
+        _, output = wait(process)
         if process.returncode != -9:  # it ended before it was killed: the next kills are for another run
             assert process.returncode == 0, output
             runs += 1
@@ -566,9 +567,12 @@ def test_two_processes_stop_at_one_step_and_end_together(tmp_path):
             "heartbeat": heartbeat,
         }
         both = [spawn(*flags(**options, process_id=i), as_module=True) for i in range(2)]
-        while not (metrics_file.exists() and metrics_file.read_text().count('"loss"') > first_step):
+
+        def is_running() -> bool:
             assert [process.poll() for process in both] == [None, None], [wait(process) for process in both]
-            time.sleep(0.05)
+            return count_steps(metrics_file) > first_step
+
+        wait_until(is_running)
         return both
 
     with reserve_port() as port:

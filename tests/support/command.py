@@ -19,6 +19,7 @@ import click
 from click.testing import CliRunner
 
 from policyc.cli.main import COMMANDS, cli, main
+from tests.support.processes import MAX_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,7 +119,7 @@ def spawn(
     stdin: bytes = b"",
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
-    timeout: float = 600,
+    timeout: float = MAX_SECONDS,
 ) -> CommandResult:
     """Runs the command in a new process."""
     process = subprocess.run(

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+from tests.support import processes
 from tests.support.command import python_path
 from tests.support.quick_options import quick_environment
 
@@ -68,14 +69,14 @@ def spawn(
     quick["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={devices}"
     apply = ["-m", "policyc.cli.main", "apply", str(policy)] if policy else []
     program = ["-m", "policyc.models.llama.train"] if as_module else [str(TRAIN)]
-    return subprocess.Popen(
-        [*prefix, sys.executable, *apply, *program, *arguments], text=True,
+    return processes.start(
+        [*prefix, sys.executable, *apply, *program, *arguments],
         env={**os.environ, "PYTHONPATH": python_path(), **quick, **environment},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        stderr=subprocess.STDOUT,
+    )
 
 
 def wait(process: subprocess.Popen[str]) -> tuple[int, str]:
     """The exit code and the output of a run."""
-    output, _ = process.communicate(timeout=900)
+    output, _ = process.communicate(timeout=processes.MAX_SECONDS)
     return process.returncode, output

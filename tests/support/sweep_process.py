@@ -1,26 +1,19 @@
-"""`policyc sweep` as a process, and waiting for what processes do."""
+"""`policyc sweep` as a process."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support import processes
 from tests.support.command import python_path
 from tests.support.quick_options import quick_environment
 
-MAX_SECONDS = 300  # for what takes seconds: the machine may be busy
-
-
-def wait_until(condition: Callable[[], bool], explain: Callable[[], str] = str) -> None:
-    """Waits for a condition. `explain` says more if it does not become true."""
-    deadline = time.monotonic() + MAX_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, explain()
-        time.sleep(0.05)
+_NUMBERS = itertools.count()
 
 
 class SweepProcess:
@@ -29,10 +22,10 @@ class SweepProcess:
     def __init__(self, *words: str, cwd: Path) -> None:
         environment = {**os.environ, **quick_environment(), "PYTHONPATH": python_path()}
         command = [sys.executable, "-m", "policyc", "sweep", *words]
-        self._output = cwd / f"output-{time.monotonic_ns()}.txt"
+        self._output = cwd / f"output-{next(_NUMBERS)}.txt"
         with self._output.open("w") as file:
-            self._process = subprocess.Popen(
-                command, cwd=cwd, env=environment, stdout=file, stderr=subprocess.STDOUT
+            self._process = processes.start(
+                command, cwd=cwd, env=environment, stdout=file.fileno(), stderr=subprocess.STDOUT
             )
 
     @property
@@ -48,7 +41,7 @@ class SweepProcess:
             assert is_met or not has_ended, self.output
             return is_met
 
-        wait_until(is_true, lambda: self.output + explain())
+        processes.wait_until(is_true, lambda: self.output + explain())
 
     def kill(self) -> None:
         self._process.kill()
@@ -56,4 +49,4 @@ class SweepProcess:
 
     def end(self) -> int:
         """Waits for its end. Returns the exit code."""
-        return self._process.wait(timeout=2 * MAX_SECONDS)
+        return self._process.wait(timeout=processes.MAX_SECONDS)
