@@ -40,8 +40,16 @@ def write_page(out: Path) -> None:
     except ReportError as error:
         print_note(str(error), "no page")
         return
+    statistics = report.data["statistics"]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("variant", "against", "verdict", "gap, nats", "interval", "seeds"):
+    for name in (
+        "variant",
+        "against",
+        "verdict",
+        "gap, nats",
+        f"{1 - statistics['alpha']:.0%} interval",
+        "seeds",
+    ):
         table.add_column(name, overflow="fold")
     comparisons = report.data["comparisons"]
     for row in comparisons:
@@ -50,12 +58,12 @@ def write_page(out: Path) -> None:
         table.add_row(*names, row["verdict"], *numbers)
     console = Console(highlight=False, markup=False)
     if comparisons:
-        statistics = report.data["statistics"]
         measure = statistics["measure"].replace("_", " ")
         console.print(f"\nverdicts on the {measure}, with a margin of {statistics['margin']}:")
         console.print(table)
     for row in comparisons:
-        if row["verdict"] in ("inconclusive", "failed"):
+        exceeds = row["verdict"] == "parity" and max(map(abs, row["interval"])) > row["margin"]
+        if row["verdict"] in ("inconclusive", "failed") or exceeds:
             text = f"{row['variant']} against {row['baseline']}: {row['reason']}"
             console.print(Text(escape_controls(text)))
     for problem in report.problems:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from policyc.experiments.sweep.executor import Executor
     from policyc.experiments.sweep.manifest import SweepDesign
     from policyc.experiments.sweep.programs import SweepProgram
-    from policyc.experiments.sweep.slurm_options import SlurmOptions
+    from policyc.experiments.sweep.slurm import SlurmOptions
 
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 _DEFAULT_BASELINES = ("bf16", "fp8")
@@ -88,7 +88,7 @@ def _parse_slurm(
 ) -> SlurmOptions | None:
     if not texts:
         return None
-    from policyc.experiments.sweep.slurm_options import parse_slurm_options
+    from policyc.experiments.sweep.slurm import parse_slurm_options
 
     try:
         return parse_slurm_options(texts)
@@ -209,7 +209,7 @@ def run_sweep(
 def _make_program(words: Sequence[str], config: str | None, options: SweepOptions) -> SweepProgram:
     """The program that is swept. Raises a usage error if it cannot be."""
     from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram
-    from policyc.experiments.sweep.slurm_options import check_program
+    from policyc.experiments.sweep.slurm import check_program
 
     if config is None and "--dry-run" in parse_program(words).args:
         raise click.UsageError(
@@ -302,8 +302,7 @@ def _make_executor(options: SweepOptions) -> Executor:
         from policyc.experiments.sweep.slurm import SlurmExecutor
 
         return SlurmExecutor(options.slurm, options.jobs)
-    from policyc.experiments.sweep.executor import LocalExecutor
-    from policyc.experiments.sweep.gpus import find_gpus, group_gpus
+    from policyc.experiments.sweep.executor import LocalExecutor, find_gpus, group_gpus
     from policyc.experiments.sweep.wrapper import read_grace
 
     read_grace(os.environ)  # before anything runs: a run reads it when it is stopped
@@ -341,7 +340,12 @@ def _finish(result: SweepResult, out: Path) -> None:
         click.echo("stopped: several runs in a row failed before their first step", err=True)
     write_page(out)
     if result.failed or result.unfinished:
-        click.echo("the same command runs failed runs again, except those that diverged", err=True)
+        diverged = [run for run in result.failed if run.status is not None and run.status.diverged]
+        if len(diverged) < len(result.failed) + len(result.unfinished):
+            exception = ", except those that diverged" if diverged else ""
+            click.echo(f"the same command runs failed runs again{exception}", err=True)
+        else:
+            click.echo("to diverge is a result: the same command does not run these runs again", err=True)
         sys.exit(EXIT_FAILURE)
     if find_equal_seeds(result.runs):
         sys.exit(EXIT_FAILURE)

@@ -114,6 +114,19 @@ def equivalence_p_value(variant: ArrayLike, baseline: ArrayLike, margin: Margin)
     return np.asarray(np.maximum(p_upper, p_lower))
 
 
+def equivalence_interval(
+    variant: ArrayLike, baseline: ArrayLike, margin: Margin, alpha: float
+) -> tuple[float, float]:
+    """The interval of the mean difference at 1 - 2 alpha. It is inside the margin where TOST's p-value is below alpha.
+
+    For a relative margin, its ends are those of the pairs' distances from their own bounds, moved to the mean bounds.
+    """
+    (above, above_error, pairs), (below, below_error, _) = map(_summarize, margin.excesses(variant, baseline))
+    width = margin.in_nats(float(np.mean(np.abs(baseline))))
+    factor = stdtrit(pairs - 1, 1 - alpha)
+    return float(below - factor * below_error - width), float(above + factor * above_error + width)
+
+
 def adjust_holm(p_values: ArrayLike) -> Array:
     """p-values adjusted for several variants by Holm's method, along the last axis. NaN (no test) stays NaN.
 

@@ -18,6 +18,7 @@ from policyc.experiments.statistics import (
     Settings,
     adjust_holm,
     difference_p_value,
+    equivalence_interval,
     equivalence_p_value,
     paired_interval,
     seeds_needed,
@@ -44,12 +45,14 @@ class SeedLosses:
       losses: the final loss of each seed that finished.
       failed: why each other seed failed.
       unfinished: how far each seed is that has not ended.
+      diverged: the failed seeds whose loss is not finite. A sweep does not run them again.
     """
 
     name: str
     losses: Mapping[int, float]
     failed: Mapping[int, str] = field(default_factory=dict)
     unfinished: Mapping[int, str] = field(default_factory=dict)
+    diverged: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class Comparison:
       seeds: the seeds that both finished.
       gap: mean of the variant's loss minus the baseline's, in nats.
       interval: paired t interval of the gap, at 1 - alpha, for this variant alone.
+      parity_interval: the interval of the test of parity, at 1 - 2 alpha: it is inside the margin if this variant
+        alone would be at parity.
       margin: the margin in nats.
       p_difference: p-value of no difference, adjusted for the number of variants.
       p_parity: p-value of a difference as large as the margin, adjusted in the same way.
@@ -75,6 +80,7 @@ class Comparison:
     reason: str
     gap: float | None = None
     interval: tuple[float, float] | None = None
+    parity_interval: tuple[float, float] | None = None
     margin: float | None = None
     p_difference: float | None = None
     p_parity: float | None = None
@@ -129,7 +135,11 @@ def _compare(
     detectable = smallest_detectable_effect(
         differences.std(ddof=1), len(seeds), settings.alpha / variants, settings.power
     )
+    parity_interval = equivalence_interval(losses, base, settings.margin, settings.alpha)
     verdict, reason = _judge(baseline, variant, settings, float(differences.mean()), p)
+    if verdict is Verdict.PARITY:
+        ends = " to ".join(f"{end:+.4f}" for end in parity_interval)
+        reason += f"; the {1 - 2 * settings.alpha:.0%} interval, which decides parity, is {ends}"
     is_open = verdict is Verdict.INCONCLUSIVE and not (variant.failed or _obstacles(baseline, variant))
     needed = seeds_needed(losses, base, settings, variants) if is_open else None
     if is_open:
@@ -142,6 +152,7 @@ def _compare(
         reason=reason,
         gap=float(differences.mean()),
         interval=(float(low), float(high)),
+        parity_interval=parity_interval,
         margin=settings.margin.in_nats(float(base.mean())),
         p_difference=p[0],
         p_parity=p[1],
@@ -197,8 +208,8 @@ def _obstacles(baseline: SeedLosses, variant: SeedLosses) -> list[str]:
     sentences = []
     if baseline.failed:
         sentences.append(
-            f"{_count_failures(baseline)}: a baseline of the seeds that survived is no baseline. Start the same "
-            "command again."
+            f"{_count_failures(baseline)}: the seeds that survived cannot serve as a baseline. "
+            f"{_advise_restart(baseline)}"
         )
     if variant.unfinished or baseline.unfinished:
         waiting = [_list_seeds(variant.unfinished)] if variant.unfinished else []
@@ -216,9 +227,18 @@ def _obstacles(baseline: SeedLosses, variant: SeedLosses) -> list[str]:
 
 def _describe_failures(variant: SeedLosses) -> str:
     return (
-        f"{_count_failures(variant)}: the seeds that survived cannot show parity or an improvement. Start the same "
-        "command again, or report the failure."
+        f"{_count_failures(variant)}: the seeds that survived cannot show parity or an improvement. "
+        f"{_advise_restart(variant)}"
     )
+
+
+def _advise_restart(runs: SeedLosses) -> str:
+    """What the same command does about failed seeds."""
+    if not runs.diverged:
+        return "The same command runs failed seeds again."
+    if len(runs.diverged) == len(runs.failed):
+        return "To diverge is a result: the same command does not run these seeds again."
+    return "The same command runs failed seeds again, except those that diverged."
 
 
 def _count_failures(runs: SeedLosses) -> str:

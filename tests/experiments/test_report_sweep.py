@@ -19,6 +19,8 @@ from policyc.experiments.report.series import count_gradient_spikes, count_loss_
 from policyc.experiments.report.speed_chart import draw_speed_chart
 from policyc.experiments.report.speed_ups import predict_speed_ups
 from policyc.experiments.report.sweeps import ReportError
+from policyc.experiments.sweep.run import Run
+from policyc.experiments.sweep.wrapper import judge_end
 from policyc.language.bundled import data_folder
 from tests.experiments.test_report import check_page
 from tests.support.command import policyc
@@ -160,6 +162,31 @@ def test_validation_losses_are_compared_if_every_run_has_one(tmp_path: Path) -> 
     assert report_of(sweep)["statistics"]["measure"] == "trailing_loss"
 
 
+def test_a_sweep_and_its_report_say_the_same_of_a_run_that_diverged(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "fp8": 0.0})
+    folder = sweep / "fp8/seed1"
+    write_metrics(folder, [3.0, float("nan"), 2.5, float("nan"), float("inf")])
+    run = Run(variant="fp8", seeds=(1,), folders=(folder,), command=(), environment={}, cwd=tmp_path, steps=9)
+    end = judge_end(folder, run, 0, None)
+    assert end.reason == "diverged: the loss is not finite from step 4 on"
+    (row,) = report_of(sweep)["comparisons"]
+    assert f"seed 1: {end.reason}" in row["reason"]
+    assert "does not run these seeds again" in row["reason"]
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../other", "a/b", ""])
+def test_a_variant_outside_the_sweep_is_not_read(tmp_path: Path, name: str) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "fp8": 0.0})
+    (tmp_path / "policy.policy").write_text("a text of somebody else")
+    manifest = json.loads((sweep / "sweep.json").read_text())
+    manifest["variants"].append({"name": name, "role": "edit"})
+    (sweep / "sweep.json").write_text(json.dumps(manifest))
+    data = report_of(sweep)
+    assert [variant["name"] for variant in data["variants"]] == ["bf16", "fp8"]
+    assert "somebody else" not in json.dumps(data)
+    assert f"sweep.json names a variant '{name}', which is not a folder" in " ".join(data["problems"])
+
+
 def test_failed_runs_are_shown_with_their_last_lines_and_change_the_verdict(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "fp8": 0.0, "te_nvfp4": 0.0})
     write_metrics(sweep / "fp8/seed1", [3.0, 2.5])
@@ -170,7 +197,7 @@ def test_failed_runs_are_shown_with_their_last_lines_and_change_the_verdict(tmp_
     assert set(verdicts_of(data).values()) == {"inconclusive"}
     reasons = " ".join(row["reason"] for row in data["comparisons"])
     assert "1 of 4 seeds of fp8 failed (seed 1: out of memory)" in reasons
-    assert "seed 2: the loss is not finite from step 3 on" in reasons
+    assert "seed 2: diverged: the loss is not finite from step 3 on" in reasons
     fp8 = next(variant for variant in data["variants"] if variant["name"] == "fp8")
     assert fp8["states"] == {"finished": 3, "unfinished": 0, "failed": 1}
     # Without the run that ended at 2.5.

@@ -16,6 +16,7 @@ from policyc.experiments.statistics import (
     Settings,
     adjust_holm,
     difference_p_value,
+    equivalence_interval,
     equivalence_p_value,
     paired_interval,
     parse_margin,
@@ -154,3 +155,20 @@ def test_a_margin_is_nats_or_a_percentage() -> None:
     for text in ("", "0", "-1", "1e999", "0.5 percent", "1..2", "nan"):
         with pytest.raises(ValueError, match="is not a margin"):
             parse_margin(text)
+
+
+@pytest.mark.parametrize(
+    "margin", [Margin(value=0.01, is_relative=False), Margin(value=0.003, is_relative=True)]
+)
+def test_the_interval_of_parity_is_inside_the_margin_where_the_test_says_so(margin: Margin) -> None:
+    random = np.random.default_rng(3)
+    decided = set()
+    for _ in range(300):
+        baseline = 3 + random.normal(0, 0.2, 5)
+        variant = baseline + random.normal(0.004, 0.005, 5)
+        width = margin.in_nats(float(baseline.mean()))
+        low, high = equivalence_interval(variant, baseline, margin, 0.05)
+        is_inside = -width < low and high < width
+        assert is_inside == (equivalence_p_value(variant, baseline, margin) < 0.05)
+        decided.add(is_inside)
+    assert decided == {True, False}

@@ -7,13 +7,14 @@ import json
 import math
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from policyc.experiments.report.runs import read_run
 from policyc.experiments.report.sweeps import trailing_loss as trailing_loss_of_report
-from policyc.experiments.sweep import engine, locks
+from policyc.experiments.sweep import engine, liveness
 from policyc.experiments.sweep.engine import Engine, SweepBusy, SweepResult, lock_sweep, track_runs
 from policyc.experiments.sweep.gaps import compute_gaps, find_equal_seeds, trailing_loss
 from policyc.experiments.sweep.live import PlainLines, SweepView, describe_end, format_gaps, print_result
@@ -90,6 +91,22 @@ def test_a_run_of_several_seeds_is_run_again_if_one_needs_it(
     executor = FakeExecutor(finish)
     run_all([run], executor)
     assert bool(executor.started) == is_run_again
+
+
+def test_a_run_that_cannot_be_stopped_does_not_hold_up_the_sweep(tmp_path: Path) -> None:
+    class Unreachable(FakeExecutor):
+        def start(self, run: Run) -> None:
+            super().start(run)
+            signal.raise_signal(signal.SIGINT)
+
+        def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
+            return [(run, "it runs on elsewhere") for run in runs]
+
+    display = SilentDisplay()
+    executor = Unreachable(finish, lasting="bf16")
+    result = Engine(track_runs([make_run(tmp_path)]), executor, display).run()
+    assert result.stopped == "interrupted"
+    assert "bf16 seed 0 cannot be stopped from here: it runs on elsewhere; it goes on" in display.lines
 
 
 def test_a_run_whose_wrapper_was_killed_has_failed(tmp_path: Path) -> None:
@@ -236,10 +253,10 @@ def test_an_interrupt_leaves_jobs_in_a_queue(tmp_path: Path) -> None:
 def test_a_folder_has_one_sweep_at_a_time(tmp_path: Path) -> None:
     warnings: list[str] = []
     with lock_sweep(tmp_path, warnings.append):
-        assert locks.is_locked(tmp_path)
+        assert liveness.is_locked(tmp_path)
         with pytest.raises(SweepBusy, match="another process"), lock_sweep(tmp_path, warnings.append):
             pass
-    assert not locks.is_locked(tmp_path)
+    assert not liveness.is_locked(tmp_path)
     with lock_sweep(tmp_path, warnings.append):
         pass
     assert not warnings
@@ -249,17 +266,17 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: p
     def fail(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(locks.fcntl, "flock", fail)
+    monkeypatch.setattr(liveness.fcntl, "flock", fail)
     warnings: list[str] = []
     with lock_sweep(tmp_path, warnings.append):
-        assert not locks.is_locked(tmp_path)
+        assert not liveness.is_locked(tmp_path)
     (warning,) = warnings
     assert f"{tmp_path} cannot be locked ([Errno {errno.ENOLCK}] No locks available)" in warning
-    assert "nothing keeps a second sweep out" in warning
+    assert "two sweeps could work here at once" in warning
 
 
 def test_a_folder_without_a_lock_file_is_not_locked(tmp_path: Path) -> None:
-    assert not locks.is_locked(tmp_path)
+    assert not liveness.is_locked(tmp_path)
     assert not list(tmp_path.iterdir())
 
 

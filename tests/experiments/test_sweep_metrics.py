@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from policyc.experiments.report.runs import read_run
-from policyc.experiments.sweep.metrics import MetricsReader, convert_metrics, last_row, parse_metrics_source
+from policyc.experiments.sweep.metrics import (
+    MetricsReader,
+    convert_metrics,
+    parse_metrics_source,
+    read_losses,
+)
 from policyc.experiments.sweep.wrapper import judge_end
 from tests.support.sweep_runs import make_run
 
@@ -31,9 +36,9 @@ def test_a_reader_follows_a_file_that_grows_and_starts_again_after_a_resume(tmp_
     other.replace(path)  # as the bundled trainer does when it resumes
     reader.update()
     assert reader.losses == {1: 3.5}
-    assert last_row(path) == {"step": 1, "loss": 3.5}
+    assert read_losses(path) == {1: 3.5}
     path.write_text("")
-    assert last_row(path) is None
+    assert read_losses(path) == {}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,7 @@ def test_a_line_that_is_no_metric_stops_no_sweep(tmp_path: Path, line: str) -> N
     reader = MetricsReader(path)
     reader.update()
     assert reader.losses == {1: 3.0}
-    assert last_row(path) == {"step": 1, "loss": 3.0}
+    assert read_losses(path) == {1: 3.0}
     table = read_run(tmp_path, variant="x").steps  # the report reads the same lines
     assert (table.step.tolist(), table.columns["loss"].tolist()) == ([1.0], [3.0])
 
@@ -68,7 +73,7 @@ def test_a_loss_beyond_all_floats_is_a_divergence(tmp_path: Path) -> None:
 def test_the_last_step_is_found_before_long_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3}\n' + '{"step": 1, "validation_loss": 3}\n' * 10_000)
-    assert last_row(path) == {"step": 1, "loss": 3.0}
+    assert read_losses(path) == {1: 3.0}
 
 
 def maxtext_line(step: int, loss: float, weights: float = 16.0) -> str:

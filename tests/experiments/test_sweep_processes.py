@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from policyc.experiments.sweep.executor import LocalExecutor
-from policyc.experiments.sweep.gpus import find_gpus, group_gpus
-from policyc.experiments.sweep.locks import is_locked, try_lock
-from policyc.experiments.sweep.metrics import last_row
-from policyc.experiments.sweep.run import Run, RunStatus
+from policyc.experiments.sweep.executor import LocalExecutor, find_gpus, group_gpus
+from policyc.experiments.sweep.liveness import identify_process, is_alive, is_locked, try_lock
+from policyc.experiments.sweep.metrics import read_losses
+from policyc.experiments.sweep.run import ProcessId, Run, RunStatus
 from tests.support.processes import wait_until
-from tests.support.sweep_runs import make_run, read_state, write_status
+from tests.support.sweep_runs import make_run, read_state
 
 # ---- GPUs
 
@@ -97,8 +98,7 @@ def test_a_run_is_stopped_killed_and_continued(tmp_path: Path) -> None:
     assert not executor.is_active(run)
 
     def reaches_step_2() -> bool:
-        row = last_row(run.folder / "metrics.jsonl")
-        return row is not None and row["step"] == 2
+        return 2 in read_losses(run.folder / "metrics.jsonl")
 
     executor.start(run)
     wait_until(reaches_step_2)
@@ -113,7 +113,8 @@ def test_a_run_is_stopped_killed_and_continued(tmp_path: Path) -> None:
     wait_until(reaches_step_2)
     status = RunStatus.read(run.folder)
     assert status is not None
-    os.kill(status.pid, signal.SIGKILL)  # the wrapper: its program lives on, and holds the lock
+    assert status.wrapper is not None
+    os.kill(status.wrapper.pid, signal.SIGKILL)  # the wrapper: its program lives on, and holds the lock
     executor.is_active(run)
     assert is_locked(run.folder)
     (child,) = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _runs_in(pid, run.folder)]
@@ -130,24 +131,84 @@ def test_a_run_is_stopped_killed_and_continued(tmp_path: Path) -> None:
     wait_until(lambda: not is_locked(run.folder))  # nothing that the program started is left
 
 
-def test_a_run_of_an_earlier_sweep_is_stopped_without_ps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = make_run(tmp_path)
-    run.folder.mkdir(parents=True)
-    with try_lock(run.folder) as lock:  # the process inherits the lock, as the program of a run does
-        words = ["sh", "-c", "sleep 600; :", "policyc.experiments.sweep.wrapper"]
-        process = subprocess.Popen(words, pass_fds=(lock.descriptor,), start_new_session=True)
-    monkeypatch.setenv("PATH", str(tmp_path))  # a container with few commands
+@pytest.fixture
+def lost_run(tmp_path: Path) -> Iterator[Run]:
+    """A run whose wrapper was killed. Its program prints the signals that it ignores."""
+    words = "trap 'echo got TERM' TERM; echo begin; while :; do sleep 0.01; done"
+    run = replace(make_run(tmp_path), command=("sh", "-c", words), environment={"POLICYC_STOP_GRACE": "0.1"})
+    executor = LocalExecutor(1)
+    executor.start(run)
+    wait_until(lambda: "begin" in (run.folder / "log.txt").read_text())
+    wait_until(lambda: (status := RunStatus.read(run.folder)) is not None and status.program is not None)
+    status = RunStatus.read(run.folder)
+    assert status is not None
+    assert status.wrapper is not None
+    assert status.program is not None
+    os.kill(status.wrapper.pid, signal.SIGKILL)
+    wait_until(lambda: not is_alive(status.wrapper))
+    assert executor.is_active(run)  # its program lives; this also reaps the wrapper
+    yield run
+    with suppress(ProcessLookupError):
+        os.killpg(status.program.pid, signal.SIGKILL)
+
+
+def test_a_program_whose_wrapper_was_killed_is_stopped_and_then_killed(lost_run: Run) -> None:
+    executor = LocalExecutor(1)
+    assert executor.is_active(lost_run)
+    wait_until(lambda: executor.stop([lost_run]) == [])
+    wait_until(lambda: not executor.is_active(lost_run))
+    assert "got TERM" in (lost_run.folder / "log.txt").read_text()
+    assert not is_locked(lost_run.folder)
+
+
+def test_a_reused_process_id_is_not_signalled(lost_run: Run) -> None:
+    """The numbers of wrapper and program belong to other processes by now: this one, and one of ours."""
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
-        write_status(run.folder, "running", host=socket.gethostname(), pid=process.pid)
-        executor = LocalExecutor(1)
-        # The command line of a process that has just been started is empty for a moment.
-        wait_until(lambda: executor.stop([run]) or process.poll() is not None)
-        assert process.wait() == -signal.SIGTERM
+        status = RunStatus.read(lost_run.folder)
+        assert status is not None
+        stale = ProcessId(pid=other.pid, start="before")
+        replace(status, wrapper=stale, program=stale).write(lost_run.folder)
+        ((run, reason),) = LocalExecutor(1).stop([lost_run])
+        assert run == lost_run
+        assert "another process holds its lock" in reason
+        replace(status, host="elsewhere").write(lost_run.folder)
+        assert [reason for _, reason in LocalExecutor(1).stop([lost_run])] == ["it runs on elsewhere"]
+        assert other.poll() is None
     finally:
-        with suppress(ProcessLookupError):  # the shell may be stopped before it starts its `sleep`
-            os.killpg(process.pid, signal.SIGKILL)
+        other.kill()
+        other.wait()
+
+
+def test_a_process_is_known_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = identify_process(os.getpid())
+    assert is_alive(here)
+    assert not is_alive(replace(here, start="earlier"))
+    assert not is_alive(identify_process(2**22 + 1))  # above the largest number
+    monkeypatch.setenv("PATH", str(tmp_path))  # a container without ps
+    assert is_alive(here)
+
+
+def test_asking_for_a_lock_refuses_nobody(tmp_path: Path) -> None:
+    """A run that starts in the moment in which a sweep asks whether it runs."""
+    with try_lock(tmp_path) as lock:
+        assert not lock.is_busy
+        assert is_locked(tmp_path)
+    asked = os.open(tmp_path / ".lock", os.O_RDONLY)
+    fcntl.flock(asked, fcntl.LOCK_SH)  # as `is_locked` holds it
+    timer = threading.Timer(0.1, os.close, [asked])
+    timer.start()
+    with try_lock(tmp_path) as lock:
+        assert not lock.is_busy
+    timer.join()
+
+
+def test_what_a_wrapper_says_is_kept(tmp_path: Path) -> None:
+    run = replace(make_run(tmp_path), environment={"POLICYC_STOP_GRACE": "soon"})
+    executor = LocalExecutor(1)
+    executor.start(run)
+    wait_until(lambda: not executor.is_active(run))
+    assert "POLICYC_STOP_GRACE is 'soon'" in (run.folder / "log.txt").read_text()
 
 
 def _runs_in(pid: str, folder: Path) -> bool:

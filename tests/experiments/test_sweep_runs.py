@@ -29,8 +29,8 @@ from tests.support.sweep_runs import make_run, write_metrics
         (0, [3.0, 2.0, 1.0], "", None, "finished", ""),
         (0, [3.0, 2.0], "", None, "failed", "the program ended at step 2 of 3"),
         (0, [], "", None, "failed", "the program wrote no line with 'step' and 'loss'"),
-        (0, [3.0, float("nan")], "", None, "failed", "diverged: the loss is nan at step 2"),
-        (1, [3.0, float("inf")], "", None, "failed", "diverged: the loss is inf at step 2"),
+        (0, [3.0, float("nan")], "", None, "failed", "diverged: the loss is not finite from step 2 on"),
+        (1, [3.0, float("inf")], "", None, "failed", "diverged: the loss is not finite from step 2 on"),
         (1, [3.0], "Traceback\nKeyError: 'x'\n\n", None, "failed", "exit code 1: KeyError: 'x'"),
         (
             1,
@@ -86,7 +86,7 @@ def test_one_seed_that_diverged_leaves_the_others_as_they_are(tmp_path: Path) ->
 
 
 def test_a_damaged_status_is_that_of_a_run_to_be_run_again(tmp_path: Path) -> None:
-    status = RunStatus(state="finished", started="", command=(), host="", pid=0)
+    status = RunStatus(state="finished", command=())
     status.write(tmp_path)
     assert RunStatus.read(tmp_path) == status
     unknown = (tmp_path / "status.json").read_text().replace("finished", "done")

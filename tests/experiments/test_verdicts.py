@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from scipy import stats
 
-from policyc.experiments.statistics import Margin, Settings
+from policyc.experiments.statistics import Margin, Settings, parse_margin
 from policyc.experiments.verdicts import Comparison, SeedLosses, Verdict, compare_variants
 
 SETTINGS = Settings(margin=Margin(value=0.01, is_relative=False))
@@ -13,7 +16,9 @@ BASE = (2.50, 2.53, 2.47, 2.51, 2.49)
 NOISE = (0.001, -0.001, 0.0005, -0.0004, 0.0)
 
 
-def runs(name: str, gap: float = 0.0, noise: float = 1.0, **ends: dict[int, str]) -> SeedLosses:
+def runs(
+    name: str, gap: float = 0.0, noise: float = 1.0, **ends: dict[int, str] | frozenset[int]
+) -> SeedLosses:
     """Five seeds at a distance from the baseline; the seeds in `ends` have no loss."""
     lost = {seed for seeds in ends.values() for seed in seeds}
     losses = {
@@ -55,6 +60,37 @@ def test_failed_seeds_forbid_parity_and_improvement_but_not_worse() -> None:
     for comparison in (parity, better, worse):
         assert comparison.seeds == (0, 2, 3, 4)
         assert f"1 of 5 seeds of {comparison.variant} failed (seed 1: out of memory)" in comparison.reason
+
+
+def test_only_seeds_that_did_not_diverge_are_said_to_run_again() -> None:
+    failed = {1: "out of memory", 2: "diverged"}
+    accident, both, diverged = compare(
+        runs("a", failed={1: "out of memory"}),
+        runs("b", failed=failed, diverged=frozenset({2})),
+        runs("c", failed={2: "diverged"}, diverged=frozenset({2})),
+    )
+    assert accident.reason.endswith("The same command runs failed seeds again.")
+    assert both.reason.endswith("The same command runs failed seeds again, except those that diverged.")
+    assert diverged.reason.endswith(
+        "To diverge is a result: the same command does not run these seeds again."
+    )
+
+
+def test_parity_names_the_interval_that_decides_it() -> None:
+    """The 95 % interval may reach beyond the margin of a variant at parity."""
+    gaps = (0.001, 0.003, 0.008, 0.004, 0.007)
+    baseline = SeedLosses(name="bf16", losses=dict.fromkeys(range(5), 3.0) | {4: 3.001})
+    losses = {seed: baseline.losses[seed] + gap for seed, gap in enumerate(gaps)}
+    settings = replace(SETTINGS, margin=parse_margin("0.0078"))
+    (row,) = compare_variants(baseline, [SeedLosses(name="v", losses=losses)], settings)
+    assert row.verdict is Verdict.PARITY
+    assert row.interval is not None
+    assert row.margin is not None
+    assert row.interval[1] > row.margin
+    low, high = stats.ttest_1samp(gaps, 0).confidence_interval(0.9)
+    assert row.parity_interval == pytest.approx((low, high), rel=1e-9)
+    assert high < row.margin
+    assert f"the 90% interval, which decides parity, is {low:+.4f} to {high:+.4f}" in row.reason
 
 
 def test_a_variant_without_a_seed_that_finished_has_failed() -> None:

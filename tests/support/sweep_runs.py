@@ -20,7 +20,7 @@ def write_metrics(folder: Path, losses: Sequence[float]) -> None:
 
 def write_status(folder: Path, state: State, **values: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    status = {"state": state, "started": "2026-01-01T00:00:00+00:00", "command": ["x"], "host": "h", "pid": 1}
+    status = {"state": state, "started": "2026-01-01T00:00:00+00:00", "command": ["x"], "host": "h"}
     (folder / "status.json").write_text(json.dumps({**status, **values}), encoding="utf-8")
 
 
@@ -54,8 +54,9 @@ class FakeExecutor:
             write_status(folder, state, reason="a reason", diverged=False, seconds=1.0)
         return False
 
-    def stop(self, runs: Sequence[Run]) -> None:
+    def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
         self.stopped += [run.name for run in runs]
+        return []
 
     def describe_left(self, runs: Sequence[Run]) -> str:
         return self.left

@@ -25,6 +25,7 @@ from policyc.experiments.report.values import (
     read_text,
 )
 from policyc.experiments.statistics import Settings, parse_margin
+from policyc.experiments.sweep.metrics import describe_divergence
 from policyc.experiments.sweep.run import MANIFEST_FILE, METRICS_FILE
 from policyc.experiments.trailing import trailing_steps
 from policyc.experiments.verdicts import SeedLosses
@@ -169,7 +170,7 @@ def _read_manifest(folder: Path) -> SweepData:
     variants = []
     for entry in as_records(manifest.get("variants")):
         name = as_text(entry.get("name"))
-        if not name or Path(name).name != name:  # a name is a folder of the sweep, not a path out of it
+        if Path(name).name != name or name in ("", ".."):  # a folder of the sweep, not a path out of it
             problems.append(f"{MANIFEST_FILE} names a variant '{name}', which is not a folder")
             continue
         variants.append(
@@ -277,6 +278,7 @@ class RunOutcome:
 
     state: str
     reason: str = ""
+    diverged: bool = False
 
 
 def judge_run(run: RunData, longest: int) -> RunOutcome:
@@ -287,9 +289,10 @@ def judge_run(run: RunData, longest: int) -> RunOutcome:
     losses = run.steps.columns["loss"]
     target = run.planned_steps or longest
     progress = f"step {run.last_step:,} of {target:,}"
-    if len(losses) and not math.isfinite(losses[-1]):
-        first = int(run.steps.step[~np.isfinite(losses)][0])
-        return RunOutcome(state="failed", reason=f"the loss is not finite from step {first:,} on")
+    if reason := describe_divergence(
+        dict(zip(run.steps.step.astype(int).tolist(), losses.tolist(), strict=True))
+    ):
+        return RunOutcome(state="failed", reason=reason, diverged=True)
     state, reason = run.status.get("state"), as_text(run.status.get("reason"))
     if state == "failed":
         return RunOutcome(state="failed", reason=reason or "no reason is known")
@@ -335,6 +338,7 @@ def seed_losses(sweep: SweepData, variant: VariantData) -> SeedLosses:
     is_validation = uses_validation(sweep)
     measure, kind = (final_validation_loss, "validation") if is_validation else (trailing_loss, "trailing")
     losses, failed, unfinished = {}, {}, {}
+    diverged = set()
     for number, run in enumerate(variant.runs):
         seed = number if run.seed is None else run.seed
         end, loss = judge_run(run, sweep.longest), measure(run)
@@ -342,6 +346,9 @@ def seed_losses(sweep: SweepData, variant: VariantData) -> SeedLosses:
             unfinished[seed] = end.reason
         elif end.state == "failed" or loss is None:
             failed[seed] = end.reason or f"its {kind} loss is not finite"
+            diverged |= {seed} if end.diverged else set()
         else:
             losses[seed] = loss
-    return SeedLosses(name=variant.name, losses=losses, failed=failed, unfinished=unfinished)
+    return SeedLosses(
+        name=variant.name, losses=losses, failed=failed, unfinished=unfinished, diverged=frozenset(diverged)
+    )

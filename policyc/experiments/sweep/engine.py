@@ -16,9 +16,9 @@ from typing import Literal, Protocol
 
 from policyc.base.text import count_noun
 from policyc.experiments.sweep.executor import Executor
-from policyc.experiments.sweep.locks import try_lock
+from policyc.experiments.sweep.liveness import try_lock
 from policyc.experiments.sweep.metrics import MetricsReader
-from policyc.experiments.sweep.run import METRICS_FILE, Run, RunStatus
+from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunStatus
 from policyc.experiments.sweep.wrapper import judge_without_exit_code
 
 _POLL_SECONDS = 0.5
@@ -208,10 +208,8 @@ class Engine:
         """Reads how a run ended. If its status is still `running`, its metrics say how."""
         status = _judge_lost(run.run)
         if status is None or status == run.status:  # what an earlier attempt left
-            reason = "it did not start: see the messages of the system that should have started it; is the disk full?"
-            status = RunStatus(
-                state="failed", started="", command=run.run.command, host="", pid=0, reason=reason
-            )
+            reason = f"it did not start: see {run.run.folder / LOG_FILE}; is the disk full?"
+            status = RunStatus(state="failed", command=run.run.command, reason=reason)
         run.status, run.progress = status, status.state
         is_early = status.state == "failed" and run.step == 0
         self._early_failures = self._early_failures + 1 if is_early else 0
@@ -248,9 +246,12 @@ class Engine:
         self._display.say(
             f"stopping {count_noun(len(active), 'run')}, with time to save; Ctrl-C again to leave at once"
         )
-        self._executor.stop([run.run for run in active])
+        unreachable = self._executor.stop([run.run for run in active])
+        for run, reason in unreachable:
+            self._display.say(f"{run.name} cannot be stopped from here: {reason}; it goes on")
+        ignored = {run.folder for run, _ in unreachable}
         with contextlib.suppress(KeyboardInterrupt):
-            while self._select("running"):
+            while any(run.run.folder not in ignored for run in self._select("running")):
                 self._watch()
                 self._display.refresh()
                 time.sleep(_POLL_SECONDS)

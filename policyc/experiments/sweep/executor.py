@@ -6,19 +6,20 @@ So a run outlives the sweep that started it, and the next sweep in the same fold
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from policyc.experiments.sweep.locks import is_locked
-from policyc.experiments.sweep.run import Run, RunStatus
-
-WRAPPER_MODULE = "policyc.experiments.sweep.wrapper"
+from policyc.experiments.sweep.liveness import is_alive, is_locked
+from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus
+from policyc.experiments.sweep.wrapper import read_grace, wrapper_command
 
 
 class Executor(Protocol):
@@ -34,16 +35,14 @@ class Executor(Protocol):
     def is_active(self, run: Run) -> bool:
         """Is the run queued or running, whether this executor or an earlier one started it?"""
 
-    def stop(self, runs: Sequence[Run]) -> None:
-        """Asks runs to stop, and returns at once. They save what they can, and become `preempted`."""
+    def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
+        """Asks runs to stop, and returns at once. They save what they can, and become `preempted`.
+
+        Returns the runs that cannot be reached, and why.
+        """
 
     def describe_left(self, runs: Sequence[Run]) -> str:
         """What stays behind if the sweep is interrupted; empty if its runs must be stopped then."""
-
-
-def wrapper_command(run: Run) -> list[str]:
-    """The words of the process that runs a run and writes its status."""
-    return [sys.executable, "-m", WRAPPER_MODULE, str(run.folder)]
 
 
 class LocalExecutor:
@@ -60,38 +59,59 @@ class LocalExecutor:
         self._gpu_groups = tuple(gpu_groups)
         self._processes: dict[Path, subprocess.Popen[bytes]] = {}
         self._gpus: dict[Path, str] = {}
+        self._kill_times: dict[Path, float] = {}  # of stopped programs without a wrapper
 
     def start(self, run: Run) -> None:
         run.write(self._choose_gpus(run))
         # A session of its own: Ctrl-C in the terminal reaches the sweep, which stops its runs in order.
-        self._processes[run.folder] = subprocess.Popen(
-            wrapper_command(run),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with (run.folder / LOG_FILE).open("ab") as log:  # a wrapper that fails says why
+            self._processes[run.folder] = subprocess.Popen(
+                wrapper_command(run),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def is_active(self, run: Run) -> bool:
         process = self._processes.get(run.folder)
         if process is not None and process.poll() is None:
             return True
         status = RunStatus.read(run.folder)
-        is_running = status is not None and status.state == "running"
-        # Of an earlier sweep, or the wrapper was killed and its child lives.
-        if is_running and is_locked(run.folder):
+        # Of an earlier sweep, or the wrapper was killed and its program lives.
+        if status is not None and status.state == "running" and is_locked(run.folder):
+            if time.monotonic() > self._kill_times.get(run.folder, math.inf):
+                _signal_program(status, signal.SIGKILL)
             self._note_gpus(run)
             return True
         self._gpus.pop(run.folder, None)
+        self._kill_times.pop(run.folder, None)
         return False
 
-    def stop(self, runs: Sequence[Run]) -> None:
+    def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
+        unreachable = []
         for run in runs:
             process = self._processes.get(run.folder)
             if process is not None and process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-            elif is_locked(run.folder) and (status := RunStatus.read(run.folder)) is not None:
-                _signal_wrapper(status)
+            elif is_locked(run.folder) and (reason := self._stop_by_status(run)):
+                unreachable.append((run, reason))
+        return unreachable
+
+    def _stop_by_status(self, run: Run) -> str:
+        """Stops a run that this sweep did not start, or whose wrapper was killed. Returns why it cannot."""
+        status = RunStatus.read(run.folder)
+        if status is None:
+            return "its status.json cannot be read"
+        if status.host != socket.gethostname():
+            return f"it runs on {status.host}"
+        if status.wrapper is not None and is_alive(status.wrapper):
+            os.kill(status.wrapper.pid, signal.SIGTERM)
+            return ""
+        if not _signal_program(status, signal.SIGTERM):
+            return "its wrapper and the first process of its program are gone, and another process holds its lock"
+        self._kill_times[run.folder] = time.monotonic() + read_grace({**os.environ, **run.environment})
+        return ""
 
     def describe_left(self, runs: Sequence[Run]) -> str:  # noqa: ARG002  # the interface
         return ""
@@ -114,21 +134,39 @@ class LocalExecutor:
             self._gpus[run.folder] = Run.read(run.folder).environment.get("CUDA_VISIBLE_DEVICES", "")
 
 
-def _signal_wrapper(status: RunStatus) -> None:
-    """Asks the wrapper of an earlier sweep to stop. Does nothing if it is on another machine, or gone."""
-    if status.host != socket.gethostname():
-        return
-    if WRAPPER_MODULE in _read_command(status.pid):  # its number may belong to another process by now
-        os.kill(status.pid, signal.SIGTERM)
+def _signal_program(status: RunStatus, number: int) -> bool:
+    """Sends a signal to the process group of a program whose wrapper was killed. False if the program has ended."""
+    if status.program is None or not is_alive(status.program):
+        return False
+    with suppress(ProcessLookupError):
+        os.killpg(status.program.pid, number)
+    return True
 
 
-def _read_command(pid: int) -> str:
-    """The command line of a process; empty if there is none. Small containers have no `ps`, macOS has no `/proc`."""
+# ---- GPUs
+
+
+def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The GPUs that runs may use, as values for CUDA_VISIBLE_DEVICES. Empty without NVIDIA GPUs.
+
+    CUDA_VISIBLE_DEVICES limits them, and JAX_PLATFORMS may exclude them. JAX is not loaded: it would take their memory.
+    """
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.lower().split(",")):
+        return ()
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(device.strip() for device in visible.split(",") if device.strip() not in ("", "-1"))
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except FileNotFoundError:
-        words = ["ps", "-o", "command=", "-p", str(pid)]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout
-    except FileNotFoundError:
-        return ""
+        words = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        listed = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(listed.stdout.split()) if listed.returncode == 0 else ()
+
+
+def group_gpus(gpus: tuple[str, ...], per_run: int) -> tuple[str, ...]:
+    """Groups of GPUs for one run each; none without GPUs. Raises ValueError if there are too few for a run."""
+    if per_run > max(1, len(gpus)):
+        raise ValueError(f"--gpus-per-run {per_run}: this machine has {len(gpus)}")
+    return tuple(",".join(gpus[i : i + per_run]) for i in range(0, len(gpus) - per_run + 1, per_run))

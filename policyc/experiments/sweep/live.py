@@ -108,6 +108,8 @@ def describe_end(run: TrackedRun) -> str:
         return text
     if run.progress == "preempted":
         return f"{text}, {status.reason}"
+    if status.diverged:
+        return f"{text}, {status.reason}"
     if run.progress != "finished":
         return f"{text} at step {run.step}: {status.reason}"
     losses = [trailing_loss(reader) for reader in run.readers]

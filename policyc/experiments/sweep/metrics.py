@@ -17,7 +17,6 @@ from policyc.base.files import atomic_write
 Row = dict[str, Any]
 
 _LOSSES = ("loss", "learning/loss")
-_TAIL_BYTES = 65_536  # many lines, so that validations and a broken last line do not hide the last step
 _MOST_STEPS = 2**53  # integers below it are the same as floats
 
 
@@ -96,21 +95,28 @@ def _read_loss(value: object) -> float | None:
         return math.inf
 
 
-def last_row(path: Path) -> Row | None:
-    """The last line with a loss; None if there is none."""
+def read_losses(path: Path) -> dict[int, float]:
+    """The loss of each step, in the order in which they were written. Empty if there are none."""
+    losses: dict[int, float] = {}
     try:
-        with path.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            length = _TAIL_BYTES
-            while True:
-                stream.seek(max(0, size - length))
-                lines = stream.read().split(b"\n")
-                rows = [row for row in parse_rows(lines) if "loss" in row]
-                if rows or length >= size:
-                    return rows[-1] if rows else None
-                length *= 8  # long lines, or many validations
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
-        return None
+        return losses
+    for row in parse_rows(lines):
+        if "loss" in row:
+            losses.pop(row["step"], None)  # a run that was resumed runs some steps again
+            losses[row["step"]] = row["loss"]
+    return losses
+
+
+def describe_divergence(losses: dict[int, float]) -> str:
+    """The reason of a run whose last losses are not finite; empty if the last of them is."""
+    first = None
+    for step, loss in reversed(losses.items()):
+        if math.isfinite(loss):
+            break
+        first = step
+    return "" if first is None else f"diverged: the loss is not finite from step {first:,} on"
 
 
 def last_validation(path: Path) -> int | None:

@@ -85,6 +85,23 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessId:
+    """A process: its number, and when it was started, because numbers are used again."""
+
+    pid: int
+    start: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended, and why."""
+
+    state: State
+    reason: str = ""
+    diverged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """What `status.json` holds.
 
@@ -97,13 +114,17 @@ class RunStatus:
       ended: when it ended.
       seconds: how long all attempts ran together.
       attempt: how often the run was started.
+      host: the machine of the last attempt.
+      wrapper: the process that runs the program there and writes this file.
+      program: the program. It leads a process group.
     """
 
     state: State
-    started: str
     command: tuple[str, ...]
-    host: str
-    pid: int
+    started: str = ""
+    host: str = ""
+    wrapper: ProcessId | None = None
+    program: ProcessId | None = None
     exit: int | None = None
     reason: str = ""
     diverged: bool = False
@@ -125,7 +146,10 @@ class RunStatus:
             if values["state"] not in get_args(State):
                 return None
             known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-            return cls(**known | {"command": tuple(values["command"])})
+            processes = {
+                name: ProcessId(**values[name]) for name in ("wrapper", "program") if values.get(name)
+            }
+            return cls(**known | processes | {"command": tuple(values["command"])})
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 

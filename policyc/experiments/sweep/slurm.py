@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from policyc.experiments.sweep.locks import is_locked
+from policyc.base.text import did_you_mean
+from policyc.experiments.sweep.liveness import is_locked
 from policyc.experiments.sweep.run import LOG_FILE, Run, RunStatus, State, tail_lines, write_json
-from policyc.experiments.sweep.slurm_options import SlurmOptions
 from policyc.experiments.sweep.slurm_task import SlurmTask
-from policyc.experiments.sweep.wrapper import GRACE_VARIABLE
+from policyc.experiments.sweep.wrapper import DEFAULT_GRACE, GRACE_VARIABLE
 
 JOB_FILE = "slurm.json"
 JOB_FOLDER = "slurm"
@@ -44,6 +44,94 @@ _EXPLANATIONS = {
     "TIMEOUT": "it reached its time limit and could not be requeued",
     "": "it vanished: Slurm does not know it any more",
 }
+
+
+# ---- options
+
+_NUMBERS = {
+    "nodes": "nodes of a run",
+    "gpus": "GPUs on each node",
+    "tasks": "processes on each node; default: one per GPU if a run has several GPUs, as JAX expects under Slurm",
+    "cpus": "CPUs of each process",
+    "time": "time limit in minutes; a run that is longer is requeued and goes on from its checkpoint",
+    "grace": f"seconds that a run gets to save before it is requeued ({DEFAULT_GRACE})",
+}
+_TEXTS = ("partition", "account", "qos", "mem", "constraint", "nodelist", "exclude", "reservation")
+"""Options that Slurm gets as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmOptions:
+    """The resources of one run. `sbatch` holds the texts."""
+
+    time: int
+    nodes: int = 1
+    gpus: int = 0
+    tasks: int = 1
+    cpus: int | None = None
+    grace: int = DEFAULT_GRACE
+    sbatch: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def processes(self) -> int:
+        """How many processes one run has."""
+        return self.nodes * self.tasks
+
+    def submitit_parameters(self) -> dict[str, Any]:
+        """The parameters of `submitit.SlurmExecutor`."""
+        numbers = {
+            "time": self.time,
+            "nodes": self.nodes,
+            "ntasks_per_node": self.tasks,
+            "cpus_per_task": self.cpus,
+            # Not gpus_per_task: JAX takes the GPU with the number of its process, so it must see all of a node.
+            "gpus_per_node": self.gpus or None,
+            # The wrapper kills a program that does not stop after `grace`, and then writes the status.
+            "signal_delay_s": self.grace + 30,
+        }
+        return {
+            **{name: value for name, value in numbers.items() if value is not None},
+            "additional_parameters": {**dict(self.sbatch), "requeue": True},
+            "srun_args": ["--kill-on-bad-exit=1"],  # a process that fails ends the others
+        }
+
+
+def parse_slurm_options(texts: Sequence[str]) -> SlurmOptions:
+    """Reads `partition=long,gpus=8`. Raises ValueError that names every fault."""
+    values: dict[str, Any] = {}
+    sbatch: list[tuple[str, str]] = []
+    errors: list[str] = []
+    for word in (word.strip() for text in texts for word in text.split(",")):
+        name, equals, value = word.partition("=")
+        if name not in (*_NUMBERS, *_TEXTS):
+            errors.append(f"no option '{name}': {did_you_mean(name, (*_NUMBERS, *_TEXTS))}")
+        elif not equals or not value:
+            errors.append(f"'{name}' has no value: write {name}=VALUE")
+        elif name in _TEXTS:
+            sbatch.append((name, value))
+        elif not value.isdecimal() or (int(value) == 0 and name != "gpus"):
+            errors.append(f"{name}={value}: expected a number ({_NUMBERS[name]})")
+        else:
+            values[name] = int(value)
+    if "time" not in values and not errors:
+        errors.append("time is missing: give the time limit of a run in minutes, such as time=240")
+    if errors:
+        raise ValueError("--slurm: " + "; ".join(errors))
+    nodes, gpus = values.get("nodes", 1), values.get("gpus", 0)
+    values.setdefault("tasks", gpus if nodes * gpus > 1 else 1)
+    return SlurmOptions(**values, sbatch=tuple(sbatch))
+
+
+def check_program(options: SlurmOptions, config: str | None, words: Sequence[str]) -> None:
+    """Raises ValueError if the processes of a run of the bundled trainer would not know of each other."""
+    if config is not None and options.processes > 1 and "--distributed" not in words:
+        raise ValueError(
+            f"--slurm: a run has {options.processes} processes ({options.nodes} x {options.tasks}): add "
+            "--distributed to the options of the trainer, or give tasks=1"
+        )
+
+
+# ---- jobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,13 +279,14 @@ class SlurmExecutor:
         first_seen = self._ends.setdefault(job.id, time.monotonic())
         return time.monotonic() - first_seen < _FILE_SYSTEM_SECONDS
 
-    def stop(self, runs: Sequence[Run]) -> None:
+    def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
         jobs = {run.folder: job for run in runs if (job := self._find_job(run)) is not None}
         for folder, job in jobs.items():
             self._jobs[folder] = replace(job, is_stopped=True)
             self._jobs[folder].write(folder)
         if jobs:
             _run_slurm("scancel", *(job.id for job in jobs.values()))
+        return []
 
     def describe_left(self, runs: Sequence[Run]) -> str:
         ids = [job.id for run in runs if (job := self._find_job(run)) is not None]
@@ -241,7 +330,7 @@ class SlurmExecutor:
         has_started = status is not None and status.attempt > job.attempts
         _append_output(run.folder, [] if has_started else _job_output(run.folder, job), text)
         if status is None:
-            status = RunStatus(state=new_state, started="", command=run.command, host="", pid=0)
+            status = RunStatus(state=new_state, command=run.command)
         for folder in run.folders:
             replace(status, state=new_state, reason=text).write(folder)
 

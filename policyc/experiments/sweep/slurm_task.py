@@ -1,7 +1,6 @@
 """What the tasks of a Slurm job do. submitit unpickles a `SlurmTask` in each of them and calls it.
 
-The first task runs the wrapper. In a job with several tasks the others run the program itself, because a run has one
-status. Slurm may send a signal to the process of submitit only, so it is passed on.
+Each task runs the wrapper. Slurm may send a signal to the process of submitit only, so it is passed on.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from policyc.experiments.sweep.executor import wrapper_command
 from policyc.experiments.sweep.run import Run, RunStatus
-from policyc.experiments.sweep.wrapper import EXIT_PREEMPTED
+from policyc.experiments.sweep.wrapper import EXIT_PREEMPTED, wrapper_command
 
 _GOOD_EXITS = (0, EXIT_PREEMPTED, 130)  # 130: the bundled trainer saved on SIGINT
 _LAST_WORDS_SECONDS = 30  # the first task sees that another one is dead, and says so, before Slurm kills it
@@ -35,10 +33,19 @@ class SlurmTask:
     def __call__(self) -> None:
         run = Run.read(Path(self._folder))
         rank = int(os.environ.get("SLURM_PROCID", "0"))
-        if rank:
-            self._run_program(run, rank)
-        else:
-            self._run_wrapper(run)
+        if rank == 0 and _read_state(run) == "finished":
+            return
+        # In the first task submitit itself handles the other signals, and then calls `checkpoint`.
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2) if rank else (signal.SIGTERM,):
+            signal.signal(number, self._pass_on)
+        code = self._run(wrapper_command(run, rank))
+        if rank == 0 and _read_state(run) == "preempted":
+            requeue(os.environ["SLURM_JOB_ID"])
+        elif rank == 0 and code:
+            raise RuntimeError(f"the run ended with exit code {code}: see {run.folder}")
+        elif rank and code not in _GOOD_EXITS:
+            time.sleep(_LAST_WORDS_SECONDS)
+            raise RuntimeError(f"task {rank} ended with exit code {code}: see {run.folder}/log.{rank}.txt")
 
     def checkpoint(self) -> Any:
         """Called by submitit on SIGUSR2, in the first task. Returns what to run after the job was requeued."""
@@ -49,30 +56,8 @@ class SlurmTask:
             _wait(self._process.pid)
         return DelayedSubmission(SlurmTask(self._folder))
 
-    def _run_wrapper(self, run: Run) -> None:
-        status = RunStatus.read(run.folder)
-        if status is not None and status.state == "finished":
-            return
-        signal.signal(signal.SIGTERM, self._pass_on)
-        code = self._run(wrapper_command(run))
-        status = RunStatus.read(run.folder)
-        if status is not None and status.state == "preempted":
-            requeue(os.environ["SLURM_JOB_ID"])
-        elif code:
-            raise RuntimeError(f"the run ended with exit code {code}: see {run.folder}")
-
-    def _run_program(self, run: Run, rank: int) -> None:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, self._pass_on)
-        with (run.folder / f"log.{rank}.txt").open("ab") as log:
-            environment = {**os.environ, **run.environment}
-            code = self._run(run.command, stdout=log, stderr=log, env=environment, cwd=run.cwd)
-        if code not in _GOOD_EXITS:
-            time.sleep(_LAST_WORDS_SECONDS)
-            raise RuntimeError(f"task {rank} ended with exit code {code}: see {run.folder}/log.{rank}.txt")
-
-    def _run(self, command: Sequence[str], **options: Any) -> int:
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **options)
+    def _run(self, command: Sequence[str]) -> int:
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         if self._early_signal is not None:
             self._pass_on(self._early_signal, None)
         _wait(self._process.pid)
@@ -84,6 +69,11 @@ class SlurmTask:
             return
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
+
+
+def _read_state(run: Run) -> str:
+    status = RunStatus.read(run.folder)
+    return "" if status is None else status.state
 
 
 def _wait(pid: int) -> None:

@@ -1,8 +1,8 @@
-"""Runs one run of a sweep: `python -m policyc.experiments.sweep.wrapper FOLDER`.
+"""Runs one run of a sweep: `python -m policyc.experiments.sweep.wrapper FOLDER [RANK]`.
 
 Starts the command of `launch.json`, writes its output to `log.txt`, and writes `status.json` when the state changes. On
 SIGTERM, SIGINT, SIGUSR1 or SIGUSR2 it interrupts the program, which can then save a checkpoint, and kills it after a
-grace period.
+grace period. In a job with several processes, those with a RANK above 0 write `log.RANK.txt` and no status.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from policyc.experiments.sweep.locks import try_lock
-from policyc.experiments.sweep.metrics import convert_metrics, last_row, last_validation
-from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunStatus, State, tail_lines
+from policyc.experiments.sweep.liveness import identify_process, try_lock
+from policyc.experiments.sweep.metrics import (
+    convert_metrics,
+    describe_divergence,
+    last_validation,
+    read_losses,
+)
+from policyc.experiments.sweep.run import LOG_FILE, METRICS_FILE, Run, RunEnd, RunStatus, tail_lines
 
 GRACE_VARIABLE = "POLICYC_STOP_GRACE"
 """Environment variable: how many seconds a stopped program may take to save before it is killed."""
@@ -42,50 +47,70 @@ _DIAGNOSTIC = ": error["
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "MemoryError", "OUT_OF_MEMORY")
 
 
+def wrapper_command(run: Run, rank: int = 0) -> list[str]:
+    """The words of the process that runs a run."""
+    return [sys.executable, "-m", "policyc.experiments.sweep.wrapper", str(run.folder), str(rank)]
+
+
 def main() -> int:
-    if len(sys.argv) != 2:
-        sys.stderr.write("usage: python -m policyc.experiments.sweep.wrapper FOLDER\n")
+    if len(sys.argv) not in (2, 3):
+        sys.stderr.write("usage: python -m policyc.experiments.sweep.wrapper FOLDER [RANK]\n")
         return 2
     folder = Path(sys.argv[1]).absolute()
+    if len(sys.argv) == 3 and int(sys.argv[2]) > 0:
+        return _Wrapper(Run.read(folder)).run_rank(int(sys.argv[2]))
     with try_lock(folder) as lock:
         if lock.is_busy:
             sys.stderr.write(f"{folder}: another process runs this run\n")
             return _EXIT_BUSY
         if text := lock.warning(folder, "run"):
             sys.stderr.write(f"warning: {text}\n")
-        return _Wrapper(Run.read(folder), lock.descriptor).run()
+        return _Wrapper(Run.read(folder)).run(lock.descriptor)
 
 
 class _Wrapper:
-    """One attempt of a run. The lock is inherited by the program, so it lasts until both have ended."""
+    """One attempt of a run."""
 
-    def __init__(self, run: Run, lock: int) -> None:
-        self._run, self._lock = run, lock
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._signal: int | None = None  # the signal that asked this process to stop
         self._deadline = math.inf  # when the program is killed
         self._metrics_fault = ""  # why the metrics of another trainer could not be converted the last time
         self._log_start = 0  # bytes of the log that are from earlier attempts
         self._grace = read_grace({**os.environ, **run.environment})
-
-    def run(self) -> int:
-        """Runs the program to its end. Returns its exit code."""
         for number in _STOP_SIGNALS:
             signal.signal(number, self._note_signal)
+
+    def run(self, lock: int) -> int:
+        """Runs the program to its end. Returns its exit code. The program inherits the lock."""
         begin, status = time.monotonic(), self._first_status()
-        for folder in self._run.folders:
-            status.write(folder)
-        log_path = self._run.folder / LOG_FILE
-        with log_path.open("a", encoding="utf-8") as log:
+        self._write(status)
+
+        def note_program(pid: int) -> None:
+            nonlocal status
+            status = replace(status, program=identify_process(pid))
+            self._write(status)
+
+        with (self._run.folder / LOG_FILE).open("a", encoding="utf-8") as log:
             if status.attempt > 1:
                 log.write(f"--- attempt {status.attempt}, {status.started}\n")
                 log.flush()
             self._log_start = log.tell()
-            code = self._run_program(log)
+            code = self._run_program(log, (lock,), note_program)
         seconds = status.seconds + time.monotonic() - begin
         status = replace(status, exit=code, ended=_now(), seconds=seconds)
         for folder, end in zip(self._run.folders, self._judge(code), strict=True):
-            replace(status, state=end.state, reason=end.reason, diverged=end.diverged).write(folder)
-        return code if code >= 0 else 128 - code
+            replace(status, **asdict(end)).write(folder)
+        return _as_exit_code(code)
+
+    def run_rank(self, rank: int) -> int:
+        """Runs another process of the program to its end. Returns its exit code."""
+        with (self._run.folder / f"log.{rank}.txt").open("a", encoding="utf-8") as log:
+            return _as_exit_code(self._run_program(log))
+
+    def _write(self, status: RunStatus) -> None:
+        for folder in self._run.folders:
+            status.write(folder)
 
     def _first_status(self) -> RunStatus:
         """The status of a run that starts, and counts its earlier attempts."""
@@ -95,7 +120,7 @@ class _Wrapper:
             started=_now(),
             command=self._run.command,
             host=socket.gethostname(),
-            pid=os.getpid(),
+            wrapper=identify_process(os.getpid()),
             seconds=earlier.seconds if earlier else 0.0,
             attempt=earlier.attempt + 1 if earlier else 1,
         )
@@ -103,27 +128,32 @@ class _Wrapper:
     def _note_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signal = self._signal or number
 
-    def _run_program(self, log: TextIO) -> int:
+    def _run_program(
+        self, log: TextIO, descriptors: Sequence[int] = (), on_start: Callable[[int], None] = lambda _: None
+    ) -> int:
         """Waits for the program, stops it when this process is asked to stop, and converts its metrics meanwhile."""
         environment = {**os.environ, **self._run.environment}
         try:
             process = subprocess.Popen(
                 self._run.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env=environment, cwd=self._run.cwd, start_new_session=True, pass_fds=(self._lock,),
+                env=environment, cwd=self._run.cwd, start_new_session=True, pass_fds=descriptors,
             )  # fmt: skip
         except OSError as error:
             log.write(f"cannot start {self._run.command[0]}: {error}\n")
             return 127
         next_conversion = 0.0
-        while process.poll() is None:
-            if self._signal is not None:
-                self._stop(process)
-            if time.monotonic() >= next_conversion:
-                self._convert_metrics()
-                next_conversion = time.monotonic() + _CONVERT_SECONDS
-            time.sleep(_POLL_SECONDS)
-        with suppress(ProcessLookupError):  # what the program left running, such as loaders of data
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            on_start(process.pid)
+            while process.poll() is None:
+                if self._signal is not None:
+                    self._stop(process)
+                if time.monotonic() >= next_conversion:
+                    self._convert_metrics()
+                    next_conversion = time.monotonic() + _CONVERT_SECONDS
+                time.sleep(_POLL_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):  # what the program left running, such as loaders of data
+                os.killpg(process.pid, signal.SIGKILL)
         self._convert_metrics()
         return process.returncode
 
@@ -164,15 +194,6 @@ def read_grace(environment: Mapping[str, str]) -> float:
     return seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
-    """How a run ended, and why."""
-
-    state: State
-    reason: str = ""
-    diverged: bool = False
-
-
 def judge_seeds(run: Run, code: int, stop_signal: int | None, log_start: int = 0) -> list[RunEnd]:
     """How each seed of a run ended. If one diverged, this is why the program failed: the others may have finished."""
     ends = [judge_end(folder, run, code, stop_signal, log_start) for folder in run.folders]
@@ -187,22 +208,20 @@ def judge_end(folder: Path, run: Run, code: int, stop_signal: int | None, log_st
     A program that exits with 0 has finished only if its metrics reach the last step with a finite loss. The log before
     `log_start` is from earlier attempts, which may have failed for another reason.
     """
-    row = last_row(folder / METRICS_FILE)
-    step = None if row is None else row["step"]
-    is_complete = row is not None and (run.steps is None or row["step"] >= run.steps)
-    if row is not None and not math.isfinite(row["loss"]):
-        return RunEnd(
-            state="failed", reason=f"diverged: the loss is {row['loss']} at step {step}", diverged=True
-        )
+    losses = read_losses(folder / METRICS_FILE)
+    step = next(reversed(losses), 0)
+    if reason := describe_divergence(losses):
+        return RunEnd(state="failed", reason=reason, diverged=True)
+    is_complete = bool(losses) and (run.steps is None or step >= run.steps)
     if code == 0 and is_complete:
         return RunEnd(state="finished")
     if stop_signal is not None or code == EXIT_PREEMPTED:
         name = "a signal" if stop_signal is None else signal.Signals(stop_signal).name
-        reason = f"stopped by {name} at step {step or 0}"
+        reason = f"stopped by {name} at step {step}"
         return RunEnd(state="preempted", reason=reason)
     if code != 0:
         return RunEnd(state="failed", reason=_explain_exit(code, run.folder / LOG_FILE, log_start))
-    if row is None:
+    if not losses:
         reason = f"the program wrote no line with 'step' and 'loss' to {folder / METRICS_FILE}"
         return RunEnd(state="failed", reason=reason)
     return RunEnd(state="failed", reason=f"the program ended at step {step} of {run.steps}")
@@ -238,6 +257,11 @@ def _explain_exit(code: int, log: Path, log_start: int) -> str:
     # A diagnostic of policyc ends with the place in the policy, so its first line says more than its last.
     message = next((line for line in reversed(lines) if _DIAGNOSTIC in line), lines[-1] if lines else "")
     return f"exit code {code}" + (f": {message.strip()[:200]}" if message else "")
+
+
+def _as_exit_code(code: int) -> int:
+    """What a shell would report: 128 and the number of the signal for a process that was killed."""
+    return code if code >= 0 else 128 - code
 
 
 def _now() -> str:

@@ -1,0 +1,104 @@
+"""Whether the processes of a run are alive: the lock of its folder, and the identity of each process.
+
+The process that works in a folder holds its lock until that process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from policyc.experiments.sweep.run import LOCK_FILE, ProcessId
+
+_LOCK_SECONDS = 0.5  # `is_locked` of another process holds a lock for far less
+_POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderLock:
+    """An attempt to lock a folder.
+
+    Attributes:
+      descriptor: of the lock file. A process that inherits it holds the lock too.
+      is_busy: another process holds the lock.
+      fault: why nothing is locked, on a file system without locks; empty if there is no fault.
+    """
+
+    descriptor: int
+    is_busy: bool = False
+    fault: str = ""
+
+    def warning(self, folder: Path, second: str) -> str:
+        """What to print about a fault; empty if there is none."""
+        remedy = f"two {second}s could work here at once; do not start another in this folder"
+        return f"{folder} cannot be locked ({self.fault}): {remedy}" if self.fault else ""
+
+
+@contextlib.contextmanager
+def try_lock(folder: Path) -> Iterator[FolderLock]:
+    """Tries to lock a folder until the block ends. Raises OSError if the lock file cannot be opened."""
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    deadline = time.monotonic() + _LOCK_SECONDS
+    try:
+        lock = _lock(descriptor, fcntl.LOCK_EX)
+        while lock.is_busy and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            lock = _lock(descriptor, fcntl.LOCK_EX)
+        yield lock
+    finally:
+        os.close(descriptor)
+
+
+def is_locked(folder: Path) -> bool:
+    """Is a process of this run alive? Not known on a file system without locks: then False.
+
+    To ask is to hold a shared lock for a moment. `try_lock` waits longer than that.
+    """
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return _lock(descriptor, fcntl.LOCK_SH).is_busy
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> FolderLock:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        return FolderLock(descriptor=descriptor)
+    except BlockingIOError:
+        return FolderLock(descriptor=descriptor, is_busy=True)
+    except OSError as error:
+        return FolderLock(descriptor=descriptor, fault=str(error))
+
+
+def identify_process(pid: int) -> ProcessId:
+    """The identity of a process, to be asked for while it is known to run."""
+    return ProcessId(pid=pid, start=_read_start(pid))
+
+
+def is_alive(process: ProcessId | None) -> bool:
+    """Is this very process alive? False if its number belongs to another process by now."""
+    return process is not None and process.start != "" and process.start == _read_start(process.pid)
+
+
+def _read_start(pid: int) -> str:
+    """When a process was started; empty if there is none. Small containers have no `ps`, macOS has no `/proc`."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold spaces
+        return "" if fields[0] == "Z" else f"{boot} {fields[19]}"  # clock ticks since boot
+    except OSError:
+        words = ["ps", "-o", "lstart=", "-p", str(pid)]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
