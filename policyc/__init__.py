@@ -5,17 +5,16 @@ Names are imported when they are first used, so that `policyc lint` and `policyc
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from policyc.changes.api import diff
     from policyc.compiler.pipeline import apply, plan
     from policyc.compiler.plan import Plan
     from policyc.compiler.run_step import rounding_step
     from policyc.compiler.schedule import set_step
     from policyc.compiler.session import active
-    from policyc.diff.api import diff
     from policyc.experiments.hooks import observe, set_output_dir, should_observe
     from policyc.experiments.telemetry import stats
     from policyc.language.diagnostics import Diagnostic, PolicyError, Span
@@ -33,7 +32,7 @@ _MODULES = {
     "Span": "language.diagnostics",
     "active": "compiler.session",
     "apply": "compiler.pipeline",
-    "diff": "diff.api",
+    "diff": "changes.api",
     "load": "language.loader",
     "observe": "experiments.hooks",
     "parse": "language.loader",
@@ -45,9 +44,6 @@ _MODULES = {
     "stats": "experiments.telemetry",
 }
 
-_RENAMED = {"observes": "should_observe", "results_in": "set_output_dir", "step": "set_step"}
-"""Former names. They still work, with a DeprecationWarning."""
-
 __all__ = [
     "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "diff", "load", "observe",
     "parse", "plan", "rounding_step", "set_output_dir", "set_step", "should_observe", "stats",
@@ -55,10 +51,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        new = _RENAMED[name]
-        warnings.warn(f"policyc.{name} is now policyc.{new}", DeprecationWarning, stacklevel=2)
-        name = new
     if name not in _MODULES:
         raise AttributeError(f"module 'policyc' has no attribute '{name}'")
     return getattr(import_module(f"policyc.{_MODULES[name]}"), name)

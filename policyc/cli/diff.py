@@ -33,8 +33,8 @@ from policyc.cli.options import (
 from policyc.cli.program import check_order, exit_on_error, parse_execution, plan_program
 
 if TYPE_CHECKING:
+    from policyc.changes.model import DiffData
     from policyc.compiler.execution import ExecutionOptions
-    from policyc.diff.model import DiffData
     from policyc.hardware.training_step import TrainingStep
     from policyc.language.policy import Policy
 
@@ -171,7 +171,7 @@ def diff(
         raise click.UsageError("choose one of --stat, --json and --dot")
     folder = os.getcwd()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
-    from policyc.diff.build import DiffRequest, build_diff
+    from policyc.changes.build import DiffRequest, build_diff
 
     with exit_on_error():
         execution = parse_execution(compare.backend, step.target)
@@ -217,7 +217,7 @@ def _trace(
 
 def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
     """The diff with the measurements of a run, and the calls of a compiled step, if the options name them."""
-    from policyc.diff.overlays import read_compiled, read_stats
+    from policyc.changes.overlays import read_compiled, read_stats
 
     overlays: dict[str, Any] = {}
     if compare.stats:
@@ -229,12 +229,12 @@ def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
 
 def _write(data: DiffData, output: OutputOptions) -> None:
     """Writes the files that are asked for, and prints what is asked for, or else the text."""
-    from policyc.diff.data import as_json
-    from policyc.diff.dot import as_dot
-    from policyc.diff.model_explorer import write_model_explorer
-    from policyc.diff.page import render_page
-    from policyc.diff.svg import draw_heat_map
-    from policyc.diff.terminal import render, render_stat
+    from policyc.changes.data import as_json
+    from policyc.changes.dot import as_dot
+    from policyc.changes.model_explorer import write_model_explorer
+    from policyc.changes.page import render_page
+    from policyc.changes.svg import draw_heat_map
+    from policyc.changes.terminal import render, render_stat
 
     if output.out:
         write_output("--out", output.out, render_page(data))

@@ -235,8 +235,6 @@ run_options = collect_options(
 
 multiple_losses_option = click.option(
     "--multiple-losses",
-    "--several-losses",  # the former name
-    "multiple_losses",
     is_flag=True,
     help="Let any loss of the program meet an 'expect', not only the first one.",
 )

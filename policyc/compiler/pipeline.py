@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 
@@ -29,26 +28,7 @@ from policyc.language.policy import Policy
 
 _is_compiling: ContextVar[bool] = ContextVar("policyc_is_compiling", default=False)
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def accept_old_keyword(old: str, new: str) -> Callable[[F], F]:
-    """Accepts a keyword argument under its former name, with a DeprecationWarning."""
-
-    def decorate(function: F) -> F:
-        @wraps(function)
-        def accepting(*args: Any, **kwargs: Any) -> Any:
-            if old in kwargs:
-                warnings.warn(f"{function.__name__}: {old}= is now {new}=", DeprecationWarning, stacklevel=2)
-                kwargs[new] = kwargs.pop(old)
-            return function(*args, **kwargs)
-
-        return cast(F, accepting)
-
-    return decorate
-
-
-@accept_old_keyword("weights", "param_argnums")
 def apply(
     policy: Policy | str | Path,
     fn: Callable[..., Any],
@@ -93,7 +73,6 @@ def apply(
     return quantized
 
 
-@accept_old_keyword("weights", "param_argnums")
 def plan(
     policy: Policy | str | Path,
     fn: Callable[..., Any],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from policyc.compiler.execution import ExecutionOptions, execution_options
-from policyc.compiler.pipeline import LossCall, accept_old_keyword, as_policy, is_compiling, plan_loss
+from policyc.compiler.pipeline import LossCall, as_policy, is_compiling, plan_loss
 from policyc.compiler.plan import Plan
 from policyc.compiler.plan_checks import check_plan, unmatched_quantizing_rules, unmet_expectations
 from policyc.compiler.schedule import SCHEDULE
@@ -117,7 +117,6 @@ class Session:
         return [diagnostic for span, diagnostic in diagnostics.items() if span not in met]
 
 
-@accept_old_keyword("several", "multiple_losses")
 @contextlib.contextmanager
 def active(
     policy: Policy | str | Path,

@@ -47,7 +47,7 @@ def parse(line: str) -> object:
         ("--backend te p --stats-every 3 train.py --plan-out x", RunOptions(backend="te", stats_every=3)),
         ("--variant v --backend te p --backend xla train.py --plan-out x", RunOptions(variant="v", backend="xla")),
         ("p --multiple-losses -- train.py --plan-out x", RunOptions(multiple_losses=True)),
-        ("p --several-losses train.py --plan-out x", RunOptions(multiple_losses=True)),
+        ("p --multiple-losses train.py --plan-out x", RunOptions(multiple_losses=True)),
         ("p --rounding-seed 7 train.py --plan-out x", RunOptions(rounding_seed=7)),
     ],
 )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from policyc.changes.gradient import match_tagged, tagged_gradient
+from policyc.changes.matching import Match, MatchedLoss, Reason
 from policyc.compiler.plan import Plan, make_plan
-from policyc.diff.gradient import match_tagged, tagged_gradient
-from policyc.diff.matching import Match, MatchedLoss, Reason
 from policyc.jaxcore import jaxprs
 from policyc.language.loader import parse
 from policyc.language.policy import Policy

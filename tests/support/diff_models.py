@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import policyc
-from policyc.diff.build import DiffRequest, build_diff
-from policyc.diff.model import DiffData
+from policyc.changes.build import DiffRequest, build_diff
+from policyc.changes.model import DiffData
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.loader import parse
 from policyc.numerics.targets import get_target

@@ -10,17 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from policyc.base.text import escape_controls
-from policyc.compiler.plan import Phase, Plan, make_plan
-from policyc.compiler.plan_checks import unmatched_quantizing_rules
-from policyc.compiler.plan_tables import other_products, uncertain_repeats
-from policyc.compiler.rewrite import rewrite
-from policyc.compiler.rounding import RandomSource
-from policyc.diff.earlier import read_earlier_plan
-from policyc.diff.figures import name_parts
-from policyc.diff.gradient import match_gradients
-from policyc.diff.linears import LinearTable
-from policyc.diff.matching import MatchedLoss, match_losses
-from policyc.diff.model import (
+from policyc.changes.earlier import read_earlier_plan
+from policyc.changes.figures import name_parts
+from policyc.changes.gradient import match_gradients
+from policyc.changes.linears import LinearTable
+from policyc.changes.matching import MatchedLoss, match_losses
+from policyc.changes.model import (
     DiffData,
     DiffSide,
     LayerClass,
@@ -29,7 +24,12 @@ from policyc.diff.model import (
     Totals,
     as_ranges,
 )
-from policyc.diff.predict import Prediction
+from policyc.changes.predict import Prediction
+from policyc.compiler.plan import Phase, Plan, make_plan
+from policyc.compiler.plan_checks import unmatched_quantizing_rules
+from policyc.compiler.plan_tables import other_products, uncertain_repeats
+from policyc.compiler.rewrite import rewrite
+from policyc.compiler.rounding import RandomSource
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.policy import Policy

@@ -12,15 +12,15 @@ from typing import Any
 
 from policyc.base.text import escape_controls
 from policyc.base.web_page import compress_json, embed_json, fill_template, read_asset
-from policyc.diff.data import as_data
-from policyc.diff.model import DiffData
+from policyc.changes.data import as_data
+from policyc.changes.model import DiffData
 
 _SCRIPTS = (
     "base.js", "cells.js", "overlays.js", "heatmap.js", "policies.js", "layers.js", "equations.js",
     "layout.js", "main.js",
 )  # fmt: skip
 _TABLES = ("linears", "graph")
-_read = partial(read_asset, "policyc.diff")
+_read = partial(read_asset, "policyc.changes")
 
 
 def render_page(diff: DiffData) -> str:

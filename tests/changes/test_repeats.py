@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.diff.repeats import LayerSpan, find_repeats
+from policyc.changes.repeats import LayerSpan, find_repeats
 from tests.support.diff_models import W, X
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
-from policyc.diff.build import DiffRequest, build_diff
-from policyc.diff.data import as_json
+from policyc.changes.build import DiffRequest, build_diff
+from policyc.changes.data import as_json
 from policyc.hardware.training_step import TrainingStep
 from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, W, X, make_diff, scanned, unrolled
 

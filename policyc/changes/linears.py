@@ -8,11 +8,11 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from policyc.changes.earlier import EarlierPlan
+from policyc.changes.model import Linear, LinearRun, ProductChange, ProductSide, ProductState
+from policyc.changes.predict import Prediction
 from policyc.compiler.plan import Decision, Phase, Plan, gemm_queries
 from policyc.compiler.sites import Layer, Site
-from policyc.diff.earlier import EarlierPlan
-from policyc.diff.model import Linear, LinearRun, ProductChange, ProductSide, ProductState
-from policyc.diff.predict import Prediction
 from policyc.hardware.gemm_cost import product_format
 from policyc.jaxcore.transform import Address
 from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import policyc
+from policyc.changes.data import sentence
+from policyc.changes.figures import format_seconds, name_parts, product_figures, short_name
+from policyc.changes.model import DiffData
+from policyc.changes.overlays import read_compiled, read_stats
+from policyc.changes.terminal import render
 from policyc.compiler.plan_tables import as_json as plan_json
-from policyc.diff.data import sentence
-from policyc.diff.figures import format_seconds, name_parts, product_figures, short_name
-from policyc.diff.model import DiffData
-from policyc.diff.overlays import read_compiled, read_stats
-from policyc.diff.terminal import render
 from tests.support.diff_models import KEEP_LAST, SCANNED, UNROLLED, X, make_diff, scanned, unrolled
 
 

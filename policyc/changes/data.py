@@ -8,8 +8,8 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.diff.graph import children_of, graph_of
-from policyc.diff.model import DiffData, DiffSide, Linear, LinearRun, ProductSide, ProductState, Stack
+from policyc.changes.graph import children_of, graph_of
+from policyc.changes.model import DiffData, DiffSide, Linear, LinearRun, ProductSide, ProductState, Stack
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from policyc.changes.model import ProductState
 from policyc.compiler.plan_tables import PLAN_SCHEMA
 from policyc.compiler.sites import Layer, Site, Sites, dotted
-from policyc.diff.model import ProductState
 from policyc.language.recipes import Gemm
 from policyc.numerics.backends.choice import PLAIN, Lowering, Obstacle
 

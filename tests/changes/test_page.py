@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import policyc
-from policyc.diff.data import as_data
-from policyc.diff.page import fill_page, render_page
+from policyc.changes.data import as_data
+from policyc.changes.page import fill_page, render_page
 from tests.support.diff_models import HOSTILE, KEEP_LAST, UNROLLED, hostile_diff, make_diff, unrolled
 
 
@@ -85,7 +85,7 @@ def test_the_license_of_the_bundled_layout_engine_is_inside(data: dict[str, Any]
 
 def test_the_page_shows_names_as_text_only() -> None:
     """Markup can only come from strings if the scripts use an interface that parses it."""
-    folder = Path(policyc.__file__).parent / "diff" / "web"
+    folder = Path(policyc.__file__).parent / "changes" / "web"
     own = [path for path in folder.glob("*.js") if path.name != "dagre.min.js"]
     assert len(own) >= 9
     parsing = re.compile(

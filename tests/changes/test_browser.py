@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from policyc.changes.build import DiffRequest, build_diff
+from policyc.changes.page import render_page
 from policyc.compiler.execution import ExecutionOptions
-from policyc.diff.build import DiffRequest, build_diff
-from policyc.diff.page import render_page
 from policyc.hardware.llama_step import Sizes, plan_step
 from policyc.hardware.mesh import MeshShape
 from policyc.language.loader import load

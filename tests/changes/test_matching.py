@@ -15,13 +15,13 @@ from hypothesis.strategies import integers, sampled_from
 from jax import lax
 
 import policyc
+from policyc.changes.build import DiffRequest, build_diff
+from policyc.changes.graph import build_graph, children_of
+from policyc.changes.matching import Match, MatchedLoss, Reason, match_losses
 from policyc.compiler.execution import ExecutionOptions
 from policyc.compiler.hoist import RewrittenLoss
 from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.rewrite import rewrite
-from policyc.diff.build import DiffRequest, build_diff
-from policyc.diff.graph import build_graph, children_of
-from policyc.diff.matching import Match, MatchedLoss, Reason, match_losses
 from policyc.hardware.llama_step import Sizes, plan_step
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import TrainingStep

@@ -13,12 +13,7 @@ from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn, Var
 
-from policyc.compiler.hoist import ROUNDING_KEY
-from policyc.compiler.plan import Phase, Plan
-from policyc.compiler.rewrite import rewrite
-from policyc.compiler.rounding import RandomSource
-from policyc.compiler.sites import Site, Sites
-from policyc.diff.matching import (
+from policyc.changes.matching import (
     PRODUCT_SCOPE,
     Iterations,
     Match,
@@ -27,6 +22,11 @@ from policyc.diff.matching import (
     Reason,
     StructureTexts,
 )
+from policyc.compiler.hoist import ROUNDING_KEY
+from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.rewrite import rewrite
+from policyc.compiler.rounding import RandomSource
+from policyc.compiler.sites import Site, Sites
 from policyc.jaxcore import jaxprs, product_tags
 from policyc.jaxcore.containers import IterationRange, container_of
 from policyc.jaxcore.jaxprs import AnyJaxpr

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from policyc.diff.model import DiffData, LinearRun, ProductChange
+from policyc.changes.model import DiffData, LinearRun, ProductChange
 from policyc.language.recipes import Gemm
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from policyc.diff.model import DiffData
+from policyc.changes.model import DiffData
 
 _INDEX = re.compile(r"\[\d+\]")
 

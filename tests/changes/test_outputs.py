@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import policyc
-from policyc.diff.dot import as_dot
-from policyc.diff.model import DiffData
-from policyc.diff.model_explorer import model_explorer_data, write_model_explorer
-from policyc.diff.svg import draw_heat_map
-from policyc.diff.terminal import WIDTH, render, render_stat
+from policyc.changes.dot import as_dot
+from policyc.changes.graph import build_graph
+from policyc.changes.model import DiffData
+from policyc.changes.model_explorer import model_explorer_data, write_model_explorer
+from policyc.changes.svg import draw_heat_map
+from policyc.changes.terminal import WIDTH, render, render_stat
 from tests.support.diff_models import (
     KEEP_LAST,
     SCANNED,
@@ -75,7 +76,7 @@ def test_every_equation_is_shown_or_counted(diff: DiffData) -> None:
     text = render(diff)
     shown = sum(line.startswith(("- ", "+ ")) for line in text.splitlines())
     counted = sum(int(n) for n in re.findall(r"\.\.\. (\d+) equation", text))
-    nodes = policyc.diff.graph.build_graph(diff).nodes(data=True)
+    nodes = build_graph(diff).nodes(data=True)
     assert shown + counted == sum(data["type"] == "equation" for _, data in nodes)
 
 
@@ -139,7 +140,7 @@ def test_the_heat_map_has_a_cell_for_every_product_and_layer(diff: DiffData) -> 
 
 
 def test_the_graph_in_dot_has_every_equation_and_edge(diff: DiffData) -> None:
-    graph = policyc.diff.graph.build_graph(diff)
+    graph = build_graph(diff)
     text = as_dot(diff)
     equations = [n for n, data in graph.nodes(data=True) if data["type"] == "equation"]
     assert len(re.findall(r"^ *n\d+ \[label=", text, re.MULTILINE)) == len(equations)

@@ -12,9 +12,9 @@ from hypothesis.strategies import integers, sampled_from
 from jax import lax
 
 import policyc
+from policyc.changes.graph import children_of
+from policyc.changes.matching import MatchedLoss, Reason
 from policyc.compiler.plan import Plan
-from policyc.diff.graph import children_of
-from policyc.diff.matching import MatchedLoss, Reason
 from policyc.jaxcore import jaxprs
 from tests.support.diff_checks import check_gradient, match_plans
 from tests.support.jaxpr_tools import struct

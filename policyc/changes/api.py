@@ -9,15 +9,15 @@ from typing import Any
 
 import networkx as nx
 
+from policyc.changes.build import DiffRequest, build_diff
+from policyc.changes.data import as_data, as_json, sentence
+from policyc.changes.dot import as_dot
+from policyc.changes.graph import build_graph
+from policyc.changes.model import DiffData
+from policyc.changes.page import render_page
+from policyc.changes.svg import draw_heat_map
+from policyc.changes.terminal import render
 from policyc.compiler.pipeline import as_policy, is_policy_text, plan
-from policyc.diff.build import DiffRequest, build_diff
-from policyc.diff.data import as_data, as_json, sentence
-from policyc.diff.dot import as_dot
-from policyc.diff.graph import build_graph
-from policyc.diff.model import DiffData
-from policyc.diff.page import render_page
-from policyc.diff.svg import draw_heat_map
-from policyc.diff.terminal import render
 from policyc.hardware.training_step import TrainingStep
 from policyc.language.policy import Policy
 from policyc.numerics.targets import get_target

@@ -10,9 +10,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from policyc.diff.matching import PRODUCT_SCOPE, Match, StructureTexts
-from policyc.diff.model import DiffData
-from policyc.diff.repeats import LayerSpan, find_repeats
+from policyc.changes.matching import PRODUCT_SCOPE, Match, StructureTexts
+from policyc.changes.model import DiffData
+from policyc.changes.repeats import LayerSpan, find_repeats
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.product_tags import is_tag
 from policyc.jaxcore.transform import Address

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from policyc.changes.matching import MatchedLoss
 from policyc.compiler.sites import Layer, Site
-from policyc.diff.matching import MatchedLoss
 from policyc.jaxcore.transform import Address
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm

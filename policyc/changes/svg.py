@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from policyc.base.notebook import escape_text
-from policyc.diff.data import sentence
-from policyc.diff.model import DiffData, Linear, LinearRun, ProductChange, ProductSide, Stack
+from policyc.changes.data import sentence
+from policyc.changes.model import DiffData, Linear, LinearRun, ProductChange, ProductSide, Stack
 from policyc.language.recipes import Gemm
 
 # Colors that people who cannot tell red from green can tell apart (Okabe and Ito), and two grays.
