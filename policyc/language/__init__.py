@@ -8,6 +8,7 @@ __all__ = [
     "diagnostics",
     "formats",
     "formatter",
+    "kinds",
     "loader",
     "parser",
     "policy",

@@ -1,4 +1,5 @@
-"""The predicates of `where`: comparisons of the sizes of a site, combined with `and`, `or` and `not`.
+"""The predicates of `where`: flags, and comparisons of the sizes and the layer of a site, combined with `and`, `or` and
+`not`.
 
 `holds` returns None if the attributes that are known do not decide the predicate.
 """
@@ -10,12 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from policyc.language.bounds import Bound
 from policyc.language.diagnostics import Span, span_field
 
-NUMERIC_ATTRIBUTES = ("m", "n", "k", "batch", "flops")
-"""The attributes of a site that can be compared. `weight` is the only boolean one."""
+SIZES = ("m", "n", "k", "batch", "flops")
+"""The sizes of a site."""
 
-SiteAttributes = Mapping[str, int | bool]
+NUMERIC_ATTRIBUTES = (*SIZES, "layer")
+"""The attributes of a site that can be compared. Those of `kinds.FLAGS` are true or false."""
+
+SiteAttributes = Mapping[str, int | bool | None]
+"""The values of `NUMERIC_ATTRIBUTES` and of `kinds.FLAGS`, and `layers`, the number of blocks in the site's stack.
+
+An attribute that is missing is unknown. If `layer` is None, the site is not in a block, and every comparison with
+`layer` is false.
+"""
+
 Operator = Literal["==", "!=", "<", "<=", ">", ">="]
 
 _OPERATORS = {
@@ -25,9 +36,9 @@ _OPERATORS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """`k`, `16` or `k % 16`."""
+    """`k`, `16`, `k % 16`, or a bound that counts from the end or is a share of the blocks: `-4`, `15%`."""
 
-    value: str | int
+    value: str | int | Bound
     modulus: str | int | None = None
     span: Span = span_field()
 
@@ -36,15 +47,26 @@ class Term:
 
     def evaluate(self, site: SiteAttributes) -> int | None:
         """Returns the value for a site; None if an attribute is unknown or the modulus is 0."""
-        value = site.get(self.value) if isinstance(self.value, str) else self.value
+        value = self._first_value(site)
         if value is None or self.modulus is None:
             return value
         modulus = site.get(self.modulus) if isinstance(self.modulus, str) else self.modulus
         return None if not modulus else value % modulus
 
+    def _first_value(self, site: SiteAttributes) -> int | None:
+        if isinstance(self.value, str):
+            return site.get(self.value)
+        if isinstance(self.value, int):
+            return self.value
+        layers = site.get("layers")
+        if layers is None:
+            return None
+        position = self.value.position(layers)
+        return position if position >= 0 else layers + position
+
     @property
     def variables(self) -> frozenset[str]:
-        """The attributes that the term reads."""
+        """The attributes that the term names."""
         return frozenset(v for v in (self.value, self.modulus) if isinstance(v, str))
 
 
@@ -63,21 +85,29 @@ class Comparison:
     def holds(self, site: SiteAttributes) -> bool | None:
         values = [t.evaluate(site) for t in self.terms]
         links = zip(values, self.operators, values[1:], strict=False)
-        return _all([None if a is None or b is None else _OPERATORS[o](a, b) for a, o, b in links])
+        truth = _all([None if a is None or b is None else _OPERATORS[o](a, b) for a, o, b in links])
+        is_outside_blocks = truth is None and site.get("layer", 0) is None
+        return False if is_outside_blocks and self.reads_layer else truth
+
+    @property
+    def reads_layer(self) -> bool:
+        """Does it compare `layer`? Then it compares nothing else but numbers."""
+        return any("layer" in term.variables for term in self.terms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HasWeight:
-    """`weight`: is one operand a parameter?"""
+class Flag:
+    """A word that is true or false for a site: `weight`, `mlp`."""
 
+    name: str
     span: Span = span_field()
 
     def __str__(self) -> str:
-        return "weight"
+        return self.name
 
     def holds(self, site: SiteAttributes) -> bool | None:
-        weight = site.get("weight")
-        return None if weight is None else bool(weight)
+        value = site.get(self.name)
+        return None if value is None else bool(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,18 +148,18 @@ class AnyOf:
         return True if True in truths else None if None in truths else False
 
 
-Predicate = Comparison | HasWeight | Not | AllOf | AnyOf
+Predicate = Comparison | Flag | Not | AllOf | AnyOf
 
 
-def comparisons(predicate: Predicate | None) -> Iterator[Comparison]:
-    """Yields every comparison in a predicate."""
-    if isinstance(predicate, Comparison):
+def leaves(predicate: Predicate | None) -> Iterator[Comparison | Flag]:
+    """Yields every comparison and every flag in a predicate."""
+    if isinstance(predicate, Comparison | Flag):
         yield predicate
     elif isinstance(predicate, Not):
-        yield from comparisons(predicate.operand)
+        yield from leaves(predicate.operand)
     elif isinstance(predicate, AllOf | AnyOf):
         for operand in predicate.operands:
-            yield from comparisons(operand)
+            yield from leaves(operand)
 
 
 def _all(truths: Sequence[bool | None]) -> bool | None:

@@ -272,7 +272,7 @@ _MAX_EVALUATIONS = 400_000  # for one set of slices
 def index_classes(slices: frozenset[Indices], budget: Budget) -> tuple[IndexClass, ...]:
     """Returns every combination of slices that some index of some stack is in, each with an example."""
     try:
-        classes, evaluations = _find_index_classes(slices)
+        classes, evaluations = find_index_classes(slices)
     except SearchTooLarge:
         budget.spend(_MAX_EVALUATIONS // _EVALUATIONS_PER_STEP)
         raise
@@ -281,7 +281,7 @@ def index_classes(slices: frozenset[Indices], budget: Budget) -> tuple[IndexClas
 
 
 @lru_cache(maxsize=4096)
-def _find_index_classes(slices: frozenset[Indices]) -> tuple[tuple[IndexClass, ...], int]:
+def find_index_classes(slices: frozenset[Indices]) -> tuple[tuple[IndexClass, ...], int]:
     """Returns the index classes, and how many indices were tested with how many slices."""
     evaluations = 0
     examples: dict[frozenset[Indices], tuple[int, int]] = {}

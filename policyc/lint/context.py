@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from policyc.language.diagnostics import Fix, Span
+from policyc.language.kinds import Flags
 from policyc.language.loader import LoadedPolicy
 from policyc.language.policy import RecipeCall, RecipeExpr, Resolver, Rule, SplitRecipe, Variant, recipe_calls
 from policyc.language.recipes import OPERAND_GROUPS, OPERANDS, Gemm, Recipe, Role, Treatment
@@ -144,10 +145,14 @@ class Context:
                     yield applied, gemm, role, applied.recipe.treatment(gemm, role)
 
     def find_deciding_rule(
-        self, path: DottedPath, gemm: Gemm, *, has_weight: bool = True
+        self, path: DottedPath, gemm: Gemm, flags: Flags, layer: tuple[int, int] | None = None
     ) -> ResolvedRule | None:
-        """Returns the rule that decides a product of a site of common size at the start of training."""
-        attributes = {**_COMMON_SIZE, "weight": has_weight}
+        """Returns the rule that decides a product of a site of common size at the start of training.
+
+        `layer` is the number of its block and the number of all blocks, or None outside blocks.
+        """
+        index, layers = layer or (None, None)
+        attributes = {**_COMMON_SIZE, **flags, "block": layer is not None, "layer": index, "layers": layers}
         point = Point(path=path, gemm=gemm, moment=_START_OF_TRAINING, attributes=attributes)
         try:
             return self.coverage.find_deciding_rule(point, self._budget)

@@ -1,10 +1,14 @@
 """Decides which sites a rule can still reach after the rules that follow it.
 
-A rule is treated as a set of points. A point is a path, one of the three products, a moment of training and the sizes
-of a GEMM. To decide whether other rules cover a rule, `Coverage` searches for a point that the rule matches and the
-others do not: over paths with automata, over sizes and moments by trying one point for each combination of conditions.
-If it finds a point, it looks up the rule that decides it among all rules. Either no later rule matches the point, which
-settles the question, or that later rule joins the others and the search continues.
+A rule is treated as a set of points. A point is a path, one of the three products, a moment of training and the
+attributes of a GEMM. To decide whether other rules cover a rule, `Coverage` searches for a point that the rule matches
+and the others do not: over paths with automata, over attributes and moments by trying one point for each combination of
+conditions. If it finds a point, it looks up the rule that decides it among all rules. Either no later rule matches the
+point, which settles the question, or that later rule joins the others and the search continues.
+
+Without a program, the kind and the layer of a site are unknown: every combination that
+is possible is tried. An index in a path and `layer` in a condition are independent, since a model can have several
+stacks.
 
 The answers hold for stacks of any depth: `index_classes` tries the depths and indices around every number in the
 slices, where the answers can change.
@@ -13,17 +17,15 @@ slices, where the answers can change.
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
 from policyc.language.policy import Rule
-from policyc.language.predicates import Comparison, Predicate, SiteAttributes, comparisons
+from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm, Recipe
 from policyc.language.schedule import representative_steps
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector, matches
@@ -34,20 +36,15 @@ from policyc.lint.automata import (
     find_uncovered_path,
     is_obviously_contained,
 )
+from policyc.lint.samples import charge_evaluations, count_comparisons, sample_attributes
 
 Answer = TypeVar("Answer")
 
 # Limits that keep the time for a policy of any size in proportion to its size.
 _MAX_COVERING_RULES = 24  # later rules that together cover one
-_MAX_COMBINATIONS = 256  # combinations of conditions for one question
 _MAX_STEPS_PER_QUESTION = 20_000
 _MAX_STEPS = 200_000  # for all questions about one list of rules
-_MAX_PERIOD = 128  # least common multiple of the moduli in conditions
-_MAX_SAMPLES = 20_000  # sizes tried for one question
-_MAX_COMPARISONS = 2_000  # in the conditions of one question: to collect their bounds takes time too
 _EVALUATIONS_PER_STEP = 2  # comparisons evaluated in the time of one step
-
-_ANY_SIZE: SiteAttributes = {"m": 1, "n": 1, "k": 1, "batch": 1, "flops": 1, "weight": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +71,7 @@ class ResolvedRule:
         self.variant_recipes = variant_recipes
         self.index = index
         self.patterns = tuple((p, s.products) for s in rule.selectors for p in expand_selector(s))
-        self.match_steps = len(self.patterns) + _count_comparisons(rule.where) // _EVALUATIONS_PER_STEP
+        self.match_steps = len(self.patterns) + count_comparisons(rule.where) // _EVALUATIONS_PER_STEP
 
     def recipe_under(self, variant: str) -> Recipe:
         """Returns the recipe of the rule under a variant."""
@@ -201,7 +198,7 @@ def find_uncovered_point(rule: ResolvedRule, others: Sequence[ResolvedRule], bud
     rules = [rule.rule, *(other.rule for other in others)]
     schedule = tuple(dict.fromkeys(w for r in rules for w in r.when))
     conditions = tuple(dict.fromkeys(r.where for r in rules if r.where is not None))
-    budget.spend(count_evaluations(conditions) // _EVALUATIONS_PER_STEP)
+    charge_evaluations(conditions, budget)
     for moment, attributes in itertools.product(
         representative_steps(schedule), sample_attributes(conditions)
     ):
@@ -272,77 +269,3 @@ def _name_keys(name: PathSegment) -> Iterator[_Key]:
         yield (name.text, name.index)
         if name.size is not None:
             yield (name.text, name.index - name.size)
-
-
-@lru_cache(maxsize=1024)
-def sample_attributes(conditions: tuple[Predicate, ...]) -> tuple[SiteAttributes, ...]:
-    """Returns the attributes of a GEMM for each combination of conditions that can hold together.
-
-    Each result has all attributes.
-    """
-    if not conditions:
-        return (_ANY_SIZE,)
-    values = _sample_values(conditions)
-    if count_samples(conditions) > _MAX_SAMPLES:
-        raise SearchTooLarge
-    samples: dict[tuple[bool | None, ...], SiteAttributes] = {}
-    for weight in (True, False):
-        for numbers in itertools.product(*values.values()):
-            attributes = {**_ANY_SIZE, **dict(zip(values, numbers, strict=True)), "weight": weight}
-            samples.setdefault(tuple(c.holds(attributes) for c in conditions), attributes)
-    if len(samples) > _MAX_COMBINATIONS:
-        raise SearchTooLarge
-    return tuple(samples.values())
-
-
-def count_samples(conditions: tuple[Predicate, ...]) -> int:
-    """Returns how many combinations of sizes `sample_attributes` tries."""
-    return math.prod(map(len, _sample_values(conditions).values()))
-
-
-def count_evaluations(conditions: tuple[Predicate, ...]) -> int:
-    """Returns how many comparisons `sample_attributes` evaluates. Raises SearchTooLarge if there are too many."""
-    comparison_count = sum(map(_count_comparisons, conditions))
-    if comparison_count > _MAX_COMPARISONS:
-        raise SearchTooLarge
-    return count_samples(conditions) * max(comparison_count, len(conditions))
-
-
-def _count_comparisons(condition: Predicate | None) -> int:
-    """Returns the number of comparisons in a condition. A chain such as `1 < k < 9` has two."""
-    return sum(len(comparison.operators) for comparison in comparisons(condition))
-
-
-@lru_cache(maxsize=1024)
-def _sample_values(conditions: tuple[Predicate, ...]) -> dict[str, list[int]]:
-    """Returns the numbers to try for each variable. Variables that are compared with each other share their numbers."""
-    groups: list[tuple[set[str], list[Comparison]]] = []
-    for compare in (compare for c in conditions for compare in comparisons(c)):
-        names = set[str]().union(*(t.variables for t in compare.terms))
-        connected = [g for g in groups if g[0] & names]
-        groups = [g for g in groups if not g[0] & names]
-        compares = [compare, *(c for g in connected for c in g[1])]
-        groups.append((names.union(*(g[0] for g in connected)), compares))
-    return {
-        name: _values_near_bounds(compares, len(names))
-        for names, compares in groups
-        for name in sorted(names)
-    }
-
-
-def _values_near_bounds(compares: list[Comparison], variables: int) -> list[int]:
-    """Returns numbers on both sides of every bound in the comparisons, with every remainder that they ask for.
-
-    Variables that are compared with each other need room for all of them between two bounds. Divisibility of one
-    variable by another has no bounds: there, small numbers show every case.
-    """
-    terms = [t for c in compares for t in c.terms]
-    numbers = {t.value for t in terms if isinstance(t.value, int)}
-    moduli = {t.modulus for t in terms if isinstance(t.modulus, int)}
-    period = math.lcm(*moduli)
-    if period > _MAX_PERIOD:
-        raise SearchTooLarge
-    values = {n + d for n in {1, *numbers} for d in range(-variables, variables * period + 1)}
-    if any(isinstance(t.modulus, str) for t in terms):
-        values.update(range(1, 33))
-    return sorted(v for v in values if v > 0)

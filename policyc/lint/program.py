@@ -65,8 +65,8 @@ class QuantizedProduct:
     @property
     def contracted(self) -> tuple[str, int]:
         """The name and the size of the dimension that the product contracts."""
-        dimension = {Gemm.FPROP: "k", Gemm.DGRAD: "n", Gemm.WGRAD: "m"}[self.gemm]
-        return dimension, self.site.attributes[dimension]
+        site = self.site
+        return {Gemm.FPROP: ("k", site.k), Gemm.DGRAD: ("n", site.n), Gemm.WGRAD: ("m", site.m)}[self.gemm]
 
 
 def quantized_products(context: Context) -> Iterator[QuantizedProduct]:

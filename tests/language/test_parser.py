@@ -13,7 +13,7 @@ from policyc.language.diagnostics import PolicyError, SourceText
 from policyc.language.loader import parse_with_diagnostics
 from policyc.language.parser import BlockStatement, comment_ranges, read_statements
 from policyc.language.policy import Policy, RecipeCall, RecipeDef, Rule, Seed, Setting, SplitRecipe
-from policyc.language.predicates import AllOf, AnyOf, Comparison, HasWeight, Not, Term
+from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Not, Term
 from policyc.language.recipes import Gemm
 from policyc.language.schedule import StepCondition
 from policyc.language.selectors import Indices, Selector, SelectorSegment, is_index
@@ -120,7 +120,12 @@ def test_many_more_spellings_parse_to_their_policy(drawn):
 
 
 NUMBER = Comparison(terms=(Term(value="k"), Term(value=1)), operators=("==",))
-WEIGHT = HasWeight()
+WEIGHT = Flag(name="weight")
+
+
+def compare(*parts) -> Comparison:
+    """A comparison from its terms and the operators between them."""
+    return Comparison(terms=tuple(Term(value=part) for part in parts[::2]), operators=parts[1::2])
 
 
 @pytest.mark.parametrize(
@@ -133,6 +138,16 @@ WEIGHT = HasWeight()
         ("not weight and k == 1", AllOf(operands=(Not(operand=WEIGHT), NUMBER))),
         ("weight or weight and k == 1", AnyOf(operands=(WEIGHT, AllOf(operands=(WEIGHT, NUMBER))))),
         ("(weight or weight) and k == 1", AllOf(operands=(AnyOf(operands=(WEIGHT, WEIGHT)), NUMBER))),
+        ("not mlp", Not(operand=Flag(name="mlp"))),
+        ("experts or block", AnyOf(operands=(Flag(name="experts"), Flag(name="block")))),
+        ("layer == 0", compare("layer", "==", 0)),
+        ("layer >= -4", compare("layer", ">=", Bound(Fraction(-4)))),
+        ("layer < 15%", compare("layer", "<", Bound(Fraction(15), True))),
+        ("layer>=-12.5 %", compare("layer", ">=", Bound(Fraction(-25, 2), True))),
+        ("2 <= layer < -8", compare(2, "<=", "layer", "<", Bound(Fraction(-8)))),
+        ("-15%<=layer", compare(Bound(Fraction(-15), True), "<=", "layer")),
+        ("layer >= -0", compare("layer", ">=", 0)),
+        ("15%k == 0", Comparison(terms=(Term(value=15, modulus="k"), Term(value=0)), operators=("==",))),
         ("not (weight or k == 1)", Not(operand=AnyOf(operands=(WEIGHT, NUMBER)))),
         ("((k == 1))", NUMBER),
         ("not k == 1", Not(operand=NUMBER)),
@@ -279,10 +294,11 @@ def reparse(node, text: str):
             )
         case StepCondition():
             return parse_with_diagnostics(f"{text} {{ zz -> keep }}").policy.rules[0].when[0]
-        case Comparison() | HasWeight() | Not() | AllOf() | AnyOf():
+        case Comparison() | Flag() | Not() | AllOf() | AnyOf():
             return parse_with_diagnostics(f"zz where ({text}) -> keep").policy.rules[0].where
         case Term():
-            return parse_with_diagnostics(f"zz where {text} == 1 -> keep").policy.rules[0].where.terms[0]
+            other = "layer >=" if isinstance(node.value, Bound) else "1 =="
+            return parse_with_diagnostics(f"zz where {other} {text} -> keep").policy.rules[0].where.terms[1]
         case RecipeCall() | SplitRecipe():
             return parse_with_diagnostics(f"zz -> {text}").policy.rules[0].recipe
         case Setting():
@@ -564,6 +580,35 @@ INVALID = [
     ("* where k -> bf16", "bad-predicate", 1, 9, "compare it"),
     ("* where weight == 1 -> bf16", "bad-predicate", 1, 9, "not weight"),
     ("* where k % 0 == 0 -> bf16", "bad-predicate", 1, 13, ""),
+    ("* where mlp == 1 -> bf16", "bad-predicate", 1, 9, "write 'mlp' or 'not mlp'"),
+    ("* where mlp = 1 -> bf16", "syntax-error", 1, 13, "write 'mlp' or 'not mlp'"),
+    ("* where mlp % 2 -> bf16", "bad-predicate", 1, 9, "write 'mlp' or 'not mlp'"),
+    ("* where mpl -> bf16", "unknown-variable", 1, 9, "did you mean 'mlp'?"),
+    ("* where attn -> bf16", "unknown-variable", 1, 9, "did you mean 'attention'?"),
+    ("* where lm_head -> bf16", "unknown-variable", 1, 9, "did you mean 'head'?"),
+    ("* where layers < 4 -> bf16", "unknown-variable", 1, 9, "did you mean 'layer'?"),
+    ("* where kind -> bf16", "unknown-variable", 1, 9, "write the kind itself: attention, "),
+    ("* where kind == mlp -> bf16", "bad-predicate", 1, 9, "write 'where mlp'"),
+    ("* where kind != mlp -> bf16", "bad-predicate", 1, 9, "write 'where not mlp'"),
+    ("* where kind = mlp -> bf16", "syntax-error", 1, 14, "where mlp"),
+    ("* where kind in (mlp, head) -> bf16", "syntax-error", 1, 14, "where mlp"),
+    ('* where kind == "mlp" -> bf16', "syntax-error", 1, 17, "where mlp"),
+    ("* where layer -> bf16", "bad-predicate", 1, 9, "layer >= -4"),
+    ("* where layer % 0 == 0 -> bf16", "bad-predicate", 1, 17, "1 or more"),
+    ("* where layer % -2 == 0 -> bf16", "bad-predicate", 1, 17, "1 or more"),
+    ("* where layer % -> bf16", "bad-predicate", 1, 15, "layer % 16"),
+    ("* where -4 <= m -> bf16", "bad-predicate", 1, 9, "layer >= -4"),
+    ("* where m < 15% -> bf16", "bad-predicate", 1, 13, "layer >= -4"),
+    ("* where layer % 2 == -1 -> bf16", "bad-predicate", 1, 22, "layer >= -4"),
+    ("* where layer < k -> bf16", "bad-predicate", 1, 17, "layer >= -4, layer < 15%"),
+    ("* where k % layer == 0 -> bf16", "bad-predicate", 1, 9, "layer >= -4, layer < 15%"),
+    ("* where layer == 15% -> bf16", "bad-predicate", 1, 18, "layer < 15% takes"),
+    ("* where layer <= 15% -> bf16", "bad-predicate", 1, 18, "layer < 15% takes"),
+    ("* where 15% < layer -> bf16", "bad-predicate", 1, 9, "layer < 15% takes"),
+    ("* where layer < 1e1% -> bf16", "number-out-of-range", 1, 17, "in full"),
+    ("* where layer < 1e999999999999% -> bf16", "number-out-of-range", 1, 17, "in full"),
+    ("* where layer < 101% -> bf16", "number-out-of-range", 1, 17, "up to 100%"),
+    ("* where layer >= -1.5 -> bf16", "number-out-of-range", 1, 18, "-1.5%"),
     ("a[5%] -> bf16", "bad-slice", 1, 3, "[5%:]"),
     ("a[::0] -> bf16", "bad-slice", 1, 5, "[::2]"),
     ("a[::-1] -> bf16", "bad-slice", 1, 5, "[::2]"),

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policyc import parse
-from policyc.language.predicates import AllOf, AnyOf, Comparison, HasWeight, Not, Term, comparisons
-from tests.support.strategies import predicates
+from policyc.language import kinds
+from policyc.language.bounds import Bound
+from policyc.language.kinds import KINDS, flags_of, possible_flags
+from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Not, Term, leaves
+from tests.support.strategies import FLAGS, predicates
 
-SITE = {"m": 4096, "n": 1024, "k": 4090, "batch": 1, "flops": 34359738368, "weight": True}
+SITE = {
+    "m": 4096, "n": 1024, "k": 4090, "batch": 1, "flops": 34359738368, "layer": 28, "layers": 32, **flags_of("experts")
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -27,6 +36,16 @@ SITE = {"m": 4096, "n": 1024, "k": 4090, "batch": 1, "flops": 34359738368, "weig
         ("weight and not (n < 512 or k < 512)", True),
         ("flops >= 1e9 and batch == 1", True),
         ("not weight or k != k", False),
+        ("mlp and experts and not attention", True),
+        ("block", False),
+        ("layer >= -4", True),
+        ("layer >= -3", False),
+        ("layer == -4 and layer == 28", True),
+        ("layer % 4 == 0", True),
+        ("2 <= layer < -3", True),
+        ("2 <= layer < -4", False),
+        ("layer >= -12.5%", True),
+        ("layer < 87.5%", False),
     ],
 )
 def test_examples(text, expected):
@@ -37,8 +56,8 @@ def test_examples(text, expected):
 def truth(node, site):
     """The value of a predicate in Python's own logic, for a site whose attributes are all known."""
     match node:
-        case HasWeight():
-            return site["weight"]
+        case Flag():
+            return site[node.name]
         case Not():
             return not truth(node.operand, site)
         case AllOf():
@@ -46,7 +65,16 @@ def truth(node, site):
         case AnyOf():
             return any(truth(o, site) for o in node.operands)
 
+    if site["layer"] is None and "layer" in str(node):
+        return False
+
     def number(value):
+        if isinstance(
+            value, Bound
+        ):  # the index at which Python's own slice starts or ends, if it is in the stack
+            share = (value.value + 100 if value.value < 0 else value.value) / 100
+            end = math.floor(share * site["layers"]) if value.percent else int(value.value)
+            return end if end >= 0 else site["layers"] + end
         return site[value] if isinstance(value, str) else value
 
     values = [
@@ -58,9 +86,15 @@ def truth(node, site):
     return eval(chain)  # contains only numbers and comparisons
 
 
-_sites = st.fixed_dictionaries(
-    {name: st.integers(1, 20) for name in ("m", "n", "k", "batch", "flops")} | {"weight": st.booleans()}
-)
+@st.composite
+def _draw_sites(draw):
+    sizes = {name: draw(st.integers(1, 20)) for name in ("m", "n", "k", "batch", "flops")}
+    layers = draw(st.none() | st.integers(1, 12))
+    layer = None if layers is None else draw(st.integers(0, layers - 1))
+    return sizes | {name: draw(st.booleans()) for name in FLAGS} | {"layer": layer, "layers": layers}
+
+
+_sites = _draw_sites()
 
 
 @given(predicates, _sites)
@@ -69,7 +103,9 @@ def test_predicates_agree_with_python(predicate, site):
     assert predicate.holds(site) is truth(predicate, site)
 
 
-@given(predicates, _sites, st.sets(st.sampled_from(["m", "n", "k", "batch", "flops", "weight"])))
+@given(
+    predicates, _sites, st.sets(st.sampled_from(["m", "n", "k", "batch", "flops", "layer", "layers", *FLAGS]))
+)
 @settings(max_examples=200)
 def test_an_answer_does_not_depend_on_unknown_attributes(predicate, site, hidden):
     """If some attributes decide a predicate, no value of the others changes the answer."""
@@ -85,6 +121,80 @@ def test_a_remainder_of_division_by_zero_is_undecided():
     assert where.holds({"k": 4, "n": 0}) is None
 
 
-def test_comparisons_are_found_at_every_depth():
+def test_comparisons_and_flags_are_found_at_every_depth():
     where = parse("* where not (k == 1 or weight and m < n) -> bf16").rules[0].where
-    assert [str(c) for c in comparisons(where)] == ["k == 1", "m < n"]
+    assert [str(leaf) for leaf in leaves(where)] == ["k == 1", "weight", "m < n"]
+
+
+# ---- layers
+
+
+def holds(text, **site):
+    return parse(f"* where {text} -> bf16").rules[0].where.holds(site)
+
+
+@pytest.mark.parametrize(
+    ("condition", "indices"),
+    [
+        ("layer >= -4", "[-4:]"),
+        ("layer < -4", "[:-4]"),
+        ("layer >= 3", "[3:]"),
+        ("layer < 3", "[:3]"),
+        ("layer < 15%", "[:15%]"),
+        ("layer >= -15%", "[-15%:]"),
+        ("layer >= 85%", "[85%:]"),
+        ("layer < -15%", "[:-15%]"),
+        ("layer < -0%", "[:-0%]"),
+        ("12.5% <= layer < 87.5%", "[12.5%:87.5%]"),
+        ("2 <= layer < -8", "[2:-8]"),
+        ("-8 <= layer < 10", "[-8:10]"),
+        ("layer == 0", "[0]"),
+        ("layer == -1", "[-1]"),
+        ("layer % 3 == 1", "[1::3]"),
+    ],
+)
+def test_a_layer_is_bounded_as_a_slice_is(condition, indices):
+    (segment,) = parse(f"s{indices} -> bf16").rules[0].selectors[0].segments
+    where = parse(f"* where {condition} -> bf16").rules[0].where
+    for layers in range(1, 101):
+        taken = [layer for layer in range(layers) if where.holds({"layer": layer, "layers": layers})]
+        assert taken == list(segment.indices.select(layers)), layers
+
+
+def test_a_site_outside_blocks_has_no_layer():
+    """Every comparison with `layer` is false there. A layer that is not known decides nothing."""
+    for condition in ("layer >= -4", "layer < -4", "layer != 3", "layer == layer", "layer % 2 == 0"):
+        assert holds(condition, layer=None, layers=None) is False
+        assert holds(f"not {condition}", layer=None, layers=None) is True
+        assert holds(condition) is None
+    assert holds("layer >= -4", layer=3) is None  # of an unknown number
+    assert holds("layer >= 2", layer=3) is True
+
+
+# ---- kinds
+
+
+def test_the_kinds_are_those_of_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "language.md").read_text(encoding="utf-8")
+    rows = dict(
+        re.findall(
+            r"^\| `(\w+)` \| (.*?) \|$", page.partition("### Kinds")[2].partition("\n## ")[0], re.MULTILINE
+        )
+    )
+    assert rows == {kind.word: kind.meaning for kind in KINDS.values()}
+    assert set(rows) | {"weight"} == set(FLAGS) == set(kinds.FLAGS)
+
+
+def test_which_kinds_are_possible_together():
+    possible = possible_flags(frozenset(FLAGS) - {"block"})
+    true_words = {frozenset(word for word in FLAGS if flags[word] and word != "block") for flags in possible}
+    assert true_words == set(map(frozenset, [
+        (), ("weight",), ("mlp", "weight"), ("mlp", "experts", "weight"), ("attention", "weight"), ("scores",),
+        ("router", "weight"), ("embedding",), ("embedding", "weight"), ("head",), ("head", "weight"), ("conv",),
+        ("conv", "weight"),
+    ]))  # fmt: skip
+
+
+def test_a_kind_brings_what_it_implies():
+    true_words = {word for word, is_true in flags_of("experts", "block").items() if is_true}
+    assert true_words == {"experts", "mlp", "weight", "block"}

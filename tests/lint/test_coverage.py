@@ -27,17 +27,12 @@ from policyc.language.schedule import StepCondition, representative_steps
 from policyc.language.selectors import expand_selector, parse_path
 from policyc.lint.automata import Budget, SearchTooLarge, _Automaton
 from policyc.lint.context import Context
-from policyc.lint.coverage import (
-    _ANY_SIZE,
-    Coverage,
-    Point,
-    ResolvedRule,
-    find_uncovered_point,
-    sample_attributes,
-)
+from policyc.lint.coverage import Coverage, Point, ResolvedRule, find_uncovered_point
 from policyc.lint.engine import lint
+from policyc.lint.samples import sample_attributes
 from tests.support.policy_oracle import (
     SITE_NAMES,
+    make_places,
     matched_bits,
     policies_differ,
     random_policy,
@@ -154,7 +149,7 @@ def test_a_policy_without_its_redundant_rules_treats_every_point_alike(seeds: ra
 def test_the_random_policies_contain_overridden_and_redundant_rules() -> None:
     """Random rules that never cover each other would prove nothing."""
     overridden = together = redundant = 0
-    for seed in range(100):
+    for seed in range(200):
         _, coverage = make_coverage(random_policy(random.Random(seed)))
         overridden += sum(bool(coverage.find_overriding_rules(rule)) for rule in coverage.rules)
         together += sum(len(coverage.find_overriding_rules(rule)) > 1 for rule in coverage.rules)
@@ -211,6 +206,35 @@ def test_every_combination_of_conditions_that_a_gemm_meets_has_a_sample(seed: in
         assert len({v for c in conditions for v in ("m", "n", "k") if v in str(c)}) == 3
         return
     assert set(zip(*map(holds_for_gemms, texts), strict=True)) <= samples, texts
+
+
+KIND_CONDITIONS = (
+    "mlp", "not mlp", "experts", "mlp and not experts", "attention", "attention or scores", "head", "embedding or head",
+    "router", "conv", "weight", "not weight", "block", "block and weight", "not (mlp or attention)",
+    "mlp and layer >= -4",
+    "layer >= -4", "layer >= -8", "layer < -4", "layer < 4", "layer >= 4", "layer > 4", "layer <= -4", "layer != 0",
+    "layer == -1", "layer == 9", "2 <= layer < -8", "-8 <= layer < 10", "layer < 15%", "layer >= -15%", "layer < 85%",
+    "12.5% <= layer < 50%", "layer % 2 == 0", "layer % 6 < 4", "layer % 3 == 1 or head", "not layer >= 4",
+)  # fmt: skip
+PLACES = make_places([*range(1, 34), 48, 64, 81])
+
+
+@cache
+def holds_at_places(text: str) -> tuple[bool | None, ...]:
+    condition = parse_condition(text)
+    return tuple(condition.holds(place) for place in PLACES)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_samples_of_kinds_and_layers_are_those_of_all_places(seed: int) -> None:
+    """Each combination of conditions that a place meets has a sample, and each sample is a place."""
+    texts = random.Random(seed).sample(KIND_CONDITIONS, 3)
+    conditions = tuple(map(parse_condition, texts))
+    samples = {tuple(c.holds(a) for c in conditions): a for a in sample_attributes(conditions)}
+    assert set(zip(*map(holds_at_places, texts), strict=True)) <= samples.keys(), texts
+    for sample in samples.values():
+        place = {name: value for name, value in sample.items() if name in PLACES[0]}
+        assert place in make_places([] if place["layers"] is None else [place["layers"]]), place
 
 
 PHASES = (
@@ -287,6 +311,29 @@ def test_every_combination_of_phases_that_a_step_is_in_has_a_sample(texts: tuple
         ("after 90% { a -> fp8 }; after 50% { a -> bf16 }", [0]),
         ("after 1000 { a -> fp8 }; after 50% { a -> bf16 }", []),
         ("a -> fp8; * -> keep", [0]),
+        ("* where mlp -> fp8; * where head -> bf16", []),
+        ("* where mlp -> fp8; * where head -> bf16; * where not head -> f32", [0]),
+        ("* where experts -> fp8; * where mlp -> bf16", [0]),
+        ("* where mlp -> fp8; * where experts -> bf16", []),
+        ("* where mlp -> fp8; * where experts -> bf16; * where mlp and not experts -> bf16", [0]),
+        ("* where mlp -> fp8; * where weight -> bf16", [0]),
+        ("* where scores -> fp8; * where not weight -> bf16", [0]),
+        ("* where head -> fp8; * where weight -> bf16", []),
+        ("* where mlp -> fp8; * where block -> bf16", []),  # an MLP need not be in a block
+        ("* where layer >= 0 -> fp8; * where block -> bf16", [0]),
+        ("* where block -> fp8; * where layer >= 0 -> bf16", [0]),
+        ("* where not block -> fp8; * where not layer >= 4 -> bf16", [0]),
+        ("* where layer >= -4 -> fp8; * where layer >= -8 -> bf16", [0]),
+        ("* where layer >= -8 -> fp8; * where layer >= -4 -> bf16", []),
+        ("* where layer >= 8 -> fp8; * where layer >= 4 -> bf16", [0]),
+        ("* where layer >= -4 -> fp8; * where layer >= 4 -> bf16", []),  # in a stack of 4
+        ("* where layer >= 4 -> fp8; * where layer >= -4 -> bf16", []),
+        ("* where layer == -1 -> fp8; * where layer >= -15% -> bf16", [0]),
+        ("* where layer >= -1.5% -> fp8; * where layer == -1 -> bf16", []),  # two of 80 layers
+        ("* where block -> fp8; * where layer < 85% -> bf16; * where layer >= -15% -> bf16", [0]),
+        ("* where block -> fp8; * where layer < 85% -> bf16; * where layer >= -14% -> bf16", []),
+        ("* where layer % 4 == 1 -> fp8; * where layer % 2 == 1 -> bf16", [0]),
+        ("* where layer < 4 -> fp8; layers[:4] -> bf16", []),  # of another stack, perhaps
     ],
 )  # fmt: skip
 def test_which_rules_are_overridden(text: str, indices: list[int]) -> None:
@@ -416,7 +463,7 @@ def test_the_cost_of_a_question_does_not_depend_on_hashes() -> None:
         context = Context(parse_with_diagnostics("\n".join([*rules, f"{one}.x -> bf16"])))
         budget = Budget(1_000)
         path = parse_path(f"{one}.{other}.{third}")
-        point = Point(path=path, gemm=Gemm.FPROP, moment=(0, 1), attributes=_ANY_SIZE)
+        point = Point(path=path, gemm=Gemm.FPROP, moment=(0, 1), attributes={"k": 1})
         assert context.coverage.find_deciding_rule(point, budget) is not None
         return 1_000 - budget.remaining
 

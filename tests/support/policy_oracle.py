@@ -64,12 +64,42 @@ MOMENTS = tuple(
     for step in sorted({0, 1, total // 2 - 1, total // 2, -(-total // 2), 98, 99, 100, 101, total - 1})
     if 0 <= step < total
 )
-SIZES = tuple(
-    {"m": m, "n": n, "k": k, "batch": 1, "flops": 2 * m * n * k, "weight": weight}
-    for m, n, k, weight in itertools.product(
-        (1, 2, 3, 17), (1, 2, 3), (1, 2, 3, 4, 15, 16, 17, 18, 48), (True, False)
+_ROLES = (
+    {"mlp", "weight"}, {"mlp", "experts", "weight"}, {"attention", "weight"}, {"scores"}, {"router", "weight"},
+    {"embedding"}, {"embedding", "weight"}, {"head"}, {"head", "weight"}, {"conv"}, {"conv", "weight"}, set(),
+    {"weight"},
+)  # fmt: skip
+"""The words of `where` that can be true of one site, without `block`."""
+
+FLAGS = ("weight", "attention", "scores", "mlp", "experts", "router", "embedding", "head", "conv", "block")
+
+
+def make_places(depths: Iterable[int]) -> tuple[SiteAttributes, ...]:
+    """Every kind that a site can have, outside blocks and in every block of stacks of these depths."""
+    blocks = [(None, None), *((layer, depth) for depth in depths for layer in range(depth))]
+    return tuple(
+        {flag: flag in role for flag in FLAGS}
+        | {"block": layer is not None, "layer": layer, "layers": layers}
+        for role in _ROLES
+        for layer, layers in blocks
     )
+
+
+_PLACES = make_places((1, 2, 3, 5, 6, 9))
+_PLAIN_PLACES = [place for place in _PLACES if place["layer"] is None and not place["head"]][-2:]
+SIZES = (
+    *(
+        {"m": m, "n": n, "k": k, "batch": 1, "flops": 2 * m * n * k, **place}
+        for m, n, k, place in itertools.product(
+            (1, 2, 3, 17), (1, 2, 3), (1, 2, 3, 4, 15, 16, 17, 18, 48), _PLAIN_PLACES
+        )
+    ),
+    *(
+        {"m": 1, "n": 2, "k": k, "batch": 1, "flops": 4 * k, **place}
+        for k, place in itertools.product((1, 16, 17), _PLACES)
+    ),
 )
+"""GEMMs of many sizes and no kind, and of a few sizes and every kind."""
 
 
 def selector_matches(selector: Selector, site: SiteName) -> bool:
@@ -271,7 +301,10 @@ _SLICES = (
 _PRODUCTS = ("", "", "", "", " @ fprop", " @ bwd", " @ wgrad", " @ fprop, dgrad")
 _WHERE = (
     "k >= 16", "k < 16", "k % 2 == 0", "k % 2 == 1", "weight", "not weight", "k >= 16 or weight", "m < n", "m >= n",
-    "k > 16 and weight", "k <= 16 or not weight", "1 < k < 16",
+    "k > 16 and weight", "k <= 16 or not weight", "1 < k < 16", "mlp", "not mlp", "experts", "attention or mlp", "head",
+    "mlp and head", "scores", "block", "not block", "block and weight", "router or experts", "layer >= -2", "layer < 3",
+    "layer >= -34%", "layer < -2", "mlp and layer >= -3", "1 <= layer < -1", "layer == -1", "not layer >= 1",
+    "layer % 2 == 0", "layer < 50%", "layer >= 50% and not experts",
 )  # fmt: skip
 _WHEN = ("after 50%", "until 50%", "after 100", "until 100")
 _RECIPES = ("fp8", "fp8", "bf16", "bf16", "keep", "split(fprop=fp8, bwd=bf16)", "r1", "r2")
@@ -280,16 +313,17 @@ _RECIPES = ("fp8", "fp8", "bf16", "bf16", "keep", "split(fprop=fp8, bwd=bf16)", 
 def random_policy(rng: random.Random, rules: int = 7, recipes: tuple[str, ...] = _RECIPES) -> str:
     """The text of a random policy with selectors, conditions and phases that differ inside the universe."""
     head = f"recipe r1 = {rng.choice(('fp8', 'fp8', 'bf16', 'f32'))}\nrecipe r2 = r1\n"
-    body = "\n".join(_random_rule(rng, recipes) for _ in range(rng.randint(2, rules)))
+    conditions = rng.sample(_WHERE, 4)  # few, so that rules of one policy share some
+    body = "\n".join(_random_rule(rng, recipes, conditions) for _ in range(rng.randint(2, rules)))
     tail = rng.choice(
         ("", "", "\nvariant v { recipe r1 = f32 }", "\nvariant v { a.* -> bf16; recipe r2 = keep }")
     )
     return f"{head}{body}{tail}\n"
 
 
-def _random_rule(rng: random.Random, recipes: tuple[str, ...]) -> str:
+def _random_rule(rng: random.Random, recipes: tuple[str, ...], conditions: Sequence[str]) -> str:
     selectors = ", ".join(_random_selector(rng) for _ in range(rng.choice((1, 1, 1, 2))))
-    where = f" where {rng.choice(_WHERE)}" if rng.random() < 0.3 else ""
+    where = f" where {rng.choice(conditions)}" if rng.random() < 0.3 else ""
     rule = f"{selectors}{where} -> {rng.choice(recipes)}"
     for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
         rule = f"{rng.choice(_WHEN)} {{ {rule} }}"

@@ -27,7 +27,7 @@ from policyc.language.policy import (
     SplitRecipe,
     Variant,
 )
-from policyc.language.predicates import AllOf, AnyOf, Comparison, HasWeight, Not, Term
+from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Not, Term
 from policyc.language.recipes import Gemm
 from policyc.language.schedule import StepCondition
 from policyc.language.selectors import Indices, Selector, SelectorSegment
@@ -39,6 +39,9 @@ RESERVED = ("nvfp4", "mxfp4", "mxfp8", "fp8", "fp4", "bf16", "f32", "keep", "spl
 OPERAND_WORDS = (
     "all", "fprop", "dgrad", "wgrad", "bwd", "weights", "activations", "grad", "fprop.weights", "dgrad.weights",
     "fprop.activations", "wgrad.activations", "dgrad.grad", "wgrad.grad",
+)  # fmt: skip
+FLAGS = (
+    "weight", "attention", "scores", "mlp", "experts", "router", "embedding", "head", "conv", "block",
 )  # fmt: skip
 SYNONYMS = {
     "weights": ("weights", "weight"),
@@ -123,12 +126,39 @@ def comparisons(draw: Callable[..., Any]) -> Comparison:
     return Comparison(terms=chain, operators=tuple(draw(_operators) for _ in range(count - 1)))
 
 
+_layers = st.builds(Term, value=st.just("layer"))
+_layer_terms = st.one_of(
+    _numbers.map(lambda n: Term(value=n)),
+    st.integers(-(10**6), -1).map(lambda n: Term(value=Bound(Fraction(n)))),
+)
+_remainders = st.builds(Term, value=st.just("layer"), modulus=st.integers(1, 9))
+
+
+@st.composite
+def layer_comparisons(draw: Callable[..., Any]) -> Comparison:
+    """`layer` on one side or in the middle of a chain, with numbers of either sign, percentages or a remainder."""
+    if draw(st.booleans()):
+        terms = (draw(_remainders), Term(value=draw(st.integers(0, 9))))
+        return Comparison(terms=terms, operators=(draw(_operators),))
+    below = draw(st.sampled_from(["number", "percentage", "nothing"]))
+    above = draw(st.sampled_from(["number", "percentage", "nothing"] if below != "nothing" else ["number"]))
+    percentages = _signed_percent.map(lambda bound: Term(value=bound))
+    terms, operators = [draw(_layers)], []
+    if below != "nothing":
+        terms.insert(0, draw(percentages if below == "percentage" else _layer_terms))
+        operators.append(draw(st.sampled_from(["<=", ">"]) if below == "percentage" else _operators))
+    if above != "nothing":
+        terms.append(draw(percentages if above == "percentage" else _layer_terms))
+        operators.append(draw(st.sampled_from(["<", ">="]) if above == "percentage" else _operators))
+    return Comparison(terms=tuple(terms), operators=tuple(operators))
+
+
 def _tuples_of(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.lists(inner, min_size=2, max_size=3).map(tuple)
 
 
 predicates = st.recursive(
-    comparisons() | st.builds(HasWeight),
+    comparisons() | layer_comparisons() | st.builds(Flag, name=st.sampled_from(FLAGS)),
     lambda inner: st.one_of(
         st.builds(Not, operand=inner),
         st.builds(AllOf, operands=_tuples_of(inner)),
@@ -446,8 +476,8 @@ class _Writer:
                         self.put(node.operators[i - 1])
                         self.line_continuation()
                     self.term(term)
-            case HasWeight():
-                self.put("weight")
+            case Flag():
+                self.put(node.name)
 
     def term(self, term: Term) -> None:
         self.operand(term.value)
@@ -457,9 +487,11 @@ class _Writer:
             self.line_continuation()
             self.operand(term.modulus)
 
-    def operand(self, value: str | int) -> None:
+    def operand(self, value: str | int | Bound) -> None:
         if isinstance(value, str):
             self.put(value)
+        elif isinstance(value, Bound):
+            self.bound(value)
         else:
             self.number(value)
 

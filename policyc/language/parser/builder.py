@@ -1,20 +1,15 @@
-"""Builds statements from lark's trees, and reports what is wrong with those it leaves out.
-
-When a piece of a file is parsed alone, `offset` is the start of the piece in the file.
-"""
+"""Builds statements from lark's trees, and reports what is wrong with those it leaves out."""
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from typing import Any, Literal, cast
 
-from lark import Token, Tree
+from lark import Tree
 
-from policyc.base.text import did_you_mean
-from policyc.language.bounds import MAX_DIGITS, Bound
-from policyc.language.diagnostics import Diagnostic, SourceText, Span
-from policyc.language.parser.grammar import MAX_DEPTH
+from policyc.language.bounds import Bound
+from policyc.language.diagnostics import SourceText
+from policyc.language.parser.conditions import ConditionBuilder
 from policyc.language.parser.statements import BlockStatement, ImportStatement, Statement
 from policyc.language.policy import (
     MAX_SEED,
@@ -26,49 +21,21 @@ from policyc.language.policy import (
     Setting,
     SplitRecipe,
 )
-from policyc.language.predicates import (
-    NUMERIC_ATTRIBUTES,
-    AllOf,
-    AnyOf,
-    Comparison,
-    HasWeight,
-    Not,
-    Operator,
-    Predicate,
-    Term,
-)
 from policyc.language.recipes import GEMM_GROUPS, Gemm, canonical_operand_word, suggest_gemm
 from policyc.language.schedule import StepCondition
 from policyc.language.selectors import Indices, Selector, SelectorSegment
 
 _MAX_SPLIT_DEPTH = 4  # splits in splits: `bwd=` stands for two products, so each level may double the recipe
-_TRUTH_VALUES = ("true", "false")
 _VALUE = re.compile(r"[^\W\d]\w*(\.\w+)*|[0-9][\w./]*")
 """A value that the grammar accepts without braces. One value in braces prints without them, so it must match."""
 
 
-class StatementBuilder:
-    """Builds nodes from trees. Collects diagnostics instead of raising them. A statement with an error is left out."""
+class StatementBuilder(ConditionBuilder):
+    """Builds statements. One with an error is left out."""
 
     def __init__(self, source: SourceText) -> None:
-        self.source = source
-        self.offset = 0
+        super().__init__(source)
         self._split_depth = 0
-        self.diagnostics: list[Diagnostic] = []
-
-    def span(self, node: Any) -> Span:
-        """Returns the span of a tree or a token."""
-        first = last = node
-        while isinstance(first, Tree):
-            first = first.children[0]
-        while isinstance(last, Tree):
-            last = last.children[-1] or last.children[-2]  # an optional part that is absent is None
-        return Span(self.source, self.offset + first.start_pos, self.offset + last.end_pos)
-
-    def _report(self, code: str, place: Any, message: str, help: str = "") -> None:
-        """`place` is a span, a tree or a token."""
-        span = place if isinstance(place, Span) else self.span(place)
-        self.diagnostics.append(Diagnostic(code=code, message=message, span=span, help=help))
 
     def statements(self, trees: list[Any]) -> tuple[Statement, ...]:
         """Builds the statements of a file or a block."""
@@ -199,69 +166,6 @@ class StatementBuilder:
             )
         return frozenset(gemms)
 
-    # ---- predicates
-
-    def _any_of(self, tree: Any) -> Predicate:
-        operands = tuple(self._all_of(c) for c in tree.children if isinstance(c, Tree))
-        return operands[0] if len(operands) == 1 else AnyOf(operands=operands, span=self.span(tree))
-
-    def _all_of(self, tree: Any) -> Predicate:
-        operands = tuple(self._negation(c) for c in tree.children if isinstance(c, Tree))
-        return operands[0] if len(operands) == 1 else AllOf(operands=operands, span=self.span(tree))
-
-    def _negation(self, tree: Any) -> Predicate:
-        *nots, operand = tree.children
-        predicate = self._any_of(operand.children[1]) if operand.data == "group" else self._compare(operand)
-        if len(nots) > MAX_DEPTH:
-            self._report(
-                "nested-too-deep", nots[0], f"more than {MAX_DEPTH} times 'not'", "two of them cancel out"
-            )
-            return predicate
-        for token in reversed(nots):
-            predicate = Not(operand=predicate, span=self.span(token).to(self.span(operand)))
-        return predicate
-
-    def _compare(self, tree: Any) -> Predicate:
-        terms = tuple(self._term(c) for c in tree.children if isinstance(c, Tree))
-        # The grammar accepts only operators here.
-        operators = tuple(cast(Operator, str(c)) for c in tree.children if isinstance(c, Token))
-        boolean_terms = [t for t in terms if t.variables & {"weight", *_TRUTH_VALUES}]
-        if len(terms) == 1:
-            is_known = terms[0].variables <= {*NUMERIC_ATTRIBUTES, "weight"}  # otherwise it has been reported
-            if terms[0].value in _TRUTH_VALUES:
-                help = "leave 'where' out, or compare a size: k >= 1024"
-                self._report("bad-predicate", tree, f"'{terms[0]}' is always the same", help)
-            if is_known and (terms[0].value != "weight" or terms[0].modulus is not None):
-                comparison = f"{terms[0]} >= 1024" if terms[0].modulus is None else f"{terms[0]} == 0"
-                self._report(
-                    "bad-predicate", tree, f"'{terms[0]}' is not true or false", f"compare it: {comparison}"
-                )
-            return HasWeight(span=self.span(tree))
-        if boolean_terms:
-            help = "write 'weight' or 'not weight'"
-            message = f"'{boolean_terms[0]}' is true or false, not a number"
-            self._report("bad-predicate", boolean_terms[0].span, message, help)
-        return Comparison(terms=terms, operators=operators, span=self.span(tree))
-
-    def _term(self, tree: Any) -> Term:
-        value, modulus = tree.children
-        term = Term(
-            value=self._operand(value),
-            modulus=None if modulus is None else self._operand(modulus),
-            span=self.span(tree),
-        )
-        if term.modulus == 0:
-            self._report("bad-predicate", modulus, "a remainder of division by zero", "divide by 1 or more")
-        return term
-
-    def _operand(self, token: Any) -> str | int:
-        if token.type == "NUMBER":
-            return self._integer(token)
-        if token not in (*NUMERIC_ATTRIBUTES, "weight", *_TRUTH_VALUES):
-            help = did_you_mean(token, (*NUMERIC_ATTRIBUTES, "weight"))
-            self._report("unknown-variable", token, f"a site has no '{token}'", help)
-        return str(token)
-
     # ---- recipes
 
     def _recipe(self, tree: Any) -> RecipeExpr:
@@ -330,45 +234,3 @@ class StatementBuilder:
                 )
         end = self.span(value if value is not None else name)
         return Setting(name=str(name), words=words, span=self.span(name).to(end))
-
-    # ---- numbers
-
-    def _bound(self, token: Any) -> Bound:
-        text = token.replace("_", "").rstrip("%")
-        percent = token.endswith("%")
-        if len(text) > MAX_DIGITS:
-            self._report(
-                "number-out-of-range", token, "this number is too long", f"{MAX_DIGITS} digits at most"
-            )
-            text = "0"
-        value = Fraction(text)
-        if percent and abs(value) > 100:
-            self._report("number-out-of-range", token, "more than 100%", "percentages go up to 100%")
-        if not percent and value.denominator != 1:
-            self._report(
-                "number-out-of-range",
-                token,
-                "not a whole number",
-                f"write a whole number, or a percentage: {_as_percentage(value)}",
-            )
-        return Bound(value, percent, self.span(token))
-
-    def _integer(self, token: Any) -> int:
-        text = token.replace("_", "").lower()
-        mantissa, _, exponent = text.partition("e")
-        is_too_large = len(mantissa) > MAX_DIGITS or len(exponent) > 2 or int(exponent or 0) > MAX_DIGITS
-        value = Fraction(0) if is_too_large else Fraction(mantissa) * 10 ** int(exponent or 0)
-        if is_too_large or value >= 10**MAX_DIGITS:  # it would print as a number that the parser rejects
-            help = f"{MAX_DIGITS} digits at most"
-            self._report("number-out-of-range", token, "this number is too large", help)
-            return 0
-        if value.denominator != 1:
-            self._report(
-                "number-out-of-range", token, "not a whole number", "dimensions and counts are whole"
-            )
-        return int(value)
-
-
-def _as_percentage(value: Fraction) -> str:
-    """Returns the percentage that a number stands for. A number below 1 is a fraction: 0.82 is 82%."""
-    return str(Bound(value * 100 if abs(value) < 1 else value, True))

@@ -59,6 +59,7 @@ _TERMINAL_NAMES = {
     "ARROW": "'->'", "_SEP": "end of line", "SEGMENT": "a selector", "WORD": "a name", "COMMA": "','", "DOT": "'.'",
     "LPAR": "'('", "RPAR": "')'", "LSQB": "'['", "RSQB": "']'", "LBRACE": "'{'", "RBRACE": "'}'", "EQUAL": "'='",
     "AT": "'@'", "WHERE": "'where'", "EXPECT": "'expect'", "INT": "a number", "NUMBER": "a number", "SET": "'{...}'",
+    "NEGATIVE": "a number",
     "POINT": "a step or a percentage", "BOUND": "an index", "COLON": "':'", "STRING": "a file name in quotes",
     "COMPARE": "a comparison", "AND": "'and'", "OR": "'or'", "NOT": "'not'", "PERCENT": "'%'", "VALUE": "a value",
     "ANCHOR": "'^'", "$END": "end of file", "MORE_PRODUCTS": "', PRODUCT'",

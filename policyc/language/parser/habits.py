@@ -10,9 +10,12 @@ import unicodedata
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from policyc.language.kinds import FLAGS
+
 _WINDOW = 200  # characters before and after an error that are looked at
 _BLANK = " \t\r\f"
 
+_KIND_ALONE = "a kind is a condition by itself: where mlp"
 _PRODUCTS = ("fprop", "dgrad", "wgrad", "bwd")
 _KEYWORDS = {
     "before": "'before' is written 'until'",
@@ -156,7 +159,8 @@ def _explain_quotes(site: SyntaxErrorSite) -> str:
     if first and first[1] in _KEYWORDS:
         return _KEYWORDS[first[1]]
     if site.is_in_condition:
-        return "a condition compares sizes: names are matched by the selector"
+        is_kind = re.search(r"\bkind\s*(==|!=)\s*\Z", site.before)
+        return _KIND_ALONE if is_kind else "a condition compares sizes: names are matched by the selector"
     if re.match(r"\{\s*[\"']", site.before):
         return "a rule is written SELECTOR -> RECIPE"
     kind = "a selector is" if site.is_in_selector else "a name is"
@@ -251,11 +255,15 @@ def _explain_name(site: SyntaxErrorSite) -> str:
 
 
 def _explain_condition(site: SyntaxErrorSite) -> str:
-    """`where k * n > 10`, `where k > 1K`, `where k in (1, 2)`, `where weight = 1`."""
+    """`where k * n > 10`, `where k > 1K`, `where k in (1, 2)`, `where mlp = 1`, `where kind = mlp`."""
     if not site.is_in_condition:
         return ""
-    if re.search(r"\bweight\s*\Z", site.before) and re.match(r"=|is\b", site.after):
-        return "write 'weight' or 'not weight'"
+    word = re.search(r"\b(\w+)\s*\Z", site.before)
+    if word and re.match(r"=|is\b|in\b", site.after):
+        if word[1] in FLAGS:
+            return f"write '{word[1]}' or 'not {word[1]}'"
+        if word[1] == "kind":
+            return _KIND_ALONE
     if re.search(r"\d\Z", site.before) and re.match(r"[^\W\d]|\*\*|\^", site.after):
         return "write the number in full"
     if re.match(r"(in|is)\b", site.after):

@@ -12,6 +12,7 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING
 
 from policyc.base.text import count_others
+from policyc.language.kinds import Flags, flags_of
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import expand_selector, parse_path
@@ -28,23 +29,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SensitiveSite:
-    """A kind of site: what messages call it, its common names, and whether one of its operands is a parameter."""
+    """A kind of site: what messages call it, its common names, and what is true for it in `where`."""
 
     code: str
     noun: str
     names: tuple[str, ...]
-    has_weight: bool = True
+    flags: Flags
+    layer: tuple[int, int] | None = None
     text: str
     bad: str
     good: str
 
+    @property
+    def has_weight(self) -> bool:
+        return self.flags["weight"]
+
+
+_MIDDLE_BLOCK = (16, 32)
 
 _SITES = (
     _SensitiveSite(
         code="attention-scores-in-4-bits",
         noun="score products of attention",
         names=SCORE_NAMES,
-        has_weight=False,
+        flags=flags_of("scores"),
+        layer=_MIDDLE_BLOCK,
         text="""The score products of attention are in 4 bits.
 
         `softmax(q k) v` contains two GEMMs without a parameter. A rule for all of attention, or for all sites,
@@ -64,6 +73,7 @@ _SITES = (
         code="embedding-in-4-bits",
         noun="embedding",
         names=EMBEDDING_NAMES,
+        flags=flags_of("embedding", "weight"),
         text="""The embedding is in 4 bits.
 
         Some models look up tokens by a GEMM with one-hot rows. A rule for all sites matches this GEMM too. It takes
@@ -79,6 +89,7 @@ _SITES = (
         code="head-in-4-bits",
         noun="head",
         names=HEAD_NAMES,
+        flags=flags_of("head", "weight"),
         text="""The output head is in 4 bits.
 
         The logits feed the loss directly. All published recipes keep the head in high precision. Add a rule that does
@@ -94,6 +105,8 @@ _SITES = (
         code="router-in-4-bits",
         noun="router",
         names=ROUTER_NAMES,
+        flags=flags_of("router"),
+        layer=_MIDDLE_BLOCK,
         text="""The router of a mixture of experts is in 4 bits.
 
         A router is small, so 4 bits save almost no time, and an error in it sends tokens to other experts. Add a rule
@@ -171,7 +184,7 @@ def _find_rules_in_4_bits(site: _SensitiveSite, context: Context) -> Iterator[tu
     names_by_rule: dict[int, dict[str, None]] = {}
     for name in site.names:
         for gemm in Gemm:
-            rule = context.find_deciding_rule(parse_path(name), gemm, has_weight=site.has_weight)
+            rule = context.find_deciding_rule(parse_path(name), gemm, site.flags, site.layer)
             if rule is not None and rule.recipe.bits(gemm) == 4:
                 names_by_rule.setdefault(rule.index, {})[name] = None
     for index in sorted(names_by_rule):

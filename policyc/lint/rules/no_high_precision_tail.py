@@ -25,7 +25,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from policyc.base.text import count_others
-from policyc.language.policy import Policy
+from policyc.language.kinds import Flags, flags_of
+from policyc.language.policy import Policy, Rule
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment, Pattern, expand_selector
 from policyc.lint.automata import example_path
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _DEPTH = 32  # of the example stack; the answer does not depend on it
 _MAX_STACKS = 8
+_KINDS = tuple(map(flags_of, ("mlp", "experts", "attention")))  # of the sites that fill a block
 _BLOCKS_PER_KEPT_BLOCK = 8  # as in the published runs: 4 of 32 and 8 of 62
 
 
@@ -58,7 +60,9 @@ def _check_names(context: Context) -> Iterator[Finding]:
             is_sensitive = ".".join(map(str, example_path(pattern))) in SENSITIVE_NAMES
             if Gemm.FPROP not in products or is_sensitive:
                 continue
-            if all(_is_in_4_bits(context, _locate_in_layer(pattern, layer)) for layer in last_layers):
+            paths = [_locate_in_layer(pattern, layer) for layer in last_layers]
+            kinds = [flags for flags in _KINDS if _matches_tail(rule.rule, flags)]
+            if kinds and all(_is_in_4_bits(context, path, flags) for path in paths for flags in kinds):
                 yield Finding(
                     span=rule.rule.span,
                     message="the last blocks run in 4 bits too",
@@ -87,8 +91,14 @@ def _locate_in_layer(pattern: Pattern, layer: PathSegment) -> DottedPath:
     return path if pattern.anchored else (layer, *path)
 
 
-def _is_in_4_bits(context: Context, path: DottedPath) -> bool:
-    rule = context.find_deciding_rule(path, Gemm.FPROP)
+def _matches_tail(rule: Rule, flags: Flags) -> bool:
+    """Returns False if the condition of a rule excludes a site of a kind in the last block, whatever its size."""
+    layer = {"block": True, "layer": _DEPTH - 1, "layers": _DEPTH}
+    return rule.where is None or rule.where.holds({**flags, **layer}) is not False
+
+
+def _is_in_4_bits(context: Context, path: DottedPath, flags: Flags) -> bool:
+    rule = context.find_deciding_rule(path, Gemm.FPROP, flags, (_DEPTH - 1, _DEPTH))
     return rule is not None and rule.recipe.bits(Gemm.FPROP) == 4
 
 

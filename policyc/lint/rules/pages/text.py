@@ -102,7 +102,8 @@ RULES = (
         "unknown-variable",
         """A condition uses an attribute that sites do not have.
 
-        The condition cannot be evaluated. Use `m`, `n`, `k`, `batch`, `flops` or `weight`.
+        The condition cannot be evaluated. Use a size (`m`, `n`, `k`, `batch`, `flops`), `weight`, a kind such as `mlp`,
+        or `layer`.
         """,
         bad="* where size > 1024 -> bf16",
         good="* where flops > 1024 -> bf16",

@@ -1,0 +1,158 @@
+"""Builds the predicates of `where` from lark's trees."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, cast
+
+from lark import Token, Tree
+
+from policyc.language.bounds import Bound
+from policyc.language.kinds import FLAGS, suggest_word
+from policyc.language.parser.grammar import MAX_DEPTH
+from policyc.language.parser.nodes import NodeBuilder
+from policyc.language.predicates import (
+    NUMERIC_ATTRIBUTES,
+    AllOf,
+    AnyOf,
+    Comparison,
+    Flag,
+    Not,
+    Operator,
+    Predicate,
+    Term,
+)
+
+_TRUTH_VALUES = ("true", "false")
+_MIRRORED: dict[Operator, Operator] = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_WORDS_FOR_KIND = ("kind", "type", "role")  # `kind == mlp` is written `mlp`
+
+
+class ConditionBuilder(NodeBuilder):
+    """Builds predicates."""
+
+    def _any_of(self, tree: Any) -> Predicate:
+        operands = tuple(self._all_of(c) for c in tree.children if isinstance(c, Tree))
+        return operands[0] if len(operands) == 1 else AnyOf(operands=operands, span=self.span(tree))
+
+    def _all_of(self, tree: Any) -> Predicate:
+        operands = tuple(self._negation(c) for c in tree.children if isinstance(c, Tree))
+        return operands[0] if len(operands) == 1 else AllOf(operands=operands, span=self.span(tree))
+
+    def _negation(self, tree: Any) -> Predicate:
+        *nots, operand = tree.children
+        predicate = self._any_of(operand.children[1]) if operand.data == "group" else self._compare(operand)
+        if len(nots) > MAX_DEPTH:
+            self._report(
+                "nested-too-deep", nots[0], f"more than {MAX_DEPTH} times 'not'", "two of them cancel out"
+            )
+            return predicate
+        for token in reversed(nots):
+            predicate = Not(operand=predicate, span=self.span(token).to(self.span(operand)))
+        return predicate
+
+    def _compare(self, tree: Any) -> Predicate:
+        if self._is_reported_as_kind(tree):
+            return Flag(name="mlp", span=self.span(tree))
+        before = len(self.diagnostics)
+        terms = tuple(self._term(c) for c in tree.children if isinstance(c, Tree))
+        # The grammar accepts only operators here.
+        operators = tuple(cast(Operator, str(c)) for c in tree.children if isinstance(c, Token))
+        comparison = Comparison(terms=terms, operators=operators, span=self.span(tree))
+        if len(self.diagnostics) > before:
+            return comparison
+        if len(terms) == 1:
+            return self._flag(terms[0])
+        flags = [t for t in terms if t.variables & {*FLAGS, *_TRUTH_VALUES}]
+        if flags:
+            words = [v for t in terms for v in sorted(t.variables) if v in FLAGS]
+            help = f"write '{words[0]}' or 'not {words[0]}'" if words else "leave the comparison out"
+            message = f"'{flags[0]}' is true or false, not a number"
+            self._report("bad-predicate", flags[0].span, message, help)
+        else:
+            self._check_layer(comparison)
+        return comparison
+
+    def _flag(self, term: Term) -> Predicate:
+        """Builds a term without a comparison."""
+        name = str(term.value)
+        if name in _TRUTH_VALUES:
+            help = "leave 'where' out, or compare a size: k >= 1024"
+            self._report("bad-predicate", term.span, f"'{term}' is always the same", help)
+        elif name in FLAGS and term.modulus is not None:
+            message = f"'{name}' is true or false, not a number"
+            self._report("bad-predicate", term.span, message, f"write '{name}' or 'not {name}'")
+        elif name not in FLAGS:
+            bound = "== 0" if term.modulus is not None else ">= -4" if name == "layer" else ">= 1024"
+            self._report(
+                "bad-predicate", term.span, f"'{term}' is not true or false", f"compare it: {term} {bound}"
+            )
+        return Flag(name=name, span=term.span)
+
+    def _is_reported_as_kind(self, tree: Any) -> bool:
+        """Reports `kind == mlp`, which is written `mlp`."""
+        words = [str(c.children[0]) for c in tree.children if isinstance(c, Tree)]
+        kinds = [word for word in words if word in FLAGS]
+        if len(words) != 2 or len(kinds) != 1 or not {*words} & {*_WORDS_FOR_KIND}:
+            return False
+        negation = "not " if tree.children[1] == "!=" else ""
+        self._report(
+            "bad-predicate", tree, "a kind is a condition by itself", f"write 'where {negation}{kinds[0]}'"
+        )
+        return True
+
+    def _check_layer(self, comparison: Comparison) -> None:
+        """Reports what only `layer` is compared with, and what it is not compared with."""
+        for term in comparison.terms if comparison.reads_layer else ():
+            if term.variables - {"layer"} or term.modulus == "layer":
+                help = "write a number or a percentage: layer >= -4, layer < 15%"
+                self._report("bad-predicate", term.span, "'layer' is compared with numbers only", help)
+                return
+        for operator, (left, right) in zip(comparison.operators, pairwise(comparison.terms), strict=True):
+            self._check_bound(left, right, _MIRRORED[operator])
+            self._check_bound(right, left, operator)
+
+    def _check_bound(self, bound: Term, other: Term, operator: Operator) -> None:
+        """Checks a link of a comparison: `other operator bound`."""
+        if not isinstance(bound.value, Bound):
+            return
+        is_percentage = bound.value.percent
+        if other.value != "layer" or other.modulus is not None or bound.modulus is not None:
+            noun = "a percentage" if is_percentage else "a negative number"
+            message = f"only 'layer' is compared with {noun}"
+            self._report("bad-predicate", bound.span, message, "layer >= -4 takes the last four blocks")
+        elif is_percentage and operator not in ("<", ">="):
+            message = f"'layer {operator} {bound}': a percentage is compared by '<' or '>=' only"
+            help = f"layer < {bound} takes the blocks before it, layer >= {bound} the others"
+            self._report("bad-predicate", bound.span, message, help)
+
+    def _term(self, tree: Any) -> Term:
+        first, *rest = tree.children
+        span = self.span(tree)
+        if len(rest) == 1:
+            return Term(value=self._percentage(first, rest[0]), span=span)
+        modulus = self._operand(rest[1]) if rest else None
+        value = self._operand(first)
+        if modulus == 0 or isinstance(modulus, Bound):
+            divisor = "zero" if modulus == 0 else "a negative number"
+            message = f"a remainder of division by {divisor}"
+            self._report("bad-predicate", rest[1], message, "divide by 1 or more")
+            modulus = 1
+        return Term(value=value, modulus=modulus, span=span)
+
+    def _percentage(self, token: Any, sign: Any) -> str | Bound:
+        if token.type == "WORD":
+            self._report("bad-predicate", sign, "a remainder needs a divisor", f"write {token} % 16")
+            return str(token)
+        return self._bound(token, sign)
+
+    def _operand(self, token: Any) -> str | int | Bound:
+        if token.type == "NUMBER":
+            return self._integer(token)
+        if token.type == "NEGATIVE":
+            bound = self._bound(token)
+            return bound if bound.value < 0 else int(bound.value)
+        if token not in (*NUMERIC_ATTRIBUTES, *FLAGS, *_TRUTH_VALUES):
+            help = suggest_word(token, NUMERIC_ATTRIBUTES)
+            self._report("unknown-variable", token, f"a site has no '{token}'", help)
+        return str(token)
