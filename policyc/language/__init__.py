@@ -4,6 +4,7 @@ Nothing in this package imports JAX.
 """
 
 __all__ = [
+    "bounds",
     "bundled",
     "diagnostics",
     "formats",
