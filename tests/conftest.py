@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -52,11 +53,19 @@ settings.register_profile(
 settings.load_profile("policyc")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """A damaged entry of the cache is no fault of a test: JAX warns and compiles.
+# Tests that take minutes, or need what `make setup` does not install. Each of them has a target of the Makefile.
+ON_REQUEST = ("slow", "trainers", "peers", "cuda", "browser", "te", "slurm")
 
-    The processes that a test starts use its cache: one may still be writing an entry, or was killed while it did.
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leaves out the tests on request that `-m` does not name, and ignores what JAX says about its cache.
+
+    A damaged entry of the cache is no fault of a test: JAX warns and compiles. The processes that a test starts use its
+    cache: one may still be writing an entry, or was killed while it did.
     """
+    named = config.option.markexpr
+    left_out = [f"not {marker}" for marker in ON_REQUEST if marker not in re.findall(r"\w+", named)]
+    config.option.markexpr = " and ".join([f"({named})"] * bool(named) + left_out)
     config.addinivalue_line(
         "filterwarnings", "ignore:Error (reading|writing) persistent compilation cache entry:UserWarning"
     )

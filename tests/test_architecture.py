@@ -18,6 +18,8 @@ import pytest
 
 import policyc
 
+pytestmark = pytest.mark.any_jax
+
 ROOT = Path(policyc.__file__).parent
 DATA = {"grammars", "policies"}  # inside the package in a wheel, beside it in a checkout
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))

@@ -14,6 +14,8 @@ import pytest
 from policyc.base.files import atomic_write, open_output
 from tests.support.command import ROOT
 
+pytestmark = pytest.mark.any_jax
+
 
 def write(path: Path, text: bytes = b"new") -> None:
     with atomic_write(path) as stream:

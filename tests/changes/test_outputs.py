@@ -28,6 +28,8 @@ from tests.support.diff_models import (
     unrolled,
 )
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.fixture(scope="module")
 def diff() -> DiffData:

@@ -18,6 +18,8 @@ from policyc.changes.data import as_data
 from policyc.changes.page import fill_page, render_page
 from tests.support.diff_models import HOSTILE, KEEP_LAST, UNROLLED, hostile_diff, make_diff, unrolled
 
+pytestmark = pytest.mark.any_jax
+
 
 class PageParser(HTMLParser):
     """Collects the elements of a page, and the texts of scripts by their ids."""

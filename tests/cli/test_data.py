@@ -18,6 +18,8 @@ from policyc.cli import data as command
 from policyc.models.llama.configs import RunConfig
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 tokenizers = pytest.importorskip("tokenizers")
 corpora = pytest.importorskip("policyc.models.llama.corpora")
 

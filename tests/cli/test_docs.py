@@ -25,7 +25,10 @@ DOCS = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
 COMMANDS = load_commands()
 RULE_PAGES = "\n---\n\n"  # what stands before the pages of the rules in docs/lint.md
 
-pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="an installed package has no docs")
+pytestmark = [
+    pytest.mark.any_jax,
+    pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="an installed package has no docs"),
+]
 
 
 def read_doc(name: str) -> str:

@@ -20,6 +20,8 @@ from policyc.cli.options import (
 from policyc.language.loader import parse as parse_policy
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 
 @click.command(cls=ProgramCommand)
 @click.argument("policy")

@@ -12,7 +12,7 @@ import pytest
 from tests.support.command import CommandResult, policyc
 
 # The command compiles every operation by itself: there is nothing to fuse, and optimizing changes no bit.
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = [pytest.mark.any_jax, pytest.mark.usefixtures("quick_compile")]
 
 REFERENCE = np.load(Path(__file__).parents[1] / "data" / "nvfp4_reference.npz")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

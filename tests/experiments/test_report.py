@@ -15,6 +15,8 @@ from policyc.experiments.report.output import write_report
 from policyc.experiments.report.sweeps import ReportError
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 
 class TagChecker(HTMLParser):
     """Asserts that tags are closed in order and that nothing is loaded. Collects the texts outside of scripts."""

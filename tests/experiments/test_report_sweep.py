@@ -25,6 +25,8 @@ from policyc.language.bundled import data_folder
 from tests.experiments.test_report import check_page
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 STEPS = 200
 Loss = Callable[[np.ndarray], np.ndarray]
 

@@ -24,6 +24,8 @@ from policyc.experiments.sweep.slurm import (
 from policyc.experiments.sweep.slurm_task import SlurmTask
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 # Each notes its words in calls.txt. sbatch counts jobs from 7, squeue prints queue.txt or fails if it is missing.
 COMMANDS = {
     "sbatch": 'grep -c "^sbatch" calls.txt | { read n; echo "Submitted batch job $((n + 6))"; }; cp "$1" script.sh',

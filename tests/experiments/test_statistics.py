@@ -24,6 +24,8 @@ from policyc.experiments.statistics import (
     smallest_detectable_effect,
 )
 
+pytestmark = pytest.mark.any_jax
+
 SWEEPS = 20_000
 NATS = Margin(value=0.01, is_relative=False)
 

@@ -26,6 +26,8 @@ from policyc.language.bundled import bundled_policies
 from policyc.language.formatter import format_file
 from policyc.language.loader import load, parse_with_diagnostics
 
+pytestmark = pytest.mark.any_jax
+
 TWO_RECIPES = """
 recipe nv = nvfp4(rht=wgrad, rht_size=32, sr=grad)
 * -> bf16

@@ -28,6 +28,8 @@ from tests.support.sweep_runs import (
     write_status,
 )
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:

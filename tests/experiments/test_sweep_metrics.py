@@ -17,6 +17,8 @@ from policyc.experiments.sweep.metrics import (
 from policyc.experiments.sweep.wrapper import judge_end
 from tests.support.sweep_runs import make_run
 
+pytestmark = pytest.mark.any_jax
+
 
 def test_a_reader_follows_a_file_that_grows_and_starts_again_after_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"

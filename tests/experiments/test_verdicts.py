@@ -11,6 +11,8 @@ from scipy import stats
 from policyc.experiments.statistics import Margin, Settings, parse_margin
 from policyc.experiments.verdicts import Comparison, SeedLosses, Verdict, compare_variants
 
+pytestmark = pytest.mark.any_jax
+
 SETTINGS = Settings(margin=Margin(value=0.01, is_relative=False))
 BASE = (2.50, 2.53, 2.47, 2.51, 2.49)
 NOISE = (0.001, -0.001, 0.0005, -0.0004, 0.0)

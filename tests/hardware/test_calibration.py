@@ -10,9 +10,12 @@ import pytest
 from policyc.hardware import gemm_cost
 from tests.support.command import ROOT
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("benchmarks") is None, reason="an installed package has no benchmarks"
-)
+pytestmark = [
+    pytest.mark.any_jax,
+    pytest.mark.skipif(
+        importlib.util.find_spec("benchmarks") is None, reason="an installed package has no benchmarks"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

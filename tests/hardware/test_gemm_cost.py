@@ -13,6 +13,8 @@ from policyc.hardware import gemm_cost
 from policyc.language.recipes import Gemm, Recipe, Treatment, make_recipe
 from policyc.numerics.targets import TARGETS, get_target
 
+pytestmark = pytest.mark.any_jax
+
 SIZES = st.integers(1, 20).map(lambda n: 2**n)
 BY_WIDTH = ("f32", "bf16", "fp8", "nvfp4")
 

@@ -9,6 +9,8 @@ import pytest
 from policyc.hardware import gpus
 from policyc.numerics.targets import TARGETS, get_target
 
+pytestmark = pytest.mark.any_jax
+
 BF16 = 16  # XLA's number of the element type
 
 

@@ -28,6 +28,8 @@ from policyc.language.recipes import make_recipe
 from policyc.numerics.targets import get_target
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 
 def loss(w, x):
     return jnp.sum(jnp.tanh(x @ w["up"]) @ w["down"])

@@ -18,6 +18,8 @@ from policyc.language.loader import parse_with_diagnostics
 from tests.support import fuzz
 from tests.support.audit import recording
 
+pytestmark = pytest.mark.any_jax
+
 
 def codes(text: str) -> list[str]:
     return [d.code for d in parse_with_diagnostics(text).diagnostics]

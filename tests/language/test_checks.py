@@ -11,6 +11,8 @@ from policyc.language.parser import read_statements
 from policyc.language.policy import RecipeCall, RecipeDef, Rule
 from policyc.language.recipes import OPTIONS
 
+pytestmark = pytest.mark.any_jax
+
 
 def definitions(text: str) -> Definitions:
     """The recipes and rules of a text that has nothing else in it."""

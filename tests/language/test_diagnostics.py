@@ -12,6 +12,8 @@ from policyc import PolicyError, parse
 from policyc.base.text import closest_name, did_you_mean
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Severity, SourceText, Span, render
 
+pytestmark = pytest.mark.any_jax
+
 
 def parse_error_lines(text: str) -> list[str]:
     """The lines of the error that parsing a text raises."""

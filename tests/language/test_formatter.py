@@ -14,6 +14,8 @@ from policyc.language.loader import parse_with_diagnostics
 from policyc.language.parser import read_statements
 from tests.support.strategies import texts
 
+pytestmark = pytest.mark.any_jax
+
 
 def fmt(text: str) -> str:
     file, diagnostics = read_statements(SourceText(text))

@@ -13,6 +13,8 @@ from policyc.language.loader import locate, parse_with_diagnostics
 from tests.support.audit import recording
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 
 def load_errors(path) -> list[tuple[str, str, int]]:
     """The code, file and line of each diagnostic."""

@@ -19,6 +19,8 @@ from policyc.language.schedule import StepCondition
 from policyc.language.selectors import Indices, Selector, SelectorSegment, is_index
 from tests.support.strategies import texts
 
+pytestmark = pytest.mark.any_jax
+
 FPROP, DGRAD, WGRAD = Gemm
 NV = RecipeCall(
     name="nvfp4",

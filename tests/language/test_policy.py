@@ -11,6 +11,8 @@ import pytest
 from policyc import load, parse
 from policyc.language.policy import Policy, RecipeCall
 
+pytestmark = pytest.mark.any_jax
+
 # ---- variants
 
 

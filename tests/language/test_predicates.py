@@ -17,6 +17,8 @@ from policyc.language.kinds import KINDS, flags_of, possible_flags
 from policyc.language.predicates import AllOf, AnyOf, Comparison, Flag, Not, Term, leaves
 from tests.support.strategies import FLAGS, predicates
 
+pytestmark = pytest.mark.any_jax
+
 SITE = {
     "m": 4096, "n": 1024, "k": 4090, "batch": 1, "flops": 34359738368, "layer": 28, "layers": 32, **flags_of("experts")
 }  # fmt: skip

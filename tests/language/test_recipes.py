@@ -10,6 +10,8 @@ import pytest
 from policyc import parse
 from policyc.language.recipes import OPERANDS, Gemm, Recipe, Role, Treatment
 
+pytestmark = pytest.mark.any_jax
+
 SIX = (
     "fprop.activation",
     "fprop.weight",

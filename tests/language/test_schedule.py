@@ -12,6 +12,8 @@ from policyc import parse
 from policyc.language.bounds import Bound
 from policyc.language.schedule import StepCondition, representative_steps
 
+pytestmark = pytest.mark.any_jax
+
 
 def condition(kind: str, value: int, percent: bool = False) -> StepCondition:
     return StepCondition(kind=kind, bound=Bound(Fraction(value), percent))

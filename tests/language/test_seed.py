@@ -9,6 +9,8 @@ import pytest
 from policyc.language.formatter import format_file
 from policyc.language.loader import load, parse, parse_with_diagnostics
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.mark.parametrize("text", ["seed = 7", "seed=7", "seed =\n7", "seed = 0_7;", "seed = 7  # why"])
 def test_the_seed_is_read_and_printed(text: str) -> None:

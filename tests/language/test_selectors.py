@@ -28,6 +28,8 @@ from policyc.language.selectors import (
     read_segments,
 )
 
+pytestmark = pytest.mark.any_jax
+
 # ---- the oracle
 
 

@@ -17,6 +17,8 @@ from policyc.language.treatments import (
     normalize_recipe,
 )
 
+pytestmark = pytest.mark.any_jax
+
 
 def recipe_of(text: str) -> Recipe:
     policy = parse(f"a -> {text}")

@@ -12,6 +12,8 @@ from policyc import parse
 from policyc.language.selectors import Indices
 from policyc.lint.automata import Budget, example_index, index_classes
 
+pytestmark = pytest.mark.any_jax
+
 SLICES = (
     "[0]", "[7]", "[-1]", "[-8]", "[:4]", "[4:]", "[-4:]", "[:-4]", "[4:8]", "[-8:-4]", "[::2]", "[1::3]", "[2:20:5]",
     "[-15%:]", "[:85%]", "[15%:]", "[:15%]", "[12.5%:87.5%]", "[-1.5%:]", "[1%:2%]", "[99%:-1]", "[:3%]", "[50%:]",

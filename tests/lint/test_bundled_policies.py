@@ -13,6 +13,8 @@ from policyc.language.formatter import format_file
 from policyc.language.loader import parse_with_diagnostics
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 EXPECTED = {
     "te_nvfp4", "te_nvfp4_bound", "te_nvfp4_no_rht", "llama_nvfp4", "llama3_8b_nvfp4", "nvfp4_paper_12b",
     "nvfp4_late_switch", "quartet2", "fp8", "mxfp8", "mxfp4", "bf16",

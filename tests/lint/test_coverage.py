@@ -40,6 +40,8 @@ from tests.support.policy_oracle import (
     site_name_bits,
 )
 
+pytestmark = pytest.mark.any_jax
+
 QUICK_SEEDS = [range(start, start + 25) for start in range(0, 250, 25)]
 SLOW_SEEDS = [range(start, start + 250) for start in range(1_000, 3_500, 250)]
 SEEDS = [*QUICK_SEEDS, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in SLOW_SEEDS)]

@@ -13,6 +13,8 @@ from policyc.language.loader import parse_with_diagnostics
 from policyc.lint.engine import lint
 from tests.support.linting import fix_text, lint_codes
 
+pytestmark = pytest.mark.any_jax
+
 
 def test_an_error_while_reading_hides_what_the_rules_would_find() -> None:
     assert lint_codes("mlp -> fp8\nmlp -> bf17\nmlp -> bf16") == ["unknown-format"]

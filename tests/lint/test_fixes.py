@@ -17,6 +17,8 @@ from policyc.lint.fixes import FixedText, apply_fixes
 from tests.support.linting import TAIL, fix_text, follow_help, lint_codes
 from tests.support.policy_oracle import policies_differ, random_policy
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.mark.parametrize(
     ("before", "after"),

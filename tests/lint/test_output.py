@@ -19,6 +19,8 @@ from policyc.lint.engine import lint
 from policyc.lint.rules import LINT_RULES
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 TESTS = Path(__file__).parents[1]
 FIXTURES = Path(__file__).parent / "fixtures"
 

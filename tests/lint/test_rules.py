@@ -24,6 +24,8 @@ from policyc.lint.rules import ALL_CODES, LINT_RULES, PROGRAM_CODES
 from tests.support.command import CommandResult, policyc
 from tests.support.linting import lint_codes
 
+pytestmark = pytest.mark.any_jax
+
 FIXTURES = Path(__file__).parent / "fixtures"
 TABLES = {"pages", "in_4_bits"}
 """The modules with more than one code."""

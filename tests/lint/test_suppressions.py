@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.linting import TAIL, fix_text, lint_codes
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.mark.parametrize(
     ("text", "codes"),

@@ -15,6 +15,8 @@ import pytest
 
 from policyc.models.llama.configs import ConfigError, RunConfig
 
+pytestmark = pytest.mark.any_jax
+
 data = pytest.importorskip("policyc.models.llama.data")
 tokens = pytest.importorskip("policyc.models.llama.data.tokens")
 

@@ -20,6 +20,8 @@ from policyc.models.llama import configs, metrics
 from policyc.models.llama.configs import ConfigError
 from policyc.models.llama.goodput import TimeAccount
 
+pytestmark = pytest.mark.any_jax
+
 
 @pytest.fixture
 def open_log(tmp_path):

@@ -21,6 +21,8 @@ from policyc.models.llama.configs import ConfigError, RunConfig
 data = pytest.importorskip("policyc.models.llama.data")
 from policyc.models.llama.data import batches, documents, specs, tokens, windows  # noqa: E402
 
+pytestmark = pytest.mark.any_jax
+
 END = 256
 OPENED: list[Any] = []
 # 4 to 150 bytes; one is in three files.

@@ -11,6 +11,8 @@ from policyc.language.formats import FORMATS
 from policyc.numerics.targets import TARGETS, find_by_device_kind, get_target
 from tests.support.command import policyc
 
+pytestmark = pytest.mark.any_jax
+
 # Dense TFLOP/s in bf16, fp8 and nvfp4, memory in GB and TB/s, as NVIDIA publishes them.
 PUBLISHED = {
     "h100": (989, 1979, None, 80, 3.35),
