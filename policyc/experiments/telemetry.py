@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from policyc.language.selectors import DottedPath
 from policyc.numerics.operand_stats import summarize_errors
 
 StatsRow = dict[str, Any]
+
+_LONGEST_LINE = 65_536  # bytes, far more than a row has
 
 
 def stats(policy: Policy | str | Path, loss: Callable[..., Any], *args: Any) -> list[StatsRow]:
@@ -173,10 +176,31 @@ def _json_number(value: Any) -> float | None:
 
 
 def _append_rows(path: Path, step: int, rows: Sequence[StatsRow]) -> None:
-    """Appends rows to a file in one step. Drops rows of this step and later ones: a resumed run writes them again."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] < step]
+    """Appends rows to a file. Drops rows of this step and later ones: a resumed run writes them again."""
+    content = "".join(json.dumps({"step": step, **row}) + "\n" for row in rows).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
+    if _read_last_step(path) < step:
+        with path.open("ab") as stream:
+            stream.write(content)
+        return
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if _read_step(line) < step]
     with atomic_write(path) as stream:
-        stream.write("".join(f"{line}\n" for line in kept).encode())
-        stream.write("".join(json.dumps({"step": step, **row}) + "\n" for row in rows).encode())
+        stream.write(b"".join(kept) + content)
+
+
+def _read_last_step(path: Path) -> float:
+    """The step of the last line; -1 without one, and infinity if the line is damaged, as after a kill."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _LONGEST_LINE))
+            lines = stream.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return -1
+    return _read_step(lines[-1]) if lines else -1
+
+
+def _read_step(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf

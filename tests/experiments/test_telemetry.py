@@ -219,6 +219,32 @@ def test_observe_writes_every_nth_step_and_resumes_a_run(tmp_path: Path) -> None
     assert steps.count(2) == steps.count(4)
 
 
+def test_observations_are_appended_and_a_broken_line_is_not(tmp_path: Path) -> None:
+    """A file that is written again as a whole is another file, and takes longer with every observation."""
+    path, args = tmp_path / "stats.jsonl", ({"head": _array(0, 8, 8)}, _array(1, 8, 8))
+
+    def steps() -> list[int]:
+        return list(dict.fromkeys(json.loads(line)["step"] for line in path.read_text().splitlines()))
+
+    def loss(params: Any, x: Any) -> Any:
+        return (x @ params["head"]).sum()
+
+    with policyc.active("* -> mxfp8", stats_every=1):
+        policyc.set_output_dir(tmp_path)
+        policyc.observe(0, loss, *args)
+        file = path.stat().st_ino
+        whole = path.read_text()
+        policyc.observe(1, loss, *args)
+        assert path.stat().st_ino == file
+        assert path.read_text().startswith(whole)
+        assert steps() == [0, 1]
+        # The process was killed while it wrote.
+        for broken in (b'{"step": 1, "loss": ', b"{}\n", b'{"step": 9}'):
+            path.write_bytes(whole.encode() + broken)
+            policyc.observe(2, loss, *args)
+            assert steps() == [0, 2]
+
+
 @pytest.mark.slow
 def test_a_schedule_is_measured_in_its_current_phase() -> None:
     policy = policyc.parse("* -> mxfp8\nafter 10 { head -> bf16 }")
