@@ -22,7 +22,7 @@ from policyc.lint import rules
 from policyc.lint.engine import lint
 from policyc.lint.rules import ALL_CODES, LINT_RULES, PROGRAM_CODES
 from tests.support.command import CommandResult, policyc
-from tests.support.linting import lint_codes
+from tests.support.linting import follow_help, lint_codes
 
 pytestmark = pytest.mark.any_jax
 
@@ -163,6 +163,26 @@ def test_every_finding_says_what_to_try(code: str) -> None:
         ("mlp.* -> nvfp4(sr=grad)\nlayers[-15%:].mlp.* -> bf16", []),
         ("layers[:-4].mlp.* -> nvfp4(sr=grad)", []),
         ("mlp.* @ bwd -> nvfp4(sr=grad)", []),
+        ("mlp.* -> nvfp4(sr=grad)\n* where layer >= -4 -> bf16", []),
+        ("mlp.* -> nvfp4(sr=grad)\n* where layer >= -15% -> bf16", []),
+        ("mlp.* -> nvfp4(sr=grad)\n* where layer < 4 -> bf16", ["no-high-precision-tail"]),
+        ("* where mlp -> nvfp4(sr=grad)", ["no-high-precision-tail"]),
+        ("* where mlp -> nvfp4(sr=grad)\n* where mlp and layer >= -4 -> bf16", []),
+        ("* where mlp -> nvfp4(sr=grad)\n* where attention and layer >= -4 -> bf16", ["no-high-precision-tail"]),
+        ("* where mlp -> nvfp4(sr=grad)\n* where experts -> bf16\n* where layer == -1 -> bf16", []),
+        ("* where mlp and layer < -4 -> nvfp4(sr=grad)", []),
+        ("* where block and weight and not router -> nvfp4(sr=grad)", ["no-high-precision-tail"]),
+        # sensitive sites, by kind
+        ("* where head -> nvfp4(sr=grad)", ["head-in-4-bits"]),
+        ("* where scores -> mxfp4(sr=grad)", ["attention-scores-in-4-bits"]),
+        ("* where weight and not (head or embedding or router) -> nvfp4(sr=grad)\n* where layer >= -4 -> bf16", []),
+        ("* where block and weight -> nvfp4(sr=grad)\n* where layer >= -4 -> bf16", ["router-in-4-bits"]),
+        ("* where not weight -> bf16\n* -> nvfp4(sr=grad)\n* where not mlp or layer >= -4 -> bf16", ["shadowed-rule"]),
+        # kinds that exclude or imply each other
+        ("* where mlp -> fp8\n* where head -> bf16", []),
+        ("* where experts -> fp8\n* where mlp -> bf16", ["shadowed-rule"]),
+        ("* where mlp -> fp8\n* where experts -> fp8", ["redundant-rule"]),
+        ("* where mlp and head -> bf16", ["impossible-predicate"]),
         # the score products have no weight operand
         ("attention where weight -> fp8", []),
         ("* -> mxfp4(sr=grad)\n*embed*, *head, *router*, gate, output*, logits*, to_logits, wte -> bf16\n"
@@ -184,6 +204,28 @@ def test_every_finding_says_what_to_try(code: str) -> None:
 )  # fmt: skip
 def test_findings_beyond_the_fixtures(text: str, codes: list[str]) -> None:
     assert lint_codes(text) == codes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "* where weight -> nvfp4(sr=grad)",
+        "* where mlp -> nvfp4(sr=grad)",
+        "* where head -> nvfp4(sr=grad)",
+        "* where scores -> nvfp4(sr=grad)",
+        "* where block -> nvfp4(sr=grad)",
+        "{mlp,moe}.* -> nvfp4(sr=grad)",
+    ],
+)
+def test_a_policy_in_4_bits_has_no_findings_after_what_they_suggest(text: str) -> None:
+    findings = lint(parse_with_diagnostics(text)).diagnostics
+    assert findings
+    for _ in range(6):
+        if not findings:
+            break
+        text = follow_help(text, findings[0].help)
+        findings = lint(parse_with_diagnostics(text)).diagnostics
+    assert not findings, text
 
 
 def test_a_shadowed_rule_shows_the_rule_that_overrides_it() -> None:

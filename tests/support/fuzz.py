@@ -30,7 +30,7 @@ TOKENS = (
     "{", "}", '"', "'", "import ", "recipe ", "after ", "until ", "variant ", "where ", "expect ", "and ", "or ",
     "not ", "fprop", "dgrad", "wgrad", "bwd", "weight", "k", "m", "n", "batch", "flops", "0", "1", "16", "007", "82%",
     "-15%", "100%", "1e9", "1e18", "1_000", "17/16", "1.5", "nvfp4", "mxfp4", "mxfp8", "fp8", "fp4", "bf16", "f32",
-    "keep", "split", "rht=", "sr=", "grad", "weights", "scale2d=", "rounding=ms_eden", "mean_split", "mlp", "layers",
+    "keep", "split", "rht=", "sr=", "grad", "weights", "scale2d=", "rounding=ms_eden", "mean_split", "mlp", "layers", "layer", "-4", "15%",
     "nv", "attention", "{a,b}", "[0]", "[-4:]", "[::2]", "a -> bf16", "mlp.* -> nv", '"te_nvfp4"', '"fuzz_self"', "\f",
     "\0", "\x1b[31m", "é", "名", "\u2028", "\u00a0", "\ufeff", "\ud800", "٣", "²", "\\", "$", "/", "//", "&&", "||",
     "!",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from policyc.base.text import count_others
 from policyc.language.kinds import Flags, flags_of
 from policyc.language.policy import Rule
+from policyc.language.predicates import Flag
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import expand_selector, parse_path
 from policyc.lint.automata import example_path
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SensitiveSite:
-    """A kind of site: what messages call it, its common names, and what is true for it in `where`."""
+    """A kind of site: its word in `where`, what messages call it, its common names, and in which block it may be."""
 
     code: str
+    kind: str
     noun: str
     names: tuple[str, ...]
-    flags: Flags
     layer: tuple[int, int] | None = None
     text: str
     bad: str
@@ -42,7 +43,12 @@ class _SensitiveSite:
 
     @property
     def has_weight(self) -> bool:
-        return self.flags["weight"]
+        return self.kind != "scores"
+
+    @property
+    def flags(self) -> Flags:
+        """What is true for it in `where`."""
+        return flags_of(self.kind, *(("weight",) if self.has_weight else ()))
 
 
 _MIDDLE_BLOCK = (16, 32)
@@ -50,9 +56,9 @@ _MIDDLE_BLOCK = (16, 32)
 _SITES = (
     _SensitiveSite(
         code="attention-scores-in-4-bits",
+        kind="scores",
         noun="score products of attention",
         names=SCORE_NAMES,
-        flags=flags_of("scores"),
         layer=_MIDDLE_BLOCK,
         text="""The score products of attention are in 4 bits.
 
@@ -71,9 +77,9 @@ _SITES = (
     ),
     _SensitiveSite(
         code="embedding-in-4-bits",
+        kind="embedding",
         noun="embedding",
         names=EMBEDDING_NAMES,
-        flags=flags_of("embedding", "weight"),
         text="""The embedding is in 4 bits.
 
         Some models look up tokens by a GEMM with one-hot rows. A rule for all sites matches this GEMM too. It takes
@@ -87,9 +93,9 @@ _SITES = (
     ),
     _SensitiveSite(
         code="head-in-4-bits",
+        kind="head",
         noun="head",
         names=HEAD_NAMES,
-        flags=flags_of("head", "weight"),
         text="""The output head is in 4 bits.
 
         The logits feed the loss directly. All published recipes keep the head in high precision. Add a rule that does
@@ -103,9 +109,9 @@ _SITES = (
     ),
     _SensitiveSite(
         code="router-in-4-bits",
+        kind="router",
         noun="router",
         names=ROUTER_NAMES,
-        flags=flags_of("router"),
         layer=_MIDDLE_BLOCK,
         text="""The router of a mixture of experts is in 4 bits.
 
@@ -118,8 +124,8 @@ _SITES = (
         """,
         good="""
         moe.* -> nvfp4(sr=grad)
-        moe.{router,gate} -> bf16
-        layers[-4:] -> bf16
+        * where router -> bf16
+        * where layer >= -4 -> bf16
         """,
     ),
 )
@@ -137,7 +143,7 @@ def _check(site: _SensitiveSite, context: Context) -> Iterator[Finding]:
         yield Finding(
             span=rule.span,
             message=f"this rule puts the {site.noun} ('{names[0]}') in 4 bits",
-            help=_suggest_by_name(rule, names) if site.has_weight else _suggest_weight(rule),
+            help=_suggest(site, rule),
         )
 
 
@@ -164,11 +170,12 @@ def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterat
         )
 
 
-def _suggest_by_name(rule: Rule, names: tuple[str, ...]) -> str:
+def _suggest(site: _SensitiveSite, rule: Rule) -> str:
     patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
-    if all(".".join(map(str, example_path(pattern))) in names for pattern in patterns):
+    is_named = all(".".join(map(str, example_path(pattern))) in site.names for pattern in patterns)
+    if rule.where == Flag(name=site.kind) or (is_named and site.has_weight):
         return "write '-> bf16' in this rule"  # it is about nothing else
-    return f"add a rule after it: {_format_exception(names)}"
+    return f"add a rule after it: * where {site.kind} -> bf16" if site.has_weight else _suggest_weight(rule)
 
 
 def _suggest_weight(rule: Rule) -> str:
@@ -189,13 +196,6 @@ def _find_rules_in_4_bits(site: _SensitiveSite, context: Context) -> Iterator[tu
                 names_by_rule.setdefault(rule.index, {})[name] = None
     for index in sorted(names_by_rule):
         yield rules[index].rule, tuple(names_by_rule[index])
-
-
-def _format_exception(names: tuple[str, ...]) -> str:
-    """Returns the text of a rule that puts sites of these names in bf16."""
-    plain = [name for name in names if "." not in name]
-    braced = ["{" + ",".join(plain) + "}"] if len(plain) > 1 else plain
-    return f"{', '.join([*braced, *(name for name in names if '.' in name)])} -> bf16"
 
 
 def _format_page(site: _SensitiveSite) -> str:

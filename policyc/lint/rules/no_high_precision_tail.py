@@ -1,7 +1,8 @@
 """The last blocks run in 4 bits like all others.
 
 The last blocks are the most sensitive to 4 bits. Published runs keep the last 4 of 32 blocks (Llama 3 8B) or the last
-8 of 62 (12B) in BF16. Add a rule for them after the others. It works on a scanned stack too.
+8 of 62 (12B) in BF16. Add a rule for them after the others. `layer` counts the blocks of any stack, scanned or not, and
+whatever it is called.
 
 With `--against`, the stacks of the program are checked instead of those that the policy names.
 
@@ -15,7 +16,7 @@ mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
 
 ```policy
 mlp.* -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)
-layers[-4:].mlp.* -> bf16
+* where layer >= -4 -> bf16
 ```
 """
 
@@ -66,7 +67,7 @@ def _check_names(context: Context) -> Iterator[Finding]:
                 yield Finding(
                     span=rule.rule.span,
                     message="the last blocks run in 4 bits too",
-                    help=f"add a rule after it: {last_layers[0].text}[-4:] -> bf16",
+                    help="add a rule after it: * where layer >= -4 -> bf16",
                 )
                 return
 
