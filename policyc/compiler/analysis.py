@@ -39,7 +39,13 @@ from policyc.compiler.provenance.graph import (
     UnknownSource,
     parameters_of,
 )
-from policyc.compiler.provenance.integers import loop_counter, loop_slice
+from policyc.compiler.provenance.integers import (
+    Integers,
+    LoopIterations,
+    carried_integers,
+    constant_value,
+    loop_slice,
+)
 from policyc.compiler.sites import Origin, OtherProduct, PathTemplate, Site, Sites, Stack
 from policyc.compiler.trace import FrozenWeight
 from policyc.compiler.var_info import (
@@ -47,26 +53,25 @@ from policyc.compiler.var_info import (
     UNKNOWN,
     VarInfo,
     carry_info,
-    constant_value,
     frozen_info,
     join_branches,
     join_projections,
     propagate_equation,
+    propagate_opaque,
     shape_of,
     widen_carry,
 )
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import OPAQUE, container_of, shard_map_parts
-from policyc.jaxcore.dataflow import CarryChange
+from policyc.jaxcore.dataflow import unchanged_carries
+from policyc.jaxcore.define_primitive import job_of
 from policyc.jaxcore.derivatives import is_float
 from policyc.jaxcore.jaxprs import AnyJaxpr
+from policyc.jaxcore.primitives import PRIMITIVES
 from policyc.jaxcore.transform import Address
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, read_segments
 from policyc.numerics.products import Weight
-
-_QUANTIZED = ("_quantize", "scaled_gemm", "scaled_ragged_gemm")
-"""How the names of our own primitives end."""
 
 
 def analyze(
@@ -94,6 +99,7 @@ def analyze(
         else VarInfo(
             source=ParameterSource(shape=shape_of(var), path=path),
             is_active=is_float(var.aval),
+            is_fixed=True,
             origin=Origin(number),
         )
         for number, (path, var) in enumerate(zip(parameters, invars, strict=True))
@@ -149,12 +155,12 @@ class _Analyzer:
         opened = jaxprs.open_jaxpr(jaxpr)
         known: dict[Var, VarInfo] = dict(zip(opened.invars, infos, strict=True))
         for var, value in zip(opened.constvars, jaxprs.constants(jaxpr), strict=False):
-            known[var] = VarInfo(integers=constant_value(value))
+            known[var] = VarInfo(integers=constant_value(value, var.aval))
         known.update(constants or {})
 
         def info(atom: Any) -> VarInfo:
             if isinstance(atom, Literal):
-                return VarInfo(integers=constant_value(atom.val))
+                return VarInfo(integers=constant_value(atom.val, atom.aval), is_fixed=True)
             return known.get(atom, UNKNOWN)
 
         for number, eqn in enumerate(opened.eqns):
@@ -172,24 +178,21 @@ class _Analyzer:
             return container.propagate(eqn, infos, domain.enter, domain)
         if name in GEMMS or name in OPAQUE_PRODUCTS:
             weights = self._gemm(eqn, infos, context)
-            results = propagate_equation(eqn, name, infos)
+            results = propagate_equation(eqn, infos)
             return [replace(r, projections=frozenset(weights)) for r in results] if weights else results
-        elif jaxprs.sub_jaxprs(eqn):
+        elif jaxprs.sub_jaxprs(eqn) and name not in PRIMITIVES:
             return self._opaque_container(eqn, infos, context)
         elif name == "gather" and infos[0].source is not None:
             self.looked_up.update(p.path for p in parameters_of(infos[0].source))
-        return propagate_equation(eqn, name, infos)
+        return propagate_equation(eqn, infos)
 
     def _opaque_container(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> list[VarInfo]:
         """A container that the compiler does not enter: its sites are opaque."""
         name = jaxprs.primitive_name(eqn)
         is_active = any(i.is_active for i in infos)
-        projections = join_projections(infos)
-        results = [
-            VarInfo(is_active=is_active and is_float(v.aval), projections=projections) for v in eqn.outvars
-        ]
+        results = propagate_opaque(eqn, infos)
         if self._is_quantized_gemm(eqn):
-            return results
+            return [replace(result, source=None) for result in results]
         reason = context.opaque or OPAQUE.get(name, f"'{name}', which the compiler does not know")
         for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):
             body = jaxprs.open_jaxpr(sub.jaxpr)
@@ -207,7 +210,9 @@ class _Analyzer:
                 results = [replace(of_body, is_active=result.is_active) for result, of_body in pairs]
             elif name.startswith("custom_vjp"):  # a weight that passes through unchanged is still a weight
                 results = [
-                    replace(result, source=b.source, is_modified=b.is_modified)
+                    result
+                    if b.source is None
+                    else replace(result, source=b.source, is_modified=b.is_modified)
                     for result, b in zip(results, body_results, strict=True)
                 ]
         return results
@@ -234,8 +239,8 @@ class _Analyzer:
         (sub,) = jaxprs.sub_jaxprs(eqn)
         key = id(sub.jaxpr)
         if key not in self._is_quantized:
-            names = (jaxprs.primitive_name(e) for e in jaxprs.equations(sub.jaxpr))
-            self._is_quantized[key] = any(n.endswith(_QUANTIZED) for n in names)
+            eqns = jaxprs.equations(sub.jaxpr)
+            self._is_quantized[key] = any(job_of(e.primitive) is not None for e in eqns)
         return self._is_quantized[key]
 
     def _gemm(self, eqn: JaxprEqn, infos: list[VarInfo], context: JaxprContext) -> tuple[Source, ...]:
@@ -346,17 +351,24 @@ class _ContainerDomain:
     def join(self, values: Sequence[VarInfo]) -> VarInfo:
         return join_branches(values, self._branch_index)
 
-    def enter_loop(self, value: VarInfo, change: CarryChange) -> VarInfo:
-        if change.invariant:
-            return value
-        integers = None
-        if change.increment is not None and value.integers is not None and "length" in self._eqn.params:
-            length, reverse = self._eqn.params["length"], bool(self._eqn.params["reverse"])
-            integers = loop_counter(value.integers, change.increment, self._context.address, length, reverse)
-        return carry_info(value, integers)
+    def enter_loop(
+        self, body: AnyJaxpr, consts: Sequence[VarInfo], init: Sequence[VarInfo], xs: Sequence[VarInfo]
+    ) -> list[VarInfo]:
+        unchanged = unchanged_carries(body, len(consts), len(init))
+        integers: list[Integers | None] = [None] * len(init)
+        if "length" in self._eqn.params:
+            loop = LoopIterations(
+                self._context.address, self._eqn.params["length"], bool(self._eqn.params["reverse"])
+            )
+            of_consts, of_init, of_xs = ([i.integers for i in group] for group in (consts, init, xs))
+            integers = carried_integers(body, of_consts, of_init, of_xs, loop)
+        return [
+            value if is_unchanged else carry_info(value, of_value)
+            for value, is_unchanged, of_value in zip(init, unchanged, integers, strict=True)
+        ]
 
     def may_change(self, carry: Sequence[VarInfo], others: Sequence[VarInfo]) -> bool:
-        if any(isinstance(c.source, UnknownSource) for c in carry):
+        if any(c.is_fixed or isinstance(c.source, UnknownSource) for c in carry):
             return True
         return not all(c.is_active for c in carry) and any(v.is_active for v in (*carry, *others))
 
@@ -366,7 +378,7 @@ class _ContainerDomain:
     def leave_loop(self, result: VarInfo, carry: VarInfo | None) -> VarInfo:
         if carry is not None:
             return replace(carry, integers=None, is_active=carry.is_active or result.is_active)
-        source = result.source
+        source = None if result.is_lookup else result.source
         if source is not None:
             shape, loop = (self._eqn.params["length"], *source.shape), self._context.address
             source = StackedResultSource(shape=shape, operand=source, loop=loop)
@@ -374,6 +386,7 @@ class _ContainerDomain:
             source=source,
             is_modified=result.is_modified,
             is_active=result.is_active,
+            is_fixed=result.is_fixed,
             projections=MANY_PROJECTIONS,
         )
 
@@ -383,12 +396,12 @@ class _ContainerDomain:
         infos = []
         for value in values:
             source, origin, integers = None, None, None
-            if value.source is not None:
+            if value.source is not None and not value.is_lookup:
                 source = IterationSource(shape=value.source.shape[1:], operand=value.source, loop=address)
                 origin = None if value.origin is None else value.origin.then(address)
             if value.integers is not None:
                 integers = loop_slice(value.integers, address)
-            infos.append(replace(value, source=source, origin=origin, integers=integers))
+            infos.append(replace(value, source=source, origin=origin, integers=integers, is_lookup=False))
         sources = tuple(i.source for i in infos if i.source is not None)
         self._analyzer.layers.note_scanned(sources, self._context.loops)
         return infos

@@ -20,11 +20,14 @@ from policyc.compiler.layers import (
 )
 from policyc.compiler.provenance.elements import iterations_of
 from policyc.compiler.provenance.graph import Source
-from policyc.compiler.provenance.integers import Integers, Iterations
+from policyc.compiler.provenance.integers import Integers, Iterations, known_integers
 from policyc.compiler.sites import Site
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import AxisEnv
+from policyc.jaxcore.regions import Unknown
 from policyc.jaxcore.transform import Address
+
+_DEPENDS_ON_VALUES = "which branch is taken depends on values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +62,24 @@ class TakenIterations:
 @lru_cache(maxsize=8)  # the sites of a branch follow each other
 def find_taken(branches: tuple[Branch, ...], loops: tuple[EnclosingLoop, ...]) -> TakenIterations:
     """The iterations that take all of some branches, which are inside of some loops."""
-    known = [(branch.index, branch.number) for branch in branches if branch.index is not None]
+    known = [(i, branch.number) for branch in branches if (i := known_integers(branch.index)) is not None]
     addresses = frozenset[Address]().union(*(index.loops for index, _ in known))
     sizes = [(s.address, s.size) for s in (loop.stack for loop in loops) if s.address in addresses]
     count = math.prod(size for _, size in sizes)
     if count > MAX_LAYERS:
         return TakenIterations(unknown=f"{count} iterations are too many to follow")
-    taken = [
-        iterations
-        for iterations in iterations_of(sizes)
-        if all(int(index.evaluate(iterations)) == number for index, number in known)
-    ]
-    unknown = "" if len(known) == len(branches) else "which branch is taken depends on values"
-    return TakenIterations(loops=addresses, iterations=taken, count=count, unknown=unknown)
+    try:
+        taken = [
+            iterations
+            for iterations in iterations_of(sizes)
+            if all(int(index.evaluate(iterations)) == number for index, number in known)
+        ]
+    except Unknown as reason:
+        return TakenIterations(unknown=str(reason))
+    reasons = [b.index.unknown if b.index is not None else _DEPENDS_ON_VALUES for b in branches]
+    return TakenIterations(
+        loops=addresses, iterations=taken, count=count, unknown=next(filter(None, reasons), "")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

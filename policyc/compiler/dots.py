@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from policyc.compiler.paths import DATA_NAMES
-from policyc.compiler.provenance.graph import Source, parameters_of
+from policyc.compiler.provenance.graph import Source, is_lost, parameters_of
 from policyc.compiler.var_info import VarInfo, shape_of
 from policyc.jaxcore import jaxprs
 from policyc.numerics.products import Weight
@@ -31,7 +31,14 @@ def operand_dtype(atom: Any) -> Any:
 
 
 def pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
-    """Which operand is the weight. Where both come from differentiated arguments, data is not the weight."""
+    """Which operand is the weight. Where both come from differentiated arguments, data is not the weight.
+
+    Rows that are looked up are a weight only beside an activation: the product of two lookups has none.
+    """
+    if lhs.is_lookup and rhs.is_lookup:
+        return None
+    if lhs.source is not None and rhs.source is not None and lhs.is_lookup != rhs.is_lookup:
+        return "rhs" if lhs.is_lookup else "lhs"
     if lhs.source is None or rhs.source is None:
         return "rhs" if rhs.source is not None else "lhs" if lhs.source is not None else None
 
@@ -39,7 +46,7 @@ def pick_weight(lhs: VarInfo, rhs: VarInfo) -> Weight:
         assert info.source is not None
         parameters = list(parameters_of(info.source))
         named_as_data = all(p.path and p.path[0].text.casefold() in DATA_NAMES for p in parameters)
-        return info.is_modified, all(p.is_frozen for p in parameters), named_as_data
+        return info.is_modified, is_lost(info.source), all(p.is_frozen for p in parameters), named_as_data
 
     return "lhs" if unlikely(lhs) < unlikely(rhs) else "rhs"
 
@@ -59,7 +66,9 @@ def why_opaque(eqn: JaxprEqn, dtypes: Sequence[Any]) -> str:
 def matrix_sources(eqn: JaxprEqn, infos: list[VarInfo]) -> tuple[Source, ...]:
     """The parameters among the operands of a container that are not vectors."""
     pairs = zip(eqn.invars, infos, strict=True)
-    return tuple(i.source for a, i in pairs if len(shape_of(a)) > 1 and i.source is not None)
+    return tuple(
+        i.source for a, i in pairs if len(shape_of(a)) > 1 and i.source is not None and not i.is_lookup
+    )
 
 
 def _is_plain_ragged(eqn: JaxprEqn) -> bool:

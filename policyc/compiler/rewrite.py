@@ -22,6 +22,7 @@ from policyc.compiler.rounding import NO_SEED, RandomSource
 from policyc.compiler.sites import Layer, Site, Sites
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
+from policyc.jaxcore.define_primitive import job_of
 from policyc.jaxcore.jaxprs import AnyJaxpr
 from policyc.jaxcore.transform import Address, BoundInput, ExtraInput, Position, Replacement, Transform
 from policyc.numerics.gemm import GemmOptions, Precomputed, Prequantized, quantized_dot_general
@@ -62,7 +63,7 @@ class _QuantizedDotsAreDots:
     policy: Callable[..., Any]
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        if primitive.name != "scaled_gemm":
+        if job_of(primitive) != "gemm":
             return self.policy(primitive, *avals, **params)
         dims, out = params["dimension_numbers"], params["out"]
         return self.policy(

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Var
 
 from policyc.compiler.provenance.graph import (
     ConcatenatedSource,
     EitherSource,
     LayoutSource,
+    LostSource,
     OtherSource,
     ParameterSource,
     Source,
     StackedSource,
     UnknownSource,
+    is_lost,
     unknown_source,
 )
-from policyc.compiler.provenance.integers import Integers, constant_integers, propagate_integers
+from policyc.compiler.provenance.integers import Integers, known_integers, propagate_integers
 from policyc.compiler.sites import Origin
 from policyc.compiler.trace import FrozenWeight
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.derivatives import active_results
+from policyc.jaxcore.derivatives import active_results, is_float
+from policyc.jaxcore.primitives import WeightRule, rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,10 @@ class VarInfo:
     """Does a gradient flow through it?"""
     integers: Integers | None = None
     """Its value, if it is an integer that is known in each iteration."""
+    is_lookup: bool = False
+    """Is it rows of a parameter, taken by constants? They are a weight only where they multiply an activation."""
+    is_fixed: bool = False
+    """Is it computed from parameters, literals and loop counters only, and not by a product?"""
     is_one_hot: bool = False
     is_iota: bool = False
     origin: Origin | None = None
@@ -64,7 +69,8 @@ def join_projections(infos: Iterable[VarInfo]) -> frozenset[Source]:
 
 def frozen_info(var: Var, weight: FrozenWeight) -> VarInfo:
     if not weight.is_part:
-        return VarInfo(source=ParameterSource(shape=shape_of(var), path=weight.path, is_frozen=True))
+        source = ParameterSource(shape=shape_of(var), path=weight.path, is_frozen=True)
+        return VarInfo(source=source, is_fixed=True)
     whole = ParameterSource(shape=weight.shape, path=weight.path, is_frozen=True)
     reason = "NumPy takes a part of it, which JAX does not see"
     return VarInfo(source=unknown_source(shape_of(var), [whole], reason))
@@ -72,9 +78,10 @@ def frozen_info(var: Var, weight: FrozenWeight) -> VarInfo:
 
 def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
     """A weight only where all branches give one; active where any branch is. `index`: the branch, if it is known."""
-    sources = [v.source for v in values if v.source is not None]
+    sources = [v.source for v in values if v.source is not None and not v.is_lookup]
     return VarInfo(
-        source=_either(sources, index) if len(sources) == len(values) else None,
+        source=_either(sources, known_integers(index)) if len(sources) == len(values) else None,
+        is_fixed=all(v.is_fixed for v in values),
         is_modified=any(v.is_modified for v in values),
         is_active=any(v.is_active for v in values),
         projections=join_projections(values),
@@ -83,10 +90,11 @@ def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
 
 def carry_info(value: VarInfo, integers: Integers | None) -> VarInfo:
     """What is known of a carry that a loop changes, from its first value. `integers`: its value, if it is a counter."""
-    source = value.source
+    source = None if value.is_lookup else value.source
     if source is not None:
         source = None if is_broadcast(source) else unknown_source(source.shape, [source], _CARRIED)
     return VarInfo(
+        is_fixed=value.is_fixed,
         source=source,
         is_modified=source is not None,
         is_active=value.is_active,
@@ -97,139 +105,196 @@ def carry_info(value: VarInfo, integers: Integers | None) -> VarInfo:
 
 def widen_carry(carry: VarInfo, result: VarInfo) -> VarInfo:
     """What is known of a carry after one more iteration. It is a weight if every iteration gives one."""
-    source = carry.source
+    source, is_fixed = carry.source, carry.is_fixed and result.is_fixed
     if isinstance(source, UnknownSource):
-        wider = (
-            None if result.source is None else unknown_source(source.shape, [source, result.source], _CARRIED)
-        )
+        wider = None
+        if result.source is not None and not result.is_lookup:
+            wider = unknown_source(source.shape, [source, result.source], _CARRIED)
         source = source if wider is not None and wider.operands == source.operands else wider
-    return replace(carry, source=source, is_active=carry.is_active or result.is_active)
-
-
-LAYOUT = frozenset({
-    "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "copy",
-    "copy_p", "slice", "dynamic_slice", "split", "unstack", "sharding_constraint", "mesh_cast", "reshard", "all_gather",
-    "all_gather_invariant", "all_gather_reduced", "pvary", "pcast", "pbroadcast", "preduced", "name",
-    "reduce_precision", "stop_gradient", "layout_constraint", "vary_unreduced_cast", "to_edtype", "pad", "neg",
-    "auto_axes", "explicit_axes", "real", "with_memory_space_constraint", "annotate",
-})  # fmt: skip
-"""Primitives that leave a parameter a parameter: they change its order, type or place."""
-
-_IDENTITIES = frozenset({"optimization_barrier", "device_put"})
-"""Primitives whose n-th result is their n-th operand."""
-
-_HOISTABLE = frozenset({
-    "convert_element_type", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev", "copy", "copy_p", "pvary",
-    "pcast", "name", "reduce_precision", "neg", "stop_gradient",
-})  # fmt: skip
-"""Primitives that can run outside the loss: they read only the parameter, and do not make it larger."""
-
-_MODIFYING = frozenset({"add", "sub", "mul", "div", "max", "min", "clamp", "select_n"})
-"""Primitives after which a parameter is still a weight: an adapter is added, a mask multiplied, its values clipped."""
-
-_JOINING = frozenset({"concatenate", "stack"})
-
-_UNFOLLOWED = {
-    "ppermute": "devices pass it on to each other",
-    "all_to_all": "devices exchange parts of it",
-    "reduce_scatter": "devices add it up and divide it",
-    "psum": "devices add it up",
-    "psum_invariant": "devices add it up",
-    "dynamic_update_slice": "it is written into an array",
-    "scatter": "it is written into an array",
-    "scatter-add": "it is added to an array",
-}
-"""Primitives after which a parameter is still a weight, and it is not known which elements of it: why, in words."""
-_MOST_CONSTANTS = 1 << 16  # elements of a constant array of indices
+    return replace(carry, source=source, is_fixed=is_fixed, is_active=carry.is_active or result.is_active)
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
     return tuple(atom.aval.shape)
 
 
-def constant_value(value: Any) -> Integers | None:
-    """The value of a constant, if it is integers that are known now."""
-    if isinstance(value, Tracer) or (not hasattr(value, "dtype") and not isinstance(value, int | np.ndarray)):
-        return None
-    dtype = getattr(value, "dtype", np.dtype(int))
-    if not isinstance(dtype, np.dtype) or dtype.kind not in "iub" or np.size(value) > _MOST_CONSTANTS:
-        return None
-    return constant_integers(value)
-
-
-def propagate_equation(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[VarInfo]:
-    """The infos of the results of an equation, from those of its operands."""
+def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
+    """The infos of the results of an equation without a jaxpr that is entered, from those of its operands."""
+    rule, name = rule_of(eqn), jaxprs.primitive_name(eqn)
     active = active_results(eqn, [i.is_active for i in infos])
-    if name in _IDENTITIES:
+    if rule.weight == "identity":
         if name == "device_put":  # a weight in the memory of the host cannot be quantized there
             infos = [replace(info, origin=None) for info in infos]
         return [replace(info, is_active=is_active) for info, is_active in zip(infos, active, strict=True)]
+    moves = rule.weight in ("layout", "gather")
+    if not moves:
+        infos = [replace(i, source=None, is_lookup=False) if i.is_lookup else i for i in infos]
     first = infos[0] if infos else UNKNOWN
-    sources = _propagate_source(eqn, name, infos)
-    integers = propagate_integers(eqn, [i.integers for i in infos])
-    is_iota = name == "iota" or (name in LAYOUT and first.is_iota)
-    is_one_hot = (name == "eq" and any(i.is_iota for i in infos)) or (name in LAYOUT and first.is_one_hot)
-    projections = join_projections(infos)
-    if not (any(active) or any(sources) or integers or is_iota or is_one_hot or projections):
-        return [UNKNOWN] * len(eqn.outvars)
-    is_hoistable = name in _HOISTABLE and len(infos) == 1
+    has_source = any(i.source is not None for i in infos)
+    sources = _SOURCES[rule.weight](eqn, infos) if has_source else [None] * len(eqn.outvars)
+    is_hoistable = rule.hoistable and len(infos) == 1 and first.origin is not None
+    common = VarInfo(
+        is_modified=_is_modified(rule.weight, infos),
+        is_lookup=moves and (first.is_lookup or _looks_up(eqn, rule.weight, infos)),
+        is_fixed=_is_fixed(eqn, infos),
+        integers=propagate_integers(eqn, [i.integers for i in infos]),
+        is_one_hot=(name == "eq" and any(i.is_iota for i in infos)) or (moves and first.is_one_hot),
+        is_iota=name == "iota" or (moves and first.is_iota),
+        origin=first.origin.then(eqn) if is_hoistable and first.origin is not None else None,
+        projections=join_projections(infos),
+    )
     return [
-        VarInfo(
-            source=source,
-            is_modified=source is not None and _is_modified(name, infos),
-            is_active=is_active,
-            integers=integers,
-            is_one_hot=is_one_hot,
-            is_iota=is_iota,
-            origin=first.origin.then(eqn) if is_hoistable and first.origin is not None else None,
-            projections=projections,
+        replace(
+            common, source=source, is_active=is_active, is_modified=source is not None and common.is_modified
         )
         for is_active, source in zip(active, sources, strict=True)
     ]
 
 
-def _propagate_source(eqn: JaxprEqn, name: str, infos: list[VarInfo]) -> list[Source | None]:
-    """How the results of an equation are laid out from parameters."""
-    nothing: list[Source | None] = [None] * len(eqn.outvars)
-    if not any(i.source is not None for i in infos):
-        return nothing
-    first = infos[0].source
-    if name in LAYOUT or (name == "gather" and _gathers_matrices(eqn)):
-        if first is None:
-            return nothing
-        integers = tuple(i.integers for i in infos[1:])
-        return [
-            LayoutSource(shape=shape_of(v), eqn=eqn, output=number, operand=first, integers=integers)
-            for number, v in enumerate(eqn.outvars)
-        ]
-    shape = shape_of(eqn.outvars[0])
-    in_order = sorted(
-        infos, key=lambda i: i.is_modified
-    )  # the weight that is not modified yet gives its name
-    whole = [i.source for i in in_order if i.source is not None and not is_broadcast(i.source)]
-    if name in _JOINING and (all(i.source is not None for i in infos) or (whole and len(shape) > 1)):
-        pairs = zip(infos, eqn.invars, strict=True)
-        operands = tuple(i.source or OtherSource(shape=shape_of(a)) for i, a in pairs)
-        if name == "stack":
-            return [StackedSource(shape=shape, operands=operands, dimension=eqn.params["axis"])]
-        return [ConcatenatedSource(shape=shape, operands=operands, dimension=eqn.params["dimension"])]
-    if not whole or len(shape) < 2:
-        return nothing
-    if name == "select_n" and len(whole) == len(infos) - 1 and not shape_of(eqn.invars[0]):
-        return [_either([i.source for i in infos if i.source is not None], infos[0].integers)]
-    if name in _MODIFYING:
-        changed = [source for source in whole if source.shape == shape]
-        return [_either(changed) if changed else None]  # W * mask, W + delta; or W1 + W2, named by both
-    if name in _UNFOLLOWED:
-        return [unknown_source(shape_of(v), whole, _UNFOLLOWED[name]) for v in eqn.outvars]
-    return nothing
+def propagate_opaque(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
+    """The infos of the results of an equation with a jaxpr that is not entered."""
+    is_active = any(i.is_active for i in infos)
+    sources = _lost(eqn, [i for i in infos if not i.is_lookup])
+    return [
+        VarInfo(
+            source=source,
+            is_modified=source is not None,
+            is_fixed=_is_fixed(eqn, infos),
+            is_active=is_active and is_float(v.aval),
+            projections=join_projections(infos),
+        )
+        for source, v in zip(sources, eqn.outvars, strict=True)
+    ]
 
 
-def _is_modified(name: str, infos: list[VarInfo]) -> bool:
+def _is_fixed(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> bool:
+    """A product is an activation. A reference (its type has an `inner_aval`) may be written to elsewhere."""
+    if rule_of(eqn).weight == "product" or any(hasattr(v.aval, "inner_aval") for v in eqn.outvars):
+        return False
+    return all(i.is_fixed for i in infos) and not eqn.effects
+
+
+def _is_modified(rule: WeightRule, infos: Sequence[VarInfo]) -> bool:
     """Is the result of an equation a parameter and something else?"""
-    if name in _MODIFYING or any(i.is_modified for i in infos):
+    if any(i.is_modified for i in infos):
         return True
-    return name in _JOINING and any(i.source is None for i in infos)
+    return any(i.source is None for i in infos) if rule == "joined" else rule not in ("layout", "gather")
+
+
+def _looks_up(eqn: JaxprEqn, rule: WeightRule, infos: Sequence[VarInfo]) -> bool:
+    """Does it take rows by constants that may as well be data, such as the tokens of a batch?"""
+    has_source = infos[0].source is not None
+    return rule == "gather" and has_source and not infos[1].is_fixed and not _takes_matrices(eqn)
+
+
+# ---- what becomes of a weight, by the rules of `jaxcore.primitives`. Some operand has a source.
+
+_Sources = list[Source | None]
+
+
+def _layout(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    operand = infos[0].source
+    if operand is None:
+        return [None] * len(eqn.outvars)
+    integers = tuple(i.integers for i in infos[1:])
+    return [
+        LayoutSource(shape=shape_of(v), eqn=eqn, output=number, operand=operand, integers=integers)
+        for number, v in enumerate(eqn.outvars)
+    ]
+
+
+def _gather(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    """One that takes whole matrices of a stack chooses layers. Rows that are looked up by data are activations."""
+    is_known = _takes_matrices(eqn) or infos[1].integers is not None
+    return _layout(eqn, infos) if is_known else [None]
+
+
+def _takes_matrices(eqn: JaxprEqn) -> bool:
+    pairs = zip(shape_of(eqn.invars[0]), eqn.params["slice_sizes"], strict=True)
+    return len([size for size, taken in pairs if size == taken > 1]) >= 2
+
+
+def _modified(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    """W * mask, W + delta; or W1 + W2, named by both. The weight that is not modified yet gives its name."""
+    shape = shape_of(eqn.outvars[0])
+    in_order = [i.source for i in sorted(infos, key=lambda i: i.is_modified) if i.source is not None]
+    followed = [s for s in in_order if s.shape == shape and not is_broadcast(s) and not is_lost(s)]
+    return [_either(followed)] if followed and len(shape) > 1 else _function(eqn, infos)
+
+
+def _function(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    sources = [i.source for i in infos if i.source is not None]
+    if (
+        all(i.is_fixed for i in infos)
+        and len(set(sources)) == 1
+        and sources[0].shape == shape_of(eqn.outvars[0])
+    ):
+        return [sources[0]]
+    return _lost(eqn, infos)
+
+
+def _chosen(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    """A `select_n` by a scalar chooses one of its operands, any other is a mask."""
+    cases = [i.source for i in infos[1:] if i.source is not None and not is_broadcast(i.source)]
+    if len(cases) == len(infos) - 1 and not shape_of(eqn.invars[0]) and len(shape_of(eqn.outvars[0])) > 1:
+        return [_either(cases, known_integers(infos[0].integers))]
+    return _modified(eqn, infos[1:])
+
+
+def _joined(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    shape = shape_of(eqn.outvars[0])
+    has_weight = any(i.source is not None and not is_broadcast(i.source) for i in infos)
+    if not all(i.source is not None for i in infos) and not (has_weight and len(shape) > 1):
+        return [None]
+    pairs = zip(infos, eqn.invars, strict=True)
+    operands = tuple(i.source or OtherSource(shape=shape_of(a)) for i, a in pairs)
+    if "axis" in eqn.params:
+        return [StackedSource(shape=shape, operands=operands, dimension=eqn.params["axis"])]
+    return [ConcatenatedSource(shape=shape, operands=operands, dimension=eqn.params["dimension"])]
+
+
+def _written(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    array, *others = (i.source for i in infos)
+    if array is not None and all(source is None for source in others):
+        return _modified(eqn, infos[:1])
+    return _lost(eqn, infos)
+
+
+def _lost(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    """What is computed from parameters alone is made of them. With a reason, that holds for anything of a parameter."""
+    sources = [i.source for i in infos if i.source is not None]
+    reason = rule_of(eqn).reason
+    if reason:
+        whole = [s for s in sources if not is_broadcast(s)]
+        return [
+            unknown_source(shape_of(v), whole, reason) if whole and len(shape_of(v)) > 1 else None
+            for v in eqn.outvars
+        ]
+    if not sources or not all(i.is_fixed for i in infos):
+        return [None] * len(eqn.outvars)
+    reason = f"it is computed by '{jaxprs.primitive_name(eqn)}', which is not followed"
+    return [
+        LostSource(shape=shape_of(v), operands=tuple(sources), reason=reason) if is_float(v.aval) else None
+        for v in eqn.outvars
+    ]
+
+
+def _product(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
+    del infos
+    return [None] * len(eqn.outvars)
+
+
+_SOURCES: dict[WeightRule, Callable[[JaxprEqn, Sequence[VarInfo]], _Sources]] = {
+    "layout": _layout,
+    "gather": _gather,
+    "modified": _modified,
+    "function": _function,
+    "chosen": _chosen,
+    "joined": _joined,
+    "written": _written,
+    "lost": _lost,
+    "product": _product,
+}
 
 
 def _either(sources: Sequence[Source], index: Integers | None = None) -> Source:
@@ -241,13 +306,10 @@ def is_broadcast(source: Source) -> bool:
     """Is it broadcast from a smaller parameter: a bias, a scale, a position?"""
     if not isinstance(source, LayoutSource):
         return False
-    grows = math.prod(source.shape) > math.prod(source.operand.shape)
-    if grows and jaxprs.primitive_name(source.eqn) == "broadcast_in_dim":
-        return True
+    before, after = source.operand.shape, source.shape
+    match jaxprs.primitive_name(source.eqn):
+        case "broadcast_in_dim" if math.prod(after) > math.prod(before):
+            return True
+        case "tile" if any(new > old == 1 for old, new in zip(before, after, strict=True)):
+            return True
     return is_broadcast(source.operand)
-
-
-def _gathers_matrices(eqn: JaxprEqn) -> bool:
-    """Does a gather take whole matrices of a stack? One that looks up rows of an embedding gives activations."""
-    pairs = zip(shape_of(eqn.invars[0]), eqn.params["slice_sizes"], strict=True)
-    return len([size for size, taken in pairs if size == taken > 1]) >= 2

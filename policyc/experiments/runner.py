@@ -341,13 +341,15 @@ def _runs_plans(jitted: JittedFunction, plans: Sequence[Plan]) -> bool:
     """Whether a jitted function holds the GEMMs of the plans. A program also jits other functions, such as init."""
     from policyc.compiler.schedule import current_phase
     from policyc.jaxcore import jaxprs
+    from policyc.jaxcore.define_primitive import job_of
 
     decisions = [decision for plan in plans for decision in plan.decisions(current_phase(plan)).values()]
     is_quantized = any(one.backend for decision in decisions for one in decision.lowerings)
-    primitives = {jaxprs.primitive_name(eqn) for eqn in jaxprs.all_equations(jitted.jaxpr)}
+    eqns = list(jaxprs.all_equations(jitted.jaxpr))
     if is_quantized:
-        return any(name.endswith("_quantize") for name in primitives)
-    return bool(primitives & {"dot_general", "ragged_dot_general", "scaled_gemm"})
+        return any(job_of(eqn.primitive) == "quantize" for eqn in eqns)
+    plain = {"dot_general", "ragged_dot_general"}
+    return any(jaxprs.primitive_name(eqn) in plain or job_of(eqn.primitive) == "gemm" for eqn in eqns)
 
 
 # ---- how a program ends

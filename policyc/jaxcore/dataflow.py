@@ -6,14 +6,12 @@ Forwards, values of any kind flow from operands to results. Backwards, it is whe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn
 
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.jaxprs import AnyJaxpr, Atom
+from policyc.jaxcore.jaxprs import AnyJaxpr
 
 V = TypeVar("V")
 
@@ -24,22 +22,14 @@ EnterBackwards = Callable[[int, Sequence[bool]], list[bool]]
 """Goes backwards through a jaxpr of an equation: (its number, which results get a cotangent) -> which inputs do."""
 
 
-@dataclass(frozen=True, slots=True)
-class CarryChange:
-    """What an iteration does to a carry: nothing, or it adds a constant, or something else (both unset)."""
-
-    invariant: bool = False
-    increment: int | None = None
-
-
 class Domain(Protocol[V]):
     """What an analysis knows of a value, and how that passes through branches and loops."""
 
     def join(self, values: Sequence[V]) -> V:
         """The value after a `cond` whose branches give these."""
 
-    def enter_loop(self, value: V, change: CarryChange) -> V:
-        """The value of a carry inside a loop, given how an iteration changes it."""
+    def enter_loop(self, body: AnyJaxpr, consts: Sequence[V], init: Sequence[V], xs: Sequence[V]) -> list[V]:
+        """The values of the carry inside a loop, before an iteration changes them."""
 
     def may_change(self, carry: Sequence[V], others: Sequence[V]) -> bool:
         """Can another iteration change the carry? `others` are the values of the loop's other inputs."""
@@ -69,10 +59,7 @@ def settle_carry(
     domain: Domain[V],
 ) -> list[V]:
     """The values of the carry in any iteration: the fixed point of the loop's body."""
-    opened = jaxprs.open_jaxpr(body)
-    invars = opened.invars[len(consts) : len(consts) + len(init)]
-    changes = [_carry_change(opened, var, out) for var, out in zip(invars, opened.outvars, strict=False)]
-    carry = [domain.enter_loop(value, change) for value, change in zip(init, changes, strict=True)]
+    carry = domain.enter_loop(body, consts, init, xs)
     while domain.may_change(carry, [*consts, *xs]):
         results = enter_body([*consts, *carry, *xs])
         widened = [domain.widen(c, r) for c, r in zip(carry, results, strict=False)]
@@ -82,16 +69,11 @@ def settle_carry(
     return carry
 
 
-def _carry_change(body: Jaxpr, var: Var, out: Atom) -> CarryChange:
-    if var is out:
-        return CarryChange(invariant=True)
-    producer = next((e for e in body.eqns if out in e.outvars), None)
-    if producer is None or jaxprs.primitive_name(producer) != "add" or var not in producer.invars:
-        return CarryChange()
-    steps = [np.asarray(a.val) for a in producer.invars if isinstance(a, Literal)]
-    if len(steps) != 1 or steps[0].ndim or steps[0].dtype.kind not in "iu":
-        return CarryChange()
-    return CarryChange(increment=int(steps[0]))
+def unchanged_carries(body: AnyJaxpr, const_count: int, carry_count: int) -> list[bool]:
+    """Which carries an iteration leaves as they are."""
+    opened = jaxprs.open_jaxpr(body)
+    invars = opened.invars[const_count : const_count + carry_count]
+    return [var is out for var, out in zip(invars, opened.outvars, strict=False)]
 
 
 def settle_cotangents(

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.core import ShapedArray
@@ -97,10 +97,22 @@ class PrimitiveRules:
         return mapped == ((True,),) and self.takes_stack(**params)
 
 
-def define(name: str, rules: PrimitiveRules) -> Primitive:
+Job = Literal["quantize", "gemm", "ragged gemm"]
+
+_JOBS: dict[Primitive, Job] = {}
+
+
+def job_of(primitive: Primitive) -> Job | None:
+    """What a primitive of policyc does in a quantized GEMM; None for any other, whatever it is called."""
+    return _JOBS.get(primitive)
+
+
+def define(name: str, rules: PrimitiveRules, job: Job | None = None) -> Primitive:
     """Defines a primitive. Apply it with `bind`."""
     primitive = Primitive(name)
     primitive.multiple_results = True
+    if job is not None:
+        _JOBS[primitive] = job
     if rules.needs_devices:
         dispatch.prim_requires_devices_during_lowering.add(primitive)
     ad.primitive_jvps[primitive] = _raise_not_differentiable

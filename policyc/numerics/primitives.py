@@ -100,6 +100,7 @@ def _quantize_primitive(format: str, backend: str) -> Primitive:
             takes_stack=takes_stack,
             batched=_batched(backend, partial(_quantize_primitive, format, _BATCHING_BACKEND)),
         ),
+        job="quantize",
     )
 
 
@@ -258,6 +259,7 @@ def _quantize_pair_primitive(format: str, backend: str) -> Primitive:
             batched=_batched(backend, partial(_quantize_pair_primitive, format, _BATCHING_BACKEND)),
             reduced=_quantize_one_of_pair,
         ),
+        job="quantize",
     )
 
 
@@ -347,6 +349,7 @@ def _scaled_gemm_primitive(backend: str) -> Primitive:
             **_lowering_rules(_gemm, backend),
             batched=_batched(backend, partial(_scaled_gemm_primitive, _BATCHING_BACKEND)),
         ),
+        job="gemm",
     )
 
 

@@ -63,4 +63,5 @@ _SCALED_RAGGED_GEMM = define(
         dim_sources=_ragged_dim_sources,
         platform_bodies={"cpu": partial(_ragged, value_dtype=jnp.float32)},
     ),
+    job="ragged gemm",
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -114,14 +115,36 @@ def test_a_parameter_that_is_laid_out_differently_is_a_weight(layout: Callable[[
     assert site.products == {FPROP, WGRAD}
 
 
-@pytest.mark.parametrize(
-    "derive",
-    [jnp.sin, lambda w: jnp.cumsum(w, 0), lambda w: jnp.exp(w) + w.sum()],
-)
-def test_what_is_computed_from_a_parameter_is_no_weight(derive: Callable[[Any], Any]) -> None:
+INDICES = np.array([2, 0, 1])
+DERIVED: dict[str, Callable[[Any], Any]] = {
+    "an elementwise function": jnp.sin,
+    "two functions": lambda w: jnp.exp(w) + w.sum(),
+    "a gelu": jax.nn.gelu,
+    "a sum over rows": lambda w: jnp.cumsum(w, 0),
+    "sorted": lambda w: jnp.sort(w, 0),
+    "a Kronecker product": lambda w: jnp.kron(w, jnp.ones((1, 2))) * jnp.kron(w, jnp.ones((1, 2))),
+    "rows": lambda w: jnp.pad(jnp.take(w, INDICES, axis=0), ((0, 13), (0, 0))),
+    "rows of a range": lambda w: jnp.pad(w[jnp.arange(4) * 3], ((0, 12), (0, 0))),
+    "along an axis": lambda w: jnp.take_along_axis(w, jnp.tile(jnp.arange(16)[:, None], (1, 32)), axis=0),
+    "tiled": lambda w: jnp.tile(w, (1, 3)),
+    "added at a place": lambda w: w.at[0].add(1.0),
+    "set at a place": lambda w: w.at[INDICES].set(0.0),
+    "a singular value decomposition": lambda w: jnp.linalg.svd(w)[0],
+    "a loop": lambda w: lax.fori_loop(0, 3, lambda _, v: jnp.sort(v, 1) + w, w),
+}
+
+
+@pytest.mark.parametrize("derive", DERIVED.values(), ids=DERIVED.keys())
+def test_what_is_computed_from_a_parameter_alone_is_a_weight(derive: Callable[[Any], Any]) -> None:
     site = only_site(lambda p, x: x @ derive(p["w"]))
-    assert site.weight is None
-    assert site.products == {FPROP, WGRAD}, "a gradient flows through it still"
+    assert (site.name, site.weight) == ("w", "rhs")
+    assert site.products == {FPROP, WGRAD}, "a gradient flows through it"
+
+
+def test_what_a_product_of_parameters_gives_is_an_activation() -> None:
+    params = {"latents": struct(8, 16), "w": W, "b": struct(W.shape[1])}
+    sites = find_sites(lambda p, x: x.T @ jnp.tanh(p["latents"] @ p["w"] + p["b"]), params, X)
+    assert [site.weight for site in sites] == ["rhs", None]
 
 
 @pytest.mark.parametrize(
@@ -707,3 +730,21 @@ def test_attributes_for_where() -> None:
         "m": 8, "n": 32, "k": 16, "batch": 1, "flops": 2 * 8 * 32 * 16, "weight": True,
     }  # fmt: skip
     assert "test_analysis.py:" in site.place
+
+
+# ---- primitives that are called like those of policyc
+
+
+@pytest.mark.parametrize("name", ["my_quantize", "scaled_gemm", "mxfp8_quantize"])
+def test_a_primitive_that_is_called_like_one_of_policyc_does_not_hide_a_gemm(name: str) -> None:
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x: x)
+
+    @jax.custom_vjp
+    def product(x: Any, w: Any) -> Any:
+        return primitive.bind(x) @ w
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), lambda saved, dy: (dy @ saved[1].T, saved[0].T @ dy))
+    site = only_site(lambda p, x: product(x, p["w"]))
+    assert site.name == "w"
+    assert "jax.custom_vjp" in site.opaque

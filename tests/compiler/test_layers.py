@@ -19,7 +19,12 @@ from jax.sharding import AxisType, PartitionSpec
 import policyc
 from policyc.compiler.plan_checks import check_plan, opaque_indices
 from policyc.compiler.plan_tables import sites_table, summary
-from policyc.compiler.provenance.integers import Integers, loop_counter, propagate_integers
+from policyc.compiler.provenance.integers import (
+    Integers,
+    LoopIterations,
+    carried_integers,
+    propagate_integers,
+)
 from policyc.compiler.sites import dotted
 from policyc.language.recipes import Gemm
 from tests.support.gemms import quick_jit
@@ -38,6 +43,11 @@ def layer(p: Any, h: Any) -> Any:
 
 def scan(stack: Any, h: Any, **options: Any) -> Any:
     return lax.scan(lambda h, p: (layer(p, h), None), h, stack, **options)[0]
+
+
+def scan_by(change: Callable[[Any], Any], stack: Any, h: Any) -> Any:
+    """A scan that changes the weights of each layer."""
+    return lax.scan(lambda h, p: (layer(each(change, p), h), None), h, stack)[0]
 
 
 def each(f: Callable[[Any], Any], tree: Any) -> Any:
@@ -181,6 +191,51 @@ PROGRAMS: dict[str, tuple[Any, Callable[..., Any], str, list[int]]] = {
     ),
     "a branch for the first layers": (STACK, first_ones_differ, "layers[1:3]", [1, 2]),
     "weights that are chosen by the number of the layer": (STACK, chosen_by_number, "layers[3:5]", [3, 4]),
+    "a tiled stack": (
+        {"layers": {"attn": weights(4), "mlp": weights(4)}},
+        lambda p, x: scan(each(lambda a: jnp.tile(a, (2, 1, 1)), p["layers"]), x),
+        "layers[-1:]",
+        [3, 3],  # once in each repetition
+    ),
+    "functions of a stack": (
+        STACK,
+        lambda p, x: scan(each(lambda a: jax.nn.gelu(a) * jnp.exp(a), p["layers"]), x),
+        "layers[-2:]",
+        [6, 7],
+    ),
+    "operations that are not followed, on one layer": (
+        STACK,
+        lambda p, x: scan_by(lambda a: jnp.sort(jnp.cumsum(a, 0), 1), p["layers"], x),
+        "layers[-2:]",
+        [6, 7],
+    ),
+    "a carried index": (
+        STACK,
+        lambda p, x: lax.scan(
+            lambda c, _: ((layer(member(p["layers"], c[1]), c[0]), (c[1] + 3) % 8), None), (x, 5), length=8
+        )[0][0],
+        "layers[:3]",
+        [0, 1, 2],
+    ),
+    "a carried index of 8 bits, in a reversed scan": (
+        STACK,
+        lambda p, x: lax.scan(
+            lambda c, i: ((layer(member(p["layers"], c[1]), c[0]), c[1] + i), None),
+            (x, jnp.uint8(250)),
+            jnp.array([1, 1, 1, 1, 1, 1, 1, 7], "uint8"),
+            reverse=True,
+        )[0][0],
+        "layers[:3]",
+        [1, 2],
+    ),
+    "a search in a table": (
+        STACK,
+        lambda p, x: lax.fori_loop(
+            0, 8, lambda i, h: layer(member(p["layers"], jnp.argmax(jnp.arange(8)[::-1] == i)), h), x
+        ),
+        "layers[:3]",
+        [0, 1, 2],
+    ),
     "a gather by constants": (
         STACK, lambda p, x: scan(member(p["layers"], np.array([3, 1, 7])), x), "layers[2:]", [3, 7]
     ),
@@ -419,6 +474,85 @@ def test_a_weight_whose_layer_is_not_followed_is_a_weight_and_its_index_is_refus
     }
 
 
+CHANGED_STACKS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "sort": (lambda a: jnp.sort(a, 0), "'sort'"),
+    "sort rows": (lambda a: jnp.sort(a, -1), "'sort'"),
+    "cumsum": (lambda a: jnp.cumsum(a, 0), "'cumsum'"),
+    "mean": (lambda a: jnp.broadcast_to(a.mean(0), a.shape), "'reduce_sum'"),
+    "svd": (lambda a: jnp.linalg.svd(a)[0], "'svd'"),
+    "take_along_axis": (
+        lambda a: jnp.take_along_axis(a, jnp.broadcast_to(jnp.arange(8)[::-1, None, None], a.shape), 0),
+        "gathered in a form that is not followed",
+    ),
+    "kron": (lambda a: jnp.kron(a, a)[:8, :D, :D], "'mul'"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_STACKS)
+def test_a_stack_that_an_operation_changes_as_a_whole_is_refused_by_the_name_of_the_operation(name):
+    """Even beside an ordinary stack, whose layers could be meant as well."""
+    change, reason = CHANGED_STACKS[name]
+
+    def loss(p, x):
+        return scan(each(change, p["encoder"]["layers"]), scan(p["decoder"]["layers"], x)).sum()
+
+    for policy in ("* -> nvfp4; layers[-2:] -> bf16", "encoder.layers[0] -> fp8"):
+        with pytest.raises(policyc.PolicyError, match=reason) as error:
+            quantized_layers(policy, loss, TWO_STACKS)
+        assert "opaque-index" in str(error.value)
+        assert "product of activations" not in str(error.value)
+    plan = policyc.plan("* -> bf16", loss, TWO_STACKS, X)
+    assert {(site.name, site.weight) for site in plan.sites} == {
+        (f"{part}.layers.{w}", "rhs") for part in ("encoder", "decoder") for w in ("attn", "mlp")
+    }
+
+
+def averaged(combine: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda p, x: (x @ combine(jnp.stack([q["attn"] for q in p["layers"]]))).sum()
+
+
+@pytest.mark.parametrize("combine", [lambda a: a.mean(0), lambda a: a.sum(0), lambda a: a.max(0)])
+def test_one_matrix_of_all_layers_of_a_list_has_the_names_of_all_and_no_index(combine):
+    loss = averaged(combine)
+    with pytest.raises(policyc.PolicyError, match=r"opaque-index.*computed by 'reduce_(sum|max)'"):
+        quantized_layers("* -> fp8; layers[-1] -> bf16", loss, LIST)
+    (site,) = policyc.plan("* -> bf16", loss, LIST, X).sites
+    assert site.weight == "rhs"
+    assert [dotted(t.path) for t in site.parameters] == [f"layers[{i}].attn" for i in range(8)]
+
+
+def test_an_operation_that_is_not_followed_leaves_the_index_of_a_list():
+    """The kernel has three dimensions, as those of attention in Flax have."""
+    params = {"layers": [{"q": weights(2)} for _ in range(4)]}
+
+    def loss(p, x):
+        for q in p["layers"]:
+            x = jnp.tanh(x @ jnp.sort(q["q"], 0).sum(0))
+        return x.sum()
+
+    assert quantized_layers("layers[-2:] -> fp8", loss, params) == ["layers[2].q", "layers[3].q"]
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        (
+            lambda i: jnp.floor(i * 0.7).astype(int),
+            "computed in float32, and policyc evaluates integers only",
+        ),
+        (lambda i: lax.clz(i) & 7, "computed by 'clz', which policyc does not evaluate"),
+        (lambda i: lax.cond(i > 2, lambda: 1, lambda: lax.clz(i)), "not known before the program runs"),
+    ],
+)
+def test_an_index_that_is_not_evaluated_is_refused_with_the_true_reason(index, reason):
+    def loss(p, x):
+        return lax.fori_loop(0, 8, lambda i, h: layer(member(p["layers"], index(i)), h), x).sum()
+
+    with pytest.raises(policyc.PolicyError, match=reason) as error:
+        quantized_layers("* -> bf16; layers[-1] -> fp8", loss, STACK)
+    assert "opaque-index" in str(error.value)
+
+
 def test_a_carry_that_becomes_an_activation_is_no_weight():
     def loss(p, x):
         h = lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ p["w"]), p["latents"])
@@ -531,11 +665,13 @@ def test_a_branch_counts_in_the_iterations_that_take_it():
 def test_an_index_is_computed_once_per_iteration_however_often_it_is_read():
     (add,) = jax.make_jaxpr(lambda i: i + i)(1).eqns
     reads: list[int] = []
-    index = loop_counter(Integers(lambda _: reads.append(1) or np.asarray(1)), 1, (0,), 4, False)
+    first = Integers(lambda _: reads.append(1) or np.asarray(1))
+    body = jax.make_jaxpr(lambda i: i + 1)(1)
+    (index,) = carried_integers(body, [], [first], [], LoopIterations((0,), 4, False))
     for _ in range(12):
         index = propagate_integers(add, [index, index])
     assert [int(index.evaluate({(0,): i})) for i in range(4)] == [4096 * (1 + i) for i in range(4)]
-    assert len(reads) == 4
+    assert len(reads) == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from policyc.compiler.provenance.graph import (
     EitherSource,
     IterationSource,
     LayoutSource,
+    LostSource,
     OtherSource,
     ParameterSource,
     ShardSource,
@@ -25,19 +27,23 @@ from policyc.compiler.provenance.graph import (
     UnknownSource,
     shard_maps_of,
 )
-from policyc.compiler.provenance.integers import Integers, Iterations
-from policyc.compiler.provenance.regions import (
-    ON_FIRST_DEVICE,
+from policyc.compiler.provenance.integers import Integers, Iterations, evaluate_index
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.primitives import rule_of
+from policyc.jaxcore.regions import (
+    DimIndices,
+    Move,
     Region,
     Unknown,
     compact,
     full_region,
-    operand_region,
-    shard_region,
+    shift,
     without_dim,
 )
-from policyc.jaxcore import jaxprs
 from policyc.jaxcore.transform import Address
+
+ON_FIRST_DEVICE: Address = (-1,)
+"""A key of `Iterations` beside those of loops: read what the first device has of dimensions that shard_maps divide."""
 
 
 def read_elements(
@@ -52,7 +58,7 @@ def read_elements(
         case LayoutSource() if jaxprs.primitive_name(source.eqn).startswith("all_gather"):
             yield from _read_gathered(source, region, iterations)
         case LayoutSource():
-            yield from read_elements(source.operand, operand_region(source, region, iterations), iterations)
+            yield from read_elements(source.operand, _operand_region(source, region, iterations), iterations)
         case ConcatenatedSource():
             yield from _read_concatenated(source, region, iterations)
         case StackedSource():
@@ -72,13 +78,60 @@ def read_elements(
             for index in region[0]:
                 yield from read_elements(source.operand, region[1:], {**iterations, source.loop: int(index)})
         case ShardSource():
-            yield from read_elements(source.operand, shard_region(source, region, iterations), iterations)
+            yield from read_elements(source.operand, _shard_region(source, region, iterations), iterations)
         case OtherSource():
             return
         case UnknownSource():
             raise Unknown(source.reason)
+        case LostSource():
+            yield from _read_lost(source, region, iterations)
         case _:
             raise AssertionError(source)
+
+
+def _operand_region(source: LayoutSource, region: Region, iterations: Iterations) -> Region:
+    """The region of the operand of a layout equation that a region of its result comes from."""
+    rule = rule_of(source.eqn).region
+    if rule is not None:
+        indices = [partial(evaluate_index, i, iterations) for i in source.integers]
+        return rule(Move(source.eqn, source.output, indices), region)
+    if source.shape == source.operand.shape:
+        return region  # element by element
+    name = jaxprs.primitive_name(source.eqn)
+    raise Unknown(f"'{name}' changes its shape in a way that is not followed")
+
+
+def _shard_region(source: ShardSource, region: Region, iterations: Iterations) -> Region:
+    """The first dimension divides a stack over devices. Of others, only whole ones are followed."""
+    out: list[DimIndices] = []
+    for dim, (indices, parts) in enumerate(zip(region, source.parts, strict=True)):
+        if parts == 1:
+            out.append(indices)
+        elif dim == 0:
+            out.append(shift(indices, iterations[source.shard_map] * source.shape[0]))
+        elif len(indices) == source.shape[dim]:
+            out.append(range(source.operand.shape[dim]))
+        elif ON_FIRST_DEVICE in iterations:
+            out.append(indices)
+        else:
+            raise Unknown(f"a shard_map divides its dimension {dim}, of which a part is taken")
+    return tuple(out)
+
+
+def _read_lost(
+    source: LostSource, region: Region, iterations: Iterations
+) -> Iterator[tuple[ParameterSource, Region]]:
+    """All elements of the operands, if they are of one layer: of matrices, or of parameters whose path has an index.
+
+    Otherwise it is not known what the result, or a part of it, is made of.
+    """
+    read = [r for o in source.operands for r in read_elements(o, full_region(o.shape), iterations)]
+    layers = {tuple(name.index for name in p.path if name.index is not None) for p, _ in read}
+    is_whole = tuple(map(len, region)) == source.shape
+    are_matrices = all(sum(len(indices) > 1 for indices in elements) <= 2 for _, elements in read)
+    if len(layers) > 1 or not ((is_whole and are_matrices) or any(layers)):
+        raise Unknown(source.reason)
+    yield from read
 
 
 def _read_gathered(

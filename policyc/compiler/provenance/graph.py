@@ -99,48 +99,61 @@ class UnknownSource(Source):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LostSource(Source):
+    """Computed from these variables and nothing else, by an operation that is not followed."""
+
+    operands: tuple[Source, ...]
+    reason: str
+
+
 def unknown_source(shape: tuple[int, ...], sources: Iterable[Source], reason: str) -> UnknownSource:
     parameters = dict.fromkeys(parameter for source in sources for parameter in parameters_of(source))
     return UnknownSource(shape=shape, operands=tuple(parameters), reason=reason)
 
 
+def _operands(source: Source) -> tuple[Source, ...]:
+    match source:
+        case LayoutSource() | IterationSource() | StackedResultSource() | ShardSource():
+            return (source.operand,)
+        case ConcatenatedSource() | StackedSource() | EitherSource() | UnknownSource() | LostSource():
+            return source.operands
+    return ()
+
+
 def parameters_of(source: Source) -> Iterator[ParameterSource]:
     """The parameters that a variable is laid out from."""
-    match source:
-        case ParameterSource():
-            yield source
-        case LayoutSource() | IterationSource() | StackedResultSource() | ShardSource():
-            yield from parameters_of(source.operand)
-        case ConcatenatedSource() | StackedSource() | EitherSource() | UnknownSource():
-            for operand in source.operands:
-                yield from parameters_of(operand)
+    if isinstance(source, ParameterSource):
+        yield source
+    for operand in _operands(source):
+        yield from parameters_of(operand)
+
+
+def is_lost(source: Source) -> bool:
+    """Is some part of it computed by an operation that is not followed?"""
+    return isinstance(source, LostSource) or any(map(is_lost, _operands(source)))
 
 
 def loops_of(source: Source) -> frozenset[Address]:
     """The loops (and shard_maps) on whose iteration the elements of a variable depend."""
+    loops = frozenset[Address]().union(*map(loops_of, _operands(source)))
     match source:
         case LayoutSource():
-            indices = (i.loops for i in source.integers if i is not None)
-            return loops_of(source.operand).union(*indices)
+            return loops.union(*(i.loops for i in source.integers if i is not None))
+        case EitherSource(index=Integers() as index):
+            return loops | index.loops
         case IterationSource():
-            return loops_of(source.operand) | {source.loop}
+            return loops | {source.loop}
         case StackedResultSource():
-            return loops_of(source.operand) - {source.loop}
+            return loops - {source.loop}
         case ShardSource():
-            return loops_of(source.operand) | {source.shard_map}
-        case ConcatenatedSource() | StackedSource() | EitherSource():
-            of_index = source.index.loops if isinstance(source, EitherSource) and source.index else ()
-            return frozenset[Address](of_index).union(*map(loops_of, source.operands))
-    return frozenset()
+            return loops | {source.shard_map}
+    return loops
 
 
 def shard_maps_of(source: Source) -> dict[Address, int]:
     """The shard_maps that divide the first dimension of a parameter, and into how many parts."""
-    match source:
-        case ShardSource():
-            return {**shard_maps_of(source.operand), source.shard_map: source.parts[0] if source.parts else 1}
-        case LayoutSource() | IterationSource() | StackedResultSource():
-            return shard_maps_of(source.operand)
-        case ConcatenatedSource() | StackedSource() | EitherSource():
-            return {a: parts for operand in source.operands for a, parts in shard_maps_of(operand).items()}
-    return {}
+    parts = {a: parts for operand in _operands(source) for a, parts in shard_maps_of(operand).items()}
+    if isinstance(source, ShardSource):
+        parts[source.shard_map] = source.parts[0] if source.parts else 1
+    return parts

@@ -8,23 +8,52 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from policyc.jaxcore import jaxprs
+from policyc.jaxcore.containers import Container, container_of
+from policyc.jaxcore.jaxprs import AnyJaxpr
+from policyc.jaxcore.primitives import rule_of
+from policyc.jaxcore.regions import MOST_INDICES, Unknown
 from policyc.jaxcore.transform import Address
 
 Iterations = Mapping[Address, int]
 """The iteration of each loop, by the loop's address: an index into its stacked inputs. Of a shard_map: the device."""
 
-MOST_INDICES = 1 << 22  # elements of an array of indices; more would take too much memory and time
+_MOST_CONSTANTS = 1 << 16  # elements of a constant array of indices
+_NOT_KNOWN = "its index is computed from values that are not known before the program runs"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Integers:
-    """An integer variable whose value is known in each iteration of the loops around it."""
+    """An integer variable whose value depends on nothing but the iterations of the loops around it.
+
+    `unknown` says why policyc does not evaluate it; empty if it does. Then `evaluate` raises `Unknown`.
+    """
 
     evaluate: Callable[[Iterations], np.ndarray]
     loops: frozenset[Address] = frozenset()
+    unknown: str = ""
+
+
+def evaluate_index(integers: Integers | None, iterations: Iterations) -> np.ndarray:
+    """The value of an index in an iteration. Raises `Unknown`."""
+    if integers is None:
+        raise Unknown(_NOT_KNOWN)
+    return integers.evaluate(iterations)
+
+
+def known_integers(integers: Integers | None) -> Integers | None:
+    """The same integers, None if policyc does not evaluate them."""
+    return None if integers is None or integers.unknown else integers
+
+
+def _not_evaluated(reason: str) -> Integers:
+    def evaluate(_: Iterations) -> np.ndarray:
+        raise Unknown(reason)
+
+    return Integers(evaluate, unknown=reason)
 
 
 def _computed(compute: Callable[[Iterations], np.ndarray], loops: frozenset[Address]) -> Integers:
@@ -44,123 +73,137 @@ def _computed(compute: Callable[[Iterations], np.ndarray], loops: frozenset[Addr
     return Integers(evaluate, loops)
 
 
-def constant_integers(value: Any) -> Integers:
-    array = np.asarray(value)
+def constant_value(value: Any, aval: Any) -> Integers | None:
+    """The value of a constant of this type; None if it is not known now."""
+    dtype = getattr(aval, "dtype", None)
+    if isinstance(value, Tracer) or not isinstance(dtype, np.dtype) or np.size(value) > _MOST_CONSTANTS:
+        return None
+    if dtype.kind not in "iub":
+        return _not_evaluated(_in_type(dtype)) if np.ndim(value) == 0 else None
+    array = np.asarray(value, dtype)
     return Integers(lambda _: array)
+
+
+def _in_type(dtype: np.dtype) -> str:
+    return f"its index is computed in {dtype}, and policyc evaluates integers only"
 
 
 def loop_slice(integers: Integers, loop: Address) -> Integers:
     """One iteration's slice of integers that a scan runs over."""
     return Integers(
-        lambda iterations: integers.evaluate(iterations)[iterations[loop]], integers.loops | {loop}
+        lambda iterations: integers.evaluate(iterations)[iterations[loop]],
+        integers.loops | {loop},
+        integers.unknown,
     )
-
-
-def loop_counter(init: Integers, step: int, loop: Address, length: int, reverse: bool) -> Integers:
-    """A carry of a scan that grows by `step` in each iteration."""
-
-    def evaluate(iterations: Iterations) -> np.ndarray:
-        index = iterations[loop]
-        earlier_iterations = length - 1 - index if reverse else index
-        return np.asarray(init.evaluate(iterations) + step * earlier_iterations)
-
-    return _computed(evaluate, init.loops | {loop})
-
-
-def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    quotient = np.sign(a) * np.sign(b) * (np.abs(a) // np.where(b == 0, 1, np.abs(b)))
-    return np.asarray(quotient, a.dtype)
-
-
-_INTEGER_OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "neg": np.negative,
-    "max": np.maximum,
-    "min": np.minimum,
-    "div": _divide,
-    "rem": lambda a, b: a - _divide(a, b) * b,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.bitwise_not,
-    "shift_left": np.left_shift,
-    "shift_right_arithmetic": np.right_shift,
-    "select_n": lambda which, *cases: np.choose(which.astype(int), np.broadcast_arrays(*cases)),
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "sign": np.sign,
-    "copy": lambda x: x,
-    "stop_gradient": lambda x: x,
-    "name": lambda x: x,
-}
-"""The operations on integers that indices are computed with, as numpy has them. JAX's division rounds to zero."""
-
-
-def _integer_operation(eqn: JaxprEqn) -> Callable[..., np.ndarray] | None:
-    name, params = jaxprs.primitive_name(eqn), eqn.params
-    out: Any = eqn.outvars[0].aval if eqn.outvars else None
-    shapes: dict[str, Callable[..., np.ndarray]] = {
-        "convert_element_type": lambda x: np.asarray(x).astype(params["new_dtype"]),
-        "reshape": lambda x: np.reshape(x, out.shape),
-        "squeeze": lambda x: np.reshape(x, out.shape),
-        "expand_dims": lambda x: np.reshape(x, out.shape),
-        "broadcast_in_dim": lambda x: _broadcast(np.asarray(x), params),
-        "concatenate": lambda *xs: np.concatenate(xs, params["dimension"]),
-        "transpose": lambda x: np.transpose(x, params["permutation"]),
-        "rev": lambda x: np.flip(x, params["dimensions"]),
-        "slice": lambda x: x[_slices(params)],
-        "dynamic_slice": lambda x, *starts: _dynamic_slice(x, starts, params["slice_sizes"]),
-        "iota": lambda: _iota(params),
-    }
-    return shapes.get(name) or _INTEGER_OPERATIONS.get(name)
-
-
-def _broadcast(x: np.ndarray, params: Mapping[str, Any]) -> np.ndarray:
-    shape = [1] * len(params["shape"])
-    for dim, size in zip(params["broadcast_dimensions"], x.shape, strict=True):
-        shape[dim] = size
-    return np.broadcast_to(x.reshape(shape), params["shape"])
-
-
-def _slices(params: Mapping[str, Any]) -> tuple[slice, ...]:
-    strides = params["strides"] or (1,) * len(params["start_indices"])
-    return tuple(map(slice, params["start_indices"], params["limit_indices"], strides))
-
-
-def _dynamic_slice(x: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
-    firsts = [
-        min(max(int(start), 0), n - size) for start, n, size in zip(starts, x.shape, sizes, strict=True)
-    ]
-    return x[tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))]
-
-
-def _iota(params: Mapping[str, Any]) -> np.ndarray:
-    shape, dim = params["shape"], params["dimension"]
-    counts = np.arange(shape[dim], dtype=params["dtype"])
-    return np.broadcast_to(counts.reshape([-1 if d == dim else 1 for d in range(len(shape))]), shape)
 
 
 def propagate_integers(eqn: JaxprEqn, operands: Sequence[Integers | None]) -> Integers | None:
     """The value of an equation on known integers; None if it is not known."""
-    if len(eqn.outvars) != 1 or any(o is None for o in operands):
-        return None
-    out: Any = eqn.outvars[0].aval
-    dtype = getattr(out, "dtype", None)
-    if not isinstance(dtype, np.dtype) or dtype.kind not in "iub" or math.prod(out.shape) > MOST_INDICES:
-        return None
-    operation = _integer_operation(eqn)
-    if operation is None:
-        return None
     known = [o for o in operands if o is not None]
+    out: Any = eqn.outvars[0].aval if eqn.outvars else None
+    dtype = getattr(out, "dtype", None)
+    if len(known) < len(operands) or not isinstance(dtype, np.dtype) or eqn.effects:
+        return None
+    unknown = next((o for o in known if o.unknown), None)
+    if unknown is not None:
+        return unknown
+    if dtype.kind not in "iub":
+        return _not_evaluated(_in_type(dtype))
+    rule = rule_of(eqn).integers
+    if rule is None or len(eqn.outvars) != 1:
+        name = jaxprs.primitive_name(eqn)
+        return _not_evaluated(f"its index is computed by '{name}', which policyc does not evaluate")
+    if math.prod(out.shape) > MOST_INDICES:
+        return None
 
     def evaluate(iterations: Iterations) -> np.ndarray:
-        return np.asarray(operation(*(o.evaluate(iterations) for o in known)))
+        with np.errstate(all="ignore"):  # integers wrap around, as JAX's do
+            return np.asarray(rule(eqn, *(o.evaluate(iterations) for o in known))).astype(dtype, copy=False)
 
     return _computed(evaluate, frozenset[Address]().union(*(o.loops for o in known)))
+
+
+# ---- loops
+
+
+@dataclass(frozen=True, slots=True)
+class LoopIterations:
+    """The iterations of a scan."""
+
+    address: Address
+    length: int
+    reverse: bool
+
+    def position(self, index: int) -> int:
+        """How many iterations run before the one with this index; or the index of the one at a position."""
+        return self.length - 1 - index if self.reverse else index
+
+
+def carried_integers(
+    body: AnyJaxpr,
+    consts: Sequence[Integers | None],
+    carry: Sequence[Integers | None],
+    xs: Sequence[Integers | None],
+    loop: LoopIterations,
+) -> list[Integers | None]:
+    """The carry of a scan in each iteration, where it is computed from known integers. `carry` is its first value."""
+    loops = frozenset({loop.address}).union(*(i.loops for i in (*consts, *carry, *xs) if i is not None))
+    while True:
+        carried = [None if i is None or i.unknown else _Carried(i, loop) for i in carry]
+        inside = [
+            i if c is None else Integers(c.evaluate, loops) for i, c in zip(carry, carried, strict=True)
+        ]
+        results = _propagate_jaxpr(body, [*consts, *inside, *xs])[: len(carry)]
+        after = [
+            i if c is None or (result is not None and not result.unknown) else result
+            for i, c, result in zip(carry, carried, results, strict=True)
+        ]
+        if after == list(carry):
+            for c, result in zip(carried, results, strict=True):
+                if c is not None and result is not None:
+                    c.next = result
+            return inside
+        carry = after
+
+
+class _Carried:
+    """A carry of a scan, computed iteration by iteration. `next` is its value after an iteration."""
+
+    def __init__(self, init: Integers, loop: LoopIterations) -> None:
+        self._init, self._loop = init, loop
+        self._others: Iterations = {}
+        self._values: list[np.ndarray] = []
+        self.next = init
+
+    def evaluate(self, iterations: Iterations) -> np.ndarray:
+        address = self._loop.address
+        others = {a: i for a, i in iterations.items() if a != address}
+        if not self._values or others != self._others:
+            self._others, self._values = others, [self._init.evaluate(iterations)]
+        position = self._loop.position(iterations[address])
+        while len(self._values) <= position:
+            index = self._loop.position(len(self._values) - 1)
+            self._values.append(self.next.evaluate({**iterations, address: index}))
+        return self._values[position]
+
+
+def _propagate_jaxpr(jaxpr: AnyJaxpr, inputs: Sequence[Integers | None]) -> list[Integers | None]:
+    """The integers among the results of a jaxpr, from those of its inputs."""
+    opened = jaxprs.open_jaxpr(jaxpr)
+    known: dict[Var, Integers | None] = dict(zip(opened.invars, inputs, strict=True))
+    for var, value in zip(opened.constvars, jaxprs.constants(jaxpr), strict=False):
+        known[var] = constant_value(value, var.aval)
+
+    def integers(atom: Any) -> Integers | None:
+        return constant_value(atom.val, atom.aval) if isinstance(atom, Literal) else known.get(atom)
+
+    for eqn in opened.eqns:
+        operands = [integers(a) for a in eqn.invars]
+        container = container_of(eqn)
+        if container is not None and type(container).propagate is Container.propagate:
+            (sub,) = jaxprs.sub_jaxprs(eqn)
+            known.update(zip(eqn.outvars, _propagate_jaxpr(sub.jaxpr, operands), strict=True))
+        elif not jaxprs.sub_jaxprs(eqn):
+            result = propagate_integers(eqn, operands)
+            known.update((v, result) for v in eqn.outvars)
+    return [integers(a) for a in opened.outvars]

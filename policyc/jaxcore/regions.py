@@ -1,16 +1,14 @@
-"""Regions of variables, and how each primitive that moves elements maps a region of its result back to its operand."""
+"""How primitives that move elements map a region of their result back to a region of their first operand."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-
-from policyc.compiler.provenance.graph import LayoutSource, ShardSource
-from policyc.compiler.provenance.integers import MOST_INDICES, Iterations
-from policyc.jaxcore import jaxprs
-from policyc.jaxcore.transform import Address
+from jax.extend.core import JaxprEqn
 
 DimIndices = range | np.ndarray
 """Indices along one dimension, in the order in which a variable has them."""
@@ -18,13 +16,40 @@ DimIndices = range | np.ndarray
 Region = tuple[DimIndices, ...]
 """A box of elements: indices along each dimension."""
 
-
-ON_FIRST_DEVICE: Address = (-1,)
-"""A key of `Iterations` beside those of loops: read what the first device has of dimensions that shard_maps divide."""
+MOST_INDICES = 1 << 22  # elements of an array of indices; more would take too much memory and time
 
 
 class Unknown(Exception):
-    """The elements cannot be told. The message says why."""
+    """The elements, or an index, cannot be told. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """An equation that moves elements of its first operand to its n-th result.
+
+    `indices` has a function for each other operand: its value. It raises `Unknown`.
+    """
+
+    eqn: JaxprEqn
+    output: int
+    indices: Sequence[Callable[[], np.ndarray]]
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+    @property
+    def operand_shape(self) -> tuple[int, ...]:
+        aval: Any = self.eqn.invars[0].aval
+        return tuple(aval.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        aval: Any = self.eqn.outvars[self.output].aval
+        return tuple(aval.shape)
+
+
+RegionRule = Callable[[Move, Region], Region]
 
 
 def full_region(shape: Sequence[int]) -> Region:
@@ -35,24 +60,7 @@ def without_dim(region: Region, dim: int) -> Region:
     return (*region[:dim], *region[dim + 1 :])
 
 
-def shard_region(source: ShardSource, region: Region, iterations: Iterations) -> Region:
-    """The first dimension divides a stack over devices. Of others, only whole ones are followed."""
-    out: list[DimIndices] = []
-    for dim, (indices, parts) in enumerate(zip(region, source.parts, strict=True)):
-        if parts == 1:
-            out.append(indices)
-        elif dim == 0:
-            out.append(_shift(indices, iterations[source.shard_map] * source.shape[0]))
-        elif len(indices) == source.shape[dim]:
-            out.append(range(source.operand.shape[dim]))
-        elif ON_FIRST_DEVICE in iterations:
-            out.append(indices)
-        else:
-            raise Unknown(f"a shard_map divides its dimension {dim}, of which a part is taken")
-    return tuple(out)
-
-
-def _shift(indices: DimIndices, offset: int) -> DimIndices:
+def shift(indices: DimIndices, offset: int) -> DimIndices:
     if isinstance(indices, range):
         return range(indices.start + offset, indices.stop + offset, indices.step)
     return indices + offset
@@ -78,96 +86,81 @@ def compact(indices: np.ndarray) -> DimIndices:
     return indices
 
 
-def operand_region(source: LayoutSource, region: Region, iterations: Iterations) -> Region:
-    """The region of the operand of a layout equation that a region of its result comes from."""
-    name = jaxprs.primitive_name(source.eqn)
-    rule = _RULES.get(name)
-    if rule is not None:
-        return rule(source, region, iterations)
-    if source.shape == source.operand.shape:
-        return region  # element by element
-    raise Unknown(f"'{name}' changes its shape in a way that is not followed")
+# ---- rules
 
 
-def _transpose(source: LayoutSource, region: Region, _: Iterations) -> Region:
-    permutation = source.eqn.params["permutation"]
+def transpose(move: Move, region: Region) -> Region:
+    permutation = move.params["permutation"]
     return tuple(region[permutation.index(dim)] for dim in range(len(region)))
 
 
-def _squeeze(source: LayoutSource, region: Region, _: Iterations) -> Region:
-    rank = len(source.operand.shape)
-    dropped = {d % rank for d in source.eqn.params["dimensions"]}
+def squeeze(move: Move, region: Region) -> Region:
+    rank = len(move.operand_shape)
+    dropped = {d % rank for d in move.params["dimensions"]}
     rest = iter(region)
     return tuple(range(1) if dim in dropped else next(rest) for dim in range(rank))
 
 
-def _expand_dims(source: LayoutSource, region: Region, _: Iterations) -> Region:
-    added = {d % len(region) for d in source.eqn.params["dimensions"]}
-    return tuple(indices for dim, indices in enumerate(region) if dim not in added)
-
-
-def _broadcast_in_dim(source: LayoutSource, region: Region, _: Iterations) -> Region:
-    dims = source.eqn.params["broadcast_dimensions"]
-    sizes = source.operand.shape
+def broadcast_in_dim(move: Move, region: Region) -> Region:
+    dims = move.params["broadcast_dimensions"]
+    sizes = move.operand_shape
     return tuple(range(1) if size == 1 else region[dim] for dim, size in zip(dims, sizes, strict=True))
 
 
-def _rev(source: LayoutSource, region: Region, _: Iterations) -> Region:
-    reversed_dims = source.eqn.params["dimensions"]
+def rev(move: Move, region: Region) -> Region:
+    reversed_dims = move.params["dimensions"]
     return tuple(
         _scale(indices, size - 1, -1) if dim in reversed_dims else indices
-        for dim, (indices, size) in enumerate(zip(region, source.shape, strict=True))
+        for dim, (indices, size) in enumerate(zip(region, move.shape, strict=True))
     )
 
 
-def _slice(source: LayoutSource, region: Region, _: Iterations) -> Region:
-    params = source.eqn.params
+def slice_(move: Move, region: Region) -> Region:
+    params = move.params
     strides = params["strides"] or (1,) * len(region)
     return tuple(map(_scale, region, params["start_indices"], strides))
 
 
-def _split(source: LayoutSource, region: Region, _: Iterations) -> Region:
-    axis, sizes = source.eqn.params["axis"], source.eqn.params["sizes"]
-    offset = sum(sizes[: source.output])
-    return tuple(_shift(indices, offset) if dim == axis else indices for dim, indices in enumerate(region))
+def split(move: Move, region: Region) -> Region:
+    axis, sizes = move.params["axis"], move.params["sizes"]
+    offset = sum(sizes[: move.output])
+    return tuple(shift(indices, offset) if dim == axis else indices for dim, indices in enumerate(region))
 
 
-def _unstack(source: LayoutSource, region: Region, _: Iterations) -> Region:
-    axis = source.eqn.params["axis"]
-    return (*region[:axis], range(source.output, source.output + 1), *region[axis:])
+def unstack(move: Move, region: Region) -> Region:
+    axis = move.params["axis"]
+    return (*region[:axis], range(move.output, move.output + 1), *region[axis:])
 
 
-def _dynamic_slice(source: LayoutSource, region: Region, iterations: Iterations) -> Region:
+def dynamic_slice(move: Move, region: Region) -> Region:
     starts: list[DimIndices] = []
-    for dim, (indices, integers) in enumerate(zip(region, source.integers, strict=True)):
-        size, whole = source.shape[dim], source.operand.shape[dim]
-        if size == whole:
-            starts.append(indices)
-            continue
-        if integers is None:
-            raise Unknown(
-                "the index of a slice is computed from values that are not known before the program runs"
-            )
-        start = int(np.clip(integers.evaluate(iterations), 0, whole - size))
-        starts.append(_shift(indices, start))
+    for dim, (indices, index) in enumerate(zip(region, move.indices, strict=True)):
+        size, whole = move.shape[dim], move.operand_shape[dim]
+        start = 0 if size == whole else int(np.clip(index(), 0, whole - size))
+        starts.append(shift(indices, start))
     return tuple(starts)
 
 
-def _gather(source: LayoutSource, region: Region, iterations: Iterations) -> Region:
+def tile(move: Move, region: Region) -> Region:
+    sizes = move.operand_shape
+    return tuple(
+        compact(np.unique(np.asarray(indices) % size)) for indices, size in zip(region, sizes, strict=True)
+    )
+
+
+def gather(move: Move, region: Region) -> Region:
     """A gather that takes whole slices along one dimension, by known indices."""
-    params, rank = source.eqn.params, len(source.operand.shape)
+    params, rank = move.params, len(move.operand_shape)
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    (integers,) = source.integers
-    if integers is None:
-        raise Unknown("it is gathered by indices that are not known before the program runs")
+    (index,) = move.indices
     indexed = tuple(numbers.start_index_map)
     takes_single_indices = len(indexed) == 1 and all(sizes[d] == 1 for d in indexed)
-    takes_whole_slices = all(sizes[d] == source.operand.shape[d] for d in range(rank) if d not in indexed)
+    takes_whole_slices = all(sizes[d] == move.operand_shape[d] for d in range(rank) if d not in indexed)
     has_batching_dims = bool(getattr(numbers, "operand_batching_dims", ()))
     if not takes_single_indices or not takes_whole_slices or has_batching_dims:
         raise Unknown("it is gathered in a form that is not followed")
     (dim,) = indexed
-    values = np.clip(integers.evaluate(iterations)[..., 0], 0, source.operand.shape[dim] - 1)
+    values = np.clip(index()[..., 0], 0, move.operand_shape[dim] - 1)
     offset_dims = tuple(numbers.offset_dims)
     batch_dims = [d for d in range(len(region)) if d not in offset_dims]
     if batch_dims:
@@ -184,9 +177,9 @@ def _gather(source: LayoutSource, region: Region, iterations: Iterations) -> Reg
     return tuple(out)
 
 
-def _pad(source: LayoutSource, region: Region, _: Iterations) -> Region:
+def pad(move: Move, region: Region) -> Region:
     out: list[DimIndices] = []
-    pairs = zip(region, source.eqn.params["padding_config"], source.operand.shape, strict=True)
+    pairs = zip(region, move.params["padding_config"], move.operand_shape, strict=True)
     for indices, (low, high, inner), size in pairs:
         if (low, high, inner) == (0, 0, 0):
             out.append(indices)
@@ -198,15 +191,15 @@ def _pad(source: LayoutSource, region: Region, _: Iterations) -> Region:
     return tuple(out)
 
 
-def _reshape(source: LayoutSource, region: Region, _: Iterations) -> Region:
+def reshape(move: Move, region: Region) -> Region:
     """Follows each group of dimensions that a reshape merges or splits."""
-    if source.eqn.params.get("dimensions") is not None:
+    if move.params.get("dimensions") is not None:
         raise Unknown("it is reshaped in another order of dimensions")
     out: list[DimIndices] = []
-    for before, after in _reshape_groups(source.operand.shape, source.shape):
+    for before, after in _reshape_groups(move.operand_shape, move.shape):
         group = [region[d] for d in after]
-        sizes = [source.shape[d] for d in after]
-        operand_sizes = [source.operand.shape[d] for d in before]
+        sizes = [move.shape[d] for d in after]
+        operand_sizes = [move.operand_shape[d] for d in before]
         if all(map(_is_whole, group, sizes)):
             out += map(range, operand_sizes)
             continue
@@ -252,20 +245,3 @@ def _reshape_groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tup
                 right.append(j)
                 j += 1
         yield left, right
-
-
-_RULES: dict[str, Callable[[LayoutSource, Region, Iterations], Region]] = {
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "expand_dims": _expand_dims,
-    "broadcast_in_dim": _broadcast_in_dim,
-    "rev": _rev,
-    "slice": _slice,
-    "split": _split,
-    "unstack": _unstack,
-    "dynamic_slice": _dynamic_slice,
-    "gather": _gather,
-    "pad": _pad,
-    "reshape": _reshape,
-}
-"""How each primitive that moves elements maps a region of its result back to one of its operand."""
