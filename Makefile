@@ -161,8 +161,9 @@ clean: ## remove the environments, caches and build outputs
 	@$(IN) find policyc tests models benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment is created again when the interpreter or the path of the checkout changes, and the packages are
-# installed again when pyproject.toml changes. Files in the environment record what it was made from. --no-compile
-# saves a third of the time: Python compiles each module when it is first imported.
+# installed again when pyproject.toml changes. Files in the environment record what it was made from. One that is a link
+# belongs to the checkout where it is, and serves its copies too. --no-compile saves a third of the time: Python compiles
+# each module when it is first imported.
 setup: ## create the environment in .venv; the other targets do it when needed
 	@$(IN) \
 	venv="$(VENV)"; \
@@ -173,7 +174,8 @@ setup: ## create the environment in .venv; the other targets do it when needed
 	if [ -z "$$python" ]; then \
 	  echo "policyc needs Python 3.11 to 3.13, and found none in $$*: make PYTHON=/path/to/python3" >&2; exit 1; fi; \
 	python=$$("$$python" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))') || exit 1; \
-	made_from="$$PWD $$("$$python" -c 'import sys; print(sys.base_prefix, sys.version.split()[0])')"; \
+	home="$$PWD"; if [ -L "$$venv" ]; then home=$$(dirname "$$(readlink "$$venv")"); fi; \
+	made_from="$$home $$("$$python" -c 'import sys; print(sys.base_prefix, sys.version.split()[0])')"; \
 	if [ "$$(cat "$$venv/.made-from" 2>/dev/null)" != "$$made_from" ]; then \
 	  echo "setting up $$venv with $$("$$python" -V)"; \
 	  rm -rf "$$venv"; \

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import processes
+from tests.support.compilation_cache import write_entries_whole
 from tests.support.quick_options import COMPILATION
 
 # Sharding is tested on eight host devices. This must be set before JAX starts.
@@ -30,19 +31,19 @@ os.environ["TERM"] = "xterm"
 def compilation_cache_dir() -> str:
     """The folder of JAX's compilation cache, so that a program is compiled once for all tests and processes.
 
-    Each run of the tests has a new folder; `.ci/run` has one for all its lanes. Each worker has its own subfolder,
-    because JAX may read a file that another process is still writing; so has a lane without workers, which may run
-    beside another one. Compiler options are part of the cache key.
+    Each run of the tests has a new folder; `.ci/run` has one for all its lanes. The version of JAX and compiler options
+    are part of the cache key.
     """
     root = os.environ.get("POLICYC_TESTS_COMPILED")
     if not root:
         root = os.environ["POLICYC_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="policyc-tests-")
         atexit.register(shutil.rmtree, root, ignore_errors=True)
-    return os.path.join(root, os.environ.get("PYTEST_XDIST_WORKER", f"process-{os.getpid()}"))
+    return root
 
 
 os.environ["JAX_COMPILATION_CACHE_DIR"] = compilation_cache_dir()
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+write_entries_whole()
 
 settings.register_profile(
     "policyc",
@@ -60,8 +61,8 @@ ON_REQUEST = ("slow", "trainers", "peers", "cuda", "browser", "te", "slurm")
 def pytest_configure(config: pytest.Config) -> None:
     """Leaves out the tests on request that `-m` does not name, and ignores what JAX says about its cache.
 
-    A damaged entry of the cache is no fault of a test: JAX warns and compiles. The processes that a test starts use its
-    cache: one may still be writing an entry, or was killed while it did.
+    A damaged entry of the cache is no fault of a test: JAX warns and compiles. The processes that tests start use the
+    cache too: one may still be writing an entry, or was killed while it did.
     """
     named = config.option.markexpr
     left_out = [f"not {marker}" for marker in ON_REQUEST if marker not in re.findall(r"\w+", named)]

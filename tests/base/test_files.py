@@ -14,7 +14,7 @@ import pytest
 from policyc.base.files import atomic_write, open_output
 from tests.support.command import ROOT
 
-pytestmark = pytest.mark.any_jax
+pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
 
 
 def write(path: Path, text: bytes = b"new") -> None:

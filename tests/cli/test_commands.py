@@ -18,7 +18,7 @@ from policyc.language import bundled
 from policyc.lint.rules import LINT_RULES, load_program_rules
 from tests.support.command import ROOT, load_commands, policyc, run_main, spawn
 
-pytestmark = pytest.mark.any_jax
+pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
 
 CLEAN = "mlp.* -> fp8\n"
 SHADOWED = "mlp.up -> fp8\nmlp.* -> fp8\n"

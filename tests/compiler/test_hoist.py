@@ -2,7 +2,7 @@
 
 A weight is not quantized again for each part of an accumulated batch, nor in a remat. Most tests count equations of the
 gradient's jaxpr. Tests with `quantize_in_place` compare the results with those of the program without hoisting, bit by
-bit. They run in formats that compile fast in the fast lane, and in NVFP4 in the slow one.
+bit. They run in formats that compile fast; one split stack and one random program are in NVFP4.
 """
 
 from __future__ import annotations
@@ -176,9 +176,7 @@ def test_a_program_that_is_kept_is_not_changed() -> None:
     [
         pytest.param(STACKED, SMALL_SPLIT, "named", id="split stack"),
         pytest.param(UNROLLED, "* -> fp8", "dots", marks=pytest.mark.slow, id="unrolled"),
-        pytest.param(STACKED, TWO_WAYS, "full", marks=pytest.mark.slow, id="stack in nvfp4"),
         pytest.param(STACKED, SPLIT, "named", marks=pytest.mark.slow, id="split stack in nvfp4"),
-        pytest.param(UNROLLED, SQUARE, "full", marks=pytest.mark.slow, id="unrolled in nvfp4"),
     ],
 )
 def test_hoisting_changes_no_bit(
@@ -219,7 +217,7 @@ def test_hoisting_changes_no_bit_of_a_random_program(quantize_in_place: Callable
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "format"), [(3, "nvfp4"), *((seed, "mxfp8") for seed in range(20, 32))])
+@pytest.mark.parametrize(("seed", "format"), [(3, "nvfp4"), *((seed, "mxfp8") for seed in range(20, 24))])
 def test_hoisting_changes_no_bit_of_any_program(
     seed: int, format: str, quantize_in_place: Callable[[], None]
 ) -> None:

@@ -15,7 +15,7 @@ from policyc.experiments.report.output import write_report
 from policyc.experiments.report.sweeps import ReportError
 from tests.support.command import policyc
 
-pytestmark = pytest.mark.any_jax
+pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
 
 
 class TagChecker(HTMLParser):

@@ -28,7 +28,7 @@ from tests.support.sweep_runs import (
     write_status,
 )
 
-pytestmark = pytest.mark.any_jax
+pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
 
 
 @pytest.fixture(autouse=True)

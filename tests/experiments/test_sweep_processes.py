@@ -22,7 +22,7 @@ from policyc.experiments.sweep.run import ProcessId, Run, RunStatus
 from tests.support.processes import wait_until
 from tests.support.sweep_runs import make_run, read_state
 
-pytestmark = pytest.mark.any_jax
+pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
 
 # ---- GPUs
 

@@ -18,7 +18,7 @@ from policyc.language.loader import parse_with_diagnostics
 from tests.support import fuzz
 from tests.support.audit import recording
 
-pytestmark = pytest.mark.any_jax
+pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
 
 
 def codes(text: str) -> list[str]:

@@ -13,7 +13,7 @@ from policyc.language.loader import locate, parse_with_diagnostics
 from tests.support.audit import recording
 from tests.support.command import policyc
 
-pytestmark = pytest.mark.any_jax
+pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
 
 
 def load_errors(path) -> list[tuple[str, str, int]]:

@@ -155,7 +155,7 @@ def test_a_seed_has_the_losses_that_it_has_alone(loop):
 
 @pytest.mark.slow
 def test_a_run_of_several_seeds_writes_the_folder_of_each_and_resumes(tmp_path):
-    (tmp_path / "layers.policy").write_text("layers.* where weight -> mxfp8\n")
+    (tmp_path / "layers.policy").write_text("layers.mlp.down_proj -> mxfp8\n")
     settings = {"steps": 4, "checkpoint_every": 2, "eval_every": 2, "export_every": 4}
     arguments = flags(out=tmp_path / "run", seeds="0,3", **settings)
     code, output = wait(spawn(*arguments, policy=tmp_path / "layers.policy"))
