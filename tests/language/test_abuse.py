@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from policyc.language.bundled import bundled_policies, data_folder
 from policyc.language.loader import parse_with_diagnostics
 from tests.support import fuzz
 from tests.support.audit import recording
+from tests.support.processor_time import at_most, seconds_of
 
 pytestmark = [pytest.mark.any_jax, pytest.mark.ordinary_user]
 
@@ -165,11 +165,8 @@ MAX_SECONDS = 5.0
 
 def timed_codes(text: str) -> list[str]:
     """The codes of the diagnostics, which must be there within the limit."""
-    with fuzz.alarm(20 * MAX_SECONDS):
-        start = time.process_time()
-        reported = codes(text)
-        assert time.process_time() - start < MAX_SECONDS
-    return reported
+    with at_most(MAX_SECONDS):
+        return codes(text)
 
 
 def test_recipes_that_triple_at_every_level_are_resolved_quickly():
@@ -181,9 +178,8 @@ def test_recipes_that_triple_at_every_level_are_resolved_quickly():
     assert timed_codes(text) == []
     policy = parse(text)
     for edited, rounding in ((policy, "sr"), (policy.variant("v"), "rne")):
-        start = time.process_time()
-        assert edited.resolver()(edited.rules[0].recipe).treatments[2].rounding == rounding
-        assert time.process_time() - start < MAX_SECONDS
+        with at_most(MAX_SECONDS):
+            assert edited.resolver()(edited.rules[0].recipe).treatments[2].rounding == rounding
     assert parse(str(policy)) == policy
 
 
@@ -278,12 +274,10 @@ MEGABYTES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("text", MEGABYTES.values(), ids=MEGABYTES)
 def test_a_megabyte_of_one_token_takes_little_time_and_a_short_message(text):
-    with fuzz.alarm(300):
-        start = time.process_time()
+    with at_most(60):
         diagnostics = parse_with_diagnostics(text).diagnostics
         if diagnostics:
             assert len(str(PolicyError(diagnostics))) < 100_000
-        assert time.process_time() - start < 60
 
 
 # ---- time in proportion to length
@@ -305,9 +299,7 @@ def rules(count: int) -> str:
 
 
 def seconds(text: str) -> float:
-    start = time.process_time()  # not wall time: other processes may be running
-    parse_with_diagnostics(text)
-    return time.process_time() - start
+    return seconds_of(lambda: parse_with_diagnostics(text))
 
 
 def invalid_rules(count: int) -> str:
@@ -361,10 +353,10 @@ def test_the_properties_hold_for_a_thousand_mutated_policies(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", range(1, 5))
 def test_the_properties_hold_for_many_more_mutated_policies(seed, tmp_path):
-    """Five parts of five thousand, so that they can run in parallel."""
-    run_fuzzer(seed, 5_000, tmp_path)
+    """Four parts of 2,500, so that they can run in parallel."""
+    run_fuzzer(seed, 2_500, tmp_path)
 
 
 def test_the_fuzzer_detects_a_wrong_formatter(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from policyc.language.loader import parse_with_diagnostics
 from policyc.lint.engine import lint
 from tests.support.linting import fix_text, lint_codes
+from tests.support.processor_time import seconds_of
 
 pytestmark = pytest.mark.any_jax
 
@@ -56,12 +56,6 @@ def large_policies(count: int) -> dict[str, str]:
     }
 
 
-def measure_seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
-
-
 def assert_linear(make_work: Callable[[int], Callable[[], object]]) -> None:
     """5,000 items take less than 5 seconds, or less than 15 times as long as 500.
 
@@ -70,8 +64,8 @@ def assert_linear(make_work: Callable[[int], Callable[[], object]]) -> None:
     """
 
     def is_linear() -> bool:
-        seconds = measure_seconds(make_work(5_000))
-        return seconds < 5 or seconds < 15 * measure_seconds(make_work(500))
+        seconds = seconds_of(make_work(5_000))
+        return seconds < 5 or seconds < 15 * seconds_of(make_work(500))
 
     assert any(is_linear() for _ in range(3))  # a busy machine may slow some of them down
 

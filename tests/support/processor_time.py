@@ -1,0 +1,35 @@
+"""Limits and measures of processor time. Other processes on a busy machine do not change it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class TooSlow(BaseException):
+    """Something took too long. Not an `Exception`, so that no `except Exception` on the way catches it."""
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises TooSlow after so many seconds of processor time, also out of an endless loop."""
+
+    def raise_too_slow(number: int, frame: object) -> None:
+        raise TooSlow(f"more than {seconds} s of processor time")
+
+    # Not SIGALRM, by which pytest limits the time of each test.
+    before = signal.signal(signal.SIGPROF, raise_too_slow)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
