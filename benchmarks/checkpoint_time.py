@@ -77,7 +77,7 @@ def measure(name: str, folder: Path) -> Measurement:
     checkpoints = Checkpoints(folder, 1, {"policy": None})
     for step in range(1, ROUNDS + 1):
         start = time.perf_counter()
-        checkpoints.save(step, state, 0)
+        checkpoints.save(step, state, [])
         checkpoints.wait()
         written, cpu = time.perf_counter(), time.process_time()
         restored, _, _ = checkpoints.restore(abstract, accept_changes=True)

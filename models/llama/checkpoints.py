@@ -1,9 +1,12 @@
 """Checkpoints of a run: verified when they are read, and written by one run at a time."""
 
+import errno
 import fcntl
+import functools
+import hashlib
+import json
 import logging
 import os
-import re
 import shutil
 import socket
 import sys
@@ -11,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +23,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from policyc.models.llama import configs
-from policyc.models.llama.configs import ConfigError
-from policyc.models.llama.data import ALL_FOR_TRAINING
+from policyc.models.llama.configs import ConfigError, name_file
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs every part of every save
 
@@ -30,6 +32,9 @@ CONTENTS = "contents_of_the_data"  # what identifies the data, in the identity o
 NOT_WRITTEN = "its contents are not those that were written"
 STORE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)  # that orbax raises
 HASH_MULTIPLIERS = np.array([0x9E3779B1, 0x85EBCA6B], np.uint32)  # odd, as in xxHash
+RESTART = "choose another folder with --out, or move this one away"
+# Why a whole checkpoint may be unreadable for now. TensorStore reports these as text only.
+PASSING_ERRORS = tuple(map(os.strerror, (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ENOMEM)))
 
 
 class DamagedCheckpointError(Exception):
@@ -52,7 +57,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 file = stack.enter_context(path.open("a+"))
             except OSError as error:
                 raise ConfigError(f"a run cannot write to {folder}: {error}\nchoose another --out") from None
-            _lock(file, path)
+            with name_file(path):
+                _lock(file, path)
         yield
 
 
@@ -65,7 +71,10 @@ def _lock(file: Any, path: Path) -> None:
         raise ConfigError(f"{path.parent} is in use by {owner}: {remedy}") from None
     except OSError as error:
         # Some shared file systems have no locks.
-        print(f"warning: {path} cannot be locked ({error}): nothing keeps a second run out", file=sys.stderr)
+        print(
+            f"warning: {path} cannot be locked ({error}): do not start a second run in this folder",
+            file=sys.stderr,
+        )
     file.seek(0)
     file.truncate()
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -97,12 +106,22 @@ def hash_state(state: Any) -> str:
     return pairs.tobytes().hex()
 
 
-class Checkpoints:
-    """The checkpoints of a run, in one folder. Each stores the identity of its run and a hash of its state."""
+class Restored(NamedTuple):
+    """The contents of a checkpoint. `positions` in the data, one for each seed, is None if the data is another one."""
 
-    def __init__(self, folder: Path, keep: int, identity: dict[str, Any]) -> None:
+    state: Any
+    positions: list[Any] | None
+    step: int
+
+
+class Checkpoints:
+    """The checkpoints of a run, in one folder. Each stores the identity of its run and a hash of everything in it."""
+
+    def __init__(self, folder: Path, keep: int, identity: dict[str, Any], keep_every: int = 0) -> None:
         self.folder, self._identity = folder.resolve(), identity
-        self._options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, keep_period=keep_every or None, cleanup_tmp_directories=True
+        )
         self._open()
 
     def _open(self) -> None:
@@ -110,8 +129,8 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.folder, options=self._options)
             tempfile.TemporaryFile(dir=self.folder).close()  # not when the first checkpoint is due
 
-    def save(self, step: int, state: Any, position: Any) -> None:
-        """Stores a state, and a position in the data as JSON. Returns once the state is copied.
+    def save(self, step: int, state: Any, positions: list[Any]) -> None:
+        """Stores a state, and positions in the data as JSON. Returns once the state is copied.
 
         A checkpoint appears only when it is completely written.
         """
@@ -119,75 +138,88 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             steps = saved_steps(self.folder)
-            room = f"{needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free in {self.folder}"
+            room = f"{_size(needed)} needed, {_size(free)} free in {self.folder}"
             last = f"The last one is at step {steps[0]}" if steps else "There is none yet"
             raise ConfigError(
                 f"no room for a checkpoint at step {step}: {room}. {last}: make room and run this again"
             )
         about = {
             "identity": self._identity,
-            "position": position,
+            "positions": positions,
+            "step": step,
             "shapes": _shapes(state),
-            "hash": hash_state(state),
+            "state": hash_state(state),
         }
-        parts = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
+        parts = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), about=ocp.args.JsonSave({**about, "hash": _hash_json(about)})
+        )
         with self._explain_errors(f"writing a checkpoint at step {step} failed", DISK_FULL):
             self._manager.save(step, args=parts)
 
-    def restore(self, abstract_state: Any, accept_changes: bool) -> tuple[Any, Any, int]:
-        """State, position in the data and step of the latest checkpoint that is whole.
-
-        The position is None if the data is another one, which `accept_changes` allows.
-
-        Damaged checkpoints are named, and moved where nothing reads or removes them.
-        """
+    def restore(self, abstract_state: Any, accept_changes: bool) -> Restored:
+        """The latest checkpoint that is whole. Damaged ones are moved where nothing reads or removes them."""
         for step in saved_steps(self.folder):
-            reason, restored = "", None
+            reason, restored = "another process cannot read it", None
             try:
-                restored = self._restore(step, abstract_state, accept_changes)
+                restored = self.read(self.folder / str(step), abstract_state, accept_changes)
             except DamagedCheckpointError as error:
                 reason = str(error)
             # All processes must go on from the same checkpoint.
             whole = np.asarray(multihost_utils.process_allgather(np.asarray(restored is not None)))
             if whole.all() and restored is not None:
-                return *restored, step
-            self._set_aside(step, reason or "another process cannot read it")
+                return restored
+            self._set_aside(step, reason)
+        damaged = self.folder.with_name("damaged_checkpoints")
         raise ConfigError(
-            f"no checkpoint in {self.folder} can be read: start again in another folder with --out"
+            f"no checkpoint of {self.folder.parent} can be read, and all are in {damaged} now: {RESTART}"
         )
 
-    def _restore(self, step: int, abstract_state: Any, accept_changes: bool) -> tuple[Any, Any]:
-        with _raise_damaged():
-            about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
-            before, position = about["identity"], about["position"]
-        self._check_identity(step, before, accept_changes)
-        # Earlier versions stored no shapes and no hash.
-        if about.get("shapes") not in (None, _shapes(abstract_state)):
-            what = f"the checkpoint at step {step} in {self.folder} is whole, but of a model with other sizes"
-            raise ConfigError(f"{what} or of another optimizer: --accept-changes cannot change them; choose another "
-                              "folder with --out")  # fmt: skip
-        with _raise_damaged():
-            parts = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-            state = self._manager.restore(step, args=parts).state
-        if about.get("hash") not in (None, hash_state(state)):
+    def read(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
+        """One checkpoint. Raises DamagedCheckpointError, or ConfigError if it is of another run."""
+        about = _read_about(path)
+        step, before = int(about["step"]), about["identity"]
+        self._check_identity(path, about, _shapes(abstract_state), accept_changes)
+        handler = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+        with _raise_damaged(path):
+            state = handler.restore(path / "state", args=ocp.args.StandardRestore(abstract_state))
+        if about["state"] != hash_state(state):
             raise DamagedCheckpointError(NOT_WRITTEN)
-        contents = str(self._identity.get(CONTENTS))
-        is_same_data = _current_contents(before, contents) == contents
-        return state, position if is_same_data else None
+        is_same_data = before.get(CONTENTS) == self._identity.get(CONTENTS)
+        return Restored(state, about["positions"] if is_same_data else None, step)
 
-    def _check_identity(self, step: int, before: dict[str, Any], accept_changes: bool) -> None:
-        now, there = self._identity, configs.with_defaults(before)
-        # A name that is only there was part of the identity in an earlier version.
-        there[CONTENTS] = _current_contents(before, str(now.get(CONTENTS)))
-        names = sorted(n for n in now if there.get(n) != now[n] and n not in ("policy", configs.POLICY_NAME))
-        changes = [f"\n  {n.replace('_', '-')}: {there.get(n)} there, {now[n]} now" for n in names]
-        if there["policy"] != now["policy"]:
+    def read_other(self, path: Path, abstract_state: Any, accept_changes: bool) -> Restored:
+        """A checkpoint of another folder."""
+        if not (path.name.isdigit() and path.is_dir()):
+            raise ConfigError(
+                f"--resume-from {path}: expected the folder of a checkpoint, such as runs/a/checkpoints/300"
+            )
+        try:
+            return self.read(path.resolve(), abstract_state, accept_changes)
+        except DamagedCheckpointError as error:
+            raise ConfigError(f"--resume-from {path}: it is damaged: {error}; choose another one") from None
+
+    def _check_identity(
+        self, path: Path, about: dict[str, Any], shapes: list[list[int]], accept_changes: bool
+    ) -> None:
+        now, there = self._identity, about["identity"]
+        names = {name for name in {*now, *there} if there.get(name) != now.get(name)}
+        if "steps" in names and now.get("steps", 0) > there.get("steps") == about["step"]:
+            names.remove("steps")
+            print(f"{path} is the end of a run of {there['steps']} steps, which is extended to {now['steps']}",
+                  file=sys.stderr)  # fmt: skip
+        others = sorted(names - {"policy", configs.POLICY_NAME})
+        changes = [f"\n  {n.replace('_', '-')}: {there.get(n)} there, {now.get(n)} now" for n in others]
+        if "policy" in names:
             policies = [configs.describe_policy(each) for each in (there, now)]
             changes.insert(0, f"\n  policy: {policies[0]} there, {policies[1]} now")
+        if shapes != about["shapes"]:
+            what = "is of a model with other sizes, or of another optimizer"
+            raise ConfigError(
+                f"checkpoint {path} {what}:{''.join(changes)}\nchoose another folder with --out"
+            )
         if changes and not accept_changes:
             remedy = "choose another folder with --out, or resume from it with --accept-changes"
-            what = f"the checkpoint at step {step} in {self.folder} is of another run"
-            raise ConfigError(f"{what}:{''.join(changes)}\n{remedy}")
+            raise ConfigError(f"checkpoint {path} is of another run:{''.join(changes)}\n{remedy}")
 
     def _set_aside(self, step: int, reason: str) -> None:
         source, target = self.folder / str(step), self.folder.with_name("damaged_checkpoints") / str(step)
@@ -222,17 +254,15 @@ class Checkpoints:
             raise ConfigError(f"{what} ({self.folder}): {_first_line(error)}\n{remedy}") from error
 
 
-def _current_contents(before: dict[str, Any], now: str) -> str:
-    """The contents of the data of a checkpoint, as this version writes them.
-
-    Earlier versions stored the number of tokens and a hash of their ends, and the spec of the data. What they did not
-    store, the hash of all tokens, is taken from the data of now.
-    """
-    contents = str(before.get(CONTENTS))
-    if "data" not in before or not re.fullmatch(r"\d+ tokens, [0-9a-f]{16}", contents):
-        return contents
-    whole = now.removeprefix(f"{contents}, ").partition(", ")[0]
-    return f"{contents}, {whole}" + (ALL_FOR_TRAINING if ",validation=" in before["data"] else "")
+def check_new(folder: Path) -> None:
+    """Raises ConfigError if a folder without a checkpoint has traces of a run: starting there would bury them."""
+    damaged, metrics = folder / "damaged_checkpoints", folder / "metrics.jsonl"
+    if damaged.is_dir() and any(damaged.iterdir()):
+        raise ConfigError(
+            f"{damaged} has checkpoints that cannot be read, and there is no other one: {RESTART}"
+        )
+    if metrics.exists() and b'"loss"' in metrics.read_bytes():
+        raise ConfigError(f"{metrics} has steps, and there is no checkpoint to resume from: {RESTART}")
 
 
 def read_params(
@@ -243,34 +273,84 @@ def read_params(
     `abstract_state` makes the shapes of the state from the identity. Raises DamagedCheckpointError.
     """
     path = folder.resolve() / str(step)
-    with _raise_damaged():
-        about = ocp.Checkpointer(ocp.JsonCheckpointHandler()).restore(path / "about")
+    about = _read_about(path)
     state = abstract_state(about["identity"])
     item = {"params": state["params"]}
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)
     parts = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
-    with _raise_damaged():
+    with _raise_damaged(path):
         params = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).restore(path / "state", args=parts)["params"]
     places = [n for n, (names, _) in enumerate(jax.tree.leaves_with_path(state)) if names[0].key == "params"]
     begin, end = (place * 4 * HASH_MULTIPLIERS.size * 2 for place in (places[0], places[-1] + 1))
-    if "hash" in about and hash_state(params) != about["hash"][begin:end]:  # two digits for each byte
+    if hash_state(params) != about["state"][begin:end]:  # two digits for each byte
         raise DamagedCheckpointError(NOT_WRITTEN)
     return params, about["identity"]
 
 
+def _read_about(path: Path) -> dict[str, Any]:
+    """What a checkpoint stores beside its state. Raises DamagedCheckpointError if it is not what was written."""
+    with _raise_damaged(path):
+        about: dict[str, Any] = json.loads((path / "about" / "metadata").read_text(encoding="utf-8"))
+        is_whole = about.pop("hash") == _hash_json(about)
+    if not is_whole:
+        raise DamagedCheckpointError(NOT_WRITTEN)
+    return about
+
+
+def _hash_json(value: Any) -> str:
+    as_read = json.loads(json.dumps(value))  # tuples and keys as they come back
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
 @contextmanager
-def _raise_damaged() -> Iterator[None]:
+def _raise_damaged(path: Path) -> Iterator[None]:
+    """Raises DamagedCheckpointError for errors of reading; ConfigError if they say nothing about the checkpoint."""
+    _silence_dropped_reads()
     try:
         yield
     except Exception as error:
         # Where a file disappears, orbax raises `Exception` itself.
         if type(error) is not Exception and not isinstance(error, STORE_ERRORS):
             raise
+        if passing := [text for text in PASSING_ERRORS if text in str(error)]:
+            remedy = "nothing was changed; mend it (ulimit -n?) and run this again"
+            raise ConfigError(f"checkpoint {path} cannot be read now: {passing[0]}; {remedy}") from None
         raise DamagedCheckpointError(_first_line(error)) from error
+
+
+@functools.cache
+def _silence_dropped_reads() -> None:
+    """Hides tracebacks of reads that orbax starts and drops after another one failed. That one is reported.
+
+    Python prints them whenever it collects the coroutines, so also much later; TensorStore, when a read ends and finds
+    no event loop.
+    """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    report_unraisable, report = sys.unraisablehook, sys.excepthook
+
+    def report_others(error: Any) -> None:
+        code = getattr(error.object, "cr_code", None)
+        if code is None or "orbax" not in code.co_filename:
+            report_unraisable(error)
+
+    def report_other_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if str(error) != "Event loop is closed":
+            report(kind, error, trace)
+
+    sys.unraisablehook, sys.excepthook = report_others, report_other_errors
 
 
 def _shapes(state: Any) -> list[list[int]]:
     return [list(leaf.shape) for leaf in jax.tree.leaves(state)]
+
+
+def _size(count: float) -> str:
+    """A number of bytes, for people."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
 
 
 def _first_line(error: Exception) -> str:

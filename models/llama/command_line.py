@@ -31,15 +31,16 @@ EXAMPLES = """examples:
 GROUPS = {
     "run": ("steps", "batch", "sequence", "accumulate", "seed", "seeds", "seed_loop", "out"),
     "data": ("data", "tokenizer", "max_bad_rows", "document_mask", "packing"),
-    "optimizer": ("optimizer", "learning_rate", "schedule", "warmup", "decay", "final", "beta1", "beta2", "momentum",
-                  "weight_decay", "clip", "z_loss"),
-    "faults": ("loss_scale", "spike", "on_fault", "max_skips"),
+    "optimizer": ("optimizer", "learning_rate", "schedule", "warmup", "warmup_steps", "warmup_tokens", "decay", "final",
+                  "beta1", "beta2", "momentum", "weight_decay", "clip", "z_loss"),
+    "faults": ("loss_scale", "spike", "on_fault", "max_skips", "step_timeout"),
     "devices and hosts": ("gather", "data_axis", "fsdp_axis", "expert_axis", "tensor_axis", "context_axis",
                           "distributed", "coordinator", "processes", "process_id", "heartbeat"),
-    "checkpoints and weights": ("checkpoint_every", "keep", "accept_changes", "init_from"),
+    "checkpoints and weights": ("checkpoint_every", "checkpoint_minutes", "keep", "keep_every", "resume_from",
+                                "accept_changes", "init_from"),
     "validation and exports": ("eval_every", "eval_batches", "export_every", "export_command", "export_timeout",
                                "on_export_fault"),
-    "metrics and profiles": ("log_every", "wandb", "peak_tflops", "profile", "profile_steps"),
+    "metrics and profiles": ("log_every", "norms_every", "wandb", "peak_tflops", "profile", "profile_steps"),
     "model": tuple(f.name for f in fields(ModelConfig)),
 }  # fmt: skip
 """The groups of options in the help."""

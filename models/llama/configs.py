@@ -1,7 +1,7 @@
 """The settings of a run, and the table of configurations.
 
 Every field of `ModelConfig` and `RunConfig` is an option of the command line. The fields that decide the numbers of a
-run are its identity. Checkpoints store the identity, so a field must keep its name.
+run are its identity, which checkpoints store.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ from __future__ import annotations
 import importlib
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 
@@ -99,6 +102,8 @@ class RunConfig:
     learning_rate: float = setting(3e-3, "peak learning rate")
     schedule: str = setting("cosine", "schedule after the warm-up", choices=("cosine", "wsd", "constant"))
     warmup: float = setting(0.1, "fraction of the steps in which the learning rate rises")
+    warmup_steps: int = setting(0, "the same as a number of steps, instead of --warmup")
+    warmup_tokens: int = setting(0, "the same as a number of tokens, padding included, instead of --warmup")
     decay: float = setting(0.2, "fraction of the steps, at the end, in which wsd decays")
     final: float = setting(0.1, "final learning rate, as a fraction of the peak")
     beta1: float = setting(0.9, "beta1 of AdamW", limit=1)
@@ -125,7 +130,13 @@ class RunConfig:
     heartbeat: int = operational(15, "seconds without a sign of life after which a process is dead", least=2)
     out: str | None = operational(None, "output folder (default: runs/CONFIG, with the hash of the policy)")
     checkpoint_every: int = operational(100, "steps between checkpoints; also at the end; 0: never")
+    checkpoint_minutes: float = operational(
+        0.0, "also save this many minutes after the last checkpoint; 0: never"
+    )
     keep: int = operational(3, "number of checkpoints to keep", least=1)
+    keep_every: int = operational(0, "keep the checkpoints of every N-th step for good; 0: none")
+    resume_from: str | None = operational(None, "start in a new folder from this checkpoint of another run, such as "
+                                          "runs/a/checkpoints/300")  # fmt: skip
     accept_changes: bool = operational(False, "resume from a checkpoint of another policy or run")
     init_from: str | None = setting(None, "start from safetensors in this folder (Hugging Face layout)")
     eval_every: int = operational(0, "steps between validations; also at the end; 0: never")
@@ -134,7 +145,10 @@ class RunConfig:
     export_command: str | None = operational(None, "command to run after an export; {path} is its folder")
     export_timeout: float = operational(3600.0, "seconds after which that command is ended; 0: never")
     on_export_fault: str = operational("continue", "what to do if it fails", choices=("continue", "stop"))
+    step_timeout: float = operational(0.0, "end the run if a step takes this many seconds, not counting compiling; "
+                                      "0: never")  # fmt: skip
     log_every: int = operational(10, "steps between lines of output without a terminal", least=1)
+    norms_every: int = operational(0, "steps between the norms of each parameter and its gradient; 0: never")
     wandb: str | None = operational(None, "Weights & Biases project to report to")
     peak_tflops: float = operational(0.0, "bf16 peak of a device, for MFU; 0: from the device's name")
     profile: str | None = operational(None, "record a profile", choices=("xplane", "nsys"))
@@ -209,9 +223,35 @@ def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
         errors.append(f"{', '.join(names)}: without --distributed, this process would train alone; add it")
     if run.packing == "whole" and not run.document_mask:
         errors.append("--packing whole needs --document-mask: without it, documents see those before them")
-    if run.warmup + (run.decay if run.schedule == "wsd" else 0) > 1:
-        errors.append("--warmup and --decay together are more than all steps")
-    return errors
+    return errors + _invalid_warmup(run) + _invalid_checkpoints(run)
+
+
+def _invalid_warmup(run: RunConfig) -> list[str]:
+    if run.warmup > 1:
+        return [
+            f"--warmup {run.warmup:g} is a fraction of the steps: did you mean --warmup-steps {run.warmup:g}?"
+        ]
+    if run.warmup_steps and run.warmup_tokens:
+        return ["--warmup-steps and --warmup-tokens are two ways to say the same: leave one out"]
+    if warmup_fraction(run) + (run.decay if run.schedule == "wsd" else 0) > 1:
+        return ["the warm-up and --decay together are more than all steps"]
+    return []
+
+
+def warmup_fraction(run: RunConfig) -> float:
+    """The fraction of the steps in which the learning rate rises."""
+    steps = run.warmup_steps or run.warmup_tokens / (run.batch * run.sequence)
+    return steps / run.steps if steps else run.warmup
+
+
+def _invalid_checkpoints(run: RunConfig) -> list[str]:
+    if run.checkpoint_minutes and not run.checkpoint_every:
+        return ["--checkpoint-minutes: --checkpoint-every 0 saves nothing; give both, or neither"]
+    if run.checkpoint_minutes and run.distributed:
+        return [
+            "--checkpoint-minutes is for one process: several have no common clock; use --checkpoint-every"
+        ]
+    return []
 
 
 def _invalid_seeds(run: RunConfig) -> list[str]:
@@ -246,13 +286,15 @@ POLICY_NAME = "policy_name"
 
 
 def describe_policy(identity_of_run: dict[str, Any]) -> str:
-    """The policy of a run in messages. Earlier versions stored no name."""
-    sha256 = identity_of_run["policy"]
-    return (
-        "no policy" if sha256 is None else f"{identity_of_run.get(POLICY_NAME) or 'a policy'} ({sha256[:8]})"
-    )
+    """The policy of a run in messages."""
+    sha256, name = identity_of_run["policy"], identity_of_run[POLICY_NAME]
+    return "no policy" if sha256 is None else f"{name or 'a policy'} ({sha256[:8]})"
 
 
-def with_defaults(identity_of_run: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a run, which may be older than some settings: then these had their default values."""
-    return identity(ModelConfig(), RunConfig(), None) | identity_of_run
+@contextmanager
+def name_file(path: Path) -> Iterator[None]:
+    """Adds the name of a file to errors of writing it, which do not have it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -4,17 +4,18 @@ Goodput is the fraction of a run's time that was spent in steps which count: ste
 """
 
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import jax
 
-Row = dict[str, Any]  # one line of metrics
+from policyc.models.llama.run_files import Row
+
 Clock = Callable[[], float]
 
 # What time is spent on, as `seconds` of a line of metrics names it and as a sentence does.
@@ -30,7 +31,8 @@ ACTIVITIES = {
     "lost": "in steps lost to restarts",
     "down": "between an end and a restart",
 }
-PAUSES = ("checkpoint", "eval", "export", "other")  # activities that come back during a run
+# Activities that come back during a run, as the progress line names them.
+PAUSES = {"checkpoint": "the checkpoint", "eval": "validation", "export": "the export", "other": "telemetry"}
 # Lowering and XLA's compilation. Tracing is not among them: the durations of nested traces overlap.
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILE_EVENTS = (LOWERED, "/jax/core/compile/backend_compile_duration")
@@ -53,12 +55,14 @@ class TimeAccount:
         self.restarts = self.lost_steps = 0
         self.on_lowered: Callable[[], None] | None = None
         self._activity, self._since, self._started_at = "start", clock(), wall_clock()
+        self._claims: list[tuple[float, float]] = []  # parts of the time since then, apart and in order
+        self._thread = threading.get_ident()
 
     def switch(self, activity: str) -> str:
         """From now on time is spent on this activity. Returns the activity until now."""
         now, before = self.clock(), self._activity
-        self.seconds[before] += now - self._since
-        self._activity, self._since = activity, now
+        self.seconds[before] += now - self._since - sum(end - begin for begin, end in self._claims)
+        self._activity, self._since, self._claims = activity, now, []
         return before
 
     @contextmanager
@@ -69,20 +73,29 @@ class TimeAccount:
         finally:
             self.switch(before)
 
-    def move(self, activity: str, seconds: float) -> None:
-        """Counts some of the time that was just spent for another activity."""
-        self.seconds[self._activity] -= seconds
-        self.seconds[activity] += seconds
+    def claim(self, activity: str, seconds: float) -> None:
+        """Counts the last seconds for another activity, except those before `switch` and those that were claimed."""
+        now = self.clock()
+        begin = max(now - seconds, self._since)
+        claimed = sum(max(0.0, end - max(start, begin)) for start, end in self._claims)
+        self.seconds[activity] += now - begin - claimed
+        before = [(start, end) for start, end in self._claims if end <= begin]
+        first = min([start for start, end in self._claims if end > begin] + [begin])
+        self._claims = [*before, (first, now)]
 
     @contextmanager
     def watch_compilation(self) -> Iterator[None]:
-        """Counts what JAX compiles as such, whichever activity it happens in."""
+        """Counts what this thread compiles as such, whichever activity it happens in.
+
+        JAX reports the lowering of a function with all that is compiled for it, which it also reports by itself; and
+        what other threads compile takes no time of this one.
+        """
 
         def listen(event: str, duration_secs: float, **_: str | int) -> None:
-            if event in COMPILE_EVENTS:
-                self.move("compile", duration_secs)
-            if event == LOWERED and self.on_lowered is not None:
-                self.on_lowered()
+            if event in COMPILE_EVENTS and threading.get_ident() == self._thread:
+                self.claim("compile", duration_secs)
+                if event == LOWERED and self.on_lowered is not None:
+                    self.on_lowered()
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:
@@ -106,13 +119,11 @@ class TimeAccount:
     def resume(self, path: Path, start: int) -> None:
         """Adds the time of the processes before this one, from their metrics. They are continued at step `start`."""
         rows = _read_last_rows(path, start)
-        if not rows:
+        if not (rows and _is_account(rows[0], start)):
             return
         account, kept = rows[0], [row for row in rows if row["step"] <= start]
         self.restarts += 1
         self.lost_steps += sum("loss" in row for row in rows if row["step"] > start)
-        if not _is_account(account, start):
-            return  # written by an earlier version: the account begins now
         for name in self.seconds:
             self.seconds[name] += account["seconds"].get(name, 0.0)
         self.restarts += account["restarts"]

@@ -1,31 +1,33 @@
-"""The metrics of a run: metrics.jsonl, TensorBoard, Weights & Biases, and what is printed of them.
+"""The metrics of a run: what they are, when they stop it, and what is printed of them.
 
 The metrics of a step are read one step late, so that the device always has its next step before the host waits.
 """
 
-import errno
-import json
+import faulthandler
 import math
 import os
 import platform
 import resource
-import secrets
-import shutil
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
 
-from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, import_library, runs_of_seeds
-from policyc.models.llama.goodput import Row, TimeAccount, TimeLeft
+from policyc.models.llama.configs import ConfigError, ModelConfig, RunConfig, runs_of_seeds
+from policyc.models.llama.goodput import TimeAccount, TimeLeft
 from policyc.models.llama.model import param_specs
+from policyc.models.llama.preemption import PREEMPTED
 from policyc.models.llama.progress import ProgressLine
+from policyc.models.llama.run_files import Row, RunFiles
 
+INTERNAL = ("is_fine", "faults", "mean_loss", "padding")  # values of a step that its line does not have
 # Dense bf16 TFLOP/s of a device, by a part of its name.
 PEAKS = {"GB300": 2450, "GB200": 2450, "B300": 2250, "B200": 2250, "H200": 989, "H100": 989, "A100": 312}
 
@@ -52,75 +54,33 @@ def memory_bytes() -> int:
     return stats.get("peak_bytes_in_use") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class RunFiles:
-    """The files of one run: metrics.jsonl, and the same for TensorBoard and Weights & Biases."""
+class FaultError(ConfigError):
+    """A faulty step stops the run. The devices have kept the state before it."""
 
-    def __init__(self, stack: ExitStack, folder: Path, config: ModelConfig, run: RunConfig, start: int):
-        lines, self.tokens_at_start = _open_at_step(folder / "metrics.jsonl", start)
-        self._lines = stack.enter_context(lines)
-        writer = import_library("tensorboardX", "train").SummaryWriter
-        # With a queue without a limit: its writes do not wait for a thread that an error may end at any time.
-        self._board = writer(str(folder / "tensorboard"), purge_step=start + 1, max_queue=0)
-        stack.callback(self._close_board)
-        self._wandb = None
-        if run.wandb:
-            options = {"project": run.wandb, "name": folder.name, "dir": folder, "id": _wandb_id(folder),
-                       "resume": "allow", "config": vars(config) | vars(run)}  # fmt: skip
-            self._wandb = stack.enter_context(import_library("wandb", "wandb").init(**options))
-
-    def write(self, row: Row) -> None:
-        try:
-            self._lines.write(_as_json(row) + "\n")
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._lines.name) from None
-        nested = {f"seconds/{name}": value for name, value in row.get("seconds", {}).items()}
-        step, others = row["step"], ("step", "time", "seconds")
-        numbers = {name: value for name, value in row.items() if name not in others} | nested
-        if not self._board.file_writer.event_writer._worker.is_alive():
-            # An error of writing ended this thread. Without it, the queue would only grow.
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._board.logdir)
-        for name, value in numbers.items():
-            self._board.add_scalar(name, value, step)
-        if self._wandb:
-            self._wandb.log(numbers, step=step)
-
-    def _close_board(self) -> None:
-        try:
-            self._board.close()
-        except OSError as error:
-            # Else the library tries it again when Python exits, with two tracebacks.
-            writer = self._board.file_writer.event_writer
-            writer._closed = True
-            if writer._worker.is_alive():
-                writer._worker.stop()
-            print(f"warning: {self._board.logdir} is not complete: {error}", file=sys.stderr)
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
-class FaultCheck:
-    """Decides, step after step, whether the faults of one seed stop it. `name` begins its messages."""
-
-    def __init__(self, run: RunConfig, name: str) -> None:
-        self._run, self._name = run, name
-        self._faults = 0  # in a row
-
-    def check(self, step: int, fine: bool, values: Row) -> str | None:
-        """What to print about a step, None if it is fine. Raises ConfigError as `--on-fault`, `--max-skips` ask."""
-        run, scale = self._run, values["loss_scale"]
-        if fine:
-            self._faults = 0
-            return None
-        loss, norm = values["loss"], values["grad_norm"]
-        if run.loss_scale and math.isfinite(loss) and scale >= 1 and not math.isfinite(norm):
-            overflow = f"{self._name}step {step}: the scaled gradient overflows"
-            return f"{overflow}; skipped, and the loss scale is {scale:g} now"
-        self._faults += 1
-        fault = f"{self._name}step {step}: the loss is {loss}, the gradient norm {norm}"
-        if run.on_fault == "stop":
-            raise ConfigError(f"{fault}. The weights are those before it; --on-fault skip continues")
-        if self._faults >= run.max_skips:
-            raise ConfigError(f"{fault}: {self._faults} faulty steps in a row. The weights are those before them; "
-                              "lower --learning-rate, or raise --max-skips")  # fmt: skip
-        return f"{fault}; skipped, {values['skipped']} in all"
+def check_step(step: int, values: Row, run: RunConfig) -> str | None:
+    """What to print about a step, None if it is fine. Raises FaultError as `--on-fault` and `--max-skips` ask."""
+    if values["is_fine"]:
+        return None
+    loss, norm, mean, faults = (values[name] for name in ("loss", "grad_norm", "mean_loss", "faults"))
+    if not faults:
+        scale = values["loss_scale"]
+        return f"step {step}: the scaled gradient overflows; skipped, and the loss scale is {scale:g} now"
+    fault = f"step {step}: the loss is {loss}, the gradient norm {norm}"
+    if math.isfinite(loss) and math.isfinite(norm):
+        is_spike = run.spike and loss > mean + run.spike
+        spike = f"the loss {loss:.4f} is more than {run.spike:g} (--spike) above its mean {mean:.4f}"
+        fault = f"step {step}: {spike if is_spike else 'stopped by a fault before'}"
+    if run.on_fault == "stop":
+        raise FaultError(f"{fault}; --on-fault skip continues without this step", step)
+    if faults >= run.max_skips:
+        remedy = "lower --learning-rate, or raise --max-skips"
+        raise FaultError(f"{fault}: {faults} faulty steps in a row; {remedy}", step)
+    return f"{fault}; skipped, {values['skipped']} in all"
 
 
 class MetricsLog:
@@ -141,26 +101,29 @@ class MetricsLog:
         self._run, self._peak, self._writes = run, peak_tflops(run), jax.process_index() == 0
         self._flops = flops_per_token(config, run.sequence)
         self._tokens = run.batch * run.sequence  # of a step, of one seed
-        names = ["" if run.seeds is None else f"seed {one.seed}, " for one in runs_of_seeds(run)]
-        self._checks = [FaultCheck(run, name) for name in names]
-        self._errors: dict[int, ConfigError] = {}  # of the seeds that stopped
-        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._names = ["" if run.seeds is None else f"seed {one.seed}, " for one in runs_of_seeds(run)]
+        self._errors: dict[int, FaultError] = {}  # of the seeds that stopped
+        self._pending: tuple[int, dict[str, Any]] | None = None
         self._stall = 0.0  # seconds since the last line of a step
+        self._since_line = (0, 0.0)  # tokens and seconds
         self.account = account
+        self.progress = ProgressLine(stack, run, start, account, self._writes)
+        account.switch("start")
+        seconds = [account.seconds[name] for name in ("start", "compile")]
+        self.progress.print(f"started in {sum(seconds):.1f} s, {seconds[1]:.1f} s of it compiling")
         account.resume(folders[0] / "metrics.jsonl", start)
         self._time_left = TimeLeft(account)
-        self.progress = ProgressLine(stack, run, start, account, self._writes)
         self._files: list[RunFiles] = []
         if self._writes:
             self._files = [RunFiles(stack, folder, config, run, start) for folder in folders]
         # The padding of each seed so far. Only the first process writes, and needs to know.
-        self._padding = [0] * len(self._checks)
+        self._padding = [0] * len(self._names)
         if run.packing == "whole" and self._writes:
             self._padding = [start * self._tokens - files.tokens_at_start for files in self._files]
         self.write_account(start)
         self.restart_clock()
 
-    def record(self, step: int, metrics: dict[str, jax.Array], stall: float) -> None:
+    def record(self, step: int, metrics: dict[str, Any], stall: float) -> None:
         """Takes the metrics of a step that is still running, and writes those of the step before it.
 
         `stall` is for how many seconds the devices waited for the data of this step. If the step before it is not
@@ -178,7 +141,7 @@ class MetricsLog:
 
     def is_idle(self) -> bool:
         """Have the devices finished the last step?"""
-        arrays: Any = () if self._pending is None else self._pending[1].values()
+        arrays: Any = () if self._pending is None else jax.tree.leaves(self._pending[1])
         return all(array.is_ready() for array in arrays)
 
     def restart_clock(self) -> None:
@@ -188,10 +151,13 @@ class MetricsLog:
     def raise_errors(self) -> None:
         """Raises if a seed stopped."""
         if self._errors:
-            raise ConfigError("\n".join(map(str, self._errors.values())))
+            raise FaultError("\n".join(map(str, self._errors.values())), list(self._errors.values())[-1].step)
 
-    def _write_step(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        values = self._split_seeds(jax.device_get(metrics))
+    def _write_step(self, step: int, metrics: dict[str, Any]) -> None:
+        with limit_step(step, self._run.step_timeout):
+            arrays = jax.device_get(metrics)
+        norms = arrays.pop("norms", None)
+        values = self._split_seeds(arrays)
         begin, compiled = self._begin, self._compiled
         self.restart_clock()
         compile_seconds = self._compiled - compiled
@@ -201,23 +167,31 @@ class MetricsLog:
         times = {"step_seconds": seconds, "stall_seconds": self._stall}
         self._stall = 0.0
         times |= {"compile_seconds": compile_seconds} if compile_seconds else {}
-        are_fine = [each.pop("fine") for each in values]
         rows = []
         for number, each in enumerate(values):
-            padding = each.pop("padding", 0)
-            self._padding[number] += padding
-            speed = self._speed((self._tokens - padding) / jax.device_count() / seconds)
-            rows.append({**self._place(step, number), **each, **times, **speed})
+            tokens = self._tokens - each.get("padding", 0)
+            self._padding[number] += each.get("padding", 0)
+            if number == 0:
+                self._since_line = (self._since_line[0] + tokens, self._since_line[1] + seconds)
+            public = {name: value for name, value in each.items() if name not in INTERNAL}
+            if norms is not None and step % self._run.norms_every == 0:
+                public |= name_norms(
+                    norms if self._run.seeds is None else jax.tree.map(itemgetter(number), norms)
+                )
+            rows.append({**self._place(step, number), **public, **times, **self._speed(tokens, seconds)})
         self._write(rows)
         for number in self._running():
-            self._check_seed(number, step, are_fine[number], values[number])
+            self._check_seed(number, step, values[number])
 
     def _place(self, step: int, number: int) -> Row:
         """Where a line of a seed is: its step, and the number of tokens so far, without padding."""
         return {"step": step, "tokens": step * self._tokens - self._padding[number]}
 
-    def _speed(self, rate: float) -> Row:
-        """What follows from the tokens per second and device."""
+    def _speed(self, tokens: int, seconds: float) -> Row:
+        """Tokens per second and device, and what follows from it."""
+        rate = (
+            tokens / jax.device_count() / max(seconds, 1e-9)
+        )  # the device may have finished while the host compiled
         tflops = rate * self._flops / 1e12
         speed = {
             "tokens_per_second_per_device": rate,
@@ -228,23 +202,24 @@ class MetricsLog:
 
     def _running(self) -> list[int]:
         """The seeds that have not stopped."""
-        return [number for number in range(len(self._checks)) if number not in self._errors]
+        return [number for number in range(len(self._names)) if number not in self._errors]
 
     def _split_seeds(self, values: dict[str, Any]) -> list[Row]:
         """The numbers of each seed. Without `--seeds` they have no axis of seeds."""
         arrays = {name: np.atleast_1d(value) for name, value in values.items()}
-        return [{name: array[i].item() for name, array in arrays.items()} for i in range(len(self._checks))]
+        return [{name: array[i].item() for name, array in arrays.items()} for i in range(len(self._names))]
 
-    def _check_seed(self, number: int, step: int, fine: bool, values: Row) -> None:
+    def _check_seed(self, number: int, step: int, values: Row) -> None:
+        name = self._names[number]
         try:
-            message = self._checks[number].check(step, fine, values)
-        except ConfigError as error:
-            self._errors[number] = error
+            message = check_step(step, values, self._run)
+        except FaultError as error:
+            self._errors[number] = FaultError(f"{name}{error}", step)
             if not self._running():
                 self.raise_errors()
             message = f"{error}\nthe other seeds continue"
         if message:
-            self.progress.print(message)
+            self.progress.print(f"{name}{message}")
 
     def write_validation(self, step: int, losses: dict[str, Any]) -> None:
         """Writes a line without a loss."""
@@ -275,14 +250,52 @@ class MetricsLog:
             names = [name for name in first if name not in ("step", "tokens")]
             self.progress.print(f"step {step}  " + "  ".join(map(text, names)))
             return
+        # The mean since the last line: single steps differ by what the host happens to wait for.
+        mean = self._speed(*self._since_line)
+        if self.progress.has_line(step):
+            self._since_line = (0, 0.0)
         speed = (
-            f"MFU {first['mfu']:.1%}"
-            if "mfu" in first
-            else f"{first['tflops_per_device']:.3g} TFLOP/s/device"
+            f"MFU {mean['mfu']:.1%}" if "mfu" in mean else f"{mean['tflops_per_device']:.3g} TFLOP/s/device"
         )
         eta = f"ETA {self._time_left.predict(self._run.steps - step)}"
-        rate = f"{first['tokens_per_second_per_device']:.0f} tokens/s/device"
+        rate = f"{mean['tokens_per_second_per_device']:.0f} tokens/s/device"
         self.progress.show_step(step, f"{text('loss')}  {eta}  {rate}  {speed}")
+
+
+@contextmanager
+def limit_step(step: int, seconds: float) -> Iterator[None]:
+    """Ends the process if it waits for the result of a step for longer; 0: never."""
+
+    def end() -> None:
+        print(f"step {step} has not finished after {seconds:g} s (--step-timeout), so this process ends: the same "
+              "command resumes from the last checkpoint", file=sys.stderr)  # fmt: skip
+        faulthandler.dump_traceback(all_threads=True)
+        os._exit(PREEMPTED)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    if seconds:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def name_norms(norms: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """The norms of each parameter and of its gradient by the path of the parameter, each layer by itself."""
+    named: dict[str, dict[str, float]] = {}
+    for kind, tree in norms.items():
+        named[kind] = {}
+        for path, value in jax.tree.leaves_with_path(tree):
+            names = [str(getattr(entry, "key", getattr(entry, "idx", ""))) for entry in path]
+            if np.ndim(value):  # layers are stacked
+                named[kind] |= {
+                    ".".join(["layers", str(i), *names[1:]]): float(v) for i, v in enumerate(value)
+                }
+            else:
+                named[kind][".".join(names)] = float(value)
+    return named
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -312,44 +325,3 @@ def describe_run(name: str, config: ModelConfig, run: RunConfig, data: str) -> R
         "host": platform.node(),
         "versions": {"python": platform.python_version(), **versions},
     }
-
-
-def _wandb_id(folder: Path) -> str:
-    """The name under which Weights & Biases knows this run, the same after a restart."""
-    path = folder / "wandb_id"
-    if not path.exists():
-        path.write_text(secrets.token_hex(8))
-    return path.read_text().strip()
-
-
-def _open_at_step(path: Path, start: int) -> tuple[TextIO, int]:
-    """Opens a file of metrics at its end, without the lines after step `start`: those steps will run again.
-
-    Also returns the number of tokens up to there.
-    """
-    kept, damaged, tokens = [], [], 0
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            if row["step"] <= start:
-                kept.append(line)
-                tokens = row.get("tokens", 0)
-        except (ValueError, TypeError, KeyError):  # not UTF-8, not JSON, not an object, no step
-            damaged.append(number)
-    if damaged and damaged != [len(lines)]:  # the last line is torn where a run was killed while it wrote
-        aside = path.with_suffix(".damaged.jsonl")
-        shutil.copyfile(path, aside)
-        print(f"warning: {path}: line {damaged[0]} is damaged ({len(damaged)} in all); a copy is in {aside}, and the "
-              "run continues without them", file=sys.stderr)  # fmt: skip
-    new = path.with_suffix(".new")
-    new.write_bytes(b"".join(kept))
-    return new.replace(path).open("a", buffering=1), tokens  # line-buffered
-
-
-def _as_json(row: dict[str, Any]) -> str:
-    """A line of JSON, which has no NaN and no infinity: such a value is null, and `not_finite` has its name."""
-    faulty = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-    if faulty:
-        row = row | dict.fromkeys(faulty) | {"not_finite": faulty}
-    return json.dumps(row, allow_nan=False)

@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 
 import policyc
 from policyc.models.llama import model as llama
-from policyc.models.llama.configs import ModelConfig, RunConfig, runs_of_seeds
+from policyc.models.llama.configs import ModelConfig, RunConfig, runs_of_seeds, warmup_fraction
 from policyc.models.llama.model import Batch, Params
 
 State = dict[str, Any]
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Any]
 
 GROW_AFTER = 1000  # finite steps after which the loss scale doubles
 MEAN_DECAY = 0.95  # of the running mean of the loss
@@ -32,8 +32,9 @@ MUON_RMS = 0.2  # root mean square of an update of Muon, about that of Adam's: a
 def learning_rate(run: RunConfig, step: jax.Array) -> jax.Array:
     """The learning rate of a step, counted from 0: a linear warm-up, then the schedule."""
     progress = (step + 1) / run.steps
-    rise = jnp.minimum(1.0, progress / run.warmup) if run.warmup else jnp.ones(())
-    begin = {"cosine": run.warmup, "wsd": 1 - run.decay, "constant": 1.0}[run.schedule]
+    warmup = warmup_fraction(run)
+    rise = jnp.minimum(1.0, progress / warmup) if warmup else jnp.ones(())
+    begin = {"cosine": warmup, "wsd": 1 - run.decay, "constant": 1.0}[run.schedule]
     decayed = jnp.clip((progress - begin) / (1 - begin), 0, 1) if begin < 1 else 0.0
     fall = (1 + jnp.cos(jnp.pi * decayed)) / 2 if run.schedule == "cosine" else 1 - decayed
     return run.learning_rate * rise * (run.final + (1 - run.final) * fall)
@@ -105,7 +106,7 @@ def _abstract_state_of_one(config: ModelConfig, run: RunConfig, mesh: Mesh) -> S
 
 def _make_state(config: ModelConfig, run: RunConfig, key: jax.Array) -> State:
     params = llama.init_params(key, config)
-    counts = dict.fromkeys(("step", "skipped", "good"), jnp.zeros((), jnp.int32))
+    counts = dict.fromkeys(("step", "skipped", "good", "faults"), jnp.zeros((), jnp.int32))
     floats = {"scale": jnp.float32(run.loss_scale or 1), "mean": jnp.float32(jnp.inf)}
     return {"params": params, "adam": make_optimizer(run).init(params), **counts, **floats}
 
@@ -218,21 +219,49 @@ def _finish_step(
 ) -> tuple[State, jax.Array]:
     """The state after a step, and whether the step is fine. After a faulty one the weights are the old ones.
 
-    `new` has the parameters and the optimizer of the next state, if the step is fine.
+    `new` has the parameters and the optimizer of the next state, if the step is fine. A fault that stops the run stops
+    it here: no later step, which the host may have started, changes anything but the number of faults in a row.
     """
     mean, scale = state["mean"], state["scale"]
     finite = jnp.isfinite(nats) & jnp.isfinite(norm)
     fine = finite & (nats <= mean + run.spike) if run.spike else finite
-    new_mean = jnp.where(jnp.isinf(mean), nats, MEAN_DECAY * mean + (1 - MEAN_DECAY) * nats)
-    new = new | {"mean": new_mean}
-    state_after = jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, {name: state[name] for name in new})
-    good, skipped = jnp.where(finite, state["good"] + 1, 0), state["skipped"] + ~fine
-    new_scale = scale
+    good, new_scale = jnp.where(finite, state["good"] + 1, 0), scale
+    is_fault = ~fine
     if run.loss_scale:
         grown = jnp.where(good % GROW_AFTER == 0, 2 * scale, scale)
         new_scale = jnp.where(finite, grown, scale / 2)
-    counts = {"step": state["step"] + 1, "skipped": skipped, "good": good, "scale": new_scale}
-    return state_after | counts, fine
+        is_fault &= ~(jnp.isfinite(nats) & ~jnp.isfinite(norm) & (new_scale >= 1))  # an overflow is no fault
+    limit = 1 if run.on_fault == "stop" else run.max_skips
+    has_stopped = state["faults"] >= limit
+    faults = jnp.where(is_fault, state["faults"] + 1, 0)
+    stops = has_stopped | (faults >= limit)
+    new_mean = jnp.where(jnp.isinf(mean), nats, MEAN_DECAY * mean + (1 - MEAN_DECAY) * nats)
+    new = new | {"mean": new_mean}
+    counts = {
+        "step": state["step"] + 1,
+        "skipped": state["skipped"] + ~fine,
+        "good": good,
+        "scale": new_scale,
+    }
+    kept = jax.tree.map(lambda a, b: jnp.where(fine & ~stops, a, b), new, {name: state[name] for name in new})
+    counted = {name: jnp.where(stops, state[name], count) for name, count in counts.items()}
+    return kept | counted | {"faults": jnp.where(has_stopped, state["faults"], faults)}, fine & ~has_stopped
+
+
+def _norms(params: Params, grads: Params, state: State, run: RunConfig) -> Params:
+    """The norm of each parameter and of its gradient, of each layer by itself, every `--norms-every` steps."""
+
+    def norm(path: Any, array: jax.Array) -> jax.Array:
+        first = 1 if path[0].key == "layers" and hasattr(path[1], "key") else 0  # layers are stacked
+        return jnp.sqrt(jnp.sum(array.astype(jnp.float32) ** 2, axis=range(first, array.ndim)))
+
+    def measure() -> Params:
+        unscaled = jax.tree.map(lambda norm: norm / state["scale"], jax.tree.map_with_path(norm, grads))
+        return {"gradient_norms": unscaled, "weight_norms": jax.tree.map_with_path(norm, params)}
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(measure))
+    is_due = (state["step"] + 1) % run.norms_every == 0
+    return cast(Params, lax.cond(is_due, measure, lambda: zeros))
 
 
 def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stages.Wrapped:
@@ -245,12 +274,14 @@ def make_train_step(config: ModelConfig, run: RunConfig, mesh: Mesh) -> jax.stag
         rate = learning_rate(run, state["step"])
         with policyc.rounding_step(state["step"], seed=seed):
             grads, measured = gradients(state["params"], batch, state["scale"], config, run, mesh)
+        norms = {"norms": _norms(state["params"], grads, state, run)} if run.norms_every else {}
         grads, norm = _unscale_and_clip(grads, state["scale"], run)
         updates, adam = make_optimizer(run).update(grads, state["adam"], state["params"])
         params = jax.tree.map(lambda p, u: p - rate * u, state["params"], updates)
         state_after, fine = _finish_step(state, {"params": params, "adam": adam}, measured["loss"], norm, run)
-        metrics = {"loss": measured["loss"], "grad_norm": norm, "learning_rate": rate, "fine": fine,
-                   "skipped": state_after["skipped"], "loss_scale": state_after["scale"]}  # fmt: skip
+        metrics = {"loss": measured["loss"], "grad_norm": norm, "learning_rate": rate, "is_fine": fine,
+                   "mean_loss": state["mean"], "skipped": state_after["skipped"], "faults": state_after["faults"],
+                   "loss_scale": state_after["scale"], **norms}  # fmt: skip
         if run.packing == "whole":
             metrics["padding"] = jnp.sum(batch["segments"] < 0)
         if config.experts:

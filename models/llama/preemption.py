@@ -1,16 +1,18 @@
 """How a run ends before its last step: a signal asks for it, or one of its processes fails.
 
-Signals: SIGTERM (Slurm, Kubernetes), SIGUSR1 and SIGUSR2 (`sbatch --signal`, submitit), SIGINT (Ctrl-C). Several
-processes agree on one step through JAX's preemption service, which watches SIGTERM.
+Signals: SIGTERM (Slurm, Kubernetes), SIGUSR1 and SIGUSR2 (`sbatch --signal`, submitit), SIGHUP (the terminal is
+closed), SIGINT (Ctrl-C). Several processes agree on one step through JAX's preemption service, which watches SIGTERM.
 """
 
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import jax
@@ -20,9 +22,9 @@ from policyc.models.llama.configs import ConfigError
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command continues the run
+HANDLER_SECONDS = 1.0  # after which a signal that Python has not handled finds the main thread in a long call
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
-_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))  # Windows has no SIGUSR1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -37,16 +39,17 @@ class Stopped(BaseException):
     def advice(self) -> str:
         if self._is_saved:
             return "the same command resumes from the last checkpoint"
-        return "the same command starts over, because --checkpoint-every 0 saves nothing"
+        return "nothing is saved (--checkpoint-every 0)"
 
 
 class StopRequest:
     """Whether a signal asked the run to stop. Before `defer` a signal ends the run at once."""
 
-    def __init__(self, distributed: bool) -> None:
-        self._distributed = distributed
+    def __init__(self, distributed: bool, saves: bool) -> None:
+        self._distributed, self._saves = distributed, saves
         self._is_deferring = False
         self._signal: int | None = None
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def announce(self, step: int) -> None:
         """Tells the other processes at which step this one starts, so that the agreed step is after it."""
@@ -63,17 +66,20 @@ class StopRequest:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._signal is not None
 
-    def make_error(self, step: int | None = None, is_saved: bool = True) -> Stopped:
-        if self._signal == signal.SIGINT:
-            return Stopped("interrupted", INTERRUPTED, step, is_saved)
+    def make_error(self, step: int | None = None, number: int | None = None) -> Stopped:
+        number = number or self._signal
+        if number == signal.SIGINT:
+            return Stopped("interrupted", INTERRUPTED, step, self._saves)
         # None: JAX's service had the signal, in this process or in another.
-        name = "a signal" if self._signal is None else signal.Signals(self._signal).name
-        return Stopped(f"stopped by {name}", PREEMPTED, step, is_saved)
+        name = "a signal" if number is None else signal.Signals(number).name
+        return Stopped(f"stopped by {name}", PREEMPTED, step, self._saves)
 
     def handle(self, number: int, _: Any) -> None:
         """Handles a signal. Further signals of a scheduler change nothing; a second Ctrl-C ends the run at once."""
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         if self._signal is not None:
             return
         self._signal = number
@@ -82,21 +88,68 @@ class StopRequest:
         elif not self._is_deferring:
             raise self.make_error()
 
+    def _leave_terminal(self) -> None:
+        """Drops what is printed from now on: writing to a terminal that was closed is an error."""
+        with open(os.devnull, "wb") as nothing:
+            for number in self._terminals:
+                os.dup2(nothing.fileno(), number)
+
+    def end_at_once(self, signals: Iterator[int]) -> None:
+        """Ends the process at a signal that Python cannot handle, because its main thread compiles the first step.
+
+        The handlers of Python run between two instructions of the main thread, and XLA compiles for a minute.
+        """
+        for number in signals:
+            time.sleep(HANDLER_SECONDS)
+            if self._signal is None and not self._is_deferring and not self._distributed:
+                stop = self.make_error(number=number)
+                show_cursor = "\x1b[?25h" if self._terminals else ""
+                with suppress(OSError):
+                    os.write(2, f"{show_cursor}{stop}: {stop.advice}\n".encode())
+                os._exit(stop.exit_code)
+
 
 @contextmanager
-def watch_signals(distributed: bool) -> Iterator[StopRequest]:
-    """Handles the signals until the `with` ends. Handlers of others stay, and so do ignored signals."""
-    request = StopRequest(distributed)
+def watch_signals(distributed: bool, saves: bool = True) -> Iterator[StopRequest]:
+    """Handles the signals until the `with` ends. Handlers of others stay, and so do ignored signals.
+
+    `saves` is whether the run has checkpoints.
+    """
+    request = StopRequest(distributed, saves)
     is_main = threading.current_thread() is threading.main_thread()  # only it may set handlers
     candidates = [number for number in _SIGNALS if not (distributed and number == signal.SIGTERM)]
     before = {n: signal.getsignal(n) for n in candidates if is_main and signal.getsignal(n) in _DEFAULTS}
     for number in before:
         signal.signal(number, request.handle)
+    with ExitStack() as stack:
+        if is_main:
+            signals = stack.enter_context(_read_signals(before))
+            threading.Thread(target=request.end_at_once, args=(signals,), daemon=True, name="signals").start()
+        try:
+            yield request
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _read_signals(numbers: Collection[int]) -> Iterator[Iterator[int]]:
+    """The numbers of those of these signals that arrive, as soon as they do, for another thread to read."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def read() -> Iterator[int]:
+        with reader:
+            while received := reader.recv(1):
+                if received[0] in numbers:
+                    yield received[0]
+
     try:
-        yield request
+        yield read()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.set_wakeup_fd(before)
+        writer.close()  # ends the iteration
 
 
 @contextmanager

@@ -2,21 +2,21 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
 from rich.table import Column
 from rich.text import Text
 
 from policyc.models.llama.configs import RunConfig
-from policyc.models.llama.goodput import TimeAccount
+from policyc.models.llama.goodput import PAUSES, TimeAccount
 
 
 class DescriptionColumn(ProgressColumn):
-    """The description of a task and, while it compiles, the seconds since then."""
+    """The description of a task and, where that takes long, the seconds since then."""
 
     def render(self, task: Task) -> Text:
-        seconds = f", {task.elapsed or 0:.0f} s" if task.fields["compiles"] else ""
+        seconds = f", {task.elapsed or 0:.0f} s" if task.fields["is_timed"] else ""
         return Text(task.description + seconds)
 
 
@@ -29,37 +29,61 @@ class ProgressLine:
         columns = MofNCompleteColumn(), BarColumn(20), DescriptionColumn(rest)
         is_disabled = not (writes and sys.stdout.isatty())
         self._bar = stack.enter_context(Progress(*columns, expand=True, disable=is_disabled))
-        self._task = self._bar.add_task("starting", total=run.steps, completed=start, compiles=False)
+        self._line, self._is_compiling = "running", False
+        self._task = self._bar.add_task("starting", total=run.steps, completed=start, is_timed=False)
 
     @contextmanager
     def watch_step(self, *, is_first: bool) -> Iterator[None]:
         """Around the call of a step. The first call compiles it; so does one that begins a phase of a policy."""
-        account = self._account
-        begin, compiled = account.clock(), account.seconds["compile"]
-        if is_first:
-            self._show_compiling()
-        else:
-            account.on_lowered = self._show_compiling
+        with self._watch_compilation("the step"):
+            if is_first:
+                self._show_compiling("the step")
+            yield
+
+    @contextmanager
+    def during(self, pause: str) -> Iterator[None]:
+        """Shows and counts one of goodput's PAUSES."""
+        what = PAUSES[pause]
+        with self._account.during(pause), self._watch_compilation(what):
+            self._show(what)
+            yield
+        self._bar.update(self._task, description=self._line, is_timed=False)
+
+    @contextmanager
+    def _watch_compilation(self, what: str) -> Iterator[None]:
+        compiled, self._is_compiling = self._account.seconds["compile"], False
+        self._account.on_lowered = lambda: self._show_compiling(what)
         try:
             yield
         finally:
-            account.on_lowered = None
-        if is_first or account.seconds["compile"] > compiled:
-            self.print(f"compiled in {account.clock() - begin:.1f} s")
-            self._bar.update(self._task, description="running", compiles=False)
+            self._account.on_lowered = None
+        seconds = self._account.seconds["compile"] - compiled
+        if self._is_compiling:
+            self.print(f"compiled {what} in {seconds:.1f} s")
+            self._bar.update(self._task, description=self._line, is_timed=False)
 
-    def _show_compiling(self) -> None:
-        self._bar.reset(self._task, completed=self._step, description="compiling", compiles=True)
-        if self._bar.disable:
-            self.print("compiling ...")
+    def _show_compiling(self, what: str) -> None:
+        if not self._is_compiling:
+            self._is_compiling = True
+            self._show(f"compiling {what}")
+            if self._bar.disable:
+                self.print(f"compiling {what} ...")
+
+    def _show(self, what: str) -> None:
+        self._bar.reset(self._task, completed=self._step, description=what, is_timed=True)
+
+    def has_line(self, step: int) -> bool:
+        """Is a line printed for this step, if there is no terminal?"""
+        return step % self._run.log_every == 0 or step in (1, self._run.steps)
 
     def show_step(self, step: int, line: str) -> None:
         """Shows the last step. Without a terminal, one line in `--log-every` steps is printed."""
-        self._step = step
+        self._step, self._line = step, line
         self._bar.update(self._task, completed=step, description=line)
-        if self._bar.disable and (step % self._run.log_every == 0 or step in (1, self._run.steps)):
+        if self._bar.disable and self.has_line(step):
             self.print(f"step {step}/{self._run.steps}  {line}")
 
     def print(self, text: str) -> None:
         if self._writes:
-            self._bar.console.out(text, highlight=False)
+            with suppress(OSError):  # the terminal or the pipe is gone: no reason to end a run
+                self._bar.console.out(text, highlight=False)

@@ -30,9 +30,9 @@ NORMS = (2 * 126 + 1) * 16384
 
 
 def test_a_checkpoint_has_parameters_and_two_moments_in_fp32():
-    """And six scalars: step, skipped, good, scale, mean, and the count of AdamW."""
+    """And seven scalars: step, skipped, good, faults, scale, mean, and the count of AdamW."""
     cost = cost_of("llama3_405b", MeshShape(data=16, fsdp=8, tensor=8))
-    assert cost.bytes == 12 * (MATRICES + NORMS) + 6 * 4
+    assert cost.bytes == 12 * (MATRICES + NORMS) + 7 * 4
     # fsdp and tensor divide matrices, and data copies them. Norms are small, however they are divided.
     assert cost.device_bytes == pytest.approx(12 * MATRICES / 64, rel=1e-3)
     assert cost.restored_bytes == 1024 * cost.device_bytes
@@ -56,7 +56,7 @@ def test_files_of_a_real_checkpoint(config: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(checkpoints_module, "hash_state", lambda _: "")  # compiles a function for each shape
     benchmark = importlib.import_module("benchmarks.checkpoint_time")
     checkpoints = Checkpoints(tmp_path, 1, {})
-    checkpoints.save(1, benchmark.random_state(benchmark.abstract_state(config)), 0)
+    checkpoints.save(1, benchmark.random_state(benchmark.abstract_state(config)), [])
     checkpoints.close()
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert size / cost_of(config, MeshShape()).bytes == pytest.approx(0.925, abs=0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -108,8 +107,6 @@ def test_a_source_resumes_at_a_position(spec: str) -> None:
     take(resumed, 2)  # batches that were read ahead are dropped
     resumed.restore(position)
     assert equal(expected, take(resumed, 5))
-    resumed.restore(200)  # as earlier versions stored it: the number of the next row
-    assert equal(expected, take(resumed, 5))
     resumed = open_source(spec, rows=range(2, 4))  # with another number of hosts
     resumed.restore(position)
     assert np.array_equal(next(resumed)["tokens"], expected[0]["tokens"][2:])
@@ -131,7 +128,6 @@ def test_contents_cover_every_token_and_not_the_path(tmp_path: Path, monkeypatch
     array[15000] += 1
     after = open_source(write_tokens(tmp_path / "b.bin", array)).contents
     assert after != before
-    assert after.rsplit(", ", 1)[0] == before.rsplit(", ", 1)[0]  # earlier versions saw no difference
 
 
 def test_the_hash_of_a_file_is_kept_until_the_file_changes(
@@ -390,23 +386,3 @@ def test_a_tokenizer_is_read_from_a_file(tmp_path: Path) -> None:
         open_source(text, tokenizer=path, vocab=size - 1)
     with pytest.raises(ConfigError, match=r"is not a tokenizer\.json"):
         open_source(text, tokenizer=text)
-
-
-def test_contents_of_earlier_versions_are_compared_as_far_as_they_go(tmp_path: Path) -> None:
-    """They had the number of tokens and a hash of the ends; the spec said whether the end is for validation."""
-    pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
-    from policyc.models.llama.checkpoints import _current_contents
-
-    path = write_tokens(tmp_path / "a.bin", np.arange(9000) % 500)
-    plain, split = (open_source(f"{path}{options}").contents for options in ("", f",validation={path}"))
-    array = np.fromfile(path, np.uint16)
-    ends = hashlib.sha256(array[:4096].tobytes() + array[-4096:].tobytes()).hexdigest()[:16]
-    earlier = {"data": path, "contents_of_the_data": f"9000 tokens, {ends}"}
-    assert _current_contents(earlier, plain) == plain
-    assert _current_contents(earlier, split) != split
-    assert _current_contents(earlier | {"data": f"{path},validation=b.bin"}, split) == split
-    other = earlier | {"contents_of_the_data": f"9001 tokens, {ends}"}
-    assert _current_contents(other, plain) != plain
-    now = {"contents_of_the_data": plain}
-    assert _current_contents(now, plain) == plain
-    assert _current_contents(now, split) != split

@@ -194,10 +194,15 @@ def test_parameters_are_read_without_the_rest_and_compared_with_their_hash(tmp_p
     assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*")) == before
     about = folder / "3" / "about" / "metadata"
     text = json.loads(about.read_text())
-    digits = text["hash"]
-    about.write_text(json.dumps(text | {"hash": "0" * 16 + digits[16:]}))  # of the optimizer: not read
+    digits = text["state"]
+
+    def replace_hash(changed: str) -> None:
+        other = {name: value for name, value in text.items() if name != "hash"} | {"state": changed}
+        about.write_text(json.dumps(other | {"hash": checkpoints._hash_json(other)}))
+
+    replace_hash("0" * 16 + digits[16:])  # of the optimizer: not read
     checkpoints.read_params(folder, 3, lambda _: shapes)
-    about.write_text(json.dumps(text | {"hash": digits[:16] + "0" * 16 + digits[32:]}))
+    replace_hash(digits[:16] + "0" * 16 + digits[32:])
     with pytest.raises(DamagedCheckpointError, match="its contents are not those that were written"):
         checkpoints.read_params(folder, 3, lambda _: shapes)
     about.write_text(json.dumps(text))
@@ -206,7 +211,7 @@ def test_parameters_are_read_without_the_rest_and_compared_with_their_hash(tmp_p
     with pytest.raises(DamagedCheckpointError):
         checkpoints.read_params(folder, 3, lambda _: shapes)
     manager = checkpoints.Checkpoints(folder, 2, {"policy": None, checkpoints.CONTENTS: "endless"})
-    with pytest.raises(ConfigError, match=r"no checkpoint in .* can be read"):
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read"):
         manager.restore(shapes, accept_changes=True)
 
 

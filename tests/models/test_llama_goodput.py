@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -49,7 +50,7 @@ class FakeArray:
         return np.asarray(self._value)
 
 
-VALUES = {"loss": 1.0, "grad_norm": 1.0, "fine": True, "skipped": 0, "loss_scale": 1.0}
+VALUES = {"loss": 1.0, "grad_norm": 1.0, "is_fine": True, "skipped": 0, "loss_scale": 1.0, "faults": 0}
 
 
 class Process:
@@ -98,7 +99,7 @@ def test_every_second_of_a_run_is_counted_once(start_process, tmp_path):
     process.run_steps(3)
     with process.account.during("eval"):
         process.clock.sleep(7)
-        process.account.move("compile", 4)
+        process.account.claim("compile", 4)
     process.log.restart_clock()
     process.save(1)
     account = read_account(tmp_path)
@@ -108,6 +109,61 @@ def test_every_second_of_a_run_is_counted_once(start_process, tmp_path):
         "goodput 31.6%: 6.0 of 19.0 s in steps, 5.0 s starting, 4.0 s compiling, 3.0 s validating, "
         "1.0 s saving checkpoints"
     )
+
+
+def test_what_is_compiled_while_steps_are_in_flight_is_counted_once(start_process, tmp_path):
+    """The shares add up to the time that passed, and none is negative, in any order of JAX's reports.
+
+    A step of 2 s runs on the device while the host lowers for 10 s a function that holds two others, which are compiled
+    for 3 s each and reported before it. Another thread compiles something else all the time.
+    """
+    process = start_process(0)
+    clock, account, log = process.clock, process.account, process.log
+    log.record(1, {n: FakeArray(clock, clock.now + 2, v) for n, v in VALUES.items()}, 0)
+
+    def compile_elsewhere() -> None:
+        jax.monitoring.record_event_duration_secs(goodput.COMPILE_EVENTS[1], 60.0)
+
+    with account.watch_compilation():
+        for _ in range(2):
+            clock.sleep(4)
+            jax.monitoring.record_event_duration_secs(goodput.COMPILE_EVENTS[1], 3.0)
+        clock.sleep(2)
+        jax.monitoring.record_event_duration_secs(goodput.LOWERED, 10.0)
+        thread = threading.Thread(target=compile_elsewhere)
+        thread.start()
+        thread.join(timeout=60)
+        with account.during("eval"):
+            clock.sleep(1)
+            jax.monitoring.record_event_duration_secs(goodput.COMPILE_EVENTS[1], 5.0)  # began before
+    log.record(2, {n: FakeArray(clock, clock.now + 2, v) for n, v in VALUES.items()}, 0)
+    log.flush()
+    log.write_account(2)
+    assert read_account(tmp_path)["seconds"] == {**NOTHING, "start": 5, "step": 2, "compile": 11}
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    times = [(row["step_seconds"], row.get("compile_seconds")) for row in rows if "loss" in row]
+    assert times == [(0, 11), (2, None)]
+
+
+def test_claims_are_counted_once_in_any_nesting():
+    """Against a list of moments, each of which belongs to the first claim that reached it."""
+    random, clock = np.random.default_rng(0), FakeTime()
+    account = TimeAccount(clock, clock)
+    account.switch("step")
+    names = ("compile", "stall")
+    owners: list[str] = []
+    for _ in range(200):
+        seconds = int(random.integers(1, 6))
+        clock.sleep(seconds)
+        owners += ["step"] * seconds
+        name, claimed = names[int(random.integers(2))], int(random.integers(0, 20))
+        account.claim(name, claimed)
+        for moment in range(max(0, len(owners) - claimed), len(owners)):
+            owners[moment] = name if owners[moment] == "step" else owners[moment]
+    account.switch("step")
+    assert {name: account.seconds[name] for name in ("step", *names)} == {
+        name: owners.count(name) for name in ("step", *names)
+    }
 
 
 def test_steps_after_the_last_checkpoint_of_a_killed_run_are_lost(start_process, tmp_path):
@@ -164,11 +220,11 @@ def test_a_complete_run_that_is_continued_has_not_waited(start_process, tmp_path
 @pytest.mark.parametrize(
     "lines",
     [
-        '{"step": 4, "loss": 1.0, "step_seconds": 2.0}\n',
+        '{"step": 4, "time": 1.0, "loss": 1.0, "step_seconds": 2.0}\n',
         '{"step": 4, "time": 1.0, "seconds": 3}\n\xff\n[]\n',
         "",
     ],
-    ids=["earlier version", "damaged", "empty"],
+    ids=["copied", "damaged", "empty"],
 )
 def test_the_account_begins_now_where_there_was_none(start_process, tmp_path, lines):
     (tmp_path / "metrics.jsonl").write_bytes(lines.encode("latin-1"))
@@ -191,6 +247,8 @@ def test_what_jax_compiles_is_counted_as_such():
 class Batches(Iterator[int]):
     """Each batch takes this long from the request for it."""
 
+    positions: tuple[int, ...] = ()
+
     def __init__(self, clock: FakeTime, seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
 
@@ -208,11 +266,12 @@ def test_only_a_wait_of_the_devices_is_a_stall(start_process, tmp_path, wait, st
     process = start_process(0)
     trainer: Any = object.__new__(train.Trainer)
     trainer.is_starved, trainer.batches = False, Batches(process.clock, wait)
+    trainer.positions = {}
     free_at, stalls = process.clock.now, []
     for step in range(1, 7):
         if trainer.is_starved:
             trainer.batches = Batches(process.clock, wait - 2)  # read while the devices finished their step
-        _, seconds = trainer.next_batch(process.log)
+        _, seconds = trainer.next_batch(step, process.log)
         stalls.append(seconds)
         free_at = max(free_at, process.clock.now) + 2
         process.log.record(
@@ -253,34 +312,74 @@ def test_the_time_left_is_that_of_recent_steps_and_pauses():
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_line_shows_that_a_step_compiles(capsys, monkeypatch, is_terminal):
+def test_a_line_shows_what_compiles(capsys, monkeypatch, is_terminal):
     monkeypatch.setattr(progress.sys.stdout, "isatty", lambda: is_terminal)
     clock, before = FakeTime(), set(threading.enumerate())
     account, run = TimeAccount(clock, clock), configs.RunConfig(steps=20)
-    with ExitStack() as stack:
+    with ExitStack() as stack, account.watch_compilation():
         line = progress.ProgressLine(stack, run, 10, account, writes=True)
+        shown = line._bar.tasks[0]
         with line.watch_step(is_first=True):
+            assert shown.description == "compiling the step"
             clock.sleep(12.34)
-            account.move("compile", 12)
+            account.claim("compile", 12)
         with line.watch_step(is_first=False):
             clock.sleep(1)
         line.show_step(11, "loss 1.0")
-        with line.watch_step(is_first=False), account.watch_compilation():  # a phase of a policy begins
+        with line.watch_step(is_first=False):  # a phase of a policy begins
             clock.sleep(2)
             jax.monitoring.record_event_duration_secs(goodput.LOWERED, 2.0)
+        with line.during("eval"):
+            assert shown.description == "validation"
+            assert shown.fields["is_timed"]
+            for _ in range(2):
+                clock.sleep(3)
+                jax.monitoring.record_event_duration_secs(goodput.LOWERED, 3.0)
+                assert shown.description == "compiling validation"
+        assert shown.description == "loss 1.0"
         line.show_step(20, "loss 0.5")
     assert account.on_lowered is None
-    plain = "compiling ...\ncompiled in 12.3 s\ncompiling ...\ncompiled in 2.0 s\nstep 20/20  loss 0.5\n"
-    assert "compiled in 12.3 s\n" in (out := capsys.readouterr().out)
+    assert account.seconds["compile"] == 12 + 2 + 6  # the sum of what was printed
+    plain = (
+        "compiling the step ...\ncompiled the step in 12.0 s\ncompiling the step ...\ncompiled the step in 2.0 s\n"
+        "compiling validation ...\ncompiled validation in 6.0 s\nstep 20/20  loss 0.5\n"
+    )
+    assert "compiled the step in 12.0 s\n" in (out := capsys.readouterr().out)
     assert is_terminal or out == plain
     for thread in set(threading.enumerate()) - before:  # rich has told its thread to end
         thread.join(timeout=120)
         assert not thread.is_alive()
 
 
+def test_a_terminal_that_is_gone_does_not_end_a_run(monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError
+
+    with ExitStack() as stack:
+        line = progress.ProgressLine(stack, configs.RunConfig(), 0, TimeAccount(), writes=True)
+        monkeypatch.setattr(line._bar.console, "out", fail)
+        line.print("lost")
+
+
+def test_the_printed_speed_is_the_mean_since_the_last_line(start_process, capsys):
+    """Steps of 2 s, one of 18 s; 1024 tokens each on 8 devices; a line every ten steps."""
+    process = start_process(0)
+    process.run_steps(4)
+    process.log.record(
+        5, {n: FakeArray(process.clock, process.clock.now + 18, v) for n, v in VALUES.items()}, 0
+    )
+    process.log.flush()
+    process.step = 5
+    process.run_steps(15)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    speeds = [re.search(r"(\d+) tokens/s", line)[1] for line in lines]
+    rates = [1024 / 8 / seconds for seconds in (2, (8 * 2 + 18) / 9, 2)]
+    assert speeds == [f"{rate:.0f}" for rate in rates]  # of steps 1, 10 and 20
+
+
 def test_the_seconds_of_compiling_are_updated_in_place():
     clock = FakeTime()
-    task = Task(TaskID(0), "compiling", 20, 0, clock, fields={"compiles": True})
+    task = Task(TaskID(0), "compiling", 20, 0, clock, fields={"is_timed": True})
     task.start_time = clock.now
     column = progress.DescriptionColumn()
     assert column(task).plain == "compiling, 0 s"

@@ -7,8 +7,9 @@ import errno
 import json
 import math
 import os
-import threading
-from contextlib import ExitStack, suppress
+import subprocess
+import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +42,7 @@ def test_damaged_lines_of_metrics_are_kept_aside(open_log, tmp_path, capsys):
     open_log(2)
     assert path.read_bytes().startswith(good)
     assert path.read_bytes().count(b"\n") == 2  # and the account of this process
-    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged
+    assert good + (tmp_path / "metrics.removed.jsonl").read_bytes() == damaged
     assert "line 2 is damaged (3 in all)" in capsys.readouterr().err
 
 
@@ -58,53 +59,87 @@ def test_a_value_that_is_not_finite_is_null_in_metrics(open_log, tmp_path):
 
 
 def step_values(**values: float) -> dict[str, Any]:
-    usual = {"loss": 1.0, "grad_norm": 1.0, "fine": False, "skipped": 1, "loss_scale": 1.0}
+    usual = {
+        "loss": 1.0, "grad_norm": 1.0, "is_fine": False, "skipped": 1, "loss_scale": 1.0, "faults": 1, "mean_loss": 2.0
+    }  # fmt: skip
     return {name: jax.numpy.asarray(value) for name, value in {**usual, **values}.items()}
 
 
-def test_skipping_gives_up_after_faults_in_a_row(open_log):
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"loss": math.nan}, "step 6: the loss is nan, the gradient norm 1.0; --on-fault skip continues"),
+        (
+            {"loss": 5.5},
+            r"step 6: the loss 5.5000 is more than 3 \(--spike\) above its mean 2.0000; --on-fault",
+        ),
+        ({"loss": 1.0}, "step 6: stopped by a fault before"),
+    ],
+)
+def test_a_fault_is_explained(open_log, values, message):
+    log = open_log(0, spike=3.0)
+    log.record(6, step_values(**values), 0)
+    with pytest.raises(metrics.FaultError, match=message) as fault:
+        log.flush()
+    assert fault.value.step == 6
+
+
+def test_skipping_gives_up_after_faults_in_a_row(open_log, capsys):
     log = open_log(0, on_fault="skip", max_skips=3)
-    for step, loss in enumerate([math.nan, math.nan, 1.0, math.nan, math.nan], start=1):
-        log.record(step, step_values(loss=loss, fine=loss == 1.0), 0)
-    log.record(6, step_values(loss=math.nan), 0)
+    for step, faults in enumerate([1, 2, 0, 1, 2], start=1):
+        log.record(step, step_values(loss=math.nan if faults else 1.0, is_fine=not faults, faults=faults), 0)
+    log.record(6, step_values(loss=math.nan, faults=3), 0)
     with pytest.raises(ConfigError, match=r"step 6.* 3 faulty steps in a row"):
         log.flush()
+    assert capsys.readouterr().out.count("; skipped, 1 in all") == 4
 
 
 def test_an_overflow_under_loss_scaling_is_normal(open_log, capsys):
     log = open_log(0, loss_scale=8.0)
-    log.record(1, step_values(grad_norm=math.inf, loss_scale=4.0), 0)
+    log.record(1, step_values(grad_norm=math.inf, loss_scale=4.0, faults=0), 0)
     log.flush()
     assert "the loss scale is 4 now" in capsys.readouterr().out
-    log.record(2, step_values(grad_norm=math.inf, loss_scale=0.5), 0)  # no scale can help
-    with pytest.raises(ConfigError, match="step 2"):
-        log.flush()
 
 
 def raise_disk_full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_does_not_stop_the_log_forever(open_log, monkeypatch):
-    """The thread that writes TensorBoard's file ends at the first error, and nobody reads its queue any more."""
+def test_a_full_disk_names_tensorboard(open_log, monkeypatch):
     log = open_log(0)
-    writer = log._files[0]._board.file_writer.event_writer
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr(writer._ev_writer, "write_event", raise_disk_full)
-    with suppress(OSError):
-        log.write_validation(1, {"validation_loss": 1.0})
-    writer._worker.join(timeout=120)
-    assert not writer._worker.is_alive()
+    monkeypatch.setattr(log._files[0]._board._writer, "flush", raise_disk_full)
     with pytest.raises(OSError, match=r"No space left on device: '.*tensorboard'"):
-        log.write_validation(2, {"validation_loss": 1.0})
-    # As if the thread ended after the check, while the queue is filled.
-    monkeypatch.setattr(writer._worker, "is_alive", lambda: True)
-    many = {f"validation_{number}": 1.0 for number in range(50)}
-    write = threading.Thread(target=log.write_validation, args=(3, many), daemon=True)
-    write.start()
-    write.join(timeout=60)
-    assert not write.is_alive()
+        log.write_validation(1, {"validation_loss": 1.0})
     monkeypatch.undo()
+
+
+def test_a_full_disk_at_the_start_names_the_file(tmp_path):
+    path = tmp_path / "run.json"
+    with pytest.raises(OSError, match=r"No space left on device: '.*run\.json'"), configs.name_file(path):
+        raise_disk_full()
+
+
+def test_tensorboard_has_the_numbers_that_are_finite(open_log, tmp_path, caplog):
+    """Read back by the format's definition: length, checksum, event, checksum. A restart forgets later steps."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    log = open_log(3)
+    log.write_validation(4, {"validation_loss": math.nan, "validation_loss_plain": 1.5})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    content, events = file.read_bytes(), []
+    while content:
+        size = int.from_bytes(content[:8], "little")
+        events.append(Event.FromString(content[12 : 12 + size]))
+        content = content[16 + size :]
+    assert [(event.step, event.session_log.status) for event in events if event.HasField("session_log")] == [
+        (4, 1)
+    ]
+    values = {
+        value.tag: value.simple_value for event in events if event.step == 4 for value in event.summary.value
+    }
+    assert values.pop("validation_loss_plain") == 1.5
+    assert "validation_loss" not in values
+    assert not caplog.records
 
 
 def test_a_line_that_cannot_be_written_names_its_file(open_log):
@@ -121,10 +156,46 @@ def test_padding_does_not_count_as_tokens_also_after_a_restart(open_log, tmp_pat
 
     log = open_log(0, packing="whole")
     for step, padding in ((1, 24), (2, 1000), (3, 0)):
-        log.record(step, step_values(fine=True, padding=padding), 0.0)
+        log.record(step, step_values(is_fine=True, padding=padding), 0.0)
     log.flush()
     assert tokens() == [(1, 1000), (2, 1024), (3, 2048)]  # a step has 8 rows of 128
     log = open_log(2, packing="whole")
-    log.record(3, step_values(fine=True, padding=4), 0.0)
+    log.record(3, step_values(is_fine=True, padding=4), 0.0)
     log.flush()
     assert tokens() == [(1, 1000), (2, 1024), (3, 2044)]
+
+
+def test_norms_have_the_names_of_parameters_and_layers(open_log, tmp_path):
+    """Stacked layers, and layers in a list, have the same names. A norm that is not finite is null."""
+    log = open_log(0, norms_every=2)
+    stacked = {"layers": {"mlp": jax.numpy.array([1.0, math.nan])}, "embed": jax.numpy.array(3.0)}
+    listed = {
+        "layers": [{"mlp": jax.numpy.array(4.0)}, {"mlp": jax.numpy.array(5.0)}],
+        "embed": jax.numpy.array(6.0),
+    }
+    for step in (1, 2):
+        norms = {"gradient_norms": stacked, "weight_norms": listed}
+        log.record(step, step_values(is_fine=True) | {"norms": norms}, 0)
+    log.flush()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second = (row for row in rows if "loss" in row)
+    assert "weight_norms" not in first
+    assert second["gradient_norms"] == {"layers.0.mlp": 1, "layers.1.mlp": None, "embed": 3}
+    assert second["weight_norms"] == {"layers.0.mlp": 4, "layers.1.mlp": 5, "embed": 6}
+
+
+def test_a_step_that_hangs_ends_the_process(tmp_path):
+    code = """
+import time
+from policyc.models.llama.metrics import limit_step
+with limit_step(3, 1e9), limit_step(3, 0):
+    pass
+with limit_step(4, 0.5):
+    time.sleep(600)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert ran.returncode == 75
+    assert ran.stderr.startswith("step 4 has not finished after 0.5 s (--step-timeout)")
+    assert 'File "<string>", line 7 in <module>' in ran.stderr  # where it hangs

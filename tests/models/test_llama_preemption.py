@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from jax.experimental import multihost_utils
@@ -14,7 +19,7 @@ pytest.importorskip("optax", reason="optax is not installed: pip install 'policy
 from policyc.models.llama import preemption
 from policyc.models.llama.configs import ConfigError
 
-SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +59,15 @@ def test_a_second_ctrl_c_ends_the_run_at_once():
             send(signal.SIGINT)
 
 
-def test_a_run_without_checkpoints_says_that_it_starts_over():
-    with preemption.watch_signals(distributed=False) as stop:
-        stop.defer()
-        send(signal.SIGTERM)
-    assert stop.make_error(5).advice == "the same command resumes from the last checkpoint"
-    assert stop.make_error(5, is_saved=False).advice.startswith("the same command starts over")
+def test_a_run_without_checkpoints_says_that_nothing_is_saved():
+    for saves, advice in (
+        (True, "the same command resumes"),
+        (False, "nothing is saved (--checkpoint-every 0)"),
+    ):
+        with preemption.watch_signals(distributed=False, saves=saves) as stop:
+            stop.defer()
+            send(signal.SIGTERM)
+        assert stop.make_error(5).advice.startswith(advice)
 
 
 def test_before_the_first_step_a_signal_ends_the_run_at_once():
@@ -137,3 +145,68 @@ def test_a_failing_process_of_several_ends_at_once(error, code, message, monkeyp
     )
     with pytest.raises(type(error)), preemption.end_together(distributed=False):
         raise error
+
+
+def run_python(code: str, number: int, ready: str, **options: Any) -> tuple[int, str]:
+    """Runs a program, sends it a signal when it says that it is ready, and returns how it ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == ready
+    time.sleep(0.5)  # so that the call has most probably begun
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=300)
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)]
+)
+def test_a_signal_ends_a_run_that_compiles_its_first_step(number, code):
+    """Python's handlers wait until a call of C returns, as the compiler's. This one would take many minutes."""
+    program = """
+import hashlib, sys
+from policyc.models.llama.preemption import Stopped, watch_signals
+try:
+    with watch_signals(distributed=False):
+        print("ready", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+except Stopped as stop:  # the signal came before the call
+    print(f"{stop}: {stop.advice}", file=sys.stderr)
+    sys.exit(stop.exit_code)
+"""
+    ended, errors = run_python(program, number, "ready")
+    assert ended == code
+    cause = "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+    assert errors == f"{cause}: the same command resumes from the last checkpoint\n"
+
+
+def test_a_run_goes_on_after_its_terminal_is_closed():
+    """Until its step is finished. What it prints then is lost, and is no error."""
+    program = """
+import fcntl, os, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from policyc.models.llama.preemption import watch_signals
+with watch_signals(distributed=False) as stop:
+    stop.defer()
+    os.write(int(sys.argv[1]), b"ready")
+    while not stop.is_due(1):
+        time.sleep(0.01)
+    print("a line", flush=True)
+    print("an error", file=sys.stderr, flush=True)
+    os.write(int(sys.argv[1]), b"saved")
+"""
+    controller, terminal = pty.openpty()
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(writer)], stdin=terminal, stdout=terminal, stderr=terminal,
+        start_new_session=True, pass_fds=[writer],
+    )  # fmt: skip
+    os.close(terminal)
+    os.close(writer)
+    with open(reader, "rb") as reports:
+        assert reports.read(5) == b"ready"
+        os.close(controller)  # the kernel sends SIGHUP, and writing to the terminal fails from now on
+        assert reports.read() == b"saved"
+    assert process.wait(timeout=120) == 0

@@ -86,7 +86,9 @@ def step_values(*seed_losses: float) -> dict[str, Any]:
     return {
         "loss": loss,
         "grad_norm": ones,
-        "fine": jnp.isfinite(loss),
+        "is_fine": jnp.isfinite(loss),
+        "faults": ~jnp.isfinite(loss),
+        "mean_loss": ones,
         "skipped": ones,
         "loss_scale": ones,
     }

@@ -201,7 +201,7 @@ def step_from(**entries: float) -> tuple[Any, Any]:
 
 def test_a_good_step_changes_the_weights():
     after, measured = step_from()
-    assert measured["fine"]
+    assert measured["is_fine"]
     # The initial weights predict nothing: every token is equally likely.
     assert float(measured["loss"]) == pytest.approx(math.log(SMALL.vocab), rel=0.05)
     assert not np.array_equal(after["params"]["embed"], initial_values()["params"]["embed"])
@@ -213,15 +213,29 @@ def test_a_good_step_changes_the_weights():
 
 
 @pytest.mark.parametrize(
-    ("entries", "scale"), [({"scale": 3e38}, 1.5e38), ({"mean": 1.0}, 8.0)], ids=["overflow", "spike"]
+    ("entries", "scale", "counted"),
+    [({"scale": 3e38}, 1.5e38, 1), ({"mean": 1.0}, 8.0, 0)],
+    ids=["overflow", "spike"],
 )
-def test_a_faulty_step_changes_no_weight(entries, scale):
+def test_a_faulty_step_changes_no_weight(entries, scale, counted):
+    """An overflow of the scaled gradient is skipped and counted. A spike stops the run: the state is that before it."""
     after, measured = step_from(**entries)
-    assert not measured["fine"]
+    assert not measured["is_fine"]
     for name in ("params", "adam"):
         jax.tree.map(np.testing.assert_array_equal, after[name], initial_values()[name])
-    assert (int(after["skipped"]), int(after["step"])) == (1, 1)
+    assert (int(after["skipped"]), int(after["step"])) == (counted, counted)
+    assert int(after["faults"]) == 1 - counted
     assert float(after["scale"]) == pytest.approx(scale)
+
+
+def test_no_step_after_a_fault_changes_anything():
+    """The host learns of a fault one step late. The step that it has started meanwhile must not count."""
+    step, batch = single_device_step(), next(batches(llama_runs.make_mesh()))
+    stopped, _ = step(state_with(mean=1.0), batch)
+    before = jax.device_get(stopped)
+    after, measured = step(stopped | {"mean": jnp.float32(100.0)}, batch)  # is fine by itself
+    assert not measured["is_fine"]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after) | {"mean": before["mean"]}, before)
 
 
 def test_a_batch_without_a_prediction_is_faulty() -> None:
@@ -230,7 +244,7 @@ def test_a_batch_without_a_prediction_is_faulty() -> None:
     batch["mask"] = jnp.zeros_like(batch["mask"])
     after, measured = single_device_step()(state_with(), batch)
     assert math.isnan(measured["loss"])
-    assert not measured["fine"]
+    assert not measured["is_fine"]
     jax.tree.map(np.testing.assert_array_equal, after["params"], initial_values()["params"])
 
 

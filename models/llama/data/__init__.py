@@ -11,10 +11,8 @@ from policyc.models.llama.data.tokens import (
     read_tokenizer,
     scan_tokens,
 )
-from policyc.models.llama.data.windows import ALL_FOR_TRAINING
 
 __all__ = [
-    "ALL_FOR_TRAINING",
     "END",
     "END_TOKENS",
     "BatchSource",

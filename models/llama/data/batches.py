@@ -54,9 +54,7 @@ class BatchSource(Iterator[Batch]):
         self._ahead: deque[Future[tuple[Batch, State]]] = deque()
 
     def restore(self, state: Any) -> None:
-        """Goes to a state. Earlier versions stored only the number of the next row."""
-        if isinstance(state, int):
-            state = {"row": state, "streams": {}}
+        """Goes to a state."""
         if set(state["streams"]) != set(self.start["streams"]):
             raise ConfigError(
                 "the position is one in another blend of data: choose another folder with --out"

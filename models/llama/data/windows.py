@@ -22,7 +22,6 @@ from policyc.models.llama.data.tokens import (
 )
 from policyc.models.llama.packing import fit_documents, pad_row, whole_rows
 
-ALL_FOR_TRAINING = ", all for training"  # ends the contents of an array if its end is not for validation
 GROUP = 64  # documents that are tokenized together: the threads of the tokenizer share them
 CHUNK = 1 << 24  # tokens that are searched at once
 
@@ -125,7 +124,7 @@ def open_row_array(spec: DataSpec, run: RunConfig, vocab: int, split: str, end: 
         needed = 2 if run.packing == "whole" else run.sequence + 1
         short = f"fewer than {needed} consecutive ones are for {split}"
         raise ConfigError(f"'{spec.name}' has {total} tokens: {short}; add data, or lower --sequence")
-    contents += ALL_FOR_TRAINING if spec.has_validation else ""
+    contents += ", all for training" if spec.has_validation else ""
     return RowArray(row, count, contents)
 
 
