@@ -111,8 +111,8 @@ def test_an_edit_of_a_baseline_has_a_diff_and_a_verdict_against_it(tmp_path: Pat
 
 def test_a_margin_that_was_chosen_later_is_named(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
-    assert not any("Chosen for this report" in rule for rule in report_of(sweep)["statistics"]["rules"])
-    rules = report_of(sweep, margin="5%", baselines=("te_nvfp4",))["statistics"]["rules"]
+    assert not any("Chosen for this report" in rule for rule in report_of(sweep)["statistics"]["caveats"])
+    rules = report_of(sweep, margin="5%", baselines=("te_nvfp4",))["statistics"]["caveats"]
     expected = "the margin (it was 0.5%) and the baselines (they were bf16)"
     assert f"Chosen for this report, and not before the runs: {expected}." in rules[-1]
 
@@ -120,7 +120,7 @@ def test_a_margin_that_was_chosen_later_is_named(tmp_path: Path) -> None:
 def test_a_sweep_that_has_grown_says_so(tmp_path: Path) -> None:
     earlier = [{"seeds": [0, 1], "baselines": ["bf16"], "variants": ["bf16", "te_nvfp4"]}]
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, earlier=earlier)
-    last_rule = report_of(sweep)["statistics"]["rules"][-1]
+    last_rule = report_of(sweep)["statistics"]["caveats"][-1]
     assert "This sweep has grown: it began with 2 seeds, 1 baseline, 2 variants." in last_rule
 
 

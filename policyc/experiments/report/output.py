@@ -8,8 +8,7 @@ from pathlib import Path
 
 from policyc.base.files import STANDARD_OUTPUT, open_output
 from policyc.experiments.report.build import Report
-from policyc.experiments.report.markdown import render_markdown
-from policyc.experiments.report.page import render_page
+from policyc.experiments.report.page import render_markdown, render_page
 from policyc.experiments.report.sweeps import ReportError
 from policyc.experiments.sweep.run import PAGE_FILE
 
