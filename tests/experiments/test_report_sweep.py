@@ -189,6 +189,22 @@ def test_a_variant_outside_the_sweep_is_not_read(tmp_path: Path, name: str) -> N
     assert f"sweep.json names a variant '{name}', which is not a folder" in " ".join(data["problems"])
 
 
+def test_equal_failures_are_one_entry_and_rules_are_folded(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "fp8": 0.0})
+    for seed, log in enumerate(["a", "a", "b"]):
+        folder = write_metrics(sweep / f"fp8/seed{seed}", [3.0])
+        (folder / "status.json").write_text('{"state": "failed", "reason": "out of memory"}')
+        (folder / "log.txt").write_text(log)
+    report = build_report([sweep])
+    texts = check_page(write_report(report)).texts
+    assert texts.count("out of memory") == 1
+    assert "fp8 seed 0, fp8 seed 1, fp8 seed 2" in texts
+    assert (texts.count("a"), texts.count("b")) == (1, 1)  # each different log once
+    page = (sweep / "report.html").read_text()
+    assert "<details><summary>How verdicts are made" in page
+    assert "- fp8 seed 0, fp8 seed 1, fp8 seed 2: out of memory\n" in render_report(report, "markdown")
+
+
 def test_failed_runs_are_shown_with_their_last_lines_and_change_the_verdict(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "fp8": 0.0, "te_nvfp4": 0.0})
     write_metrics(sweep / "fp8/seed1", [3.0, 2.5])

@@ -141,16 +141,16 @@ def _runs(data: Record) -> list[Record]:
 
 
 def _clock(sweep: SweepData) -> Record:
-    """What the scripts need to draw charts over steps or time: both by place on the axis, for each variant."""
+    """What the scripts need to draw charts over steps or time: tokens of a step, and seconds of each variant."""
     axis = make_axis(sweep.runs)
     seconds = {variant.name: elapsed_seconds(variant.runs, axis) for variant in sweep.variants}
-    per_step = {run.tokens_per_step for run in sweep.runs if len(run.steps)}
-    has_tokens = axis.label == "tokens" and len(per_step) == 1
+    ends = [(axis.positions(run, run.steps)[-1], run.last_step) for run in sweep.runs if run.last_step]
+    ratios = {float(tokens / step) for tokens, step in ends} if axis.label == "tokens" else set()
     return {
         "unit": axis.label,
         "x": to_list(axis.values),
         "seconds": {name: to_list(column) for name, column in seconds.items() if np.isfinite(column).any()},
-        "tokens_per_step": per_step.pop() if has_tokens else None,
+        "tokens_per_step": ratios.pop() if len(ratios) == 1 else None,
     }
 
 

@@ -95,17 +95,17 @@ def group_failures(runs: Sequence[Record]) -> list[Record]:
         if run["state"] == "failed":
             groups.setdefault(run["reason"], []).append(run)
     return [
-        {
-            "reason": reason,
-            "runs": failed,
-            "logs": [
-                {"lines": lines, "name": name}
-                for lines, name in {tuple(run["log_tail"]): run["name"] for run in reversed(failed)}.items()
-                if lines
-            ][::-1],
-        }
+        {"reason": reason, "runs": failed, "logs": _different_logs(failed)}
         for reason, failed in groups.items()
     ]
+
+
+def _different_logs(runs: Sequence[Record]) -> list[Record]:
+    """The ends of the logs of some runs, equal ones once, each with the name of its first run."""
+    logs: dict[tuple[str, ...], str] = {}
+    for run in runs:
+        logs.setdefault(tuple(run["log_tail"]), run["name"])
+    return [{"lines": lines, "name": name} for lines, name in logs.items() if lines]
 
 
 # ---- telemetry
