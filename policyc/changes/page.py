@@ -9,9 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from markupsafe import Markup
-
-from policyc.base.web_page import compress_json, embed_json, read_asset, render_template
+from policyc.base.web_page import compress_json, embed_json, read_assets, render_template
 from policyc.changes.data import as_data
 from policyc.changes.model import DiffData
 
@@ -20,7 +18,7 @@ _SCRIPTS = (
     "layout.js", "main.js",
 )  # fmt: skip
 _TABLES = ("linears", "graph")
-_read = partial(read_asset, "policyc.changes")
+_read = partial(read_assets, "policyc.changes")
 
 
 def render_page(diff: DiffData) -> str:
@@ -43,5 +41,5 @@ def fill_page(data: dict[str, Any]) -> str:
         dagre_license=_read("dagre.LICENSE"),
         dagre=_read("dagre.min.js"),
         worker=_read("worker.js"),
-        script=Markup("\n").join(map(_read, _SCRIPTS)),
+        script=_read(*_SCRIPTS),
     )

@@ -262,7 +262,7 @@ class _PlanPrinter:
 def _write_report(folder: Path) -> None:
     """Writes the report of a run. A run that recorded nothing has none."""
     from policyc.experiments.report.build import build_report
-    from policyc.experiments.report.output import write_report
+    from policyc.experiments.report.page import write_report
     from policyc.experiments.report.sweeps import ReportError
 
     try:

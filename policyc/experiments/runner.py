@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from policyc.compiler.execution import ExecutionOptions
 from policyc.experiments.import_hook import on_import
-from policyc.experiments.processes import ChildRefusals, SpawnedChildren, export_policy
+from policyc.experiments.processes import ChildRefusals, SpawnedChildren, StartedWork, export_policy
 from policyc.experiments.program import BadProgram, Program
-from policyc.experiments.started_work import StartedWork
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from policyc.experiments.report.build import PredictedStep, ReportOptions, build_report
-from policyc.experiments.report.output import render_report, write_report
+from policyc.experiments.report.page import render_report, write_report
 from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
 from policyc.experiments.report.speed_chart import draw_speed_chart
 from policyc.experiments.report.speed_ups import predict_speed_ups

@@ -32,7 +32,7 @@ from policyc.experiments.report.sweeps import (
     uses_validation,
 )
 from policyc.experiments.report.values import Record, as_list, as_record, as_records, as_text
-from policyc.experiments.trailing import LEAST_TRAILING, TRAILING_FRACTION
+from policyc.experiments.sweep.metrics import LEAST_TRAILING, TRAILING_FRACTION
 
 FORMAT = 1
 """The version of the data. It changes when a field is removed or means something else."""

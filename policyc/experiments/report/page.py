@@ -1,4 +1,4 @@
-"""A report as one page of HTML, and as Markdown. The templates are in the folder `web`.
+"""Writes a report as one page of HTML, as Markdown or as JSON. The templates are in the folder `web`.
 
 The charts of the page are drawn by uPlot 1.6.32 (MIT), which is embedded in it. Texts come from files of runs: the
 templates escape every one of them, and the scripts show the embedded ones as text.
@@ -6,15 +6,18 @@ templates escape every one of them, and the scripts show the embedded ones as te
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
+from policyc.base.files import STANDARD_OUTPUT, open_output
 from policyc.base.text import escape_controls
-from policyc.base.web_page import compress_json, read_asset, render_template
+from policyc.base.web_page import as_markup, compress_json, read_assets, render_template
 from policyc.experiments.report.build import Report
 from policyc.experiments.report.charts import colors_of, to_list
 from policyc.experiments.report.format import (
@@ -28,7 +31,7 @@ from policyc.experiments.report.format import (
     summarize,
 )
 from policyc.experiments.report.series import elapsed_seconds, make_axis
-from policyc.experiments.report.sweeps import SweepData
+from policyc.experiments.report.sweeps import ReportError, SweepData
 from policyc.experiments.report.tables import (
     equal_loss_table,
     group_failures,
@@ -37,9 +40,13 @@ from policyc.experiments.report.tables import (
     time_table,
 )
 from policyc.experiments.report.values import Record, escape_texts
+from policyc.experiments.sweep.run import PAGE_FILE
 
 _PACKAGE = "policyc.experiments.report"
-_read = partial(read_asset, _PACKAGE)
+_read = partial(read_assets, _PACKAGE)
+
+COMPARISON_NAME = "comparison.html"
+"""The page of several folders, in the current folder. It has another name, so it never replaces a run's own."""
 
 
 def render_page(report: Report) -> str:
@@ -71,11 +78,11 @@ def render_page(report: Report) -> str:
         format_gap=format_gap,
         format_interval=format_interval,
         format_figure=format_figure,
-        style=_read("uPlot.min.css") + _read("page.css"),
+        style=_read("uPlot.min.css", "page.css"),
         embedded=compress_json(escape_texts(embedded)),
         uplot_license=_read("uPlot.LICENSE"),
         uplot=_read("uPlot.min.js"),
-        script=_read("charts.js") + _read("main.js"),
+        script=_read("charts.js", "main.js"),
     )
 
 
@@ -86,7 +93,7 @@ def render_markdown(data: Record) -> str:
         return [
             [
                 row["variant"],
-                Markup(f"**{row['verdict']}**"),
+                as_markup(f"**{row['verdict']}**"),
                 format_gap(row["gap"]),
                 format_interval(row["interval"]),
                 len(row["seeds"]),
@@ -113,7 +120,7 @@ def render_markdown(data: Record) -> str:
         **values,
         verdict_rows=verdict_rows,
         figure_table=(["variant", "finished", *(label for _, label in columns)], figures),
-        command=Markup(escape_controls(values["commands"][0][1])) if values["commands"] else "",
+        command=as_markup(escape_controls(values["commands"][0][1])) if values["commands"] else "",
     )
 
 
@@ -204,3 +211,45 @@ def _policies(data: Record, sweep: SweepData) -> list[Record]:
         if any(value for name, value in policy.items() if name != "name"):
             policies.append(policy)
     return policies
+
+
+# ---- files
+
+
+def write_report(report: Report, out: str | None = None, kind: str = "html") -> Path:
+    """Writes a report as `html`, `markdown` or `json`, and returns its path. Raises ReportError.
+
+    `out` is the file; `-` is standard output. By default a page goes to `report.html` in the folder, or to
+    `comparison.html` in the current folder if there are several; the other kinds are printed.
+    """
+    path = _choose_path([Path(folder) for folder in report.data["folders"]], out, kind)
+    write_text(path, render_report(report, kind))
+    return path
+
+
+def _choose_path(folders: Sequence[Path], out: str | None, kind: str) -> Path:
+    if out is None and kind != "html":
+        return Path(STANDARD_OUTPUT)
+    if out is None:
+        return folders[0] / PAGE_FILE if len(folders) == 1 else Path(COMPARISON_NAME)
+    pages = {(folder / PAGE_FILE).resolve() for folder in folders}
+    if len(folders) > 1 and out != STANDARD_OUTPUT and Path(out).resolve() in pages:
+        raise ReportError(f"'{out}' is the page of one of these folders: choose another --out")
+    return Path(out)
+
+
+def render_report(report: Report, kind: str) -> str:
+    """A report as `html`, `markdown` or `json`."""
+    if kind == "json":
+        return json.dumps(report.data, indent=1, allow_nan=False) + "\n"
+    return render_markdown(report.data) if kind == "markdown" else render_page(report)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text to a file, or to standard output for `-`. Raises ReportError."""
+    content = text.encode(errors="replace")  # JSON can hold a surrogate, which UTF-8 cannot
+    try:
+        with open_output(str(path)) as stream:
+            stream.write(content)
+    except OSError as error:
+        raise ReportError(f"'{path}' cannot be written: {error.strerror}") from None
