@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from policyc.jaxcore.relocate import JittedFunction
 
 _HIDDEN_FILES = (
-    str(Path(__file__).parent.parent),
+    f"{Path(__file__).parent.parent}{os.sep}",
     "<frozen runpy>",
     "<frozen importlib",
     runpy.__file__,
@@ -380,7 +380,7 @@ def _skip_hidden_frames(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_hidden(file: str) -> bool:
     """Whether tracebacks leave out this file. The bundled models are programs, so they are shown."""
-    return file.startswith(_HIDDEN_FILES) and not file.startswith(str(data_folder("models")))
+    return file.startswith(_HIDDEN_FILES) and not file.startswith(f"{data_folder('models')}{os.sep}")
 
 
 def _exit_by_interrupt() -> NoReturn:

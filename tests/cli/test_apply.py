@@ -5,6 +5,7 @@ Most programs run in this process: starting another one costs more than everythi
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -401,6 +402,18 @@ def test_lint_against_a_program(home: Path) -> None:
     assert "on b200" in result.out
     result = run(home, "lint", "typo.policy", "--against", "-m", "train", "--format", "concise")
     assert "unmatched-rule" in result.out
+
+
+def test_lint_runs_a_program_with_the_garbage_collector(home: Path) -> None:
+    (home / "collected.py").write_text("import gc\nassert gc.isenabled()\n" + TRAIN)
+    was_enabled = gc.isenabled()
+    gc.enable()
+    try:
+        result = run(home, "lint", "good.policy", "--against", "collected.py")
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+    assert "AssertionError" not in result.err
+    assert "1 policy" in result.err
 
 
 def test_products_that_are_no_gemms_are_named(home: Path) -> None:
