@@ -3,7 +3,6 @@
 __all__ = [
     "execution",
     "hoist",
-    "idle_rules",
     "pipeline",
     "plan",
     "plan_checks",

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, update_wrapper, wraps
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from policyc.compiler.analysis import analyze
+from policyc.compiler.dots import GEMMS
 from policyc.compiler.execution import ExecutionOptions, execution_options
 from policyc.compiler.hoist import RewrittenLoss
 from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.plan_checks import check_plan, unexplained_idle_rules
+from policyc.compiler.plan_checks import check_plan
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
 from policyc.compiler.run_step import current_run_step
 from policyc.compiler.schedule import SCHEDULE, current_phase
 from policyc.compiler.trace import TracedFunction, jaxpr_inputs, trace
-from policyc.jaxcore import autodiff
-from policyc.language.diagnostics import Diagnostic
+from policyc.jaxcore import autodiff, jaxprs
 from policyc.language.loader import load, parse
 from policyc.language.policy import Policy
 
@@ -45,9 +44,8 @@ def apply(
     """Returns `fn` with its GEMMs run as the policy says.
 
     The result has the signature of `fn` and composes with every transformation of JAX. When it is called, it raises a
-    `PolicyError` if the policy cannot be applied: if an `expect` is not met, if a rule that quantizes does nothing, if
-    a rule that protects layers by index matches nothing and does not say `expect 0`, or if a GEMM cannot be changed.
-    Any other rule that does nothing is a warning.
+    `PolicyError` if the policy cannot be applied: if an `expect` is not met, if a rule that quantizes matches nothing
+    and does not say `expect 0`, or if a GEMM cannot be changed.
 
     Args:
       policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
@@ -65,12 +63,18 @@ def apply(
 
     @wraps(fn)
     def quantized(*args: Any, **kwargs: Any) -> Any:
+        argnums = _positive_argnums(param_argnums, args)
         if _is_compiling.get():
             return fn(*args, **kwargs)
-        argnums = _positive_argnums(param_argnums, args)
+        if parsed_policy.changes_nothing:
+            with no_reentry():
+                return fn(*args, **kwargs)
         call = LossCall(fn=fn, args=args, kwargs=kwargs, param_argnums=argnums, has_aux=has_aux)
-        planned = plan_loss(parsed_policy, call, execution)
-        warn(check_plan(planned.plan, may_miss=multiple_losses))
+        traced = call.trace_or_run()
+        if not isinstance(traced, TracedFunction):
+            return traced(*args)
+        planned = plan_traced(parsed_policy, call, traced, execution)
+        check_plan(planned.plan, may_miss=multiple_losses)
         return planned.compile()(*args)
 
     return quantized
@@ -86,21 +90,10 @@ def plan(
     target: str | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """What a policy does to `fn` called with these arguments, which may be `jax.ShapeDtypeStruct`s.
-
-    Warns about rules that do nothing. `apply` raises a `PolicyError` for some of them.
-    """
+    """What a policy does to `fn` called with these arguments, which may be `jax.ShapeDtypeStruct`s."""
     argnums = _positive_argnums(param_argnums, args)
     call = LossCall(fn=fn, args=args, kwargs=kwargs, param_argnums=argnums, has_aux=has_aux)
-    planned = plan_loss(as_policy(policy), call, execution_options(backend, target)).plan
-    warn(unexplained_idle_rules(planned))
-    return planned
-
-
-def warn(diagnostics: Iterable[Diagnostic]) -> None:
-    """Issues diagnostics as Python warnings."""
-    for diagnostic in diagnostics:
-        warnings.warn(str(diagnostic), UserWarning, stacklevel=2)
+    return plan_loss(as_policy(policy), call, execution_options(backend, target)).plan
 
 
 def _positive_argnums(param_argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:
@@ -143,6 +136,34 @@ class LossCall:
                 fixed,
             )
 
+    def trace_or_run(self) -> TracedFunction | Callable[..., Any]:
+        """Traces the loss. If that fails outside of `jax.jit`: the loss itself, which raises if it has a GEMM.
+
+        Outside of `jax.jit` a function may do what cannot be traced: read values, or catch what XLA raises. Without a
+        GEMM it runs as it does without a policy.
+        """
+        try:
+            return self.trace()
+        except Exception as error:
+            if autodiff.is_staging():
+                raise
+            return partial(self._run_without_gemms, error)
+
+    def _run_without_gemms(self, error: Exception, *args: Any) -> Any:
+        """Runs the loss as JAX does. Raises the error for which it was not traced if there is a GEMM in it."""
+        gemms: list[str] = []
+
+        def see(primitive: Any, params: Mapping[str, Any]) -> None:
+            names = {primitive.name, *map(jaxprs.primitive_name, jaxprs.equations_inside(params.values()))}
+            # What `shard_map` runs outside of `jax.jit` is not seen: it may have a GEMM.
+            gemms.extend(names & GEMMS or {primitive.name} & {"shard_map"})
+
+        with no_reentry(), autodiff.watch_evaluation(see):
+            result = self.fn(*args, **self.kwargs)
+        if gemms:
+            raise error
+        return result
+
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         """The inputs of the loss's jaxpr for these arguments."""
         return jaxpr_inputs(args, self.param_argnums)
@@ -164,14 +185,26 @@ class PlannedLoss:
 
         def quantized(*args: Any) -> Any:
             with no_reentry():
-                return self.traced.run(rewritten.jaxpr, [*self.call.inputs(args), *extra])
+                try:
+                    return self.traced.run(rewritten.jaxpr, [*self.call.inputs(args), *extra])
+                except Exception:
+                    if rewritten.replacements or autodiff.is_staging():
+                        raise
+                # Nothing is changed, and the loss does what a jaxpr cannot, as in `LossCall.trace_or_run`.
+                return self.call.fn(*args, **self.call.kwargs)
 
-        return quantized
+        return update_wrapper(quantized, self.call.fn)
 
 
 def plan_loss(policy: Policy, call: LossCall, execution: ExecutionOptions) -> PlannedLoss:
     """Traces a loss, finds its sites, and plans them."""
-    traced = call.trace()
+    return plan_traced(policy, call, call.trace(), execution)
+
+
+def plan_traced(
+    policy: Policy, call: LossCall, traced: TracedFunction, execution: ExecutionOptions
+) -> PlannedLoss:
+    """Finds the sites of a traced loss, and plans them."""
     differentiated = traced.differentiated_results(has_aux=call.has_aux)
     plan = make_plan(policy, analyze(traced.jaxpr, traced.paths, traced.frozen, differentiated), execution)
     return PlannedLoss(call, traced, replace(plan, constant_inputs=_constant_inputs(call.inputs(call.args))))

@@ -6,18 +6,18 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from policyc.base.text import count_noun, count_others
-from policyc.compiler.idle_rules import MULTIPLE_LOSSES_HINT, idle_rules, suggest_selector
+from policyc.base.text import closest_name, count_noun, count_others
 from policyc.compiler.plan import Decisions, Plan
 from policyc.compiler.sites import Layer, Site, dotted
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import Pattern, expand_selector, matches
+from policyc.language.selectors import DottedPath, Pattern, expand_selector, matches
 from policyc.language.treatments import find_recipe_problems
 from policyc.numerics import backends
 from policyc.numerics.backends.choice import Obstacle
 
+_MOST_PATHS = 3  # examples of paths in one message
 _KEYWORDS = {"import", "recipe", "after", "until", "variant"}
 """Words that start a statement: a selector that is one of them needs a wildcard before it."""
 
@@ -25,19 +25,21 @@ _OPAQUE_INDEX_HELP = (
     "choose the whole stack, or scan over the stack, or index it with constants or a loop counter"
 )
 
+MULTIPLE_LOSSES_HINT = (
+    "or, if another loss of the program has these sites: --multiple-losses (in Python: multiple_losses=True)"
+)
+"""For a rule that matches nothing in the first loss of a program that is run."""
 
-def check_plan(
-    plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT
-) -> tuple[Diagnostic, ...]:
-    """Raises everything that keeps the policy from being applied to this loss. Returns the warnings.
 
-    A rule must do something (`idle_rules`), unless it has an `expect`. With `may_miss` any rule may do nothing,
+def check_plan(plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT) -> None:
+    """Raises everything that keeps the policy from being applied to this loss.
+
+    A quantizing rule must match something, unless it expects 0 sites. With `may_miss` any rule may match nothing,
     whatever it expects: it is about another loss of the program. `hint` is for a rule that matches nothing.
     """
-    idle = () if may_miss else unexplained_idle_rules(plan, hint=hint)
     diagnostics = [
         *unmet_expectations(plan, may_miss=may_miss, hint=hint),
-        *(d for d in idle if d.severity is Severity.ERROR),
+        *(() if may_miss else unmatched_quantizing_rules(plan, hint=hint)),
         *opaque_sites(plan),
         *opaque_indices(plan),
         *inseparable_layers(plan),
@@ -48,13 +50,6 @@ def check_plan(
         diagnostics += not_native(plan)
     if diagnostics:
         raise PolicyError(diagnostics)
-    return tuple(d for d in idle if d.severity is not Severity.ERROR)
-
-
-def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> tuple[Diagnostic, ...]:
-    """Rules that do nothing, other than because the index of a layer is not known: that is an error of its own."""
-    explained = {diagnostic.span for diagnostic in opaque_indices(plan)}
-    return tuple(d for d in idle_rules(plan, hint=hint) if d.span not in explained)
 
 
 def unmet_expectations(
@@ -259,3 +254,59 @@ def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
                 span=plan.policy.rules[rule].span,
                 help="--backend auto runs it by XLA",
             )
+
+
+def unmatched_rules(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that match no site of the loss."""
+    for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
+        if not count and rule.expect is None:
+            yield Diagnostic(
+                code="unmatched-rule",
+                message="no site of this model matches this rule",
+                span=rule.span,
+                severity=Severity.WARNING,
+                help=suggest_selector(plan, rule),
+            )
+
+
+def unmatched_quantizing_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> Iterator[Diagnostic]:
+    """Rules that would quantize a product to fewer than 16 bits, match no site, and do not expect that."""
+    for rule, recipe, count in zip(plan.policy.rules, plan.resolved, plan.counts, strict=True):
+        if not count and rule.expect is None and any(0 < recipe.bits(gemm) < 16 for gemm in Gemm):
+            yield Diagnostic(
+                code="unmatched-rule",
+                message="this rule quantizes, and no site of this model matches it",
+                span=rule.span,
+                help=f"{suggest_selector(plan, rule)}; {hint}; or write 'expect 0', if that is right",
+            )
+
+
+def suggest_selector(plan: Plan, rule: Rule) -> str:
+    """What the author of a rule that matches nothing may have meant, from the paths of the model."""
+    if not len(plan.sites):
+        return "the loss has no GEMM at all"
+    names = list(dict.fromkeys(n.text for s in plan.sites for p in _template_paths(s) for n in p))
+    for selector in rule.selectors:
+        for segment in selector.segments:
+            if segment.glob == "*" or segment.glob in names:
+                continue
+            near = closest_name(segment.glob, names)
+            if near is not None:
+                return f"did you mean '{near}' for '{segment.glob}'?"
+    has_index = any(segment.indices for s in rule.selectors for segment in s.segments)
+    if has_index and not any(
+        n.index is not None for s in plan.sites for p in _first_layer_paths(s) for n in p
+    ):
+        return "nothing in this model is a stack: no path has an index"
+    named = [s.name for s in plan.sites if s.template.path]  # others only have a place in the program
+    paths = list(dict.fromkeys(named or (s.name for s in plan.sites)))
+    more = f", ... ({len(paths)} in all)" if len(paths) > _MOST_PATHS else ""
+    return f"paths here are like {', '.join(paths[:_MOST_PATHS])}{more}"
+
+
+def _template_paths(site: Site) -> Iterable[DottedPath]:
+    return (site.scope.path, *(p.path for p in site.parameters))
+
+
+def _first_layer_paths(site: Site) -> Iterable[DottedPath]:
+    return site.paths(next(iter(site.layers()), ()))

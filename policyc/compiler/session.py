@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from policyc.compiler.execution import ExecutionOptions, execution_options
-from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
-from policyc.compiler.pipeline import LossCall, as_policy, is_compiling, plan_loss, warn
+from policyc.compiler.pipeline import LossCall, as_policy, is_compiling, plan_traced
 from policyc.compiler.plan import Plan
-from policyc.compiler.plan_checks import check_plan, unmet_expectations
+from policyc.compiler.plan_checks import check_plan, unmatched_quantizing_rules, unmet_expectations
 from policyc.compiler.schedule import SCHEDULE
+from policyc.compiler.trace import TracedFunction
 from policyc.jaxcore import autodiff
-from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
+from policyc.language.diagnostics import Diagnostic, PolicyError
 from policyc.language.policy import Policy
 
 _POLICY = autodiff.jit_cache_context()
@@ -41,7 +41,10 @@ class Session:
     execution: ExecutionOptions = ExecutionOptions()
     multiple_losses: bool = False
     on_plan: Callable[[Plan], None] | None = None
-    """Called with the plan of each loss before it is compiled. Without it, rules that do nothing are warned about."""
+    """Called with the plan of each loss before it is compiled."""
+    plans_always: bool = False
+    """Whether losses are planned under a policy that changes nothing too. Otherwise JAX runs them as if there were no
+    policy."""
     as_error: Callable[[PolicyError], BaseException] = lambda error: error
     """Makes the exception to raise when the policy cannot be applied."""
     stats_every: int = 0
@@ -61,20 +64,24 @@ class Session:
     cache_key: int = field(default_factory=itertools.count().__next__)
     """Part of the key of JAX's caches while the session is the current one. No other session has it."""
 
+    def __post_init__(self) -> None:
+        self.is_idle = self.policy.changes_nothing and not self.plans_always
+
     def hook(self, fun: Callable[..., Any], primals: tuple[Any, ...], has_aux: bool) -> Callable[..., Any]:
         """The function to differentiate instead of `fun`."""
-        if is_compiling() or getattr(fun, "_policyc", False) or autodiff.is_internal(fun):
+        if self.is_idle or is_compiling() or getattr(fun, "_policyc", False) or autodiff.is_internal(fun):
             return fun
         argnums = tuple(range(len(primals)))  # all that is differentiated
         call = LossCall(fn=fun, args=primals, param_argnums=argnums, has_aux=has_aux)
+        traced = call.trace_or_run()
+        if not isinstance(traced, TracedFunction):
+            return traced
         try:
-            planned = plan_loss(self.policy, call, self.execution)
+            planned = plan_traced(self.policy, call, traced, self.execution)
             with self._lock:
                 self._record(planned.plan)
                 if len(planned.plan.sites):
-                    warned = check_plan(planned.plan, may_miss=self.multiple_losses or self._checked)
-                    if self.on_plan is None:
-                        warn(warned)
+                    check_plan(planned.plan, may_miss=self.multiple_losses or self._checked)
                     self._checked = True
             quantized = planned.compile()
         except PolicyError as error:
@@ -103,20 +110,19 @@ class Session:
 
     @property
     def unmet(self) -> list[Diagnostic]:
-        """The rules that expect sites and matched none in any loss, and those that must do something and did not."""
+        """The rules that expect sites, or quantize, and matched none in any loss."""
         hint = "no loss of the program has these sites"
-        plans = [plan for plan in self.plans if len(plan.sites)]
         diagnostics = {
             d.span: d
-            for plan in plans
-            for d in (*unmet_expectations(plan, hint=hint), *idle_rules(plan, hint=hint))
-            if d.severity is Severity.ERROR
+            for plan in self.plans
+            if len(plan.sites)
+            for d in (*unmet_expectations(plan, hint=hint), *unmatched_quantizing_rules(plan, hint=hint))
         }
         met = {
             rule.span
-            for plan, (deciding, _) in zip(plans, map(find_deciding_rules, plans), strict=True)
-            for index, (rule, count) in enumerate(zip(self.policy.rules, plan.counts, strict=True))
-            if (count if rule.expect is not None else index in deciding)
+            for plan in self.plans
+            for rule, count in zip(self.policy.rules, plan.counts, strict=True)
+            if count
         }
         return [diagnostic for span, diagnostic in diagnostics.items() if span not in met]
 
@@ -139,7 +145,8 @@ def active(
     Args:
       policy, backend, target, require_native: as in `apply`.
       multiple_losses: the program differentiates several losses (a GAN); any of them may meet an `expect`.
-      on_plan: called with the plan of each loss before it is compiled.
+      on_plan: called with the plan of each loss before it is compiled. Without it, a policy that only keeps leaves
+        every loss to JAX, and there are no plans.
       stats_every: measure numerics every so many steps, in programs that call `policyc.observe`.
     """
     session = Session(
@@ -147,6 +154,7 @@ def active(
         execution=execution_options(backend, target, require_native=require_native),
         multiple_losses=multiple_losses,
         on_plan=on_plan,
+        plans_always=on_plan is not None,
         stats_every=stats_every,
     )
     with activate(session):
@@ -180,7 +188,7 @@ def current_session() -> Session | None:
 
 
 class _ActiveSessions:
-    """The sessions that are active in this process. Patches JAX while there are any."""
+    """The sessions that are active in this process. Patches JAX while any of them may change something."""
 
     def __init__(self) -> None:
         self._sessions: list[Session] = []
@@ -194,10 +202,6 @@ class _ActiveSessions:
     @contextlib.contextmanager
     def add(self, session: Session) -> Iterator[None]:
         with self._lock:
-            if not self._sessions:
-                self._patches.enter_context(
-                    autodiff.intercept_autodiff(_apply_current_session, _note_forward_mode)
-                )
             self._change([*self._sessions, session])
         try:
             yield
@@ -205,10 +209,15 @@ class _ActiveSessions:
             with self._lock:
                 # Sessions of different threads need not end in the order in which they began.
                 self._change([other for other in self._sessions if other is not session])
-                if not self._sessions:
-                    self._patches.close()
 
     def _change(self, sessions: list[Session]) -> None:
+        was_patched, is_patched = (any(not s.is_idle for s in group) for group in (self._sessions, sessions))
+        if is_patched and not was_patched:
+            self._patches.enter_context(
+                autodiff.intercept_autodiff(_apply_current_session, _note_forward_mode)
+            )
+        elif was_patched and not is_patched:
+            self._patches.close()
         self._sessions = sessions
         _POLICY.set_global(sessions[-1].cache_key if sessions else None)
 

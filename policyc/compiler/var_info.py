@@ -120,6 +120,8 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     """The infos of the results of an equation without a jaxpr that is entered, from those of its operands."""
+    if not eqn.outvars:
+        return []
     rule, name = rule_of(eqn), jaxprs.primitive_name(eqn)
     active = active_results(eqn, [i.is_active for i in infos])
     if rule.weight == "identity":

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from policyc.compiler.execution import ExecutionOptions
 from policyc.experiments.import_hook import on_import
-from policyc.experiments.processes import ChildRefusals, SpawnedChildren, StartedWork, export_policy
+from policyc.experiments.processes import ChildRefusals, SpawnedChildren, export_policy
 from policyc.experiments.program import BadProgram, Program
+from policyc.experiments.started_work import StartedWork
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from policyc.jaxcore.relocate import JittedFunction
 
 _HIDDEN_FILES = (
-    f"{Path(__file__).parent.parent}{os.sep}",
+    str(Path(__file__).parent.parent),
     "<frozen runpy>",
     "<frozen importlib",
     runpy.__file__,
@@ -90,8 +91,11 @@ def run(
     *,
     multiple_losses: bool = False,
     stats_every: int = 0,
+    plans_always: bool = True,
 ) -> RunResult:
     """Runs a program under a policy until it, its threads and its children end.
+
+    Without `plans_always` a policy that changes nothing leaves all losses to JAX, and there are no plans.
 
     Raises SystemExit if the program exits with an error. Also if its arguments ask for help (`--help`), and it ends
     with 0 and differentiates nothing; then it says that no policy was applied. Raises BadProgram if the program cannot
@@ -99,7 +103,7 @@ def run(
     of the program is printed and becomes SystemExit, and so does a policy that could not be applied in a child.
     """
     program.check()
-    settings = SessionSettings(policy, execution, multiple_losses, stats_every)
+    settings = SessionSettings(policy, execution, multiple_losses, stats_every, plans_always)
     try:
         with contextlib.closing(ChildRefusals()) as refusals:
             return _run(program, settings, on_plan, refusals)
@@ -216,6 +220,7 @@ class SessionSettings(NamedTuple):
     execution: ExecutionOptions
     multiple_losses: bool
     stats_every: int
+    plans_always: bool
 
 
 def _start_session(
@@ -380,7 +385,7 @@ def _skip_hidden_frames(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_hidden(file: str) -> bool:
     """Whether tracebacks leave out this file. The bundled models are programs, so they are shown."""
-    return file.startswith(_HIDDEN_FILES) and not file.startswith(f"{data_folder('models')}{os.sep}")
+    return file.startswith(_HIDDEN_FILES) and not file.startswith(str(data_folder("models")))
 
 
 def _exit_by_interrupt() -> NoReturn:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -200,6 +200,58 @@ def is_staging() -> bool:
     while trace is not None and not isinstance(trace, partial_eval.DynamicJaxprTrace):
         trace = getattr(trace, "parent_trace", None)
     return trace is not None
+
+
+_EvalTrace: Any = core.EvalTrace
+
+
+class _WatchedEvaluation(_EvalTrace):  # type: ignore[misc]  # JAX's methods have no types
+    """Evaluates as JAX does outside of transformations, and shows every primitive to `see` first."""
+
+    def __init__(self, see: Callable[[Any, Mapping[str, Any]], None]) -> None:
+        super().__init__()
+        self._see = see
+
+    def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
+        self._see(primitive, params)
+        return super().process_primitive(primitive, args, params)
+
+    def process_shard_map(self, primitive: Any, *args: Any, **params: Any) -> Any:
+        self._see(primitive, params)
+        return super().process_shard_map(primitive, *args, **params)
+
+    # JAX 0.10 evaluates these functions outside of any trace.
+
+    def process_call(self, *args: Any, **params: Any) -> Any:
+        with core.set_current_trace(self):
+            return super().process_call(*args, **params)
+
+    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
+        with core.set_current_trace(self):
+            return super().process_custom_jvp_call(*args, **params)
+
+    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
+        with core.set_current_trace(self):
+            return super().process_custom_vjp_call(*args, **params)
+
+
+@contextlib.contextmanager
+def watch_evaluation(see: Callable[[Any, Mapping[str, Any]], None]) -> Iterator[None]:
+    """Calls `see` with each primitive that is evaluated inside, and its parameters. Not for use where JAX stages."""
+    watched = _WatchedEvaluation(see)
+    inner: Any = core.trace_ctx.trace
+    if isinstance(inner, core.EvalTrace):
+        with core.set_current_trace(watched):
+            yield
+        return
+    while not isinstance(inner.parent_trace, core.EvalTrace):
+        inner = inner.parent_trace
+    evaluation = inner.parent_trace
+    inner.parent_trace = watched
+    try:
+        yield
+    finally:
+        inner.parent_trace = evaluation
 
 
 def jit_cache_context(default: Any = None) -> Any:

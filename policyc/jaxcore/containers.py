@@ -343,6 +343,6 @@ def shard_map_parts(shard_map: JaxprEqn) -> list[tuple[int, ...]]:
     operands = []
     for spec, operand in zip(shard_map.params["in_specs"], shard_map.invars, strict=True):
         aval: Any = operand.aval
-        parts = (math.prod(sizes[name] for name in axis_names(axes)) for axes in spec)
+        parts = (math.prod(sizes[name] for name in axis_names(axes)) for axes in spec.partitions)
         operands.append((*parts, *(1,) * (len(aval.shape) - len(spec))))
     return operands

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -63,6 +63,12 @@ def all_equations(jaxpr: AnyJaxpr) -> Iterator[JaxprEqn]:
         yield eqn
         for sub in sub_jaxprs(eqn):
             yield from all_equations(sub.jaxpr)
+
+
+def equations_inside(params: Iterable[Any]) -> Iterator[JaxprEqn]:
+    """The equations of all jaxprs among the parameters of a primitive."""
+    for jaxpr in filter(_is_jaxpr, jax.tree.leaves(list(params), is_leaf=_is_jaxpr)):
+        yield from all_equations(jaxpr)
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> tuple[SubJaxpr, ...]:

@@ -317,7 +317,7 @@ def array_mesh_axes(array: Any, name: str) -> ArrayAxes:
         raise NotImplementedError(
             f"{name}: the program has devices but no mesh: give the arguments of the jitted function a NamedSharding"
         )
-    spec = map(axis_names, array.sharding.spec)
+    spec = map(axis_names, array.sharding.spec.partitions)
     return (*spec, *((),) * (len(array.shape) - len(array.sharding.spec)))
 
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec, use_abstract_mesh
 def mesh_axes_of(aval: Any) -> tuple[Any, ...]:
     """The mesh axes that each dimension is sharded over, as the type says: a name, a tuple of names, or None."""
     spec = aval.sharding.spec
-    return tuple(spec) + (None,) * (len(aval.shape) - len(spec))
+    return (*spec.partitions,) + (None,) * (len(aval.shape) - len(spec))
 
 
 def axis_names(axes: Any) -> tuple[Any, ...]:

@@ -208,6 +208,15 @@ class Policy:
         """The distinct conditions of the schedule, in the order in which rules name them."""
         return tuple(dict.fromkeys(c for r in self.rules for c in r.when))
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether it keeps every GEMM of every program, at every step, and expects nothing of a program."""
+        resolve = self.resolver()
+        return bool(self.rules) and all(
+            rule.expect is None and all(t.format == "keep" for t in resolve(rule.recipe).treatments)
+            for rule in self.rules
+        )
+
     def variant(self, name: str) -> Policy:
         """Returns this policy with one of its variants applied. Raises a KeyError that lists the known names."""
         variant = next((v for v in self.variants if v.name == name), None)

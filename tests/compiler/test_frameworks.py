@@ -33,7 +33,7 @@ def plan_of_training(train: Any, policy: str) -> policyc.Plan:
     from is made before, because JAX traces every operation again under another policy.
     """
     plain = train()
-    with policyc.active("* -> keep"):
+    with policyc.active("* -> keep", on_plan=check_plan):
         assert train() == plain
     with policyc.active(policy) as session:
         losses = train()
@@ -298,9 +298,10 @@ def test_haiku():
 
 def attention_paths(train: Any) -> list[list[str]]:
     """The last path of each layer of each product of activations."""
-    with policyc.active("* -> keep") as session:
+    plans: list[policyc.Plan] = []
+    with policyc.active("* -> keep", on_plan=plans.append):
         train()
-    (plan,) = session.plans
+    (plan,) = plans
     return [[dotted(s.paths(la)[-1]) for la in s.layers()] for s in plan.sites if s.weight is None]
 
 

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 DEEP = settings(max_examples=12, phases=[Phase.generate], print_blob=True)
 seeds = integers(0, 2**32 - 1)
-KEEPING = ["* -> keep", "* @ fprop -> keep; layers[-1:] -> keep", "nothing.here -> nvfp4 expect 0"]
+NOTHING = "nothing.here -> nvfp4 expect 0"  # so that it is traced: policies that can only keep are not
+KEEPING = ["* -> keep", "* @ fprop -> keep; layers[-1:] -> keep", "other.nothing -> mxfp8 expect 0"]
 
 
 # ---- keeping
@@ -54,7 +55,7 @@ def check_keeping(seed: int) -> None:
     random_program = program(seed)
     loss, args = random_program.loss, random_program.args
     *rules, last = KEEPING[seed % len(KEEPING)].split("; ")
-    policy = with_rule_if_applicable(random_program, rules[0], last) if rules else last
+    policy = f"{with_rule_if_applicable(random_program, rules[0], last) if rules else last}; {NOTHING}"
     plain = jax.jit(jax.value_and_grad(loss))
     kept = jax.jit(jax.value_and_grad(policyc.apply(policy, loss)))
     assert str(jax.make_jaxpr(policyc.apply(policy, loss))(*args)) == str(jax.make_jaxpr(loss)(*args))

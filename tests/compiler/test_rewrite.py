@@ -187,7 +187,7 @@ def test_a_gemm_inside_a_custom_rule_can_be_kept() -> None:
 def test_a_custom_derivative_can_be_kept() -> None:
     inner = jax.custom_jvp(lambda w, x: (x @ w).sum())
     inner.defjvp(lambda p, t: (inner(*p), (p[1] @ t[0]).sum()))
-    kept = traced(jax.grad(policyc.apply("* -> keep", inner)), W, X)
+    kept = traced(jax.grad(policyc.apply("* -> keep; nothing.here -> keep expect 0", inner)), W, X)
     assert str(kept) == str(traced(jax.grad(inner), W, X))
 
 

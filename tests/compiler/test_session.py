@@ -127,9 +127,8 @@ def test_the_loss_is_called_once() -> None:
 
 
 def test_the_inner_of_two_policies_wins() -> None:
-    with policyc.active("* -> nvfp4") as outer, policyc.active("* -> keep") as inner:
+    with policyc.active("* -> nvfp4") as outer, policyc.active("* -> keep"):
         assert quantized_gemms(jax.grad(loss)) == 0
-    assert inner.plans
     assert not outer.plans
 
 
