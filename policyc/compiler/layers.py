@@ -25,7 +25,7 @@ from policyc.compiler.provenance.graph import ParameterSource, Source, loops_of,
 from policyc.compiler.sites import IndexSlot, LayerTable, PathTemplate, Stack
 from policyc.jaxcore.regions import Unknown
 from policyc.jaxcore.transform import Address
-from policyc.language.selectors import DottedPath
+from policyc.language.selectors import DottedPath, PathSegment
 
 MAX_LAYERS = 1 << 16  # combinations of iterations that are followed one by one
 _NO_LAYER = "its operands do not come from the weights of one layer"
@@ -141,11 +141,13 @@ class LayerIndices:
         """
         if not projections:
             return None
-        templates = self.weight_templates(sorted(projections, key=_first_path), (), loops)
+        sources = sorted(projections, key=_first_path)
+        templates = list(_join_lists(self.weight_templates(sources, (), loops)))
         if not templates or any(t.unknown_index or t.in_layer is not None for t in templates):
             return PathTemplate((), unknown_index=_NO_LAYER)
         paths = list(dict.fromkeys(t.path for t in templates))
-        last_index = max((i for i, name in enumerate(paths[0]) if name.index is not None), default=-1)
+        indexed = [i for i, name in enumerate(paths[0]) if name.index is not None]
+        last_index = max((*indexed, *(s.places[0] for s in templates[0].slots if s.places)), default=-1)
         path = paths[0][: _module_length(paths, last_index)]
         slots = tuple(
             replace(slot, places=tuple(p for p in slot.places if p < len(path)), axis=None)
@@ -280,6 +282,30 @@ def _sort_stacks(stacks: Iterable[Stack]) -> tuple[Stack, ...]:
 
 
 # ---- modules
+
+
+def _join_lists(templates: Sequence[PathTemplate]) -> Iterator[PathTemplate]:
+    """The same paths, with one for the members of a list that the program stacks: each layer reads one of them."""
+    groups: dict[tuple[str, ...], list[PathTemplate]] = {}
+    for template in templates:
+        groups.setdefault(tuple(name.text for name in template.path), []).append(template)
+    for group in groups.values():
+        tables = [t.in_layer for t in group if t.in_layer is not None and not t.slots and not t.unknown_index]
+        is_list = len(tables) == len(group) and len({table.stacks for table in tables}) == 1
+        if not is_list or any(sum(layer) != 1 for layer in zip(*(t.values for t in tables), strict=True)):
+            yield from group
+            continue
+        members = [
+            next(t.path for t, is_read in zip(group, layer, strict=True) if is_read)
+            for layer in zip(*(t.values for t in tables), strict=True)
+        ]
+        names, slots = list(group[0].path), []
+        for place, name in enumerate(group[0].path):
+            indices = tuple(path[place].index for path in members)
+            if len(set(indices)) > 1:
+                names[place] = PathSegment(name.text)
+                slots.append(IndexSlot((place,), name.size or 1, LayerTable(tables[0].stacks, indices)))
+        yield PathTemplate(tuple(names), tuple(slots))
 
 
 def _module_length(paths: Sequence[DottedPath], last_index: int) -> int:

@@ -12,7 +12,15 @@ from policyc.compiler.sites import Layer, Site, dotted
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import DottedPath, Pattern, expand_selector, matches
+from policyc.language.selectors import (
+    DottedPath,
+    PathSegment,
+    Pattern,
+    Selector,
+    SelectorSegment,
+    expand_selector,
+    matches,
+)
 from policyc.language.treatments import find_recipe_problems
 from policyc.numerics import backends
 from policyc.numerics.backends.choice import Obstacle
@@ -21,9 +29,8 @@ _MOST_PATHS = 3  # examples of paths in one message
 _KEYWORDS = {"import", "recipe", "after", "until", "variant"}
 """Words that start a statement: a selector that is one of them needs a wildcard before it."""
 
-_OPAQUE_INDEX_HELP = (
-    "choose the whole stack, or scan over the stack, or index it with constants or a loop counter"
-)
+_WHOLE_STACK = "choose the whole stack, or"
+_USE_INDICES = "index it with constants or a loop counter"
 
 MULTIPLE_LOSSES_HINT = (
     "or, if another loss of the program has these sites: --multiple-losses (in Python: multiple_losses=True)"
@@ -104,7 +111,8 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
         sites = [site for site in plan.sites if _has_opaque_index(site, any_index)]
         if sites:
             reason = next(t.unknown_index for t in (*sites[0].parameters, sites[0].scope) if t.unknown_index)
-            yield _opaque_index(rule, sites, reason, _OPAQUE_INDEX_HELP)
+            scan = "" if sites[0].loops else " scan over it, or"
+            yield _opaque_index(rule, sites, reason, f"{_WHOLE_STACK}{scan} {_USE_INDICES}")
         patterns = [pattern for selector in indexed for pattern in expand_selector(selector)]
         examples = {site: _two_readings(site, patterns) for site in plan.sites}
         sites = [site for site in plan.sites if examples[site]]
@@ -207,8 +215,12 @@ def write_rules(sites: Iterable[Site], recipe: str) -> str:
 
 def _selector_of(site: Site) -> str:
     """Names that a selector cannot contain, such as those of einsums, are written with '?'."""
-    selector = ".".join(re.sub(r"[^\w~-]", "?", name.text) for name in site.template.path)
+    selector = ".".join(_as_glob(name.text) for name in site.template.path)
     return f"*.{selector}" if selector in _KEYWORDS else selector
+
+
+def _as_glob(name: str) -> str:
+    return re.sub(r"[^\w~-]", "?", name)
 
 
 def contradictory_recipes(plan: Plan) -> Iterator[Diagnostic]:
@@ -285,23 +297,57 @@ def suggest_selector(plan: Plan, rule: Rule) -> str:
     """What the author of a rule that matches nothing may have meant, from the paths of the model."""
     if not len(plan.sites):
         return "the loss has no GEMM at all"
-    names = list(dict.fromkeys(n.text for s in plan.sites for p in _template_paths(s) for n in p))
-    for selector in rule.selectors:
-        for segment in selector.segments:
-            if segment.glob == "*" or segment.glob in names:
-                continue
-            near = closest_name(segment.glob, names)
-            if near is not None:
-                return f"did you mean '{near}' for '{segment.glob}'?"
+    near = next(filter(None, (_suggest_names(plan, selector) for selector in rule.selectors)), "")
+    if near:
+        return near
     has_index = any(segment.indices for s in rule.selectors for segment in s.segments)
     if has_index and not any(
         n.index is not None for s in plan.sites for p in _first_layer_paths(s) for n in p
     ):
+        unknown = ((s, t.unknown_index) for s in plan.sites for t in s.parameters if t.unknown_index)
+        for site, reason in unknown:
+            return f"it is not known which layer of '{site.name}' this is: {reason}"
         return "nothing in this model is a stack: no path has an index"
-    named = [s.name for s in plan.sites if s.template.path]  # others only have a place in the program
-    paths = list(dict.fromkeys(named or (s.name for s in plan.sites)))
+    paths = list(dict.fromkeys(_path_example(s) for s in plan.sites if s.template.path))
+    paths = paths or list(dict.fromkeys(s.name for s in plan.sites))  # they only have a place in the program
     more = f", ... ({len(paths)} in all)" if len(paths) > _MOST_PATHS else ""
     return f"paths here are like {', '.join(paths[:_MOST_PATHS])}{more}"
+
+
+def _suggest_names(plan: Plan, selector: Selector) -> str:
+    """Other names, or fewer, by which a selector matches something here; empty if there are none."""
+    names = list(dict.fromkeys(_as_glob(n.text) for s in plan.sites for p in _template_paths(s) for n in p))
+    segments = tuple(replace(s, indices=None) for s in selector.segments)
+    near = {
+        s.glob: name
+        for s in segments
+        if s.glob != "*" and s.glob not in names and (name := closest_name(s.glob, names))
+    }
+    if near and _reaches(plan, [replace(s, glob=near.get(s.glob, s.glob)) for s in segments]):
+        return " and ".join(f"did you mean '{name}' for '{glob}'?" for glob, name in near.items())
+    for start in range(1, len(segments)):
+        rest = ".".join(map(str, selector.segments[start:]))
+        if segments[start].glob != "*" and _reaches(plan, segments[start:]):
+            parents = ".".join(s.glob for s in segments[:start])
+            return f"nothing here is in '{parents}': did you mean '{rest}'?"
+    return ""
+
+
+def _reaches(plan: Plan, segments: Sequence[SelectorSegment]) -> bool:
+    """Does a selector of these segments match a path here?"""
+    patterns = expand_selector(Selector(segments=tuple(segments)))
+    paths = [path for site in plan.sites for path in _template_paths(site)]
+    return any(matches(pattern, path) for pattern in patterns for path in paths)
+
+
+def _path_example(site: Site) -> str:
+    """The path of a site as a selector can write it."""
+    path = site.template.path if len(site.parameters) < 2 else tuple(map(_without_index, site.template.path))
+    return ".".join(_as_glob(n.text) + str(n)[len(n.text) :] for n in path)
+
+
+def _without_index(name: PathSegment) -> PathSegment:
+    return PathSegment(name.text)
 
 
 def _template_paths(site: Site) -> Iterable[DottedPath]:

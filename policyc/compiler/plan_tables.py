@@ -169,7 +169,10 @@ def sites_table(plan: Plan) -> str:
             label = [plan.label(phase)] if len(plan.phases) > 1 else []
             for run in plan.site_runs(site, phase):
                 layers = _layer_ranges(run) if site.stacks else row[2]
-                rows.append([*row[:2], layers, *row[3:], *label, *_rule_cells(plan, run)])
+                share = len(run.layers) / site.count
+                rows.append([
+                    *row[:2], layers, row[3], _gflops(site, share), *row[5:], *label, *_rule_cells(plan, run),
+                ])  # fmt: skip
     total = sum(s.total_flops for s in plan.sites)
     sites = sum(s.count for s in plan.sites)
     end = f"{count_noun(sites, 'GEMM')}, {total / 1e9:.4g} GFLOP a step in their products\n"
@@ -183,10 +186,15 @@ def _site_row(site: Site) -> list[str]:
         ", ".join(dotted(p.path) for p in site.parameters) or _module_around(site),
         "x".join(str(s.size) for s in site.stacks) or "-",
         f"{site.batch} x {site.m} x {site.n} x {site.k}",
-        f"{site.flops * site.repeats / 1e9:.3g}" if site.repeats else "?",
+        _gflops(site),
         site.weight or "-",
         " ".join(g for g in Gemm if g in site.products) + (" (opaque)" if site.opaque else ""),
     ]
+
+
+def _gflops(site: Site, share: float = 1.0) -> str:
+    """The work of one product in a step, in a share of the layers."""
+    return f"{site.flops * site.repeats * share / 1e9:.3g}" if site.repeats else "?"
 
 
 def _module_around(site: Site) -> str:

@@ -859,6 +859,15 @@ def reversed_blocks(p, x):
     return lax.scan(lambda h, q: (block(q, h), None), x, each(lambda a: a[::-1], p["layers"]))[0].sum()
 
 
+def stacked_blocks(p, x):
+    """A list that is stacked in the loss."""
+    return scanned_blocks({"layers": each_of(jnp.stack, p["layers"])}, x)
+
+
+def each_of(f: Callable[[Any], Any], trees: Any) -> Any:
+    return jax.tree.map(lambda *leaves: f(leaves), *trees)
+
+
 def block_params(*lead: int, fused: bool = False) -> Any:
     names = ("o",) if fused else ("q", "k", "v", "o")
     attn: Any = {name: weights(*lead) for name in names}
@@ -878,7 +887,13 @@ def attention_layers(policy: str, loss: Callable[..., Any], params: Any) -> list
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     ("loss", "stacked"),
-    [(unrolled_blocks, False), (jitted_blocks, False), (scanned_blocks, True), (reversed_blocks, True)],
+    [
+        (unrolled_blocks, False),
+        (jitted_blocks, False),
+        (stacked_blocks, False),
+        (scanned_blocks, True),
+        (reversed_blocks, True),
+    ],
 )
 def test_products_without_a_scope_have_the_layer_of_the_weights_around_them(loss, stacked, fused):
     params = block_params(3, fused=fused) if stacked else [block_params(fused=fused) for _ in range(3)]

@@ -271,3 +271,21 @@ def test_paths_are_names_that_a_rule_can_match() -> None:
 def test_a_machine_has_a_name() -> None:
     """Plans for the devices here are plans for the first of them."""
     assert plan_model("* -> fp8").machine == Machine(jax.devices()[0].platform)
+
+
+@pytest.mark.parametrize(
+    ("selector", "hint"),
+    [
+        ("transformer.Dense.kernel", "nothing here is in 'transformer': did you mean 'Dense.kernel'?"),
+        ("other", "paths here are like encoder?params.Dense[0].kernel, Transformer"),
+        ("transformer", "did you mean 'Transformer' for 'transformer'?"),
+    ],
+)
+def test_a_hint_names_what_matches_and_what_parses(selector: str, hint: str) -> None:
+    params = {"encoder$params": {"Dense": [{"kernel": struct(16, 16)}]}, "Transformer": struct(16, 16)}
+    sites = find_sites(
+        lambda p, x: x @ p["encoder$params"]["Dense"][0]["kernel"] @ p["Transformer"], params, X
+    )
+    plan = make_plan(parse(f"{selector} -> bf16"), sites)
+    (diagnostic,) = plan_checks.unmatched_rules(plan)
+    assert diagnostic.help == hint

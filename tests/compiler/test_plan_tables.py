@@ -86,9 +86,9 @@ def test_the_table_of_sites() -> None:
         sites_table(plan_model("layers -> fp8; layers[1:3].up -> bf16"))
         == """\
 scope  parameter    layers  batch x m x n x k  GFLOP     weight  products           rule                    overrides
--      layers.up    0       1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  layers -> fp8           -
--      layers.up    1-2     1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  layers[1:3].up -> bf16  layers
--      layers.up    3       1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  layers -> fp8           -
+-      layers.up    0       1 x 8 x 32 x 16    8.19e-06  rhs     fprop dgrad wgrad  layers -> fp8           -
+-      layers.up    1-2     1 x 8 x 32 x 16    1.64e-05  rhs     fprop dgrad wgrad  layers[1:3].up -> bf16  layers
+-      layers.up    3       1 x 8 x 32 x 16    8.19e-06  rhs     fprop dgrad wgrad  layers -> fp8           -
 -      layers.down  0-3     1 x 8 x 16 x 32    3.28e-05  rhs     fprop dgrad wgrad  layers -> fp8           -
 -      head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad  kept                    -
 9 GEMMs, 0.0002458 GFLOP a step in their products
