@@ -35,11 +35,11 @@ from policyc.cli.program import misplaced_hint, parse_program, program_name
 from policyc.cli.sweep_output import print_dry_run, print_omitted, write_page
 
 if TYPE_CHECKING:
+    from policyc.experiments.sweep.commands import SweepProgram
     from policyc.experiments.sweep.edits import EditedPolicy
     from policyc.experiments.sweep.engine import SweepResult, TrackedRun
     from policyc.experiments.sweep.executor import Executor
     from policyc.experiments.sweep.manifest import SweepDesign
-    from policyc.experiments.sweep.programs import SweepProgram
     from policyc.experiments.sweep.slurm import SlurmOptions
 
 EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
@@ -176,9 +176,9 @@ def run_sweep(
     out: Path,
 ) -> None:
     """Runs a sweep to its end, or prints what it would run. Exits unless all runs finished."""
+    from policyc.experiments.sweep.commands import make_runs
     from policyc.experiments.sweep.engine import SweepBusy, lock_sweep, track_runs
     from policyc.experiments.sweep.manifest import ChangedSweep, check_sweep, open_sweep
-    from policyc.experiments.sweep.programs import make_runs
 
     out = out.absolute()
     design = _design_sweep(policies, edits, _make_program(program, config, options), options, out)
@@ -208,7 +208,7 @@ def run_sweep(
 
 def _make_program(words: Sequence[str], config: str | None, options: SweepOptions) -> SweepProgram:
     """The program that is swept. Raises a usage error if it cannot be."""
-    from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram
+    from policyc.experiments.sweep.commands import ApplyOptions, SweepProgram
     from policyc.experiments.sweep.slurm import check_program
 
     if config is None and "--dry-run" in parse_program(words).args:

@@ -56,7 +56,7 @@ class PolicyRejected(BaseException):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
+class ProgramResult:
     """What a program did under a policy: in this process, if it imported JAX there, and in how many children."""
 
     session: Session | None
@@ -92,7 +92,7 @@ def run(
     multiple_losses: bool = False,
     stats_every: int = 0,
     plans_always: bool = True,
-) -> RunResult:
+) -> ProgramResult:
     """Runs a program under a policy until it, its threads and its children end.
 
     Without `plans_always` a policy that changes nothing leaves all losses to JAX, and there are no plans.
@@ -113,7 +113,7 @@ def run(
 
 def _run(
     program: Program, settings: SessionSettings, on_plan: Callable[[Plan], None], refusals: ChildRefusals
-) -> RunResult:
+) -> ProgramResult:
     sessions: list[Session] = []
     ends: list[BaseException] = []
 
@@ -148,7 +148,7 @@ def _run(
     if exit is not None and exit.code not in (None, 0):
         raise exit
     _exit_if_refused(refusals)
-    result = RunResult(session=session, children=children.count)
+    result = ProgramResult(session=session, children=children.count)
     if program.help_word and not (session and session.plans) and not result.saw_forward_mode:
         sys.stderr.write(
             f"policyc: note: the program got {program.help_word}, ended with 0 and differentiated nothing: no policy "

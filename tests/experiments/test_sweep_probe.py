@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 import policyc
+from policyc.experiments.sweep.commands import SweepProgram
 from policyc.experiments.sweep.probe import describe_plans, plan_digest, plan_policies
-from policyc.experiments.sweep.programs import SweepProgram
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:

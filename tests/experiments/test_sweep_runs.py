@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from policyc.experiments.sweep.commands import ApplyOptions, SweepProgram, make_runs
 from policyc.experiments.sweep.edits import EditedPolicy
 from policyc.experiments.sweep.manifest import ChangedSweep, SweepDesign, open_sweep, reuse_plans
 from policyc.experiments.sweep.probe import PlannedPolicy
-from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram, make_runs
 from policyc.experiments.sweep.run import Run, RunStatus, tail_lines
 from policyc.experiments.sweep.variants import VariantList, collect_variants, drop_equal_plans
 from policyc.experiments.sweep.wrapper import judge_end, judge_seeds, read_grace

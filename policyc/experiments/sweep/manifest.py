@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from policyc import __version__
-from policyc.experiments.sweep.programs import POLICY_FILE, SweepProgram
+from policyc.experiments.sweep.commands import POLICY_FILE, SweepProgram
 from policyc.experiments.sweep.run import LOCK_FILE, MANIFEST_FILE, write_json
 from policyc.experiments.sweep.variants import OmittedEdit, VariantList, without_title
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from policyc.experiments.program import Program
-from policyc.experiments.sweep.programs import ApplyOptions, SweepProgram
+from policyc.experiments.sweep.commands import ApplyOptions, SweepProgram
 from policyc.experiments.sweep.run import tail_lines
 from policyc.language.diagnostics import PolicyError
 from policyc.language.loader import parse, parse_with_diagnostics
