@@ -228,17 +228,12 @@ def test_the_last_status_may_arrive_after_the_end_of_the_job(cluster, tmp_path, 
     assert RunStatus.read(run.folder).reason == "Slurm job 7: it ended as COMPLETED"
 
 
-def test_the_sweep_can_stop_its_jobs_or_leave_them(cluster, tmp_path):
+def test_a_sweep_that_ends_leaves_its_jobs_in_the_queue(cluster, tmp_path):
     run, executor = make_run(tmp_path), SlurmExecutor(OPTIONS)
     executor.start(run)
-    assert executor.describe_left([run]) == (
-        "1 Slurm jobs stay in the queue: the same command finds them again, 'scancel 7' ends them"
-    )
-    executor.stop([run])
-    assert cluster.calls("scancel") == ["scancel 7"]
-    cluster.set_queue(f"7|CANCELLED|None|{run.folder}")
-    assert not executor.is_active(run)
-    assert RunStatus.read(run.folder).state == "preempted"
+    text = "1 Slurm jobs stay in the queue: the same command finds them again, 'scancel 7' ends them"
+    assert executor.stop([run]) == [(run, text)]
+    assert cluster.calls("scancel") == []
 
 
 JOB = SlurmJob(id="7", attempts=1)

@@ -175,7 +175,9 @@ def test_a_reused_process_id_is_not_signalled(lost_run: Run) -> None:
         assert run == lost_run
         assert "another process holds its lock" in reason
         replace(status, host="elsewhere").write(lost_run.folder)
-        assert [reason for _, reason in LocalExecutor(1).stop([lost_run])] == ["it runs on elsewhere"]
+        assert [reason for _, reason in LocalExecutor(1).stop([lost_run])] == [
+            "bf16 seed 0 goes on, because it cannot be stopped from here: it runs on elsewhere"
+        ]
         assert other.poll() is None
     finally:
         other.kill()

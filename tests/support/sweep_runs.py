@@ -55,11 +55,10 @@ class FakeExecutor:
         return False
 
     def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
+        if self.left:
+            return [(run, self.left) for run in runs]
         self.stopped += [run.name for run in runs]
         return []
-
-    def describe_left(self, runs: Sequence[Run]) -> str:
-        return self.left
 
 
 class SilentDisplay:

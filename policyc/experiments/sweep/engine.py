@@ -240,16 +240,13 @@ class Engine:
         active = self._select("running")
         if not active:
             return
-        if left := self._executor.describe_left([run.run for run in active]):
-            self._display.say(left)
-            return
-        self._display.say(
-            f"stopping {count_noun(len(active), 'run')}, with time to save; Ctrl-C again to leave at once"
-        )
-        unreachable = self._executor.stop([run.run for run in active])
-        for run, reason in unreachable:
-            self._display.say(f"{run.name} cannot be stopped from here: {reason}; it goes on")
-        ignored = {run.folder for run, _ in unreachable}
+        left = self._executor.stop([run.run for run in active])
+        for text in dict.fromkeys(text for _, text in left):
+            self._display.say(text)
+        if len(left) < len(active):
+            stopping = count_noun(len(active) - len(left), "run")
+            self._display.say(f"stopping {stopping}, with time to save; Ctrl-C again to leave at once")
+        ignored = {run.folder for run, _ in left}
         with contextlib.suppress(KeyboardInterrupt):
             while any(run.run.folder not in ignored for run in self._select("running")):
                 self._watch()

@@ -38,11 +38,9 @@ class Executor(Protocol):
     def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
         """Asks runs to stop, and returns at once. They save what they can, and become `preempted`.
 
-        Returns the runs that cannot be reached, and why.
+        Returns the runs that go on, each with a sentence about it: some cannot be reached, and Slurm's jobs need not
+        be stopped when the sweep ends.
         """
-
-    def describe_left(self, runs: Sequence[Run]) -> str:
-        """What stays behind if the sweep is interrupted; empty if its runs must be stopped then."""
 
 
 class LocalExecutor:
@@ -89,14 +87,14 @@ class LocalExecutor:
         return False
 
     def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
-        unreachable = []
+        left = []
         for run in runs:
             process = self._processes.get(run.folder)
             if process is not None and process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             elif is_locked(run.folder) and (reason := self._stop_by_status(run)):
-                unreachable.append((run, reason))
-        return unreachable
+                left.append((run, f"{run.name} goes on, because it cannot be stopped from here: {reason}"))
+        return left
 
     def _stop_by_status(self, run: Run) -> str:
         """Stops a run that this sweep did not start, or whose wrapper was killed. Returns why it cannot."""
@@ -111,9 +109,6 @@ class LocalExecutor:
         if not _signal_program(status, signal.SIGTERM):
             return "its wrapper and the first process of its program are gone, and another process holds its lock"
         self._kill_times[run.folder] = time.monotonic() + read_grace({**os.environ, **run.environment})
-        return ""
-
-    def describe_left(self, runs: Sequence[Run]) -> str:  # noqa: ARG002  # the interface
         return ""
 
     def _choose_gpus(self, run: Run) -> dict[str, str]:

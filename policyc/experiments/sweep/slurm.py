@@ -141,12 +141,10 @@ class SlurmJob:
     Attributes:
       id: the number of the job.
       attempts: how often the run was started before this job. A status of an earlier attempt is not that of this job.
-      is_stopped: did the sweep itself cancel the job?
     """
 
     id: str
     attempts: int = 0
-    is_stopped: bool = False
 
     def write(self, folder: Path) -> None:
         write_json(folder / JOB_FILE, asdict(self))
@@ -280,20 +278,12 @@ class SlurmExecutor:
         return time.monotonic() - first_seen < _FILE_SYSTEM_SECONDS
 
     def stop(self, runs: Sequence[Run]) -> list[tuple[Run, str]]:
-        jobs = {run.folder: job for run in runs if (job := self._find_job(run)) is not None}
-        for folder, job in jobs.items():
-            self._jobs[folder] = replace(job, is_stopped=True)
-            self._jobs[folder].write(folder)
-        if jobs:
-            _run_slurm("scancel", *(job.id for job in jobs.values()))
-        return []
-
-    def describe_left(self, runs: Sequence[Run]) -> str:
         ids = [job.id for run in runs if (job := self._find_job(run)) is not None]
-        return (
+        text = (
             f"{len(ids)} Slurm jobs stay in the queue: the same command finds them again, "
             f"'scancel {' '.join(ids)}' ends them"
         )
+        return [(run, text) for run in runs]
 
     def _submit(self, run: Run) -> str:
         """Submits a run. Returns the number of its job."""
@@ -340,8 +330,6 @@ def find_end(status: RunStatus | None, job: SlurmJob, state: str, reason: str) -
     current = status if status is not None and status.attempt > job.attempts else None
     if current is not None and current.state in ("finished", "failed"):
         return None
-    if job.is_stopped:
-        return "preempted", f"Slurm job {job.id}: the sweep stopped it"
     if current is not None and current.state == "preempted" and state != "CANCELLED":
         return None
     return "failed", f"Slurm job {job.id}: {reason}"
