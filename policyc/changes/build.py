@@ -25,13 +25,14 @@ from policyc.changes.model import (
     as_ranges,
 )
 from policyc.changes.predict import Prediction
+from policyc.compiler.idle_rules import idle_rules
 from policyc.compiler.plan import Phase, Plan, make_plan
-from policyc.compiler.plan_checks import unmatched_quantizing_rules
 from policyc.compiler.plan_tables import other_products, uncertain_repeats
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
 from policyc.hardware.mesh import MeshShape
 from policyc.hardware.training_step import TrainingStep
+from policyc.language.diagnostics import Severity
 from policyc.language.policy import Policy
 from policyc.numerics.targets import Target
 
@@ -114,10 +115,11 @@ def build_diff(request: DiffRequest) -> DiffData:
 
 
 def _unmatched_notes(plan: Plan) -> Iterator[str]:
-    """Rules that would quantize and change nothing: `policyc apply` refuses them."""
-    for diagnostic in unmatched_quantizing_rules(plan, hint="only the first loss of the program is compared"):
-        rule = textwrap.shorten(diagnostic.span.text, 60, placeholder=" …")
-        yield f"{diagnostic.span.location}: no site matches '{escape_controls(rule)}': {diagnostic.help}"
+    """Rules that do nothing and that `policyc apply` refuses."""
+    for diagnostic in idle_rules(plan, hint="only the first loss of the program is compared"):
+        if diagnostic.severity is Severity.ERROR:
+            rule = escape_controls(textwrap.shorten(diagnostic.span.text, 60, placeholder=" …"))
+            yield f"{diagnostic.span.location}: '{rule}': {diagnostic.message}: {diagnostic.help}"
 
 
 def _seed_notes(before: Policy | None, after: Policy, linears: Sequence[Linear]) -> tuple[str, ...]:

@@ -7,11 +7,9 @@ embedded as data, and the page shows it as text only. `dagre.min.js` is dagre 3.
 from __future__ import annotations
 
 from functools import partial
-from html import escape
 from typing import Any
 
-from policyc.base.text import escape_controls
-from policyc.base.web_page import compress_json, embed_json, fill_template, read_asset
+from policyc.base.web_page import compress_json, embed_json, read_assets, render_template
 from policyc.changes.data import as_data
 from policyc.changes.model import DiffData
 
@@ -20,7 +18,7 @@ _SCRIPTS = (
     "layout.js", "main.js",
 )  # fmt: skip
 _TABLES = ("linears", "graph")
-_read = partial(read_asset, "policyc.changes")
+_read = partial(read_assets, "policyc.changes")
 
 
 def render_page(diff: DiffData) -> str:
@@ -33,16 +31,15 @@ def fill_page(data: dict[str, Any]) -> str:
 
     The tables of linears and equations are compressed: many layers repeat the same text.
     """
-    parts = {
-        "title": escape(
-            escape_controls(f"{data['program']}: {data['before']['label']} / {data['after']['label']}")
-        ),
-        "style": _read("page.css"),
-        "data": embed_json({key: value for key, value in data.items() if key not in _TABLES}),
-        "tables": compress_json({key: data[key] for key in _TABLES}),
-        "dagre_license": _read("dagre.LICENSE"),
-        "dagre": _read("dagre.min.js"),
-        "worker": _read("worker.js"),
-        "script": "\n".join(map(_read, _SCRIPTS)),
-    }
-    return fill_template(_read("page.html"), parts)
+    return render_template(
+        "policyc.changes",
+        "page.html",
+        title=f"{data['program']}: {data['before']['label']} / {data['after']['label']}",
+        style=_read("page.css"),
+        data=embed_json({key: value for key, value in data.items() if key not in _TABLES}),
+        tables=compress_json({key: data[key] for key in _TABLES}),
+        dagre_license=_read("dagre.LICENSE"),
+        dagre=_read("dagre.min.js"),
+        worker=_read("worker.js"),
+        script=_read(*_SCRIPTS),
+    )

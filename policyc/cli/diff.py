@@ -30,7 +30,7 @@ from policyc.cli.options import (
     path_option,
     program_argument,
 )
-from policyc.cli.program import check_order, exit_on_error, parse_execution, plan_program
+from policyc.cli.program import check_order, exit_on_error, fail_if_refused, parse_execution, plan_program
 
 if TYPE_CHECKING:
     from policyc.changes.model import DiffData
@@ -156,7 +156,7 @@ def diff(
 
     With two policies, show what the second does differently. The program runs until its first loss with a GEMM is
     traced, and stops there. Nothing is executed on a device. With --config, the loss of the bundled Llama is traced
-    instead.
+    instead. Exits with 1 if 'policyc apply' would refuse a policy.
     """
     words = program
     names = [policy]
@@ -172,6 +172,7 @@ def diff(
     folder = os.getcwd()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
     from policyc.changes.build import DiffRequest, build_diff
+    from policyc.compiler.plan import make_plan
 
     with exit_on_error():
         execution = parse_execution(compare.backend, step.target)
@@ -190,6 +191,7 @@ def diff(
         )
         data = _add_overlays(build_diff(request), compare)
     _write(data, output)
+    fail_if_refused(*(make_plan(p, traced.plan.sites, execution) for p in policies))
     if output.exit_code and data.differs:
         sys.exit(EXIT_FAILURE)
 

@@ -22,7 +22,7 @@ from policyc.cli.options import (
     step_options,
     variant_option,
 )
-from policyc.cli.program import parse_execution, plan_program
+from policyc.cli.program import fail_if_refused, parse_execution, plan_program
 
 if TYPE_CHECKING:
     from policyc.compiler.execution import ExecutionOptions
@@ -129,10 +129,8 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
         checkpoint = _estimate_checkpoint(step, mesh, options.store_bandwidth)
     except ValueError as error:
         exit_with_message(str(error))
-    estimates = [
-        _estimate(name, _under(traced, loaded, execution), mesh, compiled.get(name))
-        for name, loaded in policies
-    ]
+    steps = {name: _under(traced, loaded, execution) for name, loaded in policies}
+    estimates = [_estimate(name, under, mesh, compiled.get(name)) for name, under in steps.items()]
     if options.output_format == "json":
         click.echo(json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2))
     else:
@@ -141,6 +139,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
             _print_checkpoint(checkpoint["checkpoint"], options.store_bandwidth)
         if options.assumptions:
             click.echo(ASSUMPTIONS, nl=False)
+    fail_if_refused(*(under.plan for under in steps.values()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

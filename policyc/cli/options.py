@@ -82,6 +82,8 @@ class ProgramCommand(ExampleCommand):
             if name in takes_value or name.startswith("--"):  # click reports the unknown ones
                 options.append(rest.popleft())
                 if takes_value.get(name) and not equals:
+                    if not rest and ctx.resilient_parsing:  # the shell completes the value
+                        break
                     if not rest:
                         raise click.BadOptionUsage(name, f"Option '{name}' requires an argument.", ctx)
                     options.append(rest.popleft())

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
 from policyc.cli.common import (
+    EXIT_FAILURE,
     EXIT_USAGE,
     exit_with_diagnostics,
     exit_with_message,
     load_policy,
+    print_diagnostics,
     print_note,
     write_output,
 )
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
     from policyc.compiler.session import Session
     from policyc.experiments.program import Program
+    from policyc.language.diagnostics import Diagnostic
     from policyc.language.policy import Policy
 
 
@@ -140,6 +144,23 @@ def plan_program(policy: Policy, words: Sequence[str], execution: ExecutionOptio
     return plan
 
 
+def fail_if_refused(*plans: Plan) -> None:
+    """Prints what `apply` would say about plans that are only shown, and exits if it would refuse one of them."""
+    from policyc.compiler.plan_checks import check_plan
+    from policyc.language.diagnostics import PolicyError
+
+    diagnostics: list[Diagnostic] = []
+    for plan in plans:
+        try:
+            diagnostics += check_plan(plan)
+        except PolicyError as error:
+            diagnostics += error.diagnostics
+    if diagnostics:
+        print_diagnostics(PolicyError(diagnostics))
+    if any(d.severity == "error" for d in diagnostics):
+        sys.exit(EXIT_FAILURE)
+
+
 def run_under_policy(program: Program, policy_name: str, options: RunOptions) -> None:
     """Runs a program under a policy, and prints what the policy did. Exits if the policy was not applied."""
     policy = load_policy(policy_name, options.variant)
@@ -149,7 +170,7 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     from policyc.language.diagnostics import PolicyError
 
     execution = parse_execution(options.backend, require_native=options.require_native)
-    printer = _PlanPrinter(options.plan_out)
+    printer = _PlanPrinter(options.plan_out, multiple_losses=options.multiple_losses)
     is_idle = policy.changes_nothing and options.plan_out is None
     if is_idle:
         print_note(
@@ -206,8 +227,9 @@ def _repeat_misplaced_hint(program: Program, printer: _PlanPrinter) -> Iterator[
 class _PlanPrinter:
     """Prints the plan of every loss with a GEMM. Writes to `--plan-out` the plan that matches the most sites."""
 
-    def __init__(self, plan_out: str | None) -> None:
+    def __init__(self, plan_out: str | None, *, multiple_losses: bool) -> None:
         self.plan_out = plan_out
+        self.multiple_losses = multiple_losses
         self.most_matches: int | None = None
         self.losses = 0
 
@@ -224,6 +246,7 @@ class _PlanPrinter:
                 click.echo(f"policyc: loss {self.losses}:", err=True)
             click.echo(summary(plan), err=True, nl=False)
             if self.losses == 1:
+                self._print_warnings(plan)
                 click.echo(
                     "policyc: only what is differentiated runs under the policy: evaluation outside jax.grad is not "
                     "quantized",
@@ -234,6 +257,15 @@ class _PlanPrinter:
             if self.plan_out is not None:
                 write_output("--plan-out", self.plan_out, as_json(plan))
 
+    def _print_warnings(self, plan: Plan) -> None:
+        """Prints the rules of the first loss that do nothing. The session refuses those that are errors."""
+        from policyc.compiler.idle_rules import idle_rules
+        from policyc.language.diagnostics import PolicyError
+
+        idle = () if self.multiple_losses else [d for d in idle_rules(plan) if d.severity != "error"]
+        if idle:
+            print_diagnostics(PolicyError(idle))
+
 
 def _write_report_of(session: Session | None) -> None:
     """Writes the report of a run, if the program said where. A run that recorded nothing has none."""
@@ -243,7 +275,7 @@ def _write_report_of(session: Session | None) -> None:
         return
     folder = session.output_dir
     from policyc.experiments.report.build import build_report
-    from policyc.experiments.report.output import write_report
+    from policyc.experiments.report.page import write_report
     from policyc.experiments.report.sweeps import ReportError
 
     try:
@@ -264,7 +296,7 @@ def _explain_no_loss(saw_forward_mode: bool) -> str:
 
 def _explain_no_match(plans: Sequence[Plan], policy_name: str) -> str:
     """Why a policy matched nothing in any loss of a run."""
-    from policyc.compiler.plan_checks import suggest_selector
+    from policyc.compiler.idle_rules import suggest_selector
     from policyc.compiler.plan_tables import other_products
 
     plan = next((plan for plan in plans if len(plan.sites)), None)

@@ -102,7 +102,7 @@ def _write(command: _ReportCommand, folders: list[Path]) -> None:
     from policyc.base.files import is_standard_output
     from policyc.base.text import escape_controls
     from policyc.experiments.report.build import build_report
-    from policyc.experiments.report.output import write_report, write_text
+    from policyc.experiments.report.page import write_report, write_text
 
     is_printed = is_standard_output(command.out) if command.out else command.kind != "html"
     if command.svg and is_standard_output(command.svg) and is_printed:

@@ -6,7 +6,7 @@ import click
 
 from policyc.cli.common import load_policy
 from policyc.cli.options import ProgramCommand, format_option, program_argument, variant_option
-from policyc.cli.program import plan_program
+from policyc.cli.program import fail_if_refused, plan_program
 
 
 @click.command(
@@ -25,10 +25,12 @@ from policyc.cli.program import plan_program
 def sites(policy: str | None, variant: str | None, output_format: str, program: tuple[str, ...]) -> None:
     """List the GEMMs of a program's loss.
 
-    The program runs until its first loss with a GEMM is traced, and stops there. No step is executed.
+    The program runs until its first loss with a GEMM is traced, and stops there. No step is executed. Exits with 1 if
+    'policyc apply' would refuse the policy.
     """
     from policyc.compiler.plan_tables import as_json, sites_table
     from policyc.language.policy import Policy
 
     plan = plan_program(Policy() if policy is None else load_policy(policy, variant), program)
     click.echo(as_json(plan) if output_format == "json" else sites_table(plan), nl=False)
+    fail_if_refused(plan)

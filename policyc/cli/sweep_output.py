@@ -31,7 +31,7 @@ def write_page(out: Path) -> None:
     from policyc.base.text import escape_controls
     from policyc.experiments.report.build import build_report
     from policyc.experiments.report.format import format_gap, format_interval
-    from policyc.experiments.report.output import write_report
+    from policyc.experiments.report.page import write_report
     from policyc.experiments.report.sweeps import ReportError
 
     try:

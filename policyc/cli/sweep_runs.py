@@ -331,7 +331,7 @@ def _run(design: SweepDesign, tracked: Sequence[TrackedRun], executor: Executor)
 
 def _finish(result: SweepResult, out: Path) -> None:
     """Writes the page of a sweep that ended. Exits unless all runs finished."""
-    from policyc.experiments.sweep.gaps import find_equal_seeds
+    from policyc.experiments.sweep.live import find_equal_seeds
 
     if result.stopped == "interrupted":
         click.echo(f"stopped: the same command continues the sweep in {out}", err=True)

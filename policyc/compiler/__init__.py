@@ -3,6 +3,7 @@
 __all__ = [
     "execution",
     "hoist",
+    "idle_rules",
     "pipeline",
     "plan",
     "plan_checks",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial, update_wrapper, wraps
@@ -17,13 +18,14 @@ from policyc.compiler.dots import GEMMS
 from policyc.compiler.execution import ExecutionOptions, execution_options
 from policyc.compiler.hoist import RewrittenLoss
 from policyc.compiler.plan import Plan, make_plan
-from policyc.compiler.plan_checks import check_plan
+from policyc.compiler.plan_checks import check_plan, unexplained_idle_rules
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
 from policyc.compiler.run_step import current_run_step
 from policyc.compiler.schedule import SCHEDULE, current_phase
 from policyc.compiler.trace import TracedFunction, jaxpr_inputs, trace
 from policyc.jaxcore import autodiff, jaxprs
+from policyc.language.diagnostics import Diagnostic
 from policyc.language.loader import load, parse
 from policyc.language.policy import Policy
 
@@ -44,8 +46,9 @@ def apply(
     """Returns `fn` with its GEMMs run as the policy says.
 
     The result has the signature of `fn` and composes with every transformation of JAX. When it is called, it raises a
-    `PolicyError` if the policy cannot be applied: if an `expect` is not met, if a rule that quantizes matches nothing
-    and does not say `expect 0`, or if a GEMM cannot be changed.
+    `PolicyError` if the policy cannot be applied: if an `expect` is not met, if a rule that quantizes does nothing, if
+    a rule that protects layers by index matches nothing and does not say `expect 0`, or if a GEMM cannot be changed.
+    Any other rule that does nothing is a warning.
 
     Args:
       policy: a `Policy`, a path, the name of a bundled policy, or the text of a policy.
@@ -74,7 +77,7 @@ def apply(
         if not isinstance(traced, TracedFunction):
             return traced(*args)
         planned = plan_traced(parsed_policy, call, traced, execution)
-        check_plan(planned.plan, may_miss=multiple_losses)
+        warn(check_plan(planned.plan, may_miss=multiple_losses))
         return planned.compile()(*args)
 
     return quantized
@@ -90,10 +93,21 @@ def plan(
     target: str | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """What a policy does to `fn` called with these arguments, which may be `jax.ShapeDtypeStruct`s."""
+    """What a policy does to `fn` called with these arguments, which may be `jax.ShapeDtypeStruct`s.
+
+    Warns about rules that do nothing. `apply` raises a `PolicyError` for some of them.
+    """
     argnums = _positive_argnums(param_argnums, args)
     call = LossCall(fn=fn, args=args, kwargs=kwargs, param_argnums=argnums, has_aux=has_aux)
-    return plan_loss(as_policy(policy), call, execution_options(backend, target)).plan
+    planned = plan_loss(as_policy(policy), call, execution_options(backend, target)).plan
+    warn(unexplained_idle_rules(planned))
+    return planned
+
+
+def warn(diagnostics: Iterable[Diagnostic]) -> None:
+    """Issues diagnostics as Python warnings."""
+    for diagnostic in diagnostics:
+        warnings.warn(str(diagnostic), UserWarning, stacklevel=2)
 
 
 def _positive_argnums(param_argnums: int | Sequence[int], args: Sequence[Any]) -> tuple[int, ...]:

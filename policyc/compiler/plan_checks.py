@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from policyc.base.text import closest_name, count_noun, count_others
+from policyc.base.text import count_noun, count_others
+from policyc.compiler.idle_rules import MULTIPLE_LOSSES_HINT, as_glob, idle_rules, suggest_selector
 from policyc.compiler.plan import Decisions, Plan
 from policyc.compiler.sites import Layer, Site, dotted
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm
-from policyc.language.selectors import (
-    DottedPath,
-    PathSegment,
-    Pattern,
-    Selector,
-    SelectorSegment,
-    expand_selector,
-    matches,
-)
+from policyc.language.selectors import Pattern, expand_selector, matches
 from policyc.language.treatments import find_recipe_problems
 from policyc.numerics import backends
 from policyc.numerics.backends.choice import Obstacle
 
-_MOST_PATHS = 3  # examples of paths in one message
 _KEYWORDS = {"import", "recipe", "after", "until", "variant"}
 """Words that start a statement: a selector that is one of them needs a wildcard before it."""
 
 _WHOLE_STACK = "choose the whole stack, or"
 _USE_INDICES = "index it with constants or a loop counter"
 
-MULTIPLE_LOSSES_HINT = (
-    "or, if another loss of the program has these sites: --multiple-losses (in Python: multiple_losses=True)"
-)
-"""For a rule that matches nothing in the first loss of a program that is run."""
 
+def check_plan(
+    plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT
+) -> tuple[Diagnostic, ...]:
+    """Raises everything that keeps the policy from being applied to this loss. Returns the warnings.
 
-def check_plan(plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSES_HINT) -> None:
-    """Raises everything that keeps the policy from being applied to this loss.
-
-    A quantizing rule must match something, unless it expects 0 sites. With `may_miss` any rule may match nothing,
+    A rule must do something (`idle_rules`), unless it has an `expect`. With `may_miss` any rule may do nothing,
     whatever it expects: it is about another loss of the program. `hint` is for a rule that matches nothing.
     """
+    idle = () if may_miss else unexplained_idle_rules(plan, hint=hint)
     diagnostics = [
         *unmet_expectations(plan, may_miss=may_miss, hint=hint),
-        *(() if may_miss else unmatched_quantizing_rules(plan, hint=hint)),
+        *(d for d in idle if d.severity is Severity.ERROR),
         *opaque_sites(plan),
         *opaque_indices(plan),
         *inseparable_layers(plan),
@@ -57,6 +46,13 @@ def check_plan(plan: Plan, *, may_miss: bool = False, hint: str = MULTIPLE_LOSSE
         diagnostics += not_native(plan)
     if diagnostics:
         raise PolicyError(diagnostics)
+    return tuple(d for d in idle if d.severity is not Severity.ERROR)
+
+
+def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> tuple[Diagnostic, ...]:
+    """Rules that do nothing, other than because the index of a layer is not known: that is an error of its own."""
+    explained = {diagnostic.span for diagnostic in opaque_indices(plan)}
+    return tuple(d for d in idle_rules(plan, hint=hint) if d.span not in explained)
 
 
 def unmet_expectations(
@@ -215,12 +211,8 @@ def write_rules(sites: Iterable[Site], recipe: str) -> str:
 
 def _selector_of(site: Site) -> str:
     """Names that a selector cannot contain, such as those of einsums, are written with '?'."""
-    selector = ".".join(_as_glob(name.text) for name in site.template.path)
+    selector = ".".join(as_glob(name.text) for name in site.template.path)
     return f"*.{selector}" if selector in _KEYWORDS else selector
-
-
-def _as_glob(name: str) -> str:
-    return re.sub(r"[^\w~-]", "?", name)
 
 
 def contradictory_recipes(plan: Plan) -> Iterator[Diagnostic]:
@@ -266,93 +258,3 @@ def missing_libraries(plan: Plan) -> Iterator[Diagnostic]:
                 span=plan.policy.rules[rule].span,
                 help="--backend auto runs it by XLA",
             )
-
-
-def unmatched_rules(plan: Plan) -> Iterator[Diagnostic]:
-    """Rules that match no site of the loss."""
-    for rule, count in zip(plan.policy.rules, plan.counts, strict=True):
-        if not count and rule.expect is None:
-            yield Diagnostic(
-                code="unmatched-rule",
-                message="no site of this model matches this rule",
-                span=rule.span,
-                severity=Severity.WARNING,
-                help=suggest_selector(plan, rule),
-            )
-
-
-def unmatched_quantizing_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> Iterator[Diagnostic]:
-    """Rules that would quantize a product to fewer than 16 bits, match no site, and do not expect that."""
-    for rule, recipe, count in zip(plan.policy.rules, plan.resolved, plan.counts, strict=True):
-        if not count and rule.expect is None and any(0 < recipe.bits(gemm) < 16 for gemm in Gemm):
-            yield Diagnostic(
-                code="unmatched-rule",
-                message="this rule quantizes, and no site of this model matches it",
-                span=rule.span,
-                help=f"{suggest_selector(plan, rule)}; {hint}; or write 'expect 0', if that is right",
-            )
-
-
-def suggest_selector(plan: Plan, rule: Rule) -> str:
-    """What the author of a rule that matches nothing may have meant, from the paths of the model."""
-    if not len(plan.sites):
-        return "the loss has no GEMM at all"
-    near = next(filter(None, (_suggest_names(plan, selector) for selector in rule.selectors)), "")
-    if near:
-        return near
-    has_index = any(segment.indices for s in rule.selectors for segment in s.segments)
-    if has_index and not any(
-        n.index is not None for s in plan.sites for p in _first_layer_paths(s) for n in p
-    ):
-        unknown = ((s, t.unknown_index) for s in plan.sites for t in s.parameters if t.unknown_index)
-        for site, reason in unknown:
-            return f"it is not known which layer of '{site.name}' this is: {reason}"
-        return "nothing in this model is a stack: no path has an index"
-    paths = list(dict.fromkeys(_path_example(s) for s in plan.sites if s.template.path))
-    paths = paths or list(dict.fromkeys(s.name for s in plan.sites))  # they only have a place in the program
-    more = f", ... ({len(paths)} in all)" if len(paths) > _MOST_PATHS else ""
-    return f"paths here are like {', '.join(paths[:_MOST_PATHS])}{more}"
-
-
-def _suggest_names(plan: Plan, selector: Selector) -> str:
-    """Other names, or fewer, by which a selector matches something here; empty if there are none."""
-    names = list(dict.fromkeys(_as_glob(n.text) for s in plan.sites for p in _template_paths(s) for n in p))
-    segments = tuple(replace(s, indices=None) for s in selector.segments)
-    near = {
-        s.glob: name
-        for s in segments
-        if s.glob != "*" and s.glob not in names and (name := closest_name(s.glob, names))
-    }
-    if near and _reaches(plan, [replace(s, glob=near.get(s.glob, s.glob)) for s in segments]):
-        return " and ".join(f"did you mean '{name}' for '{glob}'?" for glob, name in near.items())
-    for start in range(1, len(segments)):
-        rest = ".".join(map(str, selector.segments[start:]))
-        if segments[start].glob != "*" and _reaches(plan, segments[start:]):
-            parents = ".".join(s.glob for s in segments[:start])
-            return f"nothing here is in '{parents}': did you mean '{rest}'?"
-    return ""
-
-
-def _reaches(plan: Plan, segments: Sequence[SelectorSegment]) -> bool:
-    """Does a selector of these segments match a path here?"""
-    patterns = expand_selector(Selector(segments=tuple(segments)))
-    paths = [path for site in plan.sites for path in _template_paths(site)]
-    return any(matches(pattern, path) for pattern in patterns for path in paths)
-
-
-def _path_example(site: Site) -> str:
-    """The path of a site as a selector can write it."""
-    path = site.template.path if len(site.parameters) < 2 else tuple(map(_without_index, site.template.path))
-    return ".".join(_as_glob(n.text) + str(n)[len(n.text) :] for n in path)
-
-
-def _without_index(name: PathSegment) -> PathSegment:
-    return PathSegment(name.text)
-
-
-def _template_paths(site: Site) -> Iterable[DottedPath]:
-    return (site.scope.path, *(p.path for p in site.parameters))
-
-
-def _first_layer_paths(site: Site) -> Iterable[DottedPath]:
-    return site.paths(next(iter(site.layers()), ()))

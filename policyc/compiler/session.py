@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from policyc.compiler.execution import ExecutionOptions, execution_options
-from policyc.compiler.pipeline import LossCall, as_policy, is_compiling, plan_traced
+from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
+from policyc.compiler.pipeline import LossCall, as_policy, is_compiling, plan_traced, warn
 from policyc.compiler.plan import Plan
-from policyc.compiler.plan_checks import check_plan, unmatched_quantizing_rules, unmet_expectations
+from policyc.compiler.plan_checks import check_plan, unmet_expectations
 from policyc.compiler.schedule import SCHEDULE
 from policyc.compiler.trace import TracedFunction
 from policyc.jaxcore import autodiff
-from policyc.language.diagnostics import Diagnostic, PolicyError
+from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Policy
 
 _POLICY = autodiff.jit_cache_context()
@@ -41,7 +42,7 @@ class Session:
     execution: ExecutionOptions = ExecutionOptions()
     multiple_losses: bool = False
     on_plan: Callable[[Plan], None] | None = None
-    """Called with the plan of each loss before it is compiled."""
+    """Called with the plan of each loss before it is compiled. Without it, rules that do nothing are warned about."""
     plans_always: bool = False
     """Whether losses are planned under a policy that changes nothing too. Otherwise JAX runs them as if there were no
     policy."""
@@ -81,7 +82,9 @@ class Session:
             with self._lock:
                 self._record(planned.plan)
                 if len(planned.plan.sites):
-                    check_plan(planned.plan, may_miss=self.multiple_losses or self._checked)
+                    warned = check_plan(planned.plan, may_miss=self.multiple_losses or self._checked)
+                    if self.on_plan is None:
+                        warn(warned)
                     self._checked = True
             quantized = planned.compile()
         except PolicyError as error:
@@ -110,19 +113,20 @@ class Session:
 
     @property
     def unmet(self) -> list[Diagnostic]:
-        """The rules that expect sites, or quantize, and matched none in any loss."""
+        """The rules that expect sites and matched none in any loss, and those that must do something and did not."""
         hint = "no loss of the program has these sites"
+        plans = [plan for plan in self.plans if len(plan.sites)]
         diagnostics = {
             d.span: d
-            for plan in self.plans
-            if len(plan.sites)
-            for d in (*unmet_expectations(plan, hint=hint), *unmatched_quantizing_rules(plan, hint=hint))
+            for plan in plans
+            for d in (*unmet_expectations(plan, hint=hint), *idle_rules(plan, hint=hint))
+            if d.severity is Severity.ERROR
         }
         met = {
             rule.span
-            for plan in self.plans
-            for rule, count in zip(self.policy.rules, plan.counts, strict=True)
-            if count
+            for plan, (deciding, _) in zip(plans, map(find_deciding_rules, plans), strict=True)
+            for index, (rule, count) in enumerate(zip(self.policy.rules, plan.counts, strict=True))
+            if (count if rule.expect is not None else index in deciding)
         }
         return [diagnostic for span, diagnostic in diagnostics.items() if span not in met]
 

@@ -3,6 +3,10 @@
 Children of `multiprocessing` and `os.fork` run under the policy, however they are started. They report a refusal.
 Processes of `subprocess`, `os.system`, `os.posix_spawn*` and `os.exec*` do not run under it: they do not get the
 environment variables with the policy's hash and name, and a warning is printed if they run Python.
+
+Each of these functions is replaced while a program runs, because nothing smaller does the same. An audit hook
+(`sys.addaudithook`) sees all of them in one place, but cannot change the environment that a process gets, and cannot
+be removed. A policy that is read from another place than the environment would not reach programs in other languages.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import multiprocessing
 import multiprocessing.spawn
 import os
 import re
@@ -17,6 +22,7 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
@@ -223,3 +229,48 @@ def _warn_if_python(executable: Any, words: Any) -> None:
             f"policyc: warning: the program starts another Python, which does not run under the policy: "
             f"{escape_controls(' '.join(texts)[:200])}\n"
         )
+
+
+# ---- threads and children that a program leaves behind
+
+
+_EXECUTORS = {
+    "concurrent.futures.process": ("_threads_wakeups", "_global_shutdown"),
+    "concurrent.futures.thread": ("_threads_queues", "_shutdown"),
+}
+"""The modules of executors: where each has its threads, and its flag that the process ends."""
+
+
+class StartedWork:
+    """The threads, and the children of `multiprocessing`, that are started after this object is made."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._earlier_threads = {*threading.enumerate()}
+        self._earlier_children = {*multiprocessing.active_children()}
+
+    def join(self) -> None:
+        """Waits for them, so that the policy holds in them to their end, and their refusals count.
+
+        Python ends daemons itself.
+        """
+        self._end_executors()
+        for thread in threading.enumerate():
+            is_other = thread not in self._earlier_threads and thread is not threading.current_thread()
+            if is_other and not thread.daemon:
+                thread.join()
+        if os.getpid() != self._process:
+            return  # a fork of the program, which has the children of its parent
+        for child in multiprocessing.active_children():
+            if child not in self._earlier_children and not child.daemon:
+                child.join()
+
+    def _end_executors(self) -> None:
+        """Tells the threads of executors that no more work comes. Python does so at the end of a process."""
+        for name, (threads, is_ending) in _EXECUTORS.items():
+            executors: Any = sys.modules.get(name)
+            if executors is not None and any(
+                thread not in self._earlier_threads for thread in getattr(executors, threads)
+            ):
+                executors._python_exit()
+                setattr(executors, is_ending, False)

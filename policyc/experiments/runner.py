@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from policyc.compiler.execution import ExecutionOptions
 from policyc.experiments.import_hook import on_import
-from policyc.experiments.processes import ChildRefusals, SpawnedChildren, export_policy
+from policyc.experiments.processes import ChildRefusals, SpawnedChildren, StartedWork, export_policy
 from policyc.experiments.program import BadProgram, Program
-from policyc.experiments.started_work import StartedWork
 from policyc.language.bundled import data_folder
 from policyc.language.diagnostics import PolicyError
 from policyc.language.policy import Policy
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from policyc.jaxcore.relocate import JittedFunction
 
 _HIDDEN_FILES = (
-    str(Path(__file__).parent.parent),
+    f"{Path(__file__).parent.parent}{os.sep}",
     "<frozen runpy>",
     "<frozen importlib",
     runpy.__file__,
@@ -385,7 +384,7 @@ def _skip_hidden_frames(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_hidden(file: str) -> bool:
     """Whether tracebacks leave out this file. The bundled models are programs, so they are shown."""
-    return file.startswith(_HIDDEN_FILES) and not file.startswith(str(data_folder("models")))
+    return file.startswith(_HIDDEN_FILES) and not file.startswith(f"{data_folder('models')}{os.sep}")
 
 
 def _exit_by_interrupt() -> NoReturn:

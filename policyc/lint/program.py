@@ -14,7 +14,7 @@ from policyc.compiler.plan import Phase, Plan
 from policyc.compiler.plan_checks import suggest_recipe
 from policyc.compiler.sites import Site
 from policyc.jaxcore.transform import Address
-from policyc.language.diagnostics import Diagnostic, Severity
+from policyc.language.diagnostics import Diagnostic
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm, Recipe
 from policyc.lint.context import Context
@@ -36,15 +36,16 @@ MAX_SCAN_PARTS = 3
 """Into how many scans a stack may be split without a warning: first layers, middle, last layers."""
 
 
-def to_findings(diagnostics: Iterable[Diagnostic], severity: Severity | None = None) -> Iterator[Finding]:
+def to_findings(diagnostics: Iterable[Diagnostic]) -> Iterator[Finding]:
     """Yields diagnostics of the compiler as findings of a rule."""
     for diagnostic in diagnostics:
         yield Finding(
             span=diagnostic.span,
             message=diagnostic.message,
             help=diagnostic.help,
+            notes=diagnostic.notes,
             sites=diagnostic.sites,
-            severity=severity,
+            severity=diagnostic.severity,
         )
 
 

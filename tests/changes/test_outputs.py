@@ -102,7 +102,11 @@ def test_emulated_products_are_marked() -> None:
     # A rule of either policy that quantizes nothing is named, with what its author may have meant.
     for lines in (text, render_stat(diff)):
         note = " ".join(lines.split())
-        assert "note: <policy>:1:1: no site matches 'heed -> fp8': did you mean 'head' for 'heed'?" in note
+        assert (
+            "note: <policy>:1:1: 'heed -> fp8': this rule quantizes, and no site of this model matches it: "
+            in note
+        )
+        assert "did you mean 'head' for 'heed'?" in note
     assert re.search(r"^up +fprop +eeeeee$", text, re.MULTILINE)
 
 

@@ -5,6 +5,7 @@ Most programs run in this process: starting another one costs more than everythi
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -403,6 +404,18 @@ def test_lint_against_a_program(home: Path) -> None:
     assert "unmatched-rule" in result.out
 
 
+def test_lint_runs_a_program_with_the_garbage_collector(home: Path) -> None:
+    (home / "collected.py").write_text("import gc\nassert gc.isenabled()\n" + TRAIN)
+    was_enabled = gc.isenabled()
+    gc.enable()
+    try:
+        result = run(home, "lint", "good.policy", "--against", "collected.py")
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+    assert "AssertionError" not in result.err
+    assert "1 policy" in result.err
+
+
 def test_products_that_are_no_gemms_are_named(home: Path) -> None:
     (home / "images.py").write_text(
         "import jax, jax.numpy as jnp\n"
@@ -435,6 +448,61 @@ def test_a_quantizing_rule_without_sites_is_an_error_unless_it_is_expected(home:
     result = run(home, "apply", "miss.policy", "train.py")
     assert result.code == 0, result.err
     assert result.err.count("NO SITE MATCHES") == 2
+
+
+STACKS = """
+import jax, jax.numpy as jnp
+
+def scanned(layers, x):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w["up"]), None), x, layers)[0].sum()
+
+def ensemble(layers, x):
+    return jax.vmap(scanned)(layers, x).sum()
+
+LAYERS = {"up": jnp.ones((4, 8, 8))}
+"""
+ONE_STACK = (
+    "jax.eval_shape(jax.grad(lambda p, x: scanned(p['layers'], x)), {'layers': LAYERS}, jnp.ones((4, 8)))\n"
+)
+ENSEMBLE = (
+    "members = jax.tree.map(lambda w: jnp.stack([w, w]), LAYERS)\n"
+    "jax.eval_shape(jax.grad(lambda p, x: ensemble(p['layers'], x)), {'layers': members}, jnp.ones((2, 4, 8)))\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "policy", "code", "message"),
+    [
+        (ENSEMBLE, "* -> fp8\nlayers[-1:] -> bf16", 1, "error[opaque-index]"),
+        (
+            ONE_STACK,
+            "up -> fp8\nlayers[-4:] -> bf16",
+            1,
+            "error[overridden-rule]: this rule quantizes, and later",
+        ),
+        (ONE_STACK, "up -> fp8\nblocks[-1:] -> bf16", 1, "^ write 'layers[-1:] -> bf16'; "),
+        (ONE_STACK, "up -> fp8\nheads -> fp8", 1, "error[unmatched-rule]: this rule quantizes"),
+        (ONE_STACK, "up -> fp8\nheads -> bf16", 0, "warning[unmatched-rule]"),
+        (ONE_STACK, "layers -> fp8\n* -> bf16", 0, "warning[overridden-rule]"),
+        (ONE_STACK, "up -> fp8\nblocks[-1:] -> bf16 expect 0", 0, ""),
+    ],
+    ids=["opaque", "overridden", "unprotected", "unmatched", "idle", "shadowed", "expected"],
+)
+def test_plans_are_shown_with_what_apply_says_about_them(
+    home: Path, program: str, policy: str, code: int, message: str
+) -> None:
+    (home / "stacks.py").write_text(STACKS + program)
+    (home / "stacks.policy").write_text(f"{policy}\n")
+    for words in (
+        "apply stacks.policy stacks.py",
+        "sites --policy stacks.policy stacks.py",
+        "diff stacks.policy stacks.py",
+        "estimate stacks.policy --target gb200 stacks.py",
+    ):
+        result = run(home, *words.split())
+        assert result.code == code, (words, result.err)
+        assert message in result.err, words
+        assert ("warning[" in result.err or "error[" in result.err) == bool(message), words
 
 
 def test_every_loss_has_a_table(home: Path) -> None:

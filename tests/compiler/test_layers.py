@@ -1141,7 +1141,7 @@ def test_the_sum_of_two_parameters_is_named_by_both():
     def loss(p, x):
         return lax.scan(lambda h, d: (h @ (0.1 * d + p["shared"]), None), x, p["layers"]["attn"])[0].sum()
 
-    plan = policyc.plan("layers[-1] -> fp8; shared -> bf16", loss, {**STACK, "shared": weights()}, X)
+    plan = policyc.plan("layers[-1] -> bf16; shared -> fp8", loss, {**STACK, "shared": weights()}, X)
     assert plan.counts == (1, 8)
     assert [site.name for site in plan.sites] == ["shared"]
 

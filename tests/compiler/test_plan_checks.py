@@ -12,7 +12,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from policyc.compiler import plan_checks
-from policyc.compiler.execution import execution_options
 from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.plan_checks import check_plan
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
@@ -209,63 +208,6 @@ def test_a_backend_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     another_gpu.decisions()
     monkeypatch.setattr(plan_checks.backends, "load", lambda name: Missing())
     check_plan(another_gpu)
-
-
-# ---- rules that match nothing
-
-
-def unmatched(policy: str, sites: Any = None) -> list[tuple[str, str | None]]:
-    plan = plan_model(policy) if sites is None else make_plan(parse(policy), sites, execution_options())
-    return [(spanned(d), d.help) for d in plan_checks.unmatched_rules(plan)]
-
-
-def test_rules_that_match_nothing_are_listed() -> None:
-    (diagnostic,) = plan_checks.unmatched_rules(plan_model("* -> fp8; heed -> bf16; tail -> fp8 expect 0"))
-    assert (diagnostic.code, diagnostic.severity) == ("unmatched-rule", Severity.WARNING)
-    assert spanned(diagnostic) == "heed -> bf16"
-    assert diagnostic.help == "did you mean 'head' for 'heed'?"
-
-
-def test_a_quantizing_rule_must_match_something_unless_it_may_miss() -> None:
-    plan = plan_model("* -> fp8; heed -> nvfp4; tail -> bf16; nose -> fp8 expect 0")
-    check_plan(plan, may_miss=True)
-    (diagnostic,) = diagnostics_of(plan)
-    assert (diagnostic.code, diagnostic.severity) == ("unmatched-rule", Severity.ERROR)
-    assert spanned(diagnostic) == "heed -> nvfp4"
-    assert "did you mean 'head' for 'heed'?" in diagnostic.help
-    assert "'expect 0'" in diagnostic.help
-
-
-def test_what_the_author_may_have_meant() -> None:
-    assert unmatched("something.quite.different -> fp8") == [
-        ("something.quite.different -> fp8", "paths here are like layers.up, layers.down, head")
-    ]
-    flat = find_sites(lambda p, x: x @ p["a"] @ p["b"], {"a": struct(16, 16), "b": struct(16, 16)}, X)
-    assert unmatched("a[0] -> fp8", flat) == [
-        ("a[0] -> fp8", "nothing in this model is a stack: no path has an index")
-    ]
-    none = find_sites(lambda p, x: (p * x).sum(), struct(8, 16), X)
-    assert unmatched("a -> fp8", none) == [("a -> fp8", "the loss has no GEMM at all")]
-
-
-def test_many_paths_are_cut() -> None:
-    params = {name: struct(16, 16) for name in "abcde"}
-
-    def loss(p: Any, x: Any) -> Any:
-        for name in "abcde":
-            x = x @ p[name]
-        return x
-
-    ((_, help),) = unmatched("something -> fp8", find_sites(loss, params, X))
-    assert help == "paths here are like a, b, c, ... (5 in all)"
-
-
-def test_paths_are_names_that_a_rule_can_match() -> None:
-    def loss(p: Any, x: Any) -> Any:
-        return (x @ x.T) @ x @ p["a"]  # the first two have no weight: only a place in this file
-
-    ((_, help),) = unmatched("something -> fp8", find_sites(loss, {"a": struct(16, 16)}, X))
-    assert help == "paths here are like a"
 
 
 def test_a_machine_has_a_name() -> None:

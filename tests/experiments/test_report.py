@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from policyc.experiments.report.build import build_report
-from policyc.experiments.report.output import write_report
+from policyc.experiments.report.page import write_report
 from policyc.experiments.report.sweeps import ReportError
 from tests.support.command import policyc
 

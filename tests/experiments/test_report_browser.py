@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,6 +126,66 @@ def test_a_click_on_a_name_hides_its_line(html: str, show: Show) -> None:
     assert name.get_attribute("aria-pressed") == "false"
     page.locator("figure[data-chart='0'] .u-over").hover()
     expect(page.locator("#tip tr")).to_have_count(2)
+
+
+@pytest.fixture
+def timed_html(tmp_path: Path) -> str:
+    """A sweep of two variants with steps of 1 and 2 seconds, and a loss that falls from 5."""
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
+    for path in sweep.rglob("metrics.jsonl"):
+        seconds = 1.0 if path.parent.parent.name == "bf16" else 2.0
+        rows = [json.loads(line) | {"step_seconds": seconds} for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return render_page(build_report([sweep]))
+
+
+def test_the_charts_can_be_drawn_over_steps_and_time(timed_html: str, show: Show) -> None:
+    page = show(timed_html, viewport={"width": 1280, "height": 900})
+    over = page.get_by_label("over")
+    assert over.locator("option").all_inner_texts() == ["tokens", "steps", "time"]
+    ends = {}
+    for unit in ("tokens", "steps", "time"):
+        over.select_option(unit)
+        labels = [text for text in page.evaluate(EDGES) if text[:1].isdigit()]
+        ends[unit] = labels
+        assert page.locator("figure.chart canvas").count() == page.locator("figure.chart").count()
+    # 200 steps of 100 tokens; the slower variant takes 400 seconds, which is between 3 minutes and 2 hours.
+    assert "20 k" in ends["tokens"]
+    assert "200" in ends["steps"]
+    assert "6" in ends["time"]
+    assert "20 k" not in ends["time"]
+    plot, tip = page.locator("figure[data-chart='0'] .u-over"), page.locator("#tip")
+    box = plot.bounding_box()
+    assert box is not None
+    for place, count in ((0.25, 2), (0.9, 1)):  # the faster variant ends in the middle
+        plot.hover(position={"x": place * box["width"], "y": 20})
+        tip.wait_for(state="visible")
+        assert "minutes" in tip.inner_text()
+        assert tip.locator("tr").count() == count
+
+
+def test_a_chart_says_that_its_axis_cuts_the_start_and_a_logarithmic_one_does_not(
+    timed_html: str, show: Show
+) -> None:
+    page = show(timed_html, viewport={"width": 1280, "height": 900})
+    caption = page.locator("figure[data-chart='0'] figcaption")
+    assert "the axis cuts the start, where values reach 5.0" in caption.inner_text()
+    page.get_by_label("scale").select_option("log")
+    assert "cuts" not in caption.inner_text()
+
+
+def test_smoothing_changes_what_a_chart_shows(timed_html: str, show: Show) -> None:
+    page = show(timed_html, viewport={"width": 1280, "height": 900})
+
+    def values() -> list[str]:
+        page.locator("figure[data-chart='0'] .u-over").hover(position={"x": 2, "y": 50})
+        page.locator("#tip").wait_for(state="visible")
+        return page.locator("#tip tr").all_inner_texts()
+
+    before = values()
+    page.get_by_label("smoothing").select_option("7")
+    page.mouse.move(0, 0)
+    assert values() != before
 
 
 def test_a_dark_page_is_printed_on_white(html: str, show: Show) -> None:

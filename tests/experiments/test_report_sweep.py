@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from policyc.experiments.report.build import PredictedStep, ReportOptions, build_report
-from policyc.experiments.report.output import render_report, write_report
+from policyc.experiments.report.page import render_report, write_report
 from policyc.experiments.report.series import count_gradient_spikes, count_loss_spikes
 from policyc.experiments.report.speed_chart import draw_speed_chart
 from policyc.experiments.report.speed_ups import predict_speed_ups
@@ -111,8 +111,8 @@ def test_an_edit_of_a_baseline_has_a_diff_and_a_verdict_against_it(tmp_path: Pat
 
 def test_a_margin_that_was_chosen_later_is_named(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, seeds=2)
-    assert not any("Chosen for this report" in rule for rule in report_of(sweep)["statistics"]["rules"])
-    rules = report_of(sweep, margin="5%", baselines=("te_nvfp4",))["statistics"]["rules"]
+    assert not any("Chosen for this report" in rule for rule in report_of(sweep)["statistics"]["caveats"])
+    rules = report_of(sweep, margin="5%", baselines=("te_nvfp4",))["statistics"]["caveats"]
     expected = "the margin (it was 0.5%) and the baselines (they were bf16)"
     assert f"Chosen for this report, and not before the runs: {expected}." in rules[-1]
 
@@ -120,7 +120,7 @@ def test_a_margin_that_was_chosen_later_is_named(tmp_path: Path) -> None:
 def test_a_sweep_that_has_grown_says_so(tmp_path: Path) -> None:
     earlier = [{"seeds": [0, 1], "baselines": ["bf16"], "variants": ["bf16", "te_nvfp4"]}]
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "te_nvfp4": 0.05}, earlier=earlier)
-    last_rule = report_of(sweep)["statistics"]["rules"][-1]
+    last_rule = report_of(sweep)["statistics"]["caveats"][-1]
     assert "This sweep has grown: it began with 2 seeds, 1 baseline, 2 variants." in last_rule
 
 
@@ -187,6 +187,22 @@ def test_a_variant_outside_the_sweep_is_not_read(tmp_path: Path, name: str) -> N
     assert [variant["name"] for variant in data["variants"]] == ["bf16", "fp8"]
     assert "somebody else" not in json.dumps(data)
     assert f"sweep.json names a variant '{name}', which is not a folder" in " ".join(data["problems"])
+
+
+def test_equal_failures_are_one_entry_and_rules_are_folded(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "fp8": 0.0})
+    for seed, log in enumerate(["a", "a", "b"]):
+        folder = write_metrics(sweep / f"fp8/seed{seed}", [3.0])
+        (folder / "status.json").write_text('{"state": "failed", "reason": "out of memory"}')
+        (folder / "log.txt").write_text(log)
+    report = build_report([sweep])
+    texts = check_page(write_report(report)).texts
+    assert texts.count("out of memory") == 1
+    assert "fp8 seed 0, fp8 seed 1, fp8 seed 2" in texts
+    assert (texts.count("a"), texts.count("b")) == (1, 1)  # each different log once
+    page = (sweep / "report.html").read_text()
+    assert "<details><summary>How verdicts are made" in page
+    assert "- fp8 seed 0, fp8 seed 1, fp8 seed 2: out of memory\n" in render_report(report, "markdown")
 
 
 def test_failed_runs_are_shown_with_their_last_lines_and_change_the_verdict(tmp_path: Path) -> None:
@@ -451,7 +467,8 @@ def test_the_speed_chart_has_a_point_a_policy(tmp_path: Path) -> None:
     svg = draw_speed_chart(data)
     assert svg == draw_speed_chart(data)
     texts = {element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
-    assert {"bf16", "te_nvfp4", "fp8", "predicted speed-up over bf16, llama3_8b on 8 × GB200"} <= texts
+    assert {"0", "1", "2", "predicted speed-up over bf16, llama3_8b on 8 × GB200"} <= texts
+    assert {re.sub(r"^\d+: ", "", text or "") for text in texts} >= {"bf16", "fp8", "te_nvfp4"}
     assert "prefers-color-scheme: dark" in svg
 
 
@@ -471,24 +488,22 @@ def crowd(count: int, length: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("count", "length"), [(1, 60), (13, 12), (24, 60)])
-def test_names_in_a_speed_chart_are_inside_it_and_do_not_cover_each_other(count: int, length: int) -> None:
+def test_the_key_of_a_speed_chart_names_every_point_and_is_inside_it(count: int, length: int) -> None:
     svg = ElementTree.fromstring(draw_speed_chart(crowd(count, length)))
     *_, width, height = (float(number) for number in svg.attrib["viewBox"].split())
-    texts, boxes = [], []
+    names, numbers, boxes = [], [], []
     for element in svg.iter("{http://www.w3.org/2000/svg}text"):
         assert element.text
-        if re.fullmatch(r"(\d+|(\d+: )?(bf16|variant_.*))", element.text):
-            texts.append(element.text)
-            wide = 5.0 * len(element.text)  # at 9 px; most characters are wider
-            (anchor,) = re.findall("text-anchor: (end|middle)", element.attrib["style"]) or ["start"]
-            # A label of a legend is moved by a transformation, another one has its place in x and y.
-            moved = re.match(r"translate\(([\d.]+) ([\d.]+)\)", element.attrib.get("transform", ""))
-            x, y = moved.groups() if moved else (element.attrib["x"], element.attrib["y"])
-            left = float(x) - {"start": 0, "middle": 0.5, "end": 1}[anchor] * wide
-            boxes.append((left, left + wide, float(y)))
-    names = {re.sub(r"^\d+: ", "", text) for text in texts if not text.isdigit()}
-    assert names == {"bf16", *(row["variant"] for row in crowd(count, length)["comparisons"])}
-    assert len([text for text in texts if text.isdigit()]) in (0, count + 1)
+        if element.text.isdecimal():
+            numbers.append(int(element.text))
+        elif match := re.fullmatch(r"(\d+): (bf16|variant_.*)", element.text):
+            names.append(match[2])
+            # A label of a column of the legend may be moved by a transformation instead.
+            moved = re.match(r"translate\(([\d.]+) ([\d.]+)\)", element.attrib["transform"])
+            left, y = map(float, moved.groups() if moved else (element.attrib["x"], element.attrib["y"]))
+            boxes.append((left, left + 5.0 * len(element.text), y))  # at 9 px; most characters are wider
+    assert names == ["bf16", *(row["variant"] for row in crowd(count, length)["comparisons"])]
+    assert numbers == list(range(count + 1))
     assert all(left >= 0 and right <= width and 0 < y < height for left, right, y in boxes)
     for (left, right, y), (other_left, other_right, other_y) in itertools.combinations(boxes, 2):
         assert right < other_left or other_right < left or abs(y - other_y) > 8
@@ -504,8 +519,8 @@ def test_a_speed_chart_with_a_gap_far_above_the_others_is_to_scale_for_the_other
     data["comparisons"].append(data["comparisons"][0] | {"variant": "diverged", "gap": 2.5})
     data["speed_ups"]["values"]["diverged"] = 1.1
     after = heights(draw_speed_chart(data))
-    assert after["diverged: +2.500, not to scale"] < min(after[name] for name in before if "variant" in name)
-    spread = [abs(y["variant_01_"] - y["variant_00_"]) for y in (before, after)]
+    assert after["4"] < min(after[name] for name in before if name.isdecimal())
+    spread = [abs(y["2"] - y["1"]) for y in (before, after)]
     assert spread[1] > 0.8 * spread[0]  # the others have all of the height but what the one above them takes
 
 

@@ -14,6 +14,9 @@ from pathlib import Path
 import jax
 import pytest
 
+import policyc
+from policyc.experiments import runner
+from policyc.language.bundled import data_folder
 from tests.support import command
 from tests.support.command import CommandResult, spawn
 from tests.support.quick_options import quick_environment
@@ -336,3 +339,11 @@ def test_derivatives_that_a_quantized_gemm_lacks_are_named(home: Path) -> None:
     lines = result.out.splitlines()
     assert len(lines) == 6, result.err
     assert set(lines) == {"a quantized GEMM has one derivative, in reverse mo"}, lines
+
+
+def test_frames_of_a_folder_whose_name_starts_like_the_package_are_shown() -> None:
+    package = Path(policyc.__file__).parent
+    assert runner._is_hidden(str(package / "compiler" / "plan.py"))
+    assert not runner._is_hidden(str(package.parent / f"{package.name}_mine" / "train.py"))
+    models = data_folder("models")
+    assert not runner._is_hidden(str(models / "llama" / "train.py"))

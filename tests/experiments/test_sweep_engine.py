@@ -16,8 +16,16 @@ from policyc.experiments.report.runs import read_run
 from policyc.experiments.report.sweeps import trailing_loss as trailing_loss_of_report
 from policyc.experiments.sweep import engine, liveness
 from policyc.experiments.sweep.engine import Engine, SweepBusy, SweepResult, lock_sweep, track_runs
-from policyc.experiments.sweep.gaps import compute_gaps, find_equal_seeds, trailing_loss
-from policyc.experiments.sweep.live import PlainLines, SweepView, describe_end, format_gaps, print_result
+from policyc.experiments.sweep.live import (
+    PlainLines,
+    SweepView,
+    compute_gaps,
+    describe_end,
+    find_equal_seeds,
+    format_gaps,
+    print_result,
+    trailing_loss,
+)
 from policyc.experiments.sweep.run import Run, State
 from tests.support.sweep_runs import (
     FakeExecutor,

@@ -47,7 +47,7 @@ WHOLE = "layers.* -> mxfp8"
         ("recipe a = mxfp8\nlayers.* -> a", True),
         ("up -> mxfp8\ndown -> mxfp8", True),
         ("layers[:2] -> mxfp8\nlayers[2:] -> mxfp8", True),  # by other rules, layer for layer
-        ("layers.* -> mxfp8\nrouter -> bf16", True),  # this program has no router
+        ("layers.* -> mxfp8\nrouter -> bf16 expect 0", True),  # this program has no router
         ("layers.* -> mxfp8\nhead -> bf16", False),
         ("layers[1:] -> mxfp8", False),
         ("layers.* @ fprop, layers.* @ wgrad -> mxfp8", False),

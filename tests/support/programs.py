@@ -15,7 +15,9 @@ import numpy as np
 from jax import lax
 
 import policyc
+from policyc.compiler.plan import make_plan
 from policyc.compiler.plan_checks import opaque_indices
+from policyc.language.loader import parse
 
 WIDTH, ROWS = 8, 4
 Block = Callable[[Any, jax.Array], jax.Array]
@@ -250,5 +252,8 @@ def applicable_rules(random_program: Program, policy: str) -> str:
 def with_rule_if_applicable(random_program: Program, policy: str, rule: str) -> str:
     """The policy with a further rule about layers, if the program has such layers and their indices are known."""
     extended = f"{policy}; {rule}"
-    plan = policyc.plan(extended, random_program.loss, *random_program.args)
+    traced = policyc.plan("* -> keep", random_program.loss, *random_program.args)
+    plan = make_plan(
+        parse(extended), traced.sites
+    )  # `policyc.plan` would warn about a rule that does nothing
     return extended if plan.counts[-1] and not any(opaque_indices(plan)) else policy

@@ -32,7 +32,7 @@ from policyc.experiments.report.sweeps import (
     uses_validation,
 )
 from policyc.experiments.report.values import Record, as_list, as_record, as_records, as_text
-from policyc.experiments.trailing import LEAST_TRAILING, TRAILING_FRACTION
+from policyc.experiments.sweep.metrics import LEAST_TRAILING, TRAILING_FRACTION
 
 FORMAT = 1
 """The version of the data. It changes when a field is removed or means something else."""
@@ -148,6 +148,7 @@ def _statistics(sweep: SweepData) -> Record:
         "power": settings.power,
         "baselines": list(sweep.baselines),
         "rules": _rules(sweep) if sweep.baselines else [],
+        "caveats": _caveats(sweep) if sweep.baselines else [],
         "spikes": (
             f"A loss spike is a step more than {LOSS_SPIKE:g} robust standard deviations above the median of the "
             f"{SPIKE_WINDOW} steps before it. A gradient spike is a gradient norm of more than {GRADIENT_SPIKE:g} "
@@ -166,7 +167,7 @@ def _rules(sweep: SweepData) -> list[str]:
     losses = f"{validation}, which every run that finished has"
     if not uses_validation(sweep):
         losses = f"{trailing}: not every run that finished has {validation}, which would be used instead"
-    rules = [
+    return [
         f"Losses: {losses}.",
         "Pairs: a variant and its baseline with the same seed, which have the same data order and first weights.",
         f"Interval: paired t interval at {1 - settings.alpha:.0%}, for each variant alone.",
@@ -180,17 +181,22 @@ def _rules(sweep: SweepData) -> list[str]:
         "Failed seeds: a variant that lost seeds cannot be at parity or better, because those that survived are no "
         "fair sample. Before all runs have ended there is no verdict.",
     ]
+
+
+def _caveats(sweep: SweepData) -> list[str]:
+    """Why the error rates of the rules may not hold, in sentences."""
+    caveats = []
     if sweep.later_choices:
-        rules.append(
+        caveats.append(
             f"Chosen for this report, and not before the runs: {' and '.join(sweep.later_choices)}. If the results "
-            "were known, the error rates above do not hold."
+            "were known, the error rates of the rules do not hold."
         )
     if began := _describe_begin(sweep):
-        rules.append(
-            f"This sweep has grown: it began with {began}. If results were known before it grew, the error rates above "
-            "do not hold."
+        caveats.append(
+            f"This sweep has grown: it began with {began}. If results were known before it grew, the error rates of "
+            "the rules do not hold."
         )
-    return rules
+    return caveats
 
 
 def _describe_begin(sweep: SweepData) -> str:

@@ -85,24 +85,6 @@ def _format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
-def time_table(data: Record) -> tuple[list[str], list[list[str]]]:
-    """Where the time of each run went, as texts: the titles of columns, and a row per run that has said so."""
-    runs = [run for variant in data["variants"] for run in variant["runs"] if run["seconds"]]
-    names = [name for name in ACTIVITIES if any(run["seconds"].get(name) for run in runs)]
-    rows = [
-        [
-            run["name"],
-            format_figure("goodput", run["goodput"]),
-            format_figure("duration", sum(run["seconds"].values())),
-            *(format_figure("duration", run["seconds"].get(name)) for name in names),
-            format_figure("restarts", run["restarts"]),
-            format_figure("lost_steps", run["lost_steps"]),
-        ]
-        for run in runs
-    ]
-    return ["run", "goodput", "time", *(ACTIVITIES[name] for name in names), "restarts", "steps lost"], rows
-
-
 def _with_prefix(value: float) -> str:
     """Three digits and a prefix: 41.1 G."""
     for size, prefix in _PREFIXES:

@@ -132,6 +132,20 @@ def with_derived_metrics(run: RunData) -> RunData:
     return replace(run, steps=replace(run.steps, columns=columns))
 
 
+def elapsed_seconds(runs: Sequence[RunData], axis: Axis) -> Column:
+    """How long steps have taken up to each part of the axis, as a mean over runs. NaN where no run says so."""
+    columns = []
+    for run in runs:
+        seconds = run.steps.column("step_seconds")
+        if seconds is None or not np.isfinite(seconds).any():
+            continue
+        known = np.where(np.isfinite(seconds), seconds, np.nanmedian(seconds))
+        elapsed = np.cumsum(known * np.diff(run.steps.step, prepend=0))  # a line may stand for several steps
+        places = axis.positions(run, run.steps)
+        columns.append(np.interp(axis.values, [0, *places], [0, *elapsed], right=np.nan))
+    return over_seeds(columns).values if columns else np.full(len(axis.values), np.nan)
+
+
 def count_loss_spikes(losses: Column) -> int:
     """Steps more than LOSS_SPIKE robust standard deviations above the median of the steps before them."""
     values, windows, medians = _windows_before(losses)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from policyc.experiments.report.sweeps import ReportError
@@ -13,7 +12,6 @@ from policyc.experiments.report.values import Record
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
 
 _INK, _QUIET, _LINE, _ZONE = "#1b1f24", "#57606a", "#d8dee4", "#009e73"
 _DARK = {_INK: "#e6edf3", _QUIET: "#9aa5b1", _LINE: "#2d343d"}
@@ -25,19 +23,6 @@ _POINTS = {
 
 
 _WIDTH, _HEIGHT = 7.2, 4.0  # inches
-# How far around a point, and beside its interval, no name may be; points.
-_POINT_RADIUS, _BAR_RADIUS = 4.5, 1.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Point:
-    """A policy in the chart. `low` and `high` are the ends of the interval of its gap."""
-
-    x: float
-    y: float
-    name: str
-    low: float
-    high: float
 
 
 def draw_speed_chart(data: Record) -> str:
@@ -75,26 +60,16 @@ def draw_speed_chart(data: Record) -> str:
 
 
 def _draw_figure(rows: list[Record], speed_ups: dict[str, float], title: str) -> Figure:
-    """The chart with the names of the points beside them.
-
-    If there is no room for all names, points have numbers, and a key below the chart has their names.
-    """
+    """The chart with numbered points, and a key below it with their names."""
     from matplotlib.figure import Figure
 
     # With 72 dots an inch, a pixel is a point, as in an SVG.
     figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=72, layout="constrained")
     axes = figure.add_subplot()
-    points = _draw(axes, rows, speed_ups)
+    names = _draw(axes, rows, speed_ups)
     figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9, labelcolor=_INK)
     axes.set_xlabel(title, color=_INK)
-    figure.draw_without_rendering()  # lays the figure out, so that texts have extents
-    if not _place_labels(axes, points, [point.name for point in points], _FARTHEST_NAME):
-        for text in [*axes.texts]:
-            text.remove()
-        _add_key(figure, [f"{number}: {point.name}" for number, point in enumerate(points)])
-        figure.draw_without_rendering()
-        _place_labels(axes, points, [str(number) for number, _ in enumerate(points)], _FARTHEST_NUMBER)
-    figure.set_layout_engine("none")  # labels must not move the axes that they were placed in
+    _add_key(figure, [f"{number}: {name}" for number, name in enumerate(names)])
     return figure
 
 
@@ -112,31 +87,38 @@ def _add_key(figure: Figure, lines: list[str]) -> None:
     )  # fmt: skip
 
 
-def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float]) -> list[_Point]:
-    """Draws points, intervals and margin. Returns the points, that of the baseline first."""
+def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float]) -> list[str]:
+    """Draws numbered points, intervals and margin. Returns the names of the points, that of the baseline first."""
     baseline = rows[0]["baseline"]
     margin = next((row["margin"] for row in rows if row["margin"] is not None), None)
     if margin is not None:
         axes.axhspan(-margin, margin, color=_ZONE, alpha=0.14, linewidth=0, label="margin of parity")
-    points = [_Point(x=1.0, y=0.0, name=baseline, low=0.0, high=0.0)]
+    names: list[str] = []
+
+    def add_point(x: float, y: float, name: str) -> None:
+        axes.annotate(
+            str(len(names)), (x, y), (7, 0), textcoords="offset points", color=_INK, fontsize=9, va="center"
+        )
+        names.append(name)
+
     axes.plot([1], [0], "o", color=_QUIET)
+    add_point(1.0, 0.0, baseline)
     highest = _highest_gap(rows)
-    named: set[str] = set()  # verdicts that the legend has
+    listed: set[str] = set()  # verdicts that the legend has
     for row in sorted(rows, key=lambda row: row["gap"] > highest):
         style: dict[str, Any] = {
             "color": _POINTS[row["verdict"]],
-            "label": None if row["verdict"] in named else row["verdict"],
+            "label": None if row["verdict"] in listed else row["verdict"],
         }
-        named.add(row["verdict"])
+        listed.add(row["verdict"])
         x, y, name = speed_ups[row["variant"]], row["gap"], row["variant"]
         if y > highest:
             name, y = f"{name}: {y:+.3f}, not to scale", _top(axes)
             axes.plot([x], [y], "^", **style)
-            points.append(_Point(x=x, y=y, name=name, low=y, high=y))
-            continue
-        low, high = row["interval"] or (y, y)
-        axes.errorbar([x], [y], [[y - low], [high - y]], fmt="o", capsize=3, **style)
-        points.append(_Point(x=x, y=y, name=name, low=low, high=high))
+        else:
+            low, high = row["interval"] or (y, y)
+            axes.errorbar([x], [y], [[y - low], [high - y]], fmt="o", capsize=3, **style)
+        add_point(x, y, name)
     axes.margins(x=0.16, y=0.12)
     axes.set_ylabel(f"loss gap to {baseline}, nats", color=_INK)
     axes.grid(color=_LINE, linewidth=0.8)
@@ -145,7 +127,7 @@ def _draw(axes: Axes, rows: list[Record], speed_ups: dict[str, float]) -> list[_
     axes.xaxis.set_major_formatter("{x:.2f}×")
     for spine in axes.spines.values():
         spine.set_visible(False)
-    return points
+    return names
 
 
 _JUMP = 8
@@ -153,7 +135,7 @@ _JUMP = 8
 
 
 def _highest_gap(rows: list[Record]) -> float:
-    """The largest gap that is drawn to scale. Those above it are the lesser part of all, and worse."""
+    """The largest gap that is drawn to scale. Larger gaps are a minority of outliers."""
     gaps: list[float] = sorted(row["gap"] for row in rows)
     margin = rows[0]["margin"] or 0.0
     for below, above in itertools.pairwise(gaps[len(gaps) // 2 :]):
@@ -166,70 +148,6 @@ def _top(axes: Axes) -> float:
     """Where a gap is drawn that is not to scale: above all others."""
     low, high = axes.get_ylim()
     return high + 0.08 * (high - low)
-
-
-_DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (1, -1), (-1, 1), (-1, -1), (0, 1), (0, -1))
-_NEAR = 9  # points from a point to a name beside it
-_FARTHEST_NAME, _FARTHEST_NUMBER = 40, 120  # names with longer lines to their points would be a tangle
-
-
-def _place_labels(axes: Axes, points: list[_Point], labels: list[str], farthest: int) -> bool:
-    """Writes each label at the nearest place where it covers no point, interval or other label, inside the axes.
-
-    A label that is not beside its point is joined to it by a line. One without a place stays beside its point. Returns
-    whether there was a place for all.
-    """
-    taken = [box for point in points for box in _boxes_of(axes, point)]
-    is_placed = True
-    for point, label in sorted(zip(points, labels, strict=True), key=lambda pair: (pair[0].x, pair[0].y)):
-        xy = (point.x, point.y)
-        text = axes.annotate(
-            label, xy, (_NEAR, 0), textcoords="offset points", color=_INK, fontsize=9, va="center"
-        )  # fmt: skip
-        place = _find_place(axes, point, text.get_window_extent(), farthest, taken)
-        if place is None:
-            is_placed = False
-            continue
-        (right, up), box = place
-        text.set_position((right, up))
-        text.set_horizontalalignment("left" if right > 0 else "right" if right < 0 else "center")
-        if max(abs(right), abs(up)) > _NEAR:
-            line = {"arrowstyle": "-", "color": _QUIET, "linewidth": 0.6, "shrinkA": 4, "shrinkB": 4}
-            axes.annotate("", xy, (right, up), textcoords="offset points", arrowprops=line)
-        taken.append(box)
-    return is_placed
-
-
-def _find_place(
-    axes: Axes, point: _Point, text: Bbox, farthest: int, taken: list[Bbox]
-) -> tuple[tuple[int, int], Bbox] | None:
-    """The offset in points from a point to its label, and the box of the label there; None if no place is free."""
-    from matplotlib.transforms import Bbox
-
-    frame = axes.get_window_extent()
-    x, y = axes.transData.transform((point.x, point.y))
-    for distance in range(_NEAR, farthest, _NEAR):  # nearest first
-        for right, up in _DIRECTIONS:
-            left = x + distance * right - text.width * (1 - right) / 2
-            bottom = y + distance * up - text.height / 2
-            box = Bbox.from_bounds(left, bottom, text.width, text.height)
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not any(box.overlaps(other) for other in taken):
-                return (distance * right, distance * up), box
-    return None
-
-
-def _boxes_of(axes: Axes, point: _Point) -> list[Bbox]:
-    """The boxes that a point and its interval take."""
-    from matplotlib.transforms import Bbox
-
-    (x, y), (_, low), (_, high) = axes.transData.transform(
-        [(point.x, point.y), (point.x, point.low), (point.x, point.high)]
-    )
-    return [
-        Bbox.from_extents(x - _POINT_RADIUS, y - _POINT_RADIUS, x + _POINT_RADIUS, y + _POINT_RADIUS),
-        Bbox.from_extents(x - _BAR_RADIUS, low, x + _BAR_RADIUS, high),
-    ]
 
 
 def _adapt_to_theme(svg: str) -> str:

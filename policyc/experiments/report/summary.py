@@ -28,7 +28,7 @@ from policyc.experiments.report.sweeps import (
     trailing_loss,
 )
 from policyc.experiments.report.values import Record, as_list, as_number, as_record, as_records, as_text
-from policyc.experiments.trailing import trailing_steps
+from policyc.experiments.sweep.metrics import trailing_steps
 from policyc.experiments.verdicts import Comparison, compare_variants
 
 FREE_SETTINGS = frozenset({"seed", "seeds", "out", "coordinator", "process_id", "accept_changes", "wandb"})

@@ -25,9 +25,8 @@ from policyc.experiments.report.values import (
     read_text,
 )
 from policyc.experiments.statistics import Settings, parse_margin
-from policyc.experiments.sweep.metrics import describe_divergence
+from policyc.experiments.sweep.metrics import describe_divergence, trailing_steps
 from policyc.experiments.sweep.run import MANIFEST_FILE, METRICS_FILE
-from policyc.experiments.trailing import trailing_steps
 from policyc.experiments.verdicts import SeedLosses
 
 USUAL_BASELINES = ("bf16", "fp8")

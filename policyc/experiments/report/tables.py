@@ -1,10 +1,11 @@
-"""The plan of a run and its last telemetry, as tables in HTML."""
+"""The tables of a report as texts: time, time to equal loss, failures, the plan of a run, and its last telemetry."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from policyc.experiments.report.format import ACTIVITIES, format_figure
 from policyc.experiments.report.runs import RunData, layer_key
 from policyc.experiments.report.values import (
     Record,
@@ -13,7 +14,6 @@ from policyc.experiments.report.values import (
     as_record,
     as_records,
     as_text,
-    safe_html,
 )
 
 LayerKey = tuple[int, ...]
@@ -47,83 +47,153 @@ _GRADIENT_MAP = _HeatMap(
 )  # fmt: skip
 
 
-def heat_maps(run: RunData) -> list[str]:
+def time_table(data: Record) -> tuple[list[str], list[list[str]]]:
+    """Where the time of each run went, as texts: the titles of columns, and a row per run that has said so."""
+    runs = [run for variant in data["variants"] for run in variant["runs"] if run["seconds"]]
+    names = [name for name in ACTIVITIES if any(run["seconds"].get(name) for run in runs)]
+    rows = [
+        [
+            run["name"],
+            format_figure("goodput", run["goodput"]),
+            format_figure("duration", sum(run["seconds"].values())),
+            *(format_figure("duration", run["seconds"].get(name)) for name in names),
+            format_figure("restarts", run["restarts"]),
+            format_figure("lost_steps", run["lost_steps"]),
+        ]
+        for run in runs
+    ]
+    return ["run", "goodput", "time", *(ACTIVITIES[name] for name in names), "restarts", "steps lost"], rows
+
+
+def equal_loss_table(data: Record) -> tuple[list[str], list[list[str]]]:
+    """What each variant costs in tokens and gains in speed. Speeds that nobody measured or predicted have no column."""
+    rows = data["equal_loss"]
+    kinds = [
+        kind for kind in ("measured", "predicted") if any(row[f"{kind}_speed_up"] is not None for row in rows)
+    ]
+    cells = []
+    for row in rows:
+        ratios = [row[f"{kind}_speed_up"] for kind in kinds]
+        gains = [(ratio, None if ratio is None else ratio / row["token_ratio"]) for ratio in ratios]
+        cells.append(
+            [
+                row["variant"],
+                row["baseline"],
+                f"{row['loss']:.4f}",
+                f"{row['token_ratio'] - 1:+.1%}",
+                *(format_figure("ratio", value) for pair in gains for value in pair),
+            ]
+        )
+    titles = ["variant", "baseline", "loss", f"extra {data['axis']}"]
+    return [*titles, *(title for kind in kinds for title in (f"{kind} speed-up", "to that loss"))], cells
+
+
+def group_failures(runs: Sequence[Record]) -> list[Record]:
+    """The runs that failed, those with the same reason together, and each different end of their logs once."""
+    groups: dict[str, list[Record]] = {}
+    for run in runs:
+        if run["state"] == "failed":
+            groups.setdefault(run["reason"], []).append(run)
+    return [
+        {"reason": reason, "runs": failed, "logs": _different_logs(failed)}
+        for reason, failed in groups.items()
+    ]
+
+
+def _different_logs(runs: Sequence[Record]) -> list[Record]:
+    """The ends of the logs of some runs, equal ones once, each with the name of its first run."""
+    logs: dict[tuple[str, ...], str] = {}
+    for run in runs:
+        logs.setdefault(tuple(run["log_tail"]), run["name"])
+    return [{"lines": lines, "name": name} for lines, name in logs.items() if lines]
+
+
+# ---- telemetry
+
+
+def heat_maps(run: RunData) -> list[Record]:
     """The last measurement of a run, by site and layer."""
-    operands: dict[str, dict[LayerKey, Record]] = {}
-    gradients: dict[str, dict[LayerKey, Record]] = {}
+    operands: dict[tuple[str, str], dict[LayerKey, Record]] = {}
+    gradients: dict[tuple[str, str], dict[LayerKey, Record]] = {}
     step = max((record["step"] for record in run.stats), default=0)
     for record in run.stats:
         if record["step"] != step:
             continue
         if "operand" in record:
-            label = f"{safe_html(as_text(record['site']))} <em>{safe_html(as_text(record['operand']))}</em>"
+            label = as_text(record["site"]), as_text(record["operand"])
             operands.setdefault(label, {})[layer_key(record)] = record
         elif "cosine" in record:
-            gradients.setdefault(safe_html(as_text(record["parameter"])), {})[layer_key(record)] = record
-    maps = [_heat_table(heat_map, operands, step) for heat_map in _OPERAND_MAPS if operands]
-    return [*maps, _heat_table(_GRADIENT_MAP, gradients, step)] if gradients else maps
+            gradients.setdefault((as_text(record["parameter"]), ""), {})[layer_key(record)] = record
+    maps = [_heat_map(heat_map, operands, step) for heat_map in _OPERAND_MAPS if operands]
+    return [*maps, _heat_map(_GRADIENT_MAP, gradients, step)] if gradients else maps
 
 
-def _heat_table(heat_map: _HeatMap, rows: dict[str, dict[LayerKey, Record]], step: int) -> str:
-    """A colored table: a row per site or parameter, a column per layer. A value of no layer has the last column."""
-    layers = {layer for cells in rows.values() for layer in cells}
-    columns = sorted(layers, key=lambda layer: (not layer, layer))
-    head = "".join(f"<th>{'.'.join(map(str, layer)) or '–'}</th>" for layer in columns)
-    body = ""
-    for label, cells in rows.items():
-        marks = "".join(_heat_cell(heat_map, cells.get(layer, {}).get(heat_map.field)) for layer in columns)
-        body += f"<tr><td class=site>{label}</td>{marks}</tr>"
-    table = f"<div class=scroll><table class=heat><tr><th>layer</th>{head}</tr>{body}</table></div>"
-    return f"<div><h3>{heat_map.title} <small>{heat_map.note.format(step=step)}</small></h3>{table}</div>"
+def _heat_map(heat_map: _HeatMap, rows: dict[tuple[str, str], dict[LayerKey, Record]], step: int) -> Record:
+    """A row per site or parameter, a column per layer. A value of no layer has the last column."""
+    layers = sorted(
+        {layer for cells in rows.values() for layer in cells}, key=lambda layer: (not layer, layer)
+    )
+    return {
+        "title": heat_map.title,
+        "note": heat_map.note.format(step=step),
+        "layers": [".".join(map(str, layer)) or "–" for layer in layers],
+        "rows": [
+            {
+                "site": site,
+                "operand": operand,
+                "cells": [_heat_cell(heat_map, cells.get(layer, {}).get(heat_map.field)) for layer in layers],
+            }
+            for (site, operand), cells in rows.items()
+        ],
+    }
 
 
-def _heat_cell(heat_map: _HeatMap, value: object) -> str:
+def _heat_cell(heat_map: _HeatMap, value: object) -> Record | None:
     number = as_number(value)
     if number is None:
-        return "<td class=cell></td>"
+        return None
     is_good = (number > heat_map.neutral) == (heat_map.good > heat_map.neutral)
     span = heat_map.good - heat_map.neutral if is_good else heat_map.neutral - heat_map.bad
     strength = max(-1.0, min(1.0, (number - heat_map.neutral) / span))
-    kind = "good" if strength > 0 else "bad"
-    text = safe_html(heat_map.format.format(number * heat_map.factor))
-    return f'<td class="cell {kind}" style="--s:{abs(strength):.2f}">{text}</td>'
+    return {
+        "kind": "good" if strength > 0 else "bad",
+        "strength": f"{abs(strength):.2f}",
+        "text": heat_map.format.format(number * heat_map.factor),
+    }
 
 
 # ---- plan
 
 
-def plan_table(plan: Record) -> str:
+def plan_rows(plan: Record) -> list[Record]:
     """The rule that decides each site, and the formats of its products."""
-    body = ""
     has_phases = len(as_list(plan.get("phases"))) > 1
     rules = [as_text(rule) for rule in as_list(plan.get("rules"))]
-    for site in as_records(plan.get("sites")):
-        for phase, layer_groups in as_record(site.get("decisions")).items():
-            for group in as_records(layer_groups):
-                body += _plan_row(site, phase if has_phases else "", group, rules)
-    head = "".join(f"<th>{name}</th>" for name in ("site", "layers", "fprop", "dgrad", "wgrad", "rule"))
-    return f"<div class=scroll><table class=plan><tr>{head}</tr>{body}</table></div>"
+    return [
+        _plan_row(site, as_text(phase) if has_phases else "", group, rules)
+        for site in as_records(plan.get("sites"))
+        for phase, layer_groups in as_record(site.get("decisions")).items()
+        for group in as_records(layer_groups)
+    ]
 
 
-def _plan_row(site: Record, phase: str, group: Record, rules: Sequence[str]) -> str:
+def _plan_row(site: Record, phase: str, group: Record, rules: Sequence[str]) -> Record:
     """The row of consecutive layers of a site that have the same decision."""
     names = (*as_list(site.get("parameters"))[:1], site.get("scope"), site.get("place"))
-    name = next((text for text in map(as_text, names) if text), "")
     products = as_record(group.get("products"))
-    cells = ""
+    cells = []
     for gemm in ("fprop", "dgrad", "wgrad"):
-        product = as_record(products.get(gemm))
-        formats = list(dict.fromkeys(map(as_text, as_list(product.get("formats")))))
+        formats = list(dict.fromkeys(map(as_text, as_list(as_record(products.get(gemm)).get("formats")))))
         is_quantized = any(name not in ("keep", "bf16", "f32") for name in formats)
-        cells += (
-            f"<td{' class=quantized' if is_quantized else ''}>{safe_html(' × '.join(formats)) or '–'}</td>"
-        )
+        cells.append({"formats": " × ".join(formats), "is_quantized": is_quantized})
     winners = dict.fromkeys(_rule_text(as_record(p).get("rule"), rules) for p in products.values())
-    phase_note = f" <small>{safe_html(as_text(phase))}</small>" if phase else ""
-    return (
-        f"<tr><td class=site>{safe_html(name)}{phase_note}</td><td>{safe_html(_layers_text(group))}</td>{cells}"
-        f"<td class=rule><code>{safe_html('; '.join(winners))}</code></td></tr>"
-    )
+    return {
+        "site": next((text for text in map(as_text, names) if text), ""),
+        "phase": phase,
+        "layers": _layers_text(group),
+        "products": cells,
+        "rule": "; ".join(winners),
+    }
 
 
 def _rule_text(index: object, rules: Sequence[str]) -> str:

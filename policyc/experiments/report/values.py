@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +95,6 @@ def as_records(value: object) -> list[Record]:
 def as_text(value: object) -> str:
     """A text for the page: a string, a number, or nothing."""
     return str(value)[:_MAX_TEXT] if isinstance(value, str | int | float) else ""
-
-
-def safe_html(text: object) -> str:
-    """A text for the page that is not read as markup, and in which no character changes the direction of others."""
-    return escape(escape_controls(str(text)))
 
 
 def escape_texts(value: Any) -> Any:

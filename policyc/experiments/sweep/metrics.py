@@ -20,6 +20,10 @@ _LOSSES = ("loss", "learning/loss")
 _MOST_STEPS = 2**53  # integers below it are the same as floats
 
 
+TRAILING_FRACTION = 0.05  # of a run's steps, at its end
+LEAST_TRAILING = 10  # steps: the loss of a single batch is mostly noise
+
+
 class MetricsReader:
     """Follows a metrics file: reads only the lines that were added since the last time.
 
@@ -93,6 +97,11 @@ def _read_loss(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def trailing_steps(steps: int) -> int:
+    """Over how many steps the loss at the end of a run is averaged, in the live table and in the report."""
+    return max(LEAST_TRAILING, round(TRAILING_FRACTION * steps))
 
 
 def read_losses(path: Path) -> dict[int, float]:

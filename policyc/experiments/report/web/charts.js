@@ -139,20 +139,87 @@ function showTip(u, rows, title) {
 
 const tipRow = (number, label, ...cells) => h("tr", {}, h("td", {}, h("span", { class: "chip" }, h("i", { class: "c" + number % COLORS }), label)), cells.map((cell) => h("td", {}, cell)));
 
+// ---- what the switches choose
+
+const view = { x: data.clock.unit, smooth: 0, isLog: false };
+const HOUR = 3600;
+const TIME_UNITS = [["hours", HOUR, 2 * HOUR], ["minutes", 60, 180], ["seconds", 1, 0]];
+
+/** The units that the horizontal axis can have. */
+function xUnits() {
+  const { unit, tokens_per_step, seconds } = data.clock;
+  const names = Object.keys(data.colors);
+  return [unit, ...(unit === "tokens" && tokens_per_step ? ["steps"] : []), ...(names.every((name) => name in seconds) ? ["time"] : [])];
+}
+
+/** Places in the unit of the clock: tokens, or steps if tokens are not known. */
+function clockPlaces(chart) {
+  const isOther = chart.x_label !== data.clock.unit;
+  return isOther && data.clock.tokens_per_step ? chart.x.map((x) => x * data.clock.tokens_per_step) : chart.x;
+}
+
+/** The value of a curve through the origin at a place, on the straight line between two points; null after its end. */
+function interpolate(xs, ys, x) {
+  const next = xs.findIndex((each) => each >= x);
+  if (next < 0 || ys[next] === null) return null;
+  const [x0, y0] = next ? [xs[next - 1], ys[next - 1]] : [0, 0];
+  return y0 + (ys[next] - y0) * (x - x0) / (xs[next] - x0 || 1);
+}
+
+/** Means over the places around each place. */
+function smoothen(values, reach) {
+  if (!reach || !values) return values;
+  return values.map((value, n) => {
+    const near = values.slice(Math.max(0, n - reach), n + reach + 1).filter((each) => each !== null);
+    return value === null ? null : near.reduce((a, b) => a + b, 0) / near.length;
+  });
+}
+
+/** The chart as the switches ask for it. Over time, each line has places of its own. */
+function applyView(chart) {
+  const reach = chart.lines.some((line) => line.has_points) ? 0 : view.smooth;
+  const lines = chart.lines.map((line) => ({ ...line, values: smoothen(line.values, reach), low: smoothen(line.low, reach), high: smoothen(line.high, reach) }));
+  const canBeLog = chart.format !== "gap" && lines.every((line) => line.values.every((value) => value === null || value > 0));
+  const shown = { ...chart, lines, is_log: chart.is_log || (view.isLog && canBeLog) };
+  if (view.x === chart.x_label) return shown;
+  const places = clockPlaces(chart);
+  if (view.x === "steps") return { ...shown, x: places.map((x) => x / data.clock.tokens_per_step), x_label: "steps" };
+  if (view.x === data.clock.unit) return { ...shown, x: places, x_label: view.x };
+  const names = Object.keys(data.colors), longest = Math.max(...Object.values(data.clock.seconds).flat());
+  const [label, size] = TIME_UNITS.find(([, , least]) => longest >= least);
+  const tables = lines.map((line) => {
+    const name = names.find((each) => data.colors[each] === line.color) ?? names[0];
+    const seconds = data.clock.seconds[names.length > 1 ? name : names[0]];
+    const rows = places.map((x, n) => [interpolate(data.clock.x, seconds, x), line.values[n], line.low?.[n] ?? null, line.high?.[n] ?? null]).filter(([x]) => x !== null);
+    return [0, 1, 2, 3].map((column) => rows.map((row) => column ? row[column] : row[0] / size));
+  });
+  const x = [...new Set(tables.flatMap(([xs]) => xs))].sort((a, b) => a - b);
+  const spread = ([xs], column) => { const at = new Map(xs.map((each, n) => [each, column[n]])); return x.map((each) => at.get(each) ?? null); };
+  const moved = lines.map((line, n) => ({ ...line, values: spread(tables[n], tables[n][1]), ...(line.low ? { low: spread(tables[n], tables[n][2]), high: spread(tables[n], tables[n][3]) } : {}) }));
+  return { ...shown, x, x_label: label, lines: moved, isJoined: true };
+}
+
+/** The value of a column at an index. Where lines have places of their own, it is the last one before. */
+function valueAt(column, index, isJoined) {
+  if (column[index] !== null || !isJoined || column.slice(index).every((value) => value === null)) return column[index];
+  return column.slice(0, index).findLast((value) => value !== null) ?? null;
+}
+
 // ---- lines over tokens
 
 /** Distances of the ticks: half a step or token does not exist. */
 const WHOLE_STEPS = Array.from({ length: 16 }, (_, n) => [1, 2, 2.5, 5].map((v) => v * 10 ** n)).flat().filter(Number.isInteger);
 
-function lineChart(element, chart) {
-  const plot = figure(element, chart.title, chart.note);
+function lineChart(element, original) {
+  const chart = applyView(original);
+  const plot = figure(element, chart.title, [chart.note, cutNote(chart)].filter(Boolean).join("; "));
   const format = FORMATS[chart.format] || FORMATS.number;
   const columns = [chart.x], series = [{}], bands = [], owners = [null];
   for (const line of chart.lines) {
     const stroke = color(line.color);
     const dash = line.is_dashed ? [2, 3] : DASHES[Math.floor(line.color / COLORS) % DASHES.length];
     const index = columns.length;
-    const few = chart.x.length <= 40;
+    const few = original.x.length <= 40;
     columns.push(line.values);
     owners.push(line);
     series.push({ label: line.label, stroke, width: line.is_dashed ? 1.2 : 1.8, dash, spanGaps: true, points: { show: line.has_points && few, size: 6, fill: stroke } });
@@ -164,7 +231,7 @@ function lineChart(element, chart) {
       bands.push({ series: [index + 1, index + 2], fill: fade(stroke, chart.lines.length > 6 ? 0.1 : 0.17) });
     }
   }
-  const xTicks = { incrs: WHOLE_STEPS, values: (u, splits) => splits.map((v) => v === null ? null : withPrefix(v, 6)), label: chart.x_label, labelSize: 18, labelFont: "11.5px system-ui, sans-serif", labelGap: 0, size: 34 };
+  const xTicks = { ...(chart.isJoined ? {} : { incrs: WHOLE_STEPS }), values: (u, splits) => splits.map((v) => v === null ? null : withPrefix(v, 6)), label: chart.x_label, labelSize: 18, labelFont: "11.5px system-ui, sans-serif", labelGap: 0, size: 34 };
   const u = new uPlot({
     width: plot.clientWidth, height: isPaper() ? 190 : element.classList.contains("wide") ? 330 : 250, padding: [10, 24, 0, 0],
     legend: { show: false },
@@ -179,9 +246,10 @@ function lineChart(element, chart) {
         if (!u.over.matches(":hover")) return;
         const index = u.cursor.idx;
         if (index === null || index === undefined) return void (tip.hidden = true);
-        const rows = owners.map((line, n) => [line, n]).filter(([line, n]) => line && u.series[n].show && line.values[index] !== null);
-        rows.sort(([a], [b]) => b.values[index] - a.values[index]);
-        showTip(u, rows.map(([line]) => tipRow(line.color, line.label, format(line.values[index]), line.low && line.low[index] !== null ? format(line.low[index]) + " to " + format(line.high[index]) : "")), withPrefix(chart.x[index], 4) + " " + chart.x_label);
+        const at = (column) => valueAt(column, index, chart.isJoined);
+        const rows = owners.map((line, n) => [line, n]).filter(([line, n]) => line && u.series[n].show && at(line.values) !== null);
+        rows.sort(([a], [b]) => at(b.values) - at(a.values));
+        showTip(u, rows.map(([line]) => tipRow(line.color, line.label, format(at(line.values)), line.low && at(line.low) !== null ? format(at(line.low)) + " to " + format(at(line.high)) : "")), withPrefix(chart.x[index], 4) + " " + chart.x_label);
       }],
     },
   }, columns, plot);
@@ -190,23 +258,31 @@ function lineChart(element, chart) {
   return u;
 }
 
-/** The range of the vertical axis: all of what is shown, but not the first part of a run and not single outliers. */
+/** The values that the vertical axis shows of the whole run: not its first part, and of gaps not single outliers. */
+function cutRange(chart) {
+  if (chart.x.length <= 40 || chart.is_log || !["loss", "gap"].includes(chart.format)) return null;
+  const isGap = chart.format === "gap", first = Math.floor(chart.x.length * SHOWN_FROM), cut = isGap ? 0.01 : 0;
+  const values = chart.lines.flatMap((line) => [line.values, ...(isGap && line.low ? [line.low, line.high] : [])].flatMap((column) => column.slice(first))).filter((value) => value !== null).sort((a, b) => a - b);
+  return values.length ? [values[Math.floor(cut * (values.length - 1))], values[Math.ceil((1 - cut) * (values.length - 1))]] : null;
+}
+
+/** Says what the axis does not show; empty if it shows everything. */
+function cutNote(chart) {
+  const range = cutRange(chart), format = FORMATS[chart.format];
+  const values = range ? chart.lines.flatMap((line) => line.values).filter((value) => value !== null) : [];
+  const [low, high] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
+  if (!range || (low >= range[0] && high <= range[1])) return "";
+  return `the axis cuts the start, where values reach ${format(high > range[1] ? high : low)}`;
+}
+
+/** The range of the vertical axis. */
 function yRange(u, chart, low, high) {
   if (low === null || high === null) return [0, 1];
   const { min, max } = u.scales.x;
   const isWhole = min === null || max === null || min === undefined || (min <= chart.x[0] && max >= chart.x[chart.x.length - 1]);
-  if (["seconds", "bytes", "count", "percent"].includes(chart.format)) return [0, high > 0 ? high * 1.08 : 1];
   if (chart.is_log) return uPlot.rangeLog(low, high, 10, false);
-  if (isWhole && chart.x.length > 40 && (chart.format === "loss" || chart.format === "gap")) {
-    const first = Math.floor(chart.x.length * SHOWN_FROM);
-    const values = chart.lines.flatMap((line) => [line.values, ...(chart.format === "gap" && line.low ? [line.low, line.high] : [])].flatMap((column) => column.slice(first))).filter((value) => value !== null);
-    if (values.length) {
-      values.sort((a, b) => a - b);
-      const cut = chart.format === "gap" ? 0.01 : 0;
-      low = values[Math.floor(cut * (values.length - 1))];
-      high = values[Math.ceil((1 - cut) * (values.length - 1))];
-    }
-  }
+  if (["seconds", "bytes", "count", "percent"].includes(chart.format)) return [0, high > 0 ? high * 1.08 : 1];
+  if (isWhole) [low, high] = cutRange(chart) ?? [low, high];
   if (chart.zone) { low = Math.min(low, chart.zone[0]); high = Math.max(high, chart.zone[1]); }
   const room = (high - low) * 0.06 || Math.abs(high) * 0.05 || 1;
   return [low - (chart.zone ? 2 : 1) * room, high + room];
@@ -256,12 +332,12 @@ function drawIntervals(u, points) {
 }
 
 /** A chart of points. `xAxis` are options of the first axis, `range` its limits. In a forest, this axis goes down. */
-function pointChart(element, points, { title, note, xAxis, range, zone, zoneLabel, labels, height, isForest }) {
+function pointChart(element, points, { title, note, xAxis, range, zone, zoneLabel, hasKey, height, isForest }) {
   const plot = figure(element, title, note);
   const ordered = [...points].sort((a, b) => a.x - b.x);
   const ends = ordered.flatMap((point) => [point.y, ...(point.interval || [])]).concat(zone || [], 0);
   const room = (Math.max(...ends) - Math.min(...ends)) * 0.07 || 0.01;
-  const key = labels ? h("ol", { class: "key", start: 0, hidden: true }, points.map((point) => h("li", {}, point.label))) : null;
+  const key = hasKey ? h("ol", { class: "key", start: 0 }, points.map((point) => h("li", {}, point.label, h("small", {}, " " + signed(point.y) + ", " + point.note)))) : null;
   const [first, second] = axes("gap", xAxis);
   const forest = isForest ? { x: { ori: 1, dir: -1 }, y: { ori: 0 } } : {};
   const u = new uPlot({
@@ -273,7 +349,7 @@ function pointChart(element, points, { title, note, xAxis, range, zone, zoneLabe
     series: [{}, { stroke: "transparent", points: { show: false } }],
     hooks: {
       drawClear: zone ? [(u) => drawZone(u, zone, zoneLabel)] : [],
-      draw: [(u) => { drawIntervals(u, ordered); if (key) key.hidden = drawLabels(u, points); }],
+      draw: [(u) => { drawIntervals(u, ordered); if (key) drawNumbers(u, points); }],
       setCursor: [(u) => {
         const index = u.cursor.idx;
         if (!u.over.matches(":hover") || index === null || index === undefined) return;
@@ -288,40 +364,14 @@ function pointChart(element, points, { title, note, xAxis, range, zone, zoneLabe
   return u;
 }
 
-/** Writes the name of each point beside it, or the number of each if there is no room for all names. */
-function drawLabels(u, points) {
+/** Writes the number of each point beside it. The key below the chart has their names. */
+function drawNumbers(u, points) {
   const { ctx } = u, ratio = devicePixelRatio;
   ctx.save();
   ctx.font = `${11.5 * ratio}px system-ui, sans-serif`;
   ctx.fillStyle = style("--ink");
   ctx.textAlign = "left";
   ctx.textBaseline = "middle";
-  const names = placeLabels(u, points, points.map((point) => shorten(point.label)));
-  const hasRoom = names.every((place) => place.isFree) && areDistinct(names.map((place) => place.label));
-  const places = hasRoom ? names : placeLabels(u, points, points.map((_, n) => String(n)));
-  for (const { label, left, middle } of places) ctx.fillText(label, left, middle);
+  points.forEach((point, n) => ctx.fillText(String(n), u.valToPos(point.x, "x", true) + 9 * ratio, u.valToPos(point.y, "y", true)));
   ctx.restore();
-  return hasRoom;
-}
-
-/** Where the labels of points are written: beside them, on the first side where no point, interval or label is. */
-function placeLabels(u, points, labels) {
-  const { ctx, bbox } = u, ratio = devicePixelRatio, size = 13 * ratio, gap = 9 * ratio;
-  const centers = points.map((point) => [u.valToPos(point.x, "x", true), u.valToPos(point.y, "y", true)]);
-  const taken = centers.map(([x, y]) => ({ left: x - 5 * ratio, right: x + 5 * ratio, top: y - size / 2, bottom: y + size / 2 }));
-  points.forEach((point, n) => {
-    if (!point.interval) return;
-    const [bottom, top] = point.interval.map((value) => u.valToPos(value, "y", true));
-    taken.push({ left: centers[n][0] - 2 * ratio, right: centers[n][0] + 2 * ratio, top, bottom });
-  });
-  return labels.map((label, n) => {
-    const [x, y] = centers[n], width = ctx.measureText(label).width;
-    const sides = [[x + gap, y], [x - gap - width, y], [x + gap, y - size], [x + gap, y + size], [x - gap - width, y - size], [x - gap - width, y + size]];
-    const isInside = ([left]) => left > bbox.left && left + width < bbox.left + bbox.width;
-    const isFree = ([left, middle]) => isInside([left]) && !taken.some((t) => left < t.right && left + width > t.left && middle - size / 2 < t.bottom && middle + size / 2 > t.top);
-    const free = sides.find(isFree);
-    const [left, middle] = free || sides.find(isInside) || sides[0];
-    taken.push({ left, right: left + width, top: middle - size / 2, bottom: middle + size / 2 });
-    return { label, left, middle, isFree: Boolean(free) };
-  });
 }

@@ -25,9 +25,20 @@ function speedUpChart(element) {
   const margin = rows.find((row) => row.margin !== null)?.margin;
   return pointChart(element, points, {
     title: "Gap against predicted speed-up", note: "nats against " + baseline + "; speed-up of " + data.speed_ups.step + ", from the cost model", height: 330,
-    range: [Math.min(...speeds) - room, Math.max(...speeds) + 1.6 * room], zone: margin ? [-margin, margin] : null, zoneLabel: "margin " + data.margin, labels: true,
+    range: [Math.min(...speeds) - room, Math.max(...speeds) + 1.6 * room], zone: margin ? [-margin, margin] : null, zoneLabel: "margin " + data.margin, hasKey: true,
     xAxis: { values: (u, splits) => splits.map((v) => v.toFixed(2) + "×"), label: "predicted speed-up", labelSize: 18, labelFont: "11.5px system-ui, sans-serif", size: 34 },
   });
+}
+
+/** The switches above the charts. */
+function switches() {
+  const choose = (label, options, change) => h("label", {}, label, " ", h("select", { change: (event) => { change(event.currentTarget.value); draw(); } }, options.map(([value, text]) => h("option", { value }, text))));
+  const units = xUnits();
+  return [
+    ...(units.length > 1 ? [choose("over", units.map((unit) => [unit, unit]), (value) => { view.x = value; })] : []),
+    choose("smoothing", [["0", "none"], ["2", "5 points"], ["7", "15 points"]], (value) => { view.smooth = Number(value); }),
+    choose("scale", [["linear", "linear"], ["log", "logarithmic"]], (value) => { view.isLog = value === "log"; }),
+  ];
 }
 
 let charts = [];
@@ -44,6 +55,7 @@ function draw() {
 }
 
 let width = document.body.clientWidth, pending = 0;
+document.getElementById("switches")?.append(...switches());
 draw();
 
 function redrawSoon() {

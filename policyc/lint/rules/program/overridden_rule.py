@@ -1,7 +1,11 @@
 """Later rules override a rule on all of its sites in this model.
 
 For another model the rule could have an effect (otherwise it is a `shadowed-rule`), but in this one it decides
-nothing. Move it below the rules that override it, or remove it. Checked only with `--against`.
+nothing. Move it below the rules that override it, or remove it. A common cause is a slice of layers, such as
+`layers[-4:]`, in a model that has no more layers than that: a percentage (`layers[-15%:]`) leaves some in any model.
+
+If the rule quantizes, and a slice or a condition is part of the reason, it is an error: `policyc apply` refuses to run
+instead of quantizing nothing. Checked with `--against` and when a loss is compiled.
 
 ## Bad
 
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from policyc.compiler.idle_rules import find_deciding_rules, idle_rules
 from policyc.compiler.plan import Plan
 from policyc.language.diagnostics import Note
 from policyc.lint.context import Context
@@ -29,6 +34,7 @@ from policyc.lint.finding import Finding
 from policyc.lint.program import name_sites
 from policyc.lint.rule import LintRule
 
+_CODE = "overridden-rule"
 _MAX_NOTES = 3
 
 
@@ -36,20 +42,26 @@ def check(context: Context) -> Iterator[Finding]:
     plan = context.plan
     if plan is None:
         return
-    deciding, overriding = _find_deciding_rules(plan)
+    deciding, overriding = find_deciding_rules(plan)
+    refused = {d.span: d for d in idle_rules(plan) if d.code == _CODE}
     for index, rule in enumerate(plan.policy.rules):
         if index in deciding or index not in overriding:  # without a phase, a rule is not overridden either
             continue
         if not context.coverage.find_overriding_rules(context.coverage.rules[index]):  # else a shadowed-rule
-            count = plan.counts[index]
+            count, diagnostic = plan.counts[index], refused.get(rule.span)
             sites = f"all of its {count} sites" if count > 1 else "its only site"
             later = sorted(overriding[index])[:_MAX_NOTES]
             yield Finding(
                 span=rule.span,
-                message=f"later rules override this rule on {sites} in this model",
-                help="move it below the rules that override it, or remove it",
+                message=diagnostic.message
+                if diagnostic
+                else f"later rules override this rule on {sites} in this model",
+                help=diagnostic.help
+                if diagnostic
+                else "move it below the rules that override it, or remove it",
                 notes=tuple(Note(plan.policy.rules[i].span, "this rule is later") for i in later),
                 sites=_name_matched_sites(plan, index),
+                severity=diagnostic.severity if diagnostic else None,
             )
 
 
@@ -57,17 +69,4 @@ def _name_matched_sites(plan: Plan, rule: int) -> tuple[str, ...]:
     return name_sites(s for s in plan.sites if any(plan.matched[s.address, la][rule] for la in s.layers()))
 
 
-def _find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:
-    """Returns the rules that decide some site, and for each rule those that override it on some site."""
-    deciding, overriding = set[int](), dict[int, set[int]]()
-    for phase in plan.phases:
-        for decision in plan.decisions(phase).values():
-            for choice in decision.choices:
-                if choice.rule is not None:
-                    deciding.add(choice.rule)
-                    for overridden in choice.overridden:
-                        overriding.setdefault(overridden, set()).add(choice.rule)
-    return deciding, overriding
-
-
-RULES = (LintRule(code="overridden-rule", doc=__doc__, check=check),)
+RULES = (LintRule(code=_CODE, doc=__doc__, check=check),)

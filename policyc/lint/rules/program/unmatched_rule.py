@@ -4,8 +4,9 @@ A misspelled name, or a name that another framework uses, matches nothing, and t
 stay as they are. Correct the name: the message suggests real paths of the program. If a rule is meant for other
 models, write `expect 0`.
 
-A rule that quantizes to 8 bits or fewer is an error, and `policyc apply` refuses to run it. Any other rule is a
-warning. The first loss of the program is checked, with `--against` only: `policyc lint POLICY --against SCRIPT`.
+A rule that quantizes to 8 bits or fewer is an error, and so is one that protects layers by index from rules that
+quantize, such as `layers[-4:].* -> bf16`: `policyc apply` refuses to run them. Any other rule is a warning. The first
+loss of the program is checked, with `--against` and when a loss is compiled.
 
 ## Bad
 
@@ -24,21 +25,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from policyc.compiler.plan_checks import unmatched_quantizing_rules, unmatched_rules
-from policyc.language.diagnostics import Severity
+from policyc.compiler.idle_rules import idle_rules
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
 from policyc.lint.program import FIRST_LOSS_HINT, to_findings
 from policyc.lint.rule import LintRule
 
+_CODE = "unmatched-rule"
+
 
 def check(context: Context) -> Iterator[Finding]:
-    if context.plan is None:
-        return
-    quantizing = tuple(unmatched_quantizing_rules(context.plan, hint=FIRST_LOSS_HINT))
-    others = (d for d in unmatched_rules(context.plan) if d.span not in {q.span for q in quantizing})
-    yield from to_findings(quantizing, Severity.ERROR)
-    yield from to_findings(others)
+    if context.plan is not None:
+        idle = idle_rules(context.plan, hint=FIRST_LOSS_HINT)
+        yield from to_findings(d for d in idle if d.code == _CODE)
 
 
-RULES = (LintRule(code="unmatched-rule", doc=__doc__, check=check),)
+RULES = (LintRule(code=_CODE, doc=__doc__, check=check),)

@@ -1,0 +1,256 @@
+"""Rules that do nothing in a program: they match no site, or later rules override them on every site."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from policyc.base.text import closest_name
+from policyc.compiler.plan import Plan, make_plan
+from policyc.compiler.sites import Site
+from policyc.language.bounds import Bound
+from policyc.language.diagnostics import Diagnostic, Note, Severity
+from policyc.language.policy import Rule
+from policyc.language.predicates import Comparison, leaves
+from policyc.language.recipes import Recipe
+from policyc.language.selectors import (
+    DottedPath,
+    Indices,
+    PathSegment,
+    Selector,
+    SelectorSegment,
+    expand_selector,
+    matches,
+)
+
+_MOST_PATHS = 3  # examples of paths in one message
+_MAX_NOTES = 3
+_MAX_STACKS = 8  # tried in a suggested rule
+_MAX_SUGGESTION = 160  # characters of a suggested rule: the patterns of bundled policies are longer
+_TAIL = Fraction(15)  # percent of the layers, as the bundled policies protect
+
+MULTIPLE_LOSSES_HINT = (
+    "or, if another loss of the program has these sites: --multiple-losses (in Python: multiple_losses=True)"
+)
+"""For a rule that matches nothing in the first loss of a program that is run."""
+
+
+def idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> Iterator[Diagnostic]:
+    """Rules without `expect` that do nothing. `hint` is for those that match nothing.
+
+    It is an error if the rule quantizes, or if it protects layers by index from rules that do. A rule that is
+    overridden by names alone is a warning: the policy says so for every program.
+    """
+    deciding, overriding = find_deciding_rules(plan)
+    quantizing = [_is_quantizing(rule, recipe) for rule, recipe in _rules(plan)]
+    for index, rule in enumerate(plan.policy.rules):
+        if rule.expect is not None:
+            continue
+        if not plan.counts[index]:
+            is_protecting = has_index(rule) and any(quantizing) and not quantizing[index]
+            verb = "quantizes" if quantizing[index] else "protects layers" if is_protecting else ""
+            yield _unmatched(plan, index, verb, hint)
+        elif quantizing[index] and index not in deciding and index in overriding:
+            yield _overridden(plan, index, sorted(overriding[index]))
+
+
+def find_deciding_rules(plan: Plan) -> tuple[set[int], dict[int, set[int]]]:
+    """Returns the rules that decide about some product, and for each rule those that override it on some product.
+
+    A variant may override a rule on purpose. So a rule also counts as deciding if only rules that the variant adds, by
+    names, override it.
+    """
+    rules = plan.policy.rules
+    variant = next((v for v in plan.policy.variants if v.name == plan.policy.applied_variant), None)
+    first_added = len(rules) - (len(variant.rules) if variant else 0)
+    deciding, overriding = set[int](), dict[int, set[int]]()
+    for choice in {product.choice for product in plan.all_products() if product.choice.rule is not None}:
+        assert choice.rule is not None
+        for index in (choice.rule, *choice.overridden):
+            deciding.add(index)
+            if index < first_added or has_index(rules[index]):
+                break
+        for index in choice.overridden:
+            overriding.setdefault(index, set()).add(choice.rule)
+    return deciding, overriding
+
+
+def has_index(rule: Rule) -> bool:
+    """Does a rule choose layers by index, in brackets or by a comparison with `layer`?"""
+    compared = (term for leaf in leaves(rule.where) if isinstance(leaf, Comparison) for term in leaf.terms)
+    return any(segment.indices for s in rule.selectors for segment in s.segments) or any(
+        "layer" in term.variables for term in compared
+    )
+
+
+def _rules(plan: Plan) -> Iterator[tuple[Rule, Recipe]]:
+    return zip(plan.policy.rules, plan.resolved, strict=True)
+
+
+def _is_quantizing(rule: Rule, recipe: Recipe) -> bool:
+    return any(0 < recipe.bits(gemm) < 16 for gemm in rule.products)
+
+
+def _unmatched(plan: Plan, index: int, verb: str, hint: str) -> Diagnostic:
+    rule = plan.policy.rules[index]
+    suggestion = _suggest_stack(plan, index) or suggest_selector(plan, rule)
+    return Diagnostic(
+        code="unmatched-rule",
+        message=f"this rule {verb}, and no site of this model matches it"
+        if verb
+        else "no site of this model matches this rule",
+        span=rule.span,
+        severity=Severity.ERROR if verb else Severity.WARNING,
+        help=f"{suggestion}; {hint}; or write 'expect 0', if that is right" if verb else suggestion,
+    )
+
+
+def _overridden(plan: Plan, index: int, later: list[int]) -> Diagnostic:
+    rules, count = plan.policy.rules, plan.counts[index]
+    depends_on_model = any(has_index(rules[i]) or rules[i].where is not None for i in later)
+    sites = f"all of its {count} sites" if count > 1 else "its only site"
+    suggestion = next(filter(None, (_suggest_shorter_tail(plan, index, i) for i in later)), "")
+    return Diagnostic(
+        code="overridden-rule",
+        message=f"this rule quantizes, and later rules override it on {sites} in this model",
+        span=rules[index].span,
+        severity=Severity.ERROR if depends_on_model else Severity.WARNING,
+        help=suggestion or "move it below the rules that override it, or remove it",
+        notes=tuple(Note(rules[i].span, "this rule is later") for i in later[:_MAX_NOTES]),
+    )
+
+
+# ---- suggestions
+
+
+def _with_rule(plan: Plan, index: int, rule: Rule) -> Plan:
+    """The plan with another rule in place of one."""
+    rules = (*plan.policy.rules[:index], rule, *plan.policy.rules[index + 1 :])
+    return make_plan(replace(plan.policy, rules=rules), plan.sites, plan.execution)
+
+
+def _suggest_stack(plan: Plan, index: int) -> str:
+    """The rule with the name of a stack that this model has, if it matches then."""
+    rule = plan.policy.rules[index]
+    if not has_index(rule):
+        return ""
+    sizes = {
+        n.text: n.size or 0
+        for s in plan.sites
+        for p in _first_layer_paths(s)
+        for n in p
+        if n.index is not None
+    }
+    stacks = sorted(sizes, key=lambda name: -sizes[name])[:_MAX_STACKS]
+    for stack, is_whole_layer in itertools.product(stacks, (False, True)):
+        selectors = tuple(_in_stack(selector, stack, is_whole_layer) for selector in rule.selectors)
+        candidate = replace(rule, selectors=tuple(dict.fromkeys(selectors)))
+        if len(str(candidate)) <= _MAX_SUGGESTION and _with_rule(plan, index, candidate).counts[index]:
+            return f"write '{candidate}'"
+    return ""
+
+
+def _in_stack(selector: Selector, stack: str, is_whole_layer: bool) -> Selector:
+    """The selector with another name for its stack; with `is_whole_layer`, without the names below it."""
+    position = next((i for i, segment in enumerate(selector.segments) if segment.indices), None)
+    if position is None:
+        return selector
+    before, segment = selector.segments[:position], selector.segments[position]
+    below = () if is_whole_layer else selector.segments[position + 1 :]
+    return replace(selector, segments=(*before, replace(segment, glob=stack), *below))
+
+
+def _suggest_shorter_tail(plan: Plan, index: int, later: int) -> str:
+    """A later rule that leaves layers to the rule at `index`, if taking a share of the layers does that."""
+    rule = plan.policy.rules[later]
+    selectors = tuple(
+        replace(s, segments=tuple(replace(p, indices=p.indices and _as_share(p.indices)) for p in s.segments))
+        for s in rule.selectors
+    )
+    candidate = replace(rule, selectors=selectors)
+    if selectors == rule.selectors or len(str(candidate)) > _MAX_SUGGESTION:
+        return ""
+    if not {index, later} <= find_deciding_rules(_with_rule(plan, later, candidate))[0]:
+        return ""
+    return f"write '{candidate}' in the rule that overrides it, which takes every layer of this model"
+
+
+def _as_share(indices: Indices) -> Indices:
+    """`[-4:]` and `[:4]` as a share of the layers."""
+    if indices.start is not None and indices.start.value < 0 and indices.stop is None:
+        return replace(indices, start=Bound(-_TAIL, True))
+    if indices.stop is not None and indices.stop.value > 0 and indices.start is None:
+        return replace(indices, stop=Bound(_TAIL, True))
+    return indices
+
+
+def suggest_selector(plan: Plan, rule: Rule) -> str:
+    """What the author of a rule that matches nothing may have meant, from the paths of the model."""
+    if not len(plan.sites):
+        return "the loss has no GEMM at all"
+    near = next(filter(None, (_suggest_names(plan, selector) for selector in rule.selectors)), "")
+    if near:
+        return near
+    if has_index(rule) and not any(
+        n.index is not None for s in plan.sites for p in _first_layer_paths(s) for n in p
+    ):
+        unknown = ((s, t.unknown_index) for s in plan.sites for t in s.parameters if t.unknown_index)
+        for site, reason in unknown:
+            return f"it is not known which layer of '{site.name}' this is: {reason}"
+        return "nothing in this model is a stack: no path has an index"
+    paths = list(dict.fromkeys(_path_example(s) for s in plan.sites if s.template.path))
+    paths = paths or list(dict.fromkeys(s.name for s in plan.sites))  # they only have a place in the program
+    more = f", ... ({len(paths)} in all)" if len(paths) > _MOST_PATHS else ""
+    return f"paths here are like {', '.join(paths[:_MOST_PATHS])}{more}"
+
+
+def _suggest_names(plan: Plan, selector: Selector) -> str:
+    """Other names, or fewer, by which a selector matches something here; empty if there are none."""
+    names = list(dict.fromkeys(as_glob(n.text) for s in plan.sites for p in _template_paths(s) for n in p))
+    segments = tuple(replace(s, indices=None) for s in selector.segments)
+    near = {
+        s.glob: name
+        for s in segments
+        if s.glob != "*" and s.glob not in names and (name := closest_name(s.glob, names))
+    }
+    if near and _reaches(plan, [replace(s, glob=near.get(s.glob, s.glob)) for s in segments]):
+        return " and ".join(f"did you mean '{name}' for '{glob}'?" for glob, name in near.items())
+    for start in range(1, len(segments)):
+        rest = ".".join(map(str, selector.segments[start:]))
+        if segments[start].glob != "*" and _reaches(plan, segments[start:]):
+            parents = ".".join(s.glob for s in segments[:start])
+            return f"nothing here is in '{parents}': did you mean '{rest}'?"
+    return ""
+
+
+def _reaches(plan: Plan, segments: Sequence[SelectorSegment]) -> bool:
+    """Does a selector of these segments match a path here?"""
+    patterns = expand_selector(Selector(segments=tuple(segments)))
+    paths = [path for site in plan.sites for path in _template_paths(site)]
+    return any(matches(pattern, path) for pattern in patterns for path in paths)
+
+
+def as_glob(name: str) -> str:
+    """A name as a selector can write it: with '?' for what it cannot contain."""
+    return re.sub(r"[^\w~-]", "?", name)
+
+
+def _path_example(site: Site) -> str:
+    """The path of a site as a selector can write it."""
+    path = site.template.path if len(site.parameters) < 2 else tuple(map(_without_index, site.template.path))
+    return ".".join(as_glob(n.text) + str(n)[len(n.text) :] for n in path)
+
+
+def _without_index(name: PathSegment) -> PathSegment:
+    return PathSegment(name.text)
+
+
+def _template_paths(site: Site) -> Iterable[DottedPath]:
+    return (site.scope.path, *(p.path for p in site.parameters))
+
+
+def _first_layer_paths(site: Site) -> Iterable[DottedPath]:
+    return site.paths(next(iter(site.layers()), ()))

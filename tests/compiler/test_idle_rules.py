@@ -1,0 +1,169 @@
+"""Rules that do nothing in a program, and the rules that would work instead. Nothing is compiled."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import policyc
+from policyc.compiler.execution import execution_options
+from policyc.compiler.idle_rules import idle_rules
+from policyc.compiler.plan import make_plan
+from policyc.compiler.plan_checks import check_plan
+from policyc.language.diagnostics import PolicyError, Severity
+from policyc.language.loader import parse
+from tests.support.jaxpr_tools import find_sites, struct
+from tests.support.planned_model import PARAMS, SITES, X, loss, plan_model
+
+ERROR, WARNING = Severity.ERROR, Severity.WARNING
+
+
+def idle(policy: str) -> list[tuple[str, str, Severity]]:
+    """The rules that do nothing in the model with four layers: text, code and severity."""
+    return [(d.span.text, d.code, d.severity) for d in idle_rules(plan_model(policy))]
+
+
+def first_help(policy: str) -> str:
+    return next(iter(idle_rules(plan_model(policy)))).help
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("* -> fp8; layers[-1:] -> bf16; head -> keep", []),
+        ("* -> fp8; heed -> bf16; tail -> fp8 expect 0", [("heed -> bf16", "unmatched-rule", WARNING)]),
+        ("* -> fp8; heed -> nvfp4", [("heed -> nvfp4", "unmatched-rule", ERROR)]),
+        # protected layers
+        ("* -> fp8; blocks[-4:] -> bf16", [("blocks[-4:] -> bf16", "unmatched-rule", ERROR)]),
+        ("* -> fp8; layers[9] -> keep", [("layers[9] -> keep", "unmatched-rule", ERROR)]),
+        ("* -> fp8; blocks[-4:] -> bf16 expect 0", []),
+        (
+            "* -> bf16; blocks[-4:] -> keep",
+            [("blocks[-4:] -> keep", "unmatched-rule", WARNING)],
+        ),  # from nothing
+        # overridden
+        ("up -> fp8; layers[-4:] -> bf16", [("up -> fp8", "overridden-rule", ERROR)]),
+        ("up -> fp8; layers[-3:] -> bf16", []),
+        ("up -> fp8; * where k <= 16 -> bf16", [("up -> fp8", "overridden-rule", ERROR)]),
+        ("up -> fp8; layers -> bf16", [("up -> fp8", "overridden-rule", WARNING)]),  # in any model with both
+        ("up -> fp8 expect 4; layers[-4:] -> bf16", []),
+        ("up -> bf16; layers[-4:] -> fp8", []),  # does not quantize: left to the linter
+        ("up @ wgrad -> fp8; layers[-4:] @ fprop -> bf16", []),
+        ("up -> fp8; after 50% { layers[-4:] -> bf16 }", []),
+        ("after 50% { up -> fp8 }; layers[-4:] -> bf16", [("up -> fp8", "overridden-rule", ERROR)]),
+    ],
+)
+def test_rules_that_do_nothing(policy: str, expected: list[tuple[str, str, Severity]]) -> None:
+    assert idle(policy) == expected
+
+
+def test_errors_are_raised_and_warnings_returned() -> None:
+    plan = plan_model("* -> fp8; heed -> nvfp4; up -> fp8; layers[-4:] -> bf16; tail -> bf16")
+    with pytest.raises(PolicyError) as caught:
+        check_plan(plan)
+    assert [d.code for d in caught.value.diagnostics] == ["unmatched-rule", "overridden-rule"]
+    assert check_plan(plan, may_miss=True) == ()
+    (warning,) = check_plan(plan_model("* -> fp8; tail -> bf16"))
+    assert (warning.code, warning.severity) == ("unmatched-rule", WARNING)
+
+
+def test_a_variant_may_override_a_rule_on_purpose() -> None:
+    text = "up -> fp8; variant off { * -> bf16 }; variant tail { layers[-4:] -> bf16 }"
+    off, tail = (make_plan(parse(text).variant(name), SITES, execution_options()) for name in ("off", "tail"))
+    assert not list(idle_rules(off))
+    assert [d.code for d in idle_rules(tail)] == ["overridden-rule"]
+
+
+# ---- the rule that would work
+
+
+@pytest.mark.parametrize(
+    ("policy", "help"),
+    [
+        ("* -> fp8; blocks[-2:].up -> bf16", "write 'layers[-2:].up -> bf16'; "),
+        ("* -> fp8; blocks[-2:].mlp.* -> bf16", "write 'layers[-2:] -> bf16'; "),
+        ("* -> fp8; heed -> nvfp4", "did you mean 'head' for 'heed'?; "),
+        ("up -> fp8; layers[-4:] -> bf16", "write 'layers[-15%:] -> bf16' in the rule that overrides it, "),
+        ("up -> fp8; layers[:5].* -> bf16", "move it below the rules that override it, or remove it"),
+        ("up -> fp8; * where k <= 16 -> bf16", "move it below the rules that override it, or remove it"),
+    ],
+)
+def test_the_help_names_a_rule_that_works(policy: str, help: str) -> None:
+    assert first_help(policy).startswith(help)
+
+
+def test_a_suggested_rule_does_something() -> None:
+    plan = plan_model("up -> fp8; layers[-4:] -> bf16")
+    suggested = parse(first_help("up -> fp8; layers[-4:] -> bf16").split("'")[1]).rules[0]
+    rules = (plan.policy.rules[0], suggested)
+    assert not list(idle_rules(replace(plan, policy=replace(plan.policy, rules=rules), _decisions={})))
+
+
+def help_of(policy: str, sites: Any = None) -> list[str]:
+    plan = plan_model(policy) if sites is None else make_plan(parse(policy), sites, execution_options())
+    return [d.help for d in idle_rules(plan)]
+
+
+def test_what_the_author_may_have_meant() -> None:
+    assert help_of("something.quite.different -> bf16") == [
+        "paths here are like layers.up, layers.down, head"
+    ]
+    flat = find_sites(lambda p, x: x @ p["a"] @ p["b"], {"a": struct(16, 16), "b": struct(16, 16)}, X)
+    assert help_of("a[0] -> bf16", flat) == ["nothing in this model is a stack: no path has an index"]
+    none = find_sites(lambda p, x: (p * x).sum(), struct(8, 16), X)
+    assert help_of("a -> bf16", none) == ["the loss has no GEMM at all"]
+
+
+def test_many_paths_are_cut() -> None:
+    params = {name: struct(16, 16) for name in "abcde"}
+
+    def loss(p: Any, x: Any) -> Any:
+        for name in "abcde":
+            x = x @ p[name]
+        return x
+
+    (help,) = help_of("something -> bf16", find_sites(loss, params, X))
+    assert help == "paths here are like a, b, c, ... (5 in all)"
+
+
+def test_paths_are_names_that_a_rule_can_match() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return (x @ x.T) @ x @ p["a"]  # the first two have no weight: only a place in this file
+
+    (help,) = help_of("something -> bf16", find_sites(loss, {"a": struct(16, 16)}, X))
+    assert help == "paths here are like a"
+
+
+# ---- in Python
+
+
+def test_apply_and_plan_warn_alike() -> None:
+    for policy, code in (
+        ("* -> fp8; tail -> bf16", "unmatched-rule"),
+        ("up -> fp8; layers -> bf16", "overridden-rule"),
+    ):
+        with pytest.warns(UserWarning, match=code):
+            policyc.plan(policy, loss, PARAMS, X)
+        with pytest.warns(UserWarning, match=code):
+            jax.eval_shape(policyc.apply(policy, loss), PARAMS, X)
+
+
+def test_plan_warns_where_apply_raises() -> None:
+    policy = "up -> fp8; layers[-4:] -> bf16"
+    with pytest.warns(UserWarning, match="overridden-rule"):
+        policyc.plan(policy, loss, PARAMS, X)
+
+
+def test_a_session_warns_unless_its_plans_are_reported() -> None:
+    params = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), PARAMS)
+    x = jnp.ones(X.shape, X.dtype)
+    with pytest.warns(UserWarning, match="unmatched-rule"), policyc.active("* -> fp8; tail -> bf16"):
+        jax.eval_shape(jax.grad(loss), params, x)
+    with warnings.catch_warnings(), policyc.active("* -> fp8; tail -> bf16", on_plan=lambda plan: None):
+        warnings.simplefilter("error")
+        jax.eval_shape(jax.grad(loss), params, x)
