@@ -9,6 +9,7 @@ __all__ = [
     "diagnostics",
     "formats",
     "formatter",
+    "groups",
     "kinds",
     "loader",
     "parser",

@@ -13,6 +13,7 @@ from policyc.base.text import closest_name, did_you_mean
 from policyc.language import bundled
 from policyc.language.diagnostics import Diagnostic, Edit, Fix, Note, Span
 from policyc.language.formats import FORMATS, MISSING_FORMATS, OTHER_FORMAT_NAMES
+from policyc.language.groups import GroupDef, check_group_uses, expand_groups
 from policyc.language.parser import comment_ranges
 from policyc.language.policy import (
     RecipeCall,
@@ -36,10 +37,11 @@ _MAX_SUGGESTIONS = 50  # in one policy: the search for a similar name is the mos
 
 @dataclass(slots=True)
 class Definitions:
-    """The seed, recipes and rules of one policy, or of one variant. A later rule overrides an earlier one."""
+    """The seed, recipes, groups and rules of one policy, or of one variant. A later rule overrides an earlier one."""
 
     seed: Seed | None = None
     recipes: dict[str, RecipeDef] = field(default_factory=dict)
+    groups: dict[str, GroupDef] = field(default_factory=dict)
     rules: list[Rule] = field(default_factory=list)
 
     @property
@@ -84,7 +86,11 @@ class DiagnosticCollector:
 def check_definitions(
     collector: DiagnosticCollector, base: Definitions, variants: Sequence[Definitions]
 ) -> None:
-    """Checks every name and option. A variant is checked against the policy that it changes."""
+    """Checks every name and option, and expands groups. A variant is checked against the policy that it changes."""
+    for definitions in (base, *variants):
+        groups = {**base.groups, **definitions.groups}
+        collector.diagnostics += check_group_uses(definitions.rules, groups)
+        definitions.rules = expand_groups(definitions.rules, groups)
     known = base.named_recipes
     _Checker(collector).check(base, known)
     checker = _Checker(collector, max_steps=_MAX_STEPS)

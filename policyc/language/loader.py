@@ -16,6 +16,7 @@ from policyc.language import bundled
 from policyc.language.checks import Definitions, DiagnosticCollector, check_definitions
 from policyc.language.diagnostics import Diagnostic, Note, PolicyError, SourceText, Span
 from policyc.language.formats import FORMATS
+from policyc.language.groups import GroupDef
 from policyc.language.parser import (
     MAX_FILE_BYTES,
     BlockStatement,
@@ -190,7 +191,7 @@ class _Loader(DiagnosticCollector):
         policy, but not its variants.
         """
         own_recipes: dict[str, Span] = {}
-        own_variants: dict[str, Span] = {}
+        own_groups, own_variants = dict[str, Span](), dict[str, Span]()
         own_seed: Seed | None = None
         for statement in statements:
             match statement:
@@ -206,6 +207,13 @@ class _Loader(DiagnosticCollector):
                     own_seed = target.seed = statement
                 case RecipeDef():
                     self._add_recipe(statement, target, own_recipes)
+                case GroupDef() if target is not self._base and not context.is_imported:
+                    self._report_misplaced(statement.span, "a group", "a variant")
+                case GroupDef():
+                    first = own_groups.setdefault(statement.name, statement.span)
+                    if first is not statement.span:
+                        self._report_second_definition("group", statement.name, statement.span, first)
+                    target.groups[statement.name] = statement
                 case Rule():
                     target.rules.append(statement)
                 case BlockStatement(header=StepCondition() as condition):
@@ -273,6 +281,8 @@ class _Loader(DiagnosticCollector):
                     self._report_misplaced(statement.span, "an import", "a schedule")
                 case RecipeDef():
                     self._report_misplaced(statement.span, "a recipe", "a schedule")
+                case GroupDef():
+                    self._report_misplaced(statement.span, "a group", "a schedule")
                 case Seed():
                     self._report_misplaced(statement.span, "a seed", "a schedule")
                 case BlockStatement():

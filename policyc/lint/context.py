@@ -85,6 +85,7 @@ class Context:
         self.target = target
         self.policy = loaded.policy
         self.file = loaded.file
+        self.file = loaded.file
         self.undecided = 0
 
     def in_this_file(self, span: Span) -> bool:

@@ -9,6 +9,7 @@ from lark import Tree
 
 from policyc.language.bounds import Bound
 from policyc.language.diagnostics import SourceText
+from policyc.language.groups import GroupDef
 from policyc.language.parser.conditions import ConditionBuilder
 from policyc.language.parser.statements import BlockStatement, ImportStatement, Statement
 from policyc.language.policy import (
@@ -63,6 +64,14 @@ class StatementBuilder(ConditionBuilder):
     def _definition(self, tree: Any) -> RecipeDef:
         _, name, value = tree.children
         return RecipeDef(name=str(name), recipe=self._recipe(value), span=self.span(tree))
+
+    def _group(self, tree: Any) -> GroupDef:
+        _, name, *trees = tree.children
+        selectors = tuple(map(self._selector, trees))
+        for selector in (s for s in selectors if s.products != frozenset(Gemm)):
+            help = f"write them where it is used: {name} @ fprop"
+            self._report("unknown-product", selector.span, "a group has no products", help)
+        return GroupDef(name=str(name), selectors=selectors, span=self.span(tree))
 
     def _schedule(self, tree: Any) -> BlockStatement:
         kind, point, block = tree.children

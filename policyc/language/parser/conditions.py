@@ -41,7 +41,9 @@ class ConditionBuilder(NodeBuilder):
 
     def _negation(self, tree: Any) -> Predicate:
         *nots, operand = tree.children
-        predicate = self._any_of(operand.children[1]) if operand.data == "group" else self._compare(operand)
+        predicate = (
+            self._any_of(operand.children[1]) if operand.data == "parentheses" else self._compare(operand)
+        )
         if len(nots) > MAX_DEPTH:
             self._report(
                 "nested-too-deep", nots[0], f"more than {MAX_DEPTH} times 'not'", "two of them cancel out"

@@ -64,7 +64,7 @@ _TERMINAL_NAMES = {
     "COMPARE": "a comparison", "AND": "'and'", "OR": "'or'", "NOT": "'not'", "PERCENT": "'%'", "VALUE": "a value",
     "ANCHOR": "'^'", "$END": "end of file", "MORE_PRODUCTS": "', PRODUCT'",
     "IMPORT": "a statement", "RECIPE": "a statement", "AFTER": "a statement", "UNTIL": "a statement",
-    "VARIANT": "a statement", "SEED": "a statement",
+    "VARIANT": "a statement", "SEED": "a statement", "GROUP": "a statement",
 }  # fmt: skip
 
 

@@ -24,7 +24,10 @@ from policyc.language.schedule import StepCondition
 
 _WORD_END = r"(?![\w?*~.\[{]|-(?!>))"  # as in the grammar: the word is not the start of a selector
 _HEADER = re.compile(rf"(after|until|variant){_WORD_END}[^\n;#{{}}]*\{{")
-_KEYWORD = re.compile(rf"[ \t\r\f]*((import|recipe|after|until|variant){_WORD_END}|seed(?=[ \t\r\f]*=)|\}})")
+_GROUP = r"group(?=[ \t\r\f]+[^\W\d]\w*[ \t\r\f]*=)"
+_KEYWORD = re.compile(
+    rf"[ \t\r\f]*((import|recipe|after|until|variant){_WORD_END}|seed(?=[ \t\r\f]*=)|{_GROUP}|\}})"
+)
 _ARROW_IN_LINE = re.compile(r"[^\n#;]*->")
 _CLOSING_BRACKET_IN_LINE = re.compile(r"(?:(?!->)[^\n#(){}\[\]])*[)\]]")
 _ARROW_FIRST = re.compile(r"[ \t\r\f]*->")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from policyc.language.diagnostics import SourceText, Span
+from policyc.language.groups import GroupDef
 from policyc.language.policy import RecipeDef, Rule, Seed
 from policyc.language.schedule import StepCondition
 
@@ -45,7 +46,7 @@ class BlockStatement:
         return f"variant {self.header}" if isinstance(self.header, str) else str(self.header)
 
 
-Statement = ImportStatement | Seed | RecipeDef | Rule | BlockStatement
+Statement = ImportStatement | Seed | RecipeDef | GroupDef | Rule | BlockStatement
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,38 @@ RULES = (
         """,
     ),
     make_page(
+        "duplicate-group",
+        """A file defines a group of selectors twice.
+
+        Which of the two was meant? Rename one of them, or remove it. A group of an imported file may be defined again.
+        """,
+        bad="""
+        group projections = {q,k,v}_proj
+        group projections = o_proj
+        projections -> fp8
+        """,
+        good="""
+        group projections = {q,k,v,o}_proj
+        projections -> fp8
+        """,
+    ),
+    make_page(
+        "group-in-selector",
+        """The name of a group is a part of a longer selector.
+
+        A group stands for whole selectors, so it stands alone in the list of selectors of a rule. Only `@` may follow
+        it. If the selector is about a scope of that name, give the group another name.
+        """,
+        bad="""
+        group projections = {q,k,v,o}_proj
+        decoder.projections -> fp8
+        """,
+        good="""
+        group projections = decoder.*.{q,k,v,o}_proj
+        projections -> fp8
+        """,
+    ),
+    make_page(
         "duplicate-seed",
         """A file sets the seed twice.
 

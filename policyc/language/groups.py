@@ -1,0 +1,66 @@
+"""Groups: names for lists of selectors. They are replaced by their selectors when a policy is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from policyc.language.diagnostics import Diagnostic, Span, span_field
+from policyc.language.policy import Rule
+from policyc.language.selectors import Selector
+
+MAX_SELECTORS = 64
+"""The most selectors in a group: each use of its name stands for all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDef:
+    """`group NAME = SELECTORS`. Names in it are scopes, not groups."""
+
+    name: str
+    selectors: tuple[Selector, ...]
+    span: Span = span_field()
+
+    def __str__(self) -> str:
+        return f"group {self.name} = {', '.join(map(str, self.selectors))}"
+
+
+def named_group(selector: Selector, groups: Mapping[str, GroupDef]) -> GroupDef | None:
+    """Returns the group that a selector names. A group stands alone, without other segments."""
+    first, *rest = selector.segments
+    is_alone = not rest and first.indices is None and not selector.anchored
+    return groups.get(first.glob) if is_alone else None
+
+
+def expand_groups(rules: Sequence[Rule], groups: Mapping[str, GroupDef]) -> list[Rule]:
+    """Returns the rules with the selectors of each group in place of its name, and with its products."""
+    if not groups:
+        return list(rules)
+    return [replace(rule, selectors=tuple(_expand(rule.selectors, groups))) for rule in rules]
+
+
+def _expand(selectors: Sequence[Selector], groups: Mapping[str, GroupDef]) -> Iterator[Selector]:
+    for selector in selectors:
+        group = named_group(selector, groups)
+        if group is None:
+            yield selector
+        else:
+            yield from (replace(s, products=selector.products, span=selector.span) for s in group.selectors)
+
+
+def check_group_uses(rules: Sequence[Rule], groups: Mapping[str, GroupDef]) -> Iterator[Diagnostic]:
+    """Yields an error for each large group, and for each name of a group that is a part of a longer selector."""
+    for group in groups.values():
+        if len(group.selectors) > MAX_SELECTORS:
+            message = f"a group of more than {MAX_SELECTORS} selectors"
+            help = "use globs or kinds for some of them"
+            yield Diagnostic(code="too-many-alternatives", message=message, span=group.span, help=help)
+    for selector in (s for rule in rules for s in rule.selectors):
+        names = [segment.glob for segment in selector.segments if segment.glob in groups]
+        if names and named_group(selector, groups) is None:
+            yield Diagnostic(
+                code="group-in-selector",
+                message=f"'{names[0]}' is a group: it cannot be a part of a selector",
+                span=selector.span,
+                help=f"write '{names[0]}' alone, or give the group another name",
+            )

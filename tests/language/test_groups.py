@@ -1,0 +1,81 @@
+"""Groups of selectors: what they stand for, and where they cannot stand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policyc import load, parse
+from policyc.language.formatter import format_file
+from policyc.language.loader import parse_with_diagnostics
+from tests.support.linting import lint_codes
+from tests.support.strategies import ALL, products, selector_lists
+
+
+@given(selector_lists, products, st.booleans())
+@settings(max_examples=100)
+def test_a_group_stands_for_its_selectors(selectors, taken, defined_first):
+    """The policy with the group is that with its selectors, each with the products of the group's use."""
+    members = tuple(replace(s, products=ALL) for s in selectors)
+    use = "zz_group" if taken == ALL else f"zz_group @ {','.join(sorted(taken))}"
+    definition = f"group zz_group = {', '.join(map(str, members))}"
+    rule = f"xx, {use} where mlp -> fp8"
+    policy = parse(f"{definition}\n{rule}" if defined_first else f"{rule}\n{definition}")
+    (first, *rest) = policy.rules[0].selectors
+    assert str(first) == "xx"
+    assert rest == [replace(s, products=taken) for s in members]
+    assert parse(str(policy)) == policy
+
+
+def test_a_variant_and_a_schedule_use_the_groups_of_the_policy():
+    policy = parse("group g = a, b\nafter 5% { g -> fp8 }\nvariant v { g @ wgrad -> bf16 }")
+    assert [str(r) for r in policy.variant("v").rules] == ["a, b -> fp8", "a @ wgrad, b @ wgrad -> bf16"]
+
+
+def test_a_group_is_imported_and_can_be_redefined(tmp_path: Path):
+    (tmp_path / "base.policy").write_text("group g = a\ng -> fp8\n")
+    (tmp_path / "same.policy").write_text('import "base"\ng @ wgrad -> bf16\n')
+    (tmp_path / "other.policy").write_text('import "base"\ngroup g = b, c\n')
+    (tmp_path / "variant.policy").write_text('x -> bf16\nvariant v { import "base" }\n')
+    assert [str(r) for r in load(tmp_path / "same.policy").rules] == ["a -> fp8", "a @ wgrad -> bf16"]
+    assert [str(r) for r in load(tmp_path / "other.policy").rules] == ["b, c -> fp8"]
+    assert [str(r) for r in load(tmp_path / "variant.policy").variant("v").rules] == ["x -> bf16", "a -> fp8"]
+
+
+@pytest.mark.parametrize("text", ["group -> bf16", "group.a, group -> bf16", "a.group @ wgrad -> bf16"])
+def test_a_scope_may_be_named_group(text):
+    assert str(parse(text)) == f"{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [
+        ("group g = a\nx.g -> bf16", ["group-in-selector"]),
+        ("group g = a\n^g, g[0], g.* -> bf16", ["group-in-selector"] * 3),
+        ("group g = a\ngroup g = b\ng -> bf16", ["duplicate-group"]),
+        ("group g = a @ wgrad\nb -> bf16", ["unknown-product"]),
+        ("variant v { group g = a }\nb -> bf16", ["misplaced-statement"]),
+        ("after 5% { group g = a }\nb -> bf16", ["misplaced-statement"]),
+        (f"group g = {', '.join(f'a{i}' for i in range(65))}\ng -> bf16", ["too-many-alternatives"]),
+        ("group g =\ng -> bf16", ["syntax-error"]),
+        ("a b -> fp8\ngroup g = a\nc d -> bf16", ["syntax-error"] * 2),
+        ("group g = a\nb -> bf16", ["unused-group"]),
+        ("group g = a\nb -> bf16\nvariant v { g -> fp8 }", []),
+        ("group g = a\nrecipe r = fp8", []),  # a library
+        ("group g = g, a\ng -> bf16", []),  # the scope `g`
+        ("group g = a, a.b\ng -> fp8\na -> bf16", ["shadowed-rule"]),
+    ],
+)
+def test_what_is_reported_about_groups(text, codes):
+    found = lint_codes(text)
+    assert found[: len(codes)] == codes
+    assert codes or not found
+
+
+def test_a_group_is_formatted_and_keeps_its_name():
+    loaded = parse_with_diagnostics("group  g={q , k}_proj ,layers[ -4: ].mlp # c\n g@wgrad->fp8")
+    assert format_file(loaded.file) == "group g = {q,k}_proj, layers[-4:].mlp  # c\ng @ wgrad -> fp8\n"
