@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from policyc.base.compile_cache import use_compile_cache
     from policyc.changes.api import diff
     from policyc.compiler.pipeline import apply, plan
     from policyc.compiler.plan import Plan
@@ -42,11 +43,13 @@ _MODULES = {
     "set_step": "compiler.schedule",
     "should_observe": "experiments.hooks",
     "stats": "experiments.telemetry",
+    "use_compile_cache": "base.compile_cache",
 }
 
 __all__ = [
     "Diagnostic", "Plan", "Policy", "PolicyError", "Rule", "Span", "active", "apply", "diff", "load", "observe",
     "parse", "plan", "rounding_step", "set_output_dir", "set_step", "should_observe", "stats",
+    "use_compile_cache",
 ]  # fmt: skip
 
 

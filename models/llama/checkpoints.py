@@ -326,18 +326,15 @@ def _silence_dropped_reads() -> None:
     no event loop.
     """
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    report_unraisable, report = sys.unraisablehook, sys.excepthook
+    report = sys.unraisablehook
 
     def report_others(error: Any) -> None:
         code = getattr(error.object, "cr_code", None)
-        if code is None or "orbax" not in code.co_filename:
-            report_unraisable(error)
+        is_dropped = code is not None and "orbax" in code.co_filename
+        if not is_dropped and str(error.exc_value) != "Event loop is closed":
+            report(error)
 
-    def report_other_errors(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if str(error) != "Event loop is closed":
-            report(kind, error, trace)
-
-    sys.unraisablehook, sys.excepthook = report_others, report_other_errors
+    sys.unraisablehook = report_others
 
 
 def _shapes(state: Any) -> list[list[int]]:

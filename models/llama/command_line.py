@@ -40,10 +40,18 @@ GROUPS = {
                                 "accept_changes", "init_from"),
     "validation and exports": ("eval_every", "eval_batches", "export_every", "export_command", "export_timeout",
                                "on_export_fault"),
-    "metrics and profiles": ("log_every", "norms_every", "wandb", "peak_tflops", "profile", "profile_steps"),
+    "metrics and profiles": ("log_every", "norms_every", "wandb", "peak_tflops", "profile", "profile_steps",
+                             "compile_cache"),
     "model": tuple(f.name for f in fields(ModelConfig)),
 }  # fmt: skip
 """The groups of options in the help."""
+
+# Options of other training programs, and what there is instead.
+OTHER_NAMES = {
+    "lr": "did you mean --learning-rate?",
+    "epochs": "a run has --steps, and its data repeats",
+    "resume": "the same command resumes a run by itself; --resume-from names a checkpoint of another run",
+}
 
 FIELDS: dict[str, Field[Any]] = {f.name: f for config in (RunConfig, ModelConfig) for f in fields(config)}
 TYPES = {"int": int, "float": float, "bool": bool}
@@ -58,24 +66,59 @@ def parse_args(arguments: Sequence[str] | None = None) -> tuple[str, ModelConfig
         "train.py", "train.py [--help] [--config NAME] [--settings FILE] [OPTION ...]", "Pretrain a Llama.", EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    known, _ = _add_sources(argparse.ArgumentParser(add_help=False, allow_abbrev=False)).parse_known_args(
-        arguments
-    )
     try:
-        file = read_settings(Path(known.settings)) if known.settings else {}
+        name, model, run = _add_all(parser, arguments)
     except ConfigError as error:
         parser.error(str(error))
-    name = known.config or file.pop("config", "tiny")
-    if name not in CONFIGS:
-        parser.error(f"there is no configuration '{name}': choose from {', '.join(CONFIGS)}")
-    model, run = _replace(*CONFIGS[name], file)
-    _add_sources(parser)
-    _add_options(parser, {**vars(model), **vars(run)}, name)
-    values = {n: v for n, v in vars(parser.parse_args(arguments)).items() if n in FIELDS and v is not None}
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options = [word for word in unknown if word.startswith("-")]  # the others may be their values
+        parser.error("; ".join(map(_explain_unknown, options or unknown)))
+    values = {n: v for n, v in vars(parsed).items() if n in FIELDS and v is not None}
     model, run = _replace(model, run, values)
     if errors := invalid_settings(model, run):
         parser.error("; ".join(errors))
     return name, model, run
+
+
+def format_options(arguments: Sequence[str]) -> str:
+    """The help for all options, with the defaults of the configuration that a command line names."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    try:
+        _add_all(parser, arguments)
+    except ConfigError:
+        _add_options(parser, {**vars(ModelConfig()), **vars(RunConfig())}, "tiny")
+    return parser.format_help()
+
+
+def _add_all(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> tuple[str, ModelConfig, RunConfig]:
+    """Adds all options, and returns the configuration that their defaults are from."""
+    sources = _add_sources(argparse.ArgumentParser(add_help=False, allow_abbrev=False))
+    known, _ = sources.parse_known_args(arguments)
+    _add_sources(parser)
+    file = read_settings(Path(known.settings)) if known.settings else {}
+    name = known.config or file.pop("config", "tiny")
+    if name not in CONFIGS:
+        close = difflib.get_close_matches(name, CONFIGS, n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise ConfigError(f"there is no configuration '{name}': {hint}choose from {', '.join(CONFIGS)}")
+    model, run = _replace(*CONFIGS[name], file)
+    _add_options(parser, {**vars(model), **vars(run)}, name)
+    return name, model, run
+
+
+def _explain_unknown(word: str) -> str:
+    """What to say about a word of the command line that is no option and no value of one."""
+    name = word.partition("=")[0].lstrip("-").replace("-", "_")
+    if not word.startswith("-"):
+        return f"'{word}' belongs to no option"
+    if name in OTHER_NAMES:
+        return f"there is no option '{word}': {OTHER_NAMES[name]}"
+    close = difflib.get_close_matches(name, [*FIELDS, "config", "settings"], n=1)
+    remedy = f"did you mean --{close[0].replace('_', '-')}?" if close else "--help lists all options"
+    return f"there is no option '{word}': {remedy}"
 
 
 def _add_sources(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

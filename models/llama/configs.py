@@ -147,6 +147,8 @@ class RunConfig:
     on_export_fault: str = operational("continue", "what to do if it fails", choices=("continue", "stop"))
     step_timeout: float = operational(0.0, "end the run if a step takes this many seconds, not counting compiling; "
                                       "0: never")  # fmt: skip
+    compile_cache: str | None = operational(None, "folder in which compiled programs are kept, or off (default: "
+                                            "~/.cache/policyc/compiled)")  # fmt: skip
     log_every: int = operational(10, "steps between lines of output without a terminal", least=1)
     norms_every: int = operational(0, "steps between the norms of each parameter and its gradient; 0: never")
     wandb: str | None = operational(None, "Weights & Biases project to report to")
@@ -212,6 +214,8 @@ def invalid_settings(model: ModelConfig, run: RunConfig) -> list[str]:
     if model.experts and model.experts_per_token == 1:
         errors.append("--experts-per-token 1: the weights of a token's experts add up to 1, so the loss would not "
                       "teach the router which one to choose; use 2 or more")  # fmt: skip
+    if model.kv_heads > 0 and model.heads % model.kv_heads:
+        errors.append(f"--heads {model.heads}: it must be a multiple of --kv-heads {model.kv_heads}")
     if run.seeds is not None:
         errors += _invalid_seeds(run)
     of_processes = {

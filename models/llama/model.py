@@ -73,6 +73,10 @@ def make_mesh(config: ModelConfig, run: RunConfig) -> Mesh:
     if run.seeds is not None and count > 1:
         raise ConfigError(f"--seeds runs on one device, and there are {count}: choose one, such as by "
                           "CUDA_VISIBLE_DEVICES=0, or start a process per seed with --seed")  # fmt: skip
+    if run.data_axis < 1 and count % rest:
+        axes = " x ".join(f"--{name}-axis {size}" for name, size in fixed.items() if size > 1)
+        there = "there is 1" if count == 1 else f"there are {count}"
+        raise ConfigError(f"{axes} needs a multiple of {rest} devices, and {there}: change the axes")
     data = run.data_axis if run.data_axis > 0 else count // rest
     if data * rest != count:
         mesh = " x ".join(f"{size} {name}" for name, size in {"data": data, **fixed}.items())

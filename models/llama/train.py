@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(name: str, config: ModelConfig, run: RunConfig) -> None:
     """Starts or resumes a run, and trains until its last step or until a signal."""
     account = TimeAccount()
+    policyc.use_compile_cache(run.compile_cache)
     if run.distributed:
         join_processes(run)
     with (

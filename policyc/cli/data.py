@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 import signal
 import sys
 import time
@@ -162,7 +163,8 @@ def tokenize(
     for part, name in names.items():
         _print_token_file(name, files[part])
     split = f",validation={validation}" if validation else ""
-    click.echo(f"train with: --data 'tokens:{out},dtype={dtype},end={end}{split}'")
+    tokens = f"--data 'tokens:{out},dtype={dtype},end={end}{split}'"
+    click.echo(f"train with: {tokens}" + (f" --tokenizer {shlex.quote(tokenizer)}" if tokenizer else ""))
 
 
 def _check_token_files(names: dict[bool, str]) -> None:

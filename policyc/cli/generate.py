@@ -177,11 +177,15 @@ def _make_transform(model: TrainedModel, policy: Policy, backend: str) -> Transf
 
 
 def _describe(model: TrainedModel, sampling: Sampling, command: _GenerateCommand) -> str:
-    draws = "the most probable tokens"
+    draws = f"at most {sampling.tokens} tokens, the most probable ones"
     if sampling.temperature:
-        draws = f"temperature {sampling.temperature:g}, seed {sampling.seed}"
+        draws = (
+            f"at most {sampling.tokens} tokens, temperature {sampling.temperature:g}, top-k "
+            f"{sampling.top_k or 'all'}, top-p {sampling.top_p:g}, seed {sampling.seed}"
+        )
     trained = f" (trained under {model.policy})" if model.policy else ""
-    policy = f"policy {command.policy}" if command.policy else "no policy"
+    variant = f":{command.variant}" if command.variant else ""
+    policy = f"policy {command.policy}{variant}, backend {command.backend}" if command.policy else "no policy"
     return f"{model.name}: {model.config.compute}, {policy}{trained}; {draws}"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from policyc.base.text import closest_name
 from policyc.cli.common import load_policy
 from policyc.cli.program import program_name
 from policyc.cli.sweep_runs import SweepOptions, TrainerCommand, run_sweep, split_names, sweep_options
@@ -69,6 +70,13 @@ def parity(program: tuple[str, ...], policies: str, options: SweepOptions) -> No
     from policyc.experiments.sweep.variants import policy_name
 
     config = program[0] if is_config(program[0]) else None
+    if config is None and not Path(program[0]).exists():
+        from policyc.models.llama.configs import CONFIGS
+
+        if similar := closest_name(program[0], CONFIGS):
+            raise click.UsageError(
+                f"no such script: '{program[0]}'; did you mean the configuration '{similar}'?"
+            )
     words = _evaluate(config, program[1:], options.steps) if config else program
     compared = [
         EditedPolicy(name=policy_name(name), policy=expand(load_policy(name)), edit=f"the policy {name}")

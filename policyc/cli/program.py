@@ -166,6 +166,9 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     policy = load_policy(policy_name, options.variant)
     if options.rounding_seed is not None:
         policy = policy.with_seed(options.rounding_seed)
+    from policyc.base.compile_cache import use_compile_cache
+
+    use_compile_cache()
     from policyc.experiments import runner
     from policyc.language.diagnostics import PolicyError
 

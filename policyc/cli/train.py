@@ -14,14 +14,29 @@ from policyc.cli.program import parse_program, run_under_policy
 from policyc.language.bundled import data_folder
 
 
+class TrainCommand(ExampleCommand):
+    """Its help has the options of the training program too, with the defaults of the configuration that is named."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["policyc.arguments"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from policyc.models.llama.command_line import format_options
+
+        super().format_options(ctx, formatter)
+        with formatter.section("Options of the training program"):
+            for line in format_options(ctx.meta["policyc.arguments"]).splitlines():
+                formatter.write(f"{'':>{formatter.current_indent}}{line}".rstrip() + "\n")
+
+
 @click.command(
-    cls=ExampleCommand,
+    cls=TrainCommand,
     context_settings={"ignore_unknown_options": True},
     examples="""
     policyc train --config tiny --policy llama_nvfp4             a small model on any machine
     policyc train --config tiny                                  the same without a policy
     policyc train --config tiny --policy fp8 --stats-every 50    with statistics of the quantization error
-    policyc train -- --help                                      the options of the training program
     """,
 )
 @click.option("--policy", metavar="POLICY", show_default="none", help="Train under this policy.")

@@ -83,8 +83,11 @@ def locate(policy: str | Path) -> Path:
         raise unreadable_file_error(str(policy), str(error)) from None
     if path.parent == Path() and name in bundled_paths:
         return bundled_paths[name]
-    closest = closest_name(name, bundled_paths)
-    help = f"did you mean '{closest}'?" if closest else f"bundled policies: {', '.join(bundled_paths)}"
+    variants = sorted((n for n in bundled_paths if name in n.split("_")), key=len)[:2]
+    similar = variants or [n for n in [closest_name(name, bundled_paths)] if n]
+    help = f"bundled policies: {', '.join(bundled_paths)}"
+    if similar:
+        help = f"did you mean {' or '.join(map(repr, similar))}?"
     raise unreadable_file_error(str(policy), "no such file, and no bundled policy of that name", help)
 
 

@@ -63,3 +63,11 @@ def test_an_option_that_needs_a_policy_is_a_usage_error_without_one(option: str)
     result = policyc("train", *option.split())
     assert result.code == 2
     assert f"{option.split()[0]} needs --policy" in result.err
+
+
+def test_the_help_has_the_options_of_training_with_the_defaults_of_a_configuration():
+    for words, steps in (((), 200), (("--config", "19m"), 24400)):
+        ran = policyc("train", *words, "--help")
+        assert ran.code == 0
+        assert "--policy POLICY" in ran.out
+        assert f"--steps N             number of optimizer steps (default: {steps})" in ran.out

@@ -357,7 +357,7 @@ def test_undecodable_rows_of_parquet_and_array_records_are_skipped(tmp_path: Pat
 
 def test_bad_streams_are_refused_before_the_first_step(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    with pytest.raises(ConfigError, match="row 11: it has no column 'body', only id, text"):
+    with pytest.raises(ConfigError, match="has a column 'body': they have id, text"):
         open_source(f"{path},column=body")
     with pytest.raises(ConfigError, match="shuffle=many: expected a whole number"):
         open_source(f"{path},shuffle=many")

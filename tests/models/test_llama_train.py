@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import errno
 import json
 import os
@@ -36,7 +37,7 @@ pytest.importorskip("optax", reason="optax is not installed: pip install 'policy
 pytest.importorskip("grain", reason="grain is not installed: pip install 'policyc[train]'")
 pytest.importorskip("orbax.checkpoint", reason="orbax is not installed: pip install 'policyc[train]'")
 pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'policyc[train]'")
-from policyc.models.llama import artifacts, checkpoints, configs, metrics, optimizer, train
+from policyc.models.llama import artifacts, checkpoints, command_line, configs, metrics, optimizer, train
 from policyc.models.llama.configs import ConfigError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -413,6 +414,49 @@ def test_a_faulty_export_command_is_explained(words, message, tmp_path):
     assert artifacts.run_command("test -d {path}", tmp_path, 60) is None
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lr 1e-3", "there is no option '--lr': did you mean --learning-rate?"),
+        ("--learning_rate=1", "there is no option '--learning_rate=1': did you mean --learning-rate?"),
+        ("--confg tiny", "did you mean --config?"),
+        ("--resume", "the same command resumes a run by itself"),
+        ("--config tinny", "there is no configuration 'tinny': did you mean 'tiny'?"),
+        ("--warmup 100", "--warmup 100 is a fraction of the steps: did you mean --warmup-steps 100?"),
+        ("--warmup-steps 3 --warmup-tokens 3", "leave one out"),
+        ("--warmup-steps 300", "together are more than all steps"),
+        ("--heads 3", "--heads 3: it must be a multiple of --kv-heads 2"),
+        ("--checkpoint-minutes 3 --distributed", "--checkpoint-minutes is for one process"),
+        ("tiny", "'tiny' belongs to no option"),
+    ],
+)
+def test_a_wrong_option_is_explained(words, message, capsys):
+    with pytest.raises(SystemExit):
+        command_line.parse_args(words.split())
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error
+    assert "belongs to no option" not in error or words == "tiny"
+
+
+def test_an_axis_that_does_not_fit_is_named(capsys):
+    assert train.main(flags(fsdp_axis=3)) == 1
+    assert "--fsdp-axis 3 needs a multiple of 3 devices, and there are 8" in capsys.readouterr().err
+
+
+def test_the_warm_up_is_a_fraction_steps_or_tokens():
+    run = configs.RunConfig(steps=200, batch=8, sequence=16)
+    settings = [{"warmup": 0.25}, {"warmup_steps": 50}, {"warmup_tokens": 50 * 8 * 16}]
+    assert [configs.warmup_fraction(dataclasses.replace(run, **each)) for each in settings] == [0.25] * 3
+
+
+def test_a_column_that_no_row_has_is_one_error(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "id": 1}\n' * 20)
+    assert train.main(flags(data=f"{path},column=body")) == 1
+    message = f"error: no row of '{path}' has a column 'body': they have text, id (column=NAME)\n"
+    assert capsys.readouterr().err == message
+
+
 def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
     assert train.main(flags(out=tmp_path / "run", data="stdlib", vocab=256)) == 1
     assert "vocabulary of 256" in capsys.readouterr().err
@@ -582,7 +626,14 @@ def test_the_program_uses_only_the_documented_hooks_of_policyc():
                 used |= {node.attr} if node.value.id == "policyc" else set()
     ours = {name for name in imported if name.split(".")[0] == "policyc"}
     assert {name for name in ours if not name.startswith("policyc.models.llama")} == {"policyc"}
-    assert used == {"rounding_step", "set_step", "set_output_dir", "should_observe", "observe"}
+    assert used == {
+        "rounding_step",
+        "set_step",
+        "set_output_dir",
+        "should_observe",
+        "observe",
+        "use_compile_cache",
+    }
 
 
 @pytest.mark.parametrize("package", ["optax", "orbax"])

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from policyc.models.llama.data.specs import DataSpec, list_files
 
 LONGEST_LINE = 1 << 28  # bytes of a JSON line
 ENDS = 1 << 16  # bytes at both ends of a file that identify it
+FIRST_ROWS = 10  # that are looked at before the first step
 T = TypeVar("T")
 READ_ERRORS = (OSError, RuntimeError, ValueError, EOFError, zlib.error)
 
@@ -225,7 +227,14 @@ class HubCorpus:
 
 
 def open_corpus(spec: DataSpec, seed: int | None) -> Corpus:
-    return HubCorpus(spec) if spec.kind == "hf" else FileCorpus(spec, seed)
+    corpus: Corpus = HubCorpus(spec) if spec.kind == "hf" else FileCorpus(spec, seed)
+    first = [record.content for record in itertools.islice(corpus.read(0, None), FIRST_ROWS)]
+    if len(first) > 1 and all(isinstance(content, dict) and spec.column not in content for content in first):
+        there = ", ".join(first[0]) or "none"
+        raise ConfigError(
+            f"no row of '{spec.name}' has a column '{spec.column}': they have {there} (column=NAME)"
+        )
+    return corpus
 
 
 def shuffle(items: Iterable[T], seed: str) -> list[T]:

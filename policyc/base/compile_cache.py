@@ -1,0 +1,54 @@
+"""Where JAX keeps compiled programs: by default in a folder of the user, so that the next start takes seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+VARIABLE = "POLICYC_COMPILE_CACHE"
+OFF = "off"
+MAX_BYTES = 10 * 2**30  # of the folder; JAX then removes what was not used for longest
+
+
+def use_compile_cache(folder: str | None = None) -> None:
+    """Makes JAX keep compiled programs in a folder, also in the processes that this one starts.
+
+    Args:
+      folder: "off" keeps nothing. By default what POLICYC_COMPILE_CACHE says; if it is not set, what JAX is configured
+        to do (JAX_COMPILATION_CACHE_DIR); if it is not, `policyc/compiled` in the user's cache folder.
+    """
+    chosen = folder or os.environ.get(VARIABLE)
+    if chosen is None and _get("jax_compilation_cache_dir"):
+        return
+    if chosen == OFF:
+        _set("jax_compilation_cache_dir", None)
+        return
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    path = Path(chosen or os.path.join(home, "policyc", "compiled")).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.stderr.write(f"policyc: note: compiled programs are not kept: {error}\n")
+        return
+    _set("jax_compilation_cache_dir", str(path))
+    if importlib.util.find_spec("filelock"):  # JAX needs it to count the bytes
+        _set("jax_compilation_cache_max_size", MAX_BYTES)
+
+
+def _get(name: str) -> str | None:
+    if "jax" in sys.modules:
+        value: str | None = getattr(sys.modules["jax"].config, name)
+        return value
+    return os.environ.get(name.upper())
+
+
+def _set(name: str, value: str | int | None) -> None:
+    """Sets an option of JAX, whether or not JAX is loaded. A program may still set variables that JAX reads then."""
+    if value is None:
+        os.environ.pop(name.upper(), None)
+    else:
+        os.environ[name.upper()] = str(value)
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update(name, value)
