@@ -12,7 +12,8 @@ from typing import Any
 
 from policyc.changes.model import ProductState
 from policyc.compiler.plan_tables import PLAN_SCHEMA
-from policyc.compiler.sites import Layer, Site, Sites, dotted
+from policyc.compiler.sites import Site, Sites, dotted
+from policyc.compiler.stacks import Layer
 from policyc.language.recipes import Gemm
 from policyc.numerics.backends.choice import PLAIN, Lowering, Obstacle
 

@@ -12,7 +12,8 @@ from policyc.changes.earlier import EarlierPlan
 from policyc.changes.model import Linear, LinearRun, ProductChange, ProductSide, ProductState
 from policyc.changes.predict import Prediction
 from policyc.compiler.plan import Decision, Phase, Plan, gemm_queries
-from policyc.compiler.sites import Layer, Site
+from policyc.compiler.sites import Site
+from policyc.compiler.stacks import Layer
 from policyc.hardware.gemm_cost import product_format
 from policyc.jaxcore.transform import Address
 from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policyc.changes.matching import MatchedLoss
-from policyc.compiler.sites import Layer, Site
+from policyc.compiler.sites import Site
+from policyc.compiler.stacks import Layer
 from policyc.jaxcore.transform import Address
 from policyc.language.policy import Policy
 from policyc.language.recipes import Gemm

@@ -14,4 +14,5 @@ __all__ = [
     "schedule",
     "session",
     "sites",
+    "stacks",
 ]

@@ -27,6 +27,8 @@ from policyc.compiler.dots import (
     pick_weight,
     why_opaque,
 )
+from policyc.compiler.flow import build_flow
+from policyc.compiler.kinds import add_kinds
 from policyc.compiler.layers import EnclosingLoop, LayerIndices
 from policyc.compiler.other_products import kind_and_name, product_flops, sum_by_kind
 from policyc.compiler.paths import add_stack_sizes
@@ -46,7 +48,8 @@ from policyc.compiler.provenance.integers import (
     constant_value,
     loop_slice,
 )
-from policyc.compiler.sites import Origin, OtherProduct, PathTemplate, Site, Sites, Stack
+from policyc.compiler.sites import Origin, OtherProduct, PathTemplate, Site, Sites
+from policyc.compiler.stacks import Stack
 from policyc.compiler.trace import FrozenWeight
 from policyc.compiler.var_info import (
     MANY_PROJECTIONS,
@@ -109,10 +112,11 @@ def analyze(
     with_layers = (site.with_layers(analyzer.layers) for site in analyzer.sites.values())
     sites = [site for site in with_layers if site.count]  # others are in branches that are never taken
     scopes = add_stack_sizes([s.scope.path for s in sites])
+    sites = [replace(s, scope=replace(s.scope, path=path)) for s, path in zip(sites, scopes, strict=True)]
+    is_parameter = [path is not None for path in parameters]
+    flow = build_flow(jaxpr, is_parameter, frozen or {}, [site.address for site in sites])
     return Sites(
-        sites=tuple(
-            replace(s, scope=replace(s.scope, path=path)) for s, path in zip(sites, scopes, strict=True)
-        ),
+        sites=add_kinds(flow, sites, analyzer.looked_up),
         parameters=tuple(p for p in parameters if p is not None),
         jaxpr=jaxpr,
         looked_up=frozenset(analyzer.looked_up),
@@ -263,7 +267,7 @@ class _Analyzer:
             address=context.address,
             scope=PathTemplate(read_segments((*context.scope, *jaxprs.name_scopes(eqn)))),
             weight=weight,
-            kind="ragged" if jaxprs.primitive_name(eqn).startswith("ragged") else "dot",
+            is_ragged=jaxprs.primitive_name(eqn).startswith("ragged"),
             batch=batch,
             m=m,
             n=n,

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 from policyc.compiler.index_places import IndexPlaces, common_prefix
 from policyc.compiler.provenance.elements import AxisIndex, axis_indices, iterations_of
 from policyc.compiler.provenance.graph import ParameterSource, Source, loops_of, parameters_of, shard_maps_of
-from policyc.compiler.sites import IndexSlot, LayerTable, PathTemplate, Stack
+from policyc.compiler.sites import IndexSlot, PathTemplate
+from policyc.compiler.stacks import LayerTable, Stack
 from policyc.jaxcore.regions import Unknown
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath, PathSegment

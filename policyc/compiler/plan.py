@@ -14,7 +14,8 @@ from typing import Any
 
 from policyc.base.notebook import html_table
 from policyc.compiler.execution import ExecutionOptions
-from policyc.compiler.sites import Layer, Site, Sites
+from policyc.compiler.sites import Site, Sites
+from policyc.compiler.stacks import Layer
 from policyc.jaxcore.transform import Address
 from policyc.language import recipes
 from policyc.language.diagnostics import Diagnostic, PolicyError
@@ -307,7 +308,7 @@ def gemm_queries(site: Site, recipe: Recipe) -> tuple[GemmQuery, GemmQuery, Gemm
             n=columns,
             k=contracted,
             batch=site.batch,
-            ragged=site.kind == "ragged",
+            ragged=site.is_ragged,
             types=types[gemm],
         )
         for gemm, (rows, columns, contracted) in sizes.items()
@@ -324,20 +325,25 @@ class _Matcher:
             tuple((p, s.products) for s in rule.selectors for p in expand_selector(s)) for rule in rules
         ]
         self._by_path: dict[DottedPath, _MatchedProducts] = {}
-        self._conditions: dict[Address, tuple[bool, ...]] = {}
+        self._conditions: dict[tuple[Address, int | None], tuple[bool, ...]] = {}
 
     def __call__(self, site: Site, layer: Layer) -> _MatchedProducts:
-        if site.address not in self._conditions:
-            attributes = site.attributes
-            self._conditions[site.address] = tuple(
-                rule.where is None or rule.where.holds(attributes) is True for rule in self._rules
-            )
         by_path = [self._match(path) for path in site.paths(layer)]
         joined = (
             by_path[0] if len(by_path) == 1 else tuple(a.union(*b) for a, *b in zip(*by_path, strict=True))
         )
-        holds = self._conditions[site.address]
+        holds = self._conditions_at(site, layer)
         return tuple(products if ok else frozenset() for products, ok in zip(joined, holds, strict=True))
+
+    def _conditions_at(self, site: Site, layer: Layer) -> tuple[bool, ...]:
+        """Whether the `where` of each rule holds."""
+        attributes = site.attributes(layer)
+        key = site.address, attributes.get("layer")
+        if key not in self._conditions:
+            self._conditions[key] = tuple(
+                rule.where is None or rule.where.holds(attributes) is True for rule in self._rules
+            )
+        return self._conditions[key]
 
     def _match(self, path: DottedPath) -> _MatchedProducts:
         if path not in self._by_path:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from policyc.base.text import count_noun, count_others
 from policyc.compiler.idle_rules import MULTIPLE_LOSSES_HINT, as_glob, idle_rules, suggest_selector
 from policyc.compiler.plan import Decisions, Plan
-from policyc.compiler.sites import Layer, Site, dotted
+from policyc.compiler.sites import Site, dotted
+from policyc.compiler.stacks import Layer
 from policyc.language.diagnostics import Diagnostic, PolicyError, Severity
 from policyc.language.policy import Rule
 from policyc.language.recipes import Gemm

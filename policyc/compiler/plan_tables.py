@@ -18,7 +18,7 @@ from policyc.language.recipes import OPERANDS, Gemm, Recipe
 from policyc.language.treatments import describe_options, normalize_if_valid
 from policyc.numerics.backends.choice import Lowering, Obstacle
 
-PLAN_SCHEMA = 2
+PLAN_SCHEMA = 3
 """The version of a plan as JSON. It changes with the fields, which docs/compiler.md describes."""
 
 _MAX_RULE_WIDTH = 60
@@ -278,7 +278,8 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "parameters": [dotted(p.path) for p in site.parameters],
         "module": None if site.module is None else dotted(site.module.path) or None,
         "place": site.place,
-        "kind": site.kind,
+        "kind": site.kind.name or None,
+        "ragged": site.is_ragged,
         "weight": site.weight,
         "batch": site.batch,
         "m": site.m,

@@ -19,7 +19,8 @@ from jax.extend.core.primitives import dot_general_p
 from policyc.compiler.hoist import ROUNDING_KEY, Quantizer, RewrittenLoss, SiteRecipe, make_quantizer
 from policyc.compiler.plan import Decisions
 from policyc.compiler.rounding import NO_SEED, RandomSource
-from policyc.compiler.sites import Layer, Site, Sites
+from policyc.compiler.sites import Site, Sites
+from policyc.compiler.stacks import Layer
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
 from policyc.jaxcore.define_primitive import job_of
@@ -299,7 +300,7 @@ class SiteRewriter(Transform):
 
 def _activation(site: Site) -> Var | None:
     """The variable that a site reads beside its weight."""
-    if site.kind != "dot" or site.weight is None:
+    if site.is_ragged or site.weight is None:
         return None
     operand = site.eqn.invars[1 if site.weight == "lhs" else 0]
     return operand if isinstance(operand, Var) else None
@@ -319,7 +320,7 @@ def _site_key(site: Site, site_recipe: SiteRecipe) -> tuple[Hashable, ...]:
 
 def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
     """The function that replaces a site: of the operands of its equation, and then of `inputs`."""
-    if site.kind == "ragged":
+    if site.is_ragged:
         assert inputs.weight is None
         return _quantized_ragged_gemm(site, site_recipe, inputs)
     params = site.eqn.params

@@ -11,11 +11,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, Literal, TypeVar
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from policyc.base.notebook import html_table
+from policyc.compiler.site_kinds import SiteBlock, SiteKind
+from policyc.compiler.stacks import Layer, LayerTable, Stack
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import AxisEnv
 from policyc.jaxcore.transform import Address
@@ -23,47 +24,6 @@ from policyc.language.predicates import SiteAttributes
 from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, PathSegment
 from policyc.numerics.products import Weight
-
-T = TypeVar("T")
-
-Layer = tuple[int, ...]
-"""An index in each of the stacks around a site, the outermost first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Layers that share one jaxpr: the iterations of a scan, or the devices of a shard_map."""
-
-    address: Address
-    size: int
-    is_shard_map: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTable(Generic[T]):
-    """A value for each combination of indices in some stacks, the last stack varying fastest."""
-
-    stacks: tuple[Stack, ...]
-    values: tuple[T, ...]
-
-    def __getitem__(self, indices: Mapping[Address, int]) -> T:
-        """The value, given the index in each stack."""
-        position = 0
-        for stack in self.stacks:
-            position = position * stack.size + indices[stack.address]
-        return self.values[position]
-
-    def simplify(self) -> LayerTable[T]:
-        """The same table without the stacks on which its values do not depend."""
-        stacks, values = list(self.stacks), self.values
-        for stack in reversed(self.stacks):
-            inner = math.prod(s.size for s in stacks[stacks.index(stack) + 1 :])
-            rows = [values[start : start + inner] for start in range(0, len(values), inner)]
-            members = [rows[start : start + stack.size] for start in range(0, len(rows), stack.size)]
-            if all(row == group[0] for group in members for row in group):
-                values = tuple(value for group in members for value in group[0])
-                stacks.remove(stack)
-        return LayerTable(tuple(stacks), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +107,11 @@ class Site:
     loops: tuple[Stack, ...] = ()
     """All scans over layers around it. A weight that all iterations share is in a loop without being in a stack."""
     weight: Weight
-    kind: Literal["dot", "ragged"]
+    is_ragged: bool = False
+    """Is it a product of rows in groups, with a matrix for each group (`ragged_dot`)?"""
+    kind: SiteKind = SiteKind()
+    block: SiteBlock | None = None
+    """The block of the model that it is in, if it is in one."""
     batch: int
     m: int
     n: int
@@ -255,17 +219,24 @@ class Site:
         """Of all its products in a step."""
         return self.flops * self.repeats * len(self.products)
 
-    @property
-    def attributes(self) -> SiteAttributes:
-        """The variables of `where`."""
-        return {
+    def attributes(self, layer: Layer) -> SiteAttributes:
+        """The variables of `where`. `layer` is missing if it is not known."""
+        attributes: dict[str, int | bool | None] = {
             "m": self.m,
             "n": self.n,
             "k": self.k,
             "batch": self.batch,
             "flops": self.flops,
             "weight": self.weight is not None,
+            "block": self.block is not None,
+            **self.kind.flags,
         }
+        if self.block is None:
+            return {**attributes, "layer": None, "layers": None}
+        if self.block.unknown:
+            return attributes
+        number = self.block.number[self.stack_indices(layer)]
+        return {**attributes, "layer": number, "layers": self.block.count}
 
     def layers(self) -> Iterator[Layer]:
         """The layers in which it runs."""

@@ -21,7 +21,8 @@ from policyc.compiler.hoist import ROUNDING_KEY, SiteRecipe
 from policyc.compiler.plan import Decisions, Plan
 from policyc.compiler.rewrite import SharedActivation, SiteInputs, SiteRewriter, SiteTemplate, quantized_gemm
 from policyc.compiler.rounding import RandomSource
-from policyc.compiler.sites import Layer, Site
+from policyc.compiler.sites import Site
+from policyc.compiler.stacks import Layer
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import SCAN, container_of
 from policyc.jaxcore.jaxprs import AnyJaxpr
@@ -106,7 +107,7 @@ class TapRewriter(SiteRewriter):
 
     def _is_measured(self, site: Site) -> bool:
         """Ragged products are not measured, nor sites that no extra input can reach (those in a shard_map)."""
-        return site.kind == "dot" and site.takes_extra_inputs
+        return not site.is_ragged and site.takes_extra_inputs
 
     def key(self, position: Position) -> Hashable | None:
         key = super().key(position)

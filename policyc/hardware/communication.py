@@ -56,7 +56,7 @@ def _gathered_bytes(group: LayerGroup, step: TrainingStep) -> float:
     plain, recipe = _plain_bytes(group), group.recipe
     gemms = [Gemm.FPROP] * (1 + (step.remat in RECOMPUTES_GEMMS))
     gemms += [Gemm.DGRAD] * (Gemm.DGRAD in group.site.products)
-    if recipe is None or group.site.kind == "ragged":
+    if recipe is None or group.site.is_ragged:
         return float(plain * len(gemms))
     total, scales_of_step = 0.0, 0.0
     for gemm in gemms:

@@ -14,7 +14,8 @@ from math import ceil
 
 from policyc.compiler.plan import Plan
 from policyc.compiler.schedule import current_phase
-from policyc.compiler.sites import Layer, Site
+from policyc.compiler.sites import Site
+from policyc.compiler.stacks import Layer
 from policyc.hardware import hlo
 from policyc.language.recipes import Gemm
 from policyc.numerics.backends.choice import Lowering

@@ -226,7 +226,7 @@ def quantization_seconds(
         if role is Role.WEIGHT:
             elements = weight_elements(group.site) / mesh.tensor
             seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend, is_computed=False)
-            shards = 1 if group.site.kind == "ragged" else mesh.fsdp * (accumulate if is_fixed else 1)
+            shards = 1 if group.site.is_ragged else mesh.fsdp * (accumulate if is_fixed else 1)
             total += seconds / shards
             continue
         seconds = gemm_cost.quantize_seconds(target, treatments, elements, backend)

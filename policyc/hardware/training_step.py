@@ -109,7 +109,7 @@ def activation_key(site: Site) -> OperandKey:
 
 def microbatch_tokens(plan: Plan) -> int:
     """The number of tokens in one evaluation of the loss. A ragged product has a row for each expert of a token."""
-    return max(s.m * s.batch for s in plan.sites if s.weight is not None and s.kind == "dot")
+    return max(s.m * s.batch for s in plan.sites if s.weight is not None and not s.is_ragged)
 
 
 def count_backends(plan: Plan) -> Counter[str]:
@@ -141,7 +141,7 @@ def local_shape(site: Site, mesh: MeshShape) -> tuple[float, float, float, float
 def weight_elements(site: Site) -> int:
     """The elements of the weights that one product reads. A ragged product reads a matrix for each group of rows."""
     weights: Any = site.eqn.invars[1].aval
-    groups = weights.shape[0] if site.kind == "ragged" else 1
+    groups = weights.shape[0] if site.is_ragged else 1
     return int(site.batch * site.n * site.k * groups)
 
 

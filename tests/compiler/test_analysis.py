@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from policyc.compiler.plan import make_plan
 from policyc.compiler.sites import Site, dotted
+from policyc.language.kinds import KINDS
 from policyc.language.loader import parse
 from policyc.language.recipes import Gemm
 from tests.support.jaxpr_tools import find_sites, struct
@@ -45,7 +46,7 @@ def test_a_weight_on_the_right() -> None:
     site = only_site(lambda p, x: x @ p["w"])
     assert (site.name, site.weight) == ("w", "rhs")
     assert (site.batch, site.m, site.n, site.k) == (1, 8, 32, 16)
-    assert (site.kind, site.repeats, site.count) == ("dot", 1, 1)
+    assert (site.is_ragged, site.repeats, site.count) == (False, 1, 1)
     assert site.flops == 2 * 8 * 32 * 16
 
 
@@ -620,7 +621,7 @@ def test_a_ragged_product() -> None:
     site = only_site(
         lambda p, x, sizes: lax.ragged_dot(x, p["w"], sizes), {"w": struct(2, 16, 32)}, X, GROUPS
     )
-    assert (site.kind, site.weight, site.m, site.n, site.k, site.opaque) == ("ragged", "rhs", 8, 32, 16, "")
+    assert (site.is_ragged, site.weight, site.m, site.n, site.k, site.opaque) == (True, "rhs", 8, 32, 16, "")
     assert site.origin is None
 
 
@@ -634,7 +635,7 @@ def test_a_ragged_product_of_another_form_is_opaque() -> None:
         X,
         GROUPS,
     )
-    assert (site.kind, site.name, site.n) == ("ragged", "w", 32)
+    assert (site.is_ragged, site.name, site.n) == (True, "w", 32)
     assert "ragged" in site.opaque
 
 
@@ -726,8 +727,10 @@ def test_the_hash_is_that_of_the_computation() -> None:
 
 def test_attributes_for_where() -> None:
     site = only_site(lambda p, x: x @ p["w"])
-    assert site.attributes == {
-        "m": 8, "n": 32, "k": 16, "batch": 1, "flops": 2 * 8 * 32 * 16, "weight": True,
+    kinds = dict.fromkeys(KINDS, False)
+    assert site.attributes(()) == {
+        "m": 8, "n": 32, "k": 16, "batch": 1, "flops": 2 * 8 * 32 * 16, "weight": True, **kinds,
+        "layer": None, "layers": None,
     }  # fmt: skip
     assert "test_analysis.py:" in site.place
 

@@ -156,7 +156,7 @@ def test_columns_are_aligned_without_trailing_spaces() -> None:
 def test_a_plan_as_json() -> None:
     plan = plan_model("* -> mxfp8; layers[1:3].up @ dgrad -> bf16; layers.down -> keep", target="gb200")
     data = json.loads(as_json(plan))
-    assert data["schema"] == 2
+    assert data["schema"] == 3
     assert data["policy"] == {"path": "<policy>", "sha256": plan.policy.sha256}
     assert data["jaxpr"] == {"sha256": plan.sites.hash}
     assert (data["backend"], data["machine"]) == ("auto", "gb200")
@@ -170,7 +170,8 @@ def test_a_plan_as_json() -> None:
         "scope": "",
         "parameters": ["layers.up"],
         "module": None,
-        "kind": "dot",
+        "kind": "mlp",
+        "ragged": False,
         "weight": "rhs",
         "batch": 1,
         "m": 8,

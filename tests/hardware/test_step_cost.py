@@ -191,7 +191,7 @@ def test_an_emulated_product_is_no_faster_than_in_bf16():
     target, mesh = get_target("gb200"), MeshShape()
     times = {}
     for policy in ("bf16", "te_nvfp4"):
-        groups = [g for g in plan_experts(policy).groups() if g.site.kind == "ragged"]
+        groups = [g for g in plan_experts(policy).groups() if g.site.is_ragged]
         times[policy] = [seconds for g in groups for _, seconds in step_cost.gemm_times(g, target, mesh)]
     assert len(times["bf16"]) == 9
     assert all(map(operator.gt, times["te_nvfp4"], times["bf16"]))

@@ -1,0 +1,317 @@
+"""The blocks of a model: which sites are in its repeated stack, and which number their block has.
+
+In a loop over layers a block is an iteration, or a part of one. In an unrolled program blocks are the equal bodies that
+follow each other, each using the result of the one before. A body that is not repeated is a block if it is a branch of
+the residual stream. Stacks that continue each other on a stream of the same width count as one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+from policyc.compiler.flow import Flow
+from policyc.jaxcore.transform import Address
+
+_MAX_CANDIDATES = 256  # periods that are tried from one position on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlace:
+    """Where a site is in its stack of blocks.
+
+    Attributes:
+      base: its block in the first iteration of the loops around it.
+      strides: for each of these loops, how many blocks an iteration has.
+      count: the number of blocks in the stack.
+      stack: the number of the stack.
+    """
+
+    base: int
+    strides: tuple[tuple[Address, int], ...] = ()
+    count: int
+    stack: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """What the search for blocks reads of a site.
+
+    Attributes:
+      key: equal for products that may be the same product of two blocks.
+      mixer: identifies the attention that it is part of; None if it is part of none.
+      loops: the loops over layers around it, the outermost first.
+      in_branch: whether it is in a branch of the residual stream.
+      width: the size of what it contracts.
+    """
+
+    node: int
+    key: Hashable
+    mixer: int | None
+    loops: tuple[Address, ...]
+    in_branch: bool
+    width: int
+
+
+@dataclass(slots=True)
+class _Item:
+    """A product, or a loop over layers with what is in it."""
+
+    products: list[Product]
+    key: Hashable
+    loop: Address | None = None
+    body: _Layers | None = None
+
+    @property
+    def is_loop(self) -> bool:
+        return self.loop is not None
+
+
+@dataclass(slots=True)
+class _Layers:
+    """Consecutive blocks: `items` are those of each. A loop is the only item of its blocks."""
+
+    blocks: list[list[_Item]] = field(default_factory=list)
+
+    def count(self, lengths: dict[Address, int]) -> int:
+        return sum(_item_count(items, lengths) for items in self.blocks)
+
+
+def _item_count(items: Sequence[_Item], lengths: dict[Address, int]) -> int:
+    (first, *_) = items
+    if first.loop is None or first.body is None:
+        return 1
+    return lengths[first.loop] * first.body.count(lengths)
+
+
+def find_blocks(
+    flow: Flow,
+    products: Sequence[Product],
+    lengths: dict[Address, int],
+    continues: Callable[[int, int], bool],
+) -> dict[int, BlockPlace]:
+    """The place of every product that is in a block, by its node.
+
+    `lengths` has the number of iterations of each loop over layers. `continues` says whether the product of the second
+    node is the first to read what the blocks before it made, the first node being the last product of these.
+    """
+    finder = _Finder(flow, lengths, continues)
+    places: dict[int, BlockPlace] = {}
+    for number, stack in enumerate(finder.stacks(finder.items(products, 0))):
+        first = BlockPlace(base=0, count=stack.count(lengths), stack=number)
+        finder.place(stack, first, places)
+    return places
+
+
+class _Finder:
+    def __init__(
+        self, flow: Flow, lengths: dict[Address, int], continues: Callable[[int, int], bool]
+    ) -> None:
+        self._flow, self._lengths, self._continues = flow, lengths, continues
+        self._requires_branch = False
+
+    def items(self, products: Sequence[Product], depth: int) -> list[_Item]:
+        """The products of a body in order, those of a loop over layers as one item."""
+        if depth == 0:
+            self._requires_branch = any(p.in_branch for p in products)
+        items: list[_Item] = []
+        for loop, group in itertools.groupby(
+            products, lambda p: p.loops[depth] if len(p.loops) > depth else None
+        ):
+            members = list(group)
+            if loop is None:
+                items += [_Item([p], p.key) for p in members]
+            else:
+                body = self._loop_body(self.items(members, depth + 1))
+                items.append(_Item(members, ("loop", tuple(p.key for p in members)), loop, body))
+        return items
+
+    # ---- repetition
+
+    def _segments(self, items: list[_Item], *, in_loop: bool) -> list[_Layers]:
+        """The stacks in a sequence of items, and what is left between them as empty ones of no blocks."""
+        numbers: dict[Hashable, int] = {}
+        keys = [numbers.setdefault(item.key, len(numbers)) for item in items]
+        following: dict[int, list[int]] = {}
+        for position, key in enumerate(keys):
+            following.setdefault(key, []).append(position)
+        prefix = _Prefixes(keys)
+        found: list[_Layers] = []
+        rest: list[_Item] = []
+        position = 0
+        while position < len(items):
+            if items[position].is_loop:
+                found += [*self._leftover(rest, in_loop), _Layers([[items[position]]])]
+                rest, position = [], position + 1
+                continue
+            period, count = self._best_period(items, keys, following, prefix, position)
+            if count < 2:
+                rest.append(items[position])
+                position += 1
+                continue
+            found += self._leftover(rest, in_loop)
+            rest = []
+            end = position + period * count
+            bodies = [items[start : start + period] for start in range(position, end, period)]
+            found.append(_Layers([block for body in bodies for block in _divide(body)]))
+            position = end
+        return [*found, *self._leftover(rest, in_loop)]
+
+    def _best_period(
+        self,
+        items: list[_Item],
+        keys: list[int],
+        following: dict[int, list[int]],
+        prefix: _Prefixes,
+        position: int,
+    ) -> tuple[int, int]:
+        """The period that repeats over most items from a position on, and how often it does."""
+        best = (0, 0)
+        positions = following[keys[position]]
+        after = positions[_index_after(positions, position) :][:_MAX_CANDIDATES]
+        for other in after:
+            period = other - position
+            count = prefix.common(position, other) // period + 1
+            if count < 2 or count * period <= best[0] * best[1]:
+                continue
+            body = items[position : position + period]
+            if any(item.is_loop for item in body) or not self._is_stack(body, items[other : other + period]):
+                continue
+            best = (period, count)
+        return best
+
+    def _is_stack(self, body: list[_Item], next_body: list[_Item]) -> bool:
+        """Is the second of two equal bodies computed from the first?"""
+        if self._requires_branch and not any(p.in_branch for item in body for p in item.products):
+            return False
+        mixers, next_mixers = ({i.products[0].mixer for i in items} - {None} for items in (body, next_body))
+        if mixers & next_mixers:
+            return False
+        nodes = {p.node for item in body for p in item.products}
+        starts = [i for item in next_body for p in item.products for i in self._flow.inputs[p.node]]
+        return bool(nodes & self._flow.before(starts, nodes.__contains__, min(nodes)))
+
+    def _leftover(self, items: list[_Item], in_loop: bool) -> list[_Layers]:
+        """The blocks among items that do not repeat: consecutive branches of the residual stream.
+
+        In a loop over layers, what is between branches belongs to them.
+        """
+        if in_loop and any(item.products[0].in_branch for item in items):
+            return [_Layers(_divide(items))]
+        found = []
+        for in_branch, group in itertools.groupby(items, lambda item: item.products[0].in_branch):
+            members = list(group)
+            found.append(_Layers(_divide(members)) if in_branch else _Layers())
+        return found
+
+    # ---- stacks
+
+    def _loop_body(self, items: list[_Item]) -> _Layers:
+        """The blocks of an iteration. Items outside of them belong to the block before, or else to the one after."""
+        block_of = {
+            id(block[0]): block for layers in self._segments(items, in_loop=True) for block in layers.blocks
+        }
+        inside = {id(item) for block in block_of.values() for item in block}
+        blocks: list[list[_Item]] = []
+        pending: list[_Item] = []
+        for item in items:
+            if id(item) in block_of:
+                if pending and item.is_loop:
+                    blocks.append(pending)
+                    pending = []
+                blocks.append([*pending, *block_of[id(item)]])
+                pending = []
+            elif id(item) not in inside:
+                target = blocks[-1] if blocks and not blocks[-1][0].is_loop else pending
+                target.append(item)
+        return _Layers([*blocks, pending] if pending else blocks)
+
+    def stacks(self, items: list[_Item]) -> list[_Layers]:
+        """The stacks of the whole loss. Those that continue each other are one."""
+        stacks: list[_Layers] = []
+        may_continue = False
+        for layers in self._segments(items, in_loop=False):
+            if not layers.blocks:
+                may_continue = False
+                continue
+            if may_continue and self._continue_each_other(stacks[-1], layers):
+                stacks[-1] = _Layers([*stacks[-1].blocks, *layers.blocks])
+            else:
+                stacks.append(layers)
+            may_continue = True
+        return stacks
+
+    def _continue_each_other(self, one: _Layers, other: _Layers) -> bool:
+        last, first = one.blocks[-1][-1].products[-1], other.blocks[0][0].products[0]
+        same_width = one.blocks[0][0].products[0].width == first.width
+        return same_width and self._continues(last.node, first.node)
+
+    # ---- numbers
+
+    def place(self, layers: _Layers, first: BlockPlace, places: dict[int, BlockPlace]) -> None:
+        """Numbers the products of some blocks, of which `first` is the first one."""
+        base = first.base
+        for block in layers.blocks:
+            here = replace(first, base=base)
+            for item in block:
+                if item.loop is None or item.body is None:
+                    places.update({product.node: here for product in item.products})
+                else:
+                    stride = item.body.count(self._lengths)
+                    inside = replace(here, strides=(*here.strides, (item.loop, stride)))
+                    self.place(item.body, inside, places)
+            base += _item_count(block, self._lengths)
+
+
+def _divide(body: list[_Item]) -> list[list[_Item]]:
+    """The layers of a body that holds several, each with an attention and products after it that are not part of one.
+
+    A body with one attention, or several without other products between them, is one layer.
+    """
+    blocks: list[list[_Item]] = [[]]
+    seen: set[int] = set()
+    has_other = False
+    for item in body:
+        mixer = item.products[0].mixer
+        if mixer is not None and mixer not in seen:
+            if seen and has_other:
+                blocks.append([])
+                has_other = False
+            seen.add(mixer)
+        elif mixer is None and seen:
+            has_other = True
+        blocks[-1].append(item)
+    return blocks
+
+
+def _index_after(positions: list[int], position: int) -> int:
+    low, high = 0, len(positions)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if positions[middle] <= position else (low, middle)
+    return low
+
+
+class _Prefixes:
+    """Compares parts of a sequence of numbers by hashes of its prefixes."""
+
+    _BASE, _MODULUS = 1_000_003, (1 << 61) - 1
+
+    def __init__(self, keys: Sequence[int]) -> None:
+        self._hashes, self._powers = [0], [1]
+        for key in keys:
+            self._hashes.append((self._hashes[-1] * self._BASE + key + 1) % self._MODULUS)
+            self._powers.append(self._powers[-1] * self._BASE % self._MODULUS)
+
+    def common(self, one: int, other: int) -> int:
+        """How many numbers from two positions on are equal, `other` being the later one."""
+        low, high = 0, len(self._hashes) - 1 - other
+        while low < high:
+            middle = (low + high + 1) // 2
+            equal = self._part(one, middle) == self._part(other, middle)
+            low, high = (middle, high) if equal else (low, middle - 1)
+        return low
+
+    def _part(self, start: int, size: int) -> int:
+        return (self._hashes[start + size] - self._hashes[start] * self._powers[size]) % self._MODULUS

@@ -1,0 +1,292 @@
+"""The flow of activations through a loss, as one graph: every call is inlined, and loops are cycles.
+
+Kinds and blocks are read off this graph. Parameters and constants are not part of it, and an operation that only
+changes the layout of its operand shares the operand's node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from policyc.jaxcore import jaxprs
+from policyc.jaxcore.containers import SCAN
+from policyc.jaxcore.jaxprs import AnyJaxpr
+from policyc.jaxcore.transform import Address
+
+CONSTANT, PARAMETER = -1, -2
+"""What stands for the node of a variable that is computed from constants alone, or from parameters and constants."""
+
+_LAYOUT = frozenset({
+    "convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "rev", "copy",
+    "copy_p", "slice", "split", "unstack", "sharding_constraint", "mesh_cast", "reshard", "all_gather",
+    "all_gather_invariant", "all_gather_reduced", "pvary", "pcast", "pbroadcast", "preduced", "name",
+    "reduce_precision", "stop_gradient", "layout_constraint", "vary_unreduced_cast", "neg", "auto_axes",
+    "explicit_axes", "real", "with_memory_space_constraint", "annotate", "optimization_barrier", "device_put",
+    "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter", "pad", "dynamic_slice",
+})  # fmt: skip
+"""Primitives whose n-th result, or every result, is their n-th, or first, operand in another layout, type or place."""
+
+_ONE_FOR_ONE = frozenset({"optimization_barrier", "device_put", "psum", "psum_invariant"})
+
+CARRY = "carry"
+"""The operation of a node that stands for a carry of a loop. Its inputs are the first value and the next one."""
+
+INPUT = "input"
+
+_Stops = Callable[[int], bool]
+_Call = tuple[JaxprEqn, "_Call | None"]
+
+
+def _nowhere(node: int) -> bool:
+    del node
+    return False
+
+
+@dataclass(slots=True)
+class LoopBody:
+    """The body of a loop: its nodes are `first` to `last`; `carries` has each carry with its next value."""
+
+    first: int
+    last: int = 0
+    carries: list[tuple[int, int]] = field(default_factory=list)
+    is_reverse: bool = False
+
+
+class Flow:
+    """The graph. A node is a number; an input of a node has a lower number, except the next value of a carry."""
+
+    def __init__(self) -> None:
+        self.operations: list[str] = []
+        self.inputs: list[list[int]] = []
+        self.calls: list[_Call | None] = []
+        """Of each node: its equation, and the equations of the containers around it."""
+        self.sites: dict[int, Address] = {}
+        """The nodes of sites."""
+        self.operands: dict[int, tuple[int, ...]] = {}
+        """Of a site: the nodes of all operands, parameters and constants among them."""
+        self.loops: dict[Address, LoopBody] = {}
+
+    @cached_property
+    def users(self) -> list[list[int]]:
+        users: list[list[int]] = [[] for _ in self.inputs]
+        for node, inputs in enumerate(self.inputs):
+            for operand in inputs:
+                users[operand].append(node)
+        return users
+
+    def add(self, operation: str, inputs: list[int], call: _Call | None = None) -> int:
+        self.operations.append(operation)
+        self.inputs.append(inputs)
+        self.calls.append(call)
+        return len(self.operations) - 1
+
+    def equations(self, node: int) -> tuple[JaxprEqn, ...]:
+        """The equation of a node, and those of the containers around it, the innermost first."""
+        found, call = [], self.calls[node]
+        while call is not None:
+            eqn, call = call
+            found.append(eqn)
+        return tuple(found)
+
+    def before(self, starts: Iterable[int], stops: _Stops = _nowhere, first: int = 0) -> set[int]:
+        """The nodes from `first` on that some nodes are computed from, themselves among them.
+
+        The inputs of a node where `stops` holds are not followed.
+        """
+        return _reach(starts, lambda n: () if stops(n) else self.inputs[n], first)
+
+    def after(self, starts: Iterable[int], stops: _Stops = _nowhere, last: int | None = None) -> set[int]:
+        """The nodes up to `last` that are computed from the results of some nodes, without these."""
+        users = self.users
+        limit = len(users) if last is None else last
+        firsts = {user for start in starts for user in users[start] if user <= limit}
+        return _reach(firsts, lambda n: () if stops(n) else (u for u in users[n] if u <= limit), 0)
+
+    def between(self, start: int, inside: Collection[int]) -> set[int]:
+        """The nodes among `inside` that are computed from the result of a node by way of nodes among `inside`."""
+        firsts = [user for user in self.users[start] if user in inside]
+        return _reach(firsts, lambda n: (u for u in self.users[n] if u in inside), 0)
+
+
+def _reach(starts: Iterable[int], neighbours: Callable[[int], Iterable[int]], first: int) -> set[int]:
+    reached = {n for n in starts if n >= first}
+    pending = list(reached)
+    while pending:
+        for neighbour in neighbours(pending.pop()):
+            if neighbour >= first and neighbour not in reached:
+                reached.add(neighbour)
+                pending.append(neighbour)
+    return reached
+
+
+def build_flow(
+    jaxpr: ClosedJaxpr, is_parameter: Sequence[bool], frozen: Collection[Var], sites: Collection[Address]
+) -> Flow:
+    """The flow of a loss. `is_parameter` is about its inputs, `frozen` has the constants that are weights."""
+    builder = _Builder(set(sites))
+    values = [PARAMETER if p else builder.flow.add(INPUT, []) for p in is_parameter]
+    constants = {}
+    for var in jaxpr.jaxpr.constvars:
+        if var in frozen:
+            constants[var] = PARAMETER
+        elif getattr(var.aval, "shape", ()):  # data that the loss closes over
+            constants[var] = builder.flow.add(INPUT, [])
+    builder.run(jaxpr, values, (), constants)
+    return builder.flow
+
+
+class _Builder:
+    """Adds the nodes of a jaxpr to a `Flow`. A value is a node, `PARAMETER` or `CONSTANT`."""
+
+    def __init__(self, sites: set[Address]) -> None:
+        self.flow = Flow()
+        self._sites = sites
+        self._caller: _Call | None = None
+
+    def run(
+        self,
+        jaxpr: AnyJaxpr,
+        values: Sequence[int],
+        address: Address,
+        constants: dict[Var, int] | None = None,
+    ) -> list[int]:
+        """The values of the results of a jaxpr, from those of its inputs."""
+        opened = jaxprs.open_jaxpr(jaxpr)
+        caller = self._caller
+        known: dict[Any, int] = dict(zip(opened.invars, values, strict=True))
+        if constants:
+            known.update(constants)
+        for number, eqn in enumerate(opened.eqns):
+            operands = [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in eqn.invars]
+            name = eqn.primitive.name
+            if name in _LAYOUT and (len(operands) == 1 or name in _ONE_FOR_ONE):
+                results: Sequence[int] = operands if name in _ONE_FOR_ONE else operands * len(eqn.outvars)
+            else:
+                self._caller = (eqn, caller)
+                results = self._equation(eqn, name, operands, (*address, number))
+            known.update(zip(eqn.outvars, results, strict=True))
+        self._caller = caller
+        return [CONSTANT if isinstance(a, Literal) else known.get(a, CONSTANT) for a in opened.outvars]
+
+    def _equation(self, eqn: JaxprEqn, name: str, operands: list[int], address: Address) -> Sequence[int]:
+        enter = _CONTAINERS.get(name)
+        if enter is not None:
+            return enter(self, eqn, operands, address)
+        count = len(eqn.outvars)
+        if address in self._sites:
+            node = self.flow.add(name, [o for o in operands if o >= 0], self._caller)
+            self.flow.sites[node] = address
+            self.flow.operands[node] = tuple(operands)
+            return [node] * count
+        if eqn.invars and hasattr(eqn.invars[0].aval, "inner_aval"):  # a reference is read or written
+            self._write(operands[0], operands[1:])
+            return [operands[0]] * count
+        active = [o for o in operands if o >= 0]
+        if not active:
+            return [PARAMETER if PARAMETER in operands else CONSTANT] * count
+        if name in _LAYOUT and active == operands[:1]:
+            return active * count
+        node = self.flow.add(name, active, self._caller)
+        subs = jaxprs.sub_jaxprs(eqn)
+        if subs and self._has_sites(address):
+            results = []
+            for number, sub in enumerate(subs):
+                inputs = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
+                results += self.run(sub.jaxpr, [node] * inputs, (*address, number))
+            node = self.flow.add(name, [node, *(r for r in results if r >= 0)], self._caller)
+        return [node] * count
+
+    def _has_sites(self, address: Address) -> bool:
+        return any(site[: len(address)] == address for site in self._sites)
+
+    def _write(self, reference: int, values: Sequence[int]) -> None:
+        if reference >= 0:
+            self.flow.inputs[reference] += [v for v in values if v >= 0 and v != reference]
+
+    # ---- containers
+
+    def call(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
+        """A container whose first jaxpr takes its operands."""
+        sub = jaxprs.sub_jaxprs(eqn)[0]
+        count = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
+        return self.run(sub.jaxpr, operands[len(operands) - count :], (*address, 0))[: len(eqn.outvars)]
+
+    def cond(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
+        branches = [
+            self.run(branch, operands[1:], (*address, number))
+            for number, branch in enumerate(eqn.params["branches"])
+        ]
+        return [self._join(values) for values in zip(*branches, strict=True)]
+
+    def _join(self, values: Sequence[int]) -> int:
+        distinct = set(values)
+        if len(distinct) == 1:
+            return values[0]
+        active = [v for v in distinct if v >= 0]
+        return self.flow.add("cond", active, self._caller) if active else min(distinct)
+
+    def scan(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
+        parts = SCAN.parts(eqn, operands)
+        (sub,) = jaxprs.sub_jaxprs(eqn)
+        return self._loop(eqn, sub.jaxpr, (parts.consts, parts.carry, parts.xs), address, (*address, 0))
+
+    def while_loop(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
+        start, count = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        parts = operands[start : start + count], operands[start + count :], ()
+        params = [sub.param for sub in jaxprs.sub_jaxprs(eqn)]
+        test, body = params.index("cond_jaxpr"), params.index("body_jaxpr")
+        results = self._loop(eqn, eqn.params["body_jaxpr"], parts, address, (*address, body))
+        self.run(eqn.params["cond_jaxpr"], [*operands[:start], *results], (*address, test))
+        return results
+
+    def _loop(
+        self, eqn: JaxprEqn, body: AnyJaxpr, parts: Sequence[Sequence[int]], address: Address, inside: Address
+    ) -> Sequence[int]:
+        consts, init, xs = parts
+        opened = jaxprs.open_jaxpr(body)
+        loop = LoopBody(len(self.flow.operations), is_reverse=bool(eqn.params.get("reverse")))
+        carry = [
+            value
+            if opened.outvars[number] is opened.invars[len(consts) + number]
+            else self.flow.add(CARRY, [value] if value >= 0 else [], self._caller)
+            for number, value in enumerate(init)
+        ]
+        results = self.run(body, [*consts, *carry, *xs], inside)
+        for node, first, result in zip(carry, init, results, strict=False):
+            if node != first and result >= 0:
+                self.flow.inputs[node].append(result)
+                loop.carries.append((node, result))
+        loop.last = len(self.flow.operations) - 1
+        self.flow.loops[address] = loop
+        return [*carry, *results[len(carry) :]]
+
+    def pallas(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
+        """A kernel reads its operands and writes its results by references."""
+        (sub, *_) = jaxprs.sub_jaxprs(eqn)
+        count = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
+        written = [self.flow.add("reference", [], self._caller) for _ in range(count - len(operands))]
+        self.run(sub.jaxpr, [*operands, *written][:count], (*address, 0))
+        missing = [self.flow.add("pallas_call", [o for o in operands if o >= 0], self._caller)] * len(
+            eqn.outvars
+        )
+        return [*written, *missing][: len(eqn.outvars)]
+
+
+_CONTAINERS: dict[str, Callable[[_Builder, JaxprEqn, list[int], Address], Sequence[int]]] = {
+    **dict.fromkeys(
+        (
+            "jit", "pjit", "closed_call", "core_call", "core_closed_call", "custom_lin", "checkpoint", "remat",
+            "remat2", "remat_call", "shard_map", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
+        ),
+        _Builder.call,
+    ),
+    "cond": _Builder.cond,
+    "scan": _Builder.scan,
+    "while": _Builder.while_loop,
+    "pallas_call": _Builder.pallas,
+}  # fmt: skip

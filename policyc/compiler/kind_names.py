@@ -1,0 +1,53 @@
+"""What names say about the kind of a site. They decide only where the graph does not."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from policyc.compiler.sites import Site
+
+_WORDS = {
+    "mlp": "mlp", "ffn": "mlp", "ff": "mlp", "feedforward": "mlp", "fc1": "mlp", "fc2": "mlp",
+    "attn": "attention", "attention": "attention", "mha": "attention", "qkv": "attention", "query": "attention",
+    "experts": "experts", "moe": "experts",
+    "router": "router",
+    "embed": "embedding", "embedder": "embedding", "embedding": "embedding", "embeddings": "embedding",
+    "wte": "embedding", "patchify": "embedding",
+    "head": "head", "logits": "head", "classifier": "head", "unembed": "head", "unembedding": "head",
+}  # fmt: skip
+"""Words in the names of modules and parameters, and the kind of the sites in a module of that name."""
+
+_PAIRS = {
+    ("feed", "forward"): "mlp", ("up", "proj"): "mlp", ("down", "proj"): "mlp", ("gate", "proj"): "mlp",
+    ("q", "proj"): "attention", ("k", "proj"): "attention", ("v", "proj"): "attention", ("o", "proj"): "attention",
+}  # fmt: skip
+"""Two words that follow each other."""
+
+_RELATED = ({"mlp", "experts"}, {"head", "embedding"}, {"router", "experts"}, {"router", "mlp"})
+"""Kinds of which one is often in a module that is named for the other."""
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+[0-9]*|[0-9]+")
+
+
+def kind_by_name(site: Site) -> str:
+    """The kind that the innermost telling name of a site's paths gives; empty if no name tells."""
+    for path in (*(p.path for p in site.parameters), site.scope.path):
+        for segment in reversed(path):
+            kind = _kind_of_word(segment.text)
+            if kind and site.weight is None:
+                return "scores" if kind == "attention" else ""
+            if kind:
+                return kind
+    return ""
+
+
+def names_agree(kind: str, by_name: str) -> bool:
+    """Can a site of this kind be in a module that is named for the other?"""
+    return not by_name or kind == by_name or {kind, by_name} in _RELATED
+
+
+def _kind_of_word(text: str) -> str:
+    words = [word.lower() for word in _WORD.findall(text)]
+    pairs = (_PAIRS.get(pair, "") for pair in itertools.pairwise(words))
+    return next((kind for kind in (*pairs, *(_WORDS.get(w, "") for w in words)) if kind), "")

@@ -1,0 +1,205 @@
+"""What kind of product each site is, and in which block it is, from the flow of activations through the loss.
+
+Names decide only where the flow does not. docs/language.md says what the kinds mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from policyc.compiler.blocks import BlockPlace, Product, find_blocks
+from policyc.compiler.flow import Flow
+from policyc.compiler.kind_names import kind_by_name, names_agree
+from policyc.compiler.mixers import Mixer, find_mixers, mark_attention
+from policyc.compiler.product_flow import ProductFlow
+from policyc.compiler.routing import Routing
+from policyc.compiler.site_kinds import KindReason, SiteBlock, SiteKind
+from policyc.compiler.sites import Site
+from policyc.jaxcore.transform import Address
+from policyc.language.selectors import DottedPath
+
+_NONLINEAR = frozenset(
+    {"tanh", "max", "logistic", "erf", "erfc", "exp", "integer_pow", "sin", "log1p", "square"}
+)
+_EXPONENTIALS = frozenset({"exp", "exp2"})
+_SHARED = "all iterations of the loop around it share its weight"
+_STAGES = "one product runs in several stages of a pipeline at once"
+
+
+def add_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPath]) -> tuple[Site, ...]:
+    """The sites with their kinds and blocks. `looked_up` has the parameters from which rows are gathered."""
+    products = ProductFlow.of(flow, {site.address: site for site in sites})
+    routing = Routing(products)
+    mixers = find_mixers(products, routing.routed)
+    _mark_heads(products, routing.routers)
+    routing.mark_experts()
+    _mark_lookups(products, looked_up)
+    for node, kind in routing.routers.items():
+        products.kinds.setdefault(node, kind)
+    for mixer in mixers:
+        mark_attention(products, mixer)
+    blocks = _Blocks(products, mixers)
+    _mark_rest(products, blocks.places)
+    node_of = {address: node for node, address in flow.sites.items()}
+    found = []
+    for site in sites:
+        node = node_of[site.address]
+        kind = _with_names(site, products.kinds.get(node))
+        found.append(replace(site, kind=kind, block=blocks.block_of(node)))
+    return tuple(found)
+
+
+# ---- heads and embeddings
+
+
+def _mark_heads(products: ProductFlow, routers: Collection[int]) -> None:
+    """The products that reach the logarithm of a sum of exponentials, and do not route (a z-loss of a router)."""
+    flow = products.flow
+
+    def is_end(node: int) -> bool:
+        return products.ends(node) or flow.operations[node] in _EXPONENTIALS
+
+    for node, operation in enumerate(flow.operations):
+        if operation != "log":
+            continue
+        before = flow.before(flow.inputs[node], is_end)
+        exponentials = [n for n in before if flow.operations[n] in _EXPONENTIALS]
+        if not any(flow.operations[n] in ("reduce_sum", "div") for n in before):
+            continue
+        for site in flow.before(exponentials, products.ends) & products.sites.keys():
+            if site not in routers:
+                products.mark(site, "head", "its result reaches the log-softmax at {place}", node)
+
+
+def _mark_lookups(products: ProductFlow, looked_up: Collection[DottedPath]) -> None:
+    for node in products.weighted:
+        site = products.sites[node]
+        if site.has_one_hot:
+            products.mark(node, "embedding", "it looks up rows of its weight by a one-hot product")
+        elif any(p.path in looked_up for p in site.parameters):
+            products.mark(node, "embedding", "rows of its weight are also looked up by a gather")
+
+
+def _mark_rest(products: ProductFlow, in_blocks: Collection[int]) -> None:
+    """The other weight products: those of blocks, those before the first block, and those that only a head uses."""
+    flow = products.flow
+
+    def is_block(node: int) -> bool:
+        return node in in_blocks or node in products.residuals
+
+    def follows_block(node: int) -> bool:
+        data = products.data(node)
+        return data is not None and any(map(is_block, flow.before([data], is_block)))
+
+    def leads_to_block(node: int) -> bool:
+        return not flow.after([node], is_block).isdisjoint(in_blocks)
+
+    rest = sorted(products.weighted - products.kinds.keys())
+    for node in rest:
+        if node in in_blocks:
+            products.mark(node, "mlp", "it is a weight product of a block, and not part of an attention")
+        elif products.data(node) is not None and not follows_block(node) and leads_to_block(node):
+            products.mark(node, "embedding", "it multiplies the data before the first block")
+    for node in reversed(rest):
+        after = products.after([node])
+        reached = after & products.sites.keys()
+        are_heads = all(n in products.kinds and products.kinds[n].name == "head" for n in reached)
+        if reached and are_heads and not after & products.residuals and follows_block(node):
+            text = "its result reaches the loss only through the head at {place}"
+            products.mark(node, "head", text, min(reached))
+
+
+# ---- blocks
+
+
+class _Blocks:
+    """The blocks of a loss."""
+
+    def __init__(self, products: ProductFlow, mixers: Sequence[Mixer]) -> None:
+        self._products = products
+        self._mixer_of = {node: number for number, mixer in enumerate(mixers) for node in mixer.parts}
+        self._memories = {number for number, mixer in enumerate(mixers) if mixer.has_memory}
+        self._branch_mixers = {self._mixer_of.get(node) for node in products.in_branch} - {None}
+        self._lengths = {
+            stack.address: stack.size
+            for site in products.sites.values()
+            for stack in site.loops
+            if stack.address in products.sequential
+        }
+        self._pipelines: dict[tuple[Address, int], bool] = {}
+        of_model = [
+            self._product(node)
+            for node in sorted(products.sites)
+            if node not in products.kinds or products.kinds[node].name not in ("head", "embedding")
+        ]
+        self.places = find_blocks(products.flow, of_model, self._lengths, self._continues)
+
+    def block_of(self, node: int) -> SiteBlock | None:
+        """The block of a site, in each of its layers; None if it is in no block."""
+        place, site = self.places.get(node), self._products.sites[node]
+        if place is None:
+            return None
+        loops = self._products.flow.loops
+        strides = {a: -s if loops[a].is_reverse else s for a, s in place.strides}
+        block = SiteBlock.from_strides(site.stacks, place.base, strides, place.count)
+        if strides.keys() - {stack.address for stack in site.stacks}:
+            return replace(block, unknown=_SHARED)
+        return replace(block, unknown=_STAGES) if self._runs_stages(site, place) else block
+
+    def _product(self, node: int) -> Product:
+        site, mixer = self._products.sites[node], self._mixer_of.get(node)
+        return Product(
+            node=node,
+            key=self._key(node),
+            mixer=mixer,
+            loops=tuple(s.address for s in site.loops if s.address in self._lengths),
+            in_branch=node in self._products.in_branch or mixer in self._branch_mixers,
+            width=site.k,
+        )
+
+    def _key(self, node: int) -> tuple[object, ...]:
+        """Equal for products that can be the same product of two blocks."""
+        flow, site = self._products.flow, self._products.sites[node]
+        kind = self._products.kinds.get(node, SiteKind()).name
+        nonlinear = frozenset(flow.operations[u] for u in flow.users[node]) & _NONLINEAR
+        has_memory = self._mixer_of.get(node) in self._memories
+        return kind, site.weight is None, site.batch, site.m, site.n, site.k, nonlinear, has_memory
+
+    def _continues(self, last: int, first: int) -> bool:
+        """Does a product read what is computed from another, with no other product between?"""
+        products, flow = self._products, self._products.flow
+
+        def is_end(node: int) -> bool:
+            return node in products.sites or flow.operations[node] == "conv_general_dilated"
+
+        return last in flow.before(flow.inputs[first], is_end, last)
+
+    def _runs_stages(self, site: Site, place: BlockPlace) -> bool:
+        """Is a loop around its whole stack a pipeline, in which each product reads the matrices of several blocks?"""
+        return any(
+            address not in self._lengths
+            and site.address[: len(address)] == address
+            and self._is_pipeline(address, place.stack)
+            for address in self._products.sequential
+        )
+
+    def _is_pipeline(self, loop: Address, stack: int) -> bool:
+        key = loop, stack
+        if key not in self._pipelines:
+            sites = [self._products.sites[n] for n, place in self.places.items() if place.stack == stack]
+            self._pipelines[key] = all(s.address[: len(loop)] == loop for s in sites) and all(
+                s.batch > 1 for s in sites if s.weight is not None
+            )
+        return self._pipelines[key]
+
+
+# ---- names
+
+
+def _with_names(site: Site, kind: SiteKind | None) -> SiteKind:
+    """The kind of a site: by its names if the flow does not tell, and with what they say if they contradict it."""
+    by_name = kind_by_name(site)
+    if kind is None:
+        return SiteKind(by_name, KindReason("its names say so"), is_by_name=True) if by_name else SiteKind()
+    return kind if names_agree(kind.name, by_name) else replace(kind, names_say=by_name)

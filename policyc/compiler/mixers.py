@@ -1,0 +1,157 @@
+"""Attention and its relatives: products of activations that feed each other, and the weight products around them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from policyc.compiler.product_flow import ProductFlow
+
+_ALL_ROLES = 3  # both operands of the first product, and the values
+
+
+@dataclass(slots=True, kw_only=True)
+class Mixer:
+    """One attention.
+
+    Attributes:
+      scores: its products of activations, in order.
+      roles: for each weight product into it, the operands that its result reaches.
+      parts: all products of it.
+      has_memory: whether its projections read several values: cross-attention.
+    """
+
+    scores: list[int]
+    roles: dict[int, set[int]] = field(default_factory=dict)
+    parts: set[int] = field(default_factory=set)
+    has_memory: bool = False
+
+
+def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
+    """The attentions of a loss. Marks their products of activations."""
+    candidates = [node for node in sorted(products.sites) if node not in routed and _mixes(products, node)]
+    after = {node: products.after([node]) for node in candidates}
+    groups: dict[int, list[int]] = {}
+    for node in candidates:
+        joined = groups.setdefault(node, [node])
+        for other in sorted(after[node].intersection(after)):
+            others = groups.setdefault(other, [other])
+            if others is not joined:
+                joined += others
+                groups.update(dict.fromkeys(others, joined))
+    mixers = []
+    for group in {id(group): group for group in groups.values()}.values():
+        leaves = any(n in products.weighted or n in products.residuals for node in group for n in after[node])
+        if len(group) > 1 or leaves:
+            mixers.append(Mixer(scores=sorted(group), parts=set(group)))
+            _mark_scores(products, mixers[-1], after)
+    return mixers
+
+
+def _mixes(products: ProductFlow, node: int) -> bool:
+    """Is it a product of two activations with a result of several elements, and not a sum of squares?"""
+    site = products.sites[node]
+    is_square = site.eqn.invars[0] is site.eqn.invars[1]
+    return site.weight is None and not is_square and not (site.m == 1 and site.n == 1)
+
+
+def _mark_scores(products: ProductFlow, mixer: Mixer, after: dict[int, set[int]]) -> None:
+    for node in mixer.scores:
+        nexts = [n for n in mixer.scores if n in after[node] and n != node]
+        befores = [n for n in mixer.scores if node in after[n] and n != node]
+        if not nexts and not befores:
+            products.mark(node, "scores", "it multiplies two activations inside a branch of the model")
+            continue
+        other = nexts[0] if nexts else befores[-1]
+        has_softmax = any(products.flow.operations[n] == "exp" for n in after[min(node, other)])
+        way = " through a softmax" if has_softmax else ""
+        verb = f"its result reaches{way}" if nexts else f"it reads{way}"
+        products.mark(
+            node,
+            "scores",
+            f"it multiplies two activations, and {verb} another such product, at {{place}}",
+            other,
+        )
+
+
+def mark_attention(products: ProductFlow, mixer: Mixer) -> None:
+    """Marks the weight products into and out of an attention, and those that are combined with its result."""
+    _mark_inputs(products, mixer)
+    flow, scores = products.flow, set(mixer.scores)
+    own = products.after(scores) | scores
+    after = flow.after(scores, lambda node: _leaves(products, mixer, node, own))
+    own = after | scores
+    last = mixer.scores[-1]
+    for node in sorted(after & products.weighted):
+        if products.data(node) in own:
+            _mark_part(products, mixer, node, "it multiplies the result of the attention at {place}", last)
+            _mark_second_factor(products, mixer, node)
+    for node in sorted(after - products.sites.keys() - products.residuals):
+        sides = [i for i in flow.inputs[node] if i not in own]
+        if sides and (
+            flow.operations[node] in ("mul", "div") or not scores.isdisjoint(products.after([node]))
+        ):
+            for site in products.weights_before(sides):
+                text = "its result is combined with that of the attention at {place}"
+                _mark_part(products, mixer, site, text, last)
+    _mark_first_factors(products, mixer)
+
+
+def _mark_inputs(products: ProductFlow, mixer: Mixer) -> None:
+    flow = products.flow
+    own = products.after(mixer.scores) | set(mixer.scores)
+    for node in mixer.scores:
+        is_first = node == mixer.scores[0]
+        what = "a query or a key" if is_first and len(mixer.scores) > 1 else "an operand"
+        for role, operand in enumerate(flow.operands[node][:2]):
+            if operand < 0 or operand in own:
+                continue
+            for site in products.weights_before([operand]):
+                mixer.roles.setdefault(site, set()).add(role if is_first else 2)
+                _mark_part(products, mixer, site, f"its result is {what} of the product at {{place}}", node)
+    mixer.has_memory = len({products.data(site) for site in mixer.roles}) > 1
+
+
+def _leaves(products: ProductFlow, mixer: Mixer, node: int, own: set[int]) -> bool:
+    """Does the flow leave an attention at a node? An addition of what it reads itself does not (Mamba's skip)."""
+    if node not in products.residuals:
+        return node in products.sites
+    before = products.flow.before([i for i in products.flow.inputs[node] if i not in own], products.starts)
+    starts = {n for n in before if products.starts(n)}
+    return not starts or not starts <= mixer.roles.keys()
+
+
+def _mark_part(products: ProductFlow, mixer: Mixer, node: int, text: str, other: int) -> None:
+    if products.mark(node, "attention", text, other):
+        mixer.parts.add(node)
+
+
+def _mark_first_factors(products: ProductFlow, mixer: Mixer) -> None:
+    """Products of low rank: only this attention uses their results, through other products into it.
+
+    What feeds queries, keys and values alike is the stream that the attention reads.
+    """
+    for site in sorted(mixer.roles, reverse=True):
+        data = products.data(site)
+        for node in products.weights_before([data] if data is not None else []):
+            after = products.after([node])
+            reached = after & products.sites.keys()
+            if after & products.residuals or not reached <= mixer.roles.keys() | set(mixer.scores):
+                continue
+            roles = set[int]().union(*(mixer.roles.get(n, set()) for n in reached))
+            if len(roles) < _ALL_ROLES and products.sites[node].loops == products.sites[site].loops:
+                mixer.roles[node] = roles
+                text = "its result reaches the attention only through the product at {place}"
+                _mark_part(products, mixer, node, text, site)
+
+
+def _mark_second_factor(products: ProductFlow, mixer: Mixer, node: int) -> None:
+    """The second of two products of low rank out of an attention."""
+    after = products.after([node])
+    reached = after & products.sites.keys()
+    if len(reached) == 1 and not after & products.residuals:
+        (other,) = reached
+        one, two = products.sites[node], products.sites[other]
+        if other in products.weighted and one.n < one.k and one.n < two.n:
+            text = "it is the second factor of a product of low rank, whose first is at {place}"
+            _mark_part(products, mixer, other, text, node)

@@ -1,0 +1,90 @@
+"""The products in the flow of activations: which are sites, what they read, and what is nearest before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from policyc.compiler.flow import CARRY, Flow
+from policyc.compiler.residuals import find_residuals
+from policyc.compiler.site_kinds import KindReason, SiteKind
+from policyc.compiler.sites import Site
+from policyc.jaxcore.transform import Address
+
+
+@dataclass(slots=True, kw_only=True)
+class ProductFlow:
+    """A flow with its sites, by node.
+
+    Attributes:
+      weighted: the products of a weight.
+      residuals: the additions to the residual stream.
+      in_branch: the products in the branches of the residual stream.
+      sequential: the loops that carry a stream through their products.
+      kinds: the kinds found so far.
+    """
+
+    flow: Flow
+    sites: dict[int, Site]
+    weighted: set[int]
+    residuals: set[int]
+    in_branch: set[int]
+    sequential: set[Address]
+    kinds: dict[int, SiteKind] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, flow: Flow, sites: Mapping[Address, Site]) -> ProductFlow:
+        by_node = {node: sites[address] for node, address in flow.sites.items()}
+        residuals, in_branch = find_residuals(flow)
+        return cls(
+            flow=flow,
+            sites=by_node,
+            weighted={node for node, site in by_node.items() if site.weight is not None},
+            residuals=residuals,
+            in_branch=in_branch,
+            sequential=_sequential_loops(flow),
+        )
+
+    def ends(self, node: int) -> bool:
+        """Is a node a product, or on the residual stream? Forward walks end there."""
+        return node in self.sites or node in self.residuals
+
+    def starts(self, node: int) -> bool:
+        """Is a node a product, or on the residual stream, or carried by a loop? Backward walks end there."""
+        return self.ends(node) or self.flow.operations[node] == CARRY
+
+    def data(self, node: int) -> int | None:
+        """The node that a weight product multiplies its weight with; None if it is constant."""
+        operands = self.flow.operands[node]
+        data = operands[0 if self.sites[node].weight == "rhs" else 1]
+        return data if data >= 0 else None
+
+    def weights_before(self, nodes: Iterable[int]) -> set[int]:
+        """The nearest weight products that some nodes are computed from."""
+        return self.flow.before(nodes, self.starts) & self.weighted
+
+    def after(self, nodes: Iterable[int]) -> set[int]:
+        """What some nodes reach before and at the next products and additions to the residual stream."""
+        return self.flow.after(nodes, self.ends)
+
+    def mark(self, node: int, kind: str, text: str, other: int | None = None) -> bool:
+        """Gives a product its kind, unless it has one. `{place}` in the text is that of the node `other`."""
+        if node in self.kinds:
+            return False
+        self.kinds[node] = SiteKind(kind, self.reason(text, other))
+        return True
+
+    def reason(self, text: str, other: int | None = None) -> KindReason:
+        return KindReason(text, () if other is None else self.flow.equations(other))
+
+
+def _sequential_loops(flow: Flow) -> set[Address]:
+    """The loops that carry a stream through their products: each iteration multiplies the result of the one before."""
+    sequential = set()
+    for address, loop in flow.loops.items():
+        for carry, result in loop.carries:
+            before = flow.before([result], first=loop.first)
+            if not before.isdisjoint(flow.sites.keys() & flow.between(carry, before)):
+                sequential.add(address)
+                break
+    return sequential

@@ -1,0 +1,66 @@
+"""Mixtures of experts: the products that choose experts, and those that experts are made of."""
+
+from __future__ import annotations
+
+from policyc.compiler.product_flow import ProductFlow
+from policyc.compiler.site_kinds import SiteKind
+
+_CHOICES = frozenset({"top_k", "approx_top_k", "argmax", "sort"})
+
+
+class Routing:
+    """The routers of a loss, and `routed`: what is computed from their choices up to the next residual addition."""
+
+    def __init__(self, products: ProductFlow) -> None:
+        self._products = products
+        self.routers: dict[int, SiteKind] = {}
+        flow = products.flow
+        choices = [
+            node for node, name in enumerate(flow.operations) if name in _CHOICES and self._routes(node)
+        ]
+        self.routed = flow.after(choices, self._ends_routing)
+        for node, operands in flow.operands.items():
+            if products.sites[node].is_ragged and len(operands) > 2 and operands[2] >= 0:
+                text = "its result gives the group sizes of the product at {place}"
+                self._add_routers([operands[2]], text, node)
+
+    def mark_experts(self) -> None:
+        products = self._products
+        for node in sorted(products.weighted):
+            site = products.sites[node]
+            if not self._has_expert_dimension(node):
+                continue
+            if site.is_ragged or products.data(node) in self.routed:
+                text = "its weight has a matrix for each expert, and its tokens were routed"
+                products.mark(node, "experts", text)
+            elif site.batch > 1 and self.routed & products.flow.after([node], self._ends_routing):
+                text = "its weight has a matrix for each expert, and a router weighs its results"
+                products.mark(node, "experts", text)
+
+    def _routes(self, choice: int) -> bool:
+        """Does a choice route tokens? One whose result no product and no residual addition uses is a metric."""
+        products = self._products
+        is_used = any(map(products.ends, products.after([choice])))
+        name = products.flow.operations[choice]
+        return is_used and self._add_routers(
+            products.flow.inputs[choice], f"{name} chooses by its result at {{place}}", choice
+        )
+
+    def _add_routers(self, inputs: list[int], text: str, other: int) -> bool:
+        products = self._products
+        sites = products.weights_before(inputs)
+        for site in sites:
+            self.routers.setdefault(site, SiteKind("router", products.reason(text, other)))
+        return bool(sites)
+
+    def _ends_routing(self, node: int) -> bool:
+        products = self._products
+        is_other_weight = node in products.weighted and not self._has_expert_dimension(node)
+        return node in products.residuals or is_other_weight
+
+    def _has_expert_dimension(self, node: int) -> bool:
+        """Can a weight hold several experts: in a batch or groups, in a loop over experts, or inside a kernel?"""
+        site = self._products.sites[node]
+        loops = (stack.address for stack in site.stacks if not stack.is_shard_map)
+        is_sliced = any(address not in self._products.sequential for address in loops)
+        return site.is_ragged or site.batch > 1 or is_sliced or bool(site.opaque)

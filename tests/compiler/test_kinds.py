@@ -1,0 +1,66 @@
+"""Kinds and blocks of sites: a table of programs, each with what a person says about its sites."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import jax
+import pytest
+
+from policyc.compiler.sites import Site
+from tests.support.jaxpr_tools import find_sites
+from tests.support.kind_programs import PROGRAMS, KindProgram
+
+BY_NAME = {program.name: program for program in PROGRAMS}
+MAX_WITHOUT_KIND = 0.05
+
+
+def kind_and_blocks(site: Site) -> tuple[str, tuple[int, ...]]:
+    """The kind of a site, and the number of its block in each layer, as `KindProgram` has them."""
+    if site.block is None:
+        assert all(site.attributes(layer)["layer"] is None for layer in site.layers())
+        return site.kind.name, ()
+    return site.kind.name, tuple(site.attributes(layer).get("layer", -1) for layer in site.layers())
+
+
+def rename(params: Any, seed: int) -> tuple[Any, Any]:
+    """The parameters under names that say nothing, in another order, and how to get them back."""
+    leaves, tree = jax.tree.flatten(params)
+    names = [f"x{number}z" for number in range(len(leaves))]
+    random.Random(seed).shuffle(names)
+    renamed = dict(zip(names, leaves, strict=True))
+    return renamed, lambda p: jax.tree.unflatten(tree, [p[name] for name in names])
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_site_has_the_expected_kind_and_block(name: str) -> None:
+    program = BY_NAME[name]
+    sites = find_sites(program.loss, program.params)
+    assert tuple(kind_and_blocks(site) for site in sites) == program.expected
+    assert not any(site.kind.is_by_name for site in sites)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", BY_NAME)
+def test_kinds_do_not_depend_on_names(name: str, seed: int) -> None:
+    program = BY_NAME[name]
+    renamed, restore = rename(program.params, seed)
+    sites = find_sites(lambda p: program.loss(restore(p)), renamed)
+    assert tuple(kind_and_blocks(site) for site in sites) == program.expected
+
+
+def test_few_sites_have_no_kind() -> None:
+    """Those that have none: the dispatch and combination of tokens, and the last products of a regression."""
+    without = {
+        program.name: sum(not kind for kind, _ in program.expected)
+        for program in PROGRAMS
+        if any(not kind for kind, _ in program.expected)
+    }
+    assert without == {"mixture_dispatched_in_every_other_block": 4, "diffusion_transformer": 2}
+    assert sum(without.values()) <= MAX_WITHOUT_KIND * sum(len(program.expected) for program in PROGRAMS)
+
+
+def test_the_table_is_large_enough() -> None:
+    assert len(PROGRAMS) >= 30
+    assert all(isinstance(program, KindProgram) for program in PROGRAMS)

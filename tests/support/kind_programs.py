@@ -1,0 +1,899 @@
+"""Small models of many architectures in plain JAX, each with the kind and the block of every site, written by hand.
+
+Parameters are shapes only: these programs are traced and never run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BATCH, TOKENS, WIDTH, HEADS, HIDDEN, VOCABULARY = 2, 8, 16, 2, 48, 40
+EXPERTS = 4
+
+Expected = tuple[str, tuple[int, ...]]
+"""The kind of a site, and the number of its block in each layer: -1 if not known; empty if it is in no block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindProgram:
+    """A loss, the shapes of its parameters, and what is expected of its sites in order."""
+
+    name: str
+    loss: Callable[..., Any]
+    params: Any
+    expected: tuple[Expected, ...]
+
+
+PROGRAMS: list[KindProgram] = []
+
+
+def program(
+    params: Any, *expected: Expected | Sequence[Expected]
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Registers a loss under its name."""
+    flat: list[Expected] = []
+    for item in expected:
+        flat += [item] if isinstance(item[0], str) else item  # type: ignore[list-item]
+
+    def register(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        PROGRAMS.append(KindProgram(name=loss.__name__, loss=loss, params=params, expected=tuple(flat)))
+        return loss
+
+    return register
+
+
+def unrolled(count: int, *kinds: str, first: int = 0) -> list[Expected]:
+    """Blocks that follow each other, with the same kinds in each."""
+    return [(kind, (number,)) for number in range(first, first + count) for kind in kinds]
+
+
+def scanned(count: int, *kinds: str) -> list[Expected]:
+    """Blocks that share their sites."""
+    return [(kind, tuple(range(count))) for kind in kinds]
+
+
+def outside(*kinds: str) -> list[Expected]:
+    return [(kind, ()) for kind in kinds]
+
+
+def weight(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def stack(count: int, layer: Any) -> Any:
+    """The parameters of a scanned stack."""
+    return jax.tree.map(lambda w: weight(count, *w.shape), layer)
+
+
+TOKEN_IDS = np.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % VOCABULARY
+PIXELS = np.ones((BATCH, TOKENS, 12), np.float32)
+SEQUENCE = np.ones((BATCH, TOKENS, WIDTH), np.float32)
+
+ATTENTION = ("attention",) * 3 + ("scores",) * 2 + ("attention",)
+BLOCK = (*ATTENTION, "mlp", "mlp")
+
+
+# ---- parts
+
+
+def layer_norm(x: Any, scale: Any) -> Any:
+    centered = x - x.mean(-1, keepdims=True)
+    return centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def rms_norm(x: Any) -> Any:
+    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+
+
+def split_heads(x: Any, heads: int = HEADS) -> Any:
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def rotate(x: Any) -> Any:
+    positions = jnp.arange(x.shape[1], dtype=jnp.float32)
+    angles = positions[:, None] / 10000 ** (jnp.arange(x.shape[-1] // 2) / x.shape[-1])
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    one, two = jnp.split(x, 2, -1)
+    return jnp.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
+
+
+def attend(q: Any, k: Any, v: Any, *, causal: bool = True) -> Any:
+    """Softmax attention over (batch, tokens, heads, size)."""
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    if causal:
+        mask = jnp.tril(jnp.ones(logits.shape[-2:], bool))
+        logits = jnp.where(mask, logits, -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits, -1), v)
+
+
+def attention_params(width: int = WIDTH) -> dict[str, Any]:
+    return {
+        "w1": weight(width, width),
+        "w2": weight(width, width),
+        "w3": weight(width, width),
+        "w4": weight(width, width),
+    }
+
+
+def mlp_params(width: int = WIDTH, hidden: int = HIDDEN) -> dict[str, Any]:
+    return {"w5": weight(width, hidden), "w6": weight(hidden, width)}
+
+
+BLOCK_PARAMS = {**attention_params(), **mlp_params(), "s1": weight(WIDTH), "s2": weight(WIDTH)}
+
+
+def self_attention(x: Any, p: Any, *, memory: Any = None, causal: bool = True, turn: bool = False) -> Any:
+    source = x if memory is None else memory
+    q, k, v = split_heads(x @ p["w1"]), split_heads(source @ p["w2"]), split_heads(source @ p["w3"])
+    if turn:
+        q, k = rotate(q), rotate(k)
+    out = attend(q, k, v, causal=causal)
+    return out.reshape(*out.shape[:2], -1) @ p["w4"]
+
+
+def mlp(x: Any, p: Any) -> Any:
+    return jax.nn.gelu(x @ p["w5"]) @ p["w6"]
+
+
+def block(x: Any, p: Any) -> Any:
+    """A block of GPT: normalization before each branch."""
+    x = x + self_attention(layer_norm(x, p["s1"]), p)
+    return x + mlp(layer_norm(x, p["s2"]), p)
+
+
+def cross_entropy(logits: Any, labels: Any = TOKEN_IDS) -> Any:
+    log_probabilities = jax.nn.log_softmax(logits.astype(jnp.float32), -1)
+    return -jnp.take_along_axis(log_probabilities, jnp.asarray(labels)[..., None], -1).mean()
+
+
+TABLE = weight(VOCABULARY, WIDTH)
+LM_PARAMS = {"table": TABLE, "out": weight(WIDTH, VOCABULARY), "s": weight(WIDTH)}
+
+
+# ---- language models
+
+
+@program({**LM_PARAMS, "l": [BLOCK_PARAMS] * 3}, unrolled(3, *BLOCK), outside("head"))
+def gpt_unrolled(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for layer in p["l"]:
+        x = block(x, layer)
+    return cross_entropy(layer_norm(x, p["s"]) @ p["out"])
+
+
+@program({**LM_PARAMS, "l": stack(4, BLOCK_PARAMS)}, scanned(4, *BLOCK), outside("head"))
+def gpt_scanned_tied(p: Any) -> Any:
+    x, _ = lax.scan(lambda x, layer: (block(x, layer), None), p["table"][TOKEN_IDS], p["l"])
+    return cross_entropy(layer_norm(x, p["s"]) @ p["table"].T)
+
+
+@program({**LM_PARAMS, "l": [BLOCK_PARAMS] * 3}, unrolled(3, *BLOCK), outside("head"))
+def gpt_remat_bfloat16(p: Any) -> Any:
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
+    x = half["table"][TOKEN_IDS]
+    for layer in half["l"]:
+        x = jax.checkpoint(block)(x, layer)
+    return cross_entropy(layer_norm(x, half["s"]) @ half["out"])
+
+
+LLAMA_PARAMS = {
+    **attention_params(),
+    "w5": weight(WIDTH, HIDDEN),
+    "w6": weight(WIDTH, HIDDEN),
+    "w7": weight(HIDDEN, WIDTH),
+}
+LLAMA = (*ATTENTION, "mlp", "mlp", "mlp")
+
+
+def llama_block(x: Any, p: Any) -> Any:
+    x = x + self_attention(rms_norm(x), p, turn=True)
+    h = rms_norm(x)
+    return x + (jax.nn.silu(h @ p["w5"]) * (h @ p["w6"])) @ p["w7"]
+
+
+@program(
+    {**LM_PARAMS, "l": stack(6, LLAMA_PARAMS)},
+    [(kind, tuple(range(6))) for kind in LLAMA],
+    outside("head"),
+)
+def llama_scanned_in_groups(p: Any) -> Any:
+    groups = jax.tree.map(lambda w: w.reshape(3, 2, *w.shape[1:]), p["l"])
+
+    def group(x: Any, layers: Any) -> Any:
+        return lax.scan(lambda x, layer: (llama_block(x, layer), None), x, layers)[0], None
+
+    x, _ = lax.scan(group, p["table"][TOKEN_IDS], groups)
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "a": stack(3, LLAMA_PARAMS), "b": stack(3, LLAMA_PARAMS)},
+    [(kind, (0, 2, 4)) for kind in LLAMA],
+    [(kind, (1, 3, 5)) for kind in LLAMA],
+    outside("head"),
+)
+def llama_scanned_in_pairs(p: Any) -> Any:
+    """Two blocks in the body of one scan, as with alternating local and global attention."""
+
+    def pair(x: Any, layers: Any) -> Any:
+        return llama_block(llama_block(x, layers[0]), layers[1]), None
+
+    x, _ = lax.scan(pair, p["table"][TOKEN_IDS], (p["a"], p["b"]))
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "l": stack(4, LLAMA_PARAMS)}, [(kind, (3, 2, 1, 0)) for kind in LLAMA], outside("head")
+)
+def llama_scanned_backwards(p: Any) -> Any:
+    x, _ = lax.scan(
+        lambda x, layer: (llama_block(x, layer), None), p["table"][TOKEN_IDS], p["l"], reverse=True
+    )
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program({**LM_PARAMS, "l": [BLOCK_PARAMS]}, unrolled(1, *BLOCK), outside("head"))
+def gpt_of_one_block(p: Any) -> Any:
+    return cross_entropy(block(p["table"][TOKEN_IDS], p["l"][0]) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "l": [BLOCK_PARAMS] * 3},
+    unrolled(3, *BLOCK),
+    outside("head"),
+)
+def parallel_branches(p: Any) -> Any:
+    """GPT-J: attention and the MLP read the same input."""
+    x = p["table"][TOKEN_IDS]
+    for layer in p["l"]:
+        h = layer_norm(x, layer["s1"])
+        x = x + self_attention(h, layer, turn=True) + mlp(h, layer)
+    return cross_entropy(x @ p["out"])
+
+
+FUSED = {"w1": weight(WIDTH, 3 * WIDTH), "b1": weight(3 * WIDTH), "w2": weight(WIDTH, WIDTH), **mlp_params()}
+
+
+@program(
+    {**LM_PARAMS, "l": [FUSED] * 2},
+    unrolled(2, "attention", "scores", "scores", "attention", "mlp", "mlp"),
+    outside("head"),
+)
+def fused_projection_of_dot_product_attention(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for layer in p["l"]:
+        q, k, v = (split_heads(t) for t in jnp.split(rms_norm(x) @ layer["w1"] + layer["b1"], 3, -1))
+        x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ layer["w2"]
+        x = x + mlp(rms_norm(x), layer)
+    return cross_entropy(x @ p["out"])
+
+
+ADAPTED = {
+    **BLOCK_PARAMS,
+    "a": weight(WIDTH, 2),
+    "b": weight(2, WIDTH),
+    "c": weight(WIDTH, 2),
+    "d": weight(2, HIDDEN),
+}
+
+
+@program(
+    {**LM_PARAMS, "l": [ADAPTED] * 2},
+    unrolled(2, *("attention",) * 5, "scores", "scores", "attention", "mlp", "mlp", "mlp", "mlp"),
+    outside("head"),
+)
+def adapters_of_low_rank(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for layer in p["l"]:
+        h = rms_norm(x)
+        q = h @ layer["w1"] + h @ layer["a"] @ layer["b"]
+        k, v = h @ layer["w2"], h @ layer["w3"]
+        x = x + attend(*map(split_heads, (q, k, v))).reshape(x.shape) @ layer["w4"]
+        h = rms_norm(x)
+        x = x + jax.nn.gelu(h @ layer["w5"] + h @ layer["c"] @ layer["d"]) @ layer["w6"]
+    return cross_entropy(x @ p["out"])
+
+
+LATENT = {
+    "w1": weight(WIDTH, 6), "w2": weight(6, WIDTH), "w3": weight(WIDTH, 4 + 4), "w4": weight(4, 2 * WIDTH),
+    "w5": weight(WIDTH, WIDTH), "w6": weight(WIDTH, HIDDEN), "w7": weight(WIDTH, HIDDEN), "w8": weight(HIDDEN, WIDTH),
+}  # fmt: skip
+
+
+@program(
+    {**LM_PARAMS, "l": stack(3, LATENT)},
+    scanned(3, *("attention",) * 4, "scores", "scores", "attention", "mlp", "mlp", "mlp"),
+    outside("head"),
+)
+def latent_attention(p: Any) -> Any:
+    """DeepSeek: queries, keys and values through matrices of low rank."""
+
+    def layer(x: Any, w: Any) -> Any:
+        h = rms_norm(x)
+        q = split_heads(rms_norm(h @ w["w1"]) @ w["w2"])
+        latent, shared = jnp.split(h @ w["w3"], 2, -1)
+        k, v = jnp.split(split_heads(rms_norm(latent) @ w["w4"]), 2, -1)
+        turned = jnp.broadcast_to(rotate(shared[:, :, None]), (BATCH, TOKENS, HEADS, 4))
+        q = jnp.concatenate([q, rotate(q[..., :4])], -1)
+        x = x + attend(q, jnp.concatenate([k, turned], -1), v).reshape(x.shape) @ w["w5"]
+        h = rms_norm(x)
+        return x + (jax.nn.silu(h @ w["w6"]) * (h @ w["w7"])) @ w["w8"], None
+
+    x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["l"])
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program({**LM_PARAMS, "l": [BLOCK_PARAMS] * 2}, unrolled(2, *BLOCK), outside("head"))
+def cross_entropy_in_chunks(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for layer in p["l"]:
+        x = block(x, layer)
+
+    @jax.checkpoint
+    def chunk_loss(total: Any, chunk: Any) -> Any:
+        hidden, labels = chunk
+        logits = 30 * jnp.tanh(hidden @ p["out"] / 30)
+        return total + (
+            jax.nn.logsumexp(logits, -1) - (logits * jax.nn.one_hot(labels, VOCABULARY)).sum(-1)
+        ).sum(), None
+
+    return lax.scan(chunk_loss, 0.0, (x, jnp.asarray(TOKEN_IDS)))[0]
+
+
+@jax.custom_vjp
+def fused_cross_entropy(hidden: Any, table: Any) -> Any:
+    return cross_entropy(hidden @ table.T)
+
+
+def _fused_forward(hidden: Any, table: Any) -> Any:
+    return fused_cross_entropy(hidden, table), (hidden, table)
+
+
+fused_cross_entropy.defvjp(_fused_forward, lambda residuals, g: jax.tree.map(lambda r: r * g, residuals))
+
+
+@program({**LM_PARAMS, "l": [BLOCK_PARAMS] * 2}, outside("embedding"), unrolled(2, *BLOCK), outside("head"))
+def one_hot_embedding_and_custom_cross_entropy(p: Any) -> Any:
+    x = jax.nn.one_hot(TOKEN_IDS, VOCABULARY) @ p["table"]
+    for layer in p["l"]:
+        x = block(x, layer)
+    return fused_cross_entropy(layer_norm(x, p["s"]), p["table"])
+
+
+@program({**LM_PARAMS, "l": stack(4, BLOCK_PARAMS)}, scanned(4, *BLOCK), outside("head"))
+def attention_in_chunks(p: Any) -> Any:
+    """Attention with a running maximum and sum over chunks of keys, as in flash attention."""
+
+    def attend_in_chunks(q: Any, k: Any, v: Any) -> Any:
+        def chunk(carry: Any, kv: Any) -> Any:
+            top, total, out = carry
+            logits = jnp.einsum("bqhd,bkhd->bhqk", q, kv[0])
+            new_top = jnp.maximum(top, logits.max(-1, keepdims=True))
+            scale, weights = jnp.exp(top - new_top), jnp.exp(logits - new_top)
+            out = out * scale + jnp.einsum("bhqk,bkhd->bhqd", weights, kv[1])
+            return (new_top, total * scale + weights.sum(-1, keepdims=True), out), None
+
+        chunks = jax.tree.map(lambda t: jnp.moveaxis(t.reshape(BATCH, 2, -1, *t.shape[2:]), 1, 0), (k, v))
+        zero = jnp.zeros((BATCH, HEADS, TOKENS, 1))
+        (_, total, out), _ = lax.scan(chunk, (zero - 1e9, zero, zero * jnp.ones(WIDTH // HEADS)), chunks)
+        return jnp.swapaxes(out / total, 1, 2)
+
+    def layer(x: Any, w: Any) -> Any:
+        h = rms_norm(x)
+        q, k, v = (split_heads(h @ w[name]) for name in ("w1", "w2", "w3"))
+        x = x + attend_in_chunks(q, k, v).reshape(x.shape) @ w["w4"]
+        return x + mlp(rms_norm(x), w), None
+
+    x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["l"])
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+# ---- mixtures of experts
+
+MOE = {
+    **attention_params(), "r": weight(WIDTH, EXPERTS), "e1": weight(EXPERTS, WIDTH, HIDDEN),
+    "e2": weight(EXPERTS, HIDDEN, WIDTH),
+}  # fmt: skip
+
+
+def ragged_experts(x: Any, p: Any) -> Any:
+    """Mixtral: the two best experts of each token, tokens sorted by expert."""
+    tokens = x.reshape(-1, WIDTH)
+    probabilities, chosen = lax.top_k(jax.nn.softmax(tokens @ p["r"]), 2)
+    order = jnp.argsort(chosen.ravel())
+    sizes = jnp.bincount(chosen.ravel(), length=EXPERTS)
+    routed = jnp.repeat(tokens, 2, axis=0)[order]
+    out = lax.ragged_dot(jax.nn.silu(lax.ragged_dot(routed, p["e1"], sizes)), p["e2"], sizes)
+    out = out[jnp.argsort(order)].reshape(-1, 2, WIDTH) * probabilities[..., None]
+    return out.sum(1).reshape(x.shape)
+
+
+def dispatched_experts(x: Any, p: Any) -> Any:
+    """Switch Transformer: tokens dispatched by one-hot products to a capacity of each expert."""
+    tokens = x.reshape(-1, WIDTH)
+    probabilities = jax.nn.softmax(tokens @ p["r"])
+    mask = jax.nn.one_hot(jnp.argmax(probabilities, -1), EXPERTS)
+    position = (jnp.cumsum(mask, 0) - 1) * mask
+    dispatch = mask[..., None] * jax.nn.one_hot(position.sum(-1).astype(int), 4)[:, None]
+    combine = dispatch * (probabilities * mask).sum(-1)[:, None, None]
+    inputs = jnp.einsum("tec,td->ecd", dispatch, tokens)
+    outputs = jnp.einsum("ecf,efd->ecd", jax.nn.relu(jnp.einsum("ecd,edf->ecf", inputs, p["e1"])), p["e2"])
+    return jnp.einsum("tec,ecd->td", combine, outputs).reshape(x.shape)
+
+
+def dense_experts(x: Any, p: Any) -> Any:
+    """Every expert on every token, the results weighed by the router."""
+    tokens = x.reshape(-1, WIDTH)
+    values, chosen = lax.top_k(tokens @ p["r"], 2)
+    gates = (jax.nn.one_hot(chosen, EXPERTS) * jax.nn.softmax(values)[..., None]).sum(1)
+    repeated = jnp.broadcast_to(tokens, (EXPERTS, *tokens.shape))
+    hidden = jax.nn.gelu(jnp.einsum("etd,edf->etf", repeated, p["e1"]))
+    out = jnp.einsum("etf,efd->etd", hidden, p["e2"])
+    return (out * gates.T[..., None]).sum(0).reshape(x.shape)
+
+
+@program(
+    {**LM_PARAMS, "l": stack(3, MOE)},
+    scanned(3, *ATTENTION, "router", "experts", "experts"),
+    outside("head"),
+)
+def mixture_ragged_scanned(p: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        x = x + self_attention(rms_norm(x), w)
+        return x + ragged_experts(rms_norm(x), w), None
+
+    x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["l"])
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "l": [BLOCK_PARAMS, MOE] * 2},
+    unrolled(1, *BLOCK),
+    unrolled(1, *ATTENTION, "router", "", "experts", "experts", "", first=1),
+    unrolled(1, *BLOCK, first=2),
+    unrolled(1, *ATTENTION, "router", "", "experts", "experts", "", first=3),
+    outside("head"),
+)
+def mixture_dispatched_in_every_other_block(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for number, layer in enumerate(p["l"]):
+        x = x + self_attention(rms_norm(x), layer)
+        x = x + (dispatched_experts if number % 2 else mlp)(rms_norm(x), layer)
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "l": [MOE] * 2},
+    unrolled(2, *ATTENTION, "router", "experts", "experts"),
+    outside("head"),
+)
+def mixture_dense(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for layer in p["l"]:
+        x = x + self_attention(rms_norm(x), layer)
+        x = x + dense_experts(rms_norm(x), layer)
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+SHARED = {**MOE, **mlp_params()}
+
+
+@program(
+    {**LM_PARAMS, "d": [BLOCK_PARAMS], "l": stack(4, SHARED)},
+    unrolled(1, *BLOCK),
+    [(kind, (1, 2, 3, 4)) for kind in (*ATTENTION, "router", "experts", "experts", "mlp", "mlp")],
+    outside("head"),
+)
+def first_block_dense_then_mixtures_with_a_shared_expert(p: Any) -> Any:
+    def layer(x: Any, w: Any) -> Any:
+        x = x + self_attention(rms_norm(x), w)
+        h = rms_norm(x)
+        return x + ragged_experts(h, w) + mlp(h, w), None
+
+    x = p["table"][TOKEN_IDS]
+    x = x + self_attention(rms_norm(x), p["d"][0])
+    x = x + mlp(rms_norm(x), p["d"][0])
+    x, _ = lax.scan(layer, x, p["l"])
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "l": stack(2, MOE)},
+    scanned(2, *ATTENTION, "router"),
+    [("experts", (0,) * EXPERTS + (1,) * EXPERTS)] * 2,
+    outside("head"),
+)
+def mixture_scanned_over_experts(p: Any) -> Any:
+    def experts(x: Any, w: Any) -> Any:
+        tokens = x.reshape(-1, WIDTH)
+        values, chosen = lax.top_k(tokens @ w["r"], 2)
+        gates = (jax.nn.one_hot(chosen, EXPERTS) * jax.nn.softmax(values)[..., None]).sum(1)
+
+        def expert(total: Any, inputs: Any) -> Any:
+            up, down, gate = inputs
+            return total + (jax.nn.gelu((tokens * gate[:, None]) @ up) @ down), None
+
+        return lax.scan(expert, jnp.zeros_like(tokens), (w["e1"], w["e2"], gates.T))[0].reshape(x.shape)
+
+    def layer(x: Any, w: Any) -> Any:
+        x = x + self_attention(rms_norm(x), w)
+        return x + experts(rms_norm(x), w), None
+
+    x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["l"])
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+# ---- encoders and decoders
+
+
+@program(
+    {"table": TABLE, "e": [BLOCK_PARAMS] * 2, "d": [{"x": attention_params(), **BLOCK_PARAMS}] * 3},
+    unrolled(2, *BLOCK),
+    unrolled(3, *ATTENTION, *ATTENTION, "mlp", "mlp"),
+    outside("head"),
+)
+def encoder_decoder_unrolled(p: Any) -> Any:
+    """T5: the encoder and the decoder count their blocks separately."""
+    memory = p["table"][TOKEN_IDS]
+    for layer in p["e"]:
+        memory = memory + self_attention(rms_norm(memory), layer, causal=False)
+        memory = memory + mlp(rms_norm(memory), layer)
+    memory = rms_norm(memory)
+    x = p["table"][TOKEN_IDS]
+    for layer in p["d"]:
+        x = x + self_attention(rms_norm(x), layer)
+        x = x + self_attention(rms_norm(x), layer["x"], memory=memory, causal=False)
+        x = x + mlp(rms_norm(x), layer)
+    return cross_entropy(rms_norm(x) * WIDTH**-0.5 @ p["table"].T)
+
+
+@program(
+    {"table": TABLE, "e": stack(3, BLOCK_PARAMS), "d": stack(2, {"x": attention_params(), **BLOCK_PARAMS})},
+    scanned(3, *BLOCK),
+    scanned(2, *ATTENTION, *ATTENTION, "mlp", "mlp"),
+    outside("head"),
+)
+def encoder_decoder_scanned(p: Any) -> Any:
+    memory, _ = lax.scan(lambda x, layer: (block(x, layer), None), p["table"][TOKEN_IDS], p["e"])
+
+    def layer(x: Any, w: Any) -> Any:
+        x = x + self_attention(rms_norm(x), w)
+        x = x + self_attention(rms_norm(x), w["x"], memory=memory, causal=False)
+        return x + mlp(rms_norm(x), w), None
+
+    x, _ = lax.scan(layer, p["table"][TOKEN_IDS], p["d"])
+    return cross_entropy(rms_norm(x) @ p["table"].T)
+
+
+BERT = {**BLOCK_PARAMS, "b": weight(WIDTH)}
+
+
+@program(
+    {
+        "table": TABLE,
+        "pos": weight(TOKENS, WIDTH),
+        "s": weight(WIDTH),
+        "l": [BERT] * 2,
+        "t": weight(WIDTH, WIDTH),
+    },
+    unrolled(2, *BLOCK),
+    outside("head", "head"),
+)
+def bert(p: Any) -> Any:
+    """Normalization after each branch, dropout, and a dense layer before the tied head."""
+    x = layer_norm(p["table"][TOKEN_IDS] + p["pos"], p["s"])
+    keep = jax.random.bernoulli(jax.random.key(0), 0.9, (BATCH, TOKENS, WIDTH))
+    for layer in p["l"]:
+        attended = self_attention(x, layer, causal=False) + layer["b"]
+        x = layer_norm(x + jnp.where(keep, attended / 0.9, 0), layer["s1"])
+        x = layer_norm(x + jnp.where(keep, mlp(x, layer) / 0.9, 0), layer["s2"])
+    return cross_entropy(layer_norm(jax.nn.gelu(x @ p["t"]), p["s"]) @ p["table"].T)
+
+
+@program(
+    {"table": TABLE, "l": [BLOCK_PARAMS] * 2, "pool": weight(WIDTH, WIDTH), "c": weight(WIDTH, 3)},
+    unrolled(2, *BLOCK),
+    outside("head", "head"),
+)
+def bert_classifier(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for layer in p["l"]:
+        x = layer_norm(x + self_attention(x, layer, causal=False), layer["s1"])
+        x = layer_norm(x + mlp(x, layer), layer["s2"])
+    return cross_entropy(jnp.tanh(x[:, 0] @ p["pool"]) @ p["c"], np.zeros(BATCH, int))
+
+
+# ---- vision
+
+
+@program(
+    {
+        "patch": weight(12, WIDTH),
+        "cls": weight(1, 1, WIDTH),
+        "pos": weight(TOKENS + 1, WIDTH),
+        "l": [BLOCK_PARAMS] * 3,
+        "c": weight(WIDTH, 10),
+    },
+    outside("embedding"),
+    unrolled(3, *BLOCK),
+    outside("head"),
+)
+def vision_transformer(p: Any) -> Any:
+    x = PIXELS @ p["patch"]
+    x = jnp.concatenate([jnp.broadcast_to(p["cls"], (BATCH, 1, WIDTH)), x], 1) + p["pos"]
+    for layer in p["l"]:
+        x = block(x, layer)
+    return cross_entropy(x[:, 0] @ p["c"], np.zeros(BATCH, int))
+
+
+@program(
+    {"patch": weight(2, 2, 3, WIDTH), "l": stack(2, BLOCK_PARAMS), "c": weight(WIDTH, 10)},
+    scanned(2, *BLOCK),
+    outside("head"),
+)
+def vision_transformer_with_convolution(p: Any) -> Any:
+    images = np.ones((BATCH, 8, 4, 3), np.float32)
+    x = lax.conv_general_dilated(
+        images, p["patch"], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    x = x.reshape(BATCH, -1, WIDTH)
+    x, _ = lax.scan(lambda x, layer: (block(x, layer), None), x, p["l"])
+    return cross_entropy(x.mean(1) @ p["c"], np.zeros(BATCH, int))
+
+
+MIXER = {
+    "t1": weight(TOKENS, 24),
+    "t2": weight(24, TOKENS),
+    **mlp_params(),
+    "s1": weight(WIDTH),
+    "s2": weight(WIDTH),
+}
+
+
+@program(
+    {"patch": weight(12, WIDTH), "l": [MIXER] * 4, "c": weight(WIDTH, 10)},
+    outside("embedding"),
+    unrolled(4, "mlp", "mlp", "mlp", "mlp"),
+    outside("head"),
+)
+def mlp_mixer(p: Any) -> Any:
+    x = PIXELS @ p["patch"]
+    for layer in p["l"]:
+        h = jnp.swapaxes(layer_norm(x, layer["s1"]), 1, 2)
+        x = x + jnp.swapaxes(jax.nn.gelu(h @ layer["t1"]) @ layer["t2"], 1, 2)
+        x = x + mlp(layer_norm(x, layer["s2"]), layer)
+    return cross_entropy(x.mean(1) @ p["c"], np.zeros(BATCH, int))
+
+
+@program(
+    {
+        "patch": weight(12, WIDTH), "t1": weight(8, WIDTH), "t2": weight(WIDTH, WIDTH),
+        "l": stack(3, {**BLOCK_PARAMS, "m": weight(WIDTH, 6 * WIDTH)}), "m": weight(WIDTH, 2 * WIDTH),
+        "out": weight(WIDTH, 12),
+    },
+    outside("embedding", "embedding", "embedding"),
+    scanned(3, "mlp", *BLOCK),
+    outside("", ""),
+)  # fmt: skip
+def diffusion_transformer(p: Any) -> Any:
+    """DiT: each block is modulated by the time step. Its loss has no log-softmax, so that it has no head."""
+    x = PIXELS @ p["patch"]
+    time = np.ones((BATCH, 8), np.float32)
+    condition = jax.nn.silu(jax.nn.silu(time @ p["t1"]) @ p["t2"])
+
+    def layer(x: Any, w: Any) -> Any:
+        a, b, c, d, e, f = jnp.split((condition @ w["m"])[:, None], 6, -1)
+        x = x + c * self_attention(rms_norm(x) * (1 + a) + b, w, causal=False)
+        return x + f * mlp(rms_norm(x) * (1 + d) + e, w), None
+
+    x, _ = lax.scan(layer, x, p["l"])
+    shift, scale = jnp.split((condition @ p["m"])[:, None], 2, -1)
+    return jnp.square((rms_norm(x) * (1 + scale) + shift) @ p["out"] - PIXELS).mean()
+
+
+def convolve(x: Any, kernel: Any, stride: int = 1) -> Any:
+    return lax.conv_general_dilated(
+        x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+UNET_ATTENTION = attention_params(8)
+
+
+@program(
+    {
+        "c1": weight(3, 3, 3, 8), "c2": weight(3, 3, 8, 8), "c3": weight(3, 3, 8, 8), "c4": weight(3, 3, 8, 3),
+        "t1": weight(8, 8), "a": [UNET_ATTENTION] * 2,
+    },
+    outside("embedding"),
+    unrolled(2, *ATTENTION),
+)  # fmt: skip
+def unet_with_attention(p: Any) -> Any:
+    images = np.ones((BATCH, 4, 4, 3), np.float32)
+    x = convolve(images, p["c1"])
+    time = jax.nn.silu(np.ones((BATCH, 8), np.float32) @ p["t1"])[:, None, None]
+    down = x + convolve(jax.nn.silu(x + time), p["c2"])
+    h = convolve(down, p["c3"], 2)
+    for layer in p["a"]:
+        tokens = h.reshape(BATCH, -1, 8)
+        h = h + self_attention(rms_norm(tokens), layer, causal=False).reshape(h.shape)
+    up = jnp.repeat(jnp.repeat(h, 2, 1), 2, 2)
+    return jnp.square(convolve(up + down, p["c4"]) - images).mean()
+
+
+# ---- other mixers
+
+
+def _compose(one: Any, two: Any) -> Any:
+    return one[0] * two[0], two[0] * one[1] + two[1]
+
+
+MAMBA = {
+    "w1": weight(WIDTH, 2 * HIDDEN), "k": weight(4, 1, HIDDEN), "w2": weight(HIDDEN, 11), "w3": weight(3, HIDDEN),
+    "a": weight(HIDDEN, 4), "d": weight(HIDDEN), "w4": weight(HIDDEN, WIDTH),
+}  # fmt: skip
+
+
+@program(
+    {**LM_PARAMS, "l": [MAMBA] * 3},
+    unrolled(3, "attention", "attention", "attention", "scores", "attention"),
+    outside("head"),
+)
+def state_space_model(p: Any) -> Any:
+    """Mamba: a recurrence over tokens, read out by a product of activations."""
+    x = p["table"][TOKEN_IDS]
+    for w in p["l"]:
+        u, gate = jnp.split(rms_norm(x) @ w["w1"], 2, -1)
+        u = jax.nn.silu(
+            lax.conv_general_dilated(
+                u, w["k"], (1,), [(3, 0)], dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=HIDDEN
+            )
+        )
+        low, b, c = jnp.split(u @ w["w2"], [3, 7], -1)
+        step = jax.nn.softplus(low @ w["w3"])
+        decay = jnp.exp(-step[..., None] * jnp.exp(w["a"]))
+        drive = (step * u)[..., None] * b[:, :, None]
+        _, states = lax.associative_scan(_compose, (decay, drive), axis=1)
+        y = jnp.einsum("btdn,btn->btd", states, c) + u * w["d"]
+        x = x + (y * jax.nn.silu(gate)) @ w["w4"]
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program({**LM_PARAMS, "l": [BLOCK_PARAMS] * 2}, unrolled(2, *ATTENTION, "mlp", "mlp"), outside("head"))
+def linear_attention(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for w in p["l"]:
+        h = rms_norm(x)
+        q, k, v = (split_heads(h @ w[name]) for name in ("w1", "w2", "w3"))
+        memory = jnp.einsum("bthd,bthe->bhde", jax.nn.elu(k) + 1, v)
+        x = x + jnp.einsum("bthd,bhde->bthe", jax.nn.elu(q) + 1, memory).reshape(x.shape) @ w["w4"]
+        x = x + mlp(rms_norm(x), w)
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+GATED = {**BLOCK_PARAMS, "g": weight(WIDTH, WIDTH)}
+
+
+@program(
+    {**LM_PARAMS, "l": [GATED] * 2},
+    unrolled(2, *("attention",) * 3, "scores", "scores", "attention", "attention", "mlp", "mlp"),
+    outside("head"),
+)
+def gated_attention(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for w in p["l"]:
+        h = rms_norm(x)
+        q, k, v = (split_heads(h @ w[name]) for name in ("w1", "w2", "w3"))
+        out = attend(rms_norm(q), rms_norm(k), v).reshape(x.shape)
+        x = x + (out * jax.nn.sigmoid(h @ w["g"])) @ w["w4"]
+        x = x + mlp(rms_norm(x), w)
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {
+        "table": TABLE,
+        "l": [{"w1": weight(WIDTH, WIDTH), "w2": weight(WIDTH, WIDTH)}] * 3,
+        "out": weight(WIDTH, VOCABULARY),
+    },
+    unrolled(3, "mlp", "mlp"),
+    outside("head"),
+)
+def recurrent_network(p: Any) -> Any:
+    x = p["table"][TOKEN_IDS]
+    for w in p["l"]:
+
+        def cell(h: Any, inputs: Any, w: Any = w) -> Any:
+            h = jnp.tanh(inputs @ w["w1"] + h @ w["w2"])
+            return h, h
+
+        _, states = lax.scan(cell, jnp.zeros((BATCH, WIDTH)), jnp.swapaxes(x, 0, 1))
+        x = jnp.swapaxes(states, 0, 1)
+    return cross_entropy(x @ p["out"])
+
+
+@program(
+    {"w": [weight(WIDTH, WIDTH)] * 4, "out": weight(WIDTH, 10)},
+    unrolled(4, "mlp"),
+    outside("head"),
+)
+def multilayer_perceptron(p: Any) -> Any:
+    x = SEQUENCE[:, 0]
+    for w in p["w"]:
+        x = jax.nn.relu(x @ w)
+    return cross_entropy(x @ p["out"], np.zeros(BATCH, int))
+
+
+# ---- pipelines and other forms of stacks
+
+
+@program(
+    {**LM_PARAMS, "l": stack(2, stack(2, BLOCK_PARAMS))},
+    [(kind, (-1,)) for kind in (*BLOCK, *BLOCK)],
+    outside("head"),
+)
+def pipeline_of_two_stages(p: Any) -> Any:
+    """Each product runs in both stages at once, so that its block is not known."""
+
+    def stage(x: Any, layers: Any) -> Any:
+        for number in range(2):
+            x = block(x, jax.tree.map(functools.partial(lambda w, n: w[n], n=number), layers))
+        return x
+
+    microbatches = p["table"][TOKEN_IDS][:, None]
+
+    def tick(buffer: Any, microbatch: Any) -> Any:
+        out = jax.vmap(stage)(jnp.concatenate([microbatch[None], buffer[:-1]]), p["l"])
+        return out, out[-1]
+
+    _, outputs = lax.scan(tick, jnp.zeros((2, 1, TOKENS, WIDTH)), microbatches)
+    return cross_entropy(rms_norm(outputs[:, 0]) @ p["out"])
+
+
+@program(
+    {**LM_PARAMS, "l": stack(3, BLOCK_PARAMS)},
+    unrolled(3, *BLOCK),
+    outside("head"),
+)
+def jitted_block_over_stacked_parameters(p: Any) -> Any:
+    step = jax.jit(block)
+    x = p["table"][TOKEN_IDS]
+    for number in range(3):
+        x = step(x, jax.tree.map(functools.partial(lambda w, n: w[n], n=number), p["l"]))
+    return cross_entropy(rms_norm(x) @ p["out"])
+
+
+@program(
+    {
+        "table": TABLE,
+        "l": [BLOCK_PARAMS] * 2,
+        "v": [BLOCK_PARAMS] * 2,
+        "patch": weight(12, WIDTH),
+        "a": weight(WIDTH, WIDTH),
+        "b": weight(WIDTH, WIDTH),
+    },
+    outside("embedding"),
+    unrolled(2, *BLOCK),
+    outside("head"),
+    unrolled(2, *BLOCK),
+    outside("head", "head"),
+)
+def contrastive_pair(p: Any) -> Any:
+    """CLIP: the product of both towers reaches the log-softmax."""
+    image, text = PIXELS @ p["patch"], p["table"][TOKEN_IDS]
+    for layer in p["v"]:
+        image = block(image, layer)
+    image = image.mean(1) @ p["a"]
+    for layer in p["l"]:
+        text = block(text, layer)
+    text = text.mean(1) @ p["b"]
+    norms = [jnp.linalg.norm(t, axis=-1, keepdims=True) for t in (image, text)]
+    return cross_entropy((image / norms[0]) @ (text / norms[1]).T, np.arange(BATCH))
