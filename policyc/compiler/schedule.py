@@ -6,7 +6,10 @@ it again. A program may call `set_step` without any policy: this module loads ne
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +32,34 @@ class Schedule:
     def __init__(self) -> None:
         self.step: int | None = None
         self.total: int | None = None
-        self._policies: list[Policy] = []
+        self._policies: dict[str, Policy] = {}  # by hash: a text may be parsed again in every step
+        self._sessions: Counter[str] = (
+            Counter()
+        )  # how many, of policies that are watched only while these last
         self._phases: tuple[tuple[bool, ...], ...] = ()
 
     def watch(self, policy: Policy) -> None:
-        """Makes the phase of a policy part of the key of JAX's caches."""
-        if policy.step_conditions and not any(p is policy for p in self._policies):
-            self._policies.append(policy)
+        """Makes the phase of a policy part of the key of JAX's caches, from now on."""
+        if policy.step_conditions:
+            self._policies.setdefault(policy.sha256, policy)
+            self._sessions.pop(policy.sha256, None)
+
+    @contextlib.contextmanager
+    def watch_during(self, policy: Policy) -> Iterator[None]:
+        """Makes the phase of a policy part of the key of JAX's caches while this `with` lasts."""
+        key = policy.sha256
+        if not policy.step_conditions or (key in self._policies and key not in self._sessions):
+            yield  # it has no phases, or is watched for good
+            return
+        self._policies.setdefault(key, policy)
+        self._sessions[key] += 1
+        try:
+            yield
+        finally:
+            if key in self._sessions:
+                self._sessions[key] -= 1
+                if not self._sessions[key]:
+                    del self._sessions[key], self._policies[key]
 
     def set_step(self, step: int, total: int | None) -> None:
         self.step = step
@@ -47,7 +71,7 @@ class Schedule:
                 for c in p.step_conditions
                 if length is not None or not c.bound.percent
             )
-            for p in self._policies
+            for p in self._policies.values()
         )
         if phases != self._phases:
             _phase_context().set_global(phases)
@@ -75,7 +99,8 @@ class Schedule:
         if self._phases:
             _phase_context().set_global(None)
         self.step, self.total = None, None
-        self._policies, self._phases = [], ()
+        self._policies, self._phases = {}, ()
+        self._sessions.clear()
 
 
 SCHEDULE = Schedule()

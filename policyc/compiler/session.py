@@ -181,8 +181,7 @@ def activate(session: Session) -> Iterator[None]:
 @contextlib.contextmanager
 def activate_in_process(session: Session) -> Iterator[None]:
     """Makes a session the current one in every thread without a session of its own."""
-    SCHEDULE.watch(session.policy)
-    with _SESSIONS.add(session):
+    with SCHEDULE.watch_during(session.policy), _SESSIONS.add(session):
         yield
 
 

@@ -126,3 +126,55 @@ def test_set_step_sets_the_step_of_the_process() -> None:
     assert current_phase(plan) == (True,)
     policyc.set_step(2)
     assert current_phase(plan) == (False,)
+
+
+def test_a_text_that_is_parsed_in_the_step_is_one_policy() -> None:
+    """The first call shows the policy to the schedule, the second has its phase. No later one traces."""
+    calls: list[int] = []
+
+    @jax.jit
+    def step(w: jax.Array) -> jax.Array:
+        calls.append(1)
+        return jax.grad(policyc.apply("until 5 { * -> mxfp8 }", lambda w: (w @ w).sum()))(w)
+
+    try:
+        counts = []
+        for number in range(8):
+            set_step(number, total=10)
+            jax.eval_shape(step, jnp.ones((32, 32)))
+            counts.append(len(calls))
+    finally:
+        PROCESS_SCHEDULE.reset()
+    assert counts == [1, 2, 2, 2, 2, 3, 3, 3]
+
+
+def test_policies_of_ended_sessions_are_forgotten() -> None:
+    """A session with a schedule that has ended causes no trace where its phases began."""
+    calls: list[int] = []
+
+    @jax.jit
+    def step(x: jax.Array) -> jax.Array:
+        calls.append(1)
+        return x + 1
+
+    try:
+        set_step(0, total=10)
+        with policyc.active("until 5 { * -> mxfp8 }"), policyc.active("until 5 { * -> mxfp8 }"):
+            pass
+        for number in range(8):
+            set_step(number)
+            jax.eval_shape(step, jnp.zeros(()))
+    finally:
+        PROCESS_SCHEDULE.reset()
+    assert len(calls) == 1
+
+
+def test_a_policy_of_a_session_and_of_a_function_stays_watched() -> None:
+    schedule = Schedule()
+    policy = parse("until 5 { * -> mxfp8 }")
+    with schedule.watch_during(policy):
+        schedule.watch(policy)
+    try:
+        assert traces(schedule, [0, 4, 5], total=10) == [1, 1, 2]
+    finally:
+        schedule.reset()
