@@ -52,6 +52,17 @@ class LazyGroup(click.Group):
         with _escape_errors():
             return super().invoke(ctx)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        from policyc.base.text import did_you_mean
+
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            help = did_you_mean(name, COMMANDS) or "'policyc --help' lists them all"
+            raise click.UsageError(f"no command is named '{name}': {help}", ctx)
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, _ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,7 +14,10 @@ from policyc.cli.common import ExampleCommand, exit_with_diagnostics
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from policyc.language.diagnostics import Diagnostic
     from policyc.language.recipes import Gemm, Recipe, Role
+
+_RULE_START = "* -> "  # makes a policy of a recipe
 
 
 @click.command(
@@ -87,13 +91,26 @@ def _parse_recipe(text: str) -> Recipe:
     from policyc.language.diagnostics import PolicyError
     from policyc.language.loader import parse_with_diagnostics
 
-    loaded = parse_with_diagnostics(f"* -> {text}", shown="--recipe")
+    loaded = parse_with_diagnostics(f"{_RULE_START}{text}", shown="--recipe")
     if loaded.diagnostics:
-        raise PolicyError(loaded.diagnostics)
+        raise PolicyError([_point_at_recipe(diagnostic, text) for diagnostic in loaded.diagnostics])
     rules = loaded.policy.rules
     if len(rules) != 1 or str(rules[0].selectors[0]) != "*" or rules[0].expect is not None:
         raise click.UsageError("--recipe takes one recipe")
     return loaded.policy.resolver()(rules[0].recipe)
+
+
+def _point_at_recipe(diagnostic: Diagnostic, text: str) -> Diagnostic:
+    """Returns the diagnostic of a rule as one of its recipe alone. A fix would edit a file, so it is left out."""
+    from policyc.language.diagnostics import SourceText, Span
+
+    source = SourceText(text, "--recipe")
+
+    def move(span: Span) -> Span:
+        return Span(source, max(0, span.start - len(_RULE_START)), max(0, span.end - len(_RULE_START)))
+
+    notes = tuple(replace(note, span=move(note.span)) for note in diagnostic.notes)
+    return replace(diagnostic, span=move(diagnostic.span), notes=notes, fix=None)
 
 
 def _load_array(name: str) -> npt.NDArray[Any]:

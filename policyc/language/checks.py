@@ -255,7 +255,7 @@ class _Checker:
         else:
             message = f"'{setting.name}' cannot be '{invalid}'"
             closest = closest_name(invalid, option.choices)
-            if option.kind == "operands" and invalid in ("true", "on", "yes", "1"):
+            if option.kind == "operands" and invalid.lower() in ("true", "on", "yes", "1"):
                 help = f"name the operands: {option.name}={'grad' if option.name == 'sr' else 'wgrad'}"
             elif closest is not None:
                 help = f"did you mean '{closest}'?"

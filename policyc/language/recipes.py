@@ -58,7 +58,9 @@ _OTHER_GEMM_NAMES = {
     "fwd": "fprop", "forward": "fprop",
     "bprop": "bwd", "backward": "bwd", "grad": "bwd", "grads": "bwd",
     "dx": "dgrad", "dinput": "dgrad", "grad_input": "dgrad", "agrad": "dgrad",
+    "input_grad": "dgrad", "input_gradient": "dgrad", "data_grad": "dgrad", "data_gradient": "dgrad",
     "dw": "wgrad", "dweight": "wgrad", "grad_weight": "wgrad",
+    "weight_grad": "wgrad", "weight_gradient": "wgrad", "weight_grads": "wgrad", "weight_gradients": "wgrad",
 }  # fmt: skip
 """What other libraries call the products."""
 

@@ -489,9 +489,17 @@ def test_explain_prints_the_page(code: str) -> None:
     assert LINT_RULES[code].page in result.out
 
 
+def test_an_unknown_command_names_the_closest() -> None:
+    result = policyc("lnt", "my.policy")
+    assert result.code == 2
+    assert "no command is named 'lnt': did you mean 'lint'?" in result.err
+    assert "no command is named 'xyz': 'policyc --help' lists them all" in policyc("xyz").err
+
+
 def test_explain_an_unknown_code() -> None:
     result = policyc("explain", "shadowed-rul")
     assert "no rule has the code 'shadowed-rul': did you mean 'shadowed-rule'?" in result.err
+    assert "'policyc explain' lists them all" in policyc("explain", "nope").err
 
 
 def test_explain_markdown_has_every_page() -> None:

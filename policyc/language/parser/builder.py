@@ -143,9 +143,11 @@ class StatementBuilder(ConditionBuilder):
         if all(t.type == "BOUND" for t in tokens):
             bound = self._bound(tokens[0])
             if bound.percent:
-                self._report(
-                    "bad-slice", tokens[0], "a percentage is not an index", f"write a slice: [{bound}:]"
+                share = str(bound).removeprefix("-")
+                help = (
+                    f"write a slice: [:{share}] takes the first {share} of the layers, [-{share}:] the last"
                 )
+                self._report("bad-slice", tokens[0], "a percentage is not an index", help)
             return Indices(index=int(bound.value), span=span)
         parts: list[Bound | None] = [None]
         for token in tokens:

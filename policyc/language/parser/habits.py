@@ -9,6 +9,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from decimal import Decimal
 
 from policyc.language.kinds import FLAGS
 
@@ -17,6 +18,8 @@ _BLANK = " \t\r\f"
 
 _KIND_ALONE = "a kind is a condition by itself: where mlp"
 _PRODUCTS = ("fprop", "dgrad", "wgrad", "bwd")
+_NOT_JSON = "a policy is not JSON: a rule is written SELECTOR -> RECIPE"
+_EVERYTHING = ("default", "all", "everything", "global")
 _KEYWORDS = {
     "before": "'before' is written 'until'",
     "include": "'include' is written 'import'",
@@ -108,15 +111,29 @@ def _explain_brackets(site: SyntaxErrorSite) -> str:
     return ""
 
 
+def _explain_section(site: SyntaxErrorSite) -> str:
+    """`[policy]`, `[[rules]]`."""
+    is_section = not site.before.strip() and re.match(r"\[[^\[\]\n]*\][ \t\r]*(?:[\n#]|\Z)|\[\[", site.after)
+    return "a policy has no sections: it lists rules, each written SELECTOR -> RECIPE" if is_section else ""
+
+
 def _explain_number(site: SyntaxErrorSite) -> str:
-    """`after 1e3`, `after 82 %`, `after 1000 steps`."""
+    """`after 1e3`, `after 1k`, `after 82 %`, `after 1000 steps`, `after step 1000`."""
+    step = re.match(r"steps?\s*[=:]?\s*(\d[\d_]*)", site.after)
+    phase = re.search(r"\b(after|until)\s+\Z", site.before)
+    if step and phase:
+        return f"a number is a step: write {phase[1]} {step[1]}"
     number = re.search(r"(\d[\d_]*(?:\.\d+)?)([ \t]*)\Z", site.before)
     if number is None or not {"LBRACE", "RSQB", "_SEP"} & set(site.expected):
         return ""
     exponent = re.match(r"[eE]\+?(\d{1,2})(?!\w)", site.after)
     if exponent and not number[2]:
-        value = float(f"{number[1].replace('_', '')}e{exponent[1]}")
+        value = Decimal(f"{number[1].replace('_', '')}e{exponent[1]}")
         return f"write the number without an exponent: {value:.0f}" if value == int(value) else ""
+    unit = re.match(r"[kKmM]\b", site.after)
+    if unit and not number[2]:
+        value = Decimal(number[1].replace("_", "")) * (1000 if unit.group() in "kK" else 1_000_000)
+        return f"write the number in full: {value:.0f}" if value == int(value) else ""
     if "LBRACE" in site.expected and site.after.startswith("%"):
         return f"write {number[1]}%, without a space"
     if "LBRACE" in site.expected and re.match(r"steps?\b", site.after):
@@ -124,10 +141,11 @@ def _explain_number(site: SyntaxErrorSite) -> str:
     return ""
 
 
-def _explain_late_condition(site: SyntaxErrorSite) -> str:
-    """`mlp -> fp8 where k > 1`, `mlp -> fp8 @ fprop`."""
+def _explain_order(site: SyntaxErrorSite) -> str:
+    """`mlp -> fp8 where k > 1`, `mlp -> fp8 @ fprop`; `mlp expect 96 -> fp8` is early instead."""
     if "->" not in site.before:
-        return ""
+        expect = re.match(r"expect\b\s*(\d*)", site.after) if "ARROW" in site.expected else None
+        return f"'expect' comes last: SELECTOR -> RECIPE expect {expect[1] or 'N'}" if expect else ""
     if re.match(r"(where|if|when)\b", site.after):
         return "'where' stands before the arrow: SELECTOR where CONDITION -> RECIPE"
     return "'@' stands before the arrow: SELECTOR @ PRODUCT -> RECIPE" if site.after.startswith("@") else ""
@@ -162,7 +180,7 @@ def _explain_quotes(site: SyntaxErrorSite) -> str:
         is_kind = re.search(r"\bkind\s*(==|!=)\s*\Z", site.before)
         return _KIND_ALONE if is_kind else "a condition compares sizes: names are matched by the selector"
     if re.match(r"\{\s*[\"']", site.before):
-        return "a rule is written SELECTOR -> RECIPE"
+        return _NOT_JSON
     kind = "a selector is" if site.is_in_selector else "a name is"
     return f"{kind} written without quotes: {quoted[1]}" if quoted[1] else f"{kind} written without quotes"
 
@@ -212,10 +230,10 @@ def _explain_selector(site: SyntaxErrorSite) -> str:
         return "selectors are separated by commas"
     if site.after.startswith("@") and not site.before.strip():
         return "a selector stands before '@': '*' takes every site"
+    if re.match(r"\{\s*[\"']", site.after):
+        return _NOT_JSON
     if re.match(r"\{[^}]*(->|\n|\Z)", site.after):
         return "close the brace: {a,b}"
-    if re.match(r"\{\s*[\"']", site.after):
-        return "a rule is written SELECTOR -> RECIPE"
     dotted = re.sub(r"\.+", ".", site.written).strip(".")
     is_extra_dot = re.match(r"\.[\w.]", site.after) and (not site.before.strip() or site.before.endswith("."))
     return f"names are separated by one dot: {dotted}" if is_extra_dot else ""
@@ -285,7 +303,7 @@ def _explain_operator(site: SyntaxErrorSite) -> str:
 
 
 def _explain_arrow(site: SyntaxErrorSite) -> str:
-    """`=>`, `→`, `-`, `:`, and an arrow on the next line."""
+    """`=>`, `→`, `-`, `:`, `default = bf16`, and an arrow on the next line."""
     if re.match(r"[ \t\r\f]*\n[ \t\r\f\n]*->", site.after) and "ARROW" in site.expected:
         return "write '->' at the end of this line: a line can break after an arrow, not before it"
     if re.match(r"=>|→|⟶|⇒|:=", site.after):
@@ -293,6 +311,9 @@ def _explain_arrow(site: SyntaxErrorSite) -> str:
     if "ARROW" not in site.expected:
         return ""
     name = re.fullmatch(r"\s*([^\W\d]\w*)\s*", site.before)
+    if name and name[1].lower() in _EVERYTHING and site.after[:1] in tuple("=:"):
+        recipe = re.match(r"[=:]\s*[\"']?([\w(=,{} )]*)", site.after)
+        return f"the rule for every site is written * -> {recipe[1].strip() if recipe and recipe[1] else 'RECIPE'}"
     if site.after.startswith("=") and name:
         return f"a recipe is named with 'recipe {name[1]} = ...'; a rule has an arrow '->'"
     return "an arrow is written '->'" if re.match(r"[-–—−:=]", site.after) else ""
@@ -321,8 +342,9 @@ def _explain_character(site: SyntaxErrorSite) -> str:
 
 _EXPLANATIONS: tuple[Callable[[SyntaxErrorSite], str], ...] = (
     _explain_brackets,
+    _explain_section,
     _explain_number,
-    _explain_late_condition,
+    _explain_order,
     _explain_comment,
     _explain_slash,
     _explain_quotes,

@@ -28,6 +28,7 @@ _GROUP = r"group(?=[ \t\r\f]+[^\W\d]\w*[ \t\r\f]*=)"
 _KEYWORD = re.compile(
     rf"[ \t\r\f]*((import|recipe|after|until|variant){_WORD_END}|seed(?=[ \t\r\f]*=)|{_GROUP}|\}})"
 )
+_OBJECT = re.compile(r"\{\s*[\"']")  # of JSON: its lines are one error, not one each
 _ARROW_IN_LINE = re.compile(r"[^\n#;]*->")
 _CLOSING_BRACKET_IN_LINE = re.compile(r"(?:(?!->)[^\n#(){}\[\]])*[)\]]")
 _ARROW_FIRST = re.compile(r"[ \t\r\f]*->")
@@ -116,6 +117,7 @@ def _find_statement_end(text: str, start: int) -> int:
     because that is one error and not two.
     """
     depth, position, end = 0, start, start  # `end` follows the last text that is neither blank nor comment
+    is_object = _OBJECT.match(text, start) is not None
     searched = start  # before here, no block comment ends
     has_arrow = _KEYWORD.match(text, start) is not None  # a statement with a keyword needs no arrow
     while position < len(text):
@@ -145,7 +147,10 @@ def _find_statement_end(text: str, start: int) -> int:
             if not continues and (has_arrow or not _ARROW_FIRST.match(text, position + 1)):
                 return end
             next_line = position + 1
-            if _KEYWORD.match(text, next_line) or (has_arrow and _ARROW_IN_LINE.match(text, next_line)):
+            starts_anew = _KEYWORD.match(text, next_line) or (
+                has_arrow and _ARROW_IN_LINE.match(text, next_line)
+            )
+            if starts_anew and not (is_object and depth > 0):
                 return end
         if token.strip(_BLANK) and not token.startswith("#"):
             end = position + len(token.rstrip(_BLANK))
