@@ -48,9 +48,9 @@ demo: setup ## lint the bundled policies, show one, and train a small Llama unde
 	echo "policyc $$words" && $(BIN)/policyc $$words
 
 pictures: setup ## draw the pictures of README.md and docs/ again (needs chromium)
-	@$(IN) $(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --stat --svg docs/pictures/diff.svg
+	@$(IN) $(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --out docs/pictures/diff.svg
 	@$(IN) $(INSTALL_BROWSER); page=$$(mktemp -d) && \
-	$(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --stat --out "$$page/page.html" >/dev/null && \
+	$(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --out "$$page/page.html" && \
 	$(BIN)/python docs/pictures/draw_pages.py "$$page/page.html" "$(CHROMIUM)"; status=$$?; rm -rf "$$page"; exit $$status
 
 test: setup ## run the fast tests

@@ -47,8 +47,6 @@ class EarlierPlan:
         missing = [key for key in self._runs if key not in known]
         if missing:
             notes.append(f"{len(missing)} sites of the earlier plan are not in the program")
-        if not _has_options(data):
-            notes.append("the earlier plan has no options of recipes: only formats and backends are compared")
         return notes
 
     def product(self, site: Site, layer: Layer, gemm: Gemm, kept: ProductState) -> ProductState | None:
@@ -71,17 +69,6 @@ def _number_sites(sites: Any) -> dict[Any, SiteKey]:
     return keys
 
 
-def _has_options(data: Mapping[str, Any]) -> bool:
-    products = (
-        product
-        for entry in data["sites"]
-        for runs in entry["decisions"].values()
-        for run in runs
-        for product in run["products"].values()
-    )
-    return all("options" in product for product in products)
-
-
 def _state(entry: Mapping[str, Any], kept: ProductState) -> ProductState:
     first, second = entry["formats"]
     if first == second == "keep":
@@ -90,32 +77,28 @@ def _state(entry: Mapping[str, Any], kept: ProductState) -> ProductState:
     if entry.get("backend"):
         obstacle = Obstacle(entry["reason"], entry["remedy"]) if entry.get("reason") else None
         lowering = Lowering(entry["backend"], bool(entry.get("native")), obstacle)
-    words = entry.get("options")
+    words = entry["options"]
     return ProductState(
         format=first,
         formats=(first, second),
         roles=kept.roles,
-        options=None if words is None else (tuple(words[0]), tuple(words[1])),
+        options=(tuple(words[0]), tuple(words[1])),
         lowering=lowering,
     )
 
 
 def read_earlier_plan(path: Path, sites: Sites, phase: str) -> EarlierPlan:
-    """Reads a plan. Raises ValueError if the file is none, or one of a later version of policyc.
-
-    Plans before `PLAN_SCHEMA` 2 have no field `schema`, and describe options in other words: these are not read.
-    """
+    """Reads a plan. Raises ValueError if the file is not a plan of this version's schema."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        schema = data.get("schema", 1)
-        earlier = None if schema > PLAN_SCHEMA else EarlierPlan(data, sites, phase)
+        schema = data["schema"]
+        earlier = EarlierPlan(data, sites, phase) if schema == PLAN_SCHEMA else None
     except OSError as error:
         raise ValueError(f"'{path}' cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"'{path}' is not a plan: policyc apply --plan-out writes one") from None
     if earlier is None:
         raise ValueError(
-            f"'{path}' is a plan of schema {schema}, but this policyc reads schema {PLAN_SCHEMA} and earlier ones: "
-            "install the policyc that wrote it, or write the plan again"
+            f"'{path}' is a plan of schema {schema}, but this policyc reads schema {PLAN_SCHEMA}: write the plan again"
         )
     return earlier

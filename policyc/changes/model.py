@@ -24,8 +24,7 @@ class ProductState:
       format: what it multiplies; the dtype of the program if the product is kept.
       formats: of both operands, in the order of `OPERANDS`; of a kept product, their dtypes.
       roles: of both operands: activation, weight or gradient; lhs, rhs or gradient in a GEMM without a weight.
-      options: what happens to both operands beyond their formats, in the words of `describe_options`; None in an
-        earlier plan that does not have them.
+      options: what happens to both operands beyond their formats, in the words of `describe_options`.
       is_kept: does the policy leave it as it is?
       seed: of stochastic rounding; None if it does not round stochastically.
     """
@@ -33,7 +32,7 @@ class ProductState:
     format: str
     formats: tuple[str, str]
     roles: tuple[str, str]
-    options: tuple[tuple[str, ...], tuple[str, ...]] | None = ((), ())
+    options: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     is_kept: bool = False
     seed: int | None = None
     lowering: Lowering = PLAIN
@@ -41,7 +40,7 @@ class ProductState:
     @property
     def operands(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """Role, format and options of both operands."""
-        return zip(self.roles, self.formats, self.options or ((), ()), strict=True)
+        return zip(self.roles, self.formats, self.options, strict=True)
 
     @property
     def is_emulated(self) -> bool:
@@ -72,20 +71,17 @@ class ProductChange:
         """Does it run in another way? A rule that does the same as another one changes nothing."""
         if self.before is None or self.after is None:
             return True
-        before, after = self.before.state, self.after.state
-        has_options = before.options is not None and after.options is not None
-        return _numerics(before, has_options) != _numerics(after, has_options)
+        return _numerics(self.before.state) != _numerics(self.after.state)
 
 
-def _numerics(state: ProductState, has_options: bool) -> tuple[Any, ...]:
-    """What decides the numbers and the speed of a product; without its options if one side does not have them.
+def _numerics(state: ProductState) -> tuple[Any, ...]:
+    """What decides the numbers of a product, which do not depend on the machine.
 
     A product that multiplies bf16 is the same whether a rule says so or the program does. The recipe f32 multiplies at
     the highest precision, which a program in float32 need not do.
     """
     if state.lowering.backend:
-        options = (state.options, state.seed) if has_options else ()
-        return state.formats, options, state.lowering.backend, state.lowering.native
+        return state.formats, state.options, state.seed
     is_exact = not state.is_kept and "f32" in state.formats
     return state.formats, is_exact
 

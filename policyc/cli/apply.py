@@ -8,6 +8,7 @@ from policyc.cli.options import (
     ProgramCommand,
     RunOptions,
     multiple_losses_option,
+    policy_argument,
     program_argument,
     run_options,
 )
@@ -23,7 +24,7 @@ from policyc.cli.program import check_order, parse_program, run_under_policy
     policyc apply llama.policy --plan-out plan.json train.py    write the plan as JSON
     """,
 )
-@click.argument("policy")
+@policy_argument()
 @program_argument(required=True)
 @run_options
 @multiple_losses_option

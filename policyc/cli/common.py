@@ -60,18 +60,24 @@ class ExampleCommand(click.Command):
 # ---- input
 
 
-def load_policy(name: str, variant: str | None = None) -> Policy:
-    """Loads a policy by path or bundled name, under a variant if one is given. Exits if that fails."""
+def is_policy(word: str) -> bool:
+    """Does a word name a policy, or a variant of one?"""
+    from policyc.language.bundled import POLICY_SUFFIX, bundled_policies
+    from policyc.language.loader import split_variant
+
+    name = str(split_variant(word)[0])
+    return name.endswith(POLICY_SUFFIX) or name in bundled_policies()
+
+
+def load_policy(word: str) -> Policy:
+    """Loads `POLICY[:VARIANT]`: a path or a bundled name. Exits if that fails."""
     from policyc.language.diagnostics import PolicyError
     from policyc.language.loader import load
 
     try:
-        policy = load(name)
-        return policy if variant is None else policy.variant(variant)
+        return load(word)
     except PolicyError as error:
         exit_with_diagnostics(error)
-    except KeyError as unknown:
-        raise click.UsageError(str(unknown.args[0])) from None
 
 
 def read_stdin() -> str:
@@ -152,6 +158,14 @@ def write_output(option: str, path: str, text: str) -> None:
             stream.write(text.encode("utf-8"))
     except OSError as error:
         exit_with_message(f"{option}: '{path}' cannot be written: {error.strerror}", EXIT_USAGE)
+
+
+def print_or_write(text: str, out: str | None) -> None:
+    """Prints the output of a command, or writes it to the file of `--out`."""
+    if out is None:
+        click.echo(text, nl=False, color=use_color())
+    else:
+        write_output("--out", out, click.unstyle(text))
 
 
 def unified_diff(name: str, before: str, after: str, context: int = 3, *, former_name: str = "") -> str:

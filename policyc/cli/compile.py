@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING
 
 import click
 
-from policyc.cli.common import EXIT_USAGE, exit_with_message, load_policy, write_output
+from policyc.cli.common import EXIT_USAGE, exit_with_message, load_policy, print_or_write, write_output
 from policyc.cli.options import (
     ProgramCommand,
     StepOptions,
     backend_option,
+    check_source,
     collect_options,
     format_option,
     group_options,
     multiple_losses_option,
+    out_option,
     path_option,
+    policy_argument,
     program_argument,
     require_native_option,
     step_options,
-    variant_option,
 )
 from policyc.cli.program import (
     check_order,
@@ -45,24 +47,24 @@ if TYPE_CHECKING:
 class CompileOptions:
     """How a step is compiled and reported: the values of `compile_options`."""
 
-    variant: str | None
     backend: str
     require_native: bool
     multiple_losses: bool
     dump_hlo: str | None
     output_format: str
+    out: str | None
 
 
 compile_options = collect_options(
     CompileOptions,
     "options",
     group_options(
-        variant_option,
         backend_option,
         require_native_option,
         multiple_losses_option,
         path_option("--dump-hlo", "DIR", "Write the optimized HLO into this folder."),
         format_option("table", "json"),
+        out_option(),
     ),
 )
 
@@ -78,7 +80,7 @@ compile_options = collect_options(
 )
 @step_options
 @compile_options
-@click.argument("policy")
+@policy_argument()
 @program_argument(required=False)
 def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: CompileOptions) -> None:
     """Compile a training step for GPUs that need not be present.
@@ -91,12 +93,12 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: C
     if a product that the plan says is native is not in the program, or if the step does not fit into the memory of a
     device. It needs the extra cuda13, and no GPU.
     """
-    step.check_source(program)
+    check_source(program, step.config)
     if program:
         check_order(policy, program)
     elif options.multiple_losses:
         raise click.UsageError("--multiple-losses is for programs: the bundled Llama has one loss")
-    loaded = load_policy(policy, options.variant)
+    loaded = load_policy(policy)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a GPU
     from policyc.base.text import escape_lines
     from policyc.hardware.deviceless import CannotCompile
@@ -116,10 +118,10 @@ def compile(policy: str, program: tuple[str, ...], step: StepOptions, options: C
     if options.dump_hlo:
         _dump(options.dump_hlo, report, title)
     if options.output_format == "json":
-        name = policy if options.variant is None else f"{policy} {options.variant}"
-        click.echo(escape_lines(_as_json(report, title, name)), nl=False)
+        text = _as_json(report, title, policy)
     else:
-        click.echo(escape_lines(_as_table(report, title)), nl=False)
+        text = _as_table(report, title)
+    print_or_write(escape_lines(text), options.out)
     _warn_if_slower_than_fp8(planned, step)
     _fail_if_wrong(report)
 
@@ -137,7 +139,7 @@ def _compile_config(
     sizes, mesh = options.sizes(), options.mesh_shape()
     llama_step.check_mesh(config, mesh, sizes)
     planned = llama_step.plan_step(policy, config, mesh, sizes, execution)
-    check_plan(planned.plan, hint=f"'policyc diff POLICY --config {config} --stat' lists the linears")
+    check_plan(planned.plan, hint=f"'policyc diff POLICY --config {config}' lists the linears")
     devices = deviceless.make_devices(execution.target, count)
     step, arguments, run = llama_step.jit_step(config, mesh, sizes, devices)
     set_step(0, total=run.steps)
@@ -323,6 +325,6 @@ def _warn_if_slower_than_fp8(step: TrainingStep, options: StepOptions) -> None:
     if ratio > 1:
         click.echo(
             f"warning: by the cost model the step takes {ratio:.2f} times as long as under fp8, on {options.devices} x "
-            f"{options.target}: 'policyc estimate --against fp8' shows why",
+            f"{options.target}: 'policyc estimate --vs fp8' shows why",
             err=True,
         )

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,18 +16,19 @@ from policyc.cli.common import (
     EXIT_USAGE,
     exit_with_message,
     load_policy,
-    use_color,
-    write_output,
+    print_or_write,
 )
 from policyc.cli.options import (
     ProgramCommand,
     StepOptions,
     backend_option,
+    check_source,
     collect_options,
     group_options,
-    make_step_options,
     path_option,
+    policy_argument,
     program_argument,
+    step_options,
 )
 from policyc.cli.program import check_order, exit_on_error, fail_if_refused, parse_execution, plan_program
 
@@ -50,27 +50,6 @@ _STYLES: dict[str, dict[str, Any]] = {
 def paint(kind: str, text: str) -> str:
     """Colors text by its kind: a format, or a kind of line. A `Paint` for the text of a diff."""
     return click.style(text, **_STYLES.get(kind, {}))
-
-
-def is_policy(word: str) -> bool:
-    """Does a word name a policy, or a variant of one (`llama.policy:no_rht`)?"""
-    from policyc.language.bundled import POLICY_SUFFIX, bundled_policies
-
-    name = split_variant(word)[0]
-    return name.endswith(POLICY_SUFFIX) or name in bundled_policies()
-
-
-def split_variant(word: str) -> tuple[str, str | None]:
-    """The name of a policy, and the variant behind its colon."""
-    name, colon, variant = word.rpartition(":")
-    return (name, variant) if colon and name and not Path(word).exists() else (word, None)
-
-
-class DiffCommand(ProgramCommand):
-    """A command whose program may follow one policy or two."""
-
-    def is_further_argument(self, word: str, arguments: Sequence[str]) -> bool:
-        return len(arguments) == 1 and is_policy(word)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +74,8 @@ compare_options = collect_options(
         click.option("--grad", is_flag=True, help="Compare gradients, where dgrad and wgrad show."),
         click.option("--phase", metavar="N", type=click.IntRange(0), default=0, show_default=True,
                      help="The phase of the schedule, from 0."),
-        path_option("--vs", "PLAN.JSON", "Compare with an earlier plan (apply --plan-out)."),
+        click.option("--vs", metavar="POLICY[:VARIANT]|PLAN.json",
+                     help="Compare with this policy, or with an earlier plan (apply --plan-out)."),
         path_option("--stats", "RUN", "Add the measured errors of a run: its folder."),
         path_option("--compiled", "FILE", "Add the calls found by 'policyc compile --format json'."),
     ),
@@ -104,46 +84,53 @@ compare_options = collect_options(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """What is printed and written: the values of `output_options`."""
+    """What is printed or written: the values of `output_options`."""
 
-    stat: bool
-    json: bool
-    dot: bool
-    svg: str | None
+    output_format: str | None
     out: str | None
-    model_explorer: str | None
+    equations: bool
     exit_code: bool
 
+    @property
+    def format(self) -> str:
+        """The format that is asked for, by name or by the ending of the file."""
+        return self.output_format or FORMAT_OF_ENDING.get(Path(self.out or "").suffix, "text")
+
+
+FORMAT_OF_ENDING = {".html": "html", ".svg": "svg", ".json": "json", ".dot": "dot"}
 
 output_options = collect_options(
     OutputOptions,
     "output",
     group_options(
-        click.option("--stat", is_flag=True, help="Print one line per linear instead of the equations."),
-        click.option("--json", is_flag=True, help="Print JSON; docs/diff.md describes it."),
-        click.option("--dot", is_flag=True, help="Print the graph in Graphviz's language."),
-        path_option("--svg", "FILE", "Write the heat map."),
-        path_option("--out", "FILE.html", "Write a page: heat map, classes of layers, equations."),
-        path_option("--model-explorer", "DIR", "Write graphs and node data for Google's Model Explorer."),
+        click.option(
+            "--format",
+            "output_format",
+            type=click.Choice(["text", "html", "svg", "json", "dot", "model-explorer"]),
+            show_default="by the ending of --out; text without it",
+            help="A page, a heat map, JSON (docs/diff.md), a graph for Graphviz, or a folder for Model Explorer.",
+        ),
+        path_option("--out", "FILE", "Write to this file; for model-explorer, this folder."),
+        click.option("--equations", is_flag=True, help="In the text, also show the equations that change."),
         click.option("--exit-code", is_flag=True, help="Exit with 1 if something differs."),
     ),
 )
 
 
 @click.command(
-    cls=DiffCommand,
+    cls=ProgramCommand,
     examples="""
-    policyc diff llama.policy train.py --steps 100           before against after
-    policyc diff llama_nvfp4 fp8 --config llama3_8b          two policies
-    policyc diff llama.policy llama.policy:no_rht train.py   a policy and one of its variants
-    policyc diff llama.policy --vs plan.json train.py        against an earlier plan
-    policyc diff te_nvfp4 --config llama3_405b --svg heat.svg --stat
+    policyc diff llama.policy train.py --steps 100                what the policy changes, one line per linear
+    policyc diff llama.policy --out diff.html train.py            a page: heat map, layers, equations
+    policyc diff llama_nvfp4 --vs fp8 --config llama3_8b          what llama_nvfp4 does that fp8 does not
+    policyc diff llama.policy:no_rht --vs llama.policy train.py   a variant beside its policy
+    policyc diff llama.policy --vs plan.json train.py             against an earlier plan
     """,
 )
-@make_step_options("gb200")
+@step_options
 @compare_options
 @output_options
-@click.argument("policy", metavar="POLICY [POLICY]")
+@policy_argument()
 @program_argument(required=False)
 def diff(
     policy: str,
@@ -154,21 +141,17 @@ def diff(
 ) -> None:
     """Show what a policy changes in a program.
 
-    With two policies, show what the second does differently. The program runs until its first loss with a GEMM is
+    With --vs, show what it does that the other policy does not. The program runs until its first loss with a GEMM is
     traced, and stops there. Nothing is executed on a device. With --config, the loss of the bundled Llama is traced
     instead. Exits with 1 if 'policyc apply' would refuse a policy.
     """
-    words = program
-    names = [policy]
-    if words and is_policy(words[0]):
-        names, words = [policy, words[0]], words[1:]
     check_order(policy, program)
-    step.check_source(words)
-    policies = [load_policy(*split_variant(name)) for name in names]
-    if compare.vs and len(names) > 1:
-        raise click.UsageError("--vs compares a plan with one policy: leave out the other")
-    if output.stat + output.json + output.dot > 1:
-        raise click.UsageError("choose one of --stat, --json and --dot")
+    check_source(program, step.config)
+    if output.format == "model-explorer" and output.out in (None, "-"):
+        raise click.UsageError("--format model-explorer writes a folder: name it with --out")
+    earlier_plan = os.path.abspath(compare.vs) if compare.vs and compare.vs.endswith(".json") else None
+    loaded = load_policy(policy)
+    before = load_policy(compare.vs) if compare.vs and not earlier_plan else None
     folder = os.getcwd()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
     from policyc.changes.build import DiffRequest, build_diff
@@ -176,22 +159,23 @@ def diff(
 
     with exit_on_error():
         execution = parse_execution(compare.backend, step.target)
-        traced = _trace(policies[-1], words, step, execution, compare.unrolled)
+        traced = _trace(loaded, program, step, execution, compare.unrolled)
         request = DiffRequest(
             step=traced,
-            before=policies[0] if len(policies) > 1 else None,
-            labels=(names[0], names[1]) if len(names) > 1 else ("no policy", names[0]),
-            program=step.config or " ".join(words),
+            before=before,
+            labels=(compare.vs if before and compare.vs else "no policy", policy),
+            program=step.config or " ".join(program),
             target=execution.target,
             mesh=step.mesh_shape(),
             phase=compare.phase,
             is_gradient=compare.grad,
-            earlier_plan=compare.vs,
+            earlier_plan=earlier_plan,
             folder=folder,
         )
         data = _add_overlays(build_diff(request), compare)
     _write(data, output)
-    fail_if_refused(*(make_plan(p, traced.plan.sites, execution) for p in policies))
+    policies = [policy for policy in (before, loaded) if policy is not None]
+    fail_if_refused(*(make_plan(policy, traced.plan.sites, execution) for policy in policies))
     if output.exit_code and data.differs:
         sys.exit(EXIT_FAILURE)
 
@@ -230,30 +214,37 @@ def _add_overlays(data: DiffData, compare: CompareOptions) -> DiffData:
 
 
 def _write(data: DiffData, output: OutputOptions) -> None:
-    """Writes the files that are asked for, and prints what is asked for, or else the text."""
-    from policyc.changes.data import as_json
-    from policyc.changes.dot import as_dot
-    from policyc.changes.model_explorer import write_model_explorer
-    from policyc.changes.page import render_page
-    from policyc.changes.svg import draw_heat_map
+    """Prints the diff in its format, or writes it to a file."""
+    if output.format == "model-explorer":
+        from policyc.changes.model_explorer import write_model_explorer
+
+        assert output.out is not None
+        try:
+            write_model_explorer(data, Path(output.out))
+        except OSError as error:
+            exit_with_message(f"--out: '{output.out}' cannot be written: {error.strerror}", EXIT_USAGE)
+    else:
+        print_or_write(_render(data, output), output.out)
+
+
+def _render(data: DiffData, output: OutputOptions) -> str:
+    if output.format == "html":
+        from policyc.changes.page import render_page
+
+        return render_page(data)
+    if output.format == "svg":
+        from policyc.changes.svg import draw_heat_map
+
+        return draw_heat_map(data)
+    if output.format == "json":
+        from policyc.changes.data import as_json
+
+        return as_json(data)
+    if output.format == "dot":
+        from policyc.changes.dot import as_dot
+
+        return as_dot(data)
     from policyc.changes.terminal import render, render_stat
 
-    if output.out:
-        write_output("--out", output.out, render_page(data))
-    if output.svg:
-        write_output("--svg", output.svg, draw_heat_map(data))
-    if output.model_explorer:
-        try:
-            write_model_explorer(data, Path(output.model_explorer))
-        except OSError as error:
-            exit_with_message(
-                f"--model-explorer: '{output.model_explorer}' cannot be written: {error.strerror}", EXIT_USAGE
-            )
-    if output.json:
-        click.echo(as_json(data), nl=False)
-    elif output.dot:
-        click.echo(as_dot(data), nl=False)
-    elif "-" not in (output.svg, output.out):
-        width = max(_MIN_WIDTH, shutil.get_terminal_size().columns)  # 80 if the output is no terminal
-        text = render_stat(data, paint, width) if output.stat else render(data, paint, width)
-        click.echo(text, nl=False, color=use_color())
+    width = max(_MIN_WIDTH, shutil.get_terminal_size().columns)  # 80 unless the output is a terminal
+    return (render if output.equations else render_stat)(data, paint, width)

@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from policyc.cli.common import exit_with_message, load_policy, use_color
+from policyc.cli.common import exit_with_message, load_policy, print_or_write, use_color
 from policyc.cli.options import (
     FiniteRange,
     ProgramCommand,
     StepOptions,
+    check_source,
     collect_options,
     format_option,
     group_options,
+    out_option,
+    policy_argument,
     program_argument,
     step_options,
-    variant_option,
+    vs_option,
 )
 from policyc.cli.program import fail_if_refused, parse_execution, plan_program
 
@@ -50,16 +53,22 @@ Memory is not checked: a step that does not fit has an estimate too.
 """
 
 
+EVERYTHING_ELSE = (
+    "everything else: launches, gaps and stalls, a fixed fraction of every step, fitted to published "
+    "runs (docs/estimate.md)"
+)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateOptions:
     """What is estimated and printed: the values of `estimate_options`."""
 
-    against: str | None
-    variant: str | None
+    vs: str | None
     backend: str
     compiled: tuple[str, ...]
     store_bandwidth: float | None
     output_format: str
+    out: str | None
     assumptions: bool
 
 
@@ -67,8 +76,7 @@ estimate_options = collect_options(
     EstimateOptions,
     "options",
     group_options(
-        click.option("--against", metavar="POLICY", help="Another policy to compare with."),
-        variant_option,
+        vs_option,
         click.option(
             "--backend",
             type=click.Choice(["auto", "te", "xla"]),
@@ -90,6 +98,7 @@ estimate_options = collect_options(
             help="Also estimate checkpoints, in a store that all hosts together write and read at this speed.",
         ),
         format_option("table", "json"),
+        out_option(),
         click.option("--assumptions", is_flag=True, help="Also print the assumptions of the cost model."),
     ),
 )
@@ -99,7 +108,7 @@ estimate_options = collect_options(
     cls=ProgramCommand,
     examples="""
     policyc estimate te_nvfp4 --config llama3_405b --target gb300 --devices 128
-    policyc estimate te_nvfp4 --against fp8 --config llama3_8b --target gb200 --devices 8 --batch 128
+    policyc estimate te_nvfp4 --vs fp8 --config llama3_8b --devices 8 --batch 128
     policyc estimate te_nvfp4 --config llama3_405b --target gb200 --devices 128 --mesh 'fsdp=32 tensor=4'
     policyc estimate fp8 --config llama3_8b --target gb200 --devices 8 --compiled fp8.json
     policyc estimate fp8 --config llama3_405b --target gb200 --devices 1024 --store-bandwidth 200
@@ -108,7 +117,7 @@ estimate_options = collect_options(
 )
 @step_options
 @estimate_options
-@click.argument("policy")
+@policy_argument()
 @program_argument(required=False)
 def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: EstimateOptions) -> None:
     """Estimate the time of a step on GPUs that need not be present.
@@ -118,9 +127,10 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     """
     from policyc.hardware.mesh import check_modelled
 
-    step.check_source(program)
+    check_source(program, step.config)
     execution = parse_execution(options.backend, step.target)
-    policies = _load_policies(policy, options.variant, options.against)
+    names = [policy] if options.vs is None else [options.vs, policy]
+    policies = [(name, load_policy(name)) for name in names]
     try:
         mesh = step.mesh_shape()
         check_modelled(mesh)
@@ -132,13 +142,14 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     steps = {name: _under(traced, loaded, execution) for name, loaded in policies}
     estimates = [_estimate(name, under, mesh, compiled.get(name)) for name, under in steps.items()]
     if options.output_format == "json":
-        click.echo(json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2))
+        text = json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2) + "\n"
     else:
-        _print_table(estimates, f"{step.devices} x {step.target} ({mesh})")
+        text = _as_table(estimates, f"{step.devices} x {step.target} ({mesh}){_describe_batch(traced)}")
         if options.store_bandwidth is not None:
-            _print_checkpoint(checkpoint["checkpoint"], options.store_bandwidth)
+            text += _describe_checkpoint(checkpoint["checkpoint"], options.store_bandwidth)
         if options.assumptions:
-            click.echo(ASSUMPTIONS, nl=False)
+            text += ASSUMPTIONS
+    print_or_write(text, options.out)
     fail_if_refused(*(under.plan for under in steps.values()))
 
 
@@ -191,12 +202,6 @@ def _read_compiled(
             )
         compiled[report.policy] = report
     return compiled
-
-
-def _load_policies(policy: str, variant: str | None, against: str | None) -> list[tuple[str, Policy]]:
-    """The policies to compare, with their names: that of --against first, if there is one."""
-    policies = [(policy if variant is None else f"{policy} {variant}", load_policy(policy, variant))]
-    return policies if against is None else [(against, load_policy(against, None)), *policies]
 
 
 def _under(step: TrainingStep, policy: Policy, execution: ExecutionOptions) -> TrainingStep:
@@ -290,18 +295,26 @@ def _speed_up(estimates: NamedEstimates) -> float:
     return before / after
 
 
-def _print_checkpoint(checkpoint: dict[str, Any], gigabytes_per_second: float) -> None:
+def _describe_batch(step: TrainingStep) -> str:
+    """The tokens of a step, if they are known: those of a program are not."""
+    if step.sequences is None or step.sequence is None:
+        return ""
+    tokens = step.sequences * step.sequence
+    return f", batch {step.sequences} x {step.sequence:,} = {tokens:,} tokens per step"
+
+
+def _describe_checkpoint(checkpoint: dict[str, Any], gigabytes_per_second: float) -> str:
     gb = {name: f"{checkpoint[name] / 1e9:.4g} GB" for name in ("bytes", "bytes_per_device", "host_memory")}
-    click.echo(
+    return (
         f"checkpoint: {gb['bytes']}, {gb['bytes_per_device']} of it on each device; a host with "
         f"{checkpoint['devices_per_host']} devices needs {gb['host_memory']} of memory to write it\n"
         f"at {gigabytes_per_second:g} GB/s: written in {checkpoint['write_seconds']:.4g} s; restored in "
         f"{checkpoint['restore_seconds']:.4g} s, as every device reads its shards, "
-        f"{checkpoint['restored_bytes'] / 1e9:.4g} GB together"
+        f"{checkpoint['restored_bytes'] / 1e9:.4g} GB together\n"
     )
 
 
-def _print_table(named: NamedEstimates, title: str) -> None:
+def _as_table(named: NamedEstimates, title: str) -> str:
     from rich.console import Console
     from rich.table import Table
 
@@ -338,4 +351,8 @@ def _print_table(named: NamedEstimates, title: str) -> None:
     add_values("bytes from", ("the compiled step" if n.is_compiled else "the model" for n in named))
     if len(named) == 2:
         add_values("speed-up", ("", f"{_speed_up(named):.2f}x"))
-    Console(force_terminal=use_color()).print(table)
+    console = Console(force_terminal=use_color())
+    with console.capture() as capture:
+        console.print(table)
+        console.print(EVERYTHING_ELSE, style="dim")
+    return capture.get()

@@ -27,12 +27,13 @@ from policyc.cli.options import stdin_filename_option
 @click.command(
     cls=ExampleCommand,
     examples="""
+    policyc fmt                         format every policy in this folder and below it
     policyc fmt llama.policy            format a file in place
     policyc fmt --diff *.policy         show what would change
     policyc fmt - < a.policy            from standard input to standard output
     """,
 )
-@click.argument("files", nargs=-1, required=True, metavar="FILE|FOLDER...")
+@click.argument("files", nargs=-1, metavar="[FILE|FOLDER]...")
 @click.option("--check", is_flag=True, help="Write nothing. Exit with 1 if a file is not formatted.")
 @click.option(
     "--diff", is_flag=True, help="Write nothing. Print the changes, and exit with 1 if there are any."
@@ -42,11 +43,12 @@ def fmt(files: tuple[str, ...], check: bool, diff: bool, stdin_filename: str | N
     """Format policies in place.
 
     Aligns arrows, indents blocks, and keeps comments. '-' reads standard input and writes standard output. A folder
-    stands for every file in it, or below it, that ends in '.policy'.
+    stands for every file in it, or below it, that ends in '.policy'; without one, it is this folder.
     """
     from policyc.base.text import escape_controls
     from policyc.language.diagnostics import PolicyError
 
+    files = files or (".",)
     check_stdin_filename(files, stdin_filename)
     changed, has_failed = [], False
     for name in expand_folders(files):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from policyc.cli.common import ExampleCommand, exit_with_message, load_policy
-from policyc.cli.options import FiniteRange, backend_option, format_option, variant_option
+from policyc.cli.options import FiniteRange, backend_option, format_option
 from policyc.cli.program import exit_on_error
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class _GenerateCommand:
     step: int | None
     tokenizer: str | None
     policy: str | None
-    variant: str | None
     backend: str
     output_format: str
 
@@ -95,9 +94,11 @@ class _GenerateCommand:
 )
 @click.option("--tokenizer", metavar="FILE", help="tokenizer.json, if it is not that of the run.")
 @click.option(
-    "--policy", metavar="POLICY", show_default="none, as in bf16 training", help="Compute under this policy."
+    "--policy",
+    metavar="POLICY[:VARIANT]",
+    show_default="none, as in bf16 training",
+    help="Compute under this policy.",
 )
-@variant_option
 @backend_option
 @format_option("text", "json", help="The texts, or a JSON object per prompt.")
 def generate(
@@ -111,8 +112,6 @@ def generate(
     """
     command = _GenerateCommand(**options)
     prompts = _read_prompts(command.prompt)
-    if command.variant and not command.policy:
-        raise click.UsageError("--variant needs --policy")
     try:
         from policyc.models.llama.generate import Sampling
         from policyc.models.llama.trained import load_trained
@@ -120,7 +119,7 @@ def generate(
         if error.name is None or error.name.startswith("policyc"):
             raise
         exit_with_message(f"this needs the package '{error.name}': pip install 'policyc[train]'")
-    policy = load_policy(command.policy, command.variant) if command.policy else None
+    policy = load_policy(command.policy) if command.policy else None
     sampling = Sampling(tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     with exit_on_error():
         model = load_trained(folder, command.step, command.tokenizer)

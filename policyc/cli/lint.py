@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,20 +15,30 @@ from policyc.cli.common import (
     EXIT_FAILURE,
     EXIT_OK,
     EXIT_USAGE,
-    ExampleCommand,
     check_stdin_filename,
     check_writable,
     expand_folders,
     paint,
     print_diagnostics,
+    print_or_write,
     read_stdin,
     replace_file,
     suggest_code,
     unified_diff,
     use_color,
 )
-from policyc.cli.options import collect_options, format_option, group_options, stdin_filename_option
-from policyc.cli.program import plan_program
+from policyc.cli.options import (
+    DEFAULT_TARGET,
+    ProgramCommand,
+    collect_options,
+    config_option,
+    format_option,
+    group_options,
+    out_option,
+    stdin_filename_option,
+)
+from policyc.cli.program import plan_source
+from policyc.cli.settings import read_settings
 
 if TYPE_CHECKING:
     from policyc.compiler.plan import Plan
@@ -45,7 +54,7 @@ class LintOptions:
 
     select: tuple[str, ...]
     ignore: tuple[str, ...]
-    against: str | None
+    config: str | None
     target: str | None
     fix: bool
     unsafe_fixes: bool
@@ -64,14 +73,10 @@ lint_options = collect_options(
             help="Check only these codes (comma-separated).",
         ),
         click.option("--ignore", multiple=True, metavar="CODES", help="Do not check these codes."),
+        config_option,
         click.option(
-            "--against",
-            metavar="PROGRAM",
-            help="Also check what the policy does to a program: a script or '-m MODULE', quoted with its arguments.",
-        ),
-        click.option(
-            "--target", metavar="GPU", show_default="b200",
-            help="With --against: the GPU on which speed is judged.",
+            "--target", metavar="GPU", show_default=DEFAULT_TARGET,
+            help="With a program: the GPU on which speed is judged.",
         ),
         click.option(
             "--fix", is_flag=True,
@@ -94,31 +99,51 @@ lint_options = collect_options(
 )  # fmt: skip
 
 
+def _starts_program(word: str) -> bool:
+    return word in ("-m", "-c") or word.endswith((".py", ".pyc"))
+
+
+class LintCommand(ProgramCommand):
+    """A command whose program may follow any number of policies."""
+
+    def is_argument(self, word: str, position: int) -> bool:
+        del position
+        return not _starts_program(word)
+
+
 @click.command(
-    cls=ExampleCommand,
+    cls=LintCommand,
     examples="""
+    policyc lint                                       every policy in this folder and below it
     policyc lint llama.policy                          print every finding with its source line
-    policyc lint policies --format concise             a folder: print one line per finding
     policyc lint llama.policy --fix                    apply the fixes that keep the meaning of the policy
-    policyc lint llama.policy --against 'train.py --steps 1'    also check what it does to a program
-    policyc lint llama_nvfp4 --format sarif > out.sarif
+    policyc lint llama.policy train.py --steps 1       also check what it does to a program
+    policyc lint llama_nvfp4 --config llama3_8b        the same for the bundled Llama
+    policyc lint policies --format sarif --out lint.sarif
     """,
 )
-@click.argument("files", nargs=-1, required=True, metavar="POLICY|FOLDER...")
+@click.argument(
+    "words",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    metavar="[POLICY[:VARIANT]|FOLDER]... [SCRIPT|-m MODULE|-c CODE [ARGS]...]",
+)
 @format_option("full", "concise", "json", "github", "sarif")
+@out_option()
 @lint_options
-def lint(files: tuple[str, ...], output_format: str, options: LintOptions) -> None:
+def lint(words: tuple[str, ...], output_format: str, out: str | None, options: LintOptions) -> None:
     """Check policies for errors and known risks.
 
-    A folder stands for every file in it, or below it, that ends in '.policy'. The comment '# allow: CODE -- reason'
-    suppresses a finding on its line. 'policyc explain CODE' describes a code. Exits with 0 if there are no findings
-    other than notes, 1 if there are some, 2 if a file could not be read.
+    A folder stands for every file in it, or below it, that ends in '.policy'; without one, it is this folder. The
+    table [tool.policyc] of pyproject.toml may set select, ignore, target and program. The comment
+    '# allow: CODE -- reason' suppresses a finding on its line. 'policyc explain CODE' describes a code. Exits with 0 if
+    there are no findings other than notes, 1 if there are some, 2 if a file could not be read.
     """
     from policyc.language.diagnostics import Severity
     from policyc.lint.output import OUTPUT_FORMATS, STATISTICS_FORMATS, summarize
 
-    request = _make_request(files, options)
-    if request.program is None:  # a program needs the collector
+    request = _make_request(words, options)
+    if not request.has_program:  # a program needs the collector
         gc.disable()  # a short process creates no garbage worth collecting: that takes a third of the time
     if options.diff:
         sys.exit(_print_diffs(request, EXIT_OK if options.exit_zero else EXIT_FAILURE))
@@ -128,7 +153,11 @@ def lint(files: tuple[str, ...], output_format: str, options: LintOptions) -> No
     results = [_lint_file(name, request) for name in request.files]
     diagnostics = [d for result in results for d in result.diagnostics]
     fixes_stdin = options.fix and "-" in request.files  # then standard output is the fixed text
-    click.echo(formats[output_format](diagnostics, paint), nl=False, err=fixes_stdin, color=use_color())
+    text = formats[output_format](diagnostics, paint)
+    if fixes_stdin:
+        click.echo(text, nl=False, err=True, color=use_color())
+    else:
+        print_or_write(text, out)
     if output_format in ("full", "concise"):
         if fix_count := sum(result.fix_count for result in results):
             click.echo(f"{fix_count} fixed", err=True)
@@ -150,13 +179,24 @@ class _Request:
 
     files: tuple[str, ...]
     codes: frozenset[str]
-    program: tuple[str, ...] | None
+    program: tuple[str, ...]
+    config: str | None
     target: Target
+
+    @property
+    def has_program(self) -> bool:
+        return bool(self.program or self.config)
+
     options: LintOptions
 
 
-def _make_request(files: tuple[str, ...], options: LintOptions) -> _Request:
-    """Checks the options. Raises a usage error if they do not fit together."""
+def _make_request(words: tuple[str, ...], options: LintOptions) -> _Request:
+    """Checks the options, and adds those of pyproject.toml. Raises a usage error if they do not fit together."""
+    settings = read_settings()
+    count = next((i for i, word in enumerate(words) if _starts_program(word)), len(words))
+    files, program = words[:count] or (".",), words[count:]
+    if not program and options.config is None and len(files) == 1:
+        program = settings.program
     if options.unsafe_fixes and not (options.fix or options.diff):
         raise click.UsageError("--unsafe-fixes requires --fix or --diff")
     if options.fix and options.diff:
@@ -166,39 +206,31 @@ def _make_request(files: tuple[str, ...], options: LintOptions) -> _Request:
     if options.fix and "-" in files and len(files) > 1:
         raise click.UsageError("--fix writes the text from '-' to standard output: name no other file")
     check_stdin_filename(files, options.stdin_filename)
-    codes = _parse_codes(options)
-    against = options.against
-    if against is None and len(files) > 1 and files[-1].endswith(".py"):
-        raise click.UsageError(
-            f"'{files[-1]}' is a program, not a policy: --against '{files[-1]}' checks with it"
-        )
-    if against == "-m" and len(files) > 1:  # written without quotes: --against -m MODULE
-        files, against = files[:-1], f"-m {files[-1]}"
-    if options.target is not None and against is None:
-        raise click.UsageError("--target requires --against")
-    target = _find_target(options.target)
-    if against is not None and len(files) != 1:
-        raise click.UsageError("--against takes one policy")
+    codes = _parse_codes(options.select or settings.select, options.ignore or settings.ignore)
+    if program and options.config is not None:
+        raise click.UsageError("name a program, or a configuration with --config; one of the two")
+    if options.target is not None and not (program or options.config):
+        raise click.UsageError("--target requires a program or --config: speed depends on both")
     return _Request(
         files=tuple(dict.fromkeys(expand_folders(files))),
         codes=codes,
-        program=None if against is None else tuple(shlex.split(against)),
-        target=target,
+        program=program,
+        config=options.config,
+        target=_find_target(options.target or settings.target or DEFAULT_TARGET),
         options=options,
     )
 
 
-def _find_target(name: str | None) -> Target:
-    from policyc.lint.context import DEFAULT_TARGET
+def _find_target(name: str) -> Target:
     from policyc.numerics.targets import get_target
 
     try:
-        return DEFAULT_TARGET if name is None else get_target(name)
+        return get_target(name)
     except KeyError as unknown:
         raise click.UsageError(str(unknown.args[0])) from None
 
 
-def _parse_codes(options: LintOptions) -> frozenset[str]:
+def _parse_codes(select: Sequence[str], ignore: Sequence[str]) -> frozenset[str]:
     from policyc.lint.rules import ALL_CODES
 
     def split(values: Sequence[str]) -> frozenset[str]:
@@ -209,7 +241,7 @@ def _parse_codes(options: LintOptions) -> frozenset[str]:
             raise click.UsageError(f"no rule has the code '{code}': {suggest_code(code, ALL_CODES)}")
         return codes
 
-    return (split(options.select) or frozenset(ALL_CODES)) - split(options.ignore)
+    return (split(select) or frozenset(ALL_CODES)) - split(ignore)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,15 +258,18 @@ def _lint_file(name: str, request: _Request) -> _FileResult:
     from policyc.lint.engine import lint as run_lint
 
     fix_count = 0
+    name, variant = _split_variant(name)
     try:
         source = _read_source(name, request)
         if request.options.fix:
             fixed = _write_fixes(name, source, request)
             source, fix_count = replace(source, text=fixed.text), fixed.count
         loaded = source.parse(source.text)
+        if variant is not None:
+            loaded = replace(loaded, policy=loaded.policy.variant(variant))
         plan = None
-        if request.program is not None and not loaded.diagnostics:
-            plan = plan_program(loaded.policy, request.program)
+        if request.has_program and not loaded.diagnostics:
+            plan = plan_source(loaded.policy, request.program, request.config)
         result = run_lint(loaded, request.codes, plan, request.target)
     except PolicyError as error:
         return _FileResult(diagnostics=error.diagnostics, fix_count=fix_count, is_unreadable=True)
@@ -253,6 +288,13 @@ def _describe_unchanged_products(plan: Plan | None) -> tuple[str, ...]:
     from policyc.compiler.plan_tables import unchanged_products
 
     return tuple(unchanged_products(plan))
+
+
+def _split_variant(word: str) -> tuple[str, str | None]:
+    from policyc.language.loader import split_variant
+
+    name, variant = split_variant(word)
+    return str(name), variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +354,7 @@ def _print_diffs(request: _Request, code_if_changed: int) -> int:
     from policyc.language.diagnostics import PolicyError
 
     fix_count, is_unreadable = 0, False
-    for name in request.files:
+    for name, _ in map(_split_variant, request.files):
         try:
             source = _read_source(name, request)
         except PolicyError as error:

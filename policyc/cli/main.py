@@ -17,26 +17,15 @@ import click
 
 from policyc import __version__
 
-COMMANDS = {
-    "lint": "policyc.cli.lint:lint",
-    "fmt": "policyc.cli.fmt:fmt",
-    "show": "policyc.cli.show:show",
-    "explain": "policyc.cli.explain:explain",
-    "quantize": "policyc.cli.quantize:quantize",
-    "sites": "policyc.cli.sites:sites",
-    "diff": "policyc.cli.diff:diff",
-    "apply": "policyc.cli.apply:apply",
-    "targets": "policyc.cli.targets:targets",
-    "estimate": "policyc.cli.estimate:estimate",
-    "compile": "policyc.cli.compile:compile",
-    "data": "policyc.cli.data:data",
-    "train": "policyc.cli.train:train",
-    "generate": "policyc.cli.generate:generate",
-    "sweep": "policyc.cli.sweep:sweep",
-    "parity": "policyc.cli.parity:parity",
-    "report": "policyc.cli.report:report",
+COMMAND_GROUPS = {
+    "Policies": ("show", "lint", "fmt", "explain"),
+    "Programs": ("sites", "diff", "apply", "estimate", "compile"),
+    "Experiments": ("train", "generate", "sweep", "report"),
+    "Tools": ("quantize", "targets", "data"),
 }
-"""Every command, in the order of the help: its name, and the module and function that define it."""
+"""The commands in the order of the help. `NAME` is the function of that name in the module `policyc.cli.NAME`."""
+
+COMMANDS = tuple(name for names in COMMAND_GROUPS.values() for name in names)
 
 
 class LazyGroup(click.Group):
@@ -69,8 +58,16 @@ class LazyGroup(click.Group):
     def get_command(self, _ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, function = COMMANDS[cmd_name].partition(":")
-        return cast(click.Command, getattr(import_module(module), function))
+        return cast(click.Command, getattr(import_module(f"policyc.cli.{cmd_name}"), cmd_name))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in COMMAND_GROUPS.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name, command.get_short_help_str(80)) for name, command in commands if command],
+                    col_max=10,
+                )
 
 
 @contextlib.contextmanager
@@ -92,8 +89,8 @@ def _escape_errors() -> Iterator[None]:
 def cli() -> None:
     """Precision policies for JAX training: write them, check them, apply them.
 
-    A policy says, for every GEMM of a model, in which precision its three products run. A POLICY is a path, or the
-    name of a bundled policy; 'policyc show' lists the bundled ones.
+    A policy says, for every GEMM of a model, in which precision its three products run. POLICY[:VARIANT] is a path, or
+    the name of a bundled policy, and one of its variants; 'policyc show' lists the bundled ones.
     """
 
 

@@ -48,19 +48,12 @@ class ProgramCommand(ExampleCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         options, words = self._split(ctx, args)
-        try:
-            return super().parse_args(ctx, [*options, "--", *words])
-        except click.UsageError as error:
-            message = error.format_message()
-            missing = [name for name in find_misplaced_options(ctx, words) if name in message]
-            if not missing:
-                raise
-            raise click.UsageError(f"{message}; {explain_misplaced_options(missing)}", ctx) from None
+        return super().parse_args(ctx, [*options, "--", *words])
 
-    def is_further_argument(self, word: str, arguments: Sequence[str]) -> bool:
-        """Does a word that stands where the program may start belong to the command?"""
-        del word, arguments
-        return False
+    def is_argument(self, word: str, position: int) -> bool:
+        """Is a word an argument of the command? The program starts with the first one that is not."""
+        del word
+        return position < sum(isinstance(p, click.Argument) and p.nargs == 1 for p in self.params)
 
     def _split(self, ctx: click.Context, args: list[str]) -> tuple[list[str], list[str]]:
         """Splits a command line into the options of the command, and its arguments followed by the program."""
@@ -70,7 +63,6 @@ class ProgramCommand(ExampleCommand):
             if isinstance(option, click.Option)
             for name in option.opts
         }
-        argument_count = sum(isinstance(p, click.Argument) and p.nargs == 1 for p in self.params)
         options: list[str] = []
         arguments: list[str] = []
         rest = deque(args)
@@ -87,7 +79,7 @@ class ProgramCommand(ExampleCommand):
                     if not rest:
                         raise click.BadOptionUsage(name, f"Option '{name}' requires an argument.", ctx)
                     options.append(rest.popleft())
-            elif len(arguments) < argument_count or self.is_further_argument(rest[0], arguments):
+            elif self.is_argument(rest[0], len(arguments)):
                 arguments.append(rest.popleft())
             else:
                 break
@@ -156,8 +148,6 @@ def path_option(flag: str, metavar: str, help: str, type: click.Path | None = No
     return click.option(flag, metavar=metavar, type=type, callback=make_absolute, help=help)
 
 
-variant_option = click.option("--variant", metavar="NAME", help="Use this variant of the policy.")
-
 stdin_filename_option = click.option(
     "--stdin-filename",
     metavar="FILE",
@@ -189,6 +179,37 @@ def format_option(*formats: str, help: str = "Output format.") -> _Decorator[Any
     )
 
 
+def out_option(help: str = "Write to this file instead of standard output.") -> _Decorator[Any]:
+    """`--out`, passed as `out`."""
+    return path_option("--out", "FILE", help, click.Path(dir_okay=False, allow_dash=True))
+
+
+def policy_argument(*, required: bool = True) -> _Decorator[Any]:
+    """The policy that a command works on."""
+    metavar = "POLICY[:VARIANT]" if required else "[POLICY[:VARIANT]]"
+    return click.argument("policy", required=required, metavar=metavar)
+
+
+vs_option = click.option(
+    "--vs", metavar="POLICY[:VARIANT]", help="Compare with this policy: it is what comes before."
+)
+
+config_option = click.option(
+    "--config", metavar="NAME", help="Configuration of the bundled Llama, instead of a program."
+)
+
+DEFAULT_TARGET = "gb200"
+"""The GPU of every command that judges speed and is not told another one."""
+
+target_option = click.option(
+    "--target",
+    metavar="GPU",
+    default=DEFAULT_TARGET,
+    show_default=True,
+    help="The GPU, one of 'policyc targets'.",
+)
+
+
 def program_argument(*, required: bool) -> _Decorator[Any]:
     """The words of a program. Goes with `ProgramCommand`."""
     words = "SCRIPT|-m MODULE|-c CODE [ARGS]..."
@@ -203,7 +224,6 @@ def program_argument(*, required: bool) -> _Decorator[Any]:
 class RunOptions:
     """How a program runs under a policy: the values of `run_options`."""
 
-    variant: str | None = None
     backend: str = "auto"
     require_native: bool = False
     plan_out: str | None = None
@@ -216,7 +236,6 @@ run_options = collect_options(
     RunOptions,
     "run",
     group_options(
-        variant_option,
         backend_option,
         require_native_option,
         path_option("--plan-out", "FILE", "Write the plan to this file, as JSON.", click.Path(dir_okay=False)),
@@ -245,6 +264,12 @@ multiple_losses_option = click.option(
 # ---- a training step on some devices
 
 
+def check_source(program: Sequence[str], config: str | None) -> None:
+    """Raises a usage error unless exactly one of a program and `--config` is given."""
+    if bool(program) == bool(config):
+        raise click.UsageError("name a program, or a configuration with --config; one of the two")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
     """Which training step runs on which devices: the values of `step_options`. None: the configuration's value."""
@@ -258,11 +283,6 @@ class StepOptions:
     accumulate: int | None
     remat: str | None
     gather: str | None
-
-    def check_source(self, program: tuple[str, ...]) -> None:
-        """Raises a usage error unless exactly one of a program and `--config` is given."""
-        if bool(program) == bool(self.config):
-            raise click.UsageError("name a program, or a configuration with --config; one of the two")
 
     def sizes(self) -> Sizes:
         """The settings that replace those of a configuration."""
@@ -294,53 +314,33 @@ class StepOptions:
 _FROM_CONFIG = "from the configuration"
 
 
-def _require_target(_ctx: click.Context, _option: click.Parameter, value: str | None) -> str:
-    if value is None:
-        raise click.UsageError("--target names the GPU: 'policyc targets' lists them")
-    return value
-
-
 def _count_option(flag: str, help: str, default: str) -> _Decorator[Any]:
     """A count that is at least 1. `default` says what happens without the option."""
     return click.option(flag, metavar="N", type=click.IntRange(1), show_default=default, help=help)
 
 
-def make_step_options(default_target: str | None = None) -> _Decorator[Any]:
-    """The options of a training step, passed as `step`. `--target` is required unless it has a default."""
-    if default_target is None:
-        target = click.option(
-            "--target", metavar="GPU", callback=_require_target,
-            help="The GPU, one of 'policyc targets'.  [required]",
-        )  # fmt: skip
-    else:
-        target = click.option(
-            "--target", metavar="GPU", default=default_target, show_default=True,
-            help="The GPU, one of 'policyc targets'.",
-        )  # fmt: skip
-    return collect_options(StepOptions, "step", group_options(
-        click.option("--config", metavar="NAME", help="Configuration of the bundled Llama, instead of a program."),
-        target,
-        click.option(
-            "--devices", metavar="N", type=click.IntRange(1), default=1, show_default=True, help="Number of GPUs."
-        ),
-        click.option(
-            "--mesh", metavar="AXES", show_default="all devices on fsdp",
-            help="Mesh axes and their sizes, for example 'fsdp=32 tensor=4'.",
-        ),
-        _count_option("--batch", "Sequences per step.", _FROM_CONFIG),
-        _count_option("--sequence", "Tokens per sequence.", _FROM_CONFIG),
-        _count_option(
-            "--accumulate", "Microbatches per step.", "as few as leave a device two sequences at a time"
-        ),
-        click.option(
-            "--remat", type=click.Choice(["none", "dots", "full", "quantized"]), show_default=_FROM_CONFIG,
-            help="What the backward pass recomputes.",
-        ),
-        click.option(
-            "--gather", type=click.Choice(["each", "once"]), show_default="each",
-            help="Gather weights and add gradients over devices for each microbatch, or once per step.",
-        ),
-    ))  # fmt: skip
-
-
-step_options = make_step_options()
+step_options = collect_options(StepOptions, "step", group_options(
+    config_option,
+    target_option,
+    click.option(
+        "--devices", metavar="N", type=click.IntRange(1), default=1, show_default=True, help="Number of GPUs."
+    ),
+    click.option(
+        "--mesh", metavar="AXES", show_default="all devices on fsdp",
+        help="Mesh axes and their sizes, for example 'fsdp=32 tensor=4'.",
+    ),
+    _count_option("--batch", "Sequences per step.", _FROM_CONFIG),
+    _count_option("--sequence", "Tokens per sequence.", _FROM_CONFIG),
+    _count_option(
+        "--accumulate", "Microbatches per step.", "as few as leave a device two sequences at a time"
+    ),
+    click.option(
+        "--remat", type=click.Choice(["none", "dots", "full", "quantized"]), show_default=_FROM_CONFIG,
+        help="What the backward pass recomputes.",
+    ),
+    click.option(
+        "--gather", type=click.Choice(["each", "once"]), show_default="each",
+        help="Gather weights and add gradients over devices for each microbatch, or once per step.",
+    ),
+))  # fmt: skip
+"""The options of a training step, passed as `step`."""

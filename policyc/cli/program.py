@@ -14,12 +14,13 @@ from policyc.cli.common import (
     EXIT_USAGE,
     exit_with_diagnostics,
     exit_with_message,
+    is_policy,
     load_policy,
     print_diagnostics,
     print_note,
     write_output,
 )
-from policyc.cli.options import explain_misplaced_options, find_misplaced_options
+from policyc.cli.options import check_source, explain_misplaced_options, find_misplaced_options
 
 if TYPE_CHECKING:
     from policyc.cli.options import RunOptions
@@ -62,15 +63,17 @@ def program_name(words: Sequence[str]) -> str:
 
 def check_order(policy_name: str, words: Sequence[str]) -> None:
     """Raises a usage error if the policy and the program are swapped."""
-    from policyc.language.bundled import bundled_policies
-
     is_script = policy_name.endswith((".py", ".pyc"))
-    if is_script and words and (words[0].endswith(".policy") or words[0] in bundled_policies()):
+    if is_script and words and is_policy(words[0]):
         raise click.UsageError(
             f"'{policy_name}' is a program and '{words[0]}' a policy: the policy comes first, then the program"
         )
     if is_script:
         raise click.UsageError(f"'{policy_name}' is a program: the policy comes first, then the program")
+    if words and is_policy(words[0]):
+        raise click.UsageError(
+            f"'{words[0]}' is a policy: 'diff' and 'estimate' compare two with --vs {words[0]}"
+        )
 
 
 @contextlib.contextmanager
@@ -161,9 +164,24 @@ def fail_if_refused(*plans: Plan) -> None:
         sys.exit(EXIT_FAILURE)
 
 
+def plan_source(policy: Policy, words: Sequence[str], config: str | None) -> Plan:
+    """Plans the loss of a program, or of a configuration of the bundled Llama."""
+    check_source(words, config)
+    if config is None:
+        return plan_program(policy, words)
+    from policyc.hardware import llama_step
+    from policyc.hardware.mesh import parse_mesh
+
+    with exit_on_error():
+        step = llama_step.plan_step(
+            policy, config, parse_mesh("fsdp=1", 1), llama_step.Sizes(), parse_execution("auto")
+        )
+    return step.plan
+
+
 def run_under_policy(program: Program, policy_name: str, options: RunOptions) -> None:
     """Runs a program under a policy, and prints what the policy did. Exits if the policy was not applied."""
-    policy = load_policy(policy_name, options.variant)
+    policy = load_policy(policy_name)
     if options.rounding_seed is not None:
         policy = policy.with_seed(options.rounding_seed)
     from policyc.base.compile_cache import use_compile_cache

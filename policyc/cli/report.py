@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     from policyc.experiments.report.build import ReportOptions
 
 
+FORMAT_OF_ENDING = {".html": "html", ".md": "markdown", ".json": "json", ".svg": "svg"}
+
+
 @click.command(
     cls=ExampleCommand,
     examples="""
     policyc report runs/tiny                              write runs/tiny/report.html
     policyc report sweeps/nvfp4                           a sweep, also while it runs
     policyc report runs/bf16 runs/fp8 --baseline bf16     compare runs: write comparison.html
-    policyc report sweeps/nvfp4 --markdown                print the verdicts and tables
-    policyc report sweeps/nvfp4 --svg gap.svg             draw the gaps over predicted speed-ups
+    policyc report sweeps/nvfp4 --format markdown         print the verdicts and tables
+    policyc report sweeps/nvfp4 --out gap.svg             draw the gaps over predicted speed-ups
     """,
 )
 @click.option(
@@ -31,16 +34,19 @@ if TYPE_CHECKING:
     show_default="report.html in the folder; comparison.html here for several folders",
     help="File to write; '-' is standard output.",
 )
-@click.option("--html", "kind", flag_value="html", default="html", help="Write a page (the default).")
-@click.option("--markdown", "kind", flag_value="markdown", help="Print the tables as Markdown.")
-@click.option("--json", "kind", flag_value="json", help="Print everything as JSON.")
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["html", "markdown", "json", "svg"]),
+    show_default="by the ending of --out; html without it",
+    help="A page; tables; everything as JSON; a picture of the gaps over predicted speed-ups (needs matplotlib).",
+)
 @click.option("--baseline", metavar="NAME,...", help="Compare with these variants instead of the sweep's.")
 @click.option("--margin", metavar="NATS|PERCENT", help="Margin of parity, instead of the sweep's.")
-@click.option("--svg", metavar="FILE", help="Also draw the gaps over predicted speed-ups. Needs matplotlib.")
 @click.option(
     "--config",
     metavar="NAME",
-    show_default="llama3_8b with --svg or the options below, else no prediction",
+    show_default="llama3_8b for svg or with the options below, else no prediction",
     help="Predict the speed-up of each policy for this configuration of the bundled Llama.",
 )
 @click.option("--target", metavar="GPU", show_default="gb200", help="GPU of the prediction.")
@@ -77,14 +83,18 @@ class _ReportCommand:
     """The options of the command. One of the last four asks for a prediction."""
 
     out: str | None
-    kind: str
+    output_format: str | None
     baseline: str | None
     margin: str | None
-    svg: str | None
     config: str | None
     target: str | None
     devices: int | None
     backend: str | None
+
+    @property
+    def format(self) -> str:
+        """The format that is asked for, by name or by the ending of the file."""
+        return self.output_format or FORMAT_OF_ENDING.get(Path(self.out or "").suffix, "html")
 
     def report_options(self) -> ReportOptions:
         from policyc.experiments.report.build import PredictedStep, ReportOptions
@@ -94,7 +104,7 @@ class _ReportCommand:
         return ReportOptions(
             baselines=split_names(self.baseline or ""),
             margin=self.margin,
-            step=PredictedStep(**step) if step or self.svg else None,
+            step=PredictedStep(**step) if step or self.format == "svg" else None,
         )
 
 
@@ -102,17 +112,11 @@ def _write(command: _ReportCommand, folders: list[Path]) -> None:
     from policyc.base.files import is_standard_output
     from policyc.base.text import escape_controls
     from policyc.experiments.report.build import build_report
-    from policyc.experiments.report.page import write_report, write_text
+    from policyc.experiments.report.page import write_report
 
-    is_printed = is_standard_output(command.out) if command.out else command.kind != "html"
-    if command.svg and is_standard_output(command.svg) and is_printed:
-        raise click.UsageError("--svg - and the report cannot both be printed: name a file for one of them")
+    is_printed = is_standard_output(command.out) if command.out else command.format != "html"
     report = build_report(folders, command.report_options())
-    if command.svg:
-        from policyc.experiments.report.speed_chart import draw_speed_chart
-
-        write_text(Path(command.svg), draw_speed_chart(report.data))
-    path = write_report(report, command.out, command.kind)
+    path = write_report(report, command.out, command.format)
     for problem in report.problems:
         print_note(problem, "warning")
     if not is_printed:

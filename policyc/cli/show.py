@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from policyc.cli.common import ExampleCommand, load_policy, paint, use_color
-from policyc.cli.options import format_option, variant_option
+from policyc.cli.common import ExampleCommand, load_policy, paint, print_or_write, use_color
+from policyc.cli.options import format_option, out_option, policy_argument
 
 
 @click.command(
@@ -13,14 +13,14 @@ from policyc.cli.options import format_option, variant_option
     examples="""
     policyc show                                list the bundled policies
     policyc show llama_nvfp4                    what each rule does to each operand
-    policyc show llama_nvfp4 --variant no_rht   the same, under a variant
+    policyc show llama_nvfp4:no_rht             the same, under a variant
     policyc show te_nvfp4_no_rht --format text  one policy, with its imports expanded
     """,
 )
-@click.argument("policy", required=False)
-@variant_option
+@policy_argument(required=False)
 @format_option("table", "text", "json")
-def show(policy: str | None, variant: str | None, output_format: str) -> None:
+@out_option()
+def show(policy: str | None, output_format: str, out: str | None) -> None:
     """Show what a policy does to each operand of each product.
 
     Without a POLICY, list the bundled policies.
@@ -28,16 +28,18 @@ def show(policy: str | None, variant: str | None, output_format: str) -> None:
     from policyc.language import policy_tables
 
     if policy is None:
-        if output_format == "json":
-            click.echo(policy_tables.bundled_policies_to_json(), nl=False)
-        else:
-            click.echo(policy_tables.list_bundled_policies(paint), nl=False, color=use_color())
-        return
-    loaded = load_policy(policy, variant)
-    if output_format == "text":
-        click.echo(str(loaded), nl=False)
-    elif output_format == "json":
-        click.echo(policy_tables.to_json(loaded), nl=False)
+        is_json = output_format == "json"
+        text = (
+            policy_tables.bundled_policies_to_json()
+            if is_json
+            else policy_tables.list_bundled_policies(paint)
+        )
     else:
-        title = policy if variant is None else f"{policy}, variant {variant}"
-        policy_tables.print_table(loaded, title, use_color())
+        loaded = load_policy(policy)
+        if output_format == "text":
+            text = str(loaded)
+        elif output_format == "json":
+            text = policy_tables.to_json(loaded)
+        else:
+            text = policy_tables.as_table(loaded, policy, use_color())
+    print_or_write(text, out)

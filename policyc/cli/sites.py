@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from policyc.cli.common import load_policy
-from policyc.cli.options import ProgramCommand, format_option, program_argument, variant_option
-from policyc.cli.program import fail_if_refused, plan_program
+from policyc.cli.common import load_policy, print_or_write
+from policyc.cli.options import ProgramCommand, config_option, format_option, out_option, program_argument
+from policyc.cli.program import fail_if_refused, plan_source
 
 
 @click.command(
@@ -14,15 +14,21 @@ from policyc.cli.program import fail_if_refused, plan_program
     examples="""
     policyc sites train.py                              names, shapes, FLOPs and roles of its GEMMs
     policyc sites --policy llama.policy -m trainer      also which rule decides, and which rules it overrides
+    policyc sites --policy llama_nvfp4 --config tiny    those of the bundled Llama
     """,
 )
 @click.option(
-    "--policy", metavar="POLICY", help="Also show which rule of this policy decides, and which it overrides."
+    "--policy",
+    metavar="POLICY[:VARIANT]",
+    help="Also show which rule of this policy decides, and which it overrides.",
 )
-@variant_option
+@config_option
 @format_option("table", "json")
-@program_argument(required=True)
-def sites(policy: str | None, variant: str | None, output_format: str, program: tuple[str, ...]) -> None:
+@out_option()
+@program_argument(required=False)
+def sites(
+    policy: str | None, config: str | None, output_format: str, out: str | None, program: tuple[str, ...]
+) -> None:
     """List the GEMMs of a program's loss.
 
     The program runs until its first loss with a GEMM is traced, and stops there. No step is executed. Exits with 1 if
@@ -31,6 +37,6 @@ def sites(policy: str | None, variant: str | None, output_format: str, program: 
     from policyc.compiler.plan_tables import as_json, sites_table
     from policyc.language.policy import Policy
 
-    plan = plan_program(Policy() if policy is None else load_policy(policy, variant), program)
-    click.echo(as_json(plan) if output_format == "json" else sites_table(plan), nl=False)
+    plan = plan_source(Policy() if policy is None else load_policy(policy), program, config)
+    print_or_write(as_json(plan) if output_format == "json" else sites_table(plan), out)
     fail_if_refused(plan)

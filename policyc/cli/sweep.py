@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from policyc.cli.common import load_policy
-from policyc.cli.options import collect_options, group_options, program_argument
-from policyc.cli.sweep_runs import SweepOptions, TrainerCommand, run_sweep, split_names, sweep_options
+from policyc.cli.options import collect_options, config_option, group_options, program_argument
+from policyc.cli.program import exit_on_error
+from policyc.cli.sweep_runs import SweepCommand, SweepOptions, run_sweep, split_names, sweep_options
 
 if TYPE_CHECKING:
     from policyc.experiments.sweep.edits import EditedPolicy
@@ -21,10 +22,10 @@ if TYPE_CHECKING:
 class EditOptions:
     """Which edits of the policy are run: the values of `edit_options`."""
 
-    variants: str | None
-    ablate: bool
-    add_one: bool
-    grid: str | None
+    variants: str | None = None
+    ablate: bool = False
+    add_one: bool = False
+    grid: str | None = None
 
 
 edit_options = collect_options(
@@ -54,12 +55,7 @@ edit_options = collect_options(
 )
 
 
-class SweepCommand(TrainerCommand):
-    """With `--config`, options that the sweep does not know belong to the bundled trainer."""
-
-    def names_config(self, options: list[str], words: list[str]) -> bool:
-        del words
-        return any(word.partition("=")[0] == "--config" for word in options)
+_EVALUATIONS = 10  # of a run that compares policies
 
 
 @click.command(
@@ -67,21 +63,24 @@ class SweepCommand(TrainerCommand):
     examples="""
     policyc sweep llama_nvfp4 --config tiny --ablate --dry-run        the runs and the edits, as diffs
     policyc sweep llama_nvfp4 --config tiny --ablate --seeds 3        the bundled Llama
+    policyc sweep te_nvfp4,llama_nvfp4 --config 30m --data corpus.bin    is one of these at parity with bf16?
     policyc sweep my.policy --variants all --steps 2000 train.py --seed {seed} --steps {steps} --out {out}
     policyc sweep te_nvfp4 --grid 'rht=wgrad,none; sr=grad,none' --jobs 4 -m trainer.main
     """,
 )
-@click.argument("policy")
+@click.argument("policies", metavar="POLICY[:VARIANT][,...]")
 @program_argument(required=False)
 @edit_options
-@click.option("--config", metavar="NAME", help="Configuration of the bundled Llama, instead of a program.")
+@config_option
 @sweep_options
 def sweep(
-    policy: str, program: tuple[str, ...], config: str | None, edits: EditOptions, options: SweepOptions
+    policies: str, program: tuple[str, ...], config: str | None, edits: EditOptions, options: SweepOptions
 ) -> None:
-    """Train a program under edits of a policy, and compare the losses.
+    """Train a program under several policies, and compare the losses.
 
-    Runs the policy, its edits and the baselines with the same seeds, so that differences are paired. Every run is a
+    Runs the policies, the edits and the baselines with the same seeds, so that differences are paired, and ends with a
+    verdict on each. With several policies, a run of the bundled Llama validates ten times unless --eval-every says
+    otherwise. Every run is a
     process with its own folder. The same command continues a sweep that was stopped or killed; finished runs are not
     run again. A program learns its seed, steps and folder from {seed}, {steps} and {out} in its arguments, or from
     POLICYC_SEED, POLICYC_STEPS and POLICYC_RUN_DIR, and writes metrics.jsonl into its folder.
@@ -93,12 +92,32 @@ def sweep(
     from policyc.experiments.sweep.edits import EditedPolicy, expand
     from policyc.experiments.sweep.variants import policy_name
 
-    loaded = load_policy(policy)
-    name = policy_name(policy)
-    base = EditedPolicy(name=name, policy=expand(loaded), edit=f"the policy {policy}")
-    run_sweep(
-        [base], _edit_policy(loaded, edits), program, config, options, Path(options.out or f"sweeps/{name}")
-    )
+    words = split_names(policies)
+    if not words:
+        raise click.UsageError("name a policy")
+    loaded = [load_policy(word) for word in words]
+    compared = [
+        EditedPolicy(name=policy_name(word), policy=expand(policy), edit=f"the policy {word}")
+        for word, policy in zip(words, loaded, strict=True)
+    ]
+    if len(words) > 1:
+        if edits != EditOptions():
+            raise click.UsageError("edits are made of one policy: name one, or leave out the edits")
+        program = _evaluate(config, program, options.steps) if config else program
+    with exit_on_error():
+        edited = _edit_policy(loaded[0], edits)
+    name = "-".join(policy.name for policy in compared)
+    run_sweep(compared, edited, program, config, options, Path(options.out or f"sweeps/{name}"))
+
+
+def _evaluate(config: str, words: tuple[str, ...], steps: int | None) -> tuple[str, ...]:
+    """The options of the trainer, with ten validations per run unless they say how many."""
+    from policyc.models.llama.configs import CONFIGS
+
+    if config not in CONFIGS or any(word.partition("=")[0] == "--eval-every" for word in words):
+        return words  # the trainer reports an unknown configuration
+    every = max(1, (steps or CONFIGS[config][1].steps) // _EVALUATIONS)
+    return (*words, "--eval-every", str(every))
 
 
 def _edit_policy(policy: Policy, options: EditOptions) -> list[EditedPolicy]:
@@ -115,6 +134,6 @@ def _edit_policy(policy: Policy, options: EditOptions) -> list[EditedPolicy]:
             edited += add_one(policy)
         if options.grid is not None:
             edited += make_grid(policy, parse_grid(options.grid))
-    except (KeyError, ValueError) as error:
-        raise click.UsageError(str(error.args[0])) from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
     return edited

@@ -1,4 +1,4 @@
-"""What `policyc sweep` and `policyc parity` share: their options, the dry run, and the run of a sweep.
+"""The options of `policyc sweep`, its dry run, and its run.
 
 Import slow modules inside functions: `--help` loads this module.
 """
@@ -46,15 +46,12 @@ EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 _DEFAULT_BASELINES = ("bf16", "fp8")
 
 
-class TrainerCommand(ProgramCommand):
-    """A command for a program, or for a configuration of the bundled trainer with the trainer's options."""
-
-    def names_config(self, options: list[str], words: list[str]) -> bool:
-        """Does this command line name a configuration, and no program?"""
-        raise NotImplementedError
+class SweepCommand(ProgramCommand):
+    """With `--config`, options that the sweep does not know belong to the bundled trainer."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not self.names_config(*self._split(ctx, args)):
+        options, _ = self._split(ctx, args)
+        if not any(word.partition("=")[0] == "--config" for word in options):
             return super().parse_args(ctx, args)
         ctx.ignore_unknown_options = True  # they belong to the trainer, which checks them
         return click.Command.parse_args(self, ctx, args)
@@ -117,7 +114,7 @@ sweep_options = collect_options(
             help="Steps of a run. A run that ends earlier has failed.",
         ),
         click.option(
-            "--out", type=click.Path(file_okay=False), show_default="sweeps/POLICY, or sweeps/parity-PROGRAM",
+            "--out", type=click.Path(file_okay=False), show_default="sweeps/POLICY",
             help="Folder of the sweep.",
         ),
         click.option(

@@ -39,7 +39,7 @@ class TrainCommand(ExampleCommand):
     policyc train --config tiny --policy fp8 --stats-every 50    with statistics of the quantization error
     """,
 )
-@click.option("--policy", metavar="POLICY", show_default="none", help="Train under this policy.")
+@click.option("--policy", metavar="POLICY[:VARIANT]", show_default="none", help="Train under this policy.")
 @run_options
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TRAINING OPTIONS]...")
 def train(policy: str | None, arguments: tuple[str, ...], run: RunOptions) -> None:

@@ -73,6 +73,8 @@ def plan_step(
         remat=config.remat,
         gathers_once=run.gather == "once",
         block=block,
+        sequences=run.batch,
+        sequence=run.sequence,
     )
 
 

@@ -41,7 +41,8 @@ class TrainingStep:
     `causal` says that half of the attention scores are never computed. `remat` says what the backward pass recomputes:
     nothing (none), everything but GEMMs (dots), or everything (full; quantized, which saves operands, not results).
     `gathers_once` says that weights are gathered, and gradients added over devices, once per step instead of once per
-    evaluation. `phase` is one of the plan's; None is the first.
+    evaluation. `phase` is one of the plan's; None is the first. `sequences` is the number of sequences per step, and
+    `sequence` their length, if they are known.
     """
 
     plan: Plan
@@ -51,6 +52,8 @@ class TrainingStep:
     gathers_once: bool = False
     block: BlockShape | None = None
     phase: Phase | None = None
+    sequences: int | None = None
+    sequence: int | None = None
 
     def groups(self) -> Iterator[LayerGroup]:
         """Yields the layers of every site, grouped by recipe."""

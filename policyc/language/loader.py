@@ -50,9 +50,24 @@ def parse(text: str, *, path: str | Path | None = None) -> Policy:
 
 
 def load(policy: str | Path) -> Policy:
-    """Loads a policy from a file, or the bundled policy of that name. Raises PolicyError with all diagnostics."""
-    path = locate(policy)
-    return _require_valid(parse_with_diagnostics(read_policy_text(path), path=path))
+    """Loads `POLICY[:VARIANT]`: a file or the name of a bundled policy. Raises PolicyError with all diagnostics."""
+    name, variant = split_variant(policy)
+    path = locate(name)
+    loaded = _require_valid(parse_with_diagnostics(read_policy_text(path), path=path))
+    return loaded if variant is None else loaded.variant(variant)
+
+
+def split_variant(policy: str | Path) -> tuple[str | Path, str | None]:
+    """The name of a policy, and the variant after its colon: `llama_nvfp4:no_rht`. None: no variant."""
+    name, colon, variant = str(policy).rpartition(":")
+    return (name, variant) if colon and name and not _exists(policy) else (policy, None)
+
+
+def _exists(policy: str | Path) -> bool:
+    try:
+        return Path(policy).exists()
+    except (OSError, ValueError):  # too long, or with a NUL character: `locate` reports it
+        return False
 
 
 def parse_with_diagnostics(

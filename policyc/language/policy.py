@@ -13,8 +13,9 @@ from itertools import groupby
 from pathlib import PurePath
 
 from policyc.base.notebook import html_text
+from policyc.base.text import did_you_mean
 from policyc.language.bundled import POLICY_SUFFIX
-from policyc.language.diagnostics import NO_SPAN, SourceText, Span, span_field
+from policyc.language.diagnostics import NO_SPAN, Diagnostic, PolicyError, SourceText, Span, span_field
 from policyc.language.predicates import Predicate
 from policyc.language.recipes import OPTIONS, Gemm, OptionValue, Recipe, make_recipe, make_split_recipe
 from policyc.language.schedule import StepCondition
@@ -218,11 +219,14 @@ class Policy:
         )
 
     def variant(self, name: str) -> Policy:
-        """Returns this policy with one of its variants applied. Raises a KeyError that lists the known names."""
+        """Returns this policy with one of its variants applied. Raises PolicyError if it has no such variant."""
         variant = next((v for v in self.variants if v.name == name), None)
         if variant is None:
-            known = ", ".join(v.name for v in self.variants) or "none"
-            raise KeyError(f"no variant named '{name}' (variants: {known})")
+            names = [v.name for v in self.variants]
+            help = did_you_mean(name, names) or f"variants: {', '.join(names) or 'none'}"
+            message = f"no variant named '{name}'"
+            span = Span(SourceText("", self.name), 0, 0)
+            raise PolicyError([Diagnostic(code="unreadable-file", message=message, span=span, help=help)])
         redefined = {d.name: d for d in self.recipes} | {d.name: d for d in variant.recipes}
         return replace(
             self,

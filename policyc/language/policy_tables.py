@@ -56,8 +56,8 @@ def literal(text: str, style: str = "") -> Text:
     return Text(escape_lines(text), style=style)
 
 
-def print_table(policy: Policy, title: str, color: bool | None = None) -> None:
-    """Prints the rules, and for each the treatment of both operands of each product."""
+def as_table(policy: Policy, title: str, color: bool | None = None) -> str:
+    """The rules, and for each the treatment of both operands of each product."""
     console = Console(force_terminal=color)
     resolve = policy.resolver()
     table = Table(
@@ -70,10 +70,12 @@ def print_table(policy: Policy, title: str, color: bool | None = None) -> None:
     for rule in policy.rules:
         recipe = normalize_if_valid(resolve(rule.recipe))
         table.add_row(_rule_cell(rule), *(_product_cell(rule, recipe, gemm) for gemm in Gemm))
-    console.print(table)
-    console.print(
-        "Later rules override earlier ones; a site that no rule matches is kept as it is.", style="dim"
-    )
+    with console.capture() as capture:
+        console.print(table)
+        console.print(
+            "Later rules override earlier ones; a site that no rule matches is kept as it is.", style="dim"
+        )
+    return capture.get()
 
 
 def _rule_cell(rule: Rule) -> Text:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MAX_STEPS = 200_000  # for all lookups of single sites in one policy
 
-DEFAULT_TARGET = TARGETS["b200"]
+DEFAULT_TARGET = TARGETS["gb200"]
 """The GPU on which speed is judged by default: the basic one with native 4-bit GEMMs."""
 
 # A site of a common size at the start of training, for lookups by name.

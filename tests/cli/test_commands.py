@@ -104,8 +104,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("show fp8", 0),
         ("show clean.policy", 0),
         ("show shadowed.policy", 0),
-        ("show llama_nvfp4 --variant no_rht", 0),
-        ("show llama_nvfp4 --variant no_such", 2),
+        ("show llama_nvfp4:no_rht", 0),
+        ("show llama_nvfp4:no_such", 2),
         ("show faulty.policy", 1),
         ("sites --policy faulty.policy train.py", 1),
         ("apply faulty.policy train.py", 1),
@@ -522,8 +522,8 @@ def test_show_a_table() -> None:
     assert all(
         word in out for word in ("fprop", "dgrad", "wgrad", "activation x weight", "nvfp4 1x16 rht16 sr")
     )
-    assert "variant no_rht" in policyc("show", "llama_nvfp4", "--variant", "no_rht").out
-    without = policyc("show", "llama_nvfp4", "--variant", "no_rht", env={"COLUMNS": "200"}).out
+    assert "llama_nvfp4:no_rht" in policyc("show", "llama_nvfp4:no_rht").out
+    without = policyc("show", "llama_nvfp4:no_rht", env={"COLUMNS": "200"}).out
     assert "rht16" not in without
 
 
@@ -537,7 +537,7 @@ def test_show_prints_schedules_expects_and_products(folder: Path) -> None:
 def test_show_as_text_parses_to_the_same_policy(name: str) -> None:
     assert parse(policyc("show", name, "--format", "text").out) == load(name)
     for variant in load(name).variants:
-        text = policyc("show", name, "--variant", variant.name, "--format", "text").out
+        text = policyc("show", f"{name}:{variant.name}", "--format", "text").out
         assert parse(text) == load(name).variant(variant.name)
 
 
@@ -552,7 +552,7 @@ def test_show_as_json() -> None:
 
 
 def test_show_an_unknown_variant_names_the_known_ones() -> None:
-    assert "variants: fp8, bf16" in policyc("show", "te_nvfp4", "--variant", "fp9").err
+    assert "variants: fp8, bf16" in policyc("show", "te_nvfp4:fp9").err
 
 
 def test_show_a_faulty_policy_prints_its_diagnostics(folder: Path) -> None:
@@ -683,11 +683,11 @@ EVIL = "[bold]\x1b[31mx[/nonsense]"
     "arguments",
     [
         ("show", f"{EVIL}.policy"),
-        ("show", "fp8", "--variant", EVIL),
+        ("show", f"fp8:{EVIL}"),
         ("show", EVIL),
         ("lint", f"{EVIL}.policy", "--diff"),
         ("lint", "fp8", "--select", EVIL),
-        ("lint", "fp8", "--against", f"{EVIL}.py"),
+        ("lint", "fp8", f"{EVIL}.py"),
         ("lint", f"--{EVIL}"),
         ("fmt", f"{EVIL}.policy", "--diff"),
         ("explain", EVIL),
@@ -789,10 +789,10 @@ jax.grad(lambda p: (jnp.ones((2, 4)) @ p["w"]).sum())({"w": jnp.ones((4, 2))})
         (0, "report run"),
         (2, f"quantize absent.npy --recipe fp8 {OPERAND}"),
         (1, f"quantize absent.npy --recipe fp9 {OPERAND}"),
-        (2, "lint good.policy --against absent.py"),
-        (1, "lint good.policy --against program.py"),
-        (0, "lint kept.policy --against train.py"),
-        (1, "lint misspelt.policy --against train.py"),
+        (2, "lint good.policy absent.py"),
+        (1, "lint good.policy program.py"),
+        (0, "lint kept.policy train.py"),
+        (1, "lint misspelt.policy train.py"),
         (1, "apply misspelt.policy train.py"),
         (0, "apply kept.policy train.py"),
         (0, "sites train.py"),

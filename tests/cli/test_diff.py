@@ -39,13 +39,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_before_against_after(folder: Path) -> None:
-    result = policyc("diff", "a.policy", "train.py", "64")
+    assert policyc("diff", "a.policy", "train.py", "64").out.splitlines()[1:] == [
+        "layers  f32 -> nvfp4     fprop dgrad wgrad x3"
+    ]
+    result = policyc("diff", "a.policy", "--equations", "train.py", "64")
     assert result.code == 0, result.err
     assert result.out.startswith("9 of 14 products change; predicted step time ")
     assert "  # a.policy:2: layers -> nv\n" in result.out
     assert "\x1b" not in result.out  # it is not a terminal
     assert max(map(len, result.out.splitlines())) <= 80
-    wide = policyc("diff", "a.policy", "train.py", "64", env={"COLUMNS": "120"})
+    wide = policyc("diff", "a.policy", "--equations", "train.py", "64", env={"COLUMNS": "120"})
     assert 80 < max(map(len, wide.out.splitlines())) <= 120
 
 
@@ -73,7 +76,7 @@ def test_a_program_that_ends_before_its_first_loss(folder: Path, end: str, code:
 
 
 def test_two_variants_of_a_policy(folder: Path) -> None:
-    result = policyc("diff", "a.policy", "a.policy:no_rht", "--json", "train.py", "64")
+    result = policyc("diff", "a.policy:no_rht", "--vs", "a.policy", "--format", "json", "train.py", "64")
     data = json.loads(result.out)
     assert (data["before"]["label"], data["after"]["label"]) == ("a.policy", "a.policy:no_rht")
     changed = {
@@ -84,34 +87,29 @@ def test_two_variants_of_a_policy(folder: Path) -> None:
     assert data["program"] == "train.py 64"
 
 
-@pytest.mark.parametrize(("words", "code"), [(["a.policy", "a.policy"], 0), (["a.policy", "fp8"], 1)])
-def test_exit_code(folder: Path, words: list[str], code: int) -> None:
-    result = policyc("diff", *words, "--exit-code", "--stat", "train.py", "64")
+@pytest.mark.parametrize(("other", "code"), [("a.policy", 0), ("fp8", 1)])
+def test_exit_code(folder: Path, other: str, code: int) -> None:
+    result = policyc("diff", "a.policy", "--vs", other, "--exit-code", "train.py", "64")
     assert result.code == code
 
 
 def test_colors_on_request(folder: Path) -> None:
-    arguments = ("diff", "a.policy", "--stat", "train.py", "64")
+    arguments = ("diff", "a.policy", "train.py", "64")
     assert "\x1b[" in policyc(*arguments, env={"FORCE_COLOR": "1"}).out
     assert "\x1b[" not in policyc(*arguments, env={"FORCE_COLOR": "1", "NO_COLOR": "1"}).out
 
 
 def test_files(folder: Path) -> None:
-    result = policyc(
-        "diff",
-        "a.policy",
-        "--svg",
-        "heat.svg",
-        "--out",
-        "diff.html",
-        "--model-explorer",
-        "me",
-        "--dot",
-        "train.py",
-        "64",
-    )
-    assert result.out.startswith("digraph diff {")
+    def write(*options: str) -> str:
+        result = policyc("diff", "a.policy", *options, "train.py", "64")
+        assert result.code == 0, result.err
+        return result.out
+
+    assert write("--format", "dot").startswith("digraph diff {")
+    assert write("--out", "heat.svg") == ""
     assert (folder / "heat.svg").read_text().startswith("<svg")
+    write("--out", "diff.html")
+    write("--format", "model-explorer", "--out", "me")
     assert "<title>train.py 64: no policy / a.policy</title>" in (folder / "diff.html").read_text()
     assert {path.name for path in (folder / "me").iterdir()} == {
         "after.json", "before.json", "changes.json", "mapping.json"
@@ -121,9 +119,9 @@ def test_files(folder: Path) -> None:
 def test_against_an_earlier_plan(folder: Path) -> None:
     earlier = policyc("sites", "--policy", "a.policy", "--format", "json", "train.py", "64")
     (folder / "plan.json").write_text(earlier.out)
-    result = policyc("diff", "a.policy:no_rht", "--vs", "plan.json", "--stat", "train.py", "64")
+    result = policyc("diff", "a.policy:no_rht", "--vs", "plan.json", "train.py", "64")
     assert "note: the equations of an earlier plan are not known" in policyc(
-        "diff", "a.policy", "--vs", "plan.json", "train.py", "64"
+        "diff", "a.policy", "--vs", "plan.json", "--equations", "train.py", "64"
     ).out.replace("\n", " ")
     assert result.code == 0
 
@@ -133,11 +131,14 @@ def test_against_an_earlier_plan(folder: Path) -> None:
     [
         (["a.policy"], "name a program, or a configuration with --config"),
         (["a.policy", "--config", "tiny", "train.py"], "name a program, or a configuration with --config"),
-        (["a.policy:nothing", "train.py"], "no variant named 'nothing' (variants: no_rht)"),
-        (["a.policy", "fp8", "--vs", "plan.json", "train.py"], "--vs compares a plan with one policy"),
+        (["a.policy:nothing", "train.py"], "no variant named 'nothing'   known: no_rht"),
+        (
+            ["a.policy", "fp8", "train.py"],
+            "'fp8' is a policy: 'diff' and 'estimate' compare two with --vs fp8",
+        ),
         (["a.policy", "--target", "gb2000", "train.py"], "gb2000"),
         (["a.policy", "--unrolled", "train.py", "64"], "--unrolled is for --config"),
-        (["a.policy", "--json", "--stat", "train.py", "64"], "choose one of --stat, --json and --dot"),
+        (["a.policy", "--format", "model-explorer", "train.py", "64"], "name it with --out"),
         (["train.py", "a.policy"], "the policy comes first"),
         (["a.policy", "--out", "no/x.html", "train.py", "64"], "--out: "),
         (["a.policy", "--stats", "nowhere", "train.py", "64"], "stats.jsonl' cannot be read"),

@@ -138,7 +138,7 @@ def test_the_picture_of_the_readme_is_what_the_command_draws(
     """`make pictures` draws it again."""
     monkeypatch.chdir(ROOT)
     drawn = tmp_path / "diff.svg"
-    words = ("diff", "docs/pictures/llama.policy", "--config", "llama3_8b", "--stat", "--svg", drawn)
+    words = ("diff", "docs/pictures/llama.policy", "--config", "llama3_8b", "--out", drawn)
     assert policyc(*words).code == 0
     texts = [path.read_text() for path in (drawn, ROOT / "docs" / "pictures" / "diff.svg")]
     # Lines of the model move with every change of its file.

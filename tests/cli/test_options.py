@@ -47,7 +47,7 @@ def parse(line: str) -> object:
         ("p --plan-out x train.py --plan-out x", RunOptions(plan_out=os.path.abspath("x"))),
         ("--require-native p --backend=xla train.py --plan-out x", RunOptions(require_native=True, backend="xla")),
         ("--backend te p --stats-every 3 train.py --plan-out x", RunOptions(backend="te", stats_every=3)),
-        ("--variant v --backend te p --backend xla train.py --plan-out x", RunOptions(variant="v", backend="xla")),
+        ("--backend te p --backend xla train.py --plan-out x", RunOptions(backend="xla")),
         ("p --multiple-losses -- train.py --plan-out x", RunOptions(multiple_losses=True)),
         ("p --multiple-losses train.py --plan-out x", RunOptions(multiple_losses=True)),
         ("p --rounding-seed 7 train.py --plan-out x", RunOptions(rounding_seed=7)),
@@ -71,15 +71,15 @@ def test_numbers_that_nothing_could_be_computed_with_are_refused(line: str, mess
 
 
 def test_a_module_keeps_its_words() -> None:
-    assert parse("p -m pkg.train -h -- -x --variant v") == (
-        "p", ("-m", "pkg.train", "-h", "--", "-x", "--variant", "v"), RunOptions(),
+    assert parse("p -m pkg.train -h -- -x --backend v") == (
+        "p", ("-m", "pkg.train", "-h", "--", "-x", "--backend", "v"), RunOptions(),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("apply", "Missing argument 'POLICY'"),
+        ("apply", "Missing argument 'POLICY[:VARIANT]'"),
         ("apply fp8", "name a script"),
         ("apply fp8 --plan-outt x train.py", "--plan-outt"),
         ("apply --plan-outt x fp8 train.py", "--plan-outt"),
@@ -87,13 +87,8 @@ def test_a_module_keeps_its_words() -> None:
         ("apply fp8 --stats-every few train.py", "'few' is not a valid integer range"),
         ("apply fp8 --stats-every -1 train.py", "-1 is not in the range x>=0"),
         ("apply fp8 --rounding-seed 4294967296 train.py", "4294967296 is not in the range 0<=x<=4294967295"),
-        ("sites", "name a script"),
+        ("sites", "name a program, or a configuration with --config"),
         ("sites --format yaml train.py", "'yaml' is not one of 'table', 'json'"),
-        ("estimate fp8 --config tiny", "--target names the GPU"),
-        (
-            "compile fp8 train.py --lr 1 --target b200",
-            "'--target' comes after the program, so the program gets it",
-        ),
         ("compile fp8 --target gb200 --config tiny train.py", "one of the two"),
     ],
 )

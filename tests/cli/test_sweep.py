@@ -1,4 +1,4 @@
-"""`policyc sweep` and `policyc parity`: what they print, refuse, run and continue."""
+"""`policyc sweep`: what it prints, refuses, runs and continues."""
 
 from __future__ import annotations
 
@@ -111,28 +111,22 @@ def test_options_of_the_trainer_may_stand_anywhere(tmp_path: Path) -> None:
         "sweep", "fp8", "--config", "tiny", "--batch", "4", *words, "--layers", "2", cwd=tmp_path
     )
     assert "--keep 1 --batch 4 --layers 2" in result.out
-    result = policyc(
-        "parity", "tiny", "--batch", "4", *words, "--policies", "fp8,mxfp8", "--steps", "7", cwd=tmp_path
-    )
+    several = ("sweep", "fp8,mxfp8", "--config", "tiny", "--batch", "4", *words, "--steps", "7")
+    result = policyc(*several, cwd=tmp_path)
     assert "2 runs: 2 policies x 1 seeds, 7 steps each" in result.out
-    assert (
-        "--policies names no policy" in policyc("parity", "tiny", *words, "--policies", ",", cwd=tmp_path).err
-    )
     assert "--config tiny --steps 7 --seed 0" in result.out
     assert "--keep 1 --batch 4 --eval-every 1\n" in result.out
+    assert "edits are made of one policy" in policyc(*several, "--ablate", cwd=tmp_path).err
 
 
-def test_parity_compares_the_policies_of_the_playbook(folder: Path) -> None:
-    result = policyc("parity", "--no-plan", "--dry-run", "train.py", "--seeds", cwd=folder)
-    named = re.findall(r"^(\w+): seeds", result.out, re.MULTILINE)
-    assert named == ["bf16", "fp8", "te_nvfp4", "te_nvfp4_no_rht", "llama_nvfp4"]
+def test_a_sweep_compares_several_policies_and_variants(folder: Path) -> None:
+    policies = "te_nvfp4,te_nvfp4_no_rht,llama_nvfp4:no_sr"
+    result = policyc("sweep", policies, "--no-plan", "--dry-run", "train.py", "--seeds", cwd=folder)
+    named = re.findall(r"^([\w-]+): seeds", result.out, re.MULTILINE)
+    assert named == ["bf16", "fp8", "te_nvfp4", "te_nvfp4_no_rht", "llama_nvfp4-no_sr"]
     assert "25 runs" in result.out  # what follows the program belongs to the program
-
-
-@pytest.mark.parametrize("words", [("train.py", "--lr", "1"), ("-m", "train", "--lr", "1")])
-def test_parity_names_its_folder_after_the_program(folder: Path, words: tuple[str, ...]) -> None:
-    result = policyc("parity", "--no-plan", "--dry-run", "--policies", "mxfp8", *words, cwd=folder)
-    assert "/sweeps/parity-train/" in result.out
+    assert "/sweeps/te_nvfp4-te_nvfp4_no_rht-llama_nvfp4-no_sr/" in result.out
+    assert "name a policy" in policyc("sweep", ",", "--no-plan", "--dry-run", "train.py", cwd=folder).err
 
 
 def test_a_sweep_is_run_fails_and_is_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,6 @@ def test_train_is_the_run_of_apply_and_measuring_does_not_change_it(tmp_path: Pa
     "option",
     [
         "--stats-every 5",
-        "--variant v",
         "--backend xla",
         "--require-native",
         "--plan-out p.json",

@@ -316,15 +316,15 @@ def test_a_report_shows_where_the_time_went(tmp_path: Path) -> None:
     texts = texts_of(write_report(build_report([run])))
     assert {"90.0%", "1 h 40 min", "1 h 30 min", "61.0 s", "8 min 59 s", "31", "lost steps"} <= set(texts)
     assert "validation" not in texts
-    text = policyc("report", run, "--markdown").out
+    text = policyc("report", run, "--format", "markdown").out
     assert (
         "| run | goodput | time | steps | compiling | lost steps | restarts | steps lost |\n|---|---:|---:|---:|---:|"
         "---:|---:|---:|\n| run | 90.0% | 1 h 40 min | 1 h 30 min | 61.0 s | 8 min 59 s | 2 | 31 |"
     ) in text
-    data = json.loads(policyc("report", run, "--json").out)["variants"][0]
+    data = json.loads(policyc("report", run, "--format", "json").out)["variants"][0]
     assert data["figures"]["goodput"] == 0.9
     assert data["runs"][0]["seconds"] == late["seconds"]
-    other = json.loads(policyc("report", write_run(tmp_path / "other", stats=False), "--json").out)
+    other = json.loads(policyc("report", write_run(tmp_path / "other", stats=False), "--format", "json").out)
     assert other["variants"][0]["runs"][0]["seconds"] is None  # a program that has not said so
 
 

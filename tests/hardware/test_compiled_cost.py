@@ -57,7 +57,7 @@ OPTIONS = ("--config", "tiny", "--target", "gb200", "--devices", "8", "--format"
 
 def test_the_command_says_what_is_compiled(tmp_path: Path) -> None:
     path = write(tmp_path / "fp8.json")
-    ran = policyc("estimate", "bf16", "--against", "fp8", "--compiled", str(path), *OPTIONS)
+    ran = policyc("estimate", "bf16", "--vs", "fp8", "--compiled", str(path), *OPTIONS)
     assert ran.code == 0, ran.err
     first, second = json.loads(ran.out)["estimates"]
     assert (first["compiled"], first["backends"]) == (True, "xla")

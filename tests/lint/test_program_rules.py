@@ -352,8 +352,8 @@ def test_a_quantizing_rule_without_sites_is_an_error():
 
 
 def test_a_target_requires_a_program():
-    assert "did you mean 'h200'" in run_policyc("lint", "fp8", "--against", "train.py", "--target", "h20").err
-    assert "--target requires --against" in run_policyc("lint", "fp8", "--target", "h200").err
+    assert "did you mean 'h200'" in run_policyc("lint", "fp8", "--target", "h20", "train.py").err
+    assert "--target requires a program or --config" in run_policyc("lint", "fp8", "--target", "h200").err
 
 
 def test_every_rule_has_a_page_and_a_test():
@@ -406,7 +406,7 @@ def test_what_is_found_in_a_program_does_not_depend_on_the_hash_seed(tmp_path):
         "m?p -> fp8",
     ]
     (tmp_path / "a.policy").write_text("\n".join([*rules, "layers[::2].mlp -> bf16", "*l*.up, up* -> fp8"]))
-    arguments = ("lint", "a.policy", "--against", "train.py", "--format", "json")
+    arguments = ("lint", "a.policy", "--format", "json", "train.py")
     results = [spawn(*arguments, cwd=tmp_path, env={"PYTHONHASHSEED": seed}) for seed in "123"]
     assert results[0].code == 1
     assert len(json.loads(results[0].out)) > 5

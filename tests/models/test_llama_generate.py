@@ -333,7 +333,6 @@ def test_generate_prints_prompts_and_their_continuations():
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["--prompt", "a", "--variant", "b"], 2, "--variant needs --policy"),
         (["--prompt", "a", "--policy", "no_such_policy"], 2, "no bundled policy of that name"),
         (["--prompt", "a", "--temperature", "-1"], 2, "--temperature"),
         (["--prompt", "a", "--top-p", "0"], 2, "--top-p"),

@@ -30,10 +30,12 @@ def draw_speed_chart(data: Record) -> str:
     try:
         import matplotlib as mpl
     except ImportError:
-        raise ReportError("--svg needs the package 'matplotlib': pip install 'policyc[plots]'") from None
+        raise ReportError(
+            "this picture needs the package 'matplotlib': pip install 'policyc[plots]'"
+        ) from None
 
     if not data["speed_ups"] or not data["statistics"]["baselines"]:
-        raise ReportError("--svg needs a sweep with a baseline, and its policies")
+        raise ReportError("this picture needs a sweep with a baseline, and its policies")
     baseline = data["statistics"]["baselines"][0]
     speed_ups = data["speed_ups"]["values"]
     rows = [

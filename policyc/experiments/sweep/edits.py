@@ -64,7 +64,7 @@ def semantic_key(policy: Policy) -> object:
 
 
 def apply_variants(policy: Policy, names: tuple[str, ...]) -> list[EditedPolicy]:
-    """The policy under its own variants; under all of them for the name `all`. Raises KeyError, and ValueError."""
+    """The policy under its own variants; under all of them for the name `all`. Raises PolicyError, and ValueError."""
     if names == ("all",):
         names = tuple(variant.name for variant in policy.variants)
     if not names:

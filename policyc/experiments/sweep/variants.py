@@ -13,7 +13,7 @@ from policyc.experiments.sweep.probe import PlannedPolicy
 from policyc.experiments.sweep.run import SWEEP_FILES
 from policyc.language.diagnostics import Severity
 from policyc.language.formatter import format_file
-from policyc.language.loader import load, parse_with_diagnostics
+from policyc.language.loader import load, parse_with_diagnostics, split_variant
 from policyc.lint.engine import lint
 
 VariantRole = Literal["baseline", "policy", "edit"]
@@ -68,8 +68,10 @@ class VariantList:
 
 def policy_name(policy: str) -> str:
     """The name of a policy in a sweep: that of its file without its folder and suffix. It is also a folder."""
-    name = Path(policy).name.removesuffix(".policy")
-    return name if name.strip(".") else "policy"  # '.policy' has no name, and '..' is another folder
+    path, variant = split_variant(policy)
+    name = Path(path).name.removesuffix(".policy")
+    name = name if name.strip(".") else "policy"  # '.policy' has no name, and '..' is another folder
+    return name if variant is None else f"{name}-{variant}"
 
 
 def load_baseline(name: str) -> EditedPolicy:

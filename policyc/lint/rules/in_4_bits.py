@@ -131,7 +131,7 @@ _SITES = (
 )
 
 _DECIDED_BY_NAME = """\
-This rule knows the names that models commonly use. Your model may use others. With `--against`, it looks at the sites
+This rule knows the names that models commonly use. Your model may use others. With a program, it looks at the sites
 of the program instead."""
 
 

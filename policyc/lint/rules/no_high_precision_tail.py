@@ -4,7 +4,7 @@ The last blocks are the most sensitive to 4 bits. Published runs keep the last 4
 8 of 62 (12B) in BF16. Add a rule for them after the others. `layer` counts the blocks of any stack, scanned or not, and
 whatever it is called.
 
-With `--against`, the stacks of the program are checked instead of those that the policy names.
+With a program, the stacks of the program are checked instead of those that the policy names.
 
 ## Bad
 

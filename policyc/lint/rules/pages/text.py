@@ -10,8 +10,8 @@ RULES = (
         """The file cannot be read.
 
         A policy is a file of UTF-8 text of at most 16 MiB. This error is reported for a directory, for a file without
-        read permission, for a path that does not exist and for bytes that are not UTF-8. `policyc lint` then exits
-        with 2 instead of 1, because it could not check the policy at all.
+        read permission, for a path or a variant (`POLICY:VARIANT`) that does not exist and for bytes that are not
+        UTF-8. `policyc lint` then exits with 2 instead of 1, because it could not check the policy at all.
 
         Check the path and the encoding of the file. A bundled policy needs no path: `policyc lint llama_nvfp4`.
 

@@ -2,7 +2,7 @@
 
 `expect N` states how many GEMMs a rule matches, counting every layer of a stack. The numbers differ if the model has
 grown a layer, or if a name matches more than intended. `policyc apply` refuses to run such a policy. Correct the
-selector or the number. Checked with `--against` and when a loss is compiled.
+selector or the number. Checked with a program and when a loss is compiled.
 
 ## Bad
 

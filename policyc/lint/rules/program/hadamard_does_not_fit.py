@@ -5,7 +5,7 @@ the length, zeros are added. Transformer Engine does not accept such shapes at a
 and columns in multiples of 128. Use a shorter transform, or keep such sites.
 
 A transform that is no longer than a block of the format is not reported: `padded-gemm` reports the same sizes. Checked
-only with `--against`.
+only with a program.
 
 ## Bad
 

@@ -5,7 +5,7 @@ transposes, concatenations, gathers by constants, scans and loop counters. It ca
 values (`w[tokens]`, a `while` loop), and it cannot tell the members of a stack apart that one product reads at once
 (`vmap`). In a stack in a stack, such as `stages.layers.up` with two axes of layers, one index can be read in two ways:
 `layers[1]` is one of all layers, or the second of each stage. `policyc apply` refuses to run instead of guessing the
-layer. Choose the whole stack, or scan over it, or give both indices: `stages[0].layers[1]`. Checked with `--against`
+layer. Choose the whole stack, or scan over it, or give both indices: `stages[0].layers[1]`. Checked with a program
 and when a loss is compiled.
 
 ## Bad

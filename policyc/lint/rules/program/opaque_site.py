@@ -2,7 +2,7 @@
 
 The compiler does not enter a function with its own backward rule (`jax.custom_vjp`), a Pallas kernel, or a container
 that it does not know: what the function computes is not what its gradient runs. `policyc apply` refuses to run
-instead of skipping such a GEMM silently. Add a rule that keeps it. Checked with `--against` and when a loss is
+instead of skipping such a GEMM silently. Add a rule that keeps it. Checked with a program and when a loss is
 compiled.
 
 ## Bad

@@ -5,7 +5,7 @@ nothing. Move it below the rules that override it, or remove it. A common cause 
 `layers[-4:]`, in a model that has no more layers than that: a percentage (`layers[-15%:]`) leaves some in any model.
 
 If the rule quantizes, and a slice or a condition is part of the reason, it is an error: `policyc apply` refuses to run
-instead of quantizing nothing. Checked with `--against` and when a loss is compiled.
+instead of quantizing nothing. Checked with a program and when a loss is compiled.
 
 ## Bad
 

@@ -2,7 +2,7 @@
 
 Blocks of 16 (NVFP4) or 32 (MX formats) run along the contracted size: k in fprop, n in dgrad, m in wgrad. If that
 size is not a multiple of the block, zeros are added. The result is exact, but the GPU does the work of the larger
-size. Keep such GEMMs, or change the size. Checked only with `--against`.
+size. Keep such GEMMs, or change the size. Checked only with a program.
 
 ## Bad
 

@@ -4,7 +4,7 @@ Some models look up tokens by a GEMM with one-hot rows. A broad rule matches thi
 and every token passes through it. Add a rule that keeps it.
 
 The embedding is recognized by its one-hot operand or by its name. In 4 bits it is an `embedding-in-4-bits`. Checked
-only with `--against`.
+only with a program.
 
 ## Bad
 

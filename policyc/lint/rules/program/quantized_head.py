@@ -4,7 +4,7 @@ The head computes the logits from the last hidden state. It is a few percent of 
 into the loss. Published recipes keep it in high precision. Add a rule that keeps it.
 
 The head is recognized by its name, by a weight that it shares with the embedding, or as the last and widest GEMM of
-the loss. In 4 bits it is a `head-in-4-bits`. Checked only with `--against`.
+the loss. In 4 bits it is a `head-in-4-bits`. Checked only with a program.
 
 ## Bad
 

@@ -1,7 +1,7 @@
 """A rule splits a scanned stack into many scans.
 
 Each part of a split scan is compiled separately, so compilation takes longer with every part. Two or three parts are
-normal for layer slices. More are reported. Select layers that are next to each other. Checked only with `--against`.
+normal for layer slices. More are reported. Select layers that are next to each other. Checked only with a program.
 
 ## Bad
 

@@ -5,7 +5,7 @@ than the faster product saves. A format that the GPU does not multiply natively 
 Leave such GEMMs in bf16.
 
 The cost model decides this for all products of a site together, with the cheapest quantizers that it knows; see
-`policyc estimate`. It assumes a B200, or the GPU of `--target`. Checked only with `--against`.
+`policyc estimate`. It assumes a GB200, or the GPU of `--target`. Checked only with a program.
 
 ## Bad
 

@@ -5,7 +5,7 @@ XLA a result in fp32. If a product is small, or if the backend has no fused quan
 fp8, which is also more accurate. Install Transformer Engine, or use fp8 for such GEMMs.
 
 The cost model decides this for all products of a site together, on one device, with the backend that would run them;
-see `policyc estimate`. It assumes a B200, or the GPU of `--target`. Checked only with `--against`, for GPUs that
+see `policyc estimate`. It assumes a GB200, or the GPU of `--target`. Checked only with a program, for GPUs that
 multiply both formats.
 
 ## Bad

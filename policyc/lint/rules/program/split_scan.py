@@ -3,7 +3,7 @@
 A scan has one body for all its layers. If a policy treats layers differently, the scan becomes consecutive scans,
 each with its own body. The results are the same, and compilation takes a little longer. This is not a fault: the note
 makes a split at an unexpected layer visible. If you did not intend it, correct the slice. More than three parts are
-reported as `shredded-scan`. Checked only with `--against`.
+reported as `shredded-scan`. Checked only with a program.
 
 ## Bad
 

@@ -5,7 +5,7 @@ nothing under `vmap`). Its Hadamard transform needs bfloat16, contracted sizes i
 multiples of 128. Other shapes run on another backend, with the same result. Change the sizes, or keep such GEMMs.
 
 Only 4-bit rules are checked, with the limits that `--backend te` uses. Checked only with
-`--against`.
+a program.
 
 ## Bad
 

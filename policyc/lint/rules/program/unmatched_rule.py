@@ -6,7 +6,7 @@ models, write `expect 0`.
 
 A rule that quantizes to 8 bits or fewer is an error, and so is one that protects layers by index from rules that
 quantize, such as `layers[-4:].* -> bf16`: `policyc apply` refuses to run them. Any other rule is a warning. The first
-loss of the program is checked, with `--against` and when a loss is compiled.
+loss of the program is checked, with `policyc lint POLICY PROGRAM` and when a loss is compiled.
 
 ## Bad
 

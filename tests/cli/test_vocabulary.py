@@ -1,0 +1,128 @@
+"""One vocabulary over all commands: CONTRIBUTING.md describes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from policyc.cli.main import COMMAND_GROUPS, COMMANDS, cli
+from policyc.cli.options import DEFAULT_TARGET, ProgramCommand
+from policyc.lint import context
+from tests.support.command import policyc
+
+pytestmark = pytest.mark.any_jax
+
+
+def get_command(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return command
+
+
+def options_of(name: str) -> dict[str, click.Option]:
+    command = get_command(name)
+    return {flag: p for p in command.params if isinstance(p, click.Option) for flag in p.opts}
+
+
+def arguments_of(name: str) -> str:
+    # click remembers the help option of a command: it must be that of the group.
+    context = click.Context(get_command(name), info_name=name, help_option_names=["-h", "--help"])
+    return " ".join(get_command(name).collect_usage_pieces(context))
+
+
+TAKES_POLICY = {"show", "lint", "diff", "apply", "estimate", "compile", "sweep"}
+TAKES_PROGRAM = {"lint", "sites", "diff", "apply", "estimate", "compile", "sweep"}
+HAS_CONFIG = TAKES_PROGRAM - {"apply"}  # `train` is `apply` for the bundled Llama
+HAS_TARGET = {"lint", "diff", "estimate", "compile", "report"}
+COMPARES = {"diff", "estimate"}
+PRINTS = {"show", "lint", "sites", "diff", "estimate", "compile", "report"}
+FORMER = {"--against", "--variant", "--stat", "--json", "--dot", "--svg", "--html", "--several-losses"}
+
+
+def test_every_command_is_in_one_group() -> None:
+    assert sorted(COMMANDS) == sorted(set(COMMANDS))
+    modules = {path.stem for path in (Path(__file__).parents[2] / "policyc" / "cli").glob("*.py")}
+    assert set(COMMANDS) <= modules
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_speaks_the_vocabulary(name: str) -> None:
+    options, arguments = options_of(name), arguments_of(name)
+    assert ("POLICY[:VARIANT]" in arguments) == (name in TAKES_POLICY)
+    assert ("SCRIPT|-m MODULE|-c CODE" in arguments) == (name in TAKES_PROGRAM)
+    assert isinstance(get_command(name), ProgramCommand) == (name in TAKES_PROGRAM)
+    if name in HAS_CONFIG:
+        assert "bundled Llama" in (options["--config"].help or "")
+    assert ("--vs" in options) == (name in COMPARES)
+    if name in PRINTS:
+        assert {"--format", "--out"} <= options.keys()
+    if "--policy" in options:
+        assert options["--policy"].metavar == "POLICY[:VARIANT]"
+    if name in HAS_TARGET:
+        target = options["--target"]
+        assert DEFAULT_TARGET in (target.default, target.show_default)
+    assert not FORMER & options.keys()
+
+
+def test_the_linter_has_the_same_default_target() -> None:
+    assert context.DEFAULT_TARGET.name == DEFAULT_TARGET
+
+
+def test_help_lists_the_commands_in_groups() -> None:
+    lines = policyc("--help").out.splitlines()
+    places = [lines.index(f"{title}:") for title in COMMAND_GROUPS]
+    assert places == sorted(places)
+    for place, names in zip(places, COMMAND_GROUPS.values(), strict=True):
+        assert [line.split()[0] for line in lines[place + 1 : place + 1 + len(names)]] == list(names)
+
+
+# ---- settings
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "below"
+    folder.mkdir()
+    (folder / "a.policy").write_text("mlp.* -> nvfp4\n")
+    monkeypatch.chdir(folder)
+    return tmp_path
+
+
+def test_lint_reads_the_settings_of_the_project(project: Path) -> None:
+    assert policyc("lint", "--format", "concise").code == 1
+    (project / "pyproject.toml").write_text('[tool.policyc]\nselect = ["unknown-format"]\n')
+    assert policyc("lint").code == 0
+    assert policyc("lint", "--select", "ALL").code == 1  # an option replaces a setting
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ('selct = ["a"]', "[tool.policyc] has no setting 'selct': did you mean 'select'?"),
+        ('select = "a"', "select is not a list of codes"),
+        ("target = 3", "target is not a string"),
+        ('target = "gb2000"', "did you mean 'gb200'?"),
+        ('select = ["nope"]', "no rule has the code 'nope'"),
+        ("select = [", "cannot be read"),
+    ],
+)
+def test_faulty_settings_are_errors(project: Path, table: str, message: str) -> None:
+    (project / "pyproject.toml").write_text(f"[tool.policyc]\n{table}\n")
+    result = policyc("lint")
+    assert result.code == 2
+    assert message in result.err.replace("\n", " ")
+
+
+def test_a_program_of_the_settings_is_checked(project: Path) -> None:
+    (project / "pyproject.toml").write_text('[tool.policyc]\nprogram = "absent.py --steps 1"\n')
+    result = policyc("lint", "a.policy")
+    assert result.code == 2
+    assert "absent.py" in result.err
+
+
+def test_fmt_formats_the_folder(project: Path) -> None:
+    (project / "below" / "a.policy").write_text("mlp.*   ->   fp8\n")
+    assert policyc("fmt").code == 0
+    assert (project / "below" / "a.policy").read_text() == "mlp.* -> fp8\n"
