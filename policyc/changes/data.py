@@ -13,7 +13,7 @@ from policyc.changes.model import DiffData, DiffSide, Linear, LinearRun, Product
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 def as_json(diff: DiffData) -> str:
@@ -129,7 +129,7 @@ class _Writer:
             "m": site.m,
             "n": site.n,
             "k": site.k,
-            "kind": site.kind,
+            "kind": site.kind.name or None,
             "weight": site.weight,
             "place": self._diff.short_place(site.place),
             "repeats": site.repeats // site.count,

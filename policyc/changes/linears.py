@@ -106,7 +106,7 @@ class LinearTable:
             position, (index, member) = item
             site = member.site
             offset = None if index is None else index - position  # a missing layer ends a run
-            shape = site.batch, site.m, site.n, site.k, site.kind, site.weight
+            shape = site.batch, site.m, site.n, site.k, site.is_ragged, site.kind.name, site.weight
             earlier = tuple(self._earlier_state(site, member.layer, gemm) for gemm in Gemm)
             decisions = member.decisions
             return offset, shape, site.place, site.products, site.opaque, site.repeats, decisions, earlier

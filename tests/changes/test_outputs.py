@@ -203,7 +203,7 @@ def test_diff_from_python(tmp_path: Path) -> None:
     assert repr(result).startswith("<Diff: 24 of 41 products change")
     assert str(result) == render(result.data)
     assert result._repr_html_().startswith("<svg")
-    assert result.to_dict()["schema"] == 2
+    assert result.to_dict()["schema"] == 3
     for suffix in ("html", "json", "svg", "dot", "txt"):
         result.save(tmp_path / f"diff.{suffix}")
         assert (tmp_path / f"diff.{suffix}").stat().st_size > 100

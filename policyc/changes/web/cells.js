@@ -115,7 +115,7 @@ function describeCell(cell, layer, isKept) {
     h("h3", {}, path, " ", h("em", {}, cell.product), isKept ? [" ", copyButton(path, "copy path"), " ",
       h("button", { type: "button", class: "copy", click: () => showEquations(cell) }, "equations")] : null),
     h("p", {}, `${run.batch > 1 ? run.batch + " × " : ""}m ${run.m} · n ${run.n} · k ${run.k}`,
-      run.kind === "ragged" ? " · ragged" : "", ` · ${withPrefix(run.flops, "FLOP")}`,
+      run.kind ? ` · ${run.kind}` : "", ` · ${withPrefix(run.flops, "FLOP")}`,
       run.repeats > 1 ? ` · ${run.repeats} times per step` : ""),
     run.opaque ? h("p", { class: "warning" }, "opaque: " + run.opaque) : null,
     h("div", { class: "sides" }, SIDES.map((side) => describeSide(cell, side))),
