@@ -183,8 +183,7 @@ def _describe(model: TrainedModel, sampling: Sampling, command: _GenerateCommand
             f"{sampling.top_k or 'all'}, top-p {sampling.top_p:g}, seed {sampling.seed}"
         )
     trained = f" (trained under {model.policy})" if model.policy else ""
-    variant = f":{command.variant}" if command.variant else ""
-    policy = f"policy {command.policy}{variant}, backend {command.backend}" if command.policy else "no policy"
+    policy = f"policy {command.policy}, backend {command.backend}" if command.policy else "no policy"
     return f"{model.name}: {model.config.compute}, {policy}{trained}; {draws}"
 
 
