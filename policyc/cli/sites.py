@@ -13,6 +13,7 @@ from policyc.cli.program import fail_if_refused, plan_source
     cls=ProgramCommand,
     examples="""
     policyc sites train.py                              names, shapes, FLOPs and roles of its GEMMs
+    policyc sites --explain up_proj train.py            why these GEMMs have their kind and block
     policyc sites --policy llama.policy -m trainer      also which rule decides, and which rules it overrides
     policyc sites --policy llama_nvfp4 --config tiny    those of the bundled Llama
     """,
@@ -22,21 +23,36 @@ from policyc.cli.program import fail_if_refused, plan_source
     metavar="POLICY[:VARIANT]",
     help="Also show which rule of this policy decides, and which it overrides.",
 )
+@click.option(
+    "--explain", metavar="SITE", help="Only say why the sites of this name have their kinds and blocks."
+)
 @config_option
 @format_option("table", "json")
 @out_option()
 @program_argument(required=False)
 def sites(
-    policy: str | None, config: str | None, output_format: str, out: str | None, program: tuple[str, ...]
+    policy: str | None,
+    explain: str | None,
+    config: str | None,
+    output_format: str,
+    out: str | None,
+    program: tuple[str, ...],
 ) -> None:
     """List the GEMMs of a program's loss.
 
     The program runs until its first loss with a GEMM is traced, and stops there. No step is executed. Exits with 1 if
     'policyc apply' would refuse the policy.
     """
+    from policyc.compiler.kind_tables import explain_kinds
     from policyc.compiler.plan_tables import as_json, sites_table
     from policyc.language.policy import Policy
 
     plan = plan_source(Policy() if policy is None else load_policy(policy), program, config)
+    if explain is not None:
+        text = explain_kinds(plan, explain)
+        if not text:
+            raise click.BadParameter(f"no site is named '{explain}'", param_hint="--explain")
+        print_or_write(text, out)
+        return
     print_or_write(as_json(plan) if output_format == "json" else sites_table(plan), out)
     fail_if_refused(plan)

@@ -4,6 +4,7 @@ __all__ = [
     "execution",
     "hoist",
     "idle_rules",
+    "kind_tables",
     "pipeline",
     "plan",
     "plan_checks",

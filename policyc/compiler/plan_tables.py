@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from policyc.base.text import count_noun, count_others, escape_controls
+from policyc.compiler.kind_tables import block_text
 from policyc.compiler.plan import Phase, Plan, PlanRun
 from policyc.compiler.sites import Site, dotted
 from policyc.language.policy import Rule
@@ -156,7 +157,17 @@ def _they_are(number: int) -> str:
 
 def sites_table(plan: Plan) -> str:
     """Every site with its shapes, and if there are rules, which one decides and which it overrides."""
-    header = ["scope", "parameter", "layers", "batch x m x n x k", "GFLOP", "weight", "products"]
+    header = [
+        "scope",
+        "parameter",
+        "layers",
+        "batch x m x n x k",
+        "GFLOP",
+        "weight",
+        "products",
+        "kind",
+        "block",
+    ]
     if plan.policy.rules:
         header += ["phase", "rule", "overrides"] if len(plan.phases) > 1 else ["rule", "overrides"]
     rows = [header]
@@ -171,7 +182,8 @@ def sites_table(plan: Plan) -> str:
                 layers = _layer_ranges(run) if site.stacks else row[2]
                 share = len(run.layers) / site.count
                 rows.append([
-                    *row[:2], layers, row[3], _gflops(site, share), *row[5:], *label, *_rule_cells(plan, run),
+                    *row[:2], layers, row[3], _gflops(site, share), *row[5:8],
+                    block_text(site, run.layers), *label, *_rule_cells(plan, run),
                 ])  # fmt: skip
     total = sum(s.total_flops for s in plan.sites)
     sites = sum(s.count for s in plan.sites)
@@ -189,6 +201,8 @@ def _site_row(site: Site) -> list[str]:
         _gflops(site),
         site.weight or "-",
         " ".join(g for g in Gemm if g in site.products) + (" (opaque)" if site.opaque else ""),
+        site.kind.name or "-",
+        block_text(site),
     ]
 
 

@@ -8,7 +8,10 @@ from typing import Any
 import jax
 import pytest
 
+from policyc.compiler.kind_tables import explain_kinds
+from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.sites import Site
+from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites
 from tests.support.kind_programs import PROGRAMS, KindProgram
 
@@ -64,3 +67,26 @@ def test_few_sites_have_no_kind() -> None:
 def test_the_table_is_large_enough() -> None:
     assert len(PROGRAMS) >= 30
     assert all(isinstance(program, KindProgram) for program in PROGRAMS)
+
+
+def plan_of(name: str, policy: str) -> Plan:
+    program = BY_NAME[name]
+    return make_plan(parse(policy), find_sites(program.loss, program.params))
+
+
+def test_layer_splits_a_scan_as_an_index_does() -> None:
+    by_kind = plan_of("gpt_scanned_tied", "* where mlp -> fp8; * where mlp and layer >= -1 -> bf16")
+    by_name = plan_of("gpt_scanned_tied", "l.{w5,w6} -> fp8; l[-1:].{w5,w6} -> bf16")
+    assert [(r.site.name, r.layers, r.decision.recipe) for r in by_kind.runs()] == [
+        (r.site.name, r.layers, r.decision.recipe) for r in by_name.runs()
+    ]
+    assert by_kind.counts == (8, 2)
+
+
+def test_explains_why_a_site_has_its_kind() -> None:
+    text = explain_kinds(plan_of("gpt_unrolled", ""), "l[1].w1")
+    assert text.startswith("l[1].w1 (")
+    assert "  attention: its result is a query or a key of the product at " in text
+    assert "kind_programs.py:" in text
+    assert text.endswith("  block 1/3\n")
+    assert explain_kinds(plan_of("gpt_unrolled", ""), "nothing") == ""

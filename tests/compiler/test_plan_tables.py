@@ -85,14 +85,14 @@ def test_the_table_of_sites() -> None:
     assert (
         sites_table(plan_model("layers -> fp8; layers[1:3].up -> bf16"))
         == """\
-scope  parameter    layers  batch x m x n x k  GFLOP     weight  products           rule                    overrides
--      layers.up    0       1 x 8 x 32 x 16    8.19e-06  rhs     fprop dgrad wgrad  layers -> fp8           -
--      layers.up    1-2     1 x 8 x 32 x 16    1.64e-05  rhs     fprop dgrad wgrad  layers[1:3].up -> bf16  layers
--      layers.up    3       1 x 8 x 32 x 16    8.19e-06  rhs     fprop dgrad wgrad  layers -> fp8           -
--      layers.down  0-3     1 x 8 x 16 x 32    3.28e-05  rhs     fprop dgrad wgrad  layers -> fp8           -
--      head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad  kept                    -
+scope  parameter    layers  batch x m x n x k  GFLOP     weight  products           kind  block  rule                    overrides
+-      layers.up    0       1 x 8 x 32 x 16    8.19e-06  rhs     fprop dgrad wgrad  mlp   0/4    layers -> fp8           -
+-      layers.up    1-2     1 x 8 x 32 x 16    1.64e-05  rhs     fprop dgrad wgrad  mlp   1-2/4  layers[1:3].up -> bf16  layers
+-      layers.up    3       1 x 8 x 32 x 16    8.19e-06  rhs     fprop dgrad wgrad  mlp   3/4    layers -> fp8           -
+-      layers.down  0-3     1 x 8 x 16 x 32    3.28e-05  rhs     fprop dgrad wgrad  mlp   0-3/4  layers -> fp8           -
+-      head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad  head  -      kept                    -
 9 GEMMs, 0.0002458 GFLOP a step in their products
-"""
+"""  # noqa: E501
     )
 
 
@@ -100,7 +100,8 @@ def test_products_with_different_rules_are_told_apart() -> None:
     row = sites_table(plan_model("* -> fp8; head @ bwd -> mxfp8; head @ wgrad -> keep")).splitlines()[-2]
     cells = row.split("fprop dgrad wgrad  ")[1]
     assert (
-        cells == "* -> fp8 @ fprop; head @ bwd -> mxfp8 @ dgrad; head @ wgrad -> keep @ wgrad  *; head @ bwd"
+        cells
+        == "head  -      * -> fp8 @ fprop; head @ bwd -> mxfp8 @ dgrad; head @ wgrad -> keep @ wgrad  *; head @ bwd"
     )
 
 
@@ -108,10 +109,10 @@ def test_without_rules_the_table_has_one_line_for_each_site() -> None:
     assert (
         sites_table(plan_model(""))
         == """\
-scope  parameter    layers  batch x m x n x k  GFLOP     weight  products
--      layers.up    4       1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad
--      layers.down  4       1 x 8 x 16 x 32    3.28e-05  rhs     fprop dgrad wgrad
--      head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad
+scope  parameter    layers  batch x m x n x k  GFLOP     weight  products           kind  block
+-      layers.up    4       1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  mlp   0-3/4
+-      layers.down  4       1 x 8 x 16 x 32    3.28e-05  rhs     fprop dgrad wgrad  mlp   0-3/4
+-      head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad  head  -
 9 GEMMs, 0.0002458 GFLOP a step in their products
 """
     )
@@ -122,10 +123,10 @@ def test_a_schedule_has_a_line_for_each_phase() -> None:
     assert table[0].split()[-3:] == ["phase", "rule", "overrides"]
     head = [line for line in table if " head " in line]
     assert [line.partition("wgrad")[2].strip() for line in head] == [
-        "until 10 and until 50%  head -> keep    *",
-        "after 10 and until 50%  * -> fp8        -",
-        "until 10 and after 50%  head -> keep    *",
-        "after 10 and after 50%  * -> fp8        -",
+        "head  -      until 10 and until 50%  head -> keep    *",
+        "head  -      after 10 and until 50%  * -> fp8        -",
+        "head  -      until 10 and after 50%  head -> keep    *",
+        "head  -      after 10 and after 50%  * -> fp8        -",
     ]
 
 
@@ -142,8 +143,8 @@ def test_scopes_activations_and_opaque_sites() -> None:
     sites = find_sites(scoped_and_opaque, {"w": struct(8, 32)}, X)
     table = sites_table(make_plan(parse(""), sites)).splitlines()
     assert [line.split("  ")[0] for line in table[1:3]] == ["attention", "head"]
-    assert table[1].split()[-2:] == ["-", "fprop"]
-    assert table[2].endswith("rhs     fprop wgrad (opaque)")
+    assert table[1].split()[-4:] == ["-", "fprop", "scores", "-"]
+    assert table[2].endswith("rhs     fprop wgrad (opaque)  attention  -")
 
 
 def test_columns_are_aligned_without_trailing_spaces() -> None:

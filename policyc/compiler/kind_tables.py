@@ -1,0 +1,66 @@
+"""The kinds of sites as people read them, and why each site has its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from policyc.base.text import escape_controls
+from policyc.compiler.plan import Plan
+from policyc.compiler.sites import Site, dotted
+from policyc.compiler.stacks import Layer
+from policyc.language.selectors import Pattern, PatternSegment, matches, parse_path
+
+
+def block_text(site: Site, layers: Iterable[Layer] | None = None) -> str:
+    """The blocks of some layers of a site and their count: `3/12`, `0-2, 5/12`; `?/12` if they are not known."""
+    if site.block is None:
+        return "-"
+    if site.block.unknown:
+        return f"?/{site.block.count}"
+    chosen = site.layers() if layers is None else layers
+    numbers = sorted({site.block.number[site.stack_indices(layer)] for layer in chosen})
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    texts = ("-".join(map(str, dict.fromkeys((r[0], r[-1])))) for r in ranges)
+    return f"{', '.join(texts)}/{site.block.count}"
+
+
+def explain_kinds(plan: Plan, text: str) -> str:
+    """Why the sites of a name have their kinds and blocks; empty if no site has that name.
+
+    The name is the end or any other part of a path, without globs: `up_proj`, `layers[3].mlp`.
+    """
+    pattern = Pattern(tuple(PatternSegment(str(n)) for n in parse_path(text)))
+    lines = [
+        line
+        for site in plan.sites
+        if site.name == text or any(_is_named(site, text, pattern))
+        for line in _explain(site)
+    ]
+    return "".join(f"{escape_controls(line)}\n" for line in lines)
+
+
+def _is_named(site: Site, text: str, pattern: Pattern) -> Iterator[bool]:
+    for template in (site.scope, *site.parameters):
+        yield text in dotted(template.path) or matches(pattern, template.path)
+    yield bool(site.place) and site.place.endswith(text)
+
+
+def _explain(site: Site) -> Iterator[str]:
+    kind = site.kind
+    place = f" ({site.place})" if site.place and site.place not in site.name else ""
+    reason = str(kind.reason) if kind.name else "neither the graph nor its names tell"
+    yield f"{site.name}{place}"
+    yield f"  {kind.name or 'no kind'}: {reason}"
+    if kind.names_say:
+        yield f"  its names stand for {kind.names_say}: the graph decides"
+    if site.block is None:
+        yield "  in no block"
+    elif site.block.unknown:
+        yield f"  in one of {site.block.count} blocks, which is not known: {site.block.unknown}"
+    else:
+        yield f"  block {block_text(site)}"
