@@ -125,6 +125,7 @@ class Checkpoints:
         self._open()
 
     def _open(self) -> None:
+        _silence_dropped_reads()
         with self._explain_errors("checkpoints cannot be written here", "is the folder writable?"):
             self._manager = ocp.CheckpointManager(self.folder, options=self._options)
             tempfile.TemporaryFile(dir=self.folder).close()  # not when the first checkpoint is due
@@ -331,7 +332,9 @@ def _silence_dropped_reads() -> None:
     def report_others(error: Any) -> None:
         code = getattr(error.object, "cr_code", None)
         is_dropped = code is not None and "orbax" in code.co_filename
-        if not is_dropped and str(error.exc_value) != "Event loop is closed":
+        # A loop that could not be opened, because there are too many open files, cannot be closed.
+        is_loop = getattr(error.object, "__qualname__", "") == "BaseEventLoop.__del__"
+        if not (is_dropped or is_loop or str(error.exc_value) == "Event loop is closed"):
             report(error)
 
     sys.unraisablehook = report_others
