@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -39,6 +40,7 @@ def check_plan(
         *(d for d in idle if d.severity is Severity.ERROR),
         *opaque_sites(plan),
         *opaque_indices(plan),
+        *unknown_blocks(plan),
         *inseparable_layers(plan),
         *contradictory_recipes(plan),
         *missing_libraries(plan),
@@ -118,6 +120,22 @@ def opaque_indices(plan: Plan) -> Iterator[Diagnostic]:
                 "it is in a stack in a stack, and the index can be that of one of them, or count all layers"
             )
             yield _opaque_index(rule, sites, reason, f"give both indices: {examples[sites[0]]}")
+
+
+def unknown_blocks(plan: Plan) -> Iterator[Diagnostic]:
+    """Rules that compare `layer` where it is not known in which block a GEMM is."""
+    unknown = [site for site in plan.sites if site.block is not None and site.block.unknown]
+    for rule in (r for r in plan.policy.rules if r.where is not None and unknown):
+        patterns = [pattern for selector in rule.selectors for pattern in expand_selector(selector)]
+        sites = [
+            site
+            for site in unknown
+            for layer in itertools.islice(site.layers(), 1)
+            if rule.where is not None and rule.where.holds(site.attributes(layer)) is None
+            if any(matches(pattern, path) for path in site.paths(layer) for pattern in patterns)
+        ]
+        if sites and sites[0].block is not None:
+            yield _opaque_index(rule, sites, sites[0].block.unknown, "choose all blocks: leave out 'layer'")
 
 
 def _has_opaque_index(site: Site, patterns: Sequence[Pattern]) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 from policyc.compiler.kind_tables import explain_kinds
 from policyc.compiler.plan import Plan, make_plan
+from policyc.compiler.plan_checks import unknown_blocks
 from policyc.compiler.sites import Site
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites
@@ -90,3 +91,12 @@ def test_explains_why_a_site_has_its_kind() -> None:
     assert "kind_programs.py:" in text
     assert text.endswith("  block 1/3\n")
     assert explain_kinds(plan_of("gpt_unrolled", ""), "nothing") == ""
+
+
+def test_layer_is_an_error_where_the_block_is_not_known() -> None:
+    plan = plan_of("pipeline_of_two_stages", "* where mlp and layer >= -1 -> fp8")
+    (diagnostic,) = unknown_blocks(plan)
+    assert diagnostic.code == "opaque-index"
+    assert "one product runs in several stages of a pipeline at once" in diagnostic.message
+    assert not list(unknown_blocks(plan_of("pipeline_of_two_stages", "* where mlp -> fp8")))
+    assert not list(unknown_blocks(plan_of("gpt_unrolled", "* where mlp and layer >= -1 -> fp8")))
