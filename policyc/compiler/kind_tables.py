@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from policyc.base.text import escape_controls
+from policyc.base.text import count_others, escape_controls
 from policyc.compiler.plan import Plan
 from policyc.compiler.sites import Site, dotted
 from policyc.compiler.stacks import Layer
+from policyc.language.kinds import KINDS
+from policyc.language.predicates import Flag, leaves
 from policyc.language.selectors import Pattern, PatternSegment, matches, parse_path
 
 
@@ -27,6 +29,27 @@ def block_text(site: Site, layers: Iterable[Layer] | None = None) -> str:
             ranges.append([number])
     texts = ("-".join(map(str, dict.fromkeys((r[0], r[-1])))) for r in ranges)
     return f"{', '.join(texts)}/{site.block.count}"
+
+
+def kind_notes(plan: Plan) -> Iterator[str]:
+    """Where a rule uses a kind: which sites have none, and where names contradict the graph. A line for each."""
+    words = {leaf.name for rule in plan.policy.rules for leaf in leaves(rule.where) if isinstance(leaf, Flag)}
+    if not words & (KINDS.keys() - {"block"}):
+        return
+    without = [site for site in plan.sites if not site.kind.name]
+    if without:
+        yield f"no rule with a kind matches these sites, which have none: {_first_and_others(without)}"
+    contradicted = [site for site in plan.sites if site.kind.names_say]
+    if contradicted:
+        kind = contradicted[0].kind
+        yield (
+            f"{kind.names_say} by name, but {kind.name} by the graph, which decides: "
+            f"{_first_and_others(contradicted)} (see policyc sites --explain SITE)"
+        )
+
+
+def _first_and_others(sites: Sequence[Site]) -> str:
+    return f"'{escape_controls(sites[0].name)}'{count_others(len(sites))}"
 
 
 def explain_kinds(plan: Plan, text: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from policyc.base.text import count_noun, count_others, escape_controls
-from policyc.compiler.kind_tables import block_text
+from policyc.compiler.kind_tables import block_text, kind_notes
 from policyc.compiler.plan import Phase, Plan, PlanRun
 from policyc.compiler.sites import Site, dotted
 from policyc.language.policy import Rule
@@ -39,6 +39,7 @@ def summary(plan: Plan) -> str:
         *align_columns(rows),
         *map(escape_controls, lowering_reasons(plan)),
         *_unknown_layers(plan),
+        *kind_notes(plan),
         *uncertain_repeats(plan),
         *unchanged_products(plan),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from policyc.compiler.kind_tables import explain_kinds
+from policyc.compiler.kind_tables import explain_kinds, kind_notes
 from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.plan_checks import unknown_blocks
 from policyc.compiler.sites import Site
@@ -100,3 +100,21 @@ def test_layer_is_an_error_where_the_block_is_not_known() -> None:
     assert "one product runs in several stages of a pipeline at once" in diagnostic.message
     assert not list(unknown_blocks(plan_of("pipeline_of_two_stages", "* where mlp -> fp8")))
     assert not list(unknown_blocks(plan_of("gpt_unrolled", "* where mlp and layer >= -1 -> fp8")))
+
+
+def test_sites_without_a_kind_are_listed_if_a_rule_has_a_kind() -> None:
+    (note,) = kind_notes(plan_of("diffusion_transformer", "* where mlp -> fp8"))
+    assert note == "no rule with a kind matches these sites, which have none: 'm', and 1 more"
+    assert not list(kind_notes(plan_of("diffusion_transformer", "* where weight -> fp8")))
+
+
+def test_the_plan_says_once_that_names_contradict_the_graph() -> None:
+    program = BY_NAME["gpt_unrolled"]
+    renamed = {**program.params, "l": [{**p, "mlp": p["w1"]} for p in program.params["l"]]}
+
+    def loss(p: Any) -> Any:
+        return program.loss({**p, "l": [{**layer, "w1": layer["mlp"]} for layer in p["l"]]})
+
+    plan = make_plan(parse("* where mlp -> fp8"), find_sites(loss, renamed))
+    (note,) = kind_notes(plan)
+    assert note.startswith("mlp by name, but attention by the graph, which decides: 'l[0].mlp', and 2 more")
