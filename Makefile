@@ -35,7 +35,7 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-browser demo pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-te check format wheel clean
+.PHONY: help setup setup-browser demo pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-jax test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -83,6 +83,14 @@ slurm-start: ## start that cluster and leave it running; SLURM_FOLDER=dir is the
 
 slurm-stop: ## stop it, with all its jobs
 	@$(IN) $(SLURM_CLUSTER) stop "$(SLURM_FOLDER)" && rm -rf "$(SLURM_FOLDER)"
+
+# JAX_TESTS=dir are the sources of the installed version of JAX. For the newest JAX:
+# make test-jax VENV=.venv-newest PYTHON=python3.13 JAX_TESTS=dir
+JAX_TESTS ?=
+
+test-jax: setup ## run JAX's own tests under policies that change nothing (hours); JAX_TESTS=dir has JAX's folder tests
+	@$(IN) [ -d "$(JAX_TESTS)/tests" ] || { echo "make test-jax JAX_TESTS=dir: dir/tests are JAX's tests" >&2; exit 1; }; \
+	$(BIN)/python tests/support/jax_tests.py "$(JAX_TESTS)" $(ARGS)
 
 # XLA's CUDA compiler needs 4 GB of packages, so it has its own environment.
 test-cuda: ## compile for GPUs that need not be present, and check the result (4 GB of packages, some minutes)
