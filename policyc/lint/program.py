@@ -70,8 +70,8 @@ class QuantizedProduct:
         return {Gemm.FPROP: ("k", site.k), Gemm.DGRAD: ("n", site.n), Gemm.WGRAD: ("m", site.m)}[self.gemm]
 
 
-def quantized_products(context: Context) -> Iterator[QuantizedProduct]:
-    """Yields every product that is quantized in some layer and phase, once for each rule."""
+def quantized_products(context: Context, max_bits: int = _MAX_BITS) -> Iterator[QuantizedProduct]:
+    """Yields every product that has at most so many bits in some layer and phase, once for each rule."""
     plan = context.plan
     if plan is None:
         return
@@ -85,7 +85,7 @@ def quantized_products(context: Context) -> Iterator[QuantizedProduct]:
                     if rule is None or recipe is None or (rule, gemm) in seen:
                         continue
                     seen.add((rule, gemm))
-                    if 0 < recipe.bits(gemm) <= _MAX_BITS:
+                    if 0 < recipe.bits(gemm) <= max_bits:
                         yield QuantizedProduct(rule_index=rule, site=site, gemm=gemm, recipe=recipe)
 
 

@@ -48,7 +48,7 @@ def model(p, x):
         return h + jnp.tanh(h @ layer["mlp"]["up"]) @ layer["mlp"]["down"], None
 
     h, _ = jax.lax.scan(body, h, p["layers"])
-    narrow = jnp.tanh(h @ p["narrow"]) @ p["narrow"].T
+    narrow = jnp.tanh(jnp.dot(h, p["narrow"], precision="highest")) @ p["narrow"].T
     h = h + jnp.sum(jax.vmap(jnp.dot)(jnp.broadcast_to(h, (3, *h.shape)), p["stages"]), 0)
     return jnp.sum((h + narrow) @ p["lm_head"]) + cross_entropy(p["loss"], h)
 
@@ -74,6 +74,7 @@ FAULTY_POLICIES = {
     "slower-than-bf16": "narrow -> fp8",
     "slower-than-fp8": "mlp -> nvfp4(sr=grad)",
     "hadamard-does-not-fit": "mlp -> nvfp4(rht=wgrad, rht_size=128, sr=grad)",
+    "lowered-fp32-product": "* -> bf16",
     "split-scan": "layers[-2:].mlp -> fp8",
     "shredded-scan": "layers[::2] -> fp8",
     "transformer-engine-shape": "mlp -> nvfp4(rht=wgrad, sr=grad)",
@@ -126,6 +127,52 @@ def test_a_head_is_recognized_by_more_than_its_name(tied):
     assert [d.code for d in diagnostics] == ["quantized-head"]
     assert f"'{'words' if tied else 'out'}'" in diagnostics[0].message
     assert not lint_loss("mix -> fp8", loss, params, tokens)
+
+
+def loss_with_fp32_products(p, x):
+    """Two products in bfloat16; in fp32, a router and the product of one-hot targets and log-softmax."""
+    h = jnp.tanh(x @ p["up"]) @ p["down"]
+    gates = jax.nn.softmax(h.astype("float32") @ p["router"])
+    targets = jax.nn.one_hot(jnp.argmax(gates, -1), 16)
+    with jax.named_scope("pick"):
+        picked = jnp.einsum("te,te->t", targets, jax.nn.log_softmax(gates))
+    return -jnp.mean(picked) + jnp.sum(h @ p["down"])
+
+
+def notes_on_fp32_products(policy: str, dtype: str) -> list[Diagnostic]:
+    params = {"up": array(64, 64, dtype=dtype), "down": array(64, 64, dtype=dtype), "router": array(64, 16)}
+    found = lint_loss(policy, loss_with_fp32_products, params, array(32, 64, dtype=dtype))
+    return [d for d in found if d.code == "lowered-fp32-product"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sites"),
+    [
+        ("* -> bf16", ["router", "pick"]),
+        ("* -> fp8", ["router", "pick"]),
+        ("* where weight -> bf16", ["router"]),
+        ("* -> bf16; router -> f32", ["pick"]),
+        ("* -> bf16; router, pick -> keep", []),
+        ("router -> bf16; up -> bf16", []),  # a rule for these alone means it
+        ("* -> f32", []),
+        ("* -> keep", []),
+    ],
+)
+def test_a_rule_for_everything_is_noted_if_it_lowers_products_in_fp32(policy, sites):
+    findings = notes_on_fp32_products(policy, "bfloat16")
+    assert [name for d in findings for name in d.sites] == sites
+    assert all(d.severity == "note" for d in findings)
+    assert not notes_on_fp32_products(policy, "float32")  # there every product is in fp32
+
+
+def test_only_a_product_with_the_highest_precision_is_noted_in_an_fp32_program():
+    (note,) = (d for d in lint_model("* -> bf16") if d.code == "lowered-fp32-product")
+    assert note.sites == ("narrow",)
+    assert note.message == (
+        "the program computes 'narrow' in fp32 with the highest precision, unlike most of its products, "
+        "and this rule lowers it"
+    )
+    assert note.help == "add a rule after it: narrow -> keep"
 
 
 def test_the_shapes_of_transformer_engine_matter_only_in_4_bits():
