@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from policyc.language.diagnostics import Diagnostic
+from policyc.language.diagnostics import Diagnostic, Span
 from policyc.language.loader import LoadedPolicy
 from policyc.lint.context import DEFAULT_TARGET, Context
 from policyc.lint.rules import ALL_CODES, LINT_RULES, load_program_rules
@@ -50,7 +50,7 @@ def lint(
         for diagnostic in rule.run(context):
             diagnostics.setdefault((diagnostic.sort_key, diagnostic.sites), diagnostic)
     suppressions = Suppressions(loaded.file)
-    reported = _drop_explained([d for d in diagnostics.values() if not suppressions.suppress(d)])
+    reported = [d for d in _drop_explained(diagnostics.values()) if not suppressions.suppress(d)]
     checked = {
         code
         for code, rule in rules.items()
@@ -62,14 +62,33 @@ def lint(
     )
 
 
-_REASONS = {"unmatched-rule": {"empty-slice", "impossible-predicate", "literal-default", "opaque-index"}}
-"""Codes that are not reported about a rule if another finding about it gives the reason, and the codes of these."""
+_EXPLAINED = {
+    "empty-slice": {"unmatched-rule"},
+    "impossible-predicate": {"unmatched-rule"},
+    "literal-default": {"unmatched-rule"},
+    "opaque-index": {"unmatched-rule"},
+    "everything-in-4-bits": {
+        "attention-scores-in-4-bits",
+        "embedding-in-4-bits",
+        "head-in-4-bits",
+        "nearest-rounded-gradient",
+        "no-high-precision-tail",
+        "router-in-4-bits",
+    },
+}
+"""For codes that give a reason: the codes that are not reported about the same text, because they are its effects."""
 
 
-def _drop_explained(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+def _drop_explained(diagnostics: Collection[Diagnostic]) -> list[Diagnostic]:
+    reasons = [d for d in diagnostics if d.code in _EXPLAINED]
+
     def is_explained(diagnostic: Diagnostic) -> bool:
-        span, codes = diagnostic.span, _REASONS.get(diagnostic.code, ())
-        return any(span.start <= d.span.start < span.end for d in reasons if d.code in codes)
+        return any(diagnostic.code in _EXPLAINED[d.code] and _covers(d, diagnostic.span) for d in reasons)
 
-    reasons = [d for d in diagnostics if any(d.code in codes for codes in _REASONS.values())]
     return [d for d in diagnostics if not is_explained(d)]
+
+
+def _covers(reason: Diagnostic, span: Span) -> bool:
+    """Is the reason located in a text, or does its fix rewrite that text?"""
+    edits = () if reason.fix is None else reason.fix.edits
+    return span.start <= reason.span.start < span.end or any(edit.span == span for edit in edits)

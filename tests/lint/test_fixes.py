@@ -134,6 +134,7 @@ def test_a_fix_removes_its_finding_and_adds_none(before: str) -> None:
     "text",
     [
         "* -> nvfp4(sr=grad)",
+        "* where k > 1 -> nvfp4(sr=grad)",
         "mlp.* -> nvfp4(sr=grad)",
         "lm_head -> mxfp4(sr=grad)",
         "embed*, wte -> nvfp4(sr=grad)",

@@ -22,7 +22,7 @@ from policyc.lint import rules
 from policyc.lint.engine import lint
 from policyc.lint.rules import ALL_CODES, LINT_RULES, PROGRAM_CODES
 from tests.support.command import CommandResult, policyc
-from tests.support.linting import follow_help, lint_codes
+from tests.support.linting import fix_text, follow_help, lint_codes
 
 pytestmark = pytest.mark.any_jax
 
@@ -187,6 +187,13 @@ def test_every_finding_says_what_to_try(code: str) -> None:
         ("attention where weight -> fp8", []),
         ("* -> mxfp4(sr=grad)\n*embed*, *head, *router*, gate, output*, logits*, to_logits, wte -> bf16\n"
          "layers[-4:] -> bf16", ["attention-scores-in-4-bits"]),
+        # everything in 4 bits is one finding, unless its recipe has another fault
+        ("* -> nvfp4", ["everything-in-4-bits"]),
+        ("mlp -> fp8  # allow: shadowed-rule -- a test\n* -> mxfp4", ["everything-in-4-bits"]),
+        ("* -> nvfp4(rht=wgrad)", ["everything-in-4-bits", "nearest-rounded-gradient"]),
+        ("* -> nvfp4 # allow: everything-in-4-bits -- an ablation", []),
+        ("* @ fprop -> nvfp4\n* where block or head or scores -> bf16", ["embedding-in-4-bits"]),
+        ("* -> nvfp4(sr=grad)\n* where layer >= -4 or not weight or head or router -> bf16", ["embedding-in-4-bits"]),
         # conditions between sizes
         ("* where m < n and n < k -> bf16", []),
         ("* where m < n and n < k and k < m -> bf16", ["impossible-predicate"]),
@@ -226,6 +233,23 @@ def test_a_policy_in_4_bits_has_no_findings_after_what_they_suggest(text: str) -
         text = follow_help(text, findings[0].help)
         findings = lint(parse_with_diagnostics(text)).diagnostics
     assert not findings, text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("* -> nvfp4", "* where {} -> nvfp4(rht=wgrad, sr=grad, scale2d=weights)"),
+        ("recipe r = mxfp4\n* -> r", "recipe r = mxfp4(rht=wgrad, sr=grad)\n* where {} -> r"),
+        ("* -> nvfp4(sr=grad)", "* where {} -> nvfp4(sr=grad)"),
+        ("* -> nvfp4(sr=grad) expect 9", "* -> nvfp4(sr=grad) expect 9"),
+    ],
+)
+def test_one_fix_restricts_what_is_in_4_bits_and_writes_the_published_options(
+    before: str, after: str
+) -> None:
+    assert lint_codes(before) == ["everything-in-4-bits"]
+    assert fix_text(before) == before
+    assert fix_text(before, unsafe=True) == after.format("(mlp or attention) and layer < -4")
 
 
 def test_a_shadowed_rule_shows_the_rule_that_overrides_it() -> None:
