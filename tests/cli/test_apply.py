@@ -398,7 +398,7 @@ def test_lint_against_a_program(home: Path) -> None:
     assert result.code == 1
     assert "expect-violated" in result.out
     assert "slower-than-bf16" in result.out
-    assert "on b200" in result.out
+    assert "on gb200" in result.out
     result = run(home, "lint", "typo.policy", "--format", "concise", "-m", "train")
     assert "unmatched-rule" in result.out
 
