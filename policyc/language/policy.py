@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import PurePath
 
 from policyc.base.notebook import html_text
-from policyc.base.text import did_you_mean
+from policyc.base.text import closest_name
 from policyc.language.bundled import POLICY_SUFFIX
 from policyc.language.diagnostics import NO_SPAN, Diagnostic, PolicyError, SourceText, Span, span_field
 from policyc.language.predicates import Predicate
@@ -223,7 +223,9 @@ class Policy:
         variant = next((v for v in self.variants if v.name == name), None)
         if variant is None:
             names = [v.name for v in self.variants]
-            help = did_you_mean(name, names) or f"variants: {', '.join(names) or 'none'}"
+            closest = closest_name(name, names)
+            help = f"did you mean '{closest}'? " if closest else ""
+            help += f"variants: {', '.join(names) or 'none'}"
             message = f"no variant named '{name}'"
             span = Span(SourceText("", self.name), 0, 0)
             raise PolicyError([Diagnostic(code="unreadable-file", message=message, span=span, help=help)])

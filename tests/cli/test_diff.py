@@ -131,7 +131,7 @@ def test_against_an_earlier_plan(folder: Path) -> None:
     [
         (["a.policy"], "name a program, or a configuration with --config"),
         (["a.policy", "--config", "tiny", "train.py"], "name a program, or a configuration with --config"),
-        (["a.policy:nothing", "train.py"], "no variant named 'nothing'   known: no_rht"),
+        (["a.policy:nothing", "train.py"], "no variant named 'nothing'   variants: no_rht"),
         (
             ["a.policy", "fp8", "train.py"],
             "'fp8' is a policy: 'diff' and 'estimate' compare two with --vs fp8",

@@ -38,7 +38,7 @@ def test_the_name_of_a_policy_is_that_of_its_file_and_variant(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "known"), [("variant a {}; variant b {}", "known: a, b"), ("", "variants: none")]
+    ("text", "known"), [("variant a {}; variant b {}", "variants: a, b"), ("", "variants: none")]
 )
 def test_an_unknown_variant_is_an_error_with_the_known_names(text, known):
     with pytest.raises(PolicyError, match=rf"no variant named 'c'(.|\n)*{known}"):

@@ -319,7 +319,7 @@ def test_generate_prints_prompts_and_their_continuations():
     assert (ran.code, ran.out) == (0, "ahé\nhé\n")
     assert ran.err == (
         "policyc: runs/a, step 8: float32, no policy (trained under llama_nvfp4 (0123abcd)); "
-        "temperature 0.8, seed 0\n"
+        "at most 4 tokens, temperature 0.8, top-k all, top-p 1, seed 0\n"
     )
     ran = command(
         "generate", "runs/a", "--prompt", "a", "--tokens", "40", "--format", "json", "--temperature", "0"
