@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, primitives
 
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import SCAN
@@ -31,7 +31,15 @@ _LAYOUT = frozenset({
 })  # fmt: skip
 """Primitives whose n-th result, or every result, is their n-th, or first, operand in another layout, type or place."""
 
+_MAX_SEEN = 2  # activations into a kernel without products that the flow is followed through
+
 _ONE_FOR_ONE = frozenset({"optimization_barrier", "device_put", "psum", "psum_invariant"})
+
+_KNOWN = frozenset({
+    *(p.name for name, p in vars(primitives).items() if name.endswith("_p")), "stack", "tile", "tie", "scatter-sub",
+    "dce_sink", "broadcast_to",
+})  # fmt: skip
+"""Primitives that are no calls of something that the compiler does not see into."""
 
 CARRY = "carry"
 """The operation of a node that stands for a carry of a loop. Its inputs are the first value and the next one."""
@@ -69,6 +77,8 @@ class Flow:
         """The nodes of sites."""
         self.operands: dict[int, tuple[int, ...]] = {}
         """Of a site: the nodes of all operands, parameters and constants among them."""
+        self.opaque: dict[int, tuple[int, ...]] = {}
+        """Calls of what is not seen into: the nodes of all operands."""
         self.loops: dict[Address, LoopBody] = {}
 
     @cached_property
@@ -199,6 +209,8 @@ class _Builder:
                 inputs = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
                 results += self.run(sub.jaxpr, [node] * inputs, (*address, number))
             node = self.flow.add(name, [node, *(r for r in results if r >= 0)], self._caller)
+        elif name not in _KNOWN and not name.endswith(("_start", "_done")):  # collectives end like that
+            self.flow.opaque[node] = tuple(operands)
         return [node] * count
 
     def _has_sites(self, address: Address) -> bool:
@@ -267,13 +279,16 @@ class _Builder:
 
     def pallas(self, eqn: JaxprEqn, operands: list[int], address: Address) -> Sequence[int]:
         """A kernel reads its operands and writes its results by references."""
+        active = [o for o in operands if o >= 0]
+        if len(active) > _MAX_SEEN and not self._has_sites(address):
+            node = self.flow.add("pallas_call", active, self._caller)
+            self.flow.opaque[node] = tuple(operands)
+            return [node] * len(eqn.outvars)
         (sub, *_) = jaxprs.sub_jaxprs(eqn)
         count = len(jaxprs.open_jaxpr(sub.jaxpr).invars)
         written = [self.flow.add("reference", [], self._caller) for _ in range(count - len(operands))]
         self.run(sub.jaxpr, [*operands, *written][:count], (*address, 0))
-        missing = [self.flow.add("pallas_call", [o for o in operands if o >= 0], self._caller)] * len(
-            eqn.outvars
-        )
+        missing = [self.flow.add("pallas_call", active, self._caller)] * len(eqn.outvars)
         return [*written, *missing][: len(eqn.outvars)]
 
 

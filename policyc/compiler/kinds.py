@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from policyc.compiler.blocks import BlockPlace, Product, find_blocks
 from policyc.compiler.flow import Flow
+from policyc.compiler.fused_attention import find_fused_attention
 from policyc.compiler.kind_names import kind_by_name, names_agree
 from policyc.compiler.mixers import Mixer, find_mixers, mark_attention
 from policyc.compiler.product_flow import ProductFlow
@@ -30,6 +31,7 @@ _STAGES = "one product runs in several stages of a pipeline at once"
 def add_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPath]) -> tuple[Site, ...]:
     """The sites with their kinds and blocks. `looked_up` has the parameters from which rows are gathered."""
     products = ProductFlow.of(flow, {site.address: site for site in sites})
+    undecided = find_fused_attention(products)
     routing = Routing(products)
     mixers = find_mixers(products, routing.routed)
     _mark_heads(products, routing.routers)
@@ -40,7 +42,8 @@ def add_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPat
     for mixer in mixers:
         mark_attention(products, mixer)
     blocks = _Blocks(products, mixers)
-    _mark_rest(products, blocks.places)
+    around = products.weights_before(o for operands in undecided.values() for o in operands)
+    _mark_rest(products, blocks.places, around | products.after(undecided) & products.weighted)
     node_of = {address: node for node, address in flow.sites.items()}
     found = []
     for site in sites:
@@ -81,8 +84,11 @@ def _mark_lookups(products: ProductFlow, looked_up: Collection[DottedPath]) -> N
             products.mark(node, "embedding", "rows of its weight are also looked up by a gather")
 
 
-def _mark_rest(products: ProductFlow, in_blocks: Collection[int]) -> None:
-    """The other weight products: those of blocks, those before the first block, and those that only a head uses."""
+def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Collection[int]) -> None:
+    """The other weight products: those of blocks, those before the first block, and those that only a head uses.
+
+    Those next to a call that may be an attention have no kind: `undecided`.
+    """
     flow = products.flow
 
     def is_block(node: int) -> bool:
@@ -95,7 +101,7 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int]) -> None:
     def leads_to_block(node: int) -> bool:
         return not flow.after([node], is_block).isdisjoint(in_blocks)
 
-    rest = sorted(products.weighted - products.kinds.keys())
+    rest = sorted(products.weighted - products.kinds.keys() - set(undecided))
     for node in rest:
         if node in in_blocks:
             products.mark(node, "mlp", "it is a weight product of a block, and not part of an attention")
@@ -171,7 +177,7 @@ class _Blocks:
         products, flow = self._products, self._products.flow
 
         def is_end(node: int) -> bool:
-            return node in products.sites or flow.operations[node] == "conv_general_dilated"
+            return products.is_product(node) or flow.operations[node] == "conv_general_dilated"
 
         return last in flow.before(flow.inputs[first], is_end, last)
 

@@ -15,7 +15,7 @@ class Mixer:
     """One attention.
 
     Attributes:
-      scores: its products of activations, in order.
+      scores: its products of activations, in order; or the call that has them all.
       roles: for each weight product into it, the operands that its result reaches.
       parts: all products of it.
       has_memory: whether its projections read several values: cross-attention.
@@ -45,7 +45,7 @@ def find_mixers(products: ProductFlow, routed: Collection[int]) -> list[Mixer]:
         if len(group) > 1 or leaves:
             mixers.append(Mixer(scores=sorted(group), parts=set(group)))
             _mark_scores(products, mixers[-1], after)
-    return mixers
+    return [*mixers, *(Mixer(scores=[node], parts={node}) for node in products.fused)]
 
 
 def _mixes(products: ProductFlow, node: int) -> bool:
@@ -86,7 +86,9 @@ def mark_attention(products: ProductFlow, mixer: Mixer) -> None:
         if products.data(node) in own:
             _mark_part(products, mixer, node, "it multiplies the result of the attention at {place}", last)
             _mark_second_factor(products, mixer, node)
-    for node in sorted(after - products.sites.keys() - products.residuals):
+    for node in sorted(after):
+        if products.ends(node):
+            continue
         sides = [i for i in flow.inputs[node] if i not in own]
         if sides and (
             flow.operations[node] in ("mul", "div") or not scores.isdisjoint(products.after([node]))
@@ -103,19 +105,20 @@ def _mark_inputs(products: ProductFlow, mixer: Mixer) -> None:
     for node in mixer.scores:
         is_first = node == mixer.scores[0]
         what = "a query or a key" if is_first and len(mixer.scores) > 1 else "an operand"
-        for role, operand in enumerate(flow.operands[node][:2]):
+        other = "attention" if node in products.fused else "product"
+        for role, operand in enumerate(products.fused.get(node) or flow.operands[node][:2]):
             if operand < 0 or operand in own:
                 continue
             for site in products.weights_before([operand]):
-                mixer.roles.setdefault(site, set()).add(role if is_first else 2)
-                _mark_part(products, mixer, site, f"its result is {what} of the product at {{place}}", node)
+                mixer.roles.setdefault(site, set()).add(min(role, 2) if is_first else 2)
+                _mark_part(products, mixer, site, f"its result is {what} of the {other} at {{place}}", node)
     mixer.has_memory = len({products.data(site) for site in mixer.roles}) > 1
 
 
 def _leaves(products: ProductFlow, mixer: Mixer, node: int, own: set[int]) -> bool:
     """Does the flow leave an attention at a node? An addition of what it reads itself does not (Mamba's skip)."""
     if node not in products.residuals:
-        return node in products.sites
+        return products.is_product(node)
     before = products.flow.before([i for i in products.flow.inputs[node] if i not in own], products.starts)
     starts = {n for n in before if products.starts(n)}
     return not starts or not starts <= mixer.roles.keys()

@@ -20,6 +20,7 @@ class ProductFlow:
       weighted: the products of a weight.
       residuals: the additions to the residual stream.
       in_branch: the products in the branches of the residual stream.
+      fused: the attentions in one call that is not seen into, with the operands that weight products compute.
       sequential: the loops that carry a stream through their products.
       kinds: the kinds found so far.
     """
@@ -30,6 +31,7 @@ class ProductFlow:
     residuals: set[int]
     in_branch: set[int]
     sequential: set[Address]
+    fused: dict[int, tuple[int, ...]] = field(default_factory=dict)
     kinds: dict[int, SiteKind] = field(default_factory=dict)
 
     @classmethod
@@ -47,7 +49,11 @@ class ProductFlow:
 
     def ends(self, node: int) -> bool:
         """Is a node a product, or on the residual stream? Forward walks end there."""
-        return node in self.sites or node in self.residuals
+        return self.is_product(node) or node in self.residuals
+
+    def is_product(self, node: int) -> bool:
+        """Is a node a site, or an attention in one call?"""
+        return node in self.sites or node in self.fused
 
     def starts(self, node: int) -> bool:
         """Is a node a product, or on the residual stream, or carried by a loop? Backward walks end there."""

@@ -1,0 +1,59 @@
+"""Attention in one call that the compiler does not see into: of cuDNN, a kernel, a foreign function.
+
+Such a call has queries, keys and values as operands, each the result of a weight product. Its name decides only where
+its operands do not, as for packed queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from policyc.compiler.product_flow import ProductFlow
+
+_OPERANDS = 3  # queries, keys, values
+_NAME = re.compile(r"attention|attn|mha|flash", re.IGNORECASE)
+
+
+def find_fused_attention(products: ProductFlow) -> dict[int, tuple[int, ...]]:
+    """Adds the fused attentions to `products`. Returns the calls that may be one or not, with their operands."""
+    undecided: dict[int, tuple[int, ...]] = {}
+    for node in sorted(products.flow.opaque):
+        computed = dict(_computed_operands(products, node))
+        shapes = list(computed.values())
+        if not computed or _keeps_shapes(products, node, shapes):
+            continue
+        has_all = len(computed) >= _OPERANDS and len(set(map(len, shapes))) == 1
+        operands = tuple(products.flow.opaque[node][position] for position in computed)
+        if has_all or _NAME.search(_call_name(products, node)):
+            products.fused[node] = operands
+        else:
+            undecided[node] = operands
+    return undecided
+
+
+def _computed_operands(products: ProductFlow, node: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The positions and the shapes of the operands that weight products compute."""
+    (eqn, *_) = products.flow.equations(node)
+    for position, (operand, atom) in enumerate(zip(products.flow.opaque[node], eqn.invars, strict=True)):
+        shape, dtype = getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)
+        is_array = len(shape) > 1 and dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        if operand >= 0 and is_array and products.weights_before([operand]):
+            yield position, tuple(shape)
+
+
+def _keeps_shapes(products: ProductFlow, node: int, shapes: list[tuple[int, ...]]) -> bool:
+    """Can each result be that of one operand (a norm, rotary positions), or two operands be combined elementwise?"""
+    (eqn, *_) = products.flow.equations(node)
+    results = Counter(tuple(getattr(var.aval, "shape", ())) for var in eqn.outvars)
+    is_elementwise = len(shapes) < _OPERANDS and len(set(shapes)) == 1 and shapes[0] in results
+    return is_elementwise or Counter(shapes) <= results
+
+
+def _call_name(products: ProductFlow, node: int) -> str:
+    """What the primitive is called, or the foreign function or kernel that it calls."""
+    (eqn, *_) = products.flow.equations(node)
+    return " ".join((eqn.primitive.name, *(str(eqn.params.get(p, "")) for p in ("target_name", "name"))))
