@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from policyc.language.diagnostics import Fix, Span
+from policyc.language.diagnostics import Span
 from policyc.language.kinds import Flags
 from policyc.language.loader import LoadedPolicy
 from policyc.language.policy import RecipeCall, RecipeExpr, Resolver, Rule, SplitRecipe, Variant, recipe_calls
-from policyc.language.recipes import OPERAND_GROUPS, OPERANDS, Gemm, Recipe, Role, Treatment
+from policyc.language.recipes import Gemm, Recipe
 from policyc.language.selectors import DottedPath
 from policyc.lint.automata import Budget, SearchTooLarge
 from policyc.lint.coverage import Coverage, Point, ResolvedRule
-from policyc.lint.edits import set_option
-from policyc.lint.finding import Finding
 from policyc.numerics.targets import TARGETS, Target
 
 if TYPE_CHECKING:
@@ -85,7 +83,6 @@ class Context:
         self.target = target
         self.policy = loaded.policy
         self.file = loaded.file
-        self.file = loaded.file
         self.undecided = 0
 
     def in_this_file(self, span: Span) -> bool:
@@ -138,13 +135,6 @@ class Context:
                 products.setdefault(id(call), set()).add(gemm)
         return tuple((call, frozenset(products[key])) for key, call in calls.items())
 
-    def operand_treatments(self) -> Iterator[tuple[AppliedRecipe, Gemm, Role, Treatment]]:
-        """Yields every operand of every applied recipe with its treatment."""
-        for applied in self.applied_recipes:
-            for gemm, role in OPERANDS:
-                if gemm in applied.products:
-                    yield applied, gemm, role, applied.recipe.treatment(gemm, role)
-
     def find_deciding_rule(
         self, path: DottedPath, gemm: Gemm, flags: Flags, layer: tuple[int, int] | None = None
     ) -> ResolvedRule | None:
@@ -164,59 +154,6 @@ class Context:
     def count_undecided(self) -> int:
         """Returns the number of questions that rules gave up, including those about coverage."""
         return self.undecided + (self.coverage.undecided if "coverage" in vars(self) else 0)
-
-    def report_products(
-        self,
-        describe_fault: Callable[[Recipe, Gemm], str | None],
-        option: str,
-        *,
-        help: str,
-        replacement: str = "",
-    ) -> Iterator[Finding]:
-        """Yields a finding for each product of each applied recipe in which `describe_fault` sees a fault."""
-        for applied in self.applied_recipes:
-            for gemm in (gemm for gemm in Gemm if gemm in applied.products):
-                message = describe_fault(applied.recipe, gemm)
-                if message is not None:
-                    yield self.report_option(
-                        applied, gemm, option, message=message, help=help, replacement=replacement
-                    )
-
-    def report_option(
-        self,
-        applied: AppliedRecipe,
-        gemm: Gemm,
-        option: str,
-        *,
-        message: str,
-        help: str,
-        replacement: str = "",
-    ) -> Finding:
-        """Returns a finding about an option of a recipe.
-
-        It is located at the option, or else at the format, or at the rule if those are in another file. If
-        `replacement` is given, an unsafe fix sets the option to it: this changes the numbers of a run. Where that would
-        have no effect, the fix sets the option to none.
-        """
-        call = applied.find_recipe_call(gemm)
-        setting = next((s for s in call.settings if s.name == option), None)
-        span = call.span if setting is None else setting.span
-        if not self.in_this_file(span):
-            return Finding(span=applied.rule.span, message=message, help=help)
-        fix = None
-        if replacement:
-            if not self._has_effect(call, replacement):
-                replacement = f"{option}=none"
-                help = f"write {replacement}"
-            edit = set_option(call, option, replacement)
-            fix = Fix(message=f"write {replacement}", edits=(edit,), safe=False)
-        return Finding(span=span, message=message, help=help, fix=fix)
-
-    def _has_effect(self, call: RecipeCall, setting: str) -> bool:
-        """Returns whether a setting such as `sr=grad` names an operand of the products that a format treats."""
-        products = next(products for other, products in self.recipe_calls if other is call)
-        operands = OPERAND_GROUPS[setting.partition("=")[2]]
-        return any(gemm in products for gemm, _ in operands)
 
     def _variants(
         self, variants: Iterable[Variant]

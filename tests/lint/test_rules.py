@@ -27,7 +27,7 @@ from tests.support.linting import fix_text, follow_help, lint_codes
 pytestmark = pytest.mark.any_jax
 
 FIXTURES = Path(__file__).parent / "fixtures"
-TABLES = {"pages", "in_4_bits"}
+TABLES = {"pages", "in_4_bits", "recipe_options"}
 """The modules with more than one code."""
 
 FOUND_WHILE_READING = {code for code, rule in LINT_RULES.items() if rule.check is None} - {

@@ -20,7 +20,8 @@ def _module_names(path: Iterable[str]) -> tuple[str, ...]:
 
 def _load(package: str, path: Iterable[str]) -> tuple[LintRule, ...]:
     modules = (import_module(f"{package}.{name}") for name in _module_names(path))
-    return tuple(rule for module in modules for rule in module.RULES)
+    rules = (rule for module in modules for rule in module.RULES)
+    return tuple(sorted(rules, key=lambda rule: rule.code))
 
 
 _LOADED = {rule.code: rule for rule in (*pages.RULES, *_load(__name__, __path__))}  # `pages` comes first
