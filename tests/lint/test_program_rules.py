@@ -150,6 +150,7 @@ def notes_on_fp32_products(policy: str, dtype: str) -> list[Diagnostic]:
     [
         ("* -> bf16", ["router", "pick"]),
         ("* -> fp8", ["router", "pick"]),
+        ("* -> nvfp4(sr=grad)", []),  # router-in-4-bits and attention-scores-in-4-bits
         ("* where weight -> bf16", ["router"]),
         ("* -> bf16; router -> f32", ["pick"]),
         ("* -> bf16; router, pick -> keep", []),

@@ -37,8 +37,16 @@ from policyc.compiler.sites import Site
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import is_embedding, is_head, name_sites, quantized_products
+from policyc.lint.program import (
+    QuantizedProduct,
+    has_name,
+    is_embedding,
+    is_head,
+    name_sites,
+    quantized_products,
+)
 from policyc.lint.rule import LintRule
+from policyc.lint.site_names import ROUTER_NAMES
 
 
 def check(context: Context) -> Iterator[Finding]:
@@ -52,9 +60,7 @@ def check(context: Context) -> Iterator[Finding]:
         site = product.site
         if site not in kept:
             rules_for_others.add(product.rule_index)
-        elif product.bits == 16 or not (
-            is_embedding(site) or is_head(context, site)
-        ):  # these have other codes
+        elif not _has_other_code(context, product):
             lowered.setdefault(product.rule_index, {})[site] = kept[site]
     for index, sites in sorted(lowered.items()):
         if index in rules_for_others:
@@ -66,6 +72,14 @@ def check(context: Context) -> Iterator[Finding]:
                 help=suggest_recipe(plan, index, sites, "keep"),
                 sites=names,
             )
+
+
+def _has_other_code(context: Context, product: QuantizedProduct) -> bool:
+    """Returns whether another rule reports that the site has so few bits."""
+    site = product.site
+    if product.bits == 4 and (site.weight is None or has_name(site, ROUTER_NAMES)):
+        return True
+    return product.bits <= 8 and (is_embedding(site) or is_head(context, site))
 
 
 def _find_sites_in_fp32(plan: Plan) -> dict[Site, str]:
