@@ -58,6 +58,7 @@ UNKNOWN = VarInfo()
 
 MANY_PROJECTIONS = frozenset({UnknownSource(shape=(), operands=(), reason="it comes from other iterations")})
 _CARRIED = "the loop around it carries it, and changes it in every iteration"
+_FILLED = "a loop carries it, and fills it with layers one after the other"
 _MOST_PROJECTIONS = 16  # a residual stream comes from all layers before; attention from a few projections
 
 
@@ -77,10 +78,18 @@ def frozen_info(var: Var, weight: FrozenWeight) -> VarInfo:
 
 
 def join_branches(values: Sequence[VarInfo], index: Integers | None) -> VarInfo:
-    """A weight only where all branches give one; active where any branch is. `index`: the branch, if it is known."""
-    sources = [v.source for v in values if v.source is not None and not v.is_lookup]
+    """A weight where all branches give one or a constant; active where any branch is.
+
+    `index` is the branch, if it is known.
+    """
+    sources = [None if v.is_lookup else v.source for v in values]
+    whole = next((s for s in sources if s is not None and not is_broadcast(s)), None)
+    if whole is not None and len(whole.shape) > 1:
+        pairs = zip(sources, values, strict=True)
+        sources = [OtherSource(shape=whole.shape) if s is None and v.is_fixed else s for s, v in pairs]
+    known = [s for s in sources if s is not None]
     return VarInfo(
-        source=_either(sources, known_integers(index)) if len(sources) == len(values) else None,
+        source=_either(known, known_integers(index)) if len(known) == len(values) else None,
         is_fixed=all(v.is_fixed for v in values),
         is_modified=any(v.is_modified for v in values),
         is_active=any(v.is_active for v in values),
@@ -104,14 +113,34 @@ def carry_info(value: VarInfo, integers: Integers | None) -> VarInfo:
 
 
 def widen_carry(carry: VarInfo, result: VarInfo) -> VarInfo:
-    """What is known of a carry after one more iteration. It is a weight if every iteration gives one."""
+    """What is known of a carry after one more iteration.
+
+    It is a weight if every iteration gives one, and its first value is one or a constant: a buffer that a loop fills.
+    """
     source, is_fixed = carry.source, carry.is_fixed and result.is_fixed
+    given = None if result.is_lookup else result.source
     if isinstance(source, UnknownSource):
-        wider = None
-        if result.source is not None and not result.is_lookup:
-            wider = unknown_source(source.shape, [source, result.source], _CARRIED)
-        source = source if wider is not None and wider.operands == source.operands else wider
-    return replace(carry, source=source, is_fixed=is_fixed, is_active=carry.is_active or result.is_active)
+        if given is None or (source.reason == _FILLED and not is_fixed):
+            source = None
+        else:
+            source = _widen(source, given, source.reason)
+    elif (
+        source is None and given is not None and is_fixed and len(given.shape) > 1 and not is_broadcast(given)
+    ):
+        source = _widen(None, given, _FILLED)
+    return replace(
+        carry,
+        source=source,
+        is_modified=carry.is_modified or isinstance(source, UnknownSource),
+        is_fixed=is_fixed,
+        is_active=carry.is_active or result.is_active,
+    )
+
+
+def _widen(carried: UnknownSource | None, given: Source, reason: str) -> UnknownSource:
+    """A carry that holds what it did before or what an iteration gives."""
+    wider = unknown_source(given.shape, [given] if carried is None else [carried, given], reason)
+    return carried if carried is not None and carried.operands == wider.operands else wider
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
@@ -236,10 +265,12 @@ def _function(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
 
 
 def _chosen(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
-    """A `select_n` by a scalar chooses one of its operands, any other is a mask."""
+    """A `select_n` by known integers, or by a scalar, chooses among its operands. Any other is a mask."""
     cases = [i.source for i in infos[1:] if i.source is not None and not is_broadcast(i.source)]
-    if len(cases) == len(infos) - 1 and not shape_of(eqn.invars[0]) and len(shape_of(eqn.outvars[0])) > 1:
-        return [_either(cases, known_integers(infos[0].integers))]
+    index = known_integers(infos[0].integers)
+    is_choice = index is not None or not shape_of(eqn.invars[0])
+    if len(cases) == len(infos) - 1 and is_choice and len(shape_of(eqn.outvars[0])) > 1:
+        return [_either(cases, index)]
     return _modified(eqn, infos[1:])
 
 

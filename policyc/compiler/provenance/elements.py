@@ -69,8 +69,8 @@ def read_elements(
             for operand in source.operands:
                 yield from read_elements(operand, region, iterations)
         case EitherSource(index=Integers() as index):
-            operand = source.operands[int(index.evaluate(iterations))]
-            yield from read_elements(operand, region, iterations)
+            for chosen in _values_in(index.evaluate(iterations), region):
+                yield from read_elements(source.operands[chosen], region, iterations)
         case IterationSource():
             index = iterations[source.loop]
             yield from read_elements(source.operand, (range(index, index + 1), *region), iterations)
@@ -99,6 +99,15 @@ def _operand_region(source: LayoutSource, region: Region, iterations: Iterations
         return region  # element by element
     name = jaxprs.primitive_name(source.eqn)
     raise Unknown(f"'{name}' changes its shape in a way that is not followed")
+
+
+def _values_in(array: np.ndarray, region: Region) -> list[int]:
+    """The different values in a region of an array; of a scalar, its value. Repeated elements are read once."""
+    if not array.ndim:
+        return [int(array)]
+    pairs = zip(region, array.strides, strict=True)
+    indices = [np.asarray(taken[:1] if stride == 0 else taken) for taken, stride in pairs]
+    return sorted(map(int, np.unique(array[np.ix_(*indices)])))
 
 
 def _shard_region(source: ShardSource, region: Region, iterations: Iterations) -> Region:

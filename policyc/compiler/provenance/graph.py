@@ -55,7 +55,10 @@ class StackedSource(Source):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EitherSource(Source):
-    """One of several variables: the branches of a `cond`. `index` is which of them, if it is known."""
+    """One of several variables: the branches of a `cond`, the cases of a `select_n`.
+
+    `index` is which of them, if it is known: one for all elements, or one for each.
+    """
 
     operands: tuple[Source, ...]
     index: Integers | None = None

@@ -113,8 +113,8 @@ def propagate_integers(eqn: JaxprEqn, operands: Sequence[Integers | None]) -> In
     if rule is None or len(eqn.outvars) != 1:
         name = jaxprs.primitive_name(eqn)
         return _not_evaluated(f"its index is computed by '{name}', which policyc does not evaluate")
-    if math.prod(out.shape) > MOST_INDICES:
-        return None
+    if math.prod(out.shape) > MOST_INDICES and jaxprs.primitive_name(eqn) != "broadcast_in_dim":
+        return None  # a broadcast array takes no memory
 
     def evaluate(iterations: Iterations) -> np.ndarray:
         with np.errstate(all="ignore"):  # integers wrap around, as JAX's do

@@ -1,0 +1,6 @@
+"""Small losses whose layers are stacked, chosen and run in unusual ways. They are to be traced, not compiled."""
+
+from tests.support.stacks import choices, devices, lists, loops, weights
+from tests.support.stacks.base import PROGRAMS, Program, X
+
+__all__ = ["PROGRAMS", "Program", "X", "choices", "devices", "lists", "loops", "weights"]

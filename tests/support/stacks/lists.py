@@ -1,0 +1,168 @@
+"""Losses that stack lists, join stacks, pad them, or run several layers at once."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tests.support.stacks.base import LIST, STACK, D, L, each, layer, program, scan, stacked, take, w
+
+
+@program(LIST)
+def list_in_reverse_order(p, x):
+    return scan(stacked(p["layers"][::-1]), x).sum()
+
+
+@program(LIST)
+def list_stacked_twice(p, x):
+    return scan(stacked([*p["layers"], *p["layers"][::-1]]), x).sum()
+
+
+@program(LIST)
+def list_with_layers_last(p, x):
+    stack = jax.tree.map(lambda *a: jnp.stack(a, -1), *p["layers"])
+    return lax.fori_loop(0, L, lambda i, h: layer(each(lambda a: a[..., i], stack), h), x).sum()
+
+
+@program(LIST)
+def list_switch(p, x):
+    branches = [partial(layer, q) for q in p["layers"]]
+    return lax.fori_loop(0, L, lambda i, h: lax.switch(L - 1 - i, branches, h), x).sum()
+
+
+@program(LIST)
+def list_switch_of_weights(p, x):
+    def body(i, h):
+        return layer(lax.switch(i, [lambda q=q: q for q in p["layers"]]), h)
+
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+@program(LIST)
+def list_select_n(p, x):
+    def body(i, h):
+        chosen = jax.tree.map(lambda a, b: lax.select_n(i % 2 == 1, a, b), p["layers"][0], p["layers"][3])
+        return layer(chosen, h)
+
+    return lax.fori_loop(0, 3, body, x).sum()
+
+
+@program(LIST)
+def list_vmapped(p, x):
+    return jax.vmap(layer, (0, None))(stacked(p["layers"]), x).sum()
+
+
+@program({"encoder": {"up": w(3), "down": w(3)}, "decoder": {"up": w(2), "down": w(2)}})
+def two_stacks_concatenated(p, x):
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), p["encoder"], p["decoder"])
+    return scan(both, x).sum()
+
+
+@program({"encoder": {"up": w(3), "down": w(3)}, "decoder": {"up": w(2), "down": w(2)}})
+def two_stacks_concatenated_and_permuted(p, x):
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), p["encoder"], p["decoder"])
+    return scan(take(both, np.array([4, 0, 3, 2])), x).sum()
+
+
+@program({"even": {"up": w(2), "down": w(2)}, "odd": {"up": w(2), "down": w(2)}})
+def two_stacks_interleaved(p, x):
+    both = jax.tree.map(lambda a, b: jnp.stack([a, b], 1).reshape(4, D, D), p["even"], p["odd"])
+    return scan(both, x).sum()
+
+
+@program({"first": {"up": w(), "down": w()}, "layers": {"up": w(3), "down": w(3)}})
+def one_layer_before_a_stack(p, x):
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), p["first"], p["layers"])
+    return scan(both, x).sum()
+
+
+@program({"layers": {"qkv": w(L, 3)}})
+def fused_projections(p, x):
+    def body(h, q):
+        return h + jnp.tanh(h @ q[0]) @ q[1] + h @ q[2], None
+
+    return lax.scan(body, x, p["layers"]["qkv"])[0].sum()
+
+
+@program(STACK)
+def padded_to_a_multiple(p, x):
+    groups = each(lambda a: jnp.pad(a, ((1, 1), (0, 0), (0, 0))).reshape(2, 3, D, D), p["layers"])
+    return lax.scan(lambda h, g: (scan(g, h), None), x, groups)[0].sum()
+
+
+@program(STACK)
+def padded_between(p, x):
+    spread = each(lambda a: lax.pad(a, 0.0, ((0, 0, 1), (0, 0, 0), (0, 0, 0))), p["layers"])
+    return scan(spread, x).sum()
+
+
+@program(STACK)
+def padded_by_negative_amounts(p, x):
+    return scan(each(lambda a: lax.pad(a, 0.0, ((-1, 0, 0), (0, 0, 0), (0, 0, 0))), p["layers"]), x).sum()
+
+
+@program(STACK)
+def padded_with_edges(p, x):
+    return scan(each(lambda a: jnp.pad(a, ((1, 1), (0, 0), (0, 0)), mode="edge"), p["layers"]), x).sum()
+
+
+@program(STACK)
+def padded_with_wrap(p, x):
+    return scan(each(lambda a: jnp.pad(a, ((2, 0), (0, 0), (0, 0)), mode="wrap"), p["layers"]), x).sum()
+
+
+@program(STACK)
+def vmap_over_layers(p, x):
+    return jax.vmap(layer, (0, None))(p["layers"], x).sum()
+
+
+@program(STACK)
+def vmap_over_pairs_of_layers(p, x):
+    groups = each(lambda a: a.reshape(2, 2, D, D), p["layers"])
+    return jax.vmap(scan, (0, None))(groups, x).sum()
+
+
+@program(STACK)
+def scan_over_vmapped_pairs(p, x):
+    groups = each(lambda a: a.reshape(2, 2, D, D), p["layers"])
+    hs = jnp.stack([x, x])
+    return lax.scan(lambda h, g: (jax.vmap(layer)(g, h), None), hs, groups)[0].sum()
+
+
+@program({"members": {"up": w(3, L), "down": w(3, L)}}, up=(0, 1), down=(0, 1))
+def ensemble_of_scans(p, x):
+    return jax.vmap(scan, (0, None))(p["members"], x).sum()
+
+
+@program(STACK)
+def vmap_over_data_around_a_scan(p, x):
+    return jax.vmap(lambda row: scan(p["layers"], row[None]))(x).sum()
+
+
+@program(STACK)
+def vmap_over_indices(p, x):
+    return jax.vmap(lambda i: layer(take(p["layers"], i), x))(jnp.array([3, 1])).sum()
+
+
+@program(STACK)
+def pipeline_by_rolls(p, x):
+    """Stages that run at once, each on the microbatch of its turn."""
+    stages = each(lambda a: a.reshape(2, 2, D, D), p["layers"])
+
+    def step(state, _):
+        state = jax.vmap(scan)(stages, state)
+        return jnp.roll(state, 1, axis=0), None
+
+    return lax.scan(step, jnp.stack([x, x]), length=3)[0].sum()
+
+
+@program(STACK)
+def einsum_over_layers(p, x):
+    return (
+        jnp.einsum("bi,lij->lbj", x, p["layers"]["up"]).sum()
+        + jnp.einsum("bi,lij->bj", x, p["layers"]["down"]).sum()
+    )

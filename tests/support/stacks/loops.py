@@ -1,0 +1,301 @@
+"""Losses with loops in loops, carried weights and indices, and branches."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, take
+
+
+@program(STACK)
+def groups_of_layers(p, x):
+    groups = each(lambda a: a.reshape(2, 2, D, D), p["layers"])
+    return lax.scan(lambda h, g: (scan(g, h, reverse=True), None), x, groups, reverse=True)[0].sum()
+
+
+@program(STACK)
+def groups_across(p, x):
+    groups = each(lambda a: a.reshape(2, 2, D, D).swapaxes(0, 1), p["layers"])
+    return lax.scan(lambda h, g: (scan(g, h), None), x, groups)[0].sum()
+
+
+@program(STACK)
+def groups_by_two_counters(p, x):
+    def outer(i, h):
+        return lax.fori_loop(0, 2, lambda j, h: layer(take(p["layers"], 2 * j + i), h), h)
+
+    return lax.fori_loop(0, 2, outer, x).sum()
+
+
+@program(STACK)
+def triangular_loops(p, x):
+    """The inner loop runs over all layers, and uses those before the outer counter."""
+
+    def outer(i, h):
+        return lax.fori_loop(
+            0, L, lambda j, h: lax.cond(j <= i, lambda: layer(take(p["layers"], j), h), lambda: h), h
+        )
+
+    return lax.fori_loop(0, L, outer, x).sum()
+
+
+@program(STACK)
+def carried_index_that_bounces(p, x):
+    def body(carry, _):
+        h, i, step = carry
+        h = layer(take(p["layers"], i), h)
+        step = jnp.where(i + step >= L, -1, jnp.where(i + step < 0, 1, step))
+        return (h, i + step, step), None
+
+    return lax.scan(body, (x, 1, 1), length=6)[0][0].sum()
+
+
+@program(STACK)
+def counter_of_floats(p, x):
+    def body(carry, _):
+        h, i = carry
+        return (layer(take(p["layers"], i.astype(int)), h), i + 1.0), None
+
+    return lax.scan(body, (x, jnp.float32(0)), length=L)[0][0].sum()
+
+
+@program(STACK)
+def while_with_a_static_count(p, x):
+    def body(carry):
+        i, h = carry
+        return i + 1, layer(take(p["layers"], i), h)
+
+    return lax.while_loop(lambda c: c[0] < L, body, (0, x))[1].sum()
+
+
+@program(STACK)
+def rotating_carry(p, x):
+    def body(carry, _):
+        h, stack = carry
+        return (layer(take(stack, 0), h), each(lambda a: jnp.roll(a, -1, axis=0), stack)), None
+
+    return lax.scan(body, (x, p["layers"]), length=L)[0][0].sum()
+
+
+@program(STACK)
+def prefetched_weights(p, x):
+    """Each iteration loads the weights of the next."""
+
+    def body(carry, i):
+        h, now = carry
+        return (layer(now, h), take(p["layers"], jnp.minimum(i + 1, L - 1))), None
+
+    return lax.scan(body, (x, take(p["layers"], 0)), jnp.arange(L))[0][0].sum()
+
+
+@program(STACK)
+def weights_from_another_loop(p, x):
+    _, loaded = lax.scan(lambda c, i: (c, take(p["layers"], L - 1 - i)), 0, jnp.arange(L))
+    return scan(loaded, x).sum()
+
+
+@program(STACK)
+def weights_from_a_reversed_loop(p, x):
+    _, loaded = lax.scan(lambda c, q: (c, each(lambda a: a * 2, q)), 0, p["layers"], reverse=True)
+    return scan(loaded, x).sum()
+
+
+@program(STACK)
+def weights_of_two_loops_nested(p, x):
+    groups = each(lambda a: a.reshape(2, 2, D, D), p["layers"])
+    loaded = lax.map(lambda g: lax.map(lambda q: each(jnp.tanh, q), take(g, slice(None, None, -1))), groups)
+    return scan(each(lambda a: a.reshape(L, D, D), loaded), x).sum()
+
+
+@program(STACK)
+def two_layers_in_one_iteration(p, x):
+    """Up of one layer and down of the layer before."""
+    shifted = {"up": p["layers"]["up"][1:], "down": p["layers"]["down"][:-1]}
+    return scan(shifted, x).sum()
+
+
+@program(STACK)
+def first_and_last_outside(p, x):
+    h = layer(take(p["layers"], 0), x)
+    h = scan(take(p["layers"], slice(1, -1)), h)
+    return layer(take(p["layers"], -1), h).sum()
+
+
+@program(STACK)
+def unrolled_loop(p, x):
+    return scan(p["layers"], x, unroll=2).sum()
+
+
+@program(STACK)
+def associative_scan_of_weights(p, x):
+    products = lax.associative_scan(jnp.matmul, p["layers"]["up"])
+    return (x @ products[-1]).sum()
+
+
+@program(STACK)
+def prefetched_weights_that_start_with_zeros(p, x):
+    def body(carry, i):
+        h, now = carry
+        return (layer(now, h), take(p["layers"], i)), None
+
+    zeros = each(lambda a: jnp.zeros((D, D)), p["layers"])
+    return lax.scan(body, (x, zeros), jnp.arange(L))[0][0].sum()
+
+
+@program(STACK)
+def buffer_that_is_filled(p, x):
+    """A loop copies the layers into a buffer, another reads them."""
+
+    def body(i, buffer):
+        return jax.tree.map(lambda b, a: b.at[L - 1 - i].set(a[i]), buffer, p["layers"])
+
+    filled = lax.fori_loop(0, L, body, each(lambda a: jnp.zeros(a.shape), p["layers"]))
+    return scan(filled, x).sum()
+
+
+@program(STACK)
+def two_buffers_in_turn(p, x):
+    def body(carry, q):
+        h, before = carry
+        return (layer({"up": before["up"], "down": q["down"]}, h), q), None
+
+    return lax.scan(body, (x, take(p["layers"], -1)), p["layers"])[0][0].sum()
+
+
+@program(STACK)
+def scan_over_dicts_of_indices(p, x):
+    table = {"up": jnp.array([0, 1, 2, 3]), "down": jnp.array([3, 2, 1, 0])}
+
+    def body(h, i):
+        return layer({name: p["layers"][name][i[name]] for name in i}, h), None
+
+    return lax.scan(body, x, table)[0].sum()
+
+
+@program(STACK)
+def index_by_integer_division(p, x):
+    return lax.fori_loop(0, 6, lambda i, h: layer(take(p["layers"], (7 - i) // 2), h), x).sum()
+
+
+@program(STACK)
+def index_by_floor_of_floats(p, x):
+    def body(i, h):
+        return layer(take(p["layers"], jnp.floor(i * 0.5).astype(int)), h)
+
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+@program(STACK)
+def index_that_overflows(p, x):
+    def body(carry, _):
+        h, i = carry
+        return (layer(take(p["layers"], i % L), h), (i * np.uint8(77)).astype("uint8")), None
+
+    return lax.scan(body, (x, jnp.uint8(7)), length=L)[0][0].sum()
+
+
+@program(STACK)
+def fori_loop_from_a_start(p, x):
+    return lax.fori_loop(1, L, lambda i, h: layer(take(p["layers"], i), h), x).sum()
+
+
+@program(STACK)
+def random_layer_drop(p, x):
+    key = jax.random.key(0)
+
+    def body(carry, q):
+        h, key = carry
+        key, now = jax.random.split(key)
+        return (jnp.where(jax.random.bernoulli(now), layer(q, h), h), key), None
+
+    return lax.scan(body, (x, key), p["layers"])[0][0].sum()
+
+
+@program(STACK)
+def cond_by_parity(p, x):
+    def body(i, h):
+        return lax.cond(i % 2 == 0, lambda: layer(take(p["layers"], i), h), lambda: jnp.sin(h))
+
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+@program(STACK)
+def switch_by_a_table(p, x):
+    table = jnp.array([2, 0, 1, 2])
+
+    def body(i, h):
+        kinds = [
+            lambda: h @ p["layers"]["up"][i],
+            lambda: h @ p["layers"]["down"][i],
+            lambda: h @ p["layers"]["up"][L - 1 - i],
+        ]
+        return lax.switch(table[i], kinds)
+
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+@program(STACK)
+def switch_that_clamps(p, x):
+    def body(i, h):
+        return lax.switch(i, [lambda: h @ p["layers"]["up"][0], lambda: h @ p["layers"]["down"][i]])
+
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+@program(STACK)
+def where_by_number(p, x):
+    def body(h, i):
+        q = {name: jnp.where(i < 2, p["layers"][name][i], p["layers"][name][0]) for name in ("up", "down")}
+        return layer(q, h), None
+
+    return lax.scan(body, x, jnp.arange(L))[0].sum()
+
+
+@program(STACK)
+def where_over_the_stack(p, x):
+    keep = (np.arange(L) % 2 == 0)[:, None, None]
+    q = each(lambda a: jnp.where(keep, a, a[::-1]), p["layers"])
+    return scan(q, x).sum()
+
+
+@program(STACK)
+def where_between_two_names(p, x):
+    keep = (np.arange(L) % 2 == 0)[:, None, None]
+    mixed = jnp.where(keep, p["layers"]["up"], p["layers"]["down"])
+    return lax.scan(lambda h, a: (jnp.tanh(h @ a), None), x, mixed)[0].sum()
+
+
+@program(STACK)
+def cond_by_data(p, x):
+    def body(h, q):
+        return lax.cond(h[0, 0] > -1e9, lambda: h @ q["up"], lambda: h @ q["down"]), None
+
+    return lax.scan(body, x, p["layers"])[0].sum()
+
+
+@program(STACK)
+def cond_with_an_optional_weight(p, x):
+    def body(i, h):
+        up = lax.cond(i == 2, lambda: jnp.eye(D), lambda: p["layers"]["up"][i])
+        return h @ up
+
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+@program(STACK)
+def where_with_identity(p, x):
+    def body(h, i):
+        return h @ jnp.where(i == 2, jnp.eye(D), p["layers"]["up"][i]), None
+
+    return lax.scan(body, x, jnp.arange(L))[0].sum()
+
+
+@program(STACK)
+def scan_in_a_branch(p, x):
+    def body(i, h):
+        return lax.cond(i == 1, lambda: scan(p["layers"], h), lambda: layer(take(p["layers"], i), h))
+
+    return lax.fori_loop(0, 3, body, x).sum()

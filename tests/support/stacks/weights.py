@@ -1,0 +1,311 @@
+"""Losses that change weights before they use them, or pass them through calls."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, take, w
+
+
+@program(STACK)
+def cast_clipped_and_normalized(p, x):
+    def body(h, q):
+        def change(a):
+            a = jnp.clip(a.astype(jnp.bfloat16), -2, 2).astype(jnp.float32)
+            return a / jnp.linalg.norm(a, axis=0, keepdims=True)
+
+        return layer(each(change, q), h), None
+
+    return lax.scan(body, x, p["layers"])[0].sum()
+
+
+@program(STACK)
+def standardized_stack(p, x):
+    def change(a):
+        return (a - a.mean((1, 2), keepdims=True)) / a.std((1, 2), keepdims=True)
+
+    return scan(each(change, p["layers"]), x).sum()
+
+
+@program({"layers": {"up": w(L), "down": w(L)}, "delta": w()})
+def shared_delta(p, x):
+    def body(h, q):
+        return layer(each(lambda a: a + p["delta"], q), h), None
+
+    return lax.scan(body, x, p["layers"])[0].sum()
+
+
+@program(STACK)
+def difference_of_neighbours(p, x):
+    return scan(each(lambda a: a[1:] - a[:-1], p["layers"]), x).sum()
+
+
+@program(STACK)
+def average_of_all_layers(p, x):
+    return layer(each(lambda a: a.mean(0), p["layers"]), x).sum()
+
+
+@program(STACK)
+def cumulative_weights(p, x):
+    return scan(each(lambda a: jnp.cumsum(a, 0), p["layers"]), x).sum()
+
+
+@program(STACK)
+def sorted_over_layers(p, x):
+    return scan(each(lambda a: jnp.sort(a, 0), p["layers"]), x).sum()
+
+
+@program(STACK)
+def moving_average_in_a_carry(p, x):
+    def body(carry, q):
+        h, mean = carry
+        mean = jax.tree.map(lambda m, a: 0.5 * m + a, mean, q)
+        return (layer(mean, h), mean), None
+
+    zero = each(lambda a: jnp.zeros(a.shape[1:]), p["layers"])
+    return lax.scan(body, (x, zero), p["layers"])[0][0].sum()
+
+
+@program(STACK)
+def transposed_up_as_down(p, x):
+    def body(h, a):
+        return h + jnp.tanh(h @ a) @ a.T, None
+
+    return lax.scan(body, x, p["layers"]["up"])[0].sum()
+
+
+@program(STACK)
+def tied_across_layers(p, x):
+    """Two iterations share each layer."""
+    return lax.fori_loop(0, 2 * L, lambda i, h: layer(take(p["layers"], i // 2), h), x).sum()
+
+
+@program(STACK)
+def tied_to_the_mirror(p, x):
+    return lax.fori_loop(
+        0, 2 * L, lambda i, h: layer(take(p["layers"], jnp.minimum(i, 2 * L - 1 - i)), h), x
+    ).sum()
+
+
+@program({"layers": {"up": w(tail=(L,)), "down": w(tail=(L,))}}, up=(2,), down=(2,))
+def layers_last(p, x):
+    return lax.fori_loop(0, L, lambda i, h: layer(each(lambda a: a[..., i], p["layers"]), h), x).sum()
+
+
+@program({"layers": {"up": w(tail=(L,)), "down": w(tail=(L,))}}, up=(2,), down=(2,))
+def layers_last_moved(p, x):
+    return scan(each(lambda a: jnp.moveaxis(a, -1, 0)[::-1], p["layers"]), x).sum()
+
+
+@program({"layers": {"up": jax.ShapeDtypeStruct((D, L, D), "float32"), "down": w(L)}}, True, up=(1,))
+def layers_in_the_middle(p, x):
+    def body(h, i):
+        q = {"up": lax.dynamic_index_in_dim(p["layers"]["up"], i, 1, False), "down": p["layers"]["down"][i]}
+        return layer(q, h), None
+
+    return lax.scan(body, x, jnp.arange(L))[0].sum()
+
+
+@program({"layers": {"flat": jax.ShapeDtypeStruct((L * D, D), "float32")}}, flat=())
+def rows_of_a_flat_matrix(p, x):
+    return lax.scan(lambda h, a: (h @ a, None), x, p["layers"]["flat"].reshape(L, D, D))[0].sum()
+
+
+@program(STACK)
+def tree_flattened(p, x):
+    leaves, structure = jax.tree.flatten(p["layers"])
+    rows = jnp.concatenate([a.reshape(L, -1) for a in leaves], 1).T
+    for i in reversed(range(L)):
+        parts = jnp.split(rows[:, i], 2)
+        x = layer(jax.tree.unflatten(structure, [a.reshape(D, D) for a in parts]), x)
+    return x.sum()
+
+
+@program(STACK)
+def weights_on_the_left(p, x):
+    def body(h, q):
+        return q["down"].T @ jnp.tanh(q["up"].T @ h), None
+
+    return lax.scan(body, x.T, p["layers"], reverse=True)[0].sum()
+
+
+@program(STACK)
+def merged_adapter_of_the_next_layer(p, x):
+    def body(h, i):
+        q = take(p["layers"], i)
+        other = take(p["layers"], (i + 1) % L)
+        return layer(jax.tree.map(lambda a, b: a + 0.1 * b, q, other), h), None
+
+    return lax.scan(body, x, jnp.arange(L))[0].sum()
+
+
+@program(STACK)
+def product_of_two_weights(p, x):
+    def body(h, q):
+        return h @ (q["up"] @ q["down"]), None
+
+    return lax.scan(body, x, p["layers"])[0].sum()
+
+
+@program(STACK)
+def scaled_by_the_other_layer(p, x):
+    scale = jnp.linalg.norm(p["layers"]["up"][::-1], axis=(1, 2), keepdims=True)
+    return scan({"up": p["layers"]["up"] * 2, "down": p["layers"]["down"]}, x * scale[0]).sum()
+
+
+@program(STACK)
+def tril_of_weights(p, x):
+    return scan(each(jnp.tril, p["layers"]), x).sum()
+
+
+@program(STACK)
+def block_diagonal_of_two_layers(p, x):
+    up = jax.scipy.linalg.block_diag(p["layers"]["up"][2], p["layers"]["up"][0])
+    return (jnp.concatenate([x, x], 1) @ up).sum()
+
+
+@program(STACK)
+def segment_sum_of_layers(p, x):
+    groups = jnp.array([0, 0, 1, 1])
+    return scan(each(lambda a: jax.ops.segment_sum(a, groups, 2), p["layers"]), x).sum()
+
+
+@program(STACK)
+def kronecker_of_layers(p, x):
+    return scan(each(lambda a: a.reshape(L, D * D)[:, ::-1].reshape(L, D, D), p["layers"]), x).sum()
+
+
+@program(STACK)
+def reshaped_across_layers(p, x):
+    """Each matrix has rows of every layer."""
+    return scan(each(lambda a: a.swapaxes(0, 1).reshape(L, D, D), p["layers"]), x).sum()
+
+
+@jax.custom_jvp
+def squashed(x):
+    return jnp.tanh(x)
+
+
+squashed.defjvp(lambda primals, tangents: (jnp.tanh(primals[0]), tangents[0]))
+
+
+@program(STACK)
+def custom_jvp_activation(p, x):
+    def body(h, q):
+        return squashed(h @ q["up"]) @ squashed(q["down"]), None
+
+    return lax.scan(body, x, take(p["layers"], slice(None, None, -1)))[0].sum()
+
+
+@program(STACK)
+def jit_in_a_scan(p, x):
+    @jax.jit
+    def call(stack, i, h):
+        return layer(take(stack, i), h)
+
+    return lax.scan(lambda h, i: (call(p["layers"], (i + 1) % L, h), None), x, jnp.arange(L))[0].sum()
+
+
+@program(STACK)
+def one_jit_for_unrolled_layers(p, x):
+    call = jax.jit(lambda stack, i, h: layer(take(stack, i), h))
+    for i in (2, 0, 3):
+        x = call(p["layers"], i, x)
+    return x.sum()
+
+
+@program(STACK)
+def remat_with_an_index(p, x):
+    call = jax.checkpoint(lambda stack, i, h: layer(take(stack, L - 1 - i), h))
+    return lax.scan(lambda h, i: (call(p["layers"], i, h), None), x, jnp.arange(L))[0].sum()
+
+
+@program(STACK)
+def remat_of_groups(p, x):
+    groups = each(lambda a: a[::-1].reshape(2, 2, D, D), p["layers"])
+    return lax.scan(lambda h, g: (jax.checkpoint(scan)(g, h), None), x, groups)[0].sum()
+
+
+@program({"blocks": {"a": {"w": w(L)}, "b": [{"w": w(L)}, {"w": w(L)}]}})
+def dicts_of_lists_of_stacks(p, x):
+    def body(h, q):
+        return jnp.tanh(h @ q["a"]["w"]) @ q["b"][1]["w"] + h @ q["b"][0]["w"], None
+
+    return lax.scan(body, x, p["blocks"], reverse=True)[0].sum()
+
+
+@program(STACK)
+def flattened_and_restored(p, x):
+    """All weights of a layer in one vector, as some optimizers store them."""
+    flat = jnp.concatenate([a.reshape(L, D * D) for a in (p["layers"]["up"], p["layers"]["down"])], axis=1)
+
+    def body(h, row):
+        return layer({"up": row[: D * D].reshape(D, D), "down": row[D * D :].reshape(D, D)}, h), None
+
+    return lax.scan(body, x, flat)[0].sum()
+
+
+@program(STACK)
+def one_product_of_two_names(p, x):
+    fused = jnp.concatenate([p["layers"]["up"], p["layers"]["down"]], axis=2)
+    return lax.scan(lambda h, a: (jnp.tanh(h @ a)[:, :D], None), x, fused)[0].sum()
+
+
+@program(STACK)
+def two_layers_in_one_product(p, x):
+    pairs = p["layers"]["up"].reshape(2, 2 * D, D)
+    return lax.scan(lambda h, a: (jnp.concatenate([h, h], 1) @ a, None), x, pairs)[0].sum()
+
+
+@program(STACK)
+def nested_jits_with_the_same_body(p, x):
+    inner = jax.jit(lambda h, a: h @ a)
+    outer = jax.jit(lambda h, q: inner(inner(h, q["up"]), q["down"]))
+    for i in (3, 0):
+        x = outer(x, take(p["layers"], i))
+    return x.sum()
+
+
+@program(STACK)
+def optimization_barrier_and_names(p, x):
+    from jax.ad_checkpoint import checkpoint_name
+
+    def body(h, q):
+        q = lax.optimization_barrier(each(lambda a: checkpoint_name(a, "w"), q))
+        return layer({"up": q["down"], "down": q["up"]}, h), None
+
+    return lax.scan(body, x, p["layers"])[0].sum()
+
+
+@jax.custom_vjp
+def doubled(a):
+    return a * 2
+
+
+doubled.defvjp(lambda a: (a * 2, None), lambda _, g: (g,))
+
+
+@program(STACK)
+def custom_vjp_on_weights(p, x):
+    return scan(each(doubled, take(p["layers"], slice(None, None, -1))), x).sum()
+
+
+@program(STACK)
+def custom_vjp_that_reverses(p, x):
+    @jax.custom_vjp
+    def turned(a):
+        return a[::-1]
+
+    turned.defvjp(lambda a: (a[::-1], None), lambda _, g: (g[::-1],))
+    return scan(each(turned, p["layers"]), x).sum()
+
+
+@program(STACK)
+def linear_call_and_custom_gradient(p, x):
+    @jax.custom_gradient
+    def same(a):
+        return a, lambda g: g
+
+    return scan(each(same, p["layers"]), x).sum()
