@@ -159,7 +159,7 @@ def test_a_model_with_every_kind_of_gemm(experts):
     rules = f"* -> fp8; embed -> keep expect 1; layers[0] -> mxfp8 expect 2; experts -> {experts} expect 1"
     plan = plan_of_training(train, f"{rules}; routed -> fp8 expect 1; own -> keep expect 1")
     assert names(plan) == ["layers.up", "layers.down", "experts", "routed", "own", "embed"]
-    assert [s.kind for s in plan.sites].count("ragged") == 1
+    assert [s.is_ragged for s in plan.sites].count(True) == 1
     with policyc.active(rules), pytest.raises(policyc.PolicyError, match=r"opaque-site.*'own'"):
         train()
 
