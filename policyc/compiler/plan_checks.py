@@ -55,7 +55,11 @@ def check_plan(
 def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> tuple[Diagnostic, ...]:
     """Rules that do nothing, other than because the index of a layer is not known: that is an error of its own."""
     explained = {diagnostic.span for diagnostic in opaque_indices(plan)}
-    return tuple(d for d in idle_rules(plan, hint=hint) if d.span not in explained)
+    return tuple(
+        d
+        for d in idle_rules(plan, hint=hint)
+        if explained.isdisjoint((d.span, *(note.span for note in d.notes)))  # notes: the rules that override it
+    )
 
 
 def unmet_expectations(
