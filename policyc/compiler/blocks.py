@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+from policyc.compiler.block_bounds import LEVELS, Bounds, Placing
 from policyc.compiler.flow import Flow
 from policyc.jaxcore.transform import Address
 
@@ -42,7 +43,9 @@ class Product:
       key: equal for products that may be the same product of two blocks.
       mixer: identifies the attention that it is part of; None if it is part of none.
       loops: the loops over layers around it, the outermost first.
-      in_branch: whether it is in a branch of the residual stream.
+      branches: the branches of the residual stream that it is in.
+      in_branch: whether it is in a branch, or part of an attention in one.
+      placing: what its names say about its block.
       width: the size of what it contracts.
     """
 
@@ -50,7 +53,9 @@ class Product:
     key: Hashable
     mixer: int | None
     loops: tuple[Address, ...]
+    branches: frozenset[int]
     in_branch: bool
+    placing: Placing
     width: int
 
 
@@ -129,34 +134,43 @@ class _Finder:
 
     # ---- repetition
 
-    def _segments(self, items: list[_Item], *, in_loop: bool) -> list[_Layers]:
-        """The stacks in a sequence of items, and what is left between them as empty ones of no blocks."""
+    def _segments(self, items: list[_Item], *, in_loop: bool, level: int = 0) -> list[_Layers]:
+        """The stacks in a sequence of items, and what is left between them as empty ones of no blocks.
+
+        What does not repeat by the indices of one of `LEVELS` may do so by those of the next.
+        """
+        if not items:
+            return []
+        if level == len(LEVELS):
+            return self._leftover(items, in_loop)
         numbers: dict[Hashable, int] = {}
         keys = [numbers.setdefault(item.key, len(numbers)) for item in items]
         following: dict[int, list[int]] = {}
         for position, key in enumerate(keys):
             following.setdefault(key, []).append(position)
         prefix = _Prefixes(keys)
+        bounds = _bounds(items, LEVELS[level])
         found: list[_Layers] = []
         rest: list[_Item] = []
         position = 0
         while position < len(items):
             if items[position].is_loop:
-                found += [*self._leftover(rest, in_loop), _Layers([[items[position]]])]
+                found += self._segments(rest, in_loop=in_loop, level=level + 1)
+                found.append(_Layers([[items[position]]]))
                 rest, position = [], position + 1
                 continue
-            period, count = self._best_period(items, keys, following, prefix, position)
+            period, count = self._best_period(items, keys, following, prefix, bounds, position)
             if count < 2:
                 rest.append(items[position])
                 position += 1
                 continue
-            found += self._leftover(rest, in_loop)
+            found += self._segments(rest, in_loop=in_loop, level=level + 1)
             rest = []
             end = position + period * count
             bodies = [items[start : start + period] for start in range(position, end, period)]
             found.append(_Layers([block for body in bodies for block in _divide(body)]))
             position = end
-        return [*found, *self._leftover(rest, in_loop)]
+        return [*found, *self._segments(rest, in_loop=in_loop, level=level + 1)]
 
     def _best_period(
         self,
@@ -164,6 +178,7 @@ class _Finder:
         keys: list[int],
         following: dict[int, list[int]],
         prefix: _Prefixes,
+        bounds: Bounds,
         position: int,
     ) -> tuple[int, int]:
         """The period that repeats over most items from a position on, and how often it does."""
@@ -173,6 +188,9 @@ class _Finder:
         for other in after:
             period = other - position
             count = prefix.common(position, other) // period + 1
+            if count < 2 or count * period <= best[0] * best[1]:
+                continue
+            count = bounds.count(position, period, count)
             if count < 2 or count * period <= best[0] * best[1]:
                 continue
             body = items[position : position + period]
@@ -283,6 +301,14 @@ def _divide(body: list[_Item]) -> list[list[_Item]]:
             has_other = True
         blocks[-1].append(item)
     return blocks
+
+
+def _bounds(items: Sequence[_Item], level: int | None) -> Bounds:
+    branches: dict[int, set[int]] = {}
+    for position, item in enumerate(items):
+        for branch in frozenset[int]().union(*(p.branches for p in item.products)):
+            branches.setdefault(branch, set()).add(position)
+    return Bounds(list(branches.values()), [[p.placing for p in item.products] for item in items], level)
 
 
 def _index_after(positions: list[int], position: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from policyc.compiler.block_bounds import Placing
 from policyc.compiler.blocks import BlockPlace, Product, find_blocks
 from policyc.compiler.flow import Flow
 from policyc.compiler.fused_attention import find_fused_attention
@@ -126,7 +127,7 @@ class _Blocks:
         self._products = products
         self._mixer_of = {node: number for number, mixer in enumerate(mixers) for node in mixer.parts}
         self._memories = {number for number, mixer in enumerate(mixers) if mixer.has_memory}
-        self._branch_mixers = {self._mixer_of.get(node) for node in products.in_branch} - {None}
+        self._branch_mixers = {self._mixer_of.get(node) for node in products.branches} - {None}
         self._lengths = {
             stack.address: stack.size
             for site in products.sites.values()
@@ -160,7 +161,9 @@ class _Blocks:
             key=self._key(node),
             mixer=mixer,
             loops=tuple(s.address for s in site.loops if s.address in self._lengths),
-            in_branch=node in self._products.in_branch or mixer in self._branch_mixers,
+            branches=frozenset(self._products.branches.get(node, ())),
+            in_branch=node in self._products.branches or mixer in self._branch_mixers,
+            placing=_placing(site),
             width=site.k,
         )
 
@@ -201,6 +204,16 @@ class _Blocks:
 
 
 # ---- names
+
+
+def _placing(site: Site) -> Placing:
+    """By the names of its parameter; if these have no index, by those of its modules."""
+    paths = [*(p.path for p in site.parameters[:1]), site.scope.path]
+    for path in paths:
+        ends = [number + 1 for number, segment in enumerate(path) if segment.index is not None]
+        if ends:
+            return Placing(paths[0], (path[: ends[-1]], path[: ends[0]]))
+    return Placing(paths[0])
 
 
 def _with_names(site: Site, kind: SiteKind | None) -> SiteKind:

@@ -58,7 +58,9 @@ def unexplained_idle_rules(plan: Plan, *, hint: str = MULTIPLE_LOSSES_HINT) -> t
     return tuple(
         d
         for d in idle_rules(plan, hint=hint)
-        if explained.isdisjoint((d.span, *(note.span for note in d.notes)))  # notes: the rules that override it
+        if explained.isdisjoint(
+            (d.span, *(note.span for note in d.notes))
+        )  # notes: the rules that override it
     )
 
 

@@ -19,7 +19,7 @@ class ProductFlow:
     Attributes:
       weighted: the products of a weight.
       residuals: the additions to the residual stream.
-      in_branch: the products in the branches of the residual stream.
+      branches: for each product in branches of the residual stream, the additions of these.
       fused: the attentions in one call that is not seen into, with the operands that weight products compute.
       sequential: the loops that carry a stream through their products.
       kinds: the kinds found so far.
@@ -29,7 +29,7 @@ class ProductFlow:
     sites: dict[int, Site]
     weighted: set[int]
     residuals: set[int]
-    in_branch: set[int]
+    branches: dict[int, set[int]]
     sequential: set[Address]
     fused: dict[int, tuple[int, ...]] = field(default_factory=dict)
     kinds: dict[int, SiteKind] = field(default_factory=dict)
@@ -37,13 +37,17 @@ class ProductFlow:
     @classmethod
     def of(cls, flow: Flow, sites: Mapping[Address, Site]) -> ProductFlow:
         by_node = {node: sites[address] for node, address in flow.sites.items()}
-        residuals, in_branch = find_residuals(flow)
+        residuals = find_residuals(flow)
+        branches: dict[int, set[int]] = {}
+        for addition, members in residuals.items():
+            for node in members:
+                branches.setdefault(node, set()).add(addition)
         return cls(
             flow=flow,
             sites=by_node,
             weighted={node for node, site in by_node.items() if site.weight is not None},
-            residuals=residuals,
-            in_branch=in_branch,
+            residuals=set(residuals),
+            branches=branches,
             sequential=_sequential_loops(flow),
         )
 

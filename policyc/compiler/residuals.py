@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from policyc.compiler.flow import CARRY, Flow
 
@@ -12,20 +12,18 @@ _SCALING = frozenset({"mul", "div", "select_n"})
 _MAX_SCALINGS = 3  # operations between the stream and the addition: a scale, dropout, a gate
 
 
-def find_residuals(flow: Flow) -> tuple[set[int], set[int]]:
-    """The nodes of residual additions, and those of the sites in the branches that they add."""
-    residuals: set[int] = set()
-    in_branch: set[int] = set()
+def find_residuals(flow: Flow) -> dict[int, set[int]]:
+    """The nodes of residual additions, with those of the sites in the branches that they add."""
+    residuals: dict[int, set[int]] = {}
     for node, operation in enumerate(flow.operations):
         if operation in ("add", "add_any", "sub") and len(flow.inputs[node]) > 1:
             members = _branch_members(flow, node, residuals)
             if members:
-                residuals.add(node)
-                in_branch |= members
-    return residuals, in_branch
+                residuals[node] = members
+    return residuals
 
 
-def _branch_members(flow: Flow, node: int, residuals: set[int]) -> set[int]:
+def _branch_members(flow: Flow, node: int, residuals: Collection[int]) -> set[int]:
     """The sites in the branches that an addition adds to a stream; none if it is not a residual addition."""
     terms = _terms(flow, node)
     members: set[int] = set()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from policyc.compiler.kind_tables import explain_kinds, kind_notes
@@ -13,7 +15,7 @@ from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.plan_checks import unknown_blocks
 from policyc.compiler.sites import Site
 from policyc.language.loader import parse
-from tests.support.jaxpr_tools import find_sites
+from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import PROGRAMS, KindProgram
 
 BY_NAME = {program.name: program for program in PROGRAMS}
@@ -82,6 +84,62 @@ def test_layer_splits_a_scan_as_an_index_does() -> None:
         (r.site.name, r.layers, r.decision.recipe) for r in by_name.runs()
     ]
     assert by_kind.counts == (8, 2)
+
+
+SQUARE = struct(8, 8)
+
+
+def chain(x: Any, weights: Iterable[Any]) -> Any:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x.sum()
+
+
+def blocks_of(loss: Any, params: Any) -> list[tuple[int, ...]]:
+    return [kind_and_blocks(site)[1] for site in find_sites(loss, params, SQUARE)]
+
+
+def test_indices_tell_blocks_where_nothing_else_does() -> None:
+    """Equal products without residual additions: as many blocks as there are layers, without the first and the last."""
+    params = {"in": SQUARE, "layers": [{"a": SQUARE, "b": SQUARE}] * 4, "out": SQUARE}
+
+    def loss(p: Any, x: Any) -> Any:
+        inner = (w for layer in p["layers"] for w in (layer["a"], layer["b"]))
+        return chain(x, (p["in"], *inner, p["out"]))
+
+    assert blocks_of(loss, params) == [(), (0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,), ()]
+
+
+def test_indices_of_scopes_tell_blocks_too() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        for number in range(4):
+            with jax.named_scope(f"block_{number}"):
+                for name in "ab":
+                    x = jnp.tanh(x @ p[f"{name}{'xyzw'[number]}"])
+        return x.sum()
+
+    params = {f"{name}{layer}": SQUARE for name in "ab" for layer in "xyzw"}
+    assert blocks_of(loss, params) == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
+
+
+def test_an_inner_index_tells_blocks_if_the_outer_one_is_about_something_else() -> None:
+    params = {"stages": [{"layers": [{"a": SQUARE, "b": SQUARE}] * 2}] * 2}
+
+    def loss(p: Any, x: Any) -> Any:
+        layers = (layer for stage in p["stages"] for layer in stage["layers"])
+        return chain(x, (w for layer in layers for w in (layer["a"], layer["b"])))
+
+    assert blocks_of(loss, params) == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
+
+
+def test_a_layer_that_is_used_again_is_another_block() -> None:
+    params = {"layers": [{"a": SQUARE, "b": SQUARE}]}
+
+    def loss(p: Any, x: Any) -> Any:
+        (layer,) = p["layers"]
+        return chain(x, [layer["a"], layer["b"]] * 3)
+
+    assert blocks_of(loss, params) == [(0,), (0,), (1,), (1,), (2,), (2,)]
 
 
 def test_explains_why_a_site_has_its_kind() -> None:
