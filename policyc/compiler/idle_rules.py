@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from fractions import Fraction
 
 from policyc.base.text import closest_name
 from policyc.compiler.plan import Plan, make_plan
+from policyc.compiler.rules_by_kind import as_rule_by_kind
 from policyc.compiler.sites import Site
 from policyc.language.bounds import Bound
 from policyc.language.diagnostics import Diagnostic, Note, Severity
@@ -96,7 +96,12 @@ def _is_quantizing(rule: Rule, recipe: Recipe) -> bool:
 
 def _unmatched(plan: Plan, index: int, verb: str, hint: str) -> Diagnostic:
     rule = plan.policy.rules[index]
-    suggestion = _suggest_stack(plan, index) or suggest_selector(plan, rule)
+    suggestion = (
+        _suggest_stack(plan, index, is_whole_layer=False)
+        or _suggest_kind(plan, rule)
+        or _suggest_stack(plan, index, is_whole_layer=True)
+        or suggest_selector(plan, rule)
+    )
     return Diagnostic(
         code="unmatched-rule",
         message=f"this rule {verb}, and no site of this model matches it"
@@ -132,8 +137,20 @@ def _with_rule(plan: Plan, index: int, rule: Rule) -> Plan:
     return make_plan(replace(plan.policy, rules=rules), plan.sites, plan.execution)
 
 
-def _suggest_stack(plan: Plan, index: int) -> str:
-    """The rule with the name of a stack that this model has, if it matches then."""
+def _suggest_kind(plan: Plan, rule: Rule) -> str:
+    """The rule by kind, if it matches here, and as many sites as are expected."""
+    candidate = as_rule_by_kind(rule)
+    if candidate is None or len(str(candidate)) > _MAX_SUGGESTION:
+        return ""
+    (count,) = make_plan(replace(plan.policy, rules=(candidate,)), plan.sites, plan.execution).counts
+    return f"write '{candidate}'" if count and rule.expect in (None, count) else ""
+
+
+def _suggest_stack(plan: Plan, index: int, *, is_whole_layer: bool) -> str:
+    """The rule with the name of a stack that this model has, if it matches then.
+
+    With `is_whole_layer`, it is without the names below the stack.
+    """
     rule = plan.policy.rules[index]
     if not has_index(rule):
         return ""
@@ -145,7 +162,7 @@ def _suggest_stack(plan: Plan, index: int) -> str:
         if n.index is not None
     }
     stacks = sorted(sizes, key=lambda name: -sizes[name])[:_MAX_STACKS]
-    for stack, is_whole_layer in itertools.product(stacks, (False, True)):
+    for stack in stacks:
         selectors = tuple(_in_stack(selector, stack, is_whole_layer) for selector in rule.selectors)
         candidate = replace(rule, selectors=tuple(dict.fromkeys(selectors)))
         if len(str(candidate)) <= _MAX_SUGGESTION and _with_rule(plan, index, candidate).counts[index]:
@@ -191,7 +208,8 @@ def suggest_selector(plan: Plan, rule: Rule) -> str:
     """What the author of a rule that matches nothing may have meant, from the paths of the model."""
     if not len(plan.sites):
         return "the loss has no GEMM at all"
-    near = next(filter(None, (_suggest_names(plan, selector) for selector in rule.selectors)), "")
+    near = _suggest_kind(plan, rule)
+    near = near or next(filter(None, (_suggest_names(plan, selector) for selector in rule.selectors)), "")
     if near:
         return near
     if has_index(rule) and not any(

@@ -18,6 +18,9 @@ _WORDS = {
 }  # fmt: skip
 """Words in the names of modules and parameters, and the kind of the sites in a module of that name."""
 
+_MATRICES = frozenset({"fc1", "fc2", "qkv", "query"})
+"""Those of them that name one matrix, and not a module of several."""
+
 _PAIRS = {
     ("feed", "forward"): "mlp", ("up", "proj"): "mlp", ("down", "proj"): "mlp", ("gate", "proj"): "mlp",
     ("q", "proj"): "attention", ("k", "proj"): "attention", ("v", "proj"): "attention", ("o", "proj"): "attention",
@@ -40,6 +43,14 @@ def kind_by_name(site: Site) -> str:
             if kind:
                 return kind
     return ""
+
+
+def kind_of_module(glob: str) -> str:
+    """The kind of all products of a module of this name, which may begin or end with wildcards; empty if unknown."""
+    words = tuple(word.lower() for word in _WORD.findall(glob))
+    if len(words) == 1 and words[0] not in _MATRICES:
+        return _WORDS.get(words[0], "")
+    return "mlp" if words == ("feed", "forward") else ""
 
 
 def names_agree(kind: str, by_name: str) -> bool:

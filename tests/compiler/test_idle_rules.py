@@ -18,6 +18,7 @@ from policyc.compiler.plan_checks import check_plan
 from policyc.language.diagnostics import PolicyError, Severity
 from policyc.language.loader import parse
 from tests.support.jaxpr_tools import find_sites, struct
+from tests.support.kind_programs import PROGRAMS
 from tests.support.planned_model import PARAMS, SITES, X, loss, plan_model
 
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
@@ -86,7 +87,7 @@ def test_a_variant_may_override_a_rule_on_purpose() -> None:
     ("policy", "help"),
     [
         ("* -> fp8; blocks[-2:].up -> bf16", "write 'layers[-2:].up -> bf16'; "),
-        ("* -> fp8; blocks[-2:].mlp.* -> bf16", "write 'layers[-2:] -> bf16'; "),
+        ("* -> fp8; blocks[-2:].other.* -> bf16", "write 'layers[-2:] -> bf16'; "),
         ("* -> fp8; heed -> nvfp4", "did you mean 'head' for 'heed'?; "),
         ("up -> fp8; layers[-4:] -> bf16", "write 'layers[-15%:] -> bf16' in the rule that overrides it, "),
         ("up -> fp8; layers[:5].* -> bf16", "move it below the rules that override it, or remove it"),
@@ -95,6 +96,43 @@ def test_a_variant_may_override_a_rule_on_purpose() -> None:
 )
 def test_the_help_names_a_rule_that_works(policy: str, help: str) -> None:
     assert first_help(policy).startswith(help)
+
+
+@pytest.mark.parametrize(
+    ("rule", "suggested", "count"),
+    [
+        ("mlp.* -> nvfp4", "* where mlp -> nvfp4", 6),
+        ("layers[-2:].mlp.* -> nvfp4", "* where mlp and layer >= -2 -> nvfp4", 4),
+        ("l[-2:].mlp.* -> nvfp4", "* where mlp and layer >= -2 -> nvfp4", 4),
+        ("blocks[:50%].ffn -> fp8", "* where mlp and layer < 50% -> fp8", 2),
+        ("layers[-1].mlp.* -> fp8", "* where mlp and layer == -1 -> fp8", 2),
+        ("layers[1:-1].mlp.* -> fp8", "* where mlp and layer >= 1 and layer < -1 -> fp8", 2),
+        ("mlp.*, attn.* -> fp8", "* where mlp or attention -> fp8", 18),
+        ("{mlp,feed_forward}.* -> fp8", "* where mlp -> fp8", 6),
+        ("self_attention.mlp @ wgrad where k > 16 -> fp8", "* @ wgrad where mlp and k > 16 -> fp8", 3),
+        ("mlp.* -> fp8 expect 6", "* where mlp -> fp8 expect 6", 6),
+    ],
+)
+def test_the_rule_by_kind_is_given_if_it_works_here(rule: str, suggested: str, count: int) -> None:
+    """In a model of three blocks whose names say nothing: `l[0].w1` and so on."""
+    (program,) = [p for p in PROGRAMS if p.name == "gpt_unrolled"]
+    sites = find_sites(program.loss, program.params)
+    with pytest.raises(PolicyError) as caught:
+        check_plan(make_plan(parse(rule), sites, execution_options()))
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.help.startswith(f"write '{suggested}'; ")
+    assert make_plan(parse(suggested), sites, execution_options()).counts == (count,)
+
+
+@pytest.mark.parametrize(
+    "rule", ["experts.* -> fp8", "mlp.up -> fp8", "layers[::2].mlp.* -> fp8", "mlp.* -> fp8 expect 9"]
+)
+def test_no_rule_by_kind_is_given_if_it_does_not_work_or_says_something_else(rule: str) -> None:
+    (program,) = [p for p in PROGRAMS if p.name == "gpt_unrolled"]
+    plan = make_plan(parse(rule), find_sites(program.loss, program.params), execution_options())
+    with pytest.raises(PolicyError) as caught:
+        check_plan(plan)
+    assert "where" not in caught.value.diagnostics[0].help
 
 
 def test_a_suggested_rule_does_something() -> None:
