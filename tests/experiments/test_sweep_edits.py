@@ -244,7 +244,15 @@ def test_an_invalid_edit_is_not_run_and_a_risky_one_is_noted() -> None:
     assert listed.variants[2].findings == ()
 
 
-IN_THE_FAST_LANE = ("fp8", "llama_nvfp4")
+IN_THE_FAST_LANE = ("te_nvfp4", "llama_nvfp4")
+NOTHING_TO_REMOVE = ("bf16", "fp8", "mxfp8")
+"""Policies without an option and without a rule that protects sites."""
+
+
+@pytest.mark.parametrize("name", NOTHING_TO_REMOVE)
+def test_a_policy_without_anything_to_remove_says_so(name: str) -> None:
+    with pytest.raises(ValueError, match="nothing to remove"):
+        list(ablate(load(name)))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +260,7 @@ IN_THE_FAST_LANE = ("fp8", "llama_nvfp4")
     [
         pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow)
         for name in bundled_policies()
-        if name != "bf16"  # it has nothing to remove
+        if name not in NOTHING_TO_REMOVE
     ],
 )
 def test_edits_of_bundled_policies_are_policies_and_all_differ(name: str) -> None:
