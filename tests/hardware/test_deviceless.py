@@ -31,7 +31,6 @@ def test_the_limit_on_memory_is_that_of_the_environment():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("fp8", *CONFIG), "--target names the GPU"),
         (("fp8", *CONFIG, "--target", "gb20"), "no target named 'gb20': did you mean 'gb200'"),
         (("fp8", "--target", "gb200"), "name a program, or a configuration"),
         (("fp8", "--config", "tiney", "--target", "gb200"), "no configuration named 'tiney'"),
