@@ -117,7 +117,8 @@ def test_layer_slices_split_a_scan() -> None:
     p = {"decoder": {"layers": {"mlp": {"up": stack, "down": stack}}}}
     split = traced(
         policyc.apply(
-            "mlp -> nvfp4 expect 12; layers[-4:].mlp.up -> bf16 expect 4; layers[:15%] -> keep expect 0", stacked
+            "mlp -> nvfp4 expect 12; layers[-4:].mlp.up -> bf16 expect 4; layers[:15%] -> keep expect 0",
+            stacked,
         ),
         p,
         X,
