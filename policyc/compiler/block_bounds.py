@@ -44,9 +44,21 @@ class Bounds:
             for bound in range(min(positions) + 1, max(positions) + 1):
                 self._crossing[bound].add((min(positions), max(positions)))
         self._placings, self._level = placings, level
+        self._previous: list[int] = []
+        """For each item: the last position before it with the same index; -1 if there is none."""
+        last: dict[Hashable, int] = {}
+        for position in range(len(placings)):
+            (index, *_) = self._indices(position, position + 1)
+            self._previous.append(-1 if index is None else last.get(index, -1))
+            last[index] = position
 
     def count(self, start: int, period: int, count: int) -> int:
         """How many of the bodies from a position on, of so many items each, can be blocks."""
+        other = start + period
+        if self._previous[other] >= start and self._placings[other][0].path != self._placings[start][0].path:
+            return (
+                0  # found at once: a second body has an index of the first, and is not the same layer again
+            )
         limit = len(self._placings)
         seen: dict[Hashable, Hashable] = {}
         first = self._indices(start, start + period)
