@@ -1,0 +1,162 @@
+"""Kinds and blocks of language models that are written with the modules of each framework. Nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from tests.compiler.test_kinds import kind_and_blocks
+from tests.support.jaxpr_tools import find_sites
+from tests.support.kind_programs import (
+    BLOCK,
+    HEADS,
+    HIDDEN,
+    TOKEN_IDS,
+    VOCABULARY,
+    WIDTH,
+    cross_entropy,
+    outside,
+    scanned,
+    unrolled,
+)
+
+BLOCKS = 3
+Model = tuple[Callable[[Any], Any], Any]
+"""A loss, and the shapes of its parameters."""
+
+
+def linen(*, is_scanned: bool = False) -> Model:
+    nn = pytest.importorskip("flax.linen")
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any, _: Any = None) -> Any:
+            x = x + nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x))
+            x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(HIDDEN)(nn.LayerNorm()(x))))
+            return (x, None) if is_scanned else x
+
+    class Transformer(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: Any) -> Any:
+            x = nn.Embed(VOCABULARY, WIDTH)(tokens)
+            if is_scanned:
+                stack = nn.scan(Block, {"params": 0}, split_rngs={"params": True}, length=BLOCKS)
+                x, _ = stack()(x, None)
+            else:
+                for _ in range(BLOCKS):
+                    x = Block()(x)
+            return nn.Dense(VOCABULARY)(nn.LayerNorm()(x))
+
+    model = Transformer()
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKEN_IDS)
+    return lambda p: cross_entropy(model.apply(p, TOKEN_IDS)), params
+
+
+def nnx_model() -> Model:
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.one, self.two = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
+            self.mixer = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+            self.a = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+            self.b = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            x = x + self.mixer(self.one(x))
+            return x + self.b(jax.nn.relu(self.a(self.two(x))))
+
+    class Transformer(nnx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.table = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+            self.layers = nnx.List([Block(rngs) for _ in range(BLOCKS)])
+            self.out = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+        def __call__(self, tokens: Any) -> Any:
+            x = self.table(tokens)
+            for layer in self.layers:
+                x = layer(x)
+            return self.out(x)
+
+    graph, params, rest = nnx.split(nnx.eval_shape(lambda: Transformer(nnx.Rngs(0))), nnx.Param, ...)
+    return lambda p: cross_entropy(nnx.merge(graph, p, rest)(TOKEN_IDS)), params
+
+
+def equinox() -> Model:
+    eqx = pytest.importorskip("equinox")
+
+    class Block(eqx.Module):  # type: ignore[misc, name-defined]
+        mixer: Any
+        norm: Any
+        a: Any
+        b: Any
+
+        def __init__(self, key: Any) -> None:
+            self.mixer = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=key)
+            self.norm = eqx.nn.LayerNorm(WIDTH)
+            self.a, self.b = (eqx.nn.Linear(m, n, key=key) for m, n in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+
+        def __call__(self, x: Any) -> Any:
+            h = jax.vmap(self.norm)(x)
+            x = x + self.mixer(h, h, h)
+            return x + jax.vmap(lambda t: self.b(jax.nn.gelu(self.a(t))))(x)
+
+    def make(key: Any) -> Any:
+        return {
+            "table": eqx.nn.Embedding(VOCABULARY, WIDTH, key=key),
+            "layers": [Block(key) for _ in range(BLOCKS)],
+            "out": eqx.nn.Linear(WIDTH, VOCABULARY, key=key),
+        }
+
+    params, rest = eqx.partition(
+        eqx.filter_eval_shape(make, jax.random.key(0)), lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )
+
+    def loss(p: Any) -> Any:
+        model = eqx.combine(p, rest)
+
+        def logits(tokens: Any) -> Any:
+            x = jax.vmap(model["table"])(tokens)
+            for layer in model["layers"]:
+                x = layer(x)
+            return jax.vmap(model["out"])(x)
+
+        return cross_entropy(jax.vmap(logits)(TOKEN_IDS))
+
+    return loss, params
+
+
+def haiku() -> Model:
+    hk = pytest.importorskip("haiku")
+
+    def forward(tokens: Any) -> Any:
+        x = hk.Embed(VOCABULARY, WIDTH)(tokens)
+        for _ in range(BLOCKS):
+            h = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+            x = x + hk.MultiHeadAttention(HEADS, WIDTH // HEADS, w_init=hk.initializers.TruncatedNormal())(
+                h, h, h
+            )
+            x = x + hk.Linear(WIDTH)(jax.nn.gelu(hk.Linear(HIDDEN)(x)))
+        return hk.Linear(VOCABULARY)(x)
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKEN_IDS)
+    return lambda p: cross_entropy(model.apply(p, TOKEN_IDS)), params
+
+
+@pytest.mark.parametrize("make", [linen, nnx_model, equinox, haiku])
+def test_unrolled_blocks(make: Callable[[], Model]) -> None:
+    loss, params = make()
+    sites = find_sites(loss, params)
+    assert [kind_and_blocks(site) for site in sites] == [*unrolled(BLOCKS, *BLOCK), *outside("head")]
+    assert not any(site.kind.is_by_name for site in sites)
+
+
+def test_scanned_blocks_of_linen() -> None:
+    loss, params = linen(is_scanned=True)
+    sites = find_sites(loss, params)
+    assert [kind_and_blocks(site) for site in sites] == [*scanned(BLOCKS, *BLOCK), *outside("head")]
+    assert not any(site.kind.is_by_name for site in sites)
