@@ -65,7 +65,7 @@ from policyc.compiler.var_info import (
     widen_carry,
 )
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.containers import OPAQUE, container_of, shard_map_parts
+from policyc.jaxcore.containers import OPAQUE, container_of, shard_map_axes, shard_map_parts
 from policyc.jaxcore.dataflow import unchanged_carries
 from policyc.jaxcore.define_primitive import job_of
 from policyc.jaxcore.derivatives import is_float
@@ -414,11 +414,16 @@ class _ContainerDomain:
         """Each device has a shard of every operand."""
         infos = []
         invars = jaxprs.open_jaxpr(self._bodies[0]).invars
-        for value, var, parts in zip(values, invars, shard_map_parts(eqn), strict=True):
+        axes = shard_map_axes(eqn)
+        for value, var, axes_by_dim, parts in zip(values, invars, axes, shard_map_parts(eqn), strict=True):
             source = value.source
             if source is not None and math.prod(parts) > 1:
                 source = ShardSource(
-                    shape=shape_of(var), operand=source, shard_map=self._context.address, parts=parts
+                    shape=shape_of(var),
+                    operand=source,
+                    shard_map=self._context.address,
+                    parts=parts,
+                    first_axes=axes_by_dim[0] if axes_by_dim else (),
                 )
             infos.append(replace(value, source=source, integers=None))
         return infos

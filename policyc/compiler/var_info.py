@@ -266,11 +266,16 @@ def _function(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
 
 def _chosen(eqn: JaxprEqn, infos: Sequence[VarInfo]) -> _Sources:
     """A `select_n` by known integers, or by a scalar, chooses among its operands. Any other is a mask."""
-    cases = [i.source for i in infos[1:] if i.source is not None and not is_broadcast(i.source)]
-    index = known_integers(infos[0].integers)
+    index, shape = known_integers(infos[0].integers), shape_of(eqn.outvars[0])
+    cases = [
+        OtherSource(shape=shape) if i.source is None and i.is_fixed and index is not None else i.source
+        for i in infos[1:]
+    ]
+    sources = [s for s in cases if s is not None and (index is not None or not is_broadcast(s))]
+    has_weight = any(not isinstance(s, OtherSource) and not is_broadcast(s) for s in sources)
     is_choice = index is not None or not shape_of(eqn.invars[0])
-    if len(cases) == len(infos) - 1 and is_choice and len(shape_of(eqn.outvars[0])) > 1:
-        return [_either(cases, index)]
+    if len(sources) == len(cases) and has_weight and is_choice and len(shape) > 1:
+        return [_either(sources, index)]
     return _modified(eqn, infos[1:])
 
 

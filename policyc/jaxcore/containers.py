@@ -337,12 +337,17 @@ def container_of(eqn: JaxprEqn) -> Container | None:
     return CONTAINERS.get(jaxprs.primitive_name(eqn))
 
 
+def shard_map_axes(shard_map: JaxprEqn) -> list[list[tuple[str, ...]]]:
+    """Over which axes of its mesh a shard_map divides the first dimensions of each operand. It leaves others whole."""
+    return [list(map(axis_names, spec.partitions)) for spec in shard_map.params["in_specs"]]
+
+
 def shard_map_parts(shard_map: JaxprEqn) -> list[tuple[int, ...]]:
     """Into how many parts a shard_map divides each dimension of each operand."""
     sizes = shard_map.params["mesh"].shape
     operands = []
-    for spec, operand in zip(shard_map.params["in_specs"], shard_map.invars, strict=True):
+    for axes_by_dim, operand in zip(shard_map_axes(shard_map), shard_map.invars, strict=True):
         aval: Any = operand.aval
-        parts = (math.prod(sizes[name] for name in axis_names(axes)) for axes in spec.partitions)
-        operands.append((*parts, *(1,) * (len(aval.shape) - len(spec))))
+        parts = [math.prod(sizes[name] for name in axes) for axes in axes_by_dim]
+        operands.append((*parts, *(1,) * (len(aval.shape) - len(parts))))
     return operands

@@ -50,6 +50,13 @@ def decided(plan: Plan, executions: set[Execution]) -> set[Execution]:
     return chosen
 
 
+def compare(plan: Plan, chosen: set[Execution], right: set[Execution]) -> str:
+    """Whether a plan changes the right GEMMs. One whose layer is not known has the names of all that it may read."""
+    sites = {site.address: site for site in plan.sites}
+    unknown = {e for e in chosen if all(t.unknown_index for t in sites[e.address].parameters)}
+    return "exact" if (right and chosen - unknown <= right <= chosen) or chosen == right else "wrong"
+
+
 def classify(program: Program) -> dict[str, str]:
     """What a rule for each layer of each parameter does, and one for each parameter: exact, refused, ..."""
     call = LossCall(fn=program.loss, args=(program.params, X), kwargs={}, param_argnums=(0,)).trace()
@@ -69,12 +76,15 @@ def classify(program: Program) -> dict[str, str]:
             codes = {d.code for d in error.diagnostics}
             verdicts[selector] = "refused" if codes - {"unmatched-rule"} else "lost" if right else "exact"
         else:
-            verdicts[selector] = "exact" if decided(plan, set(reads)) == right else "wrong"
+            verdicts[selector] = compare(plan, decided(plan, set(reads)), right)
     return verdicts
 
 
-AS_DATA = "take along axis"
-"""It takes single elements by constants. These may as well be the tokens of a batch, so what it takes is no weight."""
+NOT_FOLLOWED = (
+    "take along axis",  # single elements, taken by constants that may as well be the tokens of a batch
+    "refs of weights",  # anything may be written to a reference
+)
+"""Programs whose weights are taken for activations. Rules for them match nothing, which is an error."""
 
 REFUSED = frozenset({
     "rows of two layers in one matrix",
@@ -85,61 +95,77 @@ REFUSED = frozenset({
     "insert a copy",
     "set one from another",
     "swap by update slice",
+    "random permutation",
+    "order by the data",
+    "index from a while",
+    "index from a scan",
+    "index from stacked results",
+    "index from a cond",
+    "vmapped index in a scan",
+    "stages on devices",
+    "layers by device number",
+    "shards over two axes",
+    "ring of weights",
+    "summed over devices",
+    "same place on every device",
+    "stacks divided along different axes",
+    "gathered over one of two axes",
+    "device order reversed",
+    "gathered untiled",
+    "gathered over both axes in turn",
+    "gathered in the wrong order",
+    "gathered over the axis that does not divide",
+    "layers gathered as columns",
+    "layers gathered as rows",
+    "layers stacked over devices",
     "fused projections",
     "padded between",
-    "counter of floats",
-    "while with a static count",
-    "rotating carry",
-    "prefetched weights",
-    "associative scan of weights",
     "vmap over layers",
     "vmap over pairs of layers",
     "scan over vmapped pairs",
     "ensemble of scans",
     "vmap over indices",
     "pipeline by rolls",
+    "einsum over layers",
+    "one layer replaced by set",
+    "counter of floats",
+    "while with a static count",
+    "rotating carry",
+    "prefetched weights",
+    "associative scan of weights",
+    "prefetched weights that start with zeros",
+    "buffer that is filled",
+    "two buffers in turn",
+    "index by floor of floats",
+    "carry of both names swapped",
+    "result of a while as weight",
+    "last carry of a scan over layers",
     "difference of neighbours",
     "average of all layers",
     "cumulative weights",
     "sorted over layers",
     "moving average in a carry",
-    "two layers in one product",
-    "stages on devices",
-    "layers by device number",
-    "shards over two axes",
-    "prefetched weights that start with zeros",
-    "buffer that is filled",
-    "two buffers in turn",
-    "einsum over layers",
     "merged adapter of the next layer",
     "block diagonal of two layers",
-    "index by floor of floats",
-    "random permutation",
-    "order by the data",
     "segment sum of layers",
     "reshaped across layers",
-    "ring of weights",
-    "summed over devices",
-    "same place on every device",
-    "stacks divided along different axes",
-    "gathered over one of two axes",
+    "two layers in one product",
 })  # fmt: skip
 """Programs in which rules for some layers are refused: policyc does not follow them, or one GEMM reads many layers."""
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != AS_DATA])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NOT_FOLLOWED])
 def test_a_rule_for_a_layer_decides_about_the_gemms_that_read_it(name):
     verdicts = classify(PROGRAMS[name])
     assert set(verdicts.values()) <= {"exact", "refused"}, verdicts
     assert ("refused" in verdicts.values()) == (name in REFUSED), verdicts
 
 
-def test_elements_that_are_taken_by_constants_are_no_weight_and_rules_for_them_are_refused():
-    """Nothing reads layer 2, so that a rule for it is right to match nothing."""
-    verdicts = classify(PROGRAMS[AS_DATA])
-    exact = {selector for selector, verdict in verdicts.items() if verdict == "exact"}
-    assert exact == {"layers[2].down", "layers[2].up"}
-    assert {verdict for selector, verdict in verdicts.items() if selector not in exact} == {"lost"}
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_a_rule_for_a_weight_that_is_not_followed_matches_nothing(name):
+    verdicts = classify(PROGRAMS[name])
+    assert "lost" in verdicts.values()
+    assert set(verdicts.values()) <= {"lost", "exact"}  # exact: nothing reads the layer
 
 
 def test_the_oracle_finds_the_layer_of_each_iteration():

@@ -125,15 +125,19 @@ class Interpreter:
 
     def _scan(self, eqn: Any, operands: list[Lanes], address: Address) -> list[Lanes]:
         params = eqn.params
-        consts_end = params["num_consts"]
-        carry_end = consts_end + params["num_carry"]
+        if "ft_in" in params:
+            consts_end, carry_count, _ = (len(list(part)) for part in params["ft_in"].unpack())
+        else:
+            consts_end, carry_count = params["num_consts"], params["num_carry"]
+        carry_end = consts_end + carry_count
+        (body,) = jaxprs.sub_jaxprs(eqn)
         consts, carry, xs = operands[:consts_end], operands[consts_end:carry_end], operands[carry_end:]
         stacked: dict[int, list[Lanes]] = {}
         order = range(params["length"])
         for index in reversed(order) if params["reverse"] else order:
             self._iterations[address] = index
             slices = [[x[index] for x in lanes] for lanes in xs]
-            results = self.run(params["jaxpr"], [*consts, *carry, *slices], (*address, 0))
+            results = self.run(body.jaxpr, [*consts, *carry, *slices], (*address, 0))
             carry, stacked[index] = results[: len(carry)], results[len(carry) :]
         del self._iterations[address]
         ys = [

@@ -25,6 +25,7 @@ from policyc.compiler.provenance.graph import (
     StackedResultSource,
     StackedSource,
     UnknownSource,
+    operands_of,
     shard_maps_of,
 )
 from policyc.compiler.provenance.integers import Integers, Iterations, evaluate_index
@@ -40,6 +41,7 @@ from policyc.jaxcore.regions import (
     shift,
     without_dim,
 )
+from policyc.jaxcore.shardings import axis_names
 from policyc.jaxcore.transform import Address
 
 ON_FIRST_DEVICE: Address = (-1,)
@@ -149,15 +151,16 @@ def _read_gathered(
     """An all_gather undoes the division of a shard_map: each device has the shards of all."""
     params = source.eqn.params
     dim, devices, tiled = params["all_gather_dimension"], params["axis_size"], params["tiled"]
-    shards = {a: parts for a, parts in shard_maps_of(source.operand).items() if parts > 1}
-    if dim != 0 or not shards:
+    axes, divided = axis_names(params["axis_name"]), set(_first_axes(source.operand))
+    if not any(set(axes) & set(first_axes) for first_axes in divided):
         operand = source.operand
         whole = tuple(range(operand.shape[d]) if d == dim and tiled else i for d, i in enumerate(region))
         if tiled and len(region[dim]) != source.shape[dim]:
             raise Unknown("a part of what devices gather is taken")
         yield from read_elements(operand, whole if tiled else without_dim(region, dim), iterations)
         return
-    if not tiled or list(shards.values()) != [devices]:
+    shards = {a: parts for a, parts in shard_maps_of(source.operand).items() if parts > 1}
+    if dim != 0 or not tiled or divided != {axes} or list(shards.values()) != [devices]:
         raise Unknown("devices gather it in a form that is not followed")
     (shard_map,) = shards
     size = source.operand.shape[0]
@@ -167,6 +170,14 @@ def _read_gathered(
         if inside.size:
             part = (compact(inside), *region[1:])
             yield from read_elements(source.operand, part, {**iterations, shard_map: device})
+
+
+def _first_axes(source: Source) -> Iterator[tuple[str, ...]]:
+    """The axes of meshes over which shard_maps divide the first dimension of what a variable is laid out from."""
+    if isinstance(source, ShardSource) and source.first_axes:
+        yield source.first_axes
+    for operand in operands_of(source):
+        yield from _first_axes(operand)
 
 
 def _read_concatenated(

@@ -74,11 +74,15 @@ class IterationSource(Source):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ShardSource(Source):
-    """One device's shard of an operand of a shard_map, which divides each dimension into `parts`."""
+    """One device's shard of an operand of a shard_map, which divides each dimension into `parts`.
+
+    `first_axes` are the axes of the mesh over which it divides the first dimension.
+    """
 
     operand: Source
     shard_map: Address
     parts: tuple[int, ...]
+    first_axes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -115,7 +119,8 @@ def unknown_source(shape: tuple[int, ...], sources: Iterable[Source], reason: st
     return UnknownSource(shape=shape, operands=tuple(parameters), reason=reason)
 
 
-def _operands(source: Source) -> tuple[Source, ...]:
+def operands_of(source: Source) -> tuple[Source, ...]:
+    """The variables that a variable is directly laid out from."""
     match source:
         case LayoutSource() | IterationSource() | StackedResultSource() | ShardSource():
             return (source.operand,)
@@ -128,18 +133,18 @@ def parameters_of(source: Source) -> Iterator[ParameterSource]:
     """The parameters that a variable is laid out from."""
     if isinstance(source, ParameterSource):
         yield source
-    for operand in _operands(source):
+    for operand in operands_of(source):
         yield from parameters_of(operand)
 
 
 def is_lost(source: Source) -> bool:
     """Is some part of it computed by an operation that is not followed?"""
-    return isinstance(source, LostSource) or any(map(is_lost, _operands(source)))
+    return isinstance(source, LostSource) or any(map(is_lost, operands_of(source)))
 
 
 def loops_of(source: Source) -> frozenset[Address]:
     """The loops (and shard_maps) on whose iteration the elements of a variable depend."""
-    loops = frozenset[Address]().union(*map(loops_of, _operands(source)))
+    loops = frozenset[Address]().union(*map(loops_of, operands_of(source)))
     match source:
         case LayoutSource():
             return loops.union(*(i.loops for i in source.integers if i is not None))
@@ -156,7 +161,7 @@ def loops_of(source: Source) -> frozenset[Address]:
 
 def shard_maps_of(source: Source) -> dict[Address, int]:
     """The shard_maps that divide the first dimension of a parameter, and into how many parts."""
-    parts = {a: parts for operand in _operands(source) for a, parts in shard_maps_of(operand).items()}
+    parts = {a: parts for operand in operands_of(source) for a, parts in shard_maps_of(operand).items()}
     if isinstance(source, ShardSource):
         parts[source.shard_map] = source.parts[0] if source.parts else 1
     return parts

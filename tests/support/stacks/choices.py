@@ -185,3 +185,82 @@ def random_permutation(p, x):
 @program(STACK)
 def order_by_the_data(p, x):
     return scan(take(p["layers"], jnp.argsort(x[0, :L])), x).sum()
+
+
+@program(STACK)
+def index_from_a_while(p, x):
+    i = lax.while_loop(lambda i: i < 2, lambda i: i + 1, 0)
+    return layer(take(p["layers"], i), x).sum()
+
+
+@program(STACK)
+def index_from_a_scan(p, x):
+    i, _ = lax.scan(lambda i, _: (i + 1, None), 0, length=2)
+    return layer(take(p["layers"], i), x).sum()
+
+
+@program(STACK)
+def index_from_stacked_results(p, x):
+    _, order = lax.scan(lambda i, _: ((i + 3) % L, i), 1, length=L)
+    return lax.fori_loop(0, L, lambda i, h: layer(take(p["layers"], order[i]), h), x).sum()
+
+
+@program(STACK)
+def index_from_a_cond(p, x):
+    def body(i, h):
+        j = lax.cond(i < 2, lambda: i + 2, lambda: i - 2)
+        return layer(take(p["layers"], j), h)
+
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+@program(STACK)
+def counts_down_in_xs(p, x):
+    return lax.scan(lambda h, i: (layer(take(p["layers"], i), h), None), x, jnp.arange(L)[::-1])[0].sum()
+
+
+@program(STACK)
+def mod_of_negative_numbers(p, x):
+    return lax.fori_loop(-3, 3, lambda i, h: layer(take(p["layers"], i % L), h), x).sum()
+
+
+@program(STACK)
+def remainder_of_negative_numbers(p, x):
+    return lax.fori_loop(-3, 3, lambda i, h: layer(take(p["layers"], lax.rem(i, L) + 3), h), x).sum()
+
+
+@program(STACK)
+def floor_division_of_negative_numbers(p, x):
+    return lax.fori_loop(-4, 4, lambda i, h: layer(take(p["layers"], i // 2 + 2), h), x).sum()
+
+
+@program(STACK)
+def int8_counters(p, x):
+    def body(c, _):
+        h, i = c
+        return (layer(take(p["layers"], (i >> 6) & 3), h), i + jnp.int8(50)), None
+
+    return lax.scan(body, (x, jnp.int8(0)), length=5)[0][0].sum()
+
+
+@program(STACK)
+def gather_that_fills(p, x):
+    return scan(
+        each(lambda a: jnp.take(a, np.array([1, 7, 3]), axis=0, mode="fill", fill_value=0), p["layers"]), x
+    ).sum()
+
+
+@program(STACK)
+def at_get_with_drop(p, x):
+    return scan(
+        each(lambda a: a.at[jnp.array([0, 9, 2])].get(mode="fill", fill_value=0.0), p["layers"]), x
+    ).sum()
+
+
+@program(STACK)
+def vmapped_index_in_a_scan(p, x):
+    def body(h, pair):
+        ws = jax.vmap(lambda i: p["layers"]["up"][i])(pair)
+        return h @ ws[0] @ ws[1], None
+
+    return lax.scan(body, x, jnp.array([[0, 3], [2, 1]]))[0].sum()

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.support.stacks.base import STACK, each, layer, program, scan, take, w
+from tests.support.stacks.base import STACK, D, each, layer, program, scan, take, w
 
 
 def mesh(**sizes: int) -> Any:
@@ -144,4 +144,113 @@ def gathered_over_one_of_two_axes(p, x):
     call = jax.shard_map(
         body, mesh=mesh(a=2, b=2), in_specs=(P(("a", "b")), P()), out_specs=P(("a", "b")), check_vma=False
     )
+    return call(p["layers"], x).sum()
+
+
+@program(EIGHT)
+def device_order_reversed(p, x):
+    def body(stack, h):
+        return scan(take(stack, slice(None, None, -1)), h)[None]
+
+    call = jax.shard_map(body, mesh=mesh(s=4), in_specs=(P("s"), P()), out_specs=P("s"), check_vma=False)
+    return call(take(p["layers"], slice(None, None, -1)), x).sum()
+
+
+@program(EIGHT)
+def gathered_untiled(p, x):
+    def body(stack, h):
+        whole = each(lambda a: lax.all_gather(a, "s"), stack)
+        return scan(each(lambda a: a.reshape(8, D, D), whole), h)
+
+    call = jax.shard_map(body, mesh=mesh(s=4), in_specs=(P("s"), P()), out_specs=P(), check_vma=False)
+    return call(p["layers"], x).sum()
+
+
+@program(EIGHT)
+def gathered_over_both_axes_in_turn(p, x):
+    def body(stack, h):
+        half = each(lambda a: lax.all_gather(a, "b", tiled=True), stack)
+        return scan(each(lambda a: lax.all_gather(a, "a", tiled=True), half), h)
+
+    call = jax.shard_map(
+        body, mesh=mesh(a=2, b=2), in_specs=(P(("a", "b")), P()), out_specs=P(), check_vma=False
+    )
+    return call(p["layers"], x).sum()
+
+
+@program(EIGHT)
+def gathered_in_the_wrong_order(p, x):
+    def body(stack, h):
+        half = each(lambda a: lax.all_gather(a, "a", tiled=True), stack)
+        return scan(each(lambda a: lax.all_gather(a, "b", tiled=True), half), h)
+
+    call = jax.shard_map(
+        body, mesh=mesh(a=2, b=2), in_specs=(P(("a", "b")), P()), out_specs=P(), check_vma=False
+    )
+    return call(p["layers"], x).sum()
+
+
+@program(EIGHT)
+def gathered_over_the_axis_that_does_not_divide(p, x):
+    def body(stack, h):
+        twice = each(lambda a: lax.all_gather(a, "b", tiled=True), stack)
+        return scan(twice, h)[None]
+
+    call = jax.shard_map(body, mesh=mesh(a=2, b=2), in_specs=(P("a"), P()), out_specs=P("a"), check_vma=False)
+    return call(p["layers"], x).sum()
+
+
+@program(STACK)
+def rows_gathered_per_layer(p, x):
+    def body(stack, h):
+        def step(h, q):
+            return layer(each(lambda a: lax.all_gather(a, "s", tiled=True), q), h), None
+
+        return lax.scan(step, h, stack, reverse=True)[0]
+
+    specs = {"up": P(None, "s"), "down": P(None, "s")}
+    call = jax.shard_map(body, mesh=mesh(s=2), in_specs=(specs, P()), out_specs=P(), check_vma=False)
+    return call(p["layers"], x).sum()
+
+
+@program(STACK)
+def columns_gathered_per_layer(p, x):
+    def body(stack, h):
+        def step(h, q):
+            return layer(each(lambda a: lax.all_gather(a, "s", axis=1, tiled=True), q), h), None
+
+        return lax.scan(step, h, stack)[0]
+
+    specs = {"up": P(None, None, "s"), "down": P(None, None, "s")}
+    call = jax.shard_map(body, mesh=mesh(s=2), in_specs=(specs, P()), out_specs=P(), check_vma=False)
+    return call(take(p["layers"], slice(None, None, -1)), x).sum()
+
+
+@program(EIGHT)
+def layers_gathered_as_columns(p, x):
+    def body(stack, h):
+        wide = lax.all_gather(stack["up"][0], "s", axis=1, tiled=True)
+        return jnp.tanh(h @ wide)[None]
+
+    call = jax.shard_map(body, mesh=mesh(s=8), in_specs=(P("s"), P()), out_specs=P("s"), check_vma=False)
+    return call(p["layers"], x).sum()
+
+
+@program(EIGHT)
+def layers_gathered_as_rows(p, x):
+    def body(stack, h):
+        tall = lax.all_gather(stack["up"][0], "s", tiled=True)
+        return jnp.tanh(jnp.tile(h, (1, 8)) @ tall)[None]
+
+    call = jax.shard_map(body, mesh=mesh(s=8), in_specs=(P("s"), P()), out_specs=P("s"), check_vma=False)
+    return call(p["layers"], x).sum()
+
+
+@program(EIGHT)
+def layers_stacked_over_devices(p, x):
+    def body(stack, h):
+        whole = each(lambda a: lax.all_gather(a[0], "s"), stack)
+        return scan(whole, h)
+
+    call = jax.shard_map(body, mesh=mesh(s=8), in_specs=(P("s"), P()), out_specs=P(), check_vma=False)
     return call(p["layers"], x).sum()

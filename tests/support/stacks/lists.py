@@ -166,3 +166,78 @@ def einsum_over_layers(p, x):
         jnp.einsum("bi,lij->lbj", x, p["layers"]["up"]).sum()
         + jnp.einsum("bi,lij->bj", x, p["layers"]["down"]).sum()
     )
+
+
+@program(STACK)
+def vmap_over_the_output_axis(p, x):
+    def column(h, c):
+        return h @ c
+
+    return lax.scan(lambda h, a: (jax.vmap(column, (None, 1), 1)(h, a), None), x, p["layers"]["up"])[0].sum()
+
+
+@program({"layers": {"up": w(L), "down": w(L)}, "extra": {"up": w(), "down": w()}})
+def one_layer_replaced(p, x):
+    def body(i, h):
+        q = jax.tree.map(lambda a, b: jnp.where(i == 1, b, a[i]), p["layers"], p["extra"])
+        return layer(q, h)
+
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+@program({"layers": {"up": w(L), "down": w(L)}, "extra": {"up": w(), "down": w()}})
+def one_layer_replaced_by_cond(p, x):
+    def body(i, h):
+        return layer(lax.cond(i == 1, lambda: p["extra"], lambda: take(p["layers"], i)), h)
+
+    return lax.fori_loop(0, L, body, x).sum()
+
+
+@program({"layers": {"up": w(L), "down": w(L)}, "extra": {"up": w(), "down": w()}})
+def one_layer_replaced_by_set(p, x):
+    q = jax.tree.map(lambda a, b: a.at[1].set(b), p["layers"], p["extra"])
+    return scan(q, x).sum()
+
+
+@program({"layers": {"up": w(L), "down": w(L)}, "extra": {"up": w(), "down": w()}})
+def one_layer_replaced_by_mask(p, x):
+    mask = (np.arange(L) == 1)[:, None, None]
+    q = jax.tree.map(lambda a, b: jnp.where(mask, b, a), p["layers"], p["extra"])
+    return scan(q, x).sum()
+
+
+@program({"a": {"w": w(3)}, "b": {"w": w(3)}})
+def zip_of_two_stacks(p, x):
+    both = jnp.concatenate([p["a"]["w"], p["b"]["w"]], axis=0).reshape(2, 3, D, D)
+    return lax.scan(lambda h, q: (h @ q[0] @ q[1], None), x, both.swapaxes(0, 1))[0].sum()
+
+
+@program({"a": {"w": w(3)}, "b": {"w": w(3)}})
+def sum_of_two_stacks(p, x):
+    return lax.scan(lambda h, q: (h @ q, None), x, p["a"]["w"] + p["b"]["w"][::-1])[0].sum()
+
+
+@program({"a": {"w": w(3)}, "b": {"w": w(3)}})
+def two_stacks_with_select_by_parity(p, x):
+    def body(i, h):
+        return h @ jnp.where(i % 2 == 0, p["a"]["w"][i // 2], p["b"]["w"][2 - i // 2])
+
+    return lax.fori_loop(0, 6, body, x).sum()
+
+
+@program(LIST)
+def list_dict_of_stacks_by_parity(p, x):
+    even, odd = stacked(p["layers"][::2]), stacked(p["layers"][1::2])
+    return lax.scan(lambda h, q: (layer(q[1], layer(q[0], h)), None), x, (even, odd))[0].sum()
+
+
+@program(LIST)
+def list_concatenated_along_rows(p, x):
+    big = jnp.concatenate([q["up"] for q in p["layers"]], 0)
+    return lax.fori_loop(0, L, lambda i, h: h @ lax.dynamic_slice_in_dim(big, (L - 1 - i) * D, D), x).sum()
+
+
+@program(LIST)
+def list_concatenated_along_columns(p, x):
+    big = jnp.concatenate([q["up"] for q in p["layers"]], 1)
+    return sum(jnp.split(x @ big, L, axis=1)).sum()

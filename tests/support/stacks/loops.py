@@ -299,3 +299,91 @@ def scan_in_a_branch(p, x):
         return lax.cond(i == 1, lambda: scan(p["layers"], h), lambda: layer(take(p["layers"], i), h))
 
     return lax.fori_loop(0, 3, body, x).sum()
+
+
+@program(STACK)
+def carry_of_both_names_swapped(p, x):
+    def body(carry, _):
+        h, a, b = carry
+        return (h @ a, b, a), None
+
+    return lax.scan(body, (x, p["layers"]["up"][0], p["layers"]["down"][1]), length=4)[0][0].sum()
+
+
+@program(STACK)
+def while_with_constant_weights(p, x):
+    return lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, layer(take(p["layers"], 2), c[1])), (0, x)
+    )[1].sum()
+
+
+@program(STACK)
+def while_that_carries_weights(p, x):
+    def body(c):
+        i, h, q = c
+        return i + 1, layer(q, h), q
+
+    return lax.while_loop(lambda c: c[0] < 3, body, (0, x, take(p["layers"], 1)))[1].sum()
+
+
+@program(STACK)
+def result_of_a_while_as_weight(p, x):
+    def body(c):
+        i, q = c
+        return i + 1, each(lambda a: a * 0.5, q)
+
+    _, q = lax.while_loop(lambda c: c[0] < 3, body, (0, take(p["layers"], 1)))
+    return layer(q, x).sum()
+
+
+@program(STACK)
+def last_carry_of_a_scan_over_layers(p, x):
+    """The carry after the loop is the last layer."""
+    last, _ = lax.scan(lambda _, q: (q, None), take(p["layers"], 0), p["layers"])
+    return layer(last, x).sum()
+
+
+@program(STACK)
+def outer_loop_repeats_the_stack(p, x):
+    return lax.fori_loop(0, 2, lambda i, h: scan(p["layers"], h), x).sum()
+
+
+@program(STACK)
+def outer_loop_reverses_every_second_time(p, x):
+    def outer(i, h):
+        return lax.fori_loop(
+            0, L, lambda j, h: layer(take(p["layers"], jnp.where(i == 0, j, L - 1 - j)), h), h
+        )
+
+    return lax.fori_loop(0, 2, outer, x).sum()
+
+
+@program(STACK)
+def outer_select_of_the_stack(p, x):
+    def outer(i, h):
+        q = each(lambda a: jnp.where(i == 0, a, a[::-1]), p["layers"])
+        return scan(q, h)
+
+    return lax.fori_loop(0, 2, outer, x).sum()
+
+
+@program(STACK)
+def up_by_scan_and_down_by_counter(p, x):
+    def body(h, item):
+        up, i = item
+        return layer({"up": up, "down": p["layers"]["down"][L - 1 - i]}, h), None
+
+    return lax.scan(body, x, (p["layers"]["up"], jnp.arange(L)))[0].sum()
+
+
+@program(STACK)
+def accumulator_with_a_delay_line(p, x):
+    """No weight: what is added comes from the data after two iterations."""
+
+    def body(carry, q):
+        acc, b, c, h = carry
+        h = layer(q, h)
+        return (acc + b + q["up"][:2], c, h, h), acc @ q["down"]
+
+    z = jnp.zeros((2, D))
+    return lax.scan(body, (z, z, z, x), p["layers"])[1].sum()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from tests.support.stacks.base import STACK, D, L, each, layer, program, scan, take, w
 
@@ -270,8 +273,6 @@ def nested_jits_with_the_same_body(p, x):
 
 @program(STACK)
 def optimization_barrier_and_names(p, x):
-    from jax.ad_checkpoint import checkpoint_name
-
     def body(h, q):
         q = lax.optimization_barrier(each(lambda a: checkpoint_name(a, "w"), q))
         return layer({"up": q["down"], "down": q["up"]}, h), None
@@ -309,3 +310,64 @@ def linear_call_and_custom_gradient(p, x):
         return a, lambda g: g
 
     return scan(each(same, p["layers"]), x).sum()
+
+
+@program(STACK)
+def split_in_halves_by_columns(p, x):
+    def body(h, q):
+        a, b = jnp.split(q["up"], 2, axis=1)
+        return jnp.concatenate([h @ a, h @ b], 1) @ q["down"], None
+
+    return lax.scan(body, x, p["layers"])[0].sum()
+
+
+@program(STACK)
+def heads_by_reshape(p, x):
+    def body(h, q):
+        a = q["up"].reshape(D, 2, D // 2)
+        y = jnp.einsum("bi,ihk->bhk", h, a)
+        return jnp.einsum("bhk,hkj->bj", y, q["down"].reshape(2, D // 2, D)), None
+
+    return lax.scan(body, x, p["layers"], reverse=True)[0].sum()
+
+
+@program(STACK)
+def gradient_inside_the_loss(p, x):
+    """A layer that is the gradient of an energy."""
+
+    def body(h, q):
+        return h - jax.grad(lambda h: jnp.sum(jnp.tanh(h @ q["up"]) ** 2))(h), None
+
+    return lax.scan(body, x, p["layers"], reverse=True)[0].sum()
+
+
+@program(STACK)
+def jvp_inside_the_loss(p, x):
+    def body(h, q):
+        y, dy = jax.jvp(lambda h: jnp.tanh(h @ q["up"]), (h,), (h,))
+        return y + dy @ q["down"], None
+
+    return lax.scan(body, x, take(p["layers"], slice(None, None, -1)))[0].sum()
+
+
+@program(STACK)
+def jvp_along_the_weights(p, x):
+    def f(a):
+        return x @ a
+
+    y, dy = jax.jvp(f, (p["layers"]["up"][1],), (p["layers"]["up"][2],))
+    return (y * dy).sum()
+
+
+@program(STACK)
+def linearized_layers(p, x):
+    for i in (3, 1):
+        x, f = jax.linearize(partial(lambda q, h: layer(q, h), take(p["layers"], i)), x)
+        x = x + f(x)
+    return x.sum()
+
+
+@program(STACK)
+def refs_of_weights(p, x):
+    refs = each(jax.new_ref, p["layers"])
+    return lax.fori_loop(0, L, lambda i, h: layer(each(lambda r: r[L - 1 - i], refs), h), x).sum()
