@@ -118,7 +118,10 @@ def masked_sum_selection(p, x):
 @program(STACK)
 def roll_by_the_counter(p, x):
     def body(i, h):
-        return layer(take(each(lambda a: jnp.roll(a, i, axis=0), p["layers"]), 0), h)
+        twice = each(
+            lambda a: jnp.concatenate([a, a]), p["layers"]
+        )  # `jnp.roll` differs between versions of JAX
+        return layer(take(each(lambda a: lax.dynamic_slice_in_dim(a, L - i, L), twice), 0), h)
 
     return lax.fori_loop(0, L, body, x).sum()
 
