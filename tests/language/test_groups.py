@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from policyc import load, parse
 from policyc.language.formatter import format_file
 from policyc.language.loader import parse_with_diagnostics
+from policyc.language.recipes import GEMM_GROUPS
 from tests.support.linting import lint_codes
 from tests.support.strategies import ALL, products, selector_lists
 
@@ -21,6 +22,7 @@ from tests.support.strategies import ALL, products, selector_lists
 def test_a_group_stands_for_its_selectors(selectors, taken, defined_first):
     """The policy with the group is that with its selectors, each with the products of the group's use."""
     members = tuple(replace(s, products=ALL) for s in selectors)
+    assume(not {str(member) for member in members} & GEMM_GROUPS.keys())
     use = "zz_group" if taken == ALL else f"zz_group @ {','.join(sorted(taken))}"
     definition = f"group zz_group = {', '.join(map(str, members))}"
     rule = f"xx, {use} where mlp -> fp8"
@@ -28,6 +30,15 @@ def test_a_group_stands_for_its_selectors(selectors, taken, defined_first):
     (first, *rest) = policy.rules[0].selectors
     assert str(first) == "xx"
     assert rest == [replace(s, products=taken) for s in members]
+    assert parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize("word", sorted(GEMM_GROUPS))
+def test_a_group_has_no_selector_that_reads_as_a_product(word):
+    """`a @ fprop, wgrad` takes two products of one selector."""
+    (diagnostic,) = parse_with_diagnostics(f"group g = a, {word}\ng @ fprop -> fp8").diagnostics
+    assert (diagnostic.code, diagnostic.help) == ("reserved-name", f"write {word}.*")
+    policy = parse(f"group g = a, {word}.*\ng @ fprop -> fp8")
     assert parse(str(policy)) == policy
 
 

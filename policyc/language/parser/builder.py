@@ -71,6 +71,9 @@ class StatementBuilder(ConditionBuilder):
         for selector in (s for s in selectors if s.products != frozenset(Gemm)):
             help = f"write them where it is used: {name} @ fprop"
             self._report("unknown-product", selector.span, "a group has no products", help)
+        for selector in (s for s in selectors if str(s) in GEMM_GROUPS):
+            # After `@ fprop,` it would be read as another product.
+            self._report("reserved-name", selector.span, f"'{selector}' is a product", f"write {selector}.*")
         return GroupDef(name=str(name), selectors=selectors, span=self.span(tree))
 
     def _schedule(self, tree: Any) -> BlockStatement:
