@@ -326,7 +326,10 @@ def test_generate_prints_prompts_and_their_continuations():
     )
     assert json.loads(ran.out) == {"prompt": "a", "text": "hé", "tokens": [104, 0xC3, 0xA9], "ended": True}
     assert "warning: 1 + 40 tokens: the model was trained on sequences of 32" in ran.err
-    assert "no policy (trained under llama_nvfp4 (0123abcd)); the most probable tokens" in ran.err
+    assert (
+        "no policy (trained under llama_nvfp4 (0123abcd)); at most 40 tokens, the most probable ones"
+        in ran.err
+    )
 
 
 @pytest.mark.usefixtures("fake_model")
