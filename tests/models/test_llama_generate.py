@@ -387,7 +387,7 @@ def test_runs_seeds_and_exports_give_their_parameters(tmp_path, monkeypatch):
     assert (ran.code, "has no checkpoint of step 2: there are 1" in ran.err) == (1, True)
     ran = command("generate", "one", "--prompt", "a", "--tokens", "3", "--policy", "bf16")
     assert (ran.code, ran.out[:1]) == (0, "a"), ran.err
-    assert "one, step 1: bfloat16, policy bf16; temperature 0.8, seed 0" in ran.err
+    assert "one, step 1: bfloat16, policy bf16, backend auto; at most " in ran.err
 
 
 @pytest.mark.parametrize("is_new", [False, True])
