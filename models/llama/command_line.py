@@ -110,7 +110,7 @@ def _add_all(
 
 
 def _explain_unknown(word: str) -> str:
-    """What to say about a word of the command line that is no option and no value of one."""
+    """What to say about a word of the command line that is neither an option nor the value of one."""
     name = word.partition("=")[0].lstrip("-").replace("-", "_")
     if not word.startswith("-"):
         return f"'{word}' belongs to no option"

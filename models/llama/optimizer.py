@@ -230,7 +230,7 @@ def _finish_step(
     if run.loss_scale:
         grown = jnp.where(good % GROW_AFTER == 0, 2 * scale, scale)
         new_scale = jnp.where(finite, grown, scale / 2)
-        is_fault &= ~(jnp.isfinite(nats) & ~jnp.isfinite(norm) & (new_scale >= 1))  # an overflow is no fault
+        is_fault &= ~(jnp.isfinite(nats) & ~jnp.isfinite(norm) & (new_scale >= 1))  # overflows are expected
     limit = 1 if run.on_fault == "stop" else run.max_skips
     has_stopped = state["faults"] >= limit
     faults = jnp.where(is_fault, state["faults"] + 1, 0)

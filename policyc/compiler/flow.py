@@ -39,7 +39,7 @@ _KNOWN = frozenset({
     *(p.name for name, p in vars(primitives).items() if name.endswith("_p")), "stack", "tile", "tie", "scatter-sub",
     "dce_sink", "broadcast_to",
 })  # fmt: skip
-"""Primitives that are no calls of something that the compiler does not see into."""
+"""Primitives that do not call something opaque to the compiler."""
 
 CARRY = "carry"
 """The operation of a node that stands for a carry of a loop. Its inputs are the first value and the next one."""
@@ -72,11 +72,11 @@ class Flow:
         self.operations: list[str] = []
         self.inputs: list[list[int]] = []
         self.calls: list[_Call | None] = []
-        """Of each node: its equation, and the equations of the containers around it."""
+        """For each node, its equation and the equations of the containers around it."""
         self.sites: dict[int, Address] = {}
         """The nodes of sites."""
         self.operands: dict[int, tuple[int, ...]] = {}
-        """Of a site: the nodes of all operands, parameters and constants among them."""
+        """The nodes of all operands of a site, including parameters and constants."""
         self.opaque: dict[int, tuple[int, ...]] = {}
         """Calls of what is not seen into: the nodes of all operands."""
         self.loops: dict[Address, LoopBody] = {}

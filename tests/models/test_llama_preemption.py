@@ -183,7 +183,7 @@ except Stopped as stop:  # the signal came before the call
 
 
 def test_a_run_goes_on_after_its_terminal_is_closed():
-    """Until its step is finished. What it prints then is lost, and is no error."""
+    """Until its step is finished. What it prints then is lost, which is not an error."""
     program = """
 import fcntl, os, sys, termios, time
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)

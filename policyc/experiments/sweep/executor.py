@@ -76,7 +76,7 @@ class LocalExecutor:
         if process is not None and process.poll() is None:
             return True
         status = RunStatus.read(run.folder)
-        # Of an earlier sweep, or the wrapper was killed and its program lives.
+        # It belongs to an earlier sweep, or its wrapper was killed and its program is alive.
         if status is not None and status.state == "running" and is_locked(run.folder):
             if time.monotonic() > self._kill_times.get(run.folder, math.inf):
                 _signal_program(status, signal.SIGKILL)
