@@ -35,7 +35,7 @@ INSTALL_BROWSER = if [ -z "$(CHROMIUM)" ]; then echo "there is no chromium on PA
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-browser demo pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-jax test-te check format wheel clean
+.PHONY: help setup setup-browser demo docs pictures test test-slow test-browser test-slurm slurm-start slurm-stop test-cuda test-trainers test-jax test-te check format wheel clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' "$(ROOT)/Makefile" | while IFS='|' read -r name text; do \
@@ -46,6 +46,13 @@ demo: setup ## lint the bundled policies, show one, and train a small Llama unde
 	@$(IN) echo "policyc show llama_nvfp4" && $(BIN)/policyc show llama_nvfp4
 	@$(IN) rm -rf runs/demo && words="train --config tiny --policy llama_nvfp4 --steps 100 --eval-every 50 --out runs/demo" && \
 	echo "policyc $$words" && $(BIN)/policyc $$words
+
+# Strict: a broken link, a page that no menu has or a name that the reference cannot find ends it.
+docs: setup ## build the documentation as a site into build/docs, which needs no server
+	@$(IN) $(BIN)/python -c 'import mkdocs, mkdocstrings_handlers.python' 2>/dev/null || \
+	  $(TWICE) $(BIN)/python $(PIP) install --no-compile -qq -e '.[docs]' || { \
+	  echo "mkdocs could not be installed; see the output of pip above" >&2; exit 1; }
+	@$(IN) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict && echo "open build/docs/index.html"
 
 pictures: setup ## draw the pictures of README.md and docs/ again (needs chromium)
 	@$(IN) $(BIN)/policyc diff docs/pictures/llama.policy --config llama3_8b --out docs/pictures/diff.svg

@@ -1,4 +1,4 @@
-"""Signal to quantization noise of the formats, in dB, on three distributions. The figures of docs/recipes.md.
+"""Signal to quantization noise of the formats, in dB, on three distributions. The figures of docs/reference/recipes.md.
 
     python -m benchmarks.sqnr [--samples 20]
 

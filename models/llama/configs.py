@@ -86,7 +86,7 @@ class RunConfig:
     seed_loop: str = operational("vmap", "how one step serves several seeds", choices=("vmap", "map"))
     # The identity of a run has the contents of its data instead of these two paths.
     data: str = operational("stdlib", "source of the tokens: PATH or KIND:PATH,option=value; a blend of several: "
-                            "'SPEC@0.7 SPEC@0.3'; see docs/data.md")  # fmt: skip
+                            "'SPEC@0.7 SPEC@0.3'; see docs/reference/data.md")  # fmt: skip
     tokenizer: str | None = operational(None, "tokenizer.json of a BPE tokenizer (default: tokens are bytes)")
     max_bad_rows: int = operational(
         10,

@@ -52,7 +52,7 @@ class Diff:
         return draw_heat_map(self.data)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of the JSON; docs/diff.md describes it."""
+        """The content of the JSON; docs/reference/diff.md describes it."""
         return as_data(self.data)
 
     @property

@@ -1,4 +1,4 @@
-"""A diff as JSON. docs/diff.md describes the schema; `SCHEMA` changes with it."""
+"""A diff as JSON. docs/reference/diff.md describes the schema; `SCHEMA` changes with it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ Attention reaches half of the bf16 peak. A configuration counts causal FLOPs, a 
 fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and else in bf16, and scatters gradients
 in bf16, for each microbatch.
 "Everything else" is a fixed fraction of every step. This fraction, and how much communication overlaps with
-computation, are fitted to four published figures. docs/estimate.md has them, and the errors on eight others.
+computation, are fitted to four published figures. docs/explanation/cost_model.md has them, and the errors on eight others.
 Speed-ups are better known than times.
 Memory is not checked: a step that does not fit has an estimate too.
 """
@@ -55,7 +55,7 @@ Memory is not checked: a step that does not fit has an estimate too.
 
 EVERYTHING_ELSE = (
     "everything else: launches, gaps and stalls, a fixed fraction of every step, fitted to published "
-    "runs (docs/estimate.md)"
+    "runs (docs/explanation/cost_model.md)"
 )
 
 
@@ -123,7 +123,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     """Estimate the time of a step on GPUs that need not be present.
 
     The step is that of a configuration of the bundled Llama (--config) or of a program, whose loss is traced and not
-    run. The estimate comes from a cost model, not from a measurement. docs/estimate.md says how accurate it is.
+    run. The estimate comes from a cost model, not from a measurement. docs/explanation/cost_model.md says how accurate it is.
     """
     from policyc.hardware.mesh import check_modelled
 

@@ -1,6 +1,6 @@
 """What kind of product each site is, and in which block it is, from the flow of activations through the loss.
 
-Names decide only where the flow does not. docs/language.md says what the kinds mean.
+Names decide only where the flow does not. docs/reference/language.md says what the kinds mean.
 """
 
 from __future__ import annotations

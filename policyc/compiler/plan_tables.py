@@ -20,7 +20,7 @@ from policyc.language.treatments import describe_options, normalize_if_valid
 from policyc.numerics.backends.choice import Lowering, Obstacle
 
 PLAN_SCHEMA = 3
-"""The version of a plan as JSON. It changes with the fields, which docs/compiler.md describes."""
+"""The version of a plan as JSON. It changes with the fields, which docs/reference/plan.md describes."""
 
 _MAX_RULE_WIDTH = 60
 _MIN_HEAD_WIDTH = 20  # enough to recognize the first name

@@ -1,6 +1,6 @@
 """All private modules of JAX that policyc uses. No other module imports from `jax._src`.
 
-They may change with any release of JAX. docs/internals.md says what each is used for.
+They may change with any release of JAX. docs/reference/internals.md says what each is used for.
 """
 
 from __future__ import annotations

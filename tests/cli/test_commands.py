@@ -801,7 +801,7 @@ jax.grad(lambda p: (jnp.ones((2, 4)) @ p["w"]).sum())({"w": jnp.ones((4, 2))})
     ],
 )
 def test_exit_codes_mean_the_same_in_every_command(tmp_path: Path, code: int, words: str) -> None:
-    """One meaning per code, in every command: the table of docs/cli.md."""
+    """One meaning per code, in every command: the table of docs/reference/cli.md."""
     (tmp_path / "good.policy").write_text("mlp -> fp8\n")
     (tmp_path / "faulty.policy").write_text("mlp => fp8\n")
     (tmp_path / "program.py").write_text("print('nothing')\n")

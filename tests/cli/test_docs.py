@@ -1,6 +1,6 @@
 """The documents: their policies and commands parse, their links resolve, and they name what the program has.
 
-`UPDATE_SNAPSHOTS=1 pytest tests/cli/test_docs.py` writes `docs/lint.md` from the pages of the rules.
+`UPDATE_SNAPSHOTS=1 pytest tests/cli/test_docs.py` writes `docs/reference/lint.md` from the pages of the rules.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from policyc.language.recipes import OPTIONS
 from policyc.lint.rules import LINT_RULES
 from tests.support.command import ROOT, load_commands, policyc
 
-DOCS = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
+DOCS = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 COMMANDS = load_commands()
-RULE_PAGES = "\n---\n\n"  # what stands before the pages of the rules in docs/lint.md
+RULE_PAGES = "\n---\n\n"  # what stands before the pages of the rules in docs/reference/lint.md
 
 pytestmark = [
     pytest.mark.any_jax,
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 def read_doc(name: str) -> str:
-    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+    return (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
 
 
 def fenced_blocks(document: str, language: str) -> list[tuple[int, str]]:
@@ -49,7 +49,7 @@ def without_bad_examples(document: str) -> str:
     return re.sub(r"^## Bad\n\n```policy\n.*?^```$", "", document, flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_every_policy_parses(path: Path) -> None:
     document = path.read_text(encoding="utf-8")
     if path.name == "lint.md":
@@ -61,7 +61,7 @@ def test_every_policy_parses(path: Path) -> None:
             raise AssertionError(f"{path.name}, the block at line {line}:\n{error}") from error
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_every_suppressed_code_exists(path: Path) -> None:
     named = re.findall(r"# allow: ((?:[a-z][\w-]*)(?:, *[a-z][\w-]*)*)", path.read_text(encoding="utf-8"))
     codes = {code.strip() for group in named for code in group.split(",")}
@@ -74,7 +74,7 @@ def anchors(document: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_every_link_within_the_project_resolves(path: Path) -> None:
     document = path.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", without_fenced_blocks(document)):
@@ -91,7 +91,7 @@ def test_lint_md_is_what_explain_prints() -> None:
     preamble, _, _ = read_doc("lint.md").partition(RULE_PAGES)
     whole = preamble + RULE_PAGES + policyc("explain", "--markdown").out
     if os.environ.get("UPDATE_SNAPSHOTS"):
-        (ROOT / "docs" / "lint.md").write_text(whole, encoding="utf-8")
+        (ROOT / "docs" / "reference" / "lint.md").write_text(whole, encoding="utf-8")
     assert read_doc("lint.md") == whole
 
 
@@ -168,7 +168,7 @@ def command_lines(document: str) -> list[str]:
     return [line for line in lines if re.match(rf"policyc ({'|'.join(COMMANDS)}|--\w+)( |$)", line)]
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_every_command_line_parses(path: Path) -> None:
     for line in command_lines(path.read_text(encoding="utf-8")):
         if not re.search(r"[\[\]|]|\.\.\.|[A-Z]{4}", line):  # a synopsis

@@ -993,7 +993,7 @@ COUNTS = {
         1,
     ),
 }
-"""Programs, their parameter `w`, and how many sites `expect` counts. The table is in docs/language.md."""
+"""Programs, their parameter `w`, and how many sites `expect` counts. The table is in docs/reference/language.md."""
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -127,7 +127,7 @@ def test_a_policy_quantizes_the_planned_layers_and_the_model_trains(policy, quan
 
 
 def test_a_sweep_has_the_losses_of_runs_by_hand(tmp_path):
-    """As docs/sweeps.md describes it: MaxText's own metrics file becomes the lines that reports read."""
+    """As docs/howto/sweeps.md describes it: MaxText's own metrics file becomes the lines that reports read."""
     (tmp_path / "slice.policy").write_text(SLICE)
     steps = str(TINY["steps"])
     options = [

@@ -416,7 +416,7 @@ def test_sweeps_of_the_same_variants_are_told_apart(tmp_path: Path, monkeypatch:
 def test_json_has_the_documented_fields_and_markdown_the_verdicts(tmp_path: Path) -> None:
     sweep = write_sweep(tmp_path / "s", {"bf16": 0.0, "a|b_c": 0.05}, seeds=2)
     data = json.loads(policyc("report", sweep, "--format", "json").out)
-    docs = (Path(__file__).parents[2] / "docs" / "reports.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "reference" / "reports.md").read_text()
     variant, chart = data["variants"][0], data["charts"][0]
     objects = (
         data,
@@ -427,7 +427,7 @@ def test_json_has_the_documented_fields_and_markdown_the_verdicts(tmp_path: Path
         data["equal_loss"][0],
     )
     for name in {name for fields in (*objects, chart, chart["lines"][0]) for name in fields}:
-        assert re.search(rf"`{name}`", docs), f"docs/reports.md does not describe {name}"
+        assert re.search(rf"`{name}`", docs), f"docs/reference/reports.md does not describe {name}"
     text = policyc("report", sweep, "--format", "markdown").out
     assert re.search(r"^\| a\\\|b\\_c \| \*\*\w+\*\* \| \+0\.0\d+ \|", text, re.MULTILINE)
     assert not (sweep / "report.html").exists()

@@ -41,7 +41,7 @@ def test_the_tables_of_the_results_are_those_of_the_report(folder, count):
 
 def test_the_gaps_of_the_policies_are_those_of_the_report():
     folders = ("5m_50m_tokens", "19m", "19m_200m_tokens")
-    policies = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8").replace("−", "-")
+    policies = (ROOT / "docs" / "reference" / "policies.md").read_text(encoding="utf-8").replace("−", "-")
     table = re.findall(r"^\| `(\w+)` \| ([-\d].*?) \| (.*?) ?\| (.*?) ?\|$", policies, re.MULTILINE)
     named = [
         (folder, name, gap) for name, *gaps in table for folder, gap in zip(folders, gaps, strict=True) if gap

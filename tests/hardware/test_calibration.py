@@ -1,4 +1,4 @@
-"""The cost model against published and measured figures, as docs/estimate.md claims; and the other benchmarks."""
+"""The cost model against published and measured figures, as docs/explanation/cost_model.md claims; and the other benchmarks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_constants_are_what_the_calibration_fits(calibration):
     assert calibration.fit() == (gemm_cost.HIDDEN_FRACTION, gemm_cost.OTHER_FRACTION)
 
 
-# Errors of speed-ups, as docs/estimate.md claims them.
+# Errors of speed-ups, as docs/explanation/cost_model.md claims them.
 CLAIMED = {
     ("first", "llama3_8b", "gb200"): -0.15,
     ("first", "llama3_405b", "gb200"): -0.02,

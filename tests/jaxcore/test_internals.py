@@ -1,4 +1,4 @@
-"""JAX internals: imported in one module, and listed in docs/internals.md."""
+"""JAX internals: imported in one module, and listed in docs/reference/internals.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import policyc
 
 PACKAGE = Path(policyc.__file__).parent
-PAGE = Path(__file__).parents[2] / "docs" / "internals.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "internals.md"
 
 
 def test_only_one_module_imports_private_modules_of_jax():

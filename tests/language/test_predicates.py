@@ -177,7 +177,7 @@ def test_a_site_outside_blocks_has_no_layer():
 
 
 def test_the_kinds_are_those_of_the_documentation():
-    page = (Path(__file__).parents[2] / "docs" / "language.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "language.md").read_text(encoding="utf-8")
     rows = dict(
         re.findall(
             r"^\| `(\w+)` \| (.*?) \|$", page.partition("### Kinds")[2].partition("\n## ")[0], re.MULTILINE

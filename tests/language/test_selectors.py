@@ -289,7 +289,7 @@ def test_not_every_number_is_an_index():
         ("[1::2]", 5, [1, 3]),
         ("[:]", 3, [0, 1, 2]),
         ("[3:1]", 5, []),
-        # docs/language.md, the table of percentages
+        # docs/reference/language.md, the table of percentages
         ("[-15%:]", 32, [27, 28, 29, 30, 31]),
         ("[:85%]", 32, list(range(27))),
         ("[:15%]", 32, [0, 1, 2, 3]),

@@ -43,7 +43,7 @@ def corpus() -> list[str]:
     """Lines and paragraphs of the bundled policies and of the examples in the documentation."""
     texts = [path.read_text(encoding="utf-8") for path in bundled_policies().values()]
     docs = Path(__file__).parents[2] / "docs"
-    for page in sorted(docs.glob("*.md")):
+    for page in sorted(docs.rglob("*.md")):
         texts += re.findall(r"```policy\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     pieces = {piece.strip() for text in texts for piece in re.split(r"\n\n+", text)}
     lines = {line.strip() for text in texts for line in text.split("\n")}

@@ -27,7 +27,7 @@ def _load(package: str, path: Iterable[str]) -> tuple[LintRule, ...]:
 _LOADED = {rule.code: rule for rule in (*pages.RULES, *_load(__name__, __path__))}  # `pages` comes first
 
 LINT_RULES: dict[str, LintRule] = {code: rule for code, rule in _LOADED.items() if not rule.needs_program}
-"""The rules that need only a policy, by code, in the order of docs/lint.md."""
+"""The rules that need only a policy, by code, in the order of docs/reference/lint.md."""
 
 _COMPILER_RULES = {code: rule for code, rule in _LOADED.items() if rule.needs_program}
 
