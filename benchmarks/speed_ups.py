@@ -1,4 +1,6 @@
-"""Predicted speed-ups over fp8 of the bundled policies, with both backends. The figures of docs/explanation/cost_model.md.
+"""Predicted speed-ups over fp8 of the bundled policies, with both backends.
+
+The figures of docs/explanation/cost_model.md.
 
     python -m benchmarks.speed_ups [--compiled FOLDER [--backend te]] [--json FILE]
 

@@ -1,4 +1,6 @@
-"""Bytes that a compiled step moves to keep saved activations in stacks of all layers. A constant of docs/explanation/cost_model.md.
+"""Bytes that a compiled step moves to keep saved activations in stacks of all layers.
+
+A constant of docs/explanation/cost_model.md.
 
     policyc compile te_nvfp4 --config llama3_8b --target gb200 --devices 8 --backend te --dump-hlo DIR
     python -m benchmarks.stack_traffic DIR/*.hlo.txt [--layers 32]

@@ -108,7 +108,7 @@ output_options = collect_options(
             "output_format",
             type=click.Choice(["text", "html", "svg", "json", "dot", "model-explorer"]),
             show_default="by the ending of --out; text without it",
-            help="A page, a heat map, JSON (docs/reference/diff.md), a graph for Graphviz, or a folder for Model Explorer.",
+            help="A page, a heat map, JSON (docs/reference/diff.md), a graph for Graphviz, or Model Explorer's folder.",
         ),
         path_option("--out", "FILE", "Write to this file; for model-explorer, this folder."),
         click.option("--equations", is_flag=True, help="In the text, also show the equations that change."),

@@ -47,7 +47,8 @@ Attention reaches half of the bf16 peak. A configuration counts causal FLOPs, a 
 fsdp gathers weights for fprop and for dgrad, as codes if they are quantized and else in bf16, and scatters gradients
 in bf16, for each microbatch.
 "Everything else" is a fixed fraction of every step. This fraction, and how much communication overlaps with
-computation, are fitted to four published figures. docs/explanation/cost_model.md has them, and the errors on eight others.
+computation, are fitted to four published figures. They, and the errors on eight others, are in
+docs/explanation/cost_model.md.
 Speed-ups are better known than times.
 Memory is not checked: a step that does not fit has an estimate too.
 """
@@ -123,7 +124,8 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     """Estimate the time of a step on GPUs that need not be present.
 
     The step is that of a configuration of the bundled Llama (--config) or of a program, whose loss is traced and not
-    run. The estimate comes from a cost model, not from a measurement. docs/explanation/cost_model.md says how accurate it is.
+    run. The estimate comes from a cost model, not from a measurement: docs/explanation/cost_model.md says how
+    accurate it is.
     """
     from policyc.hardware.mesh import check_modelled
 

@@ -1,8 +1,8 @@
 """The cost of one product on one GPU: the time of its GEMM, and the time to quantize its operands.
 
 All constants of the cost model are in this file, each with its source. `python -m benchmarks.calibration` shows how
-the two fitted ones are found, and docs/explanation/cost_model.md how accurate the model is. Times are those of an otherwise idle
-GPU; `step_cost` adds what surrounds the products in a training step.
+the two fitted ones are found, and docs/explanation/cost_model.md how accurate the model is. Times are those of an
+otherwise idle GPU; `step_cost` adds what surrounds the products in a training step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ COPY_BANDWIDTH_FRACTION = 0.62
 
 QUANTIZER_SLOWDOWNS = {"tile2d": 1.2, "plain": 1.4, "sr": 1.5, "rht": 2.0}
 """Time of a quantizer to block-scaled codes, as a multiple of the time to copy as many bytes as it moves: from times in
-docs/reference/numerics.md that were measured on an H200. The fp8 quantizer is as fast as a copy. Those of Transformer Engine are
-assumed to be: none was measured. Nor was the kernel that refines scales, which is assumed to be like the others."""
+docs/reference/numerics.md that were measured on an H200. The fp8 quantizer is as fast as a copy. Those of Transformer
+Engine are assumed to be: none was measured. Nor was the kernel that refines scales, which is assumed to be like the others."""
 
 ATTENTION_PEAK_FRACTION = 0.5
 """Fraction of the bf16 peak that attention reaches, forward and backward, counting causal FLOPs. Assumed."""

@@ -1,4 +1,4 @@
-"""The cost model against published and measured figures, as docs/explanation/cost_model.md claims; and the other benchmarks."""
+"""The cost model against published and measured figures, as its page claims; and the other benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the report of some folders as data. `docs/reference/reports.md` describes its fields, which `--json` prints."""
+"""Builds the report of some folders as data. docs/reference/reports.md describes its fields."""
 
 from __future__ import annotations
 
