@@ -31,6 +31,22 @@ def count_others(number: int) -> str:
     return f", and {number - 1} more" if number > 1 else ""
 
 
+def as_ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending numbers as ranges (first, last)."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return tuple(ranges)
+
+
+def format_ranges(ranges: tuple[tuple[int, int], ...]) -> str:
+    """Ranges as text: `0-2,5`."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
 def closest_name(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that the writer most likely meant, if one is similar enough."""
     if len(name) > _MAX_NAME_FOR_SUGGESTION:

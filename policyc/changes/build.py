@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from policyc.base.text import escape_controls
+from policyc.base.text import as_ranges, escape_controls
 from policyc.changes.earlier import read_earlier_plan
 from policyc.changes.figures import name_parts
 from policyc.changes.gradient import match_gradients
@@ -22,7 +22,6 @@ from policyc.changes.model import (
     Linear,
     Stack,
     Totals,
-    as_ranges,
 )
 from policyc.changes.predict import Prediction
 from policyc.compiler.idle_rules import idle_rules

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import networkx as nx
 
-from policyc.base.text import escape_controls
+from policyc.base.text import escape_controls, format_ranges
 from policyc.changes.graph import children_of, graph_of
-from policyc.changes.model import DiffData, format_ranges
+from policyc.changes.model import DiffData
 from policyc.changes.terminal import equation_text
 
 _COLORS = {"before": "#ffd8d3", "after": "#cdeccd", "both": "#f2f3f5"}

@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 import networkx as nx
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from policyc.base.text import as_ranges
 from policyc.changes.matching import Match, MatchedJaxpr
-from policyc.changes.model import DiffData, as_ranges
+from policyc.changes.model import DiffData
 from policyc.changes.scopes import Nesting, ScopeTree, SiteIndex, renamed_results, scope_results
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.jaxprs import DropVar

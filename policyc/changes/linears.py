@@ -1,16 +1,15 @@
-"""Sorts the layers of all sites into linears, the rows of a diff."""
+"""The linears of a diff: what happens to each of them before and after."""
 
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 from policyc.changes.earlier import EarlierPlan
 from policyc.changes.model import Linear, LinearRun, ProductChange, ProductSide, ProductState
 from policyc.changes.predict import Prediction
+from policyc.compiler.linears import LinearLayers, sort_into_linears
 from policyc.compiler.plan import Decision, Phase, Plan, gemm_queries
 from policyc.compiler.sites import Site
 from policyc.compiler.stacks import Layer
@@ -18,7 +17,6 @@ from policyc.hardware.gemm_cost import product_format
 from policyc.jaxcore.transform import Address
 from policyc.language.formats import FORMATS, OTHER_FORMAT_NAMES
 from policyc.language.recipes import OPERANDS, Gemm, Role, make_recipe
-from policyc.language.selectors import DottedPath
 from policyc.language.treatments import describe_options, normalize_if_valid
 
 
@@ -28,34 +26,13 @@ class _RowLayer:
 
     site: Site
     layer: Layer
-    decisions: tuple[Decision, Decision]
-
-
-@dataclass(slots=True)
-class _Row:
-    """A linear that is being built. `layers` has its layers by their index in the stack; None: it is in no stack."""
-
-    stack: str
-    name: str
-    layers: dict[int | None, _RowLayer] = field(default_factory=dict)
-
-
-class _Place(NamedTuple):
-    """Where a layer of a site is: the path of a stack, the index of the layer in it, and the path inside.
-
-    Without a stack, `inside` is the whole path.
-    """
-
-    stack: str
-    layer: int | None
-    inside: str
+    decisions: tuple[Decision, ...]
 
 
 class LinearTable:
-    """Sorts the layers of all sites into linears: one for each path without its layer index.
+    """The linears of two plans.
 
-    Two sites with the same path and layer (a weight that is used twice) are two linears. `places` has the number of the
-    linear and the index in its stack, for each layer of each site.
+    `places` has the number of the linear and the index in its stack, for each layer of each site.
     """
 
     def __init__(
@@ -67,40 +44,23 @@ class LinearTable:
     ) -> None:
         self._plans, self._predictions, self._earlier = plans, predictions, earlier
         self._decisions = [plan.decisions(phase) for plan, phase in zip(plans, phases, strict=True)]
-        self._rows = self._sort_layers()
+        self._rows = sort_into_linears(plans[1].sites)
         self.places: dict[tuple[Address, Layer], tuple[int, int | None]] = {
-            (member.site.address, member.layer): (number, index)
+            (site.address, layer): (number, index)
             for number, row in enumerate(self._rows)
-            for index, member in row.layers.items()
+            for index, (site, layer) in row.layers.items()
         }
 
     def linears(self) -> Iterator[Linear]:
         for row in self._rows:
             yield Linear(stack=row.stack, name=row.name, runs=tuple(self._runs(row)))
 
-    def _sort_layers(self) -> tuple[_Row, ...]:
-        rows: dict[tuple[str, str, int], _Row] = {}
-        stacks = {_split_at_layer(path).stack for path in self._weight_paths()}
-        for site in self._plans[1].sites:
-            for layer in site.layers():
-                stack, index, name = _place_of(site, layer, stacks)
-                before, after = (decisions[site.address, layer] for decisions in self._decisions)
-                for occurrence in itertools.count():
-                    label = name if not occurrence else f"{name} ({occurrence + 1})"
-                    row = rows.setdefault((stack, name, occurrence), _Row(stack, label))
-                    if index not in row.layers:
-                        row.layers[index] = _RowLayer(site, layer, (before, after))
-                        break
-        return tuple(rows.values())
-
-    def _weight_paths(self) -> Iterator[DottedPath]:
-        for site in self._plans[1].sites:
-            if site.parameters:
-                yield site.layer_path(site.stack_indices((0,) * len(site.stacks)))
-
-    def _runs(self, row: _Row) -> Iterator[LinearRun]:
+    def _runs(self, row: LinearLayers) -> Iterator[LinearRun]:
         """The layers of a row, consecutive ones to which the same happens together."""
-        ordered = sorted(row.layers.items(), key=lambda item: -1 if item[0] is None else item[0])
+        ordered = [
+            (index, _RowLayer(site, layer, tuple(d[site.address, layer] for d in self._decisions)))
+            for index, (site, layer) in row.ordered()
+        ]
 
         def key(item: tuple[int, tuple[int | None, _RowLayer]]) -> Hashable:
             position, (index, member) = item
@@ -194,47 +154,3 @@ def operand_formats(site: Site, gemm: Gemm) -> tuple[str, str]:
     query = gemm_queries(site, make_recipe("keep"))[list(Gemm).index(gemm)]
     first, second = (OTHER_FORMAT_NAMES.get(dtype, dtype) for dtype in query.types)
     return first, second
-
-
-def _layer_path(site: Site, layer: Layer, stacks: Collection[str]) -> DottedPath:
-    """The path of a layer of a site.
-
-    In a scan, any name of a scope may carry the index. It is put where the weights of the scan have theirs.
-    """
-    indices = site.stack_indices(layer)
-    if site.parameters:
-        return site.layer_path(indices)
-    paths = list(site.scope.paths(indices))
-    default = paths[0] if paths else site.scope.path
-    return next((p for p in paths if _split_at_layer(p).stack in stacks), default)
-
-
-def _place_of(site: Site, layer: Layer, stacks: Collection[str]) -> _Place:
-    """Where a layer of a site is. It always has a name inside. `stacks` are the stacks of weights.
-
-    A product of activations whose name scope is in no stack of weights is in the layer whose weights made its operands.
-    """
-    place = _split_at_layer(_layer_path(site, layer, stacks))
-    is_in_stack = place.layer is not None and place.stack in stacks
-    if not is_in_stack and not site.parameters and site.module is not None:
-        modules = map(_split_at_layer, site.module.paths(site.stack_indices(layer)))
-        module = next((m for m in modules if m.layer is not None and m.stack in stacks), None)
-        if module is not None:
-            name = ".".join(name.text for name in site.scope.path) or _short_name(site)
-            place = module._replace(inside=".".join(filter(None, (module.inside, name))))
-    # A list of arrays is a stack whose layers have no names inside.
-    return place._replace(inside=place.inside or place.stack or _short_name(site))
-
-
-def _short_name(site: Site) -> str:
-    """The name of a site. One without a name is called by its line of the program, without the folder."""
-    return site.name if site.template.path else f"({site.place.rpartition(os.sep)[2] or 'unnamed'})"
-
-
-def _split_at_layer(path: DottedPath) -> _Place:
-    """A path, split at its first index."""
-    for number, segment in enumerate(path):
-        if segment.index is not None:
-            stack = ".".join([*map(str, path[:number]), segment.text])
-            return _Place(stack, segment.index, ".".join(map(str, path[number + 1 :])))
-    return _Place("", None, ".".join(map(str, path)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from policyc.base.text import format_ranges
 from policyc.changes.matching import MatchedLoss
+from policyc.compiler.linears import full_name
 from policyc.compiler.sites import Site
 from policyc.compiler.stacks import Layer
 from policyc.jaxcore.transform import Address
@@ -127,8 +129,8 @@ class Linear:
 
     @property
     def full_name(self) -> str:
-        """Its path without indices. A parameter that is a stack itself has no name inside the stack."""
-        return f"{self.stack}.{self.name}" if self.stack and self.name != self.stack else self.name
+        """Its path without indices."""
+        return full_name(self.stack, self.name)
 
     def run_at(self, layer: int | None) -> LinearRun | None:
         """The run that has this layer."""
@@ -152,21 +154,6 @@ class LayerClass:
     def label(self) -> str:
         """`0-121 x122`."""
         return f"{format_ranges(self.ranges)} x{self.count}"
-
-
-def as_ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending numbers as ranges (first, last)."""
-    ranges: list[tuple[int, int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1] = (ranges[-1][0], number)
-        else:
-            ranges.append((number, number))
-    return tuple(ranges)
-
-
-def format_ranges(ranges: tuple[tuple[int, int], ...]) -> str:
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

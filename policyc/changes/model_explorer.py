@@ -12,9 +12,9 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.base.text import escape_controls
+from policyc.base.text import escape_controls, format_ranges
 from policyc.changes.graph import children_of, graph_of
-from policyc.changes.model import DiffData, format_ranges
+from policyc.changes.model import DiffData
 from policyc.changes.svg import FORMAT_COLORS, OTHER_COLOR
 from policyc.language.formats import FORMATS
 from policyc.language.recipes import Gemm

@@ -13,11 +13,11 @@ from typing import Any
 
 import networkx as nx
 
-from policyc.base.text import count_noun, escape_controls
+from policyc.base.text import count_noun, escape_controls, format_ranges
 from policyc.changes.data import sentence
 from policyc.changes.figures import product_figures
 from policyc.changes.graph import children_of, graph_of
-from policyc.changes.model import DiffData, Linear, LinearRun, ProductSide, Stack, format_ranges
+from policyc.changes.model import DiffData, Linear, LinearRun, ProductSide, Stack
 from policyc.language.diagnostics import Paint, plain
 from policyc.language.recipes import Gemm
 

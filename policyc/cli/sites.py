@@ -44,7 +44,8 @@ def sites(
     'policyc apply' would refuse the policy.
     """
     from policyc.compiler.kind_tables import explain_kinds
-    from policyc.compiler.plan_tables import as_json, sites_table
+    from policyc.compiler.plan_tables import as_json
+    from policyc.compiler.site_table import sites_table
     from policyc.language.policy import Policy
 
     plan = plan_source(Policy() if policy is None else load_policy(policy), program, config)

@@ -5,6 +5,7 @@ __all__ = [
     "hoist",
     "idle_rules",
     "kind_tables",
+    "linears",
     "pipeline",
     "plan",
     "plan_checks",
@@ -14,6 +15,7 @@ __all__ = [
     "run_step",
     "schedule",
     "session",
+    "site_table",
     "sites",
     "stacks",
 ]

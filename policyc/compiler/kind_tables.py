@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from policyc.base.text import count_others, escape_controls
+from policyc.base.text import as_ranges, count_others, escape_controls, format_ranges
 from policyc.compiler.plan import Plan
 from policyc.compiler.sites import Site, dotted
 from policyc.compiler.stacks import Layer
@@ -13,22 +13,20 @@ from policyc.language.predicates import Flag, leaves
 from policyc.language.selectors import Pattern, PatternSegment, matches, parse_path
 
 
-def block_text(site: Site, layers: Iterable[Layer] | None = None) -> str:
-    """The blocks of some layers of a site and their count: `3/12`, `0-2, 5/12`; `?/12` if they are not known."""
-    if site.block is None:
+def block_text(layers: Iterable[tuple[Site, Layer]]) -> str:
+    """The blocks of layers and how many there are: `3/12`, `0-2,5/12`; `?/12` if they are not known.
+
+    The layers may be of several sites, all in the same stack of blocks or all in none.
+    """
+    numbers: set[int] = set()
+    count = None
+    for site, layer in layers:
+        if site.block is not None:
+            count = site.block.count
+            numbers |= set() if site.block.unknown else {site.block.number[site.stack_indices(layer)]}
+    if count is None:
         return "-"
-    if site.block.unknown:
-        return f"?/{site.block.count}"
-    chosen = site.layers() if layers is None else layers
-    numbers = sorted({site.block.number[site.stack_indices(layer)] for layer in chosen})
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    texts = ("-".join(map(str, dict.fromkeys((r[0], r[-1])))) for r in ranges)
-    return f"{', '.join(texts)}/{site.block.count}"
+    return f"{format_ranges(as_ranges(sorted(numbers))) or '?'}/{count}"
 
 
 def kind_notes(plan: Plan) -> Iterator[str]:
@@ -86,4 +84,4 @@ def _explain(site: Site) -> Iterator[str]:
     elif site.block.unknown:
         yield f"  in one of {site.block.count} blocks, which is not known: {site.block.unknown}"
     else:
-        yield f"  block {block_text(site)}"
+        yield f"  block {block_text((site, layer) for layer in site.layers())}"

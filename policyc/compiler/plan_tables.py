@@ -1,20 +1,21 @@
-"""Plans as people read them: a table of rules, a table of sites, or JSON.
+"""Plans as people read them: a table of rules, or JSON.
 
 Shares of FLOPs count the products that a site has in the gradient, in all its layers.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from policyc.base.text import count_noun, count_others, escape_controls
-from policyc.compiler.kind_tables import block_text, kind_notes
+from policyc.compiler.kind_tables import kind_notes
 from policyc.compiler.plan import Phase, Plan, PlanRun
 from policyc.compiler.sites import Site, dotted
-from policyc.language.policy import Rule
 from policyc.language.recipes import OPERANDS, Gemm, Recipe
 from policyc.language.treatments import describe_options, normalize_if_valid
 from policyc.numerics.backends.choice import Lowering, Obstacle
@@ -22,8 +23,7 @@ from policyc.numerics.backends.choice import Lowering, Obstacle
 PLAN_SCHEMA = 3
 """The version of a plan as JSON. It changes with the fields, which docs/reference/plan.md describes."""
 
-_MAX_RULE_WIDTH = 60
-_MIN_HEAD_WIDTH = 20  # enough to recognize the first name
+_MAX_CELL_WIDTH = 60  # a table of five columns fits in about 110, the width of the help
 
 
 def summary(plan: Plan) -> str:
@@ -80,7 +80,7 @@ def _rule_rows(plan: Plan, phase: Phase) -> Iterator[list[str]]:
         names = ", ".join(g for g in Gemm if g in share.products)
         if index is not None and not names:
             names = "- (overridden)" if plan.counts[index] else "- (NO SITE MATCHES)"
-        text = "(no rule)" if index is None else _shorten_rule(plan.policy.rules[index])
+        text = "(no rule)" if index is None else str(plan.policy.rules[index])
         lowerings = "; ".join(share.lowerings) or "-"
         yield [text, str(share.sites), names, f"{share.flops / total:.1%}", lowerings]
 
@@ -156,115 +156,20 @@ def _they_are(number: int) -> str:
     return "it is" if number == 1 else "they are"
 
 
-def sites_table(plan: Plan) -> str:
-    """Every site with its shapes, and if there are rules, which one decides and which it overrides."""
-    header = [
-        "scope",
-        "parameter",
-        "layers",
-        "batch x m x n x k",
-        "GFLOP",
-        "weight",
-        "products",
-        "kind",
-        "block",
-    ]
-    if plan.policy.rules:
-        header += ["phase", "rule", "overrides"] if len(plan.phases) > 1 else ["rule", "overrides"]
-    rows = [header]
-    for site in plan.sites:
-        row = _site_row(site)
-        if not plan.policy.rules:
-            rows.append(row)
-            continue
-        for phase in plan.phases:
-            label = [plan.label(phase)] if len(plan.phases) > 1 else []
-            for run in plan.site_runs(site, phase):
-                layers = _layer_ranges(run) if site.stacks else row[2]
-                share = len(run.layers) / site.count
-                rows.append([
-                    *row[:2], layers, row[3], _gflops(site, share), *row[5:8],
-                    block_text(site, run.layers), *label, *_rule_cells(plan, run),
-                ])  # fmt: skip
-    total = sum(s.total_flops for s in plan.sites)
-    sites = sum(s.count for s in plan.sites)
-    end = f"{count_noun(sites, 'GEMM')}, {total / 1e9:.4g} GFLOP a step in their products\n"
-    notes = (f"{line}\n" for line in (*uncertain_repeats(plan), *unchanged_products(plan)))
-    return "".join((*(f"{line}\n" for line in align_columns(rows)), end, *notes))
-
-
-def _site_row(site: Site) -> list[str]:
-    return [
-        dotted(site.scope.path) or "-",
-        ", ".join(dotted(p.path) for p in site.parameters) or _module_around(site),
-        "x".join(str(s.size) for s in site.stacks) or "-",
-        f"{site.batch} x {site.m} x {site.n} x {site.k}",
-        _gflops(site),
-        site.weight or "-",
-        " ".join(g for g in Gemm if g in site.products) + (" (opaque)" if site.opaque else ""),
-        site.kind.name or "-",
-        block_text(site),
-    ]
-
-
-def _gflops(site: Site, share: float = 1.0) -> str:
-    """The work of one product in a step, in a share of the layers."""
-    return f"{site.flops * site.repeats * share / 1e9:.3g}" if site.repeats else "?"
-
-
-def _module_around(site: Site) -> str:
-    """Of a product of activations: in which module it is."""
-    if site.module is None:
-        return "-"
-    return f"(in {dotted(site.module.path)})" if site.module.path else "(layer not known)"
-
-
-def _rule_cells(plan: Plan, run: PlanRun) -> tuple[str, str]:
-    """The rules that decide about the products of a run, and those they override."""
-    rules = plan.policy.rules
-    products_of: dict[str, list[str]] = {}
-    overridden: dict[int, None] = {}
-    for product in run.products():
-        choice = product.choice
-        text = "kept" if choice.rule is None else _shorten_rule(rules[choice.rule])
-        products_of.setdefault(text, []).append(product.gemm)
-        overridden.update(dict.fromkeys(choice.overridden))
-    one_rule = len(products_of) == 1
-    decided = "; ".join(
-        text if one_rule else f"{text} @ {', '.join(gemms)}" for text, gemms in products_of.items()
-    )
-    return decided, "; ".join(_shorten(rules[index].head) for index in overridden) or "-"
-
-
-def _layer_ranges(run: PlanRun) -> str:
-    """The indices of some layers, as a policy names them."""
-    indices = sorted({run.site.layer_indices(layer) for layer in run.layers})
-    ranges: list[list[tuple[int, ...]]] = []
-    for index in indices:
-        if ranges and (len(index) > 1 or ranges[-1][-1] == (index[0] - 1,)):
-            ranges[-1].append(index)
-        else:
-            ranges.append([index])
-    texts = [[".".join(map(str, i)) for i in (r[0], r[-1])] for r in ranges]
-    return _shorten(", ".join(first if first == last else f"{first}-{last}" for first, last in texts))
-
-
-def _shorten_rule(rule: Rule) -> str:
-    """A rule with its selectors cut, so that the recipe stays visible."""
-    tail = f" -> {rule.tail}"
-    return _shorten(_shorten(rule.head, max(_MAX_RULE_WIDTH - len(tail), _MIN_HEAD_WIDTH)) + tail)
-
-
-def _shorten(text: str, width: int = _MAX_RULE_WIDTH) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
-
-
 def align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows as lines, their cells aligned. Names come from programs, so control characters are escaped."""
-    rows = [[escape_controls(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    """Rows as lines, their cells aligned. A long cell is wrapped at spaces, never cut.
+
+    Names come from programs, so control characters are escaped.
+    """
+    wrapped = [[_wrap_cell(escape_controls(cell)) for cell in row] for row in rows]
+    widths = [max(len(line) for cell in column for line in cell) for column in zip(*wrapped, strict=True)]
+    for row in wrapped:
+        for cells in itertools.zip_longest(*row, fillvalue=""):
+            yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _wrap_cell(text: str) -> list[str]:
+    return textwrap.wrap(text, _MAX_CELL_WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 # ---- JSON

@@ -15,7 +15,8 @@ from jax.extend.core import Primitive
 
 import policyc
 from policyc.compiler.other_products import convolution_flops
-from policyc.compiler.plan_tables import as_json, sites_table, summary, unchanged_products
+from policyc.compiler.plan_tables import as_json, summary, unchanged_products
+from policyc.compiler.site_table import sites_table
 from policyc.compiler.sites import OtherProduct
 from tests.support.jaxpr_tools import find_sites, struct
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policyc
-from policyc.compiler import plan_tables
+from policyc.compiler.site_table import sites_table
 from policyc.models.llama import configs
 from policyc.models.llama import model as llama
 from policyc.models.llama.configs import ConfigError, RunConfig
@@ -223,7 +223,7 @@ def test_a_policy_has_the_same_sites_under_a_document_mask() -> None:
 
     def table(batch: llama.Batch) -> str:
         plan = policyc.plan("attention.* -> mxfp8", lambda p, b: llama.loss(p, b, CONFIG)[0], params(), batch)
-        return plan_tables.sites_table(plan)
+        return sites_table(plan)
 
     assert table(batch) == table(plain)
     assert "scores" in table(batch)

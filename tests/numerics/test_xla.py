@@ -171,14 +171,14 @@ def lowerings(policy: str, **execution: Any) -> list[str]:
     ("format", "backend", "target", "expected"),
     [
         ("nvfp4", "auto", "gb200", "xla, native"),
-        ("nvfp4", "auto", "h200", "emulate, emulated"),
-        ("nvfp4", "auto", None, "emulate, emulated"),
+        ("nvfp4", "auto", "h200", "emulated"),
+        ("nvfp4", "auto", None, "emulated"),
         ("nvfp4", "xla", None, "xla, emulated"),
-        ("nvfp4", "emulate", "gb200", "emulate, emulated"),
+        ("nvfp4", "emulate", "gb200", "emulated"),
         ("mxfp8", "auto", "b300", "xla, native"),
-        ("mxfp4", "auto", "gb300", "emulate, emulated"),
-        ("fp4", "auto", "gb300", "emulate, emulated"),
-        ("fp4", "xla", "gb300", "emulate, emulated"),
+        ("mxfp4", "auto", "gb300", "emulated"),
+        ("fp4", "auto", "gb300", "emulated"),
+        ("fp4", "xla", "gb300", "emulated"),
         ("fp8", "auto", "h100", "xla, native"),
         ("bf16", "auto", "gb200", "-"),
     ],
@@ -190,7 +190,7 @@ def test_what_runs_where(format: str, backend: str, target: str | None, expected
 
 def test_each_gemm_has_its_own_backend() -> None:
     mixed = "* -> split(fprop=nvfp4, dgrad=mxfp4, wgrad=bf16)"
-    assert lowerings(mixed, target="gb200") == ["xla, native", "emulate, emulated", "-"]
+    assert lowerings(mixed, target="gb200") == ["xla, native", "emulated", "-"]
 
 
 def test_an_emulated_gemm_has_a_reason() -> None:
@@ -208,7 +208,7 @@ def test_a_contraction_for_which_no_kernel_is_documented_is_unproven() -> None:
     """Of 48 rows, 64 inputs and 32 outputs, wgrad contracts the rows."""
     assert lowerings("* -> nvfp4", target="gb200") == ["xla, native"] * 2 + ["xla, native, unproven"]
     assert lowerings("* -> mxfp8", target="gb200") == ["xla, native"] * 3
-    assert lowerings("* -> nvfp4", target="h200") == ["emulate, emulated"] * 3
+    assert lowerings("* -> nvfp4", target="h200") == ["emulated"] * 3
     (decision,) = plan("* -> nvfp4", target="gb200").decisions().values()
     assert "a contracted size of 48, but" in decision.lowering(Gemm.WGRAD).doubt
 

@@ -70,6 +70,8 @@ class Lowering:
     def __str__(self) -> str:
         if not self.backend:
             return "-"
+        if self.backend == "emulate":
+            return "emulated"
         doubt = ", unproven" if self.doubt else ""
         return f"{self.backend}, {'native' if self.native else 'emulated'}{doubt}"
 

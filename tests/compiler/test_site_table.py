@@ -1,0 +1,150 @@
+"""The table of sites: what it says, and which layers share a row."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import policyc
+from policyc.compiler.plan import Plan, make_plan
+from policyc.compiler.plan_tables import as_json
+from policyc.compiler.site_table import sites_table
+from policyc.language.loader import parse
+from tests.support.jaxpr_tools import find_sites, struct
+from tests.support.planned_model import SCHEDULE, X, plan_model
+
+
+def test_the_table_of_sites() -> None:
+    assert (
+        sites_table(plan_model("layers -> fp8; layers[1:3].up -> bf16"))
+        == """\
+site         layers  batch x m x n x k  GFLOP     weight  products           kind  rule                    overrides
+layers.up    0,3     1 x 8 x 32 x 16    1.64e-05  rhs     fprop dgrad wgrad  mlp   layers -> fp8           -
+layers.up    1-2     1 x 8 x 32 x 16    1.64e-05  rhs     fprop dgrad wgrad  mlp   layers[1:3].up -> bf16  layers
+layers.down  0-3     1 x 8 x 16 x 32    3.28e-05  rhs     fprop dgrad wgrad  mlp   layers -> fp8           -
+head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad  head  kept                    -
+9 GEMMs, 0.0002458 GFLOP a step in their products
+"""
+    )
+
+
+def test_products_with_different_rules_are_told_apart_and_wrapped() -> None:
+    table = sites_table(plan_model("* -> fp8; head @ bwd -> mxfp8; head @ wgrad -> keep")).splitlines()
+    first, second = (line[table[0].index("rule") :] for line in table[-3:-1])
+    assert first == "* -> fp8 @ fprop; head @ bwd -> mxfp8 @ dgrad; head @ wgrad  *; head @ bwd"
+    assert second == "-> keep @ wgrad"
+
+
+def test_without_rules_the_table_has_no_columns_for_them() -> None:
+    assert (
+        sites_table(plan_model(""))
+        == """\
+site         layers  batch x m x n x k  GFLOP     weight  products           kind
+layers.up    0-3     1 x 8 x 32 x 16    3.28e-05  rhs     fprop dgrad wgrad  mlp
+layers.down  0-3     1 x 8 x 16 x 32    3.28e-05  rhs     fprop dgrad wgrad  mlp
+head         -       1 x 8 x 64 x 16    1.64e-05  rhs     fprop dgrad wgrad  head
+9 GEMMs, 0.0002458 GFLOP a step in their products
+"""
+    )
+
+
+def test_a_schedule_has_a_line_for_each_phase() -> None:
+    table = sites_table(plan_model(SCHEDULE)).splitlines()
+    assert table[0].split()[-3:] == ["phase", "rule", "overrides"]
+    assert [line.partition("wgrad")[2].strip() for line in table if line.startswith("head ")] == [
+        "head  until 10 and until 50%  head -> keep    *",
+        "head  after 10 and until 50%  * -> fp8        -",
+        "head  until 10 and after 50%  head -> keep    *",
+        "head  after 10 and after 50%  * -> fp8        -",
+    ]
+
+
+def scoped_and_opaque(p: Any, x: Any) -> Any:
+    product = jax.custom_vjp(lambda x, w: x @ w)
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: kept)
+    with jax.named_scope("attention"):
+        h = jnp.tanh(x @ x.T)
+    with jax.named_scope("head"):
+        return product(h, p["w"])
+
+
+def test_scopes_activations_and_opaque_sites() -> None:
+    sites = find_sites(scoped_and_opaque, {"w": struct(8, 32)}, X)
+    table = sites_table(make_plan(parse(""), sites)).splitlines()
+    assert [line.split()[:2] for line in table[:3]] == [
+        ["site", "scope"],
+        ["attention", "attention"],
+        ["w", "head"],
+    ]
+    assert table[1].split()[-3:] == ["-", "fprop", "scores"]
+    assert table[2].endswith("rhs     fprop wgrad (opaque)  attention")
+
+
+# ---- layers that share a row
+
+LAYERS, WIDTH = 4, 8
+
+
+def layer(h: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+    return h + jnp.tanh(h @ weights["up"]) @ weights["down"]
+
+
+def scanned(p: Any, x: Any) -> Any:
+    return (lax.scan(lambda h, w: (layer(h, w), None), x * p["scale"], p["layers"])[0] @ p["head"]).sum()
+
+
+def unrolled(p: Any, x: Any) -> Any:
+    x = x * p["scale"]  # so that the first layer has a dgrad
+    for weights in p["layers"]:
+        x = layer(x, weights)
+    return (x @ p["head"]).sum()
+
+
+def plan_layers(policy: str, *, is_scanned: bool) -> Plan:
+    shapes = {"up": (WIDTH, 3 * WIDTH), "down": (3 * WIDTH, WIDTH)}
+    stack: Any = {name: struct(LAYERS, *shape) for name, shape in shapes.items()}
+    if not is_scanned:
+        stack = [{name: struct(*shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
+    params = {"layers": stack, "head": struct(WIDTH, 5), "scale": struct(WIDTH)}
+    return policyc.plan(policy, scanned if is_scanned else unrolled, params, struct(16, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "policy", ["layers -> fp8", "* -> fp8; layers[0], layers[-1] -> bf16", "head -> mxfp8"]
+)
+def test_unrolled_layers_share_the_rows_of_scanned_ones(policy: str) -> None:
+    tables = [sites_table(plan_layers(policy, is_scanned=is_scanned)) for is_scanned in (True, False)]
+    assert tables[0] == tables[1]
+
+
+def test_folded_rows_add_up_to_the_step() -> None:
+    """The column has the work of one product, and every site here has three."""
+    plan = plan_layers("layers[1:] -> fp8", is_scanned=False)
+    rows = [re.split("  +", line) for line in sites_table(plan).splitlines()[1:-1]]
+    assert [row[1] for row in rows] == ["0", "1-3", "0", "1-3", "-"]
+    assert 3 * sum(float(row[3]) for row in rows) == pytest.approx(plan.sites.total_flops / 1e9, rel=0.005)
+
+
+def test_layers_of_different_shapes_have_different_rows() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        for w in p["layers"]:
+            x = x @ w
+        return x.sum()
+
+    sizes = (8, 16, 16, 16, 4)
+    layers = [struct(a, b) for a, b in itertools.pairwise(sizes)]
+    table = sites_table(policyc.plan("* -> fp8", loss, {"layers": layers}, struct(16, 8)))
+    assert [line.split()[1] for line in table.splitlines()[1:-1]] == ["0", "1-2", "3"]
+
+
+def test_json_keeps_every_site() -> None:
+    plan = plan_layers("layers -> fp8", is_scanned=False)
+    names = [site["parameters"] for site in json.loads(as_json(plan))["sites"]]
+    assert names == [[f"layers[{i}].{name}"] for i in range(LAYERS) for name in ("up", "down")] + [["head"]]
