@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import textwrap
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from policyc.base.text import as_ranges, escape_controls
 from policyc.changes.earlier import read_earlier_plan
 from policyc.changes.figures import name_parts
 from policyc.changes.gradient import match_gradients
-from policyc.changes.linears import LinearTable
+from policyc.changes.linears import LinearTable, decisions_that_matter
 from policyc.changes.matching import MatchedLoss, match_losses
 from policyc.changes.model import (
     DiffData,
@@ -22,10 +23,11 @@ from policyc.changes.model import (
     Linear,
     Stack,
     Totals,
+    shorten_path,
 )
 from policyc.changes.predict import Prediction
 from policyc.compiler.idle_rules import idle_rules
-from policyc.compiler.plan import Phase, Plan, make_plan
+from policyc.compiler.plan import Decisions, Phase, Plan, make_plan
 from policyc.compiler.plan_tables import other_products, uncertain_repeats
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
@@ -47,7 +49,7 @@ class DiffRequest:
       phase: the number of the phase.
       is_gradient: compare the gradients of the loss, where dgrad and wgrad show.
       earlier_plan: the path of a plan to compare with, instead of a policy.
-      folder: files of the program are named relative to it.
+      roots: folders that files are named relative to, so that a page that is shared does not name those of a machine.
     """
 
     step: TrainingStep
@@ -59,7 +61,7 @@ class DiffRequest:
     phase: int = 0
     is_gradient: bool = False
     earlier_plan: str | None = None
-    folder: str = field(default_factory=os.getcwd)
+    roots: tuple[str, ...] = field(default_factory=lambda: (os.getcwd(), *sys.path))
 
 
 def build_diff(request: DiffRequest) -> DiffData:
@@ -82,11 +84,12 @@ def build_diff(request: DiffRequest) -> DiffData:
     linears = tuple(table.linears())
     policies = request.before, after.policy
     match = match_gradients if request.is_gradient else _match_losses
+    decisions = [decisions_that_matter(plan, phase) for plan, phase in zip(plans, phases, strict=True)]
     seconds = [prediction.step_seconds for prediction in predictions]
     if earlier is not None:
         seconds[0] = None  # its recipes are not known
     sides = [
-        DiffSide(label=label, policy=policy, seconds=time)
+        DiffSide(label=shorten_path(label, request.roots), policy=policy, seconds=time)
         for label, policy, time in zip(request.labels, policies, seconds, strict=True)
     ]
     return DiffData(
@@ -101,24 +104,38 @@ def build_diff(request: DiffRequest) -> DiffData:
         phase=after.label(phases[1]),
         target="" if request.target is None else request.target.name,
         devices=request.mesh.devices,
+        backends=tuple(sorted(_backends(linears))),
+        batch=_batch(request.step),
         is_gradient=request.is_gradient,
-        matched=None if earlier is not None else match(plans, phases),
+        matched=None if earlier is not None else match(plans, decisions),
+        refused=tuple(note for plan in plans for note in _refused_rules(plan, request.roots)),
         notes=(
-            *(note for plan in plans for note in _unmatched_notes(plan)),
             *uncertain_repeats(after),
             *(f"not in the predicted time: {line}" for line in other_products(after)),
             *(_seed_notes(request.before, after.policy, linears) if earlier is None else earlier.notes),
         ),
-        folder=request.folder,
+        roots=request.roots,
     )
 
 
-def _unmatched_notes(plan: Plan) -> Iterator[str]:
+def _backends(linears: Sequence[Linear]) -> set[str]:
+    """The backends of native products after."""
+    products = (product for linear in linears for run in linear.runs for product in run.products)
+    lowerings = (p.after.state.lowering for p in products if p.after is not None)
+    return {lowering.backend for lowering in lowerings if lowering.native} - {""}
+
+
+def _batch(step: TrainingStep) -> tuple[int, int] | None:
+    return None if step.sequences is None or step.sequence is None else (step.sequences, step.sequence)
+
+
+def _refused_rules(plan: Plan, roots: Sequence[str]) -> Iterator[str]:
     """Rules that do nothing and that `policyc apply` refuses."""
     for diagnostic in idle_rules(plan, hint="only the first loss of the program is compared"):
         if diagnostic.severity is Severity.ERROR:
             rule = escape_controls(textwrap.shorten(diagnostic.span.text, 60, placeholder=" …"))
-            yield f"{diagnostic.span.location}: '{rule}': {diagnostic.message}: {diagnostic.help}"
+            place = shorten_path(diagnostic.span.location, roots)
+            yield f"{place}: '{rule}': {diagnostic.message}: {diagnostic.help}"
 
 
 def _seed_notes(before: Policy | None, after: Policy, linears: Sequence[Linear]) -> tuple[str, ...]:
@@ -140,10 +157,10 @@ def _seed_notes(before: Policy | None, after: Policy, linears: Sequence[Linear])
     return (f"{text}: {effect}",)
 
 
-def _match_losses(plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLoss:
+def _match_losses(plans: Sequence[Plan], decisions: Sequence[Decisions]) -> MatchedLoss:
     before, after = (
-        rewrite(plan.sites, plan.decisions(phase), plan.constant_inputs, RandomSource(seed=plan.policy.seed))
-        for plan, phase in zip(plans, phases, strict=True)
+        rewrite(plan.sites, decided, plan.constant_inputs, RandomSource(seed=plan.policy.seed))
+        for plan, decided in zip(plans, decisions, strict=True)
     )
     return match_losses(plans[1].sites.jaxpr, before, after)
 

@@ -31,6 +31,8 @@ def as_data(diff: DiffData) -> dict[str, Any]:
         "phase": diff.phase,
         "target": diff.target or None,
         "devices": diff.devices,
+        "backends": list(diff.backends),
+        "batch": diff.batch and {"sequences": diff.batch[0], "length": diff.batch[1]},
         "before": writer.side(diff.before),
         "after": writer.side(diff.after),
         "sentence": sentence(diff),
@@ -48,12 +50,12 @@ def as_data(diff: DiffData) -> dict[str, Any]:
         "stacks": [_stack(stack) for stack in diff.stacks],
         "graph": graph_data(graph_of(diff)),
         "overlays": dict(diff.overlays),
-        "notes": list(diff.notes),
+        "notes": [*diff.refused, *diff.notes],
     }
 
 
 def sentence(diff: DiffData) -> str:
-    """The diff in one sentence: "84 of 378 mlp products change; predicted step time -27 % on GB200; 3 emulated."."""
+    """The diff in one sentence: "84 of 378 mlp products change; predicted step time -27 % on 8 GB200 with te."."""
     totals = diff.totals
     group = f"{totals.group} " if totals.group else ""
     parts = [
@@ -64,12 +66,19 @@ def sentence(diff: DiffData) -> str:
     if diff.time_change is not None and diff.target:
         percent = 100 * diff.time_change
         digits = 0 if abs(percent) >= 10 or not percent else 1
-        parts.append(f"predicted step time {percent:+.{digits}f} % on {diff.target.upper()}")
+        parts.append(f"predicted step time {percent:+.{digits}f} % on {describe_machine(diff)}")
     if totals.emulated:
         parts.append(f"{totals.emulated} emulated")
     if totals.opaque:
         parts.append(f"{totals.opaque} opaque")
     return "; ".join(parts) + "."
+
+
+def describe_machine(diff: DiffData) -> str:
+    """What a prediction is for: "8 GB200 with te, 1024 x 8,192 tokens"."""
+    backends = f" with {' and '.join(diff.backends)}" if diff.backends else ""
+    batch = f", {diff.batch[0]:,} x {diff.batch[1]:,} tokens" if diff.batch else ""
+    return f"{diff.devices} {diff.target.upper()}{backends}{batch}"
 
 
 class _Writer:
@@ -113,7 +122,7 @@ class _Writer:
     def _source(self, source: SourceText) -> int:
         if id(source) not in self._source_numbers:
             self._source_numbers[id(source)] = len(self.sources)
-            self.sources.append({"path": source.path, "text": source.text})
+            self.sources.append({"path": self._diff.short_path(source.path), "text": source.text})
         return self._source_numbers[id(source)]
 
     # ---- linears
@@ -131,7 +140,7 @@ class _Writer:
             "k": site.k,
             "kind": site.kind.name or None,
             "weight": site.weight,
-            "place": self._diff.short_place(site.place),
+            "place": self._diff.short_path(site.place),
             "repeats": site.repeats // site.count,
             "flops": site.flops,
             "opaque": site.opaque or None,

@@ -23,7 +23,7 @@ from policyc.changes.matching import (
     StructureTexts,
 )
 from policyc.compiler.hoist import ROUNDING_KEY
-from policyc.compiler.plan import Phase, Plan
+from policyc.compiler.plan import Decisions, Plan
 from policyc.compiler.rewrite import rewrite
 from policyc.compiler.rounding import RandomSource
 from policyc.compiler.sites import Site, Sites
@@ -35,9 +35,9 @@ from policyc.jaxcore.transform import Address
 from policyc.language.recipes import Gemm
 
 
-def match_gradients(plans: Sequence[Plan], phases: Sequence[Phase]) -> MatchedLoss:
-    """Matches the gradients of a loss under two plans."""
-    before, after = (tagged_gradient(plan, phase) for plan, phase in zip(plans, phases, strict=True))
+def match_gradients(plans: Sequence[Plan], decisions: Sequence[Decisions]) -> MatchedLoss:
+    """Matches the gradients of a loss under two plans that decide this."""
+    before, after = itertools.starmap(tagged_gradient, zip(plans, decisions, strict=True))
     return match_tagged(before, after, plans[1].sites)
 
 
@@ -72,8 +72,8 @@ def _tag_sites(sites: Sites, tags: TaggedLoss) -> Iterator[Site]:
         yield replace(site, eqn=tags.tag_site(site.eqn, site.address), origin=origin)
 
 
-def tagged_gradient(plan: Plan, phase: Phase) -> AnyJaxpr:
-    """The gradient of a plan's loss, with a tag on every equation."""
+def tagged_gradient(plan: Plan, decisions: Decisions) -> AnyJaxpr:
+    """The gradient of a plan's loss with these decisions, and with a tag on every equation."""
     sites = plan.sites
     loss_with_tags = tag_loss(sites)
     tagged = replace(
@@ -82,7 +82,7 @@ def tagged_gradient(plan: Plan, phase: Phase) -> AnyJaxpr:
         sites=tuple(_tag_sites(sites, loss_with_tags)),
     )
     source = RandomSource(seed=plan.policy.seed)
-    rewritten = rewrite(tagged, plan.decisions(phase), plan.constant_inputs, source)
+    rewritten = rewrite(tagged, decisions, plan.constant_inputs, source)
     keys = [
         aval for hoisted in rewritten.hoisted if hoisted.content is ROUNDING_KEY for aval in hoisted.avals
     ]

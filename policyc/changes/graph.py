@@ -196,10 +196,10 @@ class _GraphBuilder:
             side=side,
             op=jaxprs.primitive_name(eqn),
             params=short_parameters(eqn),
-            inputs=tuple(_atom(a, names) for a in eqn.invars),
+            inputs=tuple(_atom(a, names) for a in eqn.invars if not _is_rounding_key(eqn, a)),
             outputs=tuple(_output(v, names) for v in eqn.outvars),
             inside=inside,
-            **{"place": self._diff.short_place(jaxprs.source_place(eqn))} | common,
+            **{"place": self._diff.short_path(jaxprs.source_place(eqn))} | common,
         )
         names.readers += [(a, node) for a in eqn.invars if isinstance(a, Var)]
         for var in eqn.outvars:
@@ -253,6 +253,12 @@ def _atom(atom: Any, names: _Names) -> str:
         return names[atom]
     text = str(atom.val).replace("\n", " ")
     return text if len(text) <= _MAX_LITERAL else f"{text[: _MAX_LITERAL - 1]}…"
+
+
+def _is_rounding_key(eqn: JaxprEqn, atom: Any) -> bool:
+    """Is it a word of the key of a site that has it as a constant? It says nothing to a reader."""
+    is_word = isinstance(atom, Literal) and str(atom.aval) == "uint32[]"
+    return is_word and jaxprs.primitive_name(eqn) == "custom_vjp_call"
 
 
 def _output(var: Var, names: _Names) -> str:

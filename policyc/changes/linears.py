@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from policyc.changes.earlier import EarlierPlan
 from policyc.changes.model import Linear, LinearRun, ProductChange, ProductSide, ProductState
 from policyc.changes.predict import Prediction
 from policyc.compiler.linears import LinearLayers, sort_into_linears
-from policyc.compiler.plan import Decision, Phase, Plan, gemm_queries
+from policyc.compiler.plan import Decision, Decisions, Phase, Plan, gemm_queries
 from policyc.compiler.sites import Site
 from policyc.compiler.stacks import Layer
 from policyc.hardware.gemm_cost import product_format
@@ -140,6 +141,24 @@ def kept_state(site: Site, gemm: Gemm) -> ProductState:
     formats = operand_formats(site, gemm)
     wider = max(formats, key=lambda name: FORMATS[name].bits if name in FORMATS else 0)
     return ProductState(format=wider, formats=formats, roles=operand_roles(site, gemm), is_kept=True)
+
+
+def decisions_that_matter(plan: Plan, phase: Phase) -> Decisions:
+    """The decisions of a phase, without recipes that multiply what the program multiplies: `bf16` on a bf16 product.
+
+    The compiler replaces the equation of such a site by an equal one, which is nothing to show.
+    """
+    sites = {site.address: site for site in plan.sites}
+
+    @cache
+    def leave_out(address: Address, decision: Decision) -> Decision:
+        site = sites[address]
+        states = ((product_state(site, decision, gemm), kept_state(site, gemm)) for gemm in site.products)
+        return (
+            replace(decision, recipe=None) if all(a.numerics == b.numerics for a, b in states) else decision
+        )
+
+    return {key: leave_out(key[0], decision) for key, decision in plan.decisions(phase).items()}
 
 
 def operand_roles(site: Site, gemm: Gemm) -> tuple[str, str]:

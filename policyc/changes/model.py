@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,18 @@ class ProductState:
         return zip(self.roles, self.formats, self.options, strict=True)
 
     @property
+    def numerics(self) -> tuple[Any, ...]:
+        """What decides the numbers of a product, which do not depend on the machine.
+
+        A product that multiplies bf16 is the same whether a rule says so or the program does. The recipe f32 multiplies
+        at the highest precision, which a program in float32 need not do.
+        """
+        if self.lowering.backend:
+            return self.formats, self.options, self.seed
+        is_exact = not self.is_kept and "f32" in self.formats
+        return self.formats, is_exact
+
+    @property
     def is_emulated(self) -> bool:
         return bool(self.lowering.backend) and not self.lowering.native
 
@@ -73,19 +86,7 @@ class ProductChange:
         """Does it run in another way? A rule that does the same as another one changes nothing."""
         if self.before is None or self.after is None:
             return True
-        return _numerics(self.before.state) != _numerics(self.after.state)
-
-
-def _numerics(state: ProductState) -> tuple[Any, ...]:
-    """What decides the numbers of a product, which do not depend on the machine.
-
-    A product that multiplies bf16 is the same whether a rule says so or the program does. The recipe f32 multiplies at
-    the highest precision, which a program in float32 need not do.
-    """
-    if state.lowering.backend:
-        return state.formats, state.options, state.seed
-    is_exact = not state.is_kept and "f32" in state.formats
-    return state.formats, is_exact
+        return self.before.state.numerics != self.after.state.numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,13 +206,19 @@ class DiffData:
     phase: str = "always"
     target: str = ""
     devices: int = 1
+    backends: tuple[str, ...] = ()
+    """Those that run products natively after."""
+    batch: tuple[int, int] | None = None
+    """The number of sequences per step and their length, if they are known."""
     is_gradient: bool = False
     matched: MatchedLoss | None = None
     """None if the equations of a side are not known: those of an earlier plan."""
     overlays: Mapping[str, Any] = field(default_factory=dict)
+    refused: tuple[str, ...] = ()
+    """Rules because of which `policyc apply` refuses a policy."""
     notes: tuple[str, ...] = ()
-    folder: str = ""
-    """Files of the program are named relative to it."""
+    roots: tuple[str, ...] = ()
+    """Folders that files are named relative to."""
 
     @property
     def differs(self) -> bool:
@@ -219,9 +226,9 @@ class DiffData:
         matches = () if self.matched is None else self.matched.all_matches()
         return self.totals.changed > 0 or any(match.reason is not None for match in matches)
 
-    def short_place(self, place: str) -> str:
-        """A place in the program, relative to the folder if it is inside."""
-        return place.removeprefix(f"{self.folder}{os.sep}") if self.folder else place
+    def short_path(self, path: str) -> str:
+        """A path, or a place in a file, without the folders of this machine."""
+        return shorten_path(path, self.roots)
 
     @property
     def time_change(self) -> float | None:
@@ -229,3 +236,19 @@ class DiffData:
         if self.before.seconds is None or self.after.seconds is None:
             return None
         return self.after.seconds / self.before.seconds - 1
+
+
+_PATH_IN_WORD = re.compile(rf"(?<![^=]){re.escape(os.sep)}[^=]*$")
+
+
+def shorten_path(path: str, roots: Sequence[str]) -> str:
+    """An absolute path relative to the innermost of the roots that it is in, or the file's name alone.
+
+    A relative path stays as it is. Of a word like `--data=/home/me/data`, the path is shortened.
+    """
+
+    def shorten(match: re.Match[str]) -> str:
+        inside = [path for root in roots if (path := match[0].removeprefix(f"{root}{os.sep}")) != match[0]]
+        return min(inside, key=len, default=os.path.basename(match[0].rstrip(os.sep)))
+
+    return _PATH_IN_WORD.sub(shorten, path)

@@ -36,7 +36,13 @@ def read_stats(folder: Path, diff: DiffData) -> dict[str, Any]:
             operands.append({"linear": number, **{key: row.get(key) for key in keys}})
         else:
             cosines.append({"linear": number, "layer": row.get("layer"), "cosine": row.get("cosine")})
-    return {"run": str(folder), "step": step, "operands": operands, "cosines": cosines, "unknown": unknown}
+    return {
+        "run": diff.short_path(str(folder)),
+        "step": step,
+        "operands": operands,
+        "cosines": cosines,
+        "unknown": unknown,
+    }
 
 
 def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
@@ -67,7 +73,7 @@ def read_compiled(path: Path, diff: DiffData) -> dict[str, Any]:
             }
         )
     return {
-        "file": str(path),
+        "file": diff.short_path(str(path)),
         "target": data.get("target"),
         "devices": data.get("devices"),
         "products": products,

@@ -211,7 +211,7 @@ class SiteIndex:
             run = self._diff.linears[place[0]].run_at(place[1])
             attributes |= {"linear": place[0], "layer": place[1]}
             if run is not None:  # equations that the rewrite added have no place of their own in the program
-                attributes["place"] = self._diff.short_place(run.site.place)
+                attributes["place"] = self._diff.short_path(run.site.place)
         if match.product:
             attributes["product"] = match.product
         if match.readers:

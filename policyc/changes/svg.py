@@ -145,7 +145,7 @@ def describe_cell(diff: DiffData, linear: Linear, run: LinearRun, product: Produ
             lines.append(f"  {span.source.path}:{span.line}: {policy.rules[side.rule]}")
     if site.opaque:
         lines.append(f"opaque: {site.opaque}")
-    return "\n".join([*lines, diff.short_place(site.place)])
+    return "\n".join([*lines, diff.short_path(site.place)])
 
 
 def _draw_legend(diff: DiffData, y: float, parts: list[str]) -> float:

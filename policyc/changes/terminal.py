@@ -50,7 +50,7 @@ def render_summary(diff: DiffData, paint: Paint = plain, width: int = WIDTH) -> 
 
 def _render_head(diff: DiffData, paint: Paint, width: int) -> Iterator[str]:
     yield from (paint("header", line) for line in _wrap(sentence(diff), width))
-    for note in diff.notes:
+    for note in (*diff.refused, *diff.notes):
         yield from (paint("dim", line) for line in _wrap(f"note: {note}", width))
 
 
@@ -231,7 +231,12 @@ class EquationLines:
             if data.get("product") and str(product.gemm) != data["product"]:
                 continue
             for side, value in enumerate((product.before, product.after)):
-                if value is not None and value.rule is not None and not value.state.is_kept:
+                if (
+                    value is not None
+                    and value.rule is not None
+                    and not value.state.is_kept
+                    and product.is_changed
+                ):
                     gemms_of.setdefault((side, value.rule), []).append(product.gemm)
         return [self._rule_line(side, rule, gemms) for (side, rule), gemms in gemms_of.items()]
 

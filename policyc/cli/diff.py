@@ -152,9 +152,10 @@ def diff(
     earlier_plan = os.path.abspath(compare.vs) if compare.vs and compare.vs.endswith(".json") else None
     loaded = load_policy(policy)
     before = load_policy(compare.vs) if compare.vs and not earlier_plan else None
-    folder = os.getcwd()
+    roots = (os.getcwd(), *(os.path.dirname(os.path.abspath(word)) for word in program[:1]), *sys.path)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is executed, so JAX need not look for a GPU
     from policyc.changes.build import DiffRequest, build_diff
+    from policyc.changes.model import shorten_path
     from policyc.compiler.plan import make_plan
 
     with exit_on_error():
@@ -163,14 +164,14 @@ def diff(
         request = DiffRequest(
             step=traced,
             before=before,
-            labels=(compare.vs if before and compare.vs else "no policy", policy),
-            program=step.config or " ".join(program),
+            labels=(compare.vs or "no policy", policy),
+            program=step.config or " ".join(shorten_path(word, roots) for word in program),
             target=execution.target,
             mesh=step.mesh_shape(),
             phase=compare.phase,
             is_gradient=compare.grad,
             earlier_plan=earlier_plan,
-            folder=folder,
+            roots=roots,
         )
         data = _add_overlays(build_diff(request), compare)
     _write(data, output)
@@ -246,5 +247,6 @@ def _render(data: DiffData, output: OutputOptions) -> str:
         return as_dot(data)
     from policyc.changes.terminal import render, render_stat
 
+    data = dataclasses.replace(data, refused=())  # they are printed as errors
     width = max(_MIN_WIDTH, shutil.get_terminal_size().columns)  # 80 unless the output is a terminal
     return (render if output.equations else render_stat)(data, paint, width)

@@ -142,7 +142,7 @@ def test_products_that_are_no_gemms_are_named() -> None:
 
 def test_places_are_relative_to_the_folder() -> None:
     folder = Path(__file__).parents[2]
-    data = json.loads(as_json(make_diff(unrolled, UNROLLED, KEEP_LAST, folder=str(folder))))
+    data = json.loads(as_json(make_diff(unrolled, UNROLLED, KEEP_LAST, roots=(str(folder),))))
     places = {run["place"] for row in data["linears"] for run in row["runs"]}
     places |= {node["place"] for node in data["graph"]["nodes"] if "place" in node}
     assert {place.rpartition(":")[0] for place in places} == {"tests/support/diff_models.py"}

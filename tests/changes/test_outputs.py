@@ -130,6 +130,26 @@ def test_hostile_names_stay_text(hostile: DiffData) -> None:
     ElementTree.fromstring(picture)
 
 
+def test_a_rule_that_says_what_the_program_does_changes_no_equation() -> None:
+    diff = make_diff(unrolled, UNROLLED, "* -> bf16")
+    assert not diff.differs
+    assert render(diff).splitlines()[0].startswith("none of 41 products change")
+    assert not re.search("^[-+@]", render(diff), re.MULTILINE)
+    for is_gradient in (False, True):
+        diff = make_diff(unrolled, UNROLLED, "* -> bf16; layers[:2].up -> nvfp4", is_gradient=is_gradient)
+        equations = render(diff).partition("unchanged\n")[2]
+        assert "up fprop" in equations
+        assert "-> bf16" not in equations
+        assert "down" not in equations
+
+
+def test_equations_have_no_words_of_rounding_keys() -> None:
+    """A site that no extra input reaches has its key as two constants, which say nothing to a reader."""
+    text = render(make_diff(unrolled, UNROLLED, "head -> nvfp4(sr=grad)"))
+    assert re.search(r"^\+ .* = custom_vjp_call( [a-z]+)+$", text, re.MULTILINE)
+    assert not re.search(r"custom_vjp_call.* \d", text)
+
+
 # ---- pictures
 
 

@@ -41,7 +41,7 @@ def plain_gradient(plan: Plan) -> Any:
 def match_plans(plan: Plan, policy: str = "") -> MatchedLoss:
     """Matches the gradients of a loss under another policy and under that of a plan."""
     before = make_plan(parse(policy) if policy else Policy(), plan.sites)
-    sides = [tagged_gradient(p, p.phases[0]) for p in (before, plan)]
+    sides = [tagged_gradient(p, p.decisions(p.phases[0])) for p in (before, plan)]
     matched = match_tagged(sides[0], sides[1], plan.sites)
     check_level(matched.loss.matches, sides[0], sides[1])
     return matched
@@ -61,7 +61,7 @@ def check_level(matches: tuple[Match, ...], before: Any, after: Any) -> None:
 
 def check_gradient(plan: Plan) -> None:
     before = make_plan(Policy(), plan.sites)
-    tagged = tagged_gradient(before, before.phases[0])
+    tagged = tagged_gradient(before, before.decisions(before.phases[0]))
     assert jaxprs.fingerprint(tagged) == jaxprs.fingerprint(plain_gradient(plan))
     matched = match_plans(plan)
     products = {
