@@ -16,12 +16,13 @@ from typing import Any, cast
 import click
 
 from policyc import __version__
+from policyc.cli.common import COMPLETE_VARIABLE
 
 COMMAND_GROUPS = {
     "Policies": ("show", "lint", "fmt", "explain"),
     "Programs": ("sites", "diff", "apply", "estimate", "compile"),
     "Experiments": ("train", "generate", "sweep", "report"),
-    "Tools": ("quantize", "targets", "data"),
+    "Tools": ("quantize", "targets", "data", "completion"),
 }
 """The commands in the order of the help. `NAME` is the function of that name in the module `policyc.cli.NAME`."""
 
@@ -47,6 +48,8 @@ class LazyGroup(click.Group):
         from policyc.base.text import did_you_mean
 
         name = args[0]
+        if ctx.resilient_parsing and name not in COMMANDS:  # a shell completes, and must see no error
+            return None, None, args
         if name not in COMMANDS and not name.startswith("-"):
             help = did_you_mean(name, COMMANDS) or "'policyc --help' lists them all"
             raise click.UsageError(f"no command is named '{name}': {help}", ctx)
@@ -101,6 +104,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # print '?' where the encoding lacks a character
+    if COMPLETE_VARIABLE in os.environ:
+        from policyc.cli import shells  # noqa: F401
     cli.main(prog_name="policyc")
 
 

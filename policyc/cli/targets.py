@@ -25,32 +25,32 @@ _FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
     policyc targets gb200 --format xla       one GPU as XLA's deviceless compiler reads it
     """,
 )
-@click.argument("name", required=False)
+@click.argument("gpu", required=False, metavar="[GPU]")
 @format_option(
-    "table", "json", "xla", help="Output format. 'xla' prints XLA's description of one GPU: it needs NAME."
+    "table", "json", "xla", help="Output format. 'xla' prints XLA's description of one GPU: it needs GPU."
 )
-def targets(name: str | None, output_format: str) -> None:
+def targets(gpu: str | None, output_format: str) -> None:
     """List the GPUs that policyc knows.
 
-    For each GPU: its native formats, their peak speeds, its memory and its links. NAME selects one GPU, such as gb200.
+    For each GPU: its native formats, their peak speeds, its memory and its links. GPU selects one, such as gb200.
     The default is all of them.
     """
     from policyc.hardware import gpus
     from policyc.numerics.targets import TARGETS, get_target
 
     try:
-        selected = list(TARGETS.values()) if name is None else [get_target(name)]
+        selected = list(TARGETS.values()) if gpu is None else [get_target(gpu)]
     except KeyError as missing:
         raise click.UsageError(str(missing.args[0])) from None
     if output_format == "xla":
-        if name is None:
+        if gpu is None:
             raise click.UsageError(
                 f"--format xla needs the name of one target: policyc targets {selected[0].name} --format xla"
             )
         click.echo(gpus.read_description(selected[0]), nl=False)
     elif output_format == "json":
         data = [_as_data(target) for target in selected]
-        click.echo(json.dumps(data if name is None else data[0], indent=2))
+        click.echo(json.dumps(data if gpu is None else data[0], indent=2))
     else:
         _print_table(selected)
 
