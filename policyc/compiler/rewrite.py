@@ -7,7 +7,7 @@ of one jaxpr quantize alike is quantized once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -144,7 +144,15 @@ class SiteRewriter(Transform):
     # ---- for Transform
 
     def key(self, position: Position) -> Hashable | None:
+        """Everything that decides a rewrite below a position, beside the equations there; None if all are kept.
+
+        The only key: those of the traced sites add their equation to it.
+        """
         depth = len(position.address)
+
+        def below(addresses: Iterable[Address]) -> Hashable:
+            return tuple(a[depth:] for a in addresses if len(a) > depth)
+
         sites = self._sites_under.get(position.address, ())
         recipes = [self._open_recipes(site, position) for site in sites]
         if not any(recipe is not None for by_layer in recipes for recipe in by_layer):
@@ -157,13 +165,21 @@ class SiteRewriter(Transform):
                 site.number,
                 site.products,
                 site.takes_extra_inputs,
-                tuple(s.address[depth:] for s in site.stacks if s.address not in position.iterations),
-                self._extra_input_key(site, position.address),
+                below(s.address for s in site.stacks),
+                below(s.address for s in site.loops) if self._takes_rounding_key(site) else None,
+                below(site.origin.scans) if site.origin and site.address in self._hoisted else None,
                 by_layer,
             )
             for site, by_layer in zip(sites, recipes, strict=True)
         )
         return self._source.seed, parts
+
+    def _equation_key(self, site: Site, position: Position) -> Hashable:
+        """Equal for sites that become the same equations."""
+        params = sorted(
+            (k, v if isinstance(v, tuple | int | type(None)) else repr(v)) for k, v in site.eqn.params.items()
+        )
+        return self.key(position), tuple(a.aval for a in site.eqn.invars), tuple(params), site.eqn.ctx
 
     def _open_recipes(self, site: Site, position: Position) -> tuple[SiteRecipe | None, ...]:
         """What happens to the layers of a site that are not fixed yet."""
@@ -172,16 +188,6 @@ class SiteRewriter(Transform):
             for s in site.stacks
         ]
         return tuple(self.site_recipe(site.address, layer) for layer in itertools.product(*ranges))
-
-    def _extra_input_key(self, site: Site, address: Address) -> Hashable:
-        """Everything that decides the extra inputs of a site, seen from the jaxpr at `address`."""
-        loops: Hashable = None
-        if self._takes_rounding_key(site):
-            loops = tuple(s.address[len(address) :] for s in site.loops if len(s.address) > len(address))
-        if site.address not in self._hoisted or site.origin is None:
-            return loops
-        slicing = tuple(a[len(address) :] for a in site.origin.scans if len(a) > len(address))
-        return loops, slicing
 
     def _takes_rounding_key(self, site: Site) -> bool:
         """Does it need an extra input that tells its layer or its step from the others?"""
@@ -212,7 +218,7 @@ class SiteRewriter(Transform):
             return None
         site_recipe = self._recipe_at(site, position)
         assert site_recipe is not None, "a site that is kept has no key"
-        template = self._template(site, site_recipe, shared)
+        template = self._template(site, site_recipe, position, shared)
         inputs = tuple(
             BoundInput.new(ExtraInput(site.address, content, avals)) for content, avals in template.extra
         )
@@ -231,22 +237,17 @@ class SiteRewriter(Transform):
 
     # ---- sites
 
-    def _template(self, site: Site, site_recipe: SiteRecipe, shared: SharedActivation | None) -> SiteTemplate:
-        hoisted = site.address in self._hoisted
-        is_random = any(t.rounding != "rne" for t in site_recipe.recipe.treatments)
-        has_rounding_key = is_random and self._takes_rounding_key(site)
-        key = (
-            *_site_key(site, site_recipe),
-            hoisted,
-            shared is not None,
-            has_rounding_key,
-            site.takes_extra_inputs,
-        )
+    def _template(
+        self, site: Site, site_recipe: SiteRecipe, position: Position, shared: SharedActivation | None
+    ) -> SiteTemplate:
+        key = (self._equation_key(site, position), shared is not None)
         if key not in self._templates:
+            hoisted = site.address in self._hoisted
             weight = make_quantizer(site, site_recipe, site.weight) if hoisted and site.weight else None
+            is_random = any(t.rounding != "rne" for t in site_recipe.recipe.treatments)
             inputs = SiteInputs(
                 weight=weight if weight is not None and weight.avals else None,
-                has_rounding_key=has_rounding_key,
+                has_rounding_key=is_random and self._takes_rounding_key(site),
                 activation=None if shared is None else shared.quantizer,
                 constant_key=self._source.site_key(site),
             )
@@ -267,31 +268,31 @@ class SiteRewriter(Transform):
     def share(self, jaxpr: AnyJaxpr, position: Position) -> Mapping[Address, SharedActivation]:
         """The activations that several sites of a jaxpr quantize alike, by the addresses of these sites."""
         groups: dict[tuple[Var, Hashable], SharedActivation] = {}
-        for activation, sites in self._sites_by_activation(jaxpr, position).items():
-            for site, site_recipe in sites if len(sites) > 1 else ():
-                quantizer = self._activation_quantizer(site, site_recipe)
+        for activation, positions in self._positions_by_activation(jaxpr, position).items():
+            for here in positions if len(positions) > 1 else ():
+                quantizer = self._activation_quantizer(here)
                 if quantizer.avals:
                     key = (activation, quantizer.structural_key)
                     group = groups.setdefault(key, SharedActivation(activation, quantizer))
-                    group.readers.append(site.address)
+                    group.readers.append(here.address)
         return {a: group for group in groups.values() if len(group.readers) > 1 for a in group.readers}
 
-    def _sites_by_activation(
-        self, jaxpr: AnyJaxpr, position: Position
-    ) -> dict[Var, list[tuple[Site, SiteRecipe]]]:
-        """The sites of a jaxpr that are quantized at a position, and their recipes, by the activation they read."""
-        readers: dict[Var, list[tuple[Site, SiteRecipe]]] = {}
+    def _positions_by_activation(self, jaxpr: AnyJaxpr, position: Position) -> dict[Var, list[Position]]:
+        """The sites of a jaxpr that are quantized at a position, by the activation they read."""
+        readers: dict[Var, list[Position]] = {}
         for number in range(len(jaxprs.equations(jaxpr))):
-            site = self.sites.get((*position.address, number))
-            if site is None:
-                continue
-            site_recipe, activation = self._recipe_at(site, position), _activation(site)
-            if site_recipe is not None and activation is not None:
-                readers.setdefault(activation, []).append((site, site_recipe))
+            here = position.enter(number)
+            site = self.sites.get(here.address)
+            activation = None if site is None else _activation(site)
+            if site is not None and activation is not None and self._recipe_at(site, here) is not None:
+                readers.setdefault(activation, []).append(here)
         return readers
 
-    def _activation_quantizer(self, site: Site, site_recipe: SiteRecipe) -> Quantizer:
-        key = _site_key(site, site_recipe)
+    def _activation_quantizer(self, position: Position) -> Quantizer:
+        site = self.sites[position.address]
+        site_recipe = self._recipe_at(site, position)
+        assert site_recipe is not None, "a site that is kept quantizes nothing"
+        key = self._equation_key(site, position)
         if key not in self._activation_quantizers:
             operand: Literal["lhs", "rhs"] = "rhs" if site.weight == "lhs" else "lhs"
             self._activation_quantizers[key] = make_quantizer(site, site_recipe, operand)
@@ -304,18 +305,6 @@ def _activation(site: Site) -> Var | None:
         return None
     operand = site.eqn.invars[1 if site.weight == "lhs" else 0]
     return operand if isinstance(operand, Var) else None
-
-
-def _site_key(site: Site, site_recipe: SiteRecipe) -> tuple[Hashable, ...]:
-    """Everything that decides the equations of a site, except its extra inputs."""
-    eqn = site.eqn
-    avals = tuple(a.aval for a in eqn.invars)
-    params = tuple(
-        sorted((k, v if isinstance(v, tuple | int | type(None)) else repr(v)) for k, v in eqn.params.items())
-    )
-    return (
-        site.number, avals, params, site.weight, site.products, site_recipe, site.axis_env, eqn.ctx,
-    )  # fmt: skip
 
 
 def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> Callable[..., Any]:
