@@ -55,7 +55,7 @@ SUFFIXES = (".py", ".pyi", ".pyx", ".rst", ".md", ".txt")
 SIZES = range(256, 200_001)
 """Bytes of a document. Shorter files say little; longer ones are mostly tables or generated."""
 LEAST_LETTERS = 0.5
-"""Of the bytes of a document: a file with fewer is a table of numbers."""
+"""Fraction of a document's bytes that must be letters: a file with fewer is a table of numbers."""
 VALIDATION = 0.01
 """Part of the documents that is for validation."""
 SAMPLE = 0.125

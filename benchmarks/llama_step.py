@@ -4,7 +4,8 @@
 
 On a GPU it is the 1b configuration at sequence 4096. Unless a layout of the step (batch, remat, scan) is given, several
 are tried in bf16 and the fastest is taken. On a CPU it is a tiny model, to try the script. The policies run one after
-the other on one training state, so that they need no more memory than one. Of the extra train it needs optax and grain.
+the other on one training state, so that they need no more memory than one. It needs optax and
+grain, of the extra `train`.
 """
 
 from __future__ import annotations

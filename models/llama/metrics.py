@@ -35,7 +35,7 @@ PEAKS = {"GB300": 2450, "GB200": 2450, "B300": 2250, "B200": 2250, "H200": 989, 
 def flops_per_token(config: ModelConfig, sequence: int) -> int:
     """Forward and backward: 6 for each weight of a GEMM, and attention's two products, half of which are masked.
 
-    Of the experts, only those of a token count.
+    Only the experts that a token is routed to count.
     """
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     hidden = config.hidden * (config.experts_per_token if config.experts else 1)

@@ -37,7 +37,7 @@ except KeyboardInterrupt:
     sys.exit(130)
 
 
-# Errors of writing that are no fault of the program, and what to do about them.
+# Errors of writing that the program did not cause, and what to do about them.
 MAKE_ROOM = "make room: the same command resumes from the last checkpoint"
 CHANGE_FOLDER = "choose another folder with --out"
 STORAGE_ERRORS = {

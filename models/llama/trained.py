@@ -33,7 +33,7 @@ class Codec(Protocol):
 
 
 class ByteCodec:
-    """Every byte is a token. Tokens that are no bytes have no text."""
+    """Every byte is a token. Tokens beyond the bytes have no text."""
 
     end = data.END
 

@@ -14,14 +14,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import networkx as nx
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from policyc.base.text import as_ranges
 from policyc.changes.matching import Match, MatchedJaxpr
 from policyc.changes.model import DiffData
 from policyc.changes.scopes import Nesting, ScopeTree, SiteIndex, renamed_results, scope_results
 from policyc.jaxcore import jaxprs
-from policyc.jaxcore.jaxprs import DropVar
 
 _MAX_LITERAL = 24  # characters of a literal in the text of an equation
 _CONTAINER_PARAMETERS = ("name", "length", "reverse", "unroll")
@@ -267,7 +266,7 @@ def _output(var: Var, names: _Names) -> str:
 
 
 def short_parameters(eqn: JaxprEqn) -> str:
-    """The parameters that say what an equation computes, in one line. Of a container, its name and its iterations."""
+    """The parameters that say what an equation computes, in one line; for a container, its name and iterations."""
     names = _CONTAINER_PARAMETERS if jaxprs.sub_jaxprs(eqn) else eqn.params
     words = []
     for name in names:

@@ -232,7 +232,7 @@ class SiteIndex:
                 yield place[1]
 
     def unrolled_layer(self, match: Match) -> tuple[str, int] | None:
-        """The stack and the layer of a site that is no part of a scan."""
+        """The stack and the layer of a site outside of any scan."""
         place = self._locate(match.address, match)
         if place is None or place[1] is None or self._diff.scans[match.address]:
             return None

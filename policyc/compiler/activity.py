@@ -1,7 +1,7 @@
 """Which GEMMs get a cotangent: a backward pass over a loss, from its differentiated results.
 
 Together with the forward pass of `analysis` (through which variables a tangent flows) it tells which backward products
-the gradient has: none behind `stop_gradient`, rounding or comparisons, and none in auxiliary results.
+the gradient has: none before a `stop_gradient`, rounding or comparisons, and none in auxiliary results.
 """
 
 from __future__ import annotations

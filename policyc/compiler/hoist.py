@@ -101,7 +101,7 @@ ROUNDING_KEY = RoundingKey()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewrittenLoss:
-    """A loss with the inputs of the original, and behind them those that `extra_inputs` computes.
+    """A loss with the inputs of the original, followed by those that `extra_inputs` computes.
 
     Attributes:
       hoisted: the additional inputs.

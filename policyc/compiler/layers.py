@@ -202,7 +202,7 @@ class LayerIndices:
                 places = self._places.find(parameter.path, axis, size, [s.address for s in table.stacks])
                 slots.append(IndexSlot(places, size, table, axis))
             elif slots:
-                continue  # behind the axis of layers it is one of experts or heads, which have no index
+                continue  # after the layer axis come those of experts or heads, which have no index
             elif (firsts := _first_indices(axis, axes_by_layer)) is None:
                 unknown = f"one product reads several of the {size} members of axis {axis} at once"
             elif not has_index and any(

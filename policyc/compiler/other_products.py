@@ -24,7 +24,7 @@ _CALLS = {"ffi_call": "FFI call", "tpu_custom_call": "TPU kernel", "cudnn_fusion
 
 
 def kind_and_name(eqn: JaxprEqn) -> tuple[str, str] | None:
-    """What kind of product an equation is that is no site; None if it is no product, or a GEMM."""
+    """The kind of a product that is not a site; None for a GEMM and for what is not a product."""
     name = jaxprs.primitive_name(eqn)
     if name == "conv_general_dilated":
         return "convolution", name

@@ -204,11 +204,6 @@ class Plan:
                 counts[rule] += bool(products & self._site_at[address].products)
         return tuple(counts)
 
-    @property
-    def quantizes(self) -> bool:
-        """Does any phase change anything?"""
-        return any(d.recipe is not None for phase in self.phases for d in self.decisions(phase).values())
-
     @cached_property
     def resolved(self) -> tuple[Recipe, ...]:
         """The recipe of each rule, with names resolved."""

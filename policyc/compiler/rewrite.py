@@ -1,6 +1,6 @@
 """jaxpr + Plan -> jaxpr: replaces sites by quantized GEMMs, and touches no other equation.
 
-The result has the inputs of the original, and behind them the extra inputs of `hoist`. An activation that several sites
+The result has the inputs of the original, followed by the extra inputs of `hoist`. An activation that several sites
 of one jaxpr quantize alike is quantized once.
 """
 
@@ -84,7 +84,7 @@ class SharedActivation:
 
 @dataclass(frozen=True, slots=True)
 class SiteInputs:
-    """What a quantized GEMM takes behind the operands of its equation, in this order.
+    """What a quantized GEMM takes after the operands of its equation, in this order.
 
     `constant_key` is its rounding key if it takes none.
     """

@@ -54,7 +54,7 @@ class Session:
     """Where the program puts its results."""
     plans: list[Plan] = field(default_factory=list)
     recorders: dict[Any, Any] = field(default_factory=dict)
-    """Of telemetry: one for each loss that was measured."""
+    """Telemetry recorders, one per measured loss."""
     refusal: PolicyError | None = None
     """Why the policy could not be applied to a loss. Stays set if the program catches the exception."""
     saw_forward_mode: bool = False

@@ -103,7 +103,7 @@ class Site:
     stacks: tuple[Stack, ...] = ()
     """The stacks whose layers a policy can tell apart here: those that its weight, or else its scope, is indexed by."""
     module: PathTemplate | None = None
-    """Of a product of activations: the module whose weights made its operands. Without a path, it is not known."""
+    """The module whose weights made the operands of a product of activations. Without a path, it is not known."""
     loops: tuple[Stack, ...] = ()
     """All scans over layers around it. A weight that all iterations share is in a loop without being in a stack."""
     weight: Weight
@@ -211,12 +211,12 @@ class Site:
 
     @property
     def flops(self) -> int:
-        """Of one product of one layer, once."""
+        """FLOPs of one product in one layer, for one execution."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
     def total_flops(self) -> int:
-        """Of all its products in a step."""
+        """FLOPs of all its products in a step."""
         return self.flops * self.repeats * len(self.products)
 
     def attributes(self, layer: Layer) -> SiteAttributes:
@@ -306,12 +306,12 @@ class Sites:
 
     @property
     def total_flops(self) -> int:
-        """Of all products in a step whose FLOPs are known."""
+        """FLOPs of all products in a step, as far as they are known."""
         return sum(s.total_flops for s in self.sites) + sum(o.flops or 0 for o in self.others)
 
     @cached_property
     def hash(self) -> str:
-        """Of the loss itself: equal for equal computations, whatever their variables are called."""
+        """A hash of the loss: equal for equal computations, whatever their variables are called."""
         return jaxprs.fingerprint(self.jaxpr)
 
 

@@ -133,9 +133,9 @@ def _frozen_weights(
 ) -> dict[Var, FrozenWeight]:
     """The variables of a jaxpr that are leaves of arguments which are not differentiated.
 
-    `inputs` has None for those that are differentiated: these are no frozen weights, even where the program passes the
+    `inputs` has None for those that are differentiated: these are not frozen weights, even where the program passes the
     same array twice, as a reference model is at first. Only trees of arrays count, and not those whose name says that
-    they hold data: a batch is no weight.
+    they hold data: a batch is not a weight.
     """
     trees = [(n, t) for n, t in fixed.items() if n.casefold() not in DATA_NAMES and not _is_leaf(t)]
     if not trees:

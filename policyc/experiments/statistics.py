@@ -18,7 +18,7 @@ from scipy.special import nctdtr, nctdtrinc, stdtr, stdtrit
 
 Array = NDArray[np.float64]
 
-_MOST_SEEDS = 1000  # nobody runs more: a larger number is no advice
+_MOST_SEEDS = 1000  # nobody runs more, so a larger number does not help
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -208,7 +208,7 @@ def _compile(lowered: Lowered, start: float) -> _CompiledProgram:
     """Compiles a lowered function whose tracing began at `start`."""
     options = _COMPILER_OPTIONS | memory_options(os.environ)
     traced = time.perf_counter()
-    # Else the garbage collector goes through all that was traced, again and again while kernels are built.
+    # Otherwise the garbage collector scans everything that was traced, repeatedly, while kernels are built.
     gc.freeze()
     try:
         executable = lowered.compile(compiler_options=options)

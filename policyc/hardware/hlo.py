@@ -274,7 +274,7 @@ def _find_slices(body: Computation, name: str) -> list[Instruction] | None:
 
 
 def _updates_in_place(body: Computation, instruction: Instruction, name: str) -> bool:
-    """Whether an instruction writes a slice of an array that is a result of the fusion. Else it reads all of it."""
+    """Whether an instruction only writes a slice of an array that is a result of the fusion, and reads none of it."""
     return (
         instruction.opcode == _UPDATE
         and instruction.operands[0] == name

@@ -1,4 +1,4 @@
-"""Activations that a step saves for its backward pass: the bytes that it moves more because layers are in a scan.
+"""Activations that a step saves for its backward pass: extra bytes moved because the layers are scanned.
 
 A scan saves the activations of all layers in stacks. JAX fills a stack with zeros, and XLA copies each layer into it:
 kernels of their own, under every policy. Layers that are not in a scan have no stacks.
@@ -29,7 +29,8 @@ def stacked_bytes(step: TrainingStep, mesh: MeshShape) -> float:
     groups = [g for g in step.groups() if g.site.loops and g.site.weight is not None]
     total = sum(group.count * _saved_bytes(group, mesh, step.remat, readers) for group in groups)
     if groups and step.block is not None:
-        # If GEMMs run again, the input of each layer is saved. Else the output of attention, which is no GEMM here.
+        # If GEMMs are recomputed, the input of each layer is saved; otherwise the output of attention, which is not a
+        # GEMM here.
         width = step.block.width if step.remat in RECOMPUTES_GEMMS else step.block.heads_width / mesh.tensor
         total += BF16_BYTES * microbatch_tokens(step.plan) / mesh.token_shards * step.block.layers * width
     return total

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, set_current_trace
 
 from policyc.jaxcore.internals import ad, core, partial_eval
 
@@ -181,7 +181,7 @@ def trace_of(value: Any) -> Iterator[None]:
     if not is_from_outer_trace(value):
         yield
         return
-    with core.set_current_trace(value._trace):
+    with set_current_trace(value._trace):
         yield
 
 
@@ -223,15 +223,15 @@ class _WatchedEvaluation(_EvalTrace):  # type: ignore[misc]  # JAX's methods hav
     # JAX 0.10 evaluates these functions outside of any trace.
 
     def process_call(self, *args: Any, **params: Any) -> Any:
-        with core.set_current_trace(self):
+        with set_current_trace(self):
             return super().process_call(*args, **params)
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
-        with core.set_current_trace(self):
+        with set_current_trace(self):
             return super().process_custom_jvp_call(*args, **params)
 
     def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        with core.set_current_trace(self):
+        with set_current_trace(self):
             return super().process_custom_vjp_call(*args, **params)
 
 
@@ -241,7 +241,7 @@ def watch_evaluation(see: Callable[[Any, Mapping[str, Any]], None]) -> Iterator[
     watched = _WatchedEvaluation(see)
     inner: Any = core.trace_ctx.trace
     if isinstance(inner, core.EvalTrace):
-        with core.set_current_trace(watched):
+        with set_current_trace(watched):
             yield
         return
     while not isinstance(inner.parent_trace, core.EvalTrace):

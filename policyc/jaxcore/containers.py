@@ -26,7 +26,7 @@ from policyc.jaxcore.shardings import axis_names
 
 @dataclass(frozen=True, slots=True)
 class NewBody:
-    """A jaxpr to put in the place of another. It may have more inputs, behind those of the other.
+    """A jaxpr that replaces another. May take extra inputs, appended after the original ones.
 
     Attributes:
       sub: the jaxpr that it replaces.

@@ -38,7 +38,7 @@ class Domain(Protocol[V]):
         """The value of a carry after one more iteration."""
 
     def leave_loop(self, result: V, carry: V | None) -> V:
-        """The value behind a loop: of a carry, or (without `carry`) of the stacked results of a scan."""
+        """The value after a loop: of a carry, or (without `carry`) of the stacked results of a scan."""
 
     def slice_inputs(self, eqn: JaxprEqn, values: Sequence[V]) -> list[V]:
         """The values of the stacked inputs of a scan in one of its iterations."""

@@ -14,10 +14,9 @@ from typing import Any, Literal
 import jax
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding
 
-from policyc.jaxcore import internals
 from policyc.jaxcore.internals import dispatch
 from policyc.jaxcore.shardings import (
     explicit_axes_as_auto,
@@ -120,7 +119,7 @@ def define(name: str, rules: PrimitiveRules, job: Job | None = None) -> Primitiv
     primitive.def_impl(partial(_run, primitive))
     batching.primitive_batchers[primitive] = partial(_batch, primitive, rules)
     if rules.reduced is not None:
-        internals.partial_eval.dce_rules[primitive] = partial(_drop_unused_results, rules.reduced)
+        partial_eval.dce_rules[primitive] = partial(_drop_unused_results, rules.reduced)
     mlir.register_lowering(primitive, _lowering_rule(rules))
     for platform in rules.platform_bodies:
         mlir.register_lowering(primitive, _lowering_rule(rules, platform), platform=platform)
@@ -142,29 +141,6 @@ def _raise_not_differentiable(*_: Any, **__: Any) -> Any:
         "a quantized GEMM has one derivative, in reverse mode: it has no forward-mode and no second derivative. "
         "Keep the GEMMs of such a loss, or take its derivative outside the policy."
     )
-
-
-def _explain_linearized_gemms() -> None:
-    """Gives JAX's `custom_lin` our message where the function is one of policyc.
-
-    `custom_lin` is the linear map of a `custom_vjp` function, which can only be transposed. `jax.linearize` returns it.
-    """
-    primitive: Any = internals.ad.custom_lin_p
-    raise_error: Any = internals.ad.raise_custom_vjp_error_on_jvp
-
-    def explain(*args: Any, **params: Any) -> Any:
-        backward = getattr(params["bwd"], "f", None)
-        if (getattr(backward, "__module__", None) or "").startswith("policyc."):
-            _raise_not_differentiable()
-        return raise_error(*args, **params)
-
-    primitive.def_impl(explain)
-    batching.primitive_batchers[primitive] = explain
-    ad.primitive_jvps[primitive] = explain
-    mlir.register_lowering(primitive, explain, cacheable=False)
-
-
-_explain_linearized_gemms()
 
 
 # ---- abstract evaluation

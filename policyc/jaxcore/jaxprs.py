@@ -16,20 +16,21 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-from jax.core import AbstractValue
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.core import AbstractValue, ShapedArray
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.interpreters import partial_eval
 
-from policyc.jaxcore.internals import config, core, partial_eval, sources, tracebacks
+from policyc.jaxcore.internals import config, core, sources, tracebacks
 
 # JAX leaves these folders out of tracebacks and of the source locations that it gives to XLA.
 for _folder in ("jaxcore", "compiler"):
-    for _registry in (tracebacks, sources):
+    for _registry in (tracebacks, source_info_util):
         _registry.register_exclusion(f"{Path(__file__).parent.parent / _folder}{os.sep}")
 
 AnyJaxpr = Jaxpr | ClosedJaxpr
 Atom = Var | Literal
 J = TypeVar("J", bound=AnyJaxpr)
-DropVar = core.DropVar
 
 
 # ---- jaxprs and the jaxprs inside their equations
@@ -103,7 +104,7 @@ def replace_sub_jaxprs(eqn: JaxprEqn, replacements: Sequence[tuple[SubJaxpr, Any
 
 
 def replace_equations(jaxpr: J, eqns: Sequence[JaxprEqn], extra_invars: Sequence[Var] = ()) -> J:
-    """The jaxpr with other equations, and with more inputs behind its own."""
+    """The jaxpr with other equations, and with extra inputs appended to its own."""
     changes: dict[str, Any] = {"eqns": list(eqns)}
     if extra_invars:
         changes["invars"] = [*open_jaxpr(jaxpr).invars, *extra_invars]
@@ -233,7 +234,7 @@ def trace_at(
 def array_aval(shape: tuple[int, ...], dtype: Any, eqn: JaxprEqn, axis_env: AxisEnv) -> AbstractValue:
     """The type of an array in the context of an equation."""
     with _trace_context(eqn, axis_env):
-        return core.ShapedArray(shape, np.dtype(dtype))
+        return ShapedArray(shape, np.dtype(dtype))
 
 
 def stacked_aval(length: int, aval: AbstractValue) -> AbstractValue:
@@ -294,7 +295,7 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
 
 def evaluate_with_consts(jaxpr: ClosedJaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Evaluates a closed jaxpr with other values for its constants."""
-    return core.eval_jaxpr(jaxpr.jaxpr, consts, *args)
+    return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *args)
 
 
 def bind(eqn: JaxprEqn, *args: Any, **changed_params: Any) -> list[Any]:
@@ -309,8 +310,8 @@ def bind(eqn: JaxprEqn, *args: Any, **changed_params: Any) -> list[Any]:
 @contextlib.contextmanager
 def source_context(eqn: JaxprEqn) -> Iterator[None]:
     """Gives what is computed inside the name stack, the source info and the context of an equation."""
-    name_stack = sources.current_name_stack() + eqn.source_info.name_stack
-    with sources.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
         yield
 
 

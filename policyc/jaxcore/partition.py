@@ -46,9 +46,9 @@ class PartitionRule:
       operands, results: the dimensions of each array. Results without dimensions are not added over devices: each
         device computes the same.
       whole: factors that are not divided: each device has all of them.
-      xla_scatters: whether XLA scatters a sum over devices, as it does the sums of its own products. Else it is
-        scattered in the same operation. XLA carries such a sum to the next trip of a loop to scatter it there, and may
-        copy it for that.
+      xla_scatters: whether XLA scatters a sum over devices, as it does the sums of its own products. Otherwise
+        it is scattered in the same operation. XLA carries such a sum to the next trip of a loop to scatter it there,
+        and may copy it for that.
       limit: why the function cannot run on a shard in which the factors have these sizes; empty if it can.
     """
 

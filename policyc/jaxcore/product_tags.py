@@ -14,10 +14,12 @@ from typing import Any, Literal
 import jax
 from jax.core import AbstractValue
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
+from jax.extend.source_info_util import NameStack
+from jax.interpreters import ad
 
 from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
-from policyc.jaxcore.internals import ad, sources
+from policyc.jaxcore.internals import sources
 from policyc.jaxcore.jaxprs import AnyJaxpr, J
 from policyc.jaxcore.transform import Address
 
@@ -89,7 +91,7 @@ class TaggedLoss:
 
     def _around(self, address: Address) -> Any:
         """The name stacks of the containers around an address, one after another."""
-        stack = sources.NameStack()
+        stack = NameStack()
         for length in range(1, len(address) - 1, 2):
             stack = stack + self._stacks[self._numbers[address[: length - 1]], address[length - 1]]
         return stack
@@ -165,7 +167,7 @@ class TaggedLoss:
             for index in {*holders.values()}:
                 if self._numbers.get((*container[:length], index)) == number:
                     return (*container[:length], index, position)
-        # JAX left the tags around it out. That is no loss where one container has the jaxpr.
+        # JAX dropped the tags around it. Harmless if only one container holds this jaxpr.
         ((holder, index),) = holders.items()
         return (*self._resolve([holder], container), index, position)
 

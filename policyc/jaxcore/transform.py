@@ -112,7 +112,7 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True)
 class TransformedJaxpr:
-    """A jaxpr, its inputs behind those of the original, and the replacement of each equation of the original.
+    """A jaxpr, the inputs appended to those of the original, and the replacement of each original equation.
 
     There are no replacements if nothing changed.
     """

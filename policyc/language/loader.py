@@ -396,9 +396,9 @@ def _leaves_folder(folder: Path, relative: str) -> bool:
 
 
 def withhold_lines(path: Path, diagnostics: Sequence[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """Replaces the syntax errors of a file that is no policy by one that quotes nothing: the file may hold secrets.
+    """Replaces the syntax errors of a file that is not a policy by one that quotes nothing: the file may hold secrets.
 
-    A file is a policy if it ends in `.policy`, also behind links, or if it has no syntax errors.
+    A file is a policy if it ends in `.policy`, also through links, or if it has no syntax errors.
     """
     first = next((d for d in diagnostics if d.code == "syntax-error"), None)
     if first is None or _resolve_links(path).suffix == bundled.POLICY_SUFFIX:

@@ -1,6 +1,6 @@
 """Comments that suppress findings: `# allow: CODE, CODE -- reason`.
 
-A comment behind a statement applies to that statement. A comment on a line of its own applies to the next statement.
+A comment after a statement applies to that statement. A comment on a line of its own applies to the next statement.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def quantized_ragged_dot(
     """`lax.ragged_dot`: (m, k), (g, k, n), (g,) -> (m, n), with the weights on the right.
 
     The weight of each expert is one tensor, and so are all rows together. No mean over tokens is split off: it would
-    be one mean over the rows of all experts. Of the options it reads `precision`, `preferred_element_type` and `site`.
+    be one mean over the rows of all experts. Reads the options `precision`, `preferred_element_type` and `site`.
     """
     lhs, rhs = match_varying_axes(lhs, rhs)
     treatments = normalize_recipe(recipe).treatments

@@ -100,7 +100,7 @@ def test_a_grid_sets_and_removes_options() -> None:
         ("rth=wgrad", "no recipe option 'rth'.*'rht'"),
         ("rht", "no values"),
         ("rht=wgrad,", "no values"),
-        ("rht=sideways", "'sideways' is no value of rht"),
+        ("rht=sideways", "'sideways' is not a value of rht"),
         ("nw.rht=wgrad", "no recipe 'nw': known: nv"),
         ("grad=e4m3", "takes grad; formats that take it: fp8"),
         (" ; ", "name options"),

@@ -42,7 +42,7 @@ PAIRS = {
 """How an operand of fprop and wgrad is treated, and how dy is, in rows and in columns."""
 REFINED = {
     "four_over_six": replace(PLAIN, scale="four_over_six"),
-    "four_over_six_mae448": replace(PLAIN, scale="four_over_six_mae448", outer="pow2"),
+    "four_over_six pow2": replace(PLAIN, scale="four_over_six", outer="pow2"),
     "ms_eden": replace(PLAIN, rounding="ms_eden", rht=128),
 }
 """Treatments whose block scales depend on every element."""
@@ -183,8 +183,8 @@ def test_both_backends_of_a_gpu_use_kernels(
                 ("four_over_six", COLUMNS, "kernels"),
                 ("four_over_six", ROWS, "jnp"),
                 ("four_over_six", COLUMNS, "jnp"),
-                ("four_over_six_mae448", ROWS, "kernels"),
-                ("four_over_six_mae448", COLUMNS, "jnp"),
+                ("four_over_six pow2", ROWS, "kernels"),
+                ("four_over_six pow2", COLUMNS, "jnp"),
                 ("ms_eden", ROWS, "kernels"),
                 ("ms_eden", ROWS, "jnp"),
                 ("ms_eden", COLUMNS, "jnp"),
@@ -220,7 +220,7 @@ class WithoutStatistics(kernels.Kernels):
         pytest.param(
             [OrderRequest(treatment=STOCHASTIC, axes=COLUMNS, key=make_key(7))], False, id="rotated"
         ),
-        pytest.param(refined_requests("four_over_six_mae448", ROWS), False, id="refined"),
+        pytest.param(refined_requests("four_over_six pow2", ROWS), False, id="refined"),
         pytest.param(requests("stochastic"), True, marks=pytest.mark.slow, id="both orders, mapped"),
         *(
             pytest.param(refined_requests(name, axes), True, marks=pytest.mark.slow, id=f"{name} {axes.axis}")

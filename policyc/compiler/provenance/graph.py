@@ -95,7 +95,7 @@ class StackedResultSource(Source):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class OtherSource(Source):
-    """From no parameter: the zeros behind a stack that is padded."""
+    """A source that is not a parameter: the zeros that pad a stack."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -19,7 +19,7 @@ from policyc.jaxcore.regions import MOST_INDICES, Unknown
 from policyc.jaxcore.transform import Address
 
 Iterations = Mapping[Address, int]
-"""The iteration of each loop, by the loop's address: an index into its stacked inputs. Of a shard_map: the device."""
+"""The iteration of each loop, by the loop's address: an index into its stacked inputs. For a shard_map, the device."""
 
 _MOST_CONSTANTS = 1 << 16  # elements of a constant array of indices
 _NOT_KNOWN = "its index is computed from values that are not known before the program runs"

@@ -13,7 +13,7 @@ from policyc.experiments.sweep.metrics import read_integer
 Record = dict[str, Any]
 """One line of `metrics.jsonl` or `stats.jsonl`, or a part of another JSON file."""
 
-_MAX_NUMBER = 1e100  # larger numbers are no measurements, and sums of them would overflow
+_MAX_NUMBER = 1e100  # larger numbers are not measurements, and their sums would overflow
 _MAX_TEXT = 400  # characters of a text from a file
 
 

@@ -254,7 +254,7 @@ def _check_axis(policy: Policy, axis: GridAxis) -> None:
     for value in axis.values:
         if value != ABSENT and OPTIONS[axis.option].read(_make_setting(axis.option, value).words) is None:
             expected = OPTIONS[axis.option].expected
-            raise ValueError(f"--grid: '{value}' is no value of {axis.option}: expected {expected}")
+            raise ValueError(f"--grid: '{value}' is not a value of {axis.option}: expected {expected}")
     taking = {name for name, format in FORMATS.items() if axis.option in format.options}
     expressions = [d.recipe for d in policy.recipes if axis.recipe in (None, d.name)]
     expressions += [] if axis.recipe else [rule.recipe for rule in policy.rules]

@@ -163,7 +163,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _find_changes(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs between two sweeps. More seeds and more variants are no difference."""
+    """What differs between two sweeps. Additional seeds and variants do not count."""
     before, after = (_list_settings(manifest) for manifest in (earlier, now))
     if now["program_sha256"] is not None and earlier["program_sha256"] == now["program_sha256"]:
         before["cwd"] = after["cwd"]  # the same script in another folder, as after the sweep was copied

@@ -88,7 +88,7 @@ def read_integer(value: object) -> int | None:
 
 
 def _read_loss(value: object) -> float | None:
-    """A loss of a line; None if it is no number. JSON has no NaN and no infinity: null stands for both."""
+    """The loss in a line; None if it is not a number. JSON has no NaN and no infinity: null stands for both."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

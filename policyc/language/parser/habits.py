@@ -89,7 +89,7 @@ def explain_habit(site: SyntaxErrorSite) -> str:
 def _explain_brackets(site: SyntaxErrorSite) -> str:
     """`layers[0,1,2]`, `layers[0..4]`, `layers[0-4]`, `layers[*]`, `layers.[0]`, `p['layers']`."""
     if site.before.endswith(".") and re.match(r"\[-?\d", site.after) and site.is_in_selector:
-        return f"an index stands directly behind a name: {site.written.replace('.[', '[')}"
+        return f"an index follows its name directly: {site.written.replace('.[', '[')}"
     opening = re.search(r"\[[^\[\]]*\Z", site.before)
     if opening is None:
         return ""

@@ -27,7 +27,7 @@ TRAITS = BackendTraits(needs_devices=False, can_batch=True, quantizes_pairs=Fals
 
 
 def obstacle(query: GemmQuery) -> Obstacle | None:
-    """None: this backend runs everything."""
+    """Always None; this backend supports every GEMM."""
     del query
     return None
 
@@ -162,7 +162,7 @@ def scaled_ragged_gemm(
 ) -> jax.Array:
     """Products of groups of rows.
 
-    If `contracting`, the groups are contracted: (m, k), (m, n) -> (g, k, n). Else (m, k), (g, k, n) -> (m, n).
+    If `contracting`, the groups are contracted: (m, k), (m, n) -> (g, k, n). Otherwise (m, k), (g, k, n) -> (m, n).
     """
     contract = (0,) if contracting else (1,)
     dimensions = _CONTRACT_ROWS if contracting else _CONTRACT_COLUMNS

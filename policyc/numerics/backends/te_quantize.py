@@ -239,8 +239,8 @@ def _quantize_matrices(
                 _output(matrices, call),
             )
             if first.rotates:
-                # So the other call waits for this one. Else XLA rotates a gradient just before wgrad, and keeps a copy
-                # of it until then.
+                # Makes the other call wait for this one. Otherwise XLA rotates a gradient just before wgrad, and
+                # keeps a copy of it until then.
                 maximum = quantized.maximum
             for i in call:
                 codes, scales, *transposed = matrices[i].results(matrices[i].rows(quantized), shard.shape)

@@ -339,7 +339,7 @@ _REACH = 60
 def _split_scale(lhs: Quantized, rhs: Quantized) -> tuple[jax.Array, jax.Array]:
     """The product of both outer scales as the scale for the GEMM and the rest, scalars.
 
-    Of a scale beyond `_REACH`, the rest is a power of two, which is exact outside the GEMM. If that is out of range
+    For a scale beyond `_REACH`, the rest is a power of two, which is exact outside the GEMM. If that is out of range
     too, so is every sum.
     """
     (m, e), (n, f) = (cast("tuple[jax.Array, jax.Array]", outer_scale(o)) for o in (lhs, rhs))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, log2
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +52,6 @@ from policyc.numerics.quantize.random import Key, checksum, random_words
 
 E4M3_FULL, E4M3_REDUCED = 448.0, 256.0
 """Bounds of the E4M3 block scales. The smaller one leaves room for scales that are larger than amax asks for."""
-
-FOUR_OVER_SIX = {"four_over_six": ("mse", E4M3_REDUCED), "four_over_six_mae448": ("mae", E4M3_FULL)}
-"""The error that each variant minimizes, and its scale bound. The second is a vendor's variant, for comparison."""
 
 RANDOM_BITS = 16
 """Random bits per stochastic rounding: one 32-bit word serves two elements."""
@@ -114,20 +112,15 @@ def layout_of(shape: tuple[int, ...], treatment: Treatment, axes: Axes) -> tuple
 def bound_of(treatment: Treatment) -> float:
     """The largest magnitude of an element times its block scale."""
     if treatment.format == "nvfp4":
-        if treatment.scale in FOUR_OVER_SIX:
-            return E2M1.top * FOUR_OVER_SIX[treatment.scale][1]
-        return E2M1.top * (E4M3_REDUCED if treatment.rounding == "ms_eden" else E4M3_FULL)
+        return E2M1.top * (E4M3_REDUCED if refinement_of(treatment) else E4M3_FULL)
     return ELEMENTS[treatment.element].top
 
 
-def refinement_of(treatment: Treatment) -> str:
-    """What refines the block scales of NVFP4, if they depend on more than maxima; else empty.
-
-    "mse" and "mae" are the errors by which four-over-six chooses scales, "ms_eden" is its correction of scales.
-    """
+def refinement_of(treatment: Treatment) -> Literal["", "four_over_six", "ms_eden"]:
+    """What refines the block scales of NVFP4, if they depend on more than maxima; otherwise empty."""
     if treatment.rounding == "ms_eden":
-        return treatment.rounding
-    return FOUR_OVER_SIX[treatment.scale][0] if treatment.scale in FOUR_OVER_SIX else ""
+        return "ms_eden"
+    return "four_over_six" if treatment.scale == "four_over_six" else ""
 
 
 def rotates_in_kernels(treatment: Treatment) -> bool:
@@ -221,7 +214,7 @@ def bound_after_rotation(amax: jax.Array, size: int) -> jax.Array:
 
 
 def materialize_encoding_scale(amax: jax.Array, context: QuantizeContext) -> tuple[jax.Array, jax.Array]:
-    """`find_encoding_scale` behind a barrier, so that XLA computes it once and not in every consumer."""
+    """`find_encoding_scale`, with a barrier so that XLA does not recompute it for every consumer."""
     return materialize(find_encoding_scale(amax, context.layout.bound, context.div))
 
 

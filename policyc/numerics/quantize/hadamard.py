@@ -92,7 +92,7 @@ def _matmul(
     out: jax.typing.DTypeLike = jnp.float32,
     scale: float = 1.0,
 ) -> jax.Array:
-    # The scale is applied on the host: XLA would move a product with a scalar behind the sums.
+    # The scale is applied on the host: XLA would move a product with a scalar after the sums.
     matrix = (signs[:, None] * (sylvester(groups.shape[axis]) * np.float32(scale))).astype(groups.dtype)
     if axis == groups.ndim - 1:
         return _dot(groups, matrix, (((axis,), (0,)), ((), ())), out)

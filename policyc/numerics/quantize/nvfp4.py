@@ -21,7 +21,6 @@ from policyc.numerics.quantize.bits import (
     round_stochastic,
 )
 from policyc.numerics.quantize.blocks import (
-    FOUR_OVER_SIX,
     RANDOM_BITS,
     SCALE_KEY,
     QuantizeContext,
@@ -66,9 +65,9 @@ def quantize_nvfp4(x: jax.Array, context: QuantizeContext) -> Quantized:
     # A lift of 1 changes nothing, so that only tiny tensors are affected.
     lifted = x.astype(jnp.float32) * lift
     scale, enc = block_scales(1 / 6)
-    if t.scale in FOUR_OVER_SIX:
+    if t.scale == "four_over_six":
         target = lifted * tensor_enc
-        scale, enc = _choose_four_or_six(lifted, target, (scale, enc), block_scales(1 / 4), layout, t.scale)
+        scale, enc = _choose_four_or_six(lifted, target, (scale, enc), block_scales(1 / 4), layout)
     # Convert to bytes before the barrier: they take a quarter of the memory, and no later pass has to convert.
     byte, enc = materialize((_scale_bytes(scale, amax), enc))
     codes = encode_blocks(lifted, enc, context, key)
@@ -100,9 +99,8 @@ def _choose_four_or_six(
     six: ScaleCandidate,
     four: ScaleCandidate,
     layout: Layout,
-    variant: str,
 ) -> ScaleCandidate:
-    """The candidate with the smaller error in each block; the one for 6 if they tie.
+    """The candidate with the smaller sum of squared errors in each block; the one for 6 if they tie.
 
     `target` are the elements divided by the outer scale: what codes times block scales should be.
     """
@@ -115,8 +113,7 @@ def _choose_four_or_six(
         code = round_nearest(jnp.abs(split_blocks(lifted, layout)) * expand_per_block(enc, layout), E2M1)
         value = decode(code, E2M1) * decode(expand_per_block(scale, layout), E4M3)
         error = jnp.abs(magnitude - value)
-        is_mae = FOUR_OVER_SIX[variant][0] == "mae"
-        return _sum_blocks(error if is_mae else multiply_unfused(error, error), layout)
+        return _sum_blocks(multiply_unfused(error, error), layout)
 
     is_better = loss(*four) < loss(*six)
     return jnp.where(is_better, four[0], six[0]), jnp.where(is_better, four[1], six[1])

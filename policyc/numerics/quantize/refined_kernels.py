@@ -171,7 +171,7 @@ class BlockQuantizer:
         magnitude = jnp.where(magnitude < jnp.float32(1e5), magnitude, jnp.float32(1e5))
         code = _round_nearest(jnp.abs(lifted) * enc, E2M1)
         error = jnp.abs(magnitude - _decode(code, E2M1) * scale)
-        return error if self.refinement == "mae" else multiply_unfused(error, error)
+        return multiply_unfused(error, error)
 
     # ---- codes, and the sums of MS-EDEN
 

@@ -1,4 +1,4 @@
-"""Codes of the parser: what is no text of the policy language."""
+"""Lexer and parser errors."""
 
 from __future__ import annotations
 
