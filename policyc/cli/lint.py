@@ -165,7 +165,7 @@ def lint(words: tuple[str, ...], output_format: str, out: str | None, options: L
     for line in (line for result in results for line in result.unchanged_products):
         click.echo(f"note: {line}", err=True)
     if undecided := sum(result.undecided for result in results):
-        note = f"{undecided} questions about the reach of rules exceeded their limits: some findings may be missing"
+        note = f"gave up {undecided} checks for overlapping rules (too complex): some findings may be missing"
         click.echo(f"note: {note}", err=True)
     if any(result.is_unreadable for result in results):
         sys.exit(EXIT_USAGE)
