@@ -137,7 +137,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
         mesh = step.mesh_shape()
         check_modelled(mesh)
         compiled = _read_compiled(options.compiled, [name for name, _ in policies], step)
-        traced = _trace_step(policies[-1][1], program, mesh, step, execution)
+        traced = trace_step(policies[-1][1], program, mesh, step, execution)
         checkpoint = _estimate_checkpoint(step, mesh, options.store_bandwidth)
     except ValueError as error:
         exit_with_message(str(error))
@@ -213,7 +213,7 @@ def _under(step: TrainingStep, policy: Policy, execution: ExecutionOptions) -> T
     return dataclasses.replace(step, plan=make_plan(policy, step.plan.sites, execution))
 
 
-def _trace_step(
+def trace_step(
     policy: Policy, program: tuple[str, ...], mesh: MeshShape, step: StepOptions, execution: ExecutionOptions
 ) -> TrainingStep:
     """Traces the step of a configuration or of a program. Raises ValueError if the options do not fit it."""

@@ -20,7 +20,7 @@ from policyc.cli.common import COMPLETE_VARIABLE
 
 COMMAND_GROUPS = {
     "Policies": ("show", "lint", "fmt", "explain"),
-    "Programs": ("sites", "diff", "apply", "estimate", "compile"),
+    "Programs": ("sites", "diff", "apply", "estimate", "adopt", "compile"),
     "Experiments": ("train", "generate", "sweep", "report"),
     "Tools": ("quantize", "targets", "data", "completion"),
 }

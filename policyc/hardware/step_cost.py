@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -89,6 +89,18 @@ class StepParts:
 def estimate(step: TrainingStep, target: Target, mesh: MeshShape) -> Estimate:
     """Estimates the time of a step."""
     return estimate_parts(step, target, mesh).combine()
+
+
+_SCHEDULED_STEPS = 1000  # of the training whose phases are counted
+
+
+def scheduled_seconds(step: TrainingStep, target: Target, mesh: MeshShape) -> float:
+    """The mean time of all steps of a training, whatever the phases of its policy."""
+    phases = Counter(step.plan.phase(n, _SCHEDULED_STEPS) for n in range(_SCHEDULED_STEPS))
+    return sum(
+        count / _SCHEDULED_STEPS * estimate(replace(step, phase=phase), target, mesh).seconds
+        for phase, count in phases.items()
+    )
 
 
 def estimate_parts(step: TrainingStep, target: Target, mesh: MeshShape) -> StepParts:

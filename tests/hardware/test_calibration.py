@@ -48,6 +48,10 @@ def test_the_errors_are_those_that_the_docs_claim(calibration):
     assert max(abs(e) for row in rows.values() for e in row.errors()[:2]) < 0.33
 
 
+def test_predictions_are_printed_with_the_errors_that_the_docs_claim():
+    assert (min(CLAIMED.values()), max(CLAIMED.values())) == gemm_cost.SPEED_UP_ERRORS
+
+
 def test_the_errors_on_an_h200_are_at_most_an_eighth(calibration):
     for name, measured, predicted in calibration.predict_h200():
         assert predicted == pytest.approx(measured, rel=0.125), name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping
 
 from policyc.compiler.execution import execution_options
@@ -12,8 +11,6 @@ from policyc.experiments.report.build import PredictedStep
 from policyc.hardware import llama_step, step_cost
 from policyc.hardware.mesh import parse_mesh
 from policyc.language.loader import parse
-
-_STEPS = 1000  # of the training whose phases are counted, for a policy with a schedule
 
 
 def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: PredictedStep) -> dict[str, float]:
@@ -28,10 +25,8 @@ def predict_speed_ups(policies: Mapping[str, str], baseline: str, step: Predicte
     traced = llama_step.plan_step(first, step.config, mesh, llama_step.Sizes(), execution)
     target = execution.target
     assert target is not None
-    seconds = dict.fromkeys(policies, 0.0)
+    seconds = {}
     for name, text in policies.items():
         plan = make_plan(parse(text), traced.plan.sites, execution)
-        for phase, count in Counter(plan.phase(n, _STEPS) for n in range(_STEPS)).items():
-            planned = dataclasses.replace(traced, plan=plan, phase=phase)
-            seconds[name] += count / _STEPS * step_cost.estimate(planned, target, mesh).seconds
+        seconds[name] = step_cost.scheduled_seconds(dataclasses.replace(traced, plan=plan), target, mesh)
     return {name: seconds[baseline] / each for name, each in seconds.items()}

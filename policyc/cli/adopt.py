@@ -1,0 +1,147 @@
+"""`policyc adopt`: how to take a model to lower precision on some GPUs, in one page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import click
+
+from policyc.cli.common import EXIT_USAGE, exit_with_message, print_or_write
+from policyc.cli.estimate import trace_step
+from policyc.cli.options import (
+    FiniteRange,
+    ProgramCommand,
+    StepOptions,
+    check_source,
+    collect_options,
+    group_options,
+    out_option,
+    program_argument,
+    step_options,
+)
+from policyc.cli.program import parse_execution
+
+FORMAT_OF_ENDING = {".html": "html", ".json": "json"}
+_COUNT = re.compile(r"([0-9.]+(?:e[0-9]+)?)([kmbt]?)", re.IGNORECASE)
+_MULTIPLES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def parse_tokens(_ctx: click.Context, _option: click.Parameter, text: str | None) -> float | None:
+    """A number of tokens: 15T, 300B or 1e12. Raises a usage error if it is none."""
+    if text is None:
+        return None
+    match = _COUNT.fullmatch(text)
+    try:
+        count = float(match[1]) * _MULTIPLES[match[2].lower()] if match else 0.0
+    except ValueError:
+        count = 0.0
+    if not 1 <= count <= 1e18:
+        raise click.BadParameter(
+            f"'{text}' is not a number of tokens: expected one such as 300B, 15T or 1e12"
+        )
+    return count
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptOptions:
+    """What is asked beside the step: the values of `adopt_options`."""
+
+    tokens: float | None
+    price_per_gpu_hour: float | None
+    backend: str
+    sweep: str | None
+    output_format: str | None
+    out: str | None
+
+
+adopt_options = collect_options(
+    AdoptOptions,
+    "options",
+    group_options(
+        click.option(
+            "--tokens",
+            callback=parse_tokens,
+            metavar="N",
+            help="Tokens of the training, such as 300B or 15T: days and GPU hours.",
+        ),
+        click.option(
+            "--price-per-gpu-hour",
+            type=FiniteRange(min=0, min_open=True),
+            metavar="PRICE",
+            help="Also print what the training costs. Needs --tokens.",
+        ),
+        click.option(
+            "--backend",
+            type=click.Choice(["te", "xla", "auto"]),
+            default="te",
+            show_default=True,
+            help="Backend for quantized GEMMs. te: Transformer Engine; auto: the choice of 'apply' here.",
+        ),
+        click.option(
+            "--sweep",
+            type=click.Path(exists=True, file_okay=False),
+            metavar="DIR",
+            help="Fill in the verdicts, times, memory and stalls of this sweep.",
+        ),
+        click.option(
+            "--format",
+            "output_format",
+            type=click.Choice(["markdown", "html", "json"]),
+            show_default="by the ending of --out; markdown without it",
+            help="Output format.",
+        ),
+        out_option(),
+    ),
+)
+
+
+@click.command(
+    cls=ProgramCommand,
+    examples="""
+    policyc adopt --config llama3_8b --target gb200 --devices 8
+    policyc adopt --config llama3_405b --target gb300 --devices 1024 --batch 2048 --tokens 15T --price-per-gpu-hour 4
+    policyc adopt --config llama3_8b --devices 8 --sweep sweeps/adopt --out adopt.html
+    policyc adopt --target gb200 --devices 64 train.py --steps 100         any program, from its traced loss
+    """,
+)
+@step_options
+@adopt_options
+@program_argument(required=False)
+def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) -> None:
+    """Say how to take a model to lower precision: what to try, what it saves, how to find out what it costs.
+
+    Compares the bundled policies on the step of a configuration or of a program with the cost model, then says which
+    sweep decides, what to watch, and what to fall back to. Nothing is trained.
+    """
+    check_source(program, step.config)
+    if options.price_per_gpu_hour is not None and options.tokens is None:
+        raise click.UsageError("--price-per-gpu-hour needs --tokens: the price is that of the whole training")
+    execution = parse_execution(options.backend, step.target)
+    from policyc.experiments.adopt import BASELINE, Question, make_adoption
+    from policyc.experiments.adopt_page import render_adoption
+    from policyc.experiments.report.sweeps import ReportError
+    from policyc.hardware.mesh import check_modelled
+    from policyc.language.loader import load
+
+    question = Question(
+        config=step.config,
+        words=program,
+        target=step.target,
+        tokens=options.tokens,
+        price=options.price_per_gpu_hour,
+    )
+    try:
+        mesh = step.mesh_shape()
+        check_modelled(mesh)
+        traced = trace_step(load(BASELINE), program, mesh, step, execution)
+        data = make_adoption(question, traced, mesh, Path(options.sweep) if options.sweep else None)
+    except ReportError as error:
+        exit_with_message(str(error), EXIT_USAGE)
+    except ValueError as error:
+        exit_with_message(str(error))
+    format = options.output_format or FORMAT_OF_ENDING.get(Path(options.out or "").suffix, "markdown")
+    text = json.dumps(data, indent=2) + "\n" if format == "json" else render_adoption(data, format)
+    print_or_write(text, options.out)

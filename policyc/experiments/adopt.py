@@ -1,0 +1,251 @@
+"""The plan for taking a model to lower precision: which policies to try, what they save, and how to find out the rest.
+
+Speeds are those of the cost model, with its errors on published runs. A finished sweep fills in what was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from policyc.compiler.idle_rules import find_deciding_rules
+from policyc.compiler.plan import make_plan
+from policyc.compiler.plan_checks import check_plan
+from policyc.experiments.report.build import build_report
+from policyc.experiments.report.values import Record
+from policyc.experiments.statistics import Settings, smallest_detectable_effect
+from policyc.hardware import gemm_cost, step_cost
+from policyc.hardware.mesh import MeshShape
+from policyc.hardware.saved_activations import device_memory
+from policyc.hardware.training_step import TrainingStep, microbatch_tokens
+from policyc.language.diagnostics import PolicyError
+from policyc.language.loader import load
+from policyc.language.recipes import Gemm
+
+REFERENCE, BASELINE = "bf16", "fp8"
+CANDIDATES = {
+    REFERENCE: "the reference of every loss",
+    BASELINE: "the baseline of every speed, and the fallback",
+    "te_nvfp4": "every linear of the blocks in 4 bits",
+    "te_nvfp4_no_rht": "the same without the Hadamard transform, which costs two reads of each operand of wgrad",
+    "nvfp4_late_switch": "te_nvfp4, but BF16 in the last 15 % of the blocks, and in fprop for the last 18 % of steps",
+    "llama_nvfp4": "4 bits in the MLPs alone, which costs the least loss",
+}
+"""The bundled policies to choose from, and what each is."""
+
+FALLBACKS = {"te_nvfp4": "te_nvfp4:fp8", "llama_nvfp4": "llama_nvfp4:fp8"}
+SEEDS = 5
+SPREAD = 0.004
+"""Standard deviation of paired differences of loss, in nats: the largest in docs/results at 19M parameters."""
+
+PROXY = "19m"
+_SMALL_CONFIGS = ("tiny", "moe_tiny", "5m", "19m", "30m", "50m", "100m", "200m")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be adopted, and where. `words` are those of a program; None or empty: `config` stands in for it."""
+
+    config: str | None
+    words: tuple[str, ...]
+    target: str
+    tokens: float | None = None
+    price: float | None = None
+    """Of one GPU for an hour."""
+
+    @property
+    def model(self) -> str:
+        return self.config or shlex.join(self.words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A policy on this model. Numbers are those of a step on one device, unless they say otherwise.
+
+    Attributes:
+      advice: `reference`, `baseline`, `try`, or why not.
+      four_bits: the fraction of the FLOPs of all products that is multiplied in 4 bits.
+      emulated: the fraction that is emulated.
+      speed_up: over the baseline. `least` and `most` are it with the errors of the model, where these are known.
+      gpu_hours: of the whole training.
+    """
+
+    policy: str
+    about: str
+    advice: str
+    seconds: float
+    four_bits: float
+    emulated: float
+    communication: float
+    memory: float
+    over_reference: float
+    speed_up: float
+    least: float | None
+    most: float | None
+    gpu_hours: float | None
+
+
+def make_adoption(question: Question, step: TrainingStep, mesh: MeshShape, sweep: Path | None) -> Record:
+    """Everything that the page shows. `step` is planned under any policy, for the target. Raises ReportError."""
+    tokens = microbatch_tokens(step.plan) * step.accumulate
+    steps = None if question.tokens is None else question.tokens / tokens
+    candidates, left_out = _judge_all(step, mesh, steps)
+    tried = [c.policy for c in candidates if c.advice == "try"]
+    return {
+        "model": question.model,
+        "target": question.target,
+        "devices": mesh.devices,
+        "mesh": str(mesh),
+        "backend": step.plan.execution.backend,
+        "memory": step.plan.execution.target and step.plan.execution.target.memory_bytes,
+        "tokens_per_step": tokens,
+        "tokens": question.tokens,
+        "price": question.price,
+        "errors": gemm_cost.SPEED_UP_ERRORS,
+        "candidates": [asdict(c) for c in candidates],
+        "left_out": left_out,
+        "sweep": _advise_sweep(question, tried),
+        "measured": None if sweep is None else _read_sweep(sweep),
+    }
+
+
+# ---- the candidates
+
+
+def _judge_all(
+    step: TrainingStep, mesh: MeshShape, steps: float | None
+) -> tuple[list[Candidate], list[Record]]:
+    """The policies that fit the model, and those that do not, with the reason."""
+    sites, execution = step.plan.sites, step.plan.execution
+    planned, left_out = {}, []
+    for name in CANDIDATES:
+        under = dataclasses.replace(step, plan=make_plan(load(name), sites, execution))
+        if reason := _refusal(under):
+            left_out.append({"policy": name, "reason": reason})
+        else:
+            planned[name] = under
+    target = execution.target
+    assert target is not None
+    seconds = {name: step_cost.scheduled_seconds(under, target, mesh) for name, under in planned.items()}
+    return [_judge(name, planned[name], mesh, seconds, steps) for name in planned], left_out
+
+
+def _refusal(step: TrainingStep) -> str:
+    """Why a policy cannot be tried on this model; empty if it can."""
+    try:
+        check_plan(step.plan)
+    except PolicyError as error:
+        return error.diagnostics[0].message
+    if step.plan.policy.changes_nothing or find_deciding_rules(step.plan)[0]:
+        return ""
+    return "none of its rules decides anything here"
+
+
+def _judge(
+    name: str, step: TrainingStep, mesh: MeshShape, seconds: dict[str, float], steps: float | None
+) -> Candidate:
+    target = step.plan.execution.target
+    assert target is not None
+    four_bits, emulated = _shares(step)
+    speed_up = seconds[BASELINE] / seconds[name] if BASELINE in seconds else 1.0
+    low, high = gemm_cost.SPEED_UP_ERRORS
+    is_calibrated = four_bits > 0 and not emulated
+    least, most = (speed_up / (1 + high), speed_up / (1 + low)) if is_calibrated else (None, None)
+    memory = device_memory(step, mesh)
+    if name in (REFERENCE, BASELINE):
+        advice = "reference" if name == REFERENCE else "baseline"
+    elif not four_bits:
+        advice = "nothing is in 4 bits here"
+    elif emulated:
+        advice = f"emulated on {target.name}: to study the loss, not for speed"
+    elif memory > target.memory_bytes:
+        advice = "does not fit into memory"
+    else:
+        advice = "try" if most is not None and most > 1 and speed_up > 1 else "no gain is predicted"
+    return Candidate(
+        policy=name,
+        about=CANDIDATES[name],
+        advice=advice,
+        seconds=seconds[name],
+        four_bits=four_bits,
+        emulated=emulated,
+        communication=step_cost.estimate(step, target, mesh).share("communication"),
+        memory=memory,
+        over_reference=seconds[REFERENCE] / seconds[name],
+        speed_up=speed_up,
+        least=least,
+        most=most,
+        gpu_hours=None if steps is None else steps * seconds[name] * mesh.devices / 3600,
+    )
+
+
+def _shares(step: TrainingStep) -> tuple[float, float]:
+    """The fractions of all FLOPs in 4 bits, and emulated, in the first phase."""
+    total = four_bits = emulated = 0.0
+    for group in step.groups():
+        for gemm, backend in zip(Gemm, group.backends, strict=True):
+            if gemm not in group.site.products:
+                continue
+            flops = group.count * group.site.flops
+            total += flops
+            four_bits += flops if group.recipe is not None and group.recipe.bits(gemm) == 4 else 0
+            emulated += flops if backend == "emulate" else 0
+    return four_bits / total, emulated / total
+
+
+# ---- the sweep that decides
+
+
+def _advise_sweep(question: Question, tried: Sequence[str]) -> Record:
+    """The command of the sweep, and what it can resolve."""
+    policies = list(tried) or ["te_nvfp4"]
+    config = question.config and (question.config if question.config in _SMALL_CONFIGS else PROXY)
+    options = ["--baseline", f"{REFERENCE},{BASELINE}", "--seeds", str(SEEDS), "--stats-every", "500"]
+    source = ["--config", config, "--data", "corpus.bin"] if config else ["--steps", "2000", *question.words]
+    words = ["policyc", "sweep", ",".join(policies), *options, "--out", "sweeps/adopt", *source]
+    settings = Settings()
+    compared = len(policies) + 1  # and the baseline
+    detectable = smallest_detectable_effect(SPREAD, SEEDS, settings.alpha / compared, settings.power)
+    return {
+        "command": shlex.join(words),
+        "config": config,
+        "is_proxy": bool(config) and config != question.config,
+        "seeds": SEEDS,
+        "runs": SEEDS * (len(policies) + 2),
+        "margin": str(settings.margin),
+        "spread": SPREAD,
+        "detectable": float(detectable),
+        "power": settings.power,
+    }
+
+
+def _read_sweep(folder: Path) -> Record:
+    """What a finished sweep says of each variant. Raises ReportError if the folder holds none."""
+    data = build_report([folder]).data
+    figures = {variant["name"]: variant["figures"] for variant in data["variants"]}
+    verdicts: dict[str, Record] = {}
+    for row in data["comparisons"]:
+        verdicts.setdefault(row["variant"], row)  # against the first baseline
+    return {
+        "title": data["title"],
+        "baseline": (data["statistics"]["baselines"] or [None])[0],
+        "margin": data["statistics"]["margin"],
+        "problems": [*data["problems"], *data["inequalities"]],
+        "variants": [
+            {
+                "variant": name,
+                **{
+                    key: verdicts.get(name, {}).get(key)
+                    for key in ("verdict", "gap", "interval", "detectable")
+                },
+                **{
+                    key: each[key]
+                    for key in ("step_seconds", "memory_bytes", "stall_fraction", "gradient_spikes")
+                },
+            }
+            for name, each in figures.items()
+        ],
+    }

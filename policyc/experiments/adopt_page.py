@@ -1,0 +1,218 @@
+"""The page of `policyc adopt`, as HTML and as Markdown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from policyc.base.web_page import as_markup, read_assets, render_template
+from policyc.experiments.adopt import BASELINE, FALLBACKS, REFERENCE
+from policyc.experiments.report.format import MISSING, format_figure, format_gap, format_interval
+from policyc.experiments.report.values import Record
+from policyc.hardware import gemm_cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the page: a table or a command, then some sentences."""
+
+    title: str
+    columns: list[str] = field(default_factory=list)
+    rows: list[list[str]] = field(default_factory=list)
+    command: str = ""
+    sentences: list[str] = field(default_factory=list)
+
+
+def render_adoption(data: Record, format: str) -> str:
+    """The page as `html` or `markdown`."""
+    sections = [_speeds(data), _savings(data), _measured(data), _sweep(data), _watch(data), _fallback(data)]
+    values: Record = {
+        "title": f"{data['model']} on {data['devices']} × {data['target']}",
+        "headline": _headline(data),
+        "facts": _facts(data),
+        "sections": [section for section in sections if section is not None],
+    }
+    package = "policyc.experiments.report"
+    if format == "markdown":
+        return render_template(package, "adopt.md", **values, verbatim=as_markup)
+    return render_template(package, "adopt.html", **values, style=read_assets(package, "page.css"))
+
+
+def _headline(data: Record) -> str:
+    """The answer in one sentence."""
+    tried = [c for c in data["candidates"] if c["advice"] == "try"]
+    where = f"{data['devices']} × {data['target']}"
+    if not tried:
+        return f"On {where}, no policy with 4 bits is predicted to be faster than {BASELINE}"
+    best = max(tried, key=lambda c: c["speed_up"])
+    return f"Try {best['policy']}: on {where} it is predicted to train at {_with_range(best)} the speed of {BASELINE}"
+
+
+def _facts(data: Record) -> str:
+    tokens = f"{data['tokens_per_step']:,} tokens per step"
+    if data["tokens"] is not None:
+        tokens += f", {data['tokens']:.4g} in all"
+    return (
+        f"{data['mesh']}, {tokens}, NVFP4 by the backend {data['backend']}. Times are predicted, not measured"
+    )
+
+
+def _speeds(data: Record) -> Section:
+    low, high = data["errors"]
+    rows = [
+        [
+            c["policy"],
+            format_figure("step_seconds", c["seconds"]),
+            format_figure("ratio", c["over_reference"]),
+            _with_range(c),
+            f"{c['four_bits']:.0%}",
+            format_figure("memory_bytes", c["memory"]),
+            f"{c['communication']:.0%}",
+            c["advice"],
+        ]
+        for c in data["candidates"]
+    ]
+    sentences = [f"{c['policy']}: {c['about']}." for c in data["candidates"]]
+    sentences += [f"{row['policy']} is left out: {row['reason']}." for row in data["left_out"]]
+    sentences += [
+        f"In parentheses: the speed-up if the model errs as it did on six published runs, where it was {-low:.0%} too "
+        f"low to {high:.0%} too high. Without parentheses, nothing was published to compare with.",
+        f"Memory: state, saved activations and logits, of {format_figure('memory_bytes', data['memory'])} on the GPU. "
+        "Steps that were compiled needed 3 to 22 % more: 'policyc compile' counts every byte.",
+        f"Launches, gaps and waits are taken as {gemm_cost.OTHER_FRACTION:.0%} of every step, under all policies.",
+    ]
+    columns = [
+        "policy",
+        "step",
+        f"over {REFERENCE}",
+        f"over {BASELINE}",
+        "in 4 bits",
+        "memory",
+        "communication",
+    ]
+    return Section(title="Which policies", columns=[*columns, "advice"], rows=rows, sentences=sentences)
+
+
+def _with_range(candidate: Record) -> str:
+    text = format_figure("ratio", candidate["speed_up"])
+    if candidate["least"] is None:
+        return text
+    return f"{text} ({candidate['least']:.2f} to {candidate['most']:.2f})"
+
+
+def _savings(data: Record) -> Section | None:
+    """Days, GPU hours and money of the whole training, and what is saved of them."""
+    if data["tokens"] is None:
+        return None
+    price, devices = data["price"], data["devices"]
+    hours = {c["policy"]: c["gpu_hours"] for c in data["candidates"]}
+
+    def amount(gpu_hours: float) -> str:
+        return f"{gpu_hours * price:,.0f}" if price else f"{_days(gpu_hours / devices)} days"
+
+    rows = []
+    for c in data["candidates"]:
+        own = c["gpu_hours"]
+        saved = [
+            MISSING if name == c["policy"] or name not in hours else amount(hours[name] - own)
+            for name in (REFERENCE, BASELINE)
+        ]
+        if c["least"] is not None and BASELINE in hours:
+            ends = (hours[BASELINE] * (1 - 1 / ratio) for ratio in (c["least"], c["most"]))
+            saved[1] += f" ({' to '.join(map(amount, ends))})"
+        cost = [f"{own * price:,.0f}"] if price else []
+        rows.append([c["policy"], _days(own / devices), f"{own:,.0f}", *cost, *saved])
+    columns = ["policy", "days", "GPU hours", *(["cost"] if price else [])]
+    columns += [f"saved over {name}" for name in (REFERENCE, BASELINE)]
+    sentences = [
+        "Steps only: restarts, validation and checkpoints come on top. A negative number is a loss.",
+        "If a policy costs loss, more tokens are needed for the same loss: the sweep's report says how many.",
+    ]
+    return Section(title="What they save", columns=columns, rows=rows, sentences=sentences)
+
+
+def _days(hours: float) -> str:
+    days = hours / 24
+    return f"{days:,.0f}" if abs(days) >= 100 else f"{days:.3g}"
+
+
+def _measured(data: Record) -> Section | None:
+    """What the sweep found."""
+    measured = data["measured"]
+    if measured is None:
+        return None
+    figures = {"step_seconds": "step", "memory_bytes": "memory", "stall_fraction": "stalls"}
+    figures["gradient_spikes"] = "gradient spikes"
+    rows = [
+        [
+            row["variant"],
+            row["verdict"] or MISSING,
+            format_gap(row["gap"]),
+            format_interval(row["interval"]),
+            format_figure("detectable_loss", row["detectable"]),
+            *(format_figure(name, row[name]) for name in figures),
+        ]
+        for row in measured["variants"]
+    ]
+    columns = ["variant", "verdict", "gap, nats", "interval", "detectable", *figures.values()]
+    title = f"What the sweep found, against {measured['baseline']}, margin {measured['margin']}"
+    sentences = [f"Left out: {problem}." for problem in measured["problems"]]
+    sentences.append("Step times of emulated formats say nothing about GPUs that multiply them.")
+    return Section(title=title, columns=columns, rows=rows, sentences=sentences)
+
+
+def _sweep(data: Record) -> Section:
+    sweep = data["sweep"]
+    sentences = [
+        f"{sweep['runs']} runs: {sweep['seeds']} seeds of each policy and of both baselines, paired by seed.",
+        f"It finds a gap of {sweep['detectable']:.3f} nats in {sweep['power']:.0%} of cases, if paired seeds differ "
+        f"with a standard deviation of {sweep['spread']:g} nats, the largest found at 19M parameters. Parity is a gap "
+        f"inside {sweep['margin']} of the loss. The report says what the sweep itself could resolve.",
+        "Gaps grow during a run: give every run 20 tokens for each parameter at least.",
+    ]
+    if sweep["is_proxy"]:
+        sentences.append(
+            f"{sweep['config']} stands in for {data['model']}, which nobody trains {sweep['runs']} times."
+        )
+    if not sweep["config"]:
+        sentences.append(
+            "The program learns its seed from {seed} in its arguments or from POLICYC_SEED. Set --steps to its length."
+        )
+    sentences.append(
+        "When it has ended: the same 'policyc adopt' with --sweep sweeps/adopt fills in the verdicts."
+    )
+    return Section(title="Find out what it costs", command=sweep["command"], sentences=sentences)
+
+
+def _watch(data: Record) -> Section:
+    tried = [c for c in data["candidates"] if c["advice"] == "try"] or data["candidates"]
+    fastest = max(tried, key=lambda c: c["speed_up"])
+    shares = {c["policy"]: c["communication"] for c in data["candidates"]}
+    rate = data["tokens_per_step"] / fastest["seconds"]
+    before = f"{shares[BASELINE]:.0%} under {BASELINE}, " if BASELINE in shares else ""
+    return Section(
+        title="Watch during the run",
+        sentences=[
+            "Gradient norm: compare with the same steps of the baseline. A norm that grows away from it, or more "
+            "spikes, comes before divergence.",
+            "Quantization noise: --stats-every 500 measures SQNR, flushed and saturated values of every operand. An "
+            "operand that falls below 10 dB, or loses 1 dB from week to week, is the first candidate for BF16.",
+            f"Stalls: at {fastest['policy']}'s step time the input must deliver {rate:,.0f} tokens per second.",
+            f"Communication: {before}{fastest['communication']:.0%} under {fastest['policy']}, since only products "
+            "become faster. If it is more, look at overlap before you look at precision.",
+            "Validation in BF16 beside validation under the policy: the difference is what the forward pass alone "
+            "costs, and a late switch to BF16 gives it back.",
+        ],
+    )
+
+
+def _fallback(data: Record) -> Section:
+    names = [FALLBACKS[c["policy"]] for c in data["candidates"] if c["policy"] in FALLBACKS]
+    sentences = [
+        f"Fallback: continue from the last good checkpoint under {' or '.join(names or [BASELINE])}, with the same "
+        "seed and data. The rules stay, only the recipe changes.",
+        "Set the limit before the run: for example, back to FP8 if validation is more than the margin above the "
+        "baseline at two checkpoints in a row.",
+        "The gate: NVFP4 training is native on compute capability 10.0 and 10.3 (B200, GB200, B300, GB300). Anywhere "
+        "else it is emulated, which is exact and slow, and said at the start. --require-native makes it an error.",
+    ]
+    return Section(title="If it goes wrong", sentences=sentences)
