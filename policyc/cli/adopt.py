@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from policyc.cli.common import EXIT_USAGE, exit_with_message, print_or_write
-from policyc.cli.estimate import trace_step
+from policyc.cli.estimate import step_under, trace_step
 from policyc.cli.options import (
     FiniteRange,
     ProgramCommand,
@@ -111,7 +111,7 @@ adopt_options = collect_options(
 @adopt_options
 @program_argument(required=False)
 def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) -> None:
-    """Say how to take a model to lower precision: what to try, what it saves, how to find out what it costs.
+    """Say which policies to try on a model, and what each saves.
 
     Compares the bundled policies on the step of a configuration or of a program with the cost model, then says which
     sweep decides, what to watch, and what to fall back to. Nothing is trained.
@@ -137,7 +137,12 @@ def adopt(program: tuple[str, ...], step: StepOptions, options: AdoptOptions) ->
         mesh = step.mesh_shape()
         check_modelled(mesh)
         traced = trace_step(load(BASELINE), program, mesh, step, execution)
-        data = make_adoption(question, traced, mesh, Path(options.sweep) if options.sweep else None)
+        data = make_adoption(
+            question,
+            step_under(traced, load(BASELINE), execution),
+            mesh,
+            Path(options.sweep) if options.sweep else None,
+        )
     except ReportError as error:
         exit_with_message(str(error), EXIT_USAGE)
     except ValueError as error:

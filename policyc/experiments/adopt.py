@@ -58,7 +58,8 @@ class Question:
 
     @property
     def model(self) -> str:
-        return self.config or shlex.join(self.words)
+        """The configuration, or the program's name without its folder, which says nothing to others."""
+        return self.config or shlex.join([Path(self.words[0]).name, *self.words[1:]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

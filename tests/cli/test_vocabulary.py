@@ -33,11 +33,11 @@ def arguments_of(name: str) -> str:
 
 
 TAKES_POLICY = {"show", "lint", "diff", "apply", "estimate", "compile", "sweep"}
-TAKES_PROGRAM = {"lint", "sites", "diff", "apply", "estimate", "compile", "sweep"}
+TAKES_PROGRAM = {"lint", "sites", "diff", "apply", "estimate", "compile", "sweep", "adopt"}
 HAS_CONFIG = TAKES_PROGRAM - {"apply"}  # `train` is `apply` for the bundled Llama
-HAS_TARGET = {"lint", "diff", "estimate", "compile", "report"}
+HAS_TARGET = {"lint", "diff", "estimate", "adopt", "compile", "report"}
 COMPARES = {"diff", "estimate"}
-PRINTS = {"show", "lint", "sites", "diff", "estimate", "compile", "report"}
+PRINTS = {"show", "lint", "sites", "diff", "estimate", "adopt", "compile", "report"}
 FORMER = {"--against", "--variant", "--stat", "--json", "--dot", "--svg", "--html", "--several-losses"}
 
 

@@ -1,0 +1,147 @@
+"""`policyc adopt`: its numbers against `estimate` and arithmetic by hand, its advice, and what a sweep fills in."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import ROOT, policyc
+
+STEP = ("--config", "llama3_8b", "--target", "gb200", "--devices", "8")
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+
+def loss(params, x):
+    for layer in params["layers"]:
+        x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+    return jnp.mean(x @ params["head"])
+
+layer = {"up": jnp.ones((64, 256), jnp.bfloat16), "down": jnp.ones((256, 64), jnp.bfloat16)}
+params = {"layers": [layer] * 3, "head": jnp.ones((64, 128), jnp.bfloat16)}
+jax.grad(loss)(params, jnp.ones((512, 64), jnp.bfloat16))
+"""
+
+
+def adoption(*words: str | Path) -> dict:
+    result = policyc("adopt", "--format", "json", *words)
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+@pytest.fixture(scope="module")
+def llama() -> dict:
+    return adoption(
+        *STEP, "--tokens", "2T", "--price-per-gpu-hour", "3", "--sweep", ROOT / "docs/results/19m"
+    )
+
+
+def find(data: dict, policy: str) -> dict:
+    (candidate,) = (c for c in data["candidates"] if c["policy"] == policy)
+    return candidate
+
+
+def test_speeds_are_those_of_estimate(llama: dict) -> None:
+    result = policyc("estimate", "te_nvfp4", "--vs", "fp8", *STEP, "--backend", "te", "--format", "json")
+    estimate = json.loads(result.out)
+    candidate = find(llama, "te_nvfp4")
+    assert candidate["speed_up"] == pytest.approx(estimate["speed_up"])
+    assert candidate["seconds"] == pytest.approx(estimate["estimates"][1]["seconds"])
+
+
+def test_a_speed_up_has_the_range_of_the_model_s_errors(llama: dict) -> None:
+    low, high = llama["errors"]
+    candidate = find(llama, "te_nvfp4")
+    assert candidate["least"] * (1 + high) == pytest.approx(candidate["speed_up"])
+    assert candidate["most"] * (1 + low) == pytest.approx(candidate["speed_up"])
+    assert find(llama, "bf16")["least"] is None  # nothing published to compare with
+
+
+def test_a_schedule_has_the_mean_of_its_phases(llama: dict, tmp_path: Path) -> None:
+    """82 % of the steps are those of the first phase, which `estimate` prints; later ones are slower."""
+    result = policyc("estimate", "nvfp4_late_switch", *STEP, "--backend", "te", "--format", "json")
+    first = json.loads(result.out)["estimates"][0]["seconds"]
+    path = tmp_path / "later.policy"
+    path.write_text('import "te_nvfp4"\n* where layer >= -15% -> bf16\n* @ fprop -> bf16\n')
+    later = policyc("estimate", path, *STEP, "--backend", "te", "--format", "json")
+    second = json.loads(later.out)["estimates"][0]["seconds"]
+    assert find(llama, "nvfp4_late_switch")["seconds"] == pytest.approx(0.82 * first + 0.18 * second)
+
+
+def test_hours_and_money_are_those_of_all_steps(llama: dict) -> None:
+    steps = 2e12 / llama["tokens_per_step"]
+    assert llama["tokens_per_step"] == 1024 * 8192  # the configuration's batch
+    candidate = find(llama, "fp8")
+    assert candidate["gpu_hours"] == pytest.approx(steps * candidate["seconds"] * 8 / 3600)
+    page = policyc("adopt", *STEP, "--tokens", "2T", "--price-per-gpu-hour", "3").out
+    (row,) = (line for line in page.split("What they save")[1].splitlines() if line.startswith("| fp8"))
+    assert f"{3 * candidate['gpu_hours']:,.0f}" in row
+
+
+def test_a_sweep_fills_in_what_it_found(llama: dict) -> None:
+    """docs/results/README.md has these verdicts and gaps."""
+    rows = {row["variant"]: row for row in llama["measured"]["variants"]}
+    assert (rows["fp8"]["verdict"], rows["te_nvfp4"]["verdict"]) == ("parity", "worse")
+    assert rows["te_nvfp4"]["gap"] == pytest.approx(0.0460, abs=5e-5)
+    page = policyc("adopt", *STEP, "--sweep", ROOT / "docs/results/19m").out
+    assert "+0.0460" in page.split("What the sweep found, against bf16")[1]
+
+
+def test_the_sweep_to_run_is_a_command_that_works(llama: dict, tmp_path: Path) -> None:
+    command = llama["sweep"]["command"]
+    words = shlex.split(command)
+    assert words[:2] == ["policyc", "sweep"]
+    assert set(words[2].split(",")) == {c["policy"] for c in llama["candidates"] if c["advice"] == "try"}
+    at = words.index("--data")
+    words = [*words[1:at], "--no-plan", "--dry-run"]  # without the corpus, and without tracing
+    words[words.index("--out") + 1] = str(tmp_path / "sweep")
+    result = policyc(*words)
+    assert result.code == 0, result.err
+    assert llama["sweep"]["runs"] == 5 * (len(words[1].split(",")) + 2)
+
+
+def test_where_four_bits_are_emulated_nothing_is_advised() -> None:
+    data = adoption("--config", "llama3_8b", "--target", "h200", "--devices", "8")
+    assert not [c for c in data["candidates"] if c["advice"] == "try"]
+    assert "emulated on h200" in find(data, "te_nvfp4")["advice"]
+    page = policyc("adopt", "--config", "llama3_8b", "--target", "h200", "--devices", "8").out
+    assert "no policy with 4 bits is predicted to be faster than fp8" in page
+
+
+def test_a_step_that_does_not_fit_is_not_advised() -> None:
+    data = adoption("--config", "llama3_405b", "--target", "gb200", "--devices", "8", "--batch", "16")
+    assert find(data, "te_nvfp4")["advice"] == "does not fit into memory"
+
+
+def test_any_program(tmp_path: Path) -> None:
+    script = tmp_path / "<b>train.py"
+    script.write_text(PROGRAM)
+    data = adoption("--target", "gb200", script, "--seed", "1")
+    assert data["tokens_per_step"] == 512
+    assert data["sweep"]["command"].endswith(f"'{script}' --seed 1")
+    layers = 3 * 2 * 2 * 512 * 64 * 256  # FLOPs of one product of all layers
+    head = 2 * 512 * 64 * 128
+    assert find(data, "te_nvfp4")["four_bits"] == pytest.approx(layers / (layers + head), rel=0.1)
+    out = tmp_path / "adopt.html"
+    assert policyc("adopt", "--target", "gb200", "--out", out, script).code == 0
+    page = out.read_text()
+    assert "<b>train" not in page
+    assert "&lt;b&gt;train" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--price-per-gpu-hour", "3"), "--price-per-gpu-hour needs --tokens"),
+        (("--tokens", "15X"), "'15X' is not a number of tokens: expected one such as 300B"),
+        (("--tokens", "0"), "'0' is not a number of tokens"),
+        (("--sweep", "absent"), "absent"),
+    ],
+)
+def test_bad_input(words: tuple[str, ...], message: str) -> None:
+    result = policyc("adopt", *STEP, *words)
+    assert result.code == 2
+    assert message in result.err
