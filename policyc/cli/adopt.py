@@ -82,7 +82,7 @@ adopt_options = collect_options(
         ),
         click.option(
             "--sweep",
-            type=click.Path(exists=True, file_okay=False),
+            type=click.Path(file_okay=False),
             metavar="DIR",
             help="Fill in the verdicts, times, memory and stalls of this sweep.",
         ),

@@ -50,7 +50,7 @@ def _headline(data: Record) -> str:
 def _facts(data: Record) -> str:
     tokens = f"{data['tokens_per_step']:,} tokens per step"
     if data["tokens"] is not None:
-        tokens += f", {data['tokens']:.4g} in all"
+        tokens += f", {format_figure('tokens', data['tokens'])} in all"
     return (
         f"{data['mesh']}, {tokens}, NVFP4 by the backend {data['backend']}. Times are predicted, not measured"
     )
