@@ -1,3 +1,14 @@
 """Runs of programs under policies: the runner, numerics telemetry, run reports, sweeps."""
 
-__all__ = ["hooks", "program", "report", "runner", "statistics", "sweep", "telemetry", "verdicts"]
+__all__ = [
+    "adopt",
+    "adopt_page",
+    "hooks",
+    "program",
+    "report",
+    "runner",
+    "statistics",
+    "sweep",
+    "telemetry",
+    "verdicts",
+]
