@@ -7,6 +7,7 @@ import click
 from policyc.cli.options import (
     ProgramCommand,
     RunOptions,
+    compile_cache_option,
     multiple_losses_option,
     policy_argument,
     program_argument,
@@ -28,6 +29,7 @@ from policyc.cli.program import check_order, parse_program, run_under_policy
 @program_argument(required=True)
 @run_options
 @multiple_losses_option
+@compile_cache_option
 def apply(policy: str, program: tuple[str, ...], run: RunOptions) -> None:
     """Run an unmodified training program under a policy.
 

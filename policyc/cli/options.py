@@ -236,6 +236,7 @@ class RunOptions:
     stats_every: int = 0
     multiple_losses: bool = False
     rounding_seed: int | None = None
+    compile_cache: str | None = None
 
 
 run_options = collect_options(
@@ -264,6 +265,16 @@ multiple_losses_option = click.option(
     "--multiple-losses",
     is_flag=True,
     help="Let any loss of the program meet an 'expect', not only the first one.",
+)
+
+compile_cache_option = click.option(
+    "--compile-cache",
+    metavar="DIR|off",
+    envvar="POLICYC_COMPILE_CACHE",
+    show_envvar=True,
+    callback=lambda _ctx, _option, value: os.path.abspath(value) if value and value != "off" else value,
+    show_default="~/.cache/policyc/compiled; JAX's own setting under a policy that keeps every GEMM",
+    help="Folder in which compiled programs are kept, so that the next start takes seconds.",
 )
 
 

@@ -184,9 +184,10 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     policy = load_policy(policy_name)
     if options.rounding_seed is not None:
         policy = policy.with_seed(options.rounding_seed)
-    from policyc.base.compile_cache import use_compile_cache
+    if options.compile_cache is not None or not policy.changes_nothing:
+        from policyc.base.compile_cache import use_compile_cache
 
-    use_compile_cache()
+        use_compile_cache(options.compile_cache)
     from policyc.experiments import runner
     from policyc.language.diagnostics import PolicyError
 

@@ -27,6 +27,7 @@ from policyc.cli.options import (
     ProgramCommand,
     backend_option,
     collect_options,
+    compile_cache_option,
     group_options,
     multiple_losses_option,
     require_native_option,
@@ -78,6 +79,7 @@ class SweepOptions:
     backend: str
     require_native: bool
     multiple_losses: bool
+    compile_cache: str | None
 
 
 def _parse_slurm(
@@ -155,6 +157,7 @@ sweep_options = collect_options(
         backend_option,
         require_native_option,
         multiple_losses_option,
+        compile_cache_option,
     ),
 )  # fmt: skip
 
@@ -180,7 +183,7 @@ def run_sweep(
     out = out.absolute()
     design = _design_sweep(policies, edits, _make_program(program, config, options), options, out)
     names = [variant.name for variant in design.policies.variants]
-    runs = make_runs(design.program, names, design.seeds, out)
+    runs = make_runs(design.program, names, design.seeds, out, options.compile_cache)
     print_omitted(design.policies)
     try:
         if options.dry_run:

@@ -14,7 +14,7 @@ from tests.support.command import python_path
 SHOW = "import jax; print(jax.config.jax_compilation_cache_dir)"
 
 
-def run(code: str, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, cache: Path, *, check: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
     unset = ("JAX_COMPILATION_CACHE_DIR", "POLICYC_COMPILE_CACHE")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {
@@ -24,7 +24,7 @@ def run(code: str, cache: Path, **variables: str) -> subprocess.CompletedProcess
         **variables,
     }
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=check, timeout=300
     )
 
 
@@ -62,3 +62,19 @@ print(events.count("/jax/compilation_cache/cache_hits") > 0)
     assert [run(code, tmp_path).stdout.strip() for _ in range(2)] == ["False", "True"]
     (tmp_path / "file").touch()
     assert "note: compiled programs are not kept" in run(code, tmp_path / "file").stderr
+
+
+@pytest.mark.parametrize(
+    ("policy", "option", "expected"),
+    [
+        ("* -> keep", "", "None"),  # policyc must not be noticed
+        ("* -> mxfp8", "", "{cache}/policyc/compiled"),
+        ("* -> keep", "--compile-cache mine", "{cache}/mine"),
+        ("* -> mxfp8", "--compile-cache=off", "None"),
+    ],
+)
+def test_a_policy_that_keeps_everything_leaves_the_folder_to_jax(tmp_path, policy, option, expected):
+    (tmp_path / "a.policy").write_text(f"{policy}\n")
+    words = ["policyc", "apply", "a.policy", *option.split(), "-c", f"{SHOW}; import sys; sys.exit(0)"]
+    code = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.argv = {words}; from policyc.cli.main import main; main()"
+    assert run(code, tmp_path, check=False).stdout.strip() == expected.format(cache=tmp_path)

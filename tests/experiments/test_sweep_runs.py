@@ -134,6 +134,14 @@ def test_several_seeds_in_one_process(tmp_path: Path) -> None:
     assert runs[0].command[-6:] == ("--seeds", "0,1", "--out", str(tmp_path / "bf16"), "--keep", "2")
 
 
+def test_another_folder_of_compiled_programs_makes_no_other_sweep(tmp_path: Path) -> None:
+    program = SweepProgram(words=("train.py",))
+    (default,) = make_runs(program, ["bf16"], [0], tmp_path)
+    (named,) = make_runs(program, ["bf16"], [0], tmp_path, "/cache")
+    assert named.environment == {**default.environment, "POLICYC_COMPILE_CACHE": "/cache"}
+    assert named == replace(default, environment=named.environment)
+
+
 def test_a_program_gets_its_seed_steps_and_folder(tmp_path: Path) -> None:
     words = ("train.py", "--seed={seed}", "--out", "{out}/x", "{variant}", "{steps}", "{other}")
     program = SweepProgram(words=words, steps=9, metrics_source="maxtext={out}/m.txt")

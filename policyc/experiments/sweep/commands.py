@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from policyc.base.compile_cache import VARIABLE as COMPILE_CACHE_VARIABLE
 from policyc.experiments.sweep.metrics import parse_metrics_source
 from policyc.experiments.sweep.run import (
     RUN_DIR_VARIABLE,
@@ -109,7 +110,9 @@ class SweepProgram:
             return self.steps
         return CONFIGS[self.config][1].steps
 
-    def make_run(self, variant: str, seeds: tuple[int, ...], out: Path) -> Run:
+    def make_run(
+        self, variant: str, seeds: tuple[int, ...], out: Path, compile_cache: str | None = None
+    ) -> Run:
         """The run of some seeds of a variant."""
         folders = tuple(out / variant / f"seed{seed}" for seed in seeds)
         environment = {
@@ -119,6 +122,8 @@ class SweepProgram:
         }
         if self.total_steps is not None:
             environment[STEPS_VARIABLE] = str(self.total_steps)
+        if compile_cache is not None:  # a variable, not an option: it makes no other sweep of this one
+            environment[COMPILE_CACHE_VARIABLE] = compile_cache
         policy = str(out / variant / POLICY_FILE)
         # The bundled trainer writes its plan itself, into the folder of each seed.
         plan_out = () if self.config else ("--plan-out", str(folders[0] / PLAN_FILE))
@@ -162,14 +167,20 @@ class SweepProgram:
         return hashlib.sha256(Path(self.words[0]).read_bytes()).hexdigest()
 
 
-def make_runs(program: SweepProgram, variants: Sequence[str], seeds: Sequence[int], out: Path) -> list[Run]:
+def make_runs(
+    program: SweepProgram,
+    variants: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+    compile_cache: str | None = None,
+) -> list[Run]:
     """The runs of a sweep: every variant of the first seeds, then every variant of the next ones.
 
     So a sweep that is stopped early has the same seeds of all variants.
     """
     size = program.seeds_per_process
     groups = [tuple(seeds[start : start + size]) for start in range(0, len(seeds), size)]
-    return [program.make_run(variant, group, out) for group in groups for variant in variants]
+    return [program.make_run(variant, group, out, compile_cache) for group in groups for variant in variants]
 
 
 def _has_option(words: Sequence[str], option: str) -> bool:
