@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
+from jax.interpreters import ad
 
 import policyc
 from policyc.compiler.plan import make_plan
@@ -234,3 +235,22 @@ def test_names_stay_with_their_equations() -> None:
     rewritten_jaxpr = traced(policyc.apply("* -> nvfp4", f), W, X)
     (call,) = [e for e in jaxprs.equations(rewritten_jaxpr) if jaxprs.sub_jaxprs(e)]
     assert jaxprs.name_scopes(call) == ("outer",)
+
+
+def test_a_checkpoint_policy_sees_a_primitive_that_is_called_like_one_of_policyc() -> None:
+    """It sees the `dot_general` in place of policyc's primitive, and only of that."""
+    theirs = Primitive("scaled_gemm")
+    theirs.def_abstract_eval(lambda x: x)
+    ad.deflinear2(theirs, lambda ct, _: (ct,))
+    seen: list[Any] = []
+
+    def save_nothing(primitive: Any, *_: Any, **__: Any) -> bool:
+        seen.append(primitive)
+        return False
+
+    def f(w: Any, x: Any) -> Any:
+        return jax.checkpoint(lambda w, x: jnp.sin(theirs.bind(x @ w)).sum(), policy=save_nothing)(w, x)
+
+    jax.make_jaxpr(jax.grad(policyc.apply("* -> mxfp8", f)))(W, X)
+    assert theirs in seen
+    assert lax.dot_general_p in seen

@@ -103,12 +103,26 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     return write
 
 
+THEIR_QUANTIZE = """
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+quantize = Primitive("nvfp4_quantize")  # the name of one of policyc's primitives
+quantize.def_abstract_eval(lambda x: x)
+mlir.register_lowering(quantize, mlir.lower_fun(lambda x: x, multiple_results=False))
+params = jax.jit(lambda p: {"mlp": quantize.bind(p["mlp"])})(params)
+"""
+
+
+@pytest.mark.parametrize(
+    "initialize",
+    ["params = jax.jit(lambda p: {'mlp': p['mlp'] @ p['mlp']})(params)\n", THEIR_QUANTIZE],
+    ids=["a GEMM", "a primitive that is called like one of policyc"],
+)
 def test_the_step_of_a_program_is_the_jitted_function_that_differentiates_the_loss(
-    program: Callable[..., Path],
+    program: Callable[..., Path], initialize: str
 ) -> None:
     """The jitted function that makes the parameters is not taken, though the loss was traced before it."""
     trace = "jax.eval_shape(jax.grad(loss), params, x)\n"
-    initialize = "params = jax.jit(lambda p: {'mlp': p['mlp'] @ p['mlp']})(params)\n"
     path = program(LOSS, STEP, trace, initialize, "step(params, x)\n")
     execution = pipeline.execution_options(target="gb200")
     jitted, plans = runner.trace_first_step(
