@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -302,3 +303,20 @@ def name_file(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+OPEN_FILES = 1024  # what most systems allow from the start
+MIN_OPEN_FILES = 256  # a small model has 25, a large one more: the parts of a checkpoint are written in parallel
+
+
+def allow_open_files(count: int) -> None:
+    """Raises the limit of open files to `count` as far as the system allows. Raises ConfigError if no run fits in it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if allowed < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"a run needs {MIN_OPEN_FILES} open files, and this process may have {hard}: start it from a shell with a "
+            f"higher limit (ulimit -n {OPEN_FILES})"
+        )
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

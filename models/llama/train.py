@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def train(name: str, config: ModelConfig, run: RunConfig) -> None:
     """Starts or resumes a run, and trains until its last step or until a signal."""
     account = TimeAccount()
+    configs.allow_open_files(configs.OPEN_FILES)
     policyc.use_compile_cache(run.compile_cache)
     if run.distributed:
         join_processes(run)

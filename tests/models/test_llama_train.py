@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import resource
 import runpy
 import shlex
 import shutil
@@ -461,6 +462,34 @@ def test_data_that_does_not_fit_leaves_no_folder(capsys, tmp_path):
     assert train.main(flags(out=tmp_path / "run", data="stdlib", vocab=256)) == 1
     assert "vocabulary of 256" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_too_few_open_files_are_one_message_before_anything_starts(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 20))
+    assert train.main(flags(out=tmp_path / "run")) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: a run needs 256 open files, and this process may have 20: ")
+    assert "ulimit -n 1024" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((20, 4096), [(1024, 4096)]),
+        ((256, 512), [(512, 512)]),
+        ((20, resource.RLIM_INFINITY), [(1024, resource.RLIM_INFINITY)]),
+        ((2048, 4096), []),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), []),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(limits, expected, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: chosen.append(limits))
+    configs.allow_open_files(1024)
+    assert chosen == expected
 
 
 def test_a_missing_package_of_metrics_leaves_no_folder(capsys, tmp_path, monkeypatch):

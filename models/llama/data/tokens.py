@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 import os
-import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from policyc.models.llama.configs import ConfigError, import_library
+from policyc.models.llama.configs import OPEN_FILES, ConfigError, allow_open_files, import_library
 from policyc.models.llama.data.documents import read_documents
 from policyc.models.llama.data.specs import DataSpec, list_files
 
@@ -193,7 +192,7 @@ def open_token_file(path: Path, dtype: str | None, vocab: int) -> TokenFile:
 
 def open_token_files(spec: DataSpec, vocab: int) -> list[TokenFile]:
     files = list_files(spec.path)
-    _allow_open_files(len(files))
+    allow_open_files(2 * len(files) + OPEN_FILES)  # of training and of validation
     return [open_token_file(file, spec.options.get("dtype"), vocab) for file in files]
 
 
@@ -265,12 +264,3 @@ def _encode_all(spec: DataSpec, encode: Encoder, tokenizer: str | None, max_bad_
     version = sys.version if spec.kind == "stdlib" else ""
     key = spec.kind, os.path.abspath(spec.path), options, stats, vocabulary, version
     return cache_tokens(key, spec.name, pieces)
-
-
-def _allow_open_files(count: int) -> None:
-    """Raises the limit of open files, which is 1,024 on most machines, as far as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * count + 1024  # of training and of validation
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
