@@ -306,11 +306,13 @@ def name_file(path: Path) -> Iterator[None]:
 
 
 OPEN_FILES = 1024  # what most systems allow from the start
-MIN_OPEN_FILES = 256  # a small model has 25, a large one more: the parts of a checkpoint are written in parallel
+MIN_OPEN_FILES = (
+    256  # a small model has 25, a large one more: the parts of a checkpoint are written in parallel
+)
 
 
 def allow_open_files(count: int) -> None:
-    """Raises the limit of open files to `count` as far as the system allows. Raises ConfigError if no run fits in it."""
+    """Raises the limit of open files to `count` as far as the system allows. Raises ConfigError if that is too few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if allowed < MIN_OPEN_FILES:

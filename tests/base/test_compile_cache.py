@@ -24,7 +24,12 @@ def run(code: str, cache: Path, *, check: bool = True, **variables: str) -> subp
         **variables,
     }
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=check, timeout=300
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=check,
+        timeout=300,
     )
 
 
