@@ -9,7 +9,7 @@ from typing import Any
 import networkx as nx
 
 from policyc.changes.graph import children_of, graph_of
-from policyc.changes.model import DiffData, DiffSide, Linear, LinearRun, ProductSide, ProductState, Stack
+from policyc.changes.model import DiffData, DiffSide, Linear, LinearRange, ProductSide, ProductState, Stack
 from policyc.language.diagnostics import SourceText
 from policyc.language.policy import Policy
 
@@ -130,7 +130,7 @@ class _Writer:
     def linear(self, linear: Linear) -> dict[str, Any]:
         return {"name": linear.name, "stack": linear.stack, "runs": [self._run(run) for run in linear.runs]}
 
-    def _run(self, run: LinearRun) -> dict[str, Any]:
+    def _run(self, run: LinearRange) -> dict[str, Any]:
         site = run.site
         return {
             "layers": None if run.first is None else [run.first, run.last],

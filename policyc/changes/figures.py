@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from policyc.changes.model import DiffData, LinearRun, ProductChange
+from policyc.changes.model import DiffData, LinearRange, ProductChange
 from policyc.language.recipes import Gemm
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -43,7 +43,7 @@ def name_parts(name: str) -> tuple[str, ...]:
     return tuple(_DOT_OUTSIDE_PARENTHESES.split(name))
 
 
-def _predictions(run: LinearRun, product: ProductChange) -> Iterator[str]:
+def _predictions(run: LinearRange, product: ProductChange) -> Iterator[str]:
     if product.after is not None and product.after.state.lowering.backend:
         lowering = product.after.state.lowering
         yield f"native, {lowering.backend}" if lowering.native else "emulated"
@@ -56,7 +56,7 @@ def _predictions(run: LinearRun, product: ProductChange) -> Iterator[str]:
         yield _arrow(moved)
 
 
-def _measurements(overlays: Mapping[str, Any], linear: int, run: LinearRun, gemm: str) -> Iterator[str]:
+def _measurements(overlays: Mapping[str, Any], linear: int, run: LinearRange, gemm: str) -> Iterator[str]:
     """The lowest values of the layers, since one line stands for all of them."""
     stats = overlays.get("stats", {})
     operands = [
@@ -77,7 +77,7 @@ def _measurements(overlays: Mapping[str, Any], linear: int, run: LinearRun, gemm
 
 
 def _of_layers(
-    entries: Sequence[Mapping[str, Any]], linear: int, run: LinearRun
+    entries: Sequence[Mapping[str, Any]], linear: int, run: LinearRange
 ) -> Iterator[Mapping[str, Any]]:
     for entry in entries:
         layer = entry.get("layer")
@@ -85,7 +85,7 @@ def _of_layers(
             yield entry
 
 
-def _overlaps(layers: Sequence[int] | None, run: LinearRun) -> bool:
+def _overlaps(layers: Sequence[int] | None, run: LinearRange) -> bool:
     if layers is None or run.first is None or run.last is None:
         return True
     return layers[0] <= run.last and run.first <= layers[1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from policyc.changes.earlier import EarlierPlan
-from policyc.changes.model import Linear, LinearRun, ProductChange, ProductSide, ProductState
+from policyc.changes.model import Linear, LinearRange, ProductChange, ProductSide, ProductState
 from policyc.changes.predict import Prediction
 from policyc.compiler.linears import LinearLayers, sort_into_linears
 from policyc.compiler.plan import Decision, Decisions, Phase, Plan, gemm_queries
@@ -56,7 +56,7 @@ class LinearTable:
         for row in self._rows:
             yield Linear(stack=row.stack, name=row.name, runs=tuple(self._runs(row)))
 
-    def _runs(self, row: LinearLayers) -> Iterator[LinearRun]:
+    def _runs(self, row: LinearLayers) -> Iterator[LinearRange]:
         """The layers of a row, consecutive ones to which the same happens together."""
         ordered = [
             (index, _RowLayer(site, layer, tuple(d[site.address, layer] for d in self._decisions)))
@@ -79,7 +79,7 @@ class LinearTable:
                 prediction.layer_times(member.site, decision)
                 for prediction, decision in zip(self._predictions, member.decisions, strict=True)
             ]
-            yield LinearRun(
+            yield LinearRange(
                 first=first,
                 last=last,
                 site=member.site,

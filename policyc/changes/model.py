@@ -90,7 +90,7 @@ class ProductChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearRun:
+class LinearRange:
     """Consecutive layers of a linear to which the same happens. `first` and `last` are None if it is not in a stack."""
 
     first: int | None
@@ -126,14 +126,14 @@ class Linear:
 
     stack: str
     name: str
-    runs: tuple[LinearRun, ...]
+    runs: tuple[LinearRange, ...]
 
     @property
     def full_name(self) -> str:
         """Its path without indices."""
         return full_name(self.stack, self.name)
 
-    def run_at(self, layer: int | None) -> LinearRun | None:
+    def run_at(self, layer: int | None) -> LinearRange | None:
         """The run that has this layer."""
         for run in self.runs:
             if run.first is None or run.last is None or layer is None or run.first <= layer <= run.last:

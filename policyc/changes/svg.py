@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from policyc.base.notebook import escape_text
 from policyc.changes.data import sentence
-from policyc.changes.model import DiffData, Linear, LinearRun, ProductChange, ProductSide, Stack
+from policyc.changes.model import DiffData, Linear, LinearRange, ProductChange, ProductSide, Stack
 from policyc.language.recipes import Gemm
 
 # Colors that people who cannot tell red from green can tell apart (Okabe and Ito), and two grays.
@@ -97,7 +97,7 @@ def _draw_row(diff: DiffData, linear: Linear, gemm: Gemm, stack: Stack, y: float
 
 
 def _draw_cells(
-    lefts: Sequence[float], y: float, width: float, run: LinearRun, product: ProductChange
+    lefts: Sequence[float], y: float, width: float, run: LinearRange, product: ProductChange
 ) -> Iterator[str]:
     """The cells of a run: one path for each color."""
     inner = width - min(1.0, width / 6)
@@ -124,7 +124,7 @@ def _color(side: ProductSide | None) -> str:
     return "#ffffff" if side is None else FORMAT_COLORS.get(side.state.format, OTHER_COLOR)
 
 
-def describe_cell(diff: DiffData, linear: Linear, run: LinearRun, product: ProductChange) -> str:
+def describe_cell(diff: DiffData, linear: Linear, run: LinearRange, product: ProductChange) -> str:
     """What the reader of a cell wants to know: shape, formats, rule, place."""
     site = run.site
     layers = "" if run.first is None else f" layers {run.first}-{run.last}"

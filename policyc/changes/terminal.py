@@ -17,7 +17,7 @@ from policyc.base.text import count_noun, escape_controls, format_ranges
 from policyc.changes.data import sentence
 from policyc.changes.figures import product_figures
 from policyc.changes.graph import children_of, graph_of
-from policyc.changes.model import DiffData, Linear, LinearRun, ProductSide, Stack
+from policyc.changes.model import DiffData, Linear, LinearRange, ProductSide, Stack
 from policyc.language.diagnostics import Paint, plain
 from policyc.language.recipes import Gemm
 
@@ -118,7 +118,7 @@ def _row_glyphs(linear: Linear, gemm: Gemm, size: int, per_column: int) -> list[
     return glyphs
 
 
-def _glyph(run: LinearRun | None, gemm: Gemm) -> tuple[str, str]:
+def _glyph(run: LinearRange | None, gemm: Gemm) -> tuple[str, str]:
     product = None if run is None else run.product(gemm)
     if run is None or product is None or product.after is None:
         return _MISSING, "dim"

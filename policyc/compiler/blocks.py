@@ -19,7 +19,7 @@ _MAX_CANDIDATES = 256  # periods that are tried from one position on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockPlace:
+class BlockPosition:
     """Where a site is in its stack of blocks.
 
     Attributes:
@@ -95,18 +95,18 @@ def find_blocks(
     products: Sequence[Product],
     lengths: dict[Address, int],
     continues: Callable[[int, int], bool],
-) -> dict[int, BlockPlace]:
-    """The place of every product that is in a block, by its node.
+) -> dict[int, BlockPosition]:
+    """The position of every product that is in a block, by its node.
 
     `lengths` has the number of iterations of each loop over layers. `continues` says whether the product of the second
     node is the first to read what the blocks before it made, the first node being the last product of these.
     """
     finder = _Finder(flow, lengths, continues)
-    places: dict[int, BlockPlace] = {}
+    positions: dict[int, BlockPosition] = {}
     for number, stack in enumerate(finder.stacks(finder.items(products, 0))):
-        first = BlockPlace(base=0, count=stack.count(lengths), stack=number)
-        finder.place(stack, first, places)
-    return places
+        first = BlockPosition(base=0, count=stack.count(lengths), stack=number)
+        finder.locate(stack, first, positions)
+    return positions
 
 
 class _Finder:
@@ -267,18 +267,18 @@ class _Finder:
 
     # ---- numbers
 
-    def place(self, layers: _Layers, first: BlockPlace, places: dict[int, BlockPlace]) -> None:
+    def locate(self, layers: _Layers, first: BlockPosition, positions: dict[int, BlockPosition]) -> None:
         """Numbers the products of some blocks, of which `first` is the first one."""
         base = first.base
         for block in layers.blocks:
             here = replace(first, base=base)
             for item in block:
                 if item.loop is None or item.body is None:
-                    places.update({product.node: here for product in item.products})
+                    positions.update({product.node: here for product in item.products})
                 else:
                     stride = item.body.count(self._lengths)
                     inside = replace(here, strides=(*here.strides, (item.loop, stride)))
-                    self.place(item.body, inside, places)
+                    self.locate(item.body, inside, positions)
             base += _item_count(block, self._lengths)
 
 

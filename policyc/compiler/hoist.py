@@ -80,7 +80,7 @@ def make_quantizer(site: Site, site_recipe: SiteRecipe, operand: Literal["lhs", 
                 weight=site.weight,
                 products=site.products,
                 backends=site_recipe.backends,
-                site=site.number,
+                site=site.id,
             ),
             operand=operand,
         )

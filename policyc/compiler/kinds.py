@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from policyc.compiler.block_bounds import Placing
-from policyc.compiler.blocks import BlockPlace, Product, find_blocks
+from policyc.compiler.blocks import BlockPosition, Product, find_blocks
 from policyc.compiler.flow import Flow
 from policyc.compiler.fused_attention import find_fused_attention
 from policyc.compiler.kind_names import kind_by_name, names_agree
@@ -44,7 +44,7 @@ def add_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPat
         mark_attention(products, mixer)
     blocks = _Blocks(products, mixers)
     around = products.weights_before(o for operands in undecided.values() for o in operands)
-    _mark_rest(products, blocks.places, around | products.after(undecided) & products.weighted)
+    _mark_rest(products, blocks.positions, around | products.after(undecided) & products.weighted)
     node_of = {address: node for node, address in flow.sites.items()}
     found = []
     for site in sites:
@@ -140,19 +140,19 @@ class _Blocks:
             for node in sorted(products.sites)
             if node not in products.kinds or products.kinds[node].name not in ("head", "embedding")
         ]
-        self.places = find_blocks(products.flow, of_model, self._lengths, self._continues)
+        self.positions = find_blocks(products.flow, of_model, self._lengths, self._continues)
 
     def block_of(self, node: int) -> SiteBlock | None:
         """The block of a site, in each of its layers; None if it is in no block."""
-        place, site = self.places.get(node), self._products.sites[node]
-        if place is None:
+        position, site = self.positions.get(node), self._products.sites[node]
+        if position is None:
             return None
         loops = self._products.flow.loops
-        strides = {a: -s if loops[a].is_reverse else s for a, s in place.strides}
-        block = SiteBlock.from_strides(site.stacks, place.base, strides, place.count)
+        strides = {a: -s if loops[a].is_reverse else s for a, s in position.strides}
+        block = SiteBlock.from_strides(site.stacks, position.base, strides, position.count)
         if strides.keys() - {stack.address for stack in site.stacks}:
             return replace(block, unknown=_SHARED)
-        return replace(block, unknown=_STAGES) if self._runs_stages(site, place) else block
+        return replace(block, unknown=_STAGES) if self._runs_stages(site, position) else block
 
     def _product(self, node: int) -> Product:
         site, mixer = self._products.sites[node], self._mixer_of.get(node)
@@ -184,19 +184,21 @@ class _Blocks:
 
         return last in flow.before(flow.inputs[first], is_end, last)
 
-    def _runs_stages(self, site: Site, place: BlockPlace) -> bool:
+    def _runs_stages(self, site: Site, position: BlockPosition) -> bool:
         """Is a loop around its whole stack a pipeline, in which each product reads the matrices of several blocks?"""
         return any(
             address not in self._lengths
             and site.address[: len(address)] == address
-            and self._is_pipeline(address, place.stack)
+            and self._is_pipeline(address, position.stack)
             for address in self._products.sequential
         )
 
     def _is_pipeline(self, loop: Address, stack: int) -> bool:
         key = loop, stack
         if key not in self._pipelines:
-            sites = [self._products.sites[n] for n, place in self.places.items() if place.stack == stack]
+            sites = [
+                self._products.sites[n] for n, position in self.positions.items() if position.stack == stack
+            ]
             self._pipelines[key] = all(s.address[: len(loop)] == loop for s in sites) and all(
                 s.batch > 1 for s in sites if s.weight is not None
             )

@@ -10,7 +10,7 @@ Example: the parameters are `layers.up` f32[4, 8, 8] and `layers.down` f32[4, 8,
 
 The scan is a `Stack` of size 4. Its iterations 0 to 3 read the members 3, 2, 1, 0 of axis 0 of `layers.up`. So the path
 of the weight is the `PathTemplate` `layers.up` with one `IndexSlot`: axis 0, size 4, the table (3, 2, 1, 0), and the
-place 0, because the name `layers` carries the index. In the first iteration the site is `layers[3].up`.
+position 0, because the name `layers` carries the index. In the first iteration the site is `layers[3].up`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from policyc.compiler.index_places import IndexPlaces, common_prefix
+from policyc.compiler.index_positions import IndexPositions, common_prefix
 from policyc.compiler.provenance.elements import AxisIndex, axis_indices, iterations_of
 from policyc.compiler.provenance.graph import ParameterSource, Source, loops_of, parameters_of, shard_maps_of
 from policyc.compiler.sites import IndexSlot, PathTemplate
@@ -59,7 +59,7 @@ class LayerIndices:
     """
 
     def __init__(self, shapes: dict[DottedPath, tuple[int, ...]]) -> None:
-        self._places = IndexPlaces(shapes)
+        self._positions = IndexPositions(shapes)
         self._loops: dict[Address, _LoopIndices] = {}
 
     # ---- what the analysis notes
@@ -68,7 +68,7 @@ class LayerIndices:
         """The innermost loop slices these parameters."""
         if sources:
             paths = [parameter.path for source in sources for parameter in parameters_of(source)]
-            self._places.note_scanned(loops[-1].stack.address, paths)
+            self._positions.note_scanned(loops[-1].stack.address, paths)
             self._note_indices(sources, loops)
 
     def note_weight(self, sources: Sequence[Source], loops: Sequence[EnclosingLoop]) -> None:
@@ -126,10 +126,10 @@ class LayerIndices:
                 continue
             # The scope that the scan is in, or the first one inside it: `layers`, or `layer` in `layers.layer`.
             names = (loop.scope_depth - 1, loop.scope_depth)
-            places = tuple(p for p in names if 0 <= p < len(scope) and scope[p].index is None)
+            positions = tuple(p for p in names if 0 <= p < len(scope) and scope[p].index is None)
             for size, table in next(iter(indices.slots)):
                 if stacks is None or set(table.stacks) <= set(stacks):
-                    slots.append(IndexSlot(places, size, table))
+                    slots.append(IndexSlot(positions, size, table))
         return PathTemplate(scope, tuple(slots), unknown_index=unknown)
 
     def module_template(
@@ -148,14 +148,14 @@ class LayerIndices:
             return PathTemplate((), unknown_index=_NO_LAYER)
         paths = list(dict.fromkeys(t.path for t in templates))
         indexed = [i for i, name in enumerate(paths[0]) if name.index is not None]
-        last_index = max((*indexed, *(s.places[0] for s in templates[0].slots if s.places)), default=-1)
+        last_index = max((*indexed, *(s.positions[0] for s in templates[0].slots if s.positions)), default=-1)
         path = paths[0][: _module_length(paths, last_index)]
         slots = tuple(
-            replace(slot, places=tuple(p for p in slot.places if p < len(path)), axis=None)
+            replace(slot, positions=tuple(p for p in slot.positions if p < len(path)), axis=None)
             for slot in templates[0].slots
         )
         have_same_indices = len({tuple((s.size, s.index) for s in t.slots) for t in templates}) == 1
-        has_all_indices = last_index < len(path) and all(slot.places for slot in slots)
+        has_all_indices = last_index < len(path) and all(slot.positions for slot in slots)
         if not (path and have_same_indices and has_all_indices):
             return PathTemplate((), unknown_index=_NO_LAYER)
         return PathTemplate(path, slots)
@@ -199,8 +199,10 @@ class LayerIndices:
             indices = _indices_along(axis, axes_by_layer)
             if indices is not None:
                 table = LayerTable(stacks, indices).simplify()
-                places = self._places.find(parameter.path, axis, size, [s.address for s in table.stacks])
-                slots.append(IndexSlot(places, size, table, axis))
+                positions = self._positions.find(
+                    parameter.path, axis, size, [s.address for s in table.stacks]
+                )
+                slots.append(IndexSlot(positions, size, table, axis))
             elif slots:
                 continue  # after the layer axis come those of experts or heads, which have no index
             elif (firsts := _first_indices(axis, axes_by_layer)) is None:
@@ -209,7 +211,7 @@ class LayerIndices:
                 not s.is_shard_map for s in LayerTable(stacks, firsts).simplify().stacks
             ):  # what a shard_map divides is still one matrix, and what a loop divides may be layers
                 unknown = f"each iteration of a loop reads another part of axis {axis}, of size {size}"
-        if not slots and not unknown and self._places.looks_stacked(parameter):
+        if not slots and not unknown and self._positions.looks_stacked(parameter):
             unknown = f"one product reads all {parameter.shape[0]} members of axis 0 at once"
         return PathTemplate(parameter.path, tuple(slots), unknown_index=unknown)
 
@@ -301,11 +303,11 @@ def _join_lists(templates: Sequence[PathTemplate]) -> Iterator[PathTemplate]:
             for layer in zip(*(t.values for t in tables), strict=True)
         ]
         names, slots = list(group[0].path), []
-        for place, name in enumerate(group[0].path):
-            indices = tuple(path[place].index for path in members)
+        for position, name in enumerate(group[0].path):
+            indices = tuple(path[position].index for path in members)
             if len(set(indices)) > 1:
-                names[place] = PathSegment(name.text)
-                slots.append(IndexSlot((place,), name.size or 1, LayerTable(tables[0].stacks, indices)))
+                names[position] = PathSegment(name.text)
+                slots.append(IndexSlot((position,), name.size or 1, LayerTable(tables[0].stacks, indices)))
         yield PathTemplate(tuple(names), tuple(slots))
 
 

@@ -68,7 +68,7 @@ Decisions = Mapping[tuple[Address, Layer], Decision]
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRun:
+class LayerRange:
     """Consecutive layers of a site with the same decision. A site that is not in a stack has one layer."""
 
     site: Site
@@ -84,18 +84,18 @@ class PlanRun:
 
 @dataclass(frozen=True, slots=True)
 class PlannedProduct:
-    """One product of the layers of a `PlanRun`."""
+    """One product of the layers of a `LayerRange`."""
 
-    run: PlanRun
+    layer_range: LayerRange
     gemm: Gemm
 
     @property
     def choice(self) -> Choice:
-        return self.run.decision.choice(self.gemm)
+        return self.layer_range.decision.choice(self.gemm)
 
     @property
     def lowering(self) -> Lowering:
-        return self.run.decision.lowering(self.gemm)
+        return self.layer_range.decision.lowering(self.gemm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,20 +171,20 @@ class Plan:
             self._decisions[phase] = decisions
         return self._decisions[phase]
 
-    def runs(self, phase: Phase = ()) -> Iterator[PlanRun]:
+    def layer_ranges(self, phase: Phase = ()) -> Iterator[LayerRange]:
         """The decisions of a phase, consecutive layers of a site with the same decision together."""
         for site in self.sites:
-            yield from self.site_runs(site, phase)
+            yield from self.site_layer_ranges(site, phase)
 
-    def site_runs(self, site: Site, phase: Phase = ()) -> Iterator[PlanRun]:
+    def site_layer_ranges(self, site: Site, phase: Phase = ()) -> Iterator[LayerRange]:
         decisions = self.decisions(phase)
         for decision, layers in itertools.groupby(site.layers(), lambda la: decisions[site.address, la]):
-            yield PlanRun(site, tuple(layers), decision)
+            yield LayerRange(site, tuple(layers), decision)
 
     def products(self, phase: Phase = ()) -> Iterator[PlannedProduct]:
         """All products that run in a phase."""
-        for run in self.runs(phase):
-            yield from run.products()
+        for layer_range in self.layer_ranges(phase):
+            yield from layer_range.products()
 
     def all_products(self) -> Iterator[PlannedProduct]:
         """The products of every phase, one phase after the other."""

@@ -84,7 +84,11 @@ def opaque_sites(plan: Plan) -> Iterator[Diagnostic]:
     """Rules that change a GEMM which the compiler cannot reach."""
     sites_of: dict[int, dict[Site, None]] = {}
     for product in plan.all_products():
-        site, recipe, rule = product.run.site, product.run.decision.recipe, product.choice.rule
+        site, recipe, rule = (
+            product.layer_range.site,
+            product.layer_range.decision.recipe,
+            product.choice.rule,
+        )
         if site.opaque and recipe is not None and rule is not None and recipe.bits(product.gemm) != 0:
             sites_of.setdefault(rule, {})[site] = None
     for index, sites in sites_of.items():
@@ -160,14 +164,14 @@ def _two_readings(site: Site, patterns: Sequence[Pattern]) -> str:
         if len(template.slots) < 2:
             continue
         layers_of: dict[tuple[int | None, ...], list[Layer]] = {}
-        for places in template.placements():
+        for positions in template.placements():
             for layer in site.layers():
-                path = template.path_with(places, site.stack_indices(layer))
+                path = template.path_with(positions, site.stack_indices(layer))
                 if any(matches(pattern, path) for pattern in patterns):
-                    layers_of.setdefault(places, []).append(layer)
+                    layers_of.setdefault(positions, []).append(layer)
         if len(set(map(tuple, layers_of.values()))) > 1:
-            places = max(layers_of, key=lambda p: len(set(p)))
-            return dotted(template.path_with(places, site.stack_indices(layers_of[places][0])))
+            positions = max(layers_of, key=lambda p: len(set(p)))
+            return dotted(template.path_with(positions, site.stack_indices(layers_of[positions][0])))
     return ""
 
 
@@ -216,7 +220,7 @@ def suggest_recipe(plan: Plan, rule: int, sites: Collection[Site], recipe: str, 
 
     `exception` is the rule to add. Without it, the added rule names the sites.
     """
-    decided = {product.run.site for product in plan.all_products() if product.choice.rule == rule}
+    decided = {product.layer_range.site for product in plan.all_products() if product.choice.rule == rule}
     selectors = {_selector_of(site) for site in sites}
     others = [s for s in decided if s not in sites and not s.opaque]  # what is opaque stays as it is
     if (exception and others) or any(_selector_of(site) not in selectors for site in others):
@@ -253,7 +257,7 @@ def not_native(plan: Plan) -> Iterator[Diagnostic]:
     for product in plan.all_products():
         rule, lowering = product.choice.rule, product.lowering
         if rule is not None and not lowering.native and lowering.obstacle is not None:
-            named = (product.run.site.name, product.gemm)
+            named = (product.layer_range.site.name, product.gemm)
             products_of.setdefault((rule, lowering.obstacle), {})[named] = None
     for (rule, obstacle), products in products_of.items():
         name, gemm = next(iter(products))

@@ -14,7 +14,7 @@ from typing import Any
 
 from policyc.base.text import count_noun, count_others, escape_controls
 from policyc.compiler.kind_tables import kind_notes
-from policyc.compiler.plan import Phase, Plan, PlanRun
+from policyc.compiler.plan import LayerRange, Phase, Plan
 from policyc.compiler.sites import Site, dotted
 from policyc.language.recipes import OPERANDS, Gemm, Recipe
 from policyc.language.treatments import describe_options, normalize_if_valid
@@ -55,24 +55,24 @@ class _RuleShare:
     products: set[Gemm] = field(default_factory=set)
     lowerings: dict[str, None] = field(default_factory=dict)
 
-    def add(self, run: PlanRun, products: set[Gemm]) -> None:
-        site, layers = run.site, len(run.layers)
+    def add(self, layer_range: LayerRange, products: set[Gemm]) -> None:
+        site, layers = layer_range.site, len(layer_range.layers)
         self.sites += layers
         self.flops += site.flops * site.repeats / site.count * layers * len(products)
         self.products |= products
-        lowerings = (run.decision.lowering(g) for g in Gemm if g in products)
+        lowerings = (layer_range.decision.lowering(g) for g in Gemm if g in products)
         self.lowerings.update(dict.fromkeys(str(lowering) for lowering in lowerings if lowering.backend))
 
 
 def _rule_rows(plan: Plan, phase: Phase) -> Iterator[list[str]]:
     total = plan.sites.total_flops or 1
     shares: dict[int | None, _RuleShare] = {}
-    for run in plan.runs(phase):
+    for layer_range in plan.layer_ranges(phase):
         products_of: dict[int | None, set[Gemm]] = {}
-        for product in run.products():
+        for product in layer_range.products():
             products_of.setdefault(product.choice.rule, set()).add(product.gemm)
         for rule, products in products_of.items():
-            shares.setdefault(rule, _RuleShare()).add(run, products)
+            shares.setdefault(rule, _RuleShare()).add(layer_range, products)
     for index in (*range(len(plan.policy.rules)), None):
         share = shares.get(index, _RuleShare())
         if not (share.sites if index is None else plan.in_force(index, phase)):
@@ -176,7 +176,7 @@ def _wrap_cell(text: str) -> list[str]:
 
 
 def as_json(plan: Plan) -> str:
-    """The whole plan: for every site and phase, runs of layers with the same decision."""
+    """The whole plan: for every site and phase, ranges of layers with the same decision."""
     data = {
         "schema": PLAN_SCHEMA,
         "policy": {"path": plan.policy.source.path, "sha256": plan.policy.sha256},
@@ -212,16 +212,18 @@ def _site_json(plan: Plan, site: Site) -> dict[str, Any]:
         "opaque": site.opaque or None,
         "weight_followed": site.origin is not None,
         "decisions": {
-            plan.label(phase): [_run_json(run) for run in plan.site_runs(site, phase)]
+            plan.label(phase): [
+                _layer_range_json(layer_range) for layer_range in plan.site_layer_ranges(site, phase)
+            ]
             for phase in plan.phases
         },
     }
 
 
-def _run_json(run: PlanRun) -> dict[str, Any]:
-    recipe = run.decision.recipe
+def _layer_range_json(layer_range: LayerRange) -> dict[str, Any]:
+    recipe = layer_range.decision.recipe
     products = {}
-    for product in run.products():
+    for product in layer_range.products():
         choice = product.choice
         products[product.gemm] = {
             "rule": choice.rule,
@@ -234,7 +236,11 @@ def _run_json(run: PlanRun) -> dict[str, Any]:
             "options": _describe_operands(recipe, product.gemm),
             **_lowering_json(product.lowering),
         }
-    layers = {"layers": [list(run.layers[0]), list(run.layers[-1])]} if run.site.stacks else {}
+    layers = (
+        {"layers": [list(layer_range.layers[0]), list(layer_range.layers[-1])]}
+        if layer_range.site.stacks
+        else {}
+    )
     return {**layers, "products": products}
 
 

@@ -162,7 +162,7 @@ class SiteRewriter(Transform):
                 site.address[depth:],
                 site.weight,
                 site.axis_env,
-                site.number,
+                site.id,
                 site.products,
                 site.takes_extra_inputs,
                 below(s.address for s in site.stacks),
@@ -327,7 +327,7 @@ def quantized_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInputs) -> C
             GemmOptions(
                 weight=site.weight,
                 backends=site_recipe.backends,
-                site=site.number,
+                site=site.id,
                 precision=params["precision"],
                 preferred_element_type=params["preferred_element_type"],
             ),
@@ -359,7 +359,7 @@ def _quantized_ragged_gemm(site: Site, site_recipe: SiteRecipe, inputs: SiteInpu
             group_sizes,
             site_recipe.recipe,
             GemmOptions(
-                site=site.number,
+                site=site.id,
                 precision=params["precision"],
                 preferred_element_type=params["preferred_element_type"],
             ),

@@ -28,7 +28,7 @@ class RandomSource:
 
     def site_key(self, site: Site) -> Key:
         """The key of a site that no extra input reaches."""
-        return make_key(self.seed, site.number)
+        return make_key(self.seed, site.id)
 
     def layer_keys(self, site: Site, ranges: Sequence[IterationRange]) -> list[Any]:
         """The two words of the key of every layer in these ranges of a site's loops."""

@@ -28,9 +28,9 @@ from policyc.numerics.products import Weight
 
 @dataclass(frozen=True, slots=True)
 class IndexSlot:
-    """An index in a path, which may depend on the layer. `places` are the names of the path that may carry it."""
+    """An index in a path, which may depend on the layer. `positions` are the names of the path that may carry it."""
 
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     size: int
     index: LayerTable[int | None]
     """None in a layer that is padding."""
@@ -52,28 +52,28 @@ class PathTemplate:
     def paths(self, indices: Mapping[Address, int]) -> Iterator[DottedPath]:
         """The paths of a layer: one for each way to place its indices."""
         if self.in_layer is None or self.in_layer[indices]:
-            for places in self.placements():
-                yield self.path_with(places, indices)
+            for positions in self.placements():
+                yield self.path_with(positions, indices)
 
     def placements(self) -> Iterator[tuple[int | None, ...]]:
         """The ways to place the indices of `slots`: the position of a name for each, in ascending order."""
-        for places in itertools.product(*(slot.places or (None,) for slot in self.slots)):
-            if all(a is None or b is None or a <= b for a, b in itertools.pairwise(places)):
-                yield places
+        for positions in itertools.product(*(slot.positions or (None,) for slot in self.slots)):
+            if all(a is None or b is None or a <= b for a, b in itertools.pairwise(positions)):
+                yield positions
 
-    def path_with(self, places: Sequence[int | None], indices: Mapping[Address, int]) -> DottedPath:
-        """The path of a layer with its indices at these places.
+    def path_with(self, positions: Sequence[int | None], indices: Mapping[Address, int]) -> DottedPath:
+        """The path of a layer with its indices at these positions.
 
         Two indices at one name count as one: index 1 of 4 and index 2 of 8 make index 10 of 32.
         """
         names = list(self.path)
-        for place, slot in zip(places, self.slots, strict=True):
+        for position, slot in zip(positions, self.slots, strict=True):
             index = slot.index[indices]
-            if place is None or index is None:
+            if position is None or index is None:
                 continue
-            name = names[place]
+            name = names[position]
             outer, size = (name.index, name.size or 1) if name.index is not None else (0, 1)
-            names[place] = PathSegment(name.text, outer * slot.size + index, size * slot.size)
+            names[position] = PathSegment(name.text, outer * slot.size + index, size * slot.size)
         return tuple(names)
 
 
@@ -149,8 +149,8 @@ class Site:
         return dotted(path) or f"({self.place or 'unnamed'})"
 
     @property
-    def number(self) -> int:
-        """Identifies the site in random keys and in compiled programs. Layers of a stack have the same number."""
+    def id(self) -> int:
+        """Identifies the site in random keys and in compiled programs. Layers of a stack have the same id."""
         return zlib.crc32(".".join(n.text for n in self.template.path).encode())
 
     @property

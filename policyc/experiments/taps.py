@@ -52,7 +52,7 @@ class MeasuredGemm:
 
     def _operands(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> list[QuantizedOperand]:
         dims = self.site.eqn.params["dimension_numbers"]
-        options = GemmOptions(weight=self.site.weight, site=self.site.number)
+        options = GemmOptions(weight=self.site.weight, site=self.site.id)
         return quantize_operands(lhs, rhs, dy, dims, self.site_recipe.recipe, options)
 
     def measure(self, lhs: jax.Array, rhs: jax.Array, dy: jax.Array) -> jax.Array:

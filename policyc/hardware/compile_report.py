@@ -148,7 +148,7 @@ def check_products(plan: Plan, module: hlo.Module, microbatches: int = 1) -> Ite
     """
     calls = _count_calls(module)
     planned = [
-        (f"{product.gemm}.{site.number}", product)
+        (f"{product.gemm}.{site.id}", product)
         for site in plan.sites
         for product in _planned_products(plan, site, microbatches)
     ]
@@ -162,9 +162,9 @@ def check_products(plan: Plan, module: hlo.Module, microbatches: int = 1) -> Ite
 
 
 def _planned_products(plan: Plan, site: Site, microbatches: int) -> Iterator[ProductCheck]:
-    for run in plan.site_runs(site, current_phase(plan)):
-        layers, recipe = run.layers, run.decision.recipe
-        for product in run.products():
+    for layer_range in plan.site_layer_ranges(site, current_phase(plan)):
+        layers, recipe = layer_range.layers, layer_range.decision.recipe
+        for product in layer_range.products():
             gemm, lowering = product.gemm, product.lowering
             if recipe is None or not lowering.backend:
                 continue

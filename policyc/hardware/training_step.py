@@ -120,7 +120,7 @@ def count_backends(plan: Plan) -> Counter[str]:
     counts: Counter[str] = Counter()
     for product in plan.products(plan.phases[0]):
         if product.lowering.backend:
-            counts[product.lowering.backend] += len(product.run.layers)
+            counts[product.lowering.backend] += len(product.layer_range.layers)
     return counts
 
 

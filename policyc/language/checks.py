@@ -216,7 +216,7 @@ class _Checker:
                 self._report_unknown_option(call, setting)
             elif name in first and before is not None:
                 self._report_duplicate(first[name], before, setting)
-            elif OPTIONS[name].read(setting.words) is None:
+            elif OPTIONS[name].read(setting.values) is None:
                 self._report_unknown_value(setting)
             first.setdefault(name, setting)
         for one, other, reason in _find_contradictions(call):
@@ -229,7 +229,7 @@ class _Checker:
         format, name = FORMATS[call.name], setting.name
         formats_with_option = [f.name for f in FORMATS.values() if name in f.options]
         known_name = OTHER_OPTION_NAMES.get(name.lower())
-        takes_value = [o for o in format.options if not setting.words and name in OPTIONS[o].choices]
+        takes_value = [o for o in format.options if not setting.values and name in OPTIONS[o].choices]
         if formats_with_option:
             help = f"it is an option of {', '.join(formats_with_option)}"
         elif known_name in format.options:
@@ -247,8 +247,8 @@ class _Checker:
     def _report_unknown_value(self, setting: Setting) -> None:
         option = OPTIONS[setting.name]
         help = f"expected {option.expected}"
-        invalid = next((w for w in setting.words if w not in option.choices), None)
-        if not setting.words:
+        invalid = next((w for w in setting.values if w not in option.choices), None)
+        if not setting.values:
             message = f"'{setting.name}' needs a value"
         elif invalid is None:
             message = f"'{setting.name}' takes only one value"
@@ -288,7 +288,7 @@ def _find_contradictions(call: RecipeCall) -> Iterator[tuple[str, str, str]]:
     }
     for name in ("rht", "sr"):
         setting = next((s for s in call.settings if s.name == name), None)
-        if setting is not None and "none" in setting.words and len(setting.words) > 1:
+        if setting is not None and "none" in setting.values and len(setting.values) > 1:
             yield name, name, f"'{name}' cannot be 'none' and something else"
     if values.get("rounding") == "ms_eden":
         if values.get("sr"):

@@ -29,13 +29,13 @@ class Setting:
     """An option of a recipe, as written: `rht=wgrad`, `sr={grad,weights}`, `mean_split`."""
 
     name: str
-    words: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
     span: Span = span_field()
 
     def __str__(self) -> str:
-        if not self.words:
+        if not self.values:
             return self.name
-        return f"{self.name}={self.words[0] if len(self.words) == 1 else '{' + ','.join(self.words) + '}'}"
+        return f"{self.name}={self.values[0] if len(self.values) == 1 else '{' + ','.join(self.values) + '}'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def recipe_calls(expr: RecipeExpr) -> Iterator[RecipeCall]:
 
 def option_values(call: RecipeCall) -> dict[str, OptionValue]:
     """Returns the values of the options of a call, without unknown options and invalid values."""
-    values = ((s.name, OPTIONS[s.name].read(s.words)) for s in call.settings if s.name in OPTIONS)
+    values = ((s.name, OPTIONS[s.name].read(s.values)) for s in call.settings if s.name in OPTIONS)
     return {name: value for name, value in values if value is not None}
 
 

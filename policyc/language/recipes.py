@@ -109,21 +109,21 @@ class Option:
     default: OptionValue
     summary: str
 
-    def read(self, words: tuple[str, ...]) -> OptionValue | None:
-        """Returns the value that the words of a setting spell, or None if it is invalid."""
+    def read(self, values: tuple[str, ...]) -> OptionValue | None:
+        """Returns the value that a setting has, or None if it is invalid."""
         if self.kind == "flag":
-            return {(): True, ("on",): True, ("off",): False}.get(words)
+            return {(): True, ("on",): True, ("off",): False}.get(values)
         if self.kind == "operands":
-            if not words or any(w not in self.choices for w in words):
+            if not values or any(w not in self.choices for w in values):
                 return None
-            return frozenset().union(*(OPERAND_GROUPS[w] for w in words))
-        if len(words) != 1:
+            return frozenset().union(*(OPERAND_GROUPS[w] for w in values))
+        if len(values) != 1:
             return None
         if self.kind == "ratio":
-            return _parse_ratio(words[0])
-        if words[0] not in self.choices:
+            return _parse_ratio(values[0])
+        if values[0] not in self.choices:
             return None
-        return int(words[0]) if self.kind == "size" else words[0]
+        return int(values[0]) if self.kind == "size" else values[0]
 
     @property
     def expected(self) -> str:

@@ -434,7 +434,7 @@ def test_every_layer_has_its_own_number() -> None:
     """For random keys: in stacks, in nested stacks, and where a path has no index."""
     up, _ = find_sites(stacked_loss, stack(3), X)
     assert up.loop_ordinals() == [0, 1, 2]
-    assert up.number == find_sites(stacked_loss, stack(5), X).sites[0].number, "of the name only"
+    assert up.id == find_sites(stacked_loss, stack(5), X).sites[0].id, "of the name only"
 
 
 # ---- repeats

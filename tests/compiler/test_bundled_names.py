@@ -49,7 +49,11 @@ def bits(policy: str, loss: Callable[..., Any], *args: Any) -> list[list[int]]:
     plan = policyc.plan(policy, loss, *args)
     (phase,) = plan.phases
     return [
-        [run.decision.recipe.bits(Gemm.FPROP) for run in plan.site_runs(site, phase) for _ in run.layers]
+        [
+            run.decision.recipe.bits(Gemm.FPROP)
+            for run in plan.site_layer_ranges(site, phase)
+            for _ in run.layers
+        ]
         for site in plan.sites
     ]
 

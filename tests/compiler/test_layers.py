@@ -254,7 +254,7 @@ def quantized_layers(policy: str, loss: Callable[..., Any], params: Any) -> list
     check_plan(plan)
     return sorted(
         ".".join(map(str, run.site.layer_path(run.site.stack_indices(la))))
-        for run in plan.runs()
+        for run in plan.layer_ranges()
         if run.decision.recipe is not None and run.decision.recipe.bits(Gemm.FPROP) == 8
         for la in run.layers
     )

@@ -146,10 +146,10 @@ def test_a_percentage_needs_the_number_of_all_steps() -> None:
 
 def test_consecutive_layers_with_one_decision_are_one_run() -> None:
     plan = plan_model("* -> fp8; layers[1:3].up -> bf16; head -> keep")
-    runs = list(plan.site_runs(UP))
+    runs = list(plan.site_layer_ranges(UP))
     assert [run.layers for run in runs] == [((0,),), ((1,), (2,)), ((3,),)]
     assert runs[0].decision == runs[2].decision != runs[1].decision
-    assert [(run.site.name, len(run.layers)) for run in plan.runs()] == [
+    assert [(run.site.name, len(run.layers)) for run in plan.layer_ranges()] == [
         ("layers.up", 1), ("layers.up", 2), ("layers.up", 1), ("layers.down", 4), ("head", 1),
     ]  # fmt: skip
 
@@ -160,7 +160,7 @@ def test_the_products_of_a_run_are_those_of_its_site() -> None:
 
     sites = find_sites(first, {"a": struct(16, 16), "b": struct(16, 16)}, X)
     plan = make_plan(parse("* -> fp8; b @ dgrad -> keep"), sites)
-    assert [(p.run.site.name, p.gemm, p.choice.rule) for p in plan.products()] == [
+    assert [(p.layer_range.site.name, p.gemm, p.choice.rule) for p in plan.products()] == [
         ("a", FPROP, 0), ("a", WGRAD, 0), ("b", FPROP, 0), ("b", DGRAD, 1), ("b", WGRAD, 0),
     ]  # fmt: skip
     assert all(p.lowering.backend for p in plan.products() if p.choice.rule == 0)
@@ -201,7 +201,7 @@ def test_products_are_native_where_the_target_can_run_them() -> None:
 
     def native(policy: str, **execution: Any) -> set[tuple[str, bool]]:
         plan = make_plan(parse(policy), sites, execution_options(**execution))
-        return {(p.run.site.name, p.lowering.native) for p in plan.products()}
+        return {(p.layer_range.site.name, p.lowering.native) for p in plan.products()}
 
     assert native("* -> fp8; b -> nvfp4", target="gb200") == {("a", True), ("b", True)}
     assert native("* -> fp8; b -> nvfp4", target="h100") == {("a", True), ("b", False)}

@@ -58,7 +58,7 @@ def test_a_key_consists_of_seed_site_layer_and_step(run_step: RunStep | None) ->
         ranges = [IterationRange(0, s.size) for s in site.loops]
         a, b = (np.asarray(words).ravel() for words in source.layer_keys(site, ranges))
         layers = [(o,) for o in site.loop_ordinals()] if site.is_layered else [()]
-        expected = [oracle.make_key(3, site.number, *layer, *extra) for layer in layers]
+        expected = [oracle.make_key(3, site.id, *layer, *extra) for layer in layers]
         assert list(zip(a.tolist(), b.tolist(), strict=True)) == expected
 
 
@@ -73,8 +73,8 @@ def key_constants(policy: str, loss: Any) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("loss", [loss, jitted_loss], ids=["traced twice", "one jaxpr for both seeds"])
 def test_the_seed_of_the_policy_is_part_of_every_key(loss: Any) -> None:
     site = policyc.plan(STOCHASTIC, loss, W, X).sites.sites[0]
-    assert key_constants(STOCHASTIC, loss) == {oracle.make_key(0, site.number)}
-    assert key_constants(f"seed = 7\n{STOCHASTIC}", loss) == {oracle.make_key(7, site.number)}
+    assert key_constants(STOCHASTIC, loss) == {oracle.make_key(0, site.id)}
+    assert key_constants(f"seed = 7\n{STOCHASTIC}", loss) == {oracle.make_key(7, site.id)}
 
 
 # ---- the step

@@ -36,7 +36,7 @@ def plan() -> policyc.Plan:
 
 def compiled_text(plan: policyc.Plan) -> str:
     """A compiled program that has the products of a plan."""
-    return SCANNED_STEP.replace("NUMBER", str(plan.sites.sites[0].number))
+    return SCANNED_STEP.replace("NUMBER", str(plan.sites.sites[0].id))
 
 
 def test_the_calls_of_a_native_product_are_found(plan: policyc.Plan) -> None:
@@ -52,7 +52,7 @@ def test_the_calls_of_a_native_product_are_found(plan: policyc.Plan) -> None:
 
 
 def test_a_product_is_found_inside_the_name_of_a_transformation(plan: policyc.Plan) -> None:
-    number = plan.sites.sites[0].number
+    number = plan.sites.sites[0].id
     text = SCANNED_STEP.replace("mlp/fprop.NUMBER/", f"transpose(jvp(fprop.{number}))/")
     assert text != SCANNED_STEP
     (product,) = check_products(plan, hlo.parse_module(text))

@@ -25,9 +25,9 @@ FPROP, DGRAD, WGRAD = Gemm
 NV = RecipeCall(
     name="nvfp4",
     settings=(
-        Setting(name="rht", words=("wgrad",)),
-        Setting(name="sr", words=("grad",)),
-        Setting(name="scale2d", words=("weights",)),
+        Setting(name="rht", values=("wgrad",)),
+        Setting(name="sr", values=("grad",)),
+        Setting(name="scale2d", values=("weights",)),
     ),
 )
 
@@ -484,7 +484,7 @@ INVALID = [
     ("a and b -> bf16", "syntax-error", 1, 3, "selectors are separated by commas"),
     ("a & b -> bf16", "syntax-error", 1, 3, "selectors are separated by commas"),
     ("a | b -> bf16", "syntax-error", 1, 3, "selectors are separated by commas"),
-    ("a.[0] -> bf16", "syntax-error", 1, 3, "directly behind a name: a[0]"),
+    ("a.[0] -> bf16", "syntax-error", 1, 3, "follows its name directly: a[0]"),
     ("a[*] -> bf16", "syntax-error", 1, 3, "leave the brackets out"),
     ("a[] -> bf16", "syntax-error", 1, 3, "leave the brackets out"),
     ("a['b'][0] -> bf16", "syntax-error", 1, 3, "names are separated by dots"),

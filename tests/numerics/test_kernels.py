@@ -254,7 +254,7 @@ def test_mosaic_takes_the_same_integers_for_signed(orders: list[OrderRequest], i
 )
 def test_cuda_can_start_the_instances_for_many_tokens(tiles: int, grid: str) -> None:
     """It starts 2**31 - 1 instances along the last axis of a grid, and 65535 along others. Mosaic does not check it."""
-    kernel = kernels._Kernel(body=lambda machine, *_: None, options=(), outs=(), grid=(tiles, 2), scratch=())
+    kernel = kernels._Kernel(body=lambda ops, *_: None, options=(), outs=(), grid=(tiles, 2), scratch=())
     jaxpr = jax.make_jaxpr(kernel)(jax.ShapeDtypeStruct((64 * tiles, 32, 8), jnp.uint32))
     assert grid in str(jaxpr)
 

@@ -13,7 +13,7 @@ from policyc.language.recipes import Treatment
 from policyc.numerics import primitives
 from policyc.numerics.quantize import Axes, codes_of, kernels, make_key, quantize
 from policyc.numerics.quantize.kernel_bodies import Order
-from policyc.numerics.quantize.kernel_places import RowLengths
+from policyc.numerics.quantize.kernel_tiles import RowLengths
 from policyc.numerics.quantize.orders import JnpEngine, order_scales, quantize_orders
 from tests.numerics.test_kernels import (
     COLUMNS,
@@ -64,7 +64,7 @@ def test_compiled_kernels_of_both_orders(pair: str, shape: tuple[int, ...]) -> N
     for scale in (1, 0, 1e33, 1e-28):
         for one, other in zip(run(x * scale), reference(x * scale), strict=True):
             assert_equal(one, other)
-    # The sign of a NaN is that of the machine, and a rotation computes many. All scales are NaN.
+    # The sign of a NaN is that of the ops, and a rotation computes many. All scales are NaN.
     not_finite = x.at[..., 3].set(jnp.nan).at[..., 5].set(jnp.inf)
     for one, other in zip(run(not_finite), reference(not_finite), strict=True):
         assert_equal(replace(one, codes=one.codes & _NO_SIGNS), replace(other, codes=other.codes & _NO_SIGNS))
@@ -99,10 +99,10 @@ def test_compiled_kernels_of_several_operands(name: str) -> None:
 
 
 def test_compiled_kernels_of_a_shard() -> None:
-    """The random words of a shard are those of its place in the whole operand."""
+    """The random words of a shard are those of its offset in the whole operand."""
     whole = normal(4, 256, 1024)
     shard = whole[2:, 128:, 512:]
-    place = kernels.ShardPlace(
+    offset = kernels.ShardOffset(
         start=jnp.asarray([2 * 256 + 128, 512], jnp.uint32),
         rows=RowLengths(shard=128, whole=256),
         features=1024,
@@ -111,7 +111,7 @@ def test_compiled_kernels_of_a_shard() -> None:
     orders = [Order.from_treatment(r.treatment, r.axes) for r in request]
     statistics = kernels.Kernels().statistics(whole, orders)
     scales = [order_scales(s, r, o) for s, r, o in zip(statistics, request, orders, strict=True)]
-    run = jax.jit(lambda engine, x: engine.codes(x, orders, scales, place), static_argnums=0)
+    run = jax.jit(lambda engine, x: engine.codes(x, orders, scales, offset), static_argnums=0)
     for one, other in zip(run(kernels.Kernels(), shard), run(JnpEngine(), shard), strict=True):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

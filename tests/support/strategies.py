@@ -171,17 +171,17 @@ predicates = st.recursive(
 
 
 def _choice(name: str, *values: str) -> st.SearchStrategy[Setting]:
-    return st.sampled_from(values).map(lambda v: Setting(name=name, words=(v,)))
+    return st.sampled_from(values).map(lambda v: Setting(name=name, values=(v,)))
 
 
 def _operands(name: str, words: tuple[str, ...] = OPERAND_WORDS) -> st.SearchStrategy[Setting]:
     several = st.lists(st.sampled_from(words), min_size=1, max_size=3).map(tuple)
-    return st.one_of(st.just(("none",)), several).map(lambda w: Setting(name=name, words=w))
+    return st.one_of(st.just(("none",)), several).map(lambda w: Setting(name=name, values=w))
 
 
 _headroom = _choice("sr_headroom", "1", "17/16", "1.0625", "2", "3/2")
 _size = _choice("rht_size", "16", "32", "64", "128")
-_mean = st.sampled_from([(), ("on",), ("off",)]).map(lambda w: Setting(name="mean_split", words=w))
+_mean = st.sampled_from([(), ("on",), ("off",)]).map(lambda w: Setting(name="mean_split", values=w))
 _FORMATS: dict[str, list[list[st.SearchStrategy[Setting]]]] = {
     # for each format, lists of options that do not exclude each other
     "nvfp4": [
@@ -528,12 +528,12 @@ class _Writer:
 
     def setting(self, setting: Setting) -> None:
         self.put(setting.name)
-        if not setting.words:
+        if not setting.values:
             return
         self.line_continuation()
         self.put("=")
         self.line_continuation()
-        spelled = [self.synonym(w) for w in setting.words]
+        spelled = [self.synonym(w) for w in setting.values]
         if len(spelled) > 1 or self.one_of(True, False, False):
             self.put("{", self.one_of(",", ", ", " ,").join(spelled), self.one_of("", ","), "}")
         else:

@@ -252,7 +252,7 @@ def _check_axis(policy: Policy, axis: GridAxis) -> None:
         help = did_you_mean(axis.recipe, policy.named_recipes)
         raise ValueError(f"--grid: the policy has no recipe '{axis.recipe}': {help}")
     for value in axis.values:
-        if value != ABSENT and OPTIONS[axis.option].read(_make_setting(axis.option, value).words) is None:
+        if value != ABSENT and OPTIONS[axis.option].read(_make_setting(axis.option, value).values) is None:
             expected = OPTIONS[axis.option].expected
             raise ValueError(f"--grid: '{value}' is not a value of {axis.option}: expected {expected}")
     taking = {name for name, format in FORMATS.items() if axis.option in format.options}
@@ -279,8 +279,8 @@ def _set_option(policy: Policy, axis: GridAxis, value: str) -> Policy:
 
 
 def _make_setting(option: str, value: str) -> Setting:
-    """A setting as the parser would read it: `{grad,weights}` is two words."""
-    return Setting(name=option, words=tuple(word.strip() for word in value.strip("{}").split(",")))
+    """A setting as the parser would read it: `{grad,weights}` is two values."""
+    return Setting(name=option, values=tuple(word.strip() for word in value.strip("{}").split(",")))
 
 
 # ---- recipes inside a policy

@@ -227,17 +227,17 @@ class StatementBuilder(ConditionBuilder):
 
     def _setting(self, tree: Any) -> Setting:
         name, value = tree.children
-        words: tuple[str, ...] = ()
+        values: tuple[str, ...] = ()
         if isinstance(value, Tree):
             if len(value.children) > 1:
                 self._report(
                     "unknown-value", value, f"'{name}' takes no recipe", "recipes nest only in split()"
                 )
-            words = (canonical_operand_word(str(value.children[0])),)
+            values = (canonical_operand_word(str(value.children[0])),)
         elif value is not None:
-            words = tuple(canonical_operand_word(w) for w in re.findall(r"[^\s,{}]+", value))
-            invalid = next((w for w in words if not _VALUE.fullmatch(w)), None)
-            if not words:
+            values = tuple(canonical_operand_word(w) for w in re.findall(r"[^\s,{}]+", value))
+            invalid = next((w for w in values if not _VALUE.fullmatch(w)), None)
+            if not values:
                 self._report("unknown-value", value, f"no value for '{name}' between the braces")
             elif invalid is not None:
                 self._report(
@@ -247,4 +247,4 @@ class StatementBuilder(ConditionBuilder):
                     "values are words, separated by commas",
                 )
         end = self.span(value if value is not None else name)
-        return Setting(name=str(name), words=words, span=self.span(name).to(end))
+        return Setting(name=str(name), values=values, span=self.span(name).to(end))

@@ -150,17 +150,17 @@ def _check(site: _SensitiveSite, context: Context) -> Iterator[Finding]:
 def _check_program(kind: _SensitiveSite, context: Context, plan: Plan) -> Iterator[Finding]:
     """Checks the sites of the program instead of common names."""
     from policyc.compiler.plan_checks import suggest_recipe  # loads JAX
-    from policyc.lint import program
+    from policyc.lint import products
 
     is_sensitive: dict[str, Callable[[Site], bool]] = {
         "attention-scores-in-4-bits": lambda s: s.weight is None,
-        "embedding-in-4-bits": program.is_embedding,
-        "head-in-4-bits": lambda s: program.is_head(context, s),
-        "router-in-4-bits": lambda s: program.has_name(s, ROUTER_NAMES),
+        "embedding-in-4-bits": products.is_embedding,
+        "head-in-4-bits": lambda s: products.is_head(context, s),
+        "router-in-4-bits": lambda s: products.has_name(s, ROUTER_NAMES),
     }
-    for index, sites in program.find_quantizing_rules(context, is_sensitive[kind.code], program.FOUR_BITS):
+    for index, sites in products.find_quantizing_rules(context, is_sensitive[kind.code], products.FOUR_BITS):
         rule = plan.policy.rules[index]
-        names = program.name_sites(sites)
+        names = products.name_sites(sites)
         noun = kind.noun if kind.has_weight else "products without a parameter"
         yield Finding(
             span=rule.span,

@@ -105,7 +105,7 @@ def _is_in_4_bits(context: Context, path: DottedPath, flags: Flags) -> bool:
 
 def _check_program(plan: Plan) -> Iterator[Finding]:
     """Yields each rule that puts the last layer of a stack of the program in 4 bits at the start of training."""
-    from policyc.lint.program import name_sites  # loads JAX
+    from policyc.lint.products import name_sites  # loads JAX
 
     sites_by_rule: dict[int, dict[Site, PathSegment]] = {}
     decisions = plan.decisions(plan.phases[0])

@@ -16,8 +16,8 @@ from jax import lax
 
 from policyc.jaxcore.partition import Dims, PartitionRule, ShardIndex, partition
 from policyc.numerics.quantize.blocks import layout_of
-from policyc.numerics.quantize.kernel_places import BLOCK, TILE_FEATURES, TILE_TOKENS, RowLengths
-from policyc.numerics.quantize.kernels import Kernels, ShardPlace, Statistics, fits_shape
+from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS, RowLengths
+from policyc.numerics.quantize.kernels import Kernels, ShardOffset, Statistics, fits_shape
 from policyc.numerics.quantize.layout import Axes, Quantized
 from policyc.numerics.quantize.orders import Engine, JnpEngine, OrderRequest, Shard, quantize_orders
 from policyc.numerics.quantize.random import Key
@@ -76,7 +76,7 @@ class _DividedShard(Shard):
         maxima, checksums = gathered[:, 0::2].max(axis=0), gathered[:, 1::2].sum(axis=0, dtype=jnp.uint32)
         return [(maxima[i].astype(jnp.int32), checksums[i]) for i in range(len(statistics))]
 
-    def place(self, shape: tuple[int, ...]) -> ShardPlace:
+    def offset(self, shape: tuple[int, ...]) -> ShardOffset:
         first = [
             jnp.uint32(size) * jnp.asarray(self.index.along(name), jnp.uint32)
             for size, (name, _) in zip(shape, _dims(len(shape), {}), strict=True)
@@ -86,7 +86,7 @@ class _DividedShard(Shard):
             token = token + rows[0] * jnp.uint32(self.whole[-2])
         # The tokens of a single row are numbered one after another. Equal lengths say so, with less arithmetic.
         length = self.whole[-2] if prod(shape[:-2]) > 1 else shape[-2]
-        return ShardPlace(
+        return ShardOffset(
             start=jnp.stack([token, feature]),
             rows=RowLengths(shard=shape[-2], whole=length),
             features=self.whole[-1],

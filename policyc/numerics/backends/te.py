@@ -36,7 +36,7 @@ from policyc.numerics.backends.te_matrix import (
 from policyc.numerics.products import DimensionNumbers, free_dims
 from policyc.numerics.quantize.bits import materialize
 from policyc.numerics.quantize.hadamard import SIGNS
-from policyc.numerics.quantize.kernel_places import BLOCK
+from policyc.numerics.quantize.kernel_tiles import BLOCK
 from policyc.numerics.quantize.layout import Axes, Layout, Operand, Quantized
 from policyc.numerics.quantize.orders import OrderRequest
 from policyc.numerics.quantize.random import Key, make_key

@@ -16,7 +16,7 @@ from policyc.language.recipes import Treatment
 from policyc.numerics.backends.te_calls import QuantizedOrders
 from policyc.numerics.products import free_dims
 from policyc.numerics.quantize.blocks import layout_of
-from policyc.numerics.quantize.kernel_places import BLOCK
+from policyc.numerics.quantize.kernel_tiles import BLOCK
 from policyc.numerics.quantize.layout import TILE, Axes, Layout
 
 ROTATED_TOKENS, ROTATED_FEATURES = 64, 128

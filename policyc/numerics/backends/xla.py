@@ -30,7 +30,7 @@ from policyc.numerics.quantize import kernels
 from policyc.numerics.quantize.bits import materialize, power_of_two
 from policyc.numerics.quantize.blocks import refinement_of, rotates_in_kernels
 from policyc.numerics.quantize.dispatch import rotate_operand
-from policyc.numerics.quantize.kernel_places import BLOCK, TILE_FEATURES, TILE_TOKENS
+from policyc.numerics.quantize.kernel_tiles import BLOCK, TILE_FEATURES, TILE_TOKENS
 from policyc.numerics.quantize.layout import (
     TILE,
     Axes,

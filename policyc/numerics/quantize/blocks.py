@@ -280,9 +280,9 @@ def _encode_pairs_on_cpu(
     pairs: jax.Array, axis: int, enc: jax.Array, word: jax.Array | None, element: Element
 ) -> jax.Array:
     """Encodes each element in place: a CPU vectorizes over neighbours and avoids strided loads."""
-    place = lax.broadcasted_iota(jnp.uint8, pairs.shape, axis)
-    bits = None if word is None else jnp.expand_dims(word, axis) >> (place.astype(jnp.uint32) * RANDOM_BITS)
-    nibbles = _encode(pairs * jnp.expand_dims(enc, axis), bits, element) << (place * 4)
+    half = lax.broadcasted_iota(jnp.uint8, pairs.shape, axis)
+    bits = None if word is None else jnp.expand_dims(word, axis) >> (half.astype(jnp.uint32) * RANDOM_BITS)
+    nibbles = _encode(pairs * jnp.expand_dims(enc, axis), bits, element) << (half * 4)
     packed: jax.Array = lax.reduce(nibbles, np.uint8(0), lax.bitwise_or, (axis,))
     return packed
 

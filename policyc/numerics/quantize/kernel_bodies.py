@@ -32,13 +32,13 @@ from policyc.numerics.quantize.bits import (
 )
 from policyc.numerics.quantize.blocks import RANDOM_BITS, bound_of, refinement_of
 from policyc.numerics.quantize.hadamard import SIGNS
-from policyc.numerics.quantize.kernel_machines import Machine, Ref
-from policyc.numerics.quantize.kernel_places import (
+from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
+from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
     GROUPS,
     TILE_BLOCKS,
     Operands,
-    TilePlace,
+    TileOffset,
     first_block,
 )
 from policyc.numerics.quantize.layout import Axes
@@ -119,7 +119,7 @@ def _maximum(values: Sequence[jax.Array]) -> jax.Array:
     return largest
 
 
-def rotate(machine: Machine, values: Sequence[jax.Array]) -> list[jax.Array]:
+def rotate(ops: KernelOps, values: Sequence[jax.Array]) -> list[jax.Array]:
     """The Hadamard transform across 16 arrays, rounded to bfloat16. Divided first, so that no sum overflows.
 
     A sum of negative zeros is a positive zero, as in a product of matrices, whose sums start with one.
@@ -133,7 +133,7 @@ def rotate(machine: Machine, values: Sequence[jax.Array]) -> list[jax.Array]:
                 rotated[i], rotated[i + half] = low + high, low - high
         half *= 2
     zero = jnp.float32(0)
-    return [machine.round_bf16(jnp.where(v == zero, zero, v)) for v in rotated]
+    return [ops.round_bf16(jnp.where(v == zero, zero, v)) for v in rotated]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,53 +190,53 @@ class Encoder:
 class _Tile:
     """The tile of a matrix that one instance of a kernel reads: some blocks of features, a slice."""
 
-    machine: Machine
+    ops: KernelOps
     x: Ref
     blocks: Any
 
     def load_blocks(self, group: jax.Array) -> jax.Array:
         """The words of 16 tokens in one array, so that a thread has whole blocks of features."""
-        return self.machine.load(self.x, (pl.ds(group * BLOCK, BLOCK), self.blocks), "blocks")
+        return self.ops.load(self.x, (pl.ds(group * BLOCK, BLOCK), self.blocks), "blocks")
 
     def load_columns(self, group: jax.Array, order: Order) -> list[list[jax.Array]]:
         """The values of even and of odd features, each an array for each of 16 tokens; rotated if the order rotates."""
-        rows = [self.machine.load(self.x, (group * BLOCK + i, self.blocks), "words") for i in range(BLOCK)]
+        rows = [self.ops.load(self.x, (group * BLOCK + i, self.blocks), "words") for i in range(BLOCK)]
         halves = [[half(row) for row in rows] for half in _HALVES]
-        return [rotate(self.machine, values) for values in halves] if order.rotates else halves
+        return [rotate(self.ops, values) for values in halves] if order.rotates else halves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TileIndex:
     """The indices of the elements of a tile in the whole operand."""
 
-    machine: Machine
-    place: TilePlace
+    ops: KernelOps
+    offset: TileOffset
 
     def of_columns(self, group: jax.Array, half: int) -> list[jax.Array]:
         """The indices of the pairs of tokens of a group, at even or odd features."""
         shape = (TILE_BLOCKS, WORDS)
-        block, word = (self.machine.iota(shape, axis, "words") for axis in (0, 1))
-        feature = self.place.first_feature + block * _word(BLOCK) + word * _word(2) + _word(half)
-        first = self.place.token(group) >> _word(1)
-        return [(first + _word(i)) * _word(self.place.features) + feature for i in range(WORDS)]
+        block, word = (self.ops.iota(shape, axis, "words") for axis in (0, 1))
+        feature = self.offset.first_feature + block * _word(BLOCK) + word * _word(2) + _word(half)
+        first = self.offset.token(group) >> _word(1)
+        return [(first + _word(i)) * _word(self.offset.features) + feature for i in range(WORDS)]
 
     def of_rows(self, group: jax.Array) -> jax.Array:
         """The indices of the pairs of features of 16 tokens."""
         shape = (BLOCK, TILE_BLOCKS, WORDS)
-        token, block, word = (self.machine.iota(shape, axis, "blocks") for axis in (0, 1, 2))
-        token = token + self.place.token(group)
-        pair = (self.place.first_feature >> _word(1)) + block * _word(WORDS) + word
-        return token * _word(self.place.features // 2) + pair
+        token, block, word = (self.ops.iota(shape, axis, "blocks") for axis in (0, 1, 2))
+        token = token + self.offset.token(group)
+        pair = (self.offset.first_feature >> _word(1)) + block * _word(WORDS) + word
+        return token * _word(self.offset.features // 2) + pair
 
 
 # ---- statistics
 
 
-def find_statistics(machine: Machine, x: Ref, *outs: Ref, orders: tuple[Order, ...], groups: int) -> None:
+def find_statistics(ops: KernelOps, x: Ref, *outs: Ref, orders: tuple[Order, ...], groups: int) -> None:
     """Writes the maximum and the checksum of each thread, in each order."""
-    i, j = machine.index(0), machine.index(1)
+    i, j = ops.index(0), ops.index(1)
     blocks = pl.ds(first_block(j, x.shape[1]), TILE_BLOCKS)
-    tile = _Tile(machine=machine, x=x, blocks=blocks)
+    tile = _Tile(ops=ops, x=x, blocks=blocks)
 
     def block_maxima(order: Order, group: jax.Array) -> list[jax.Array]:
         if order.along_tokens:
@@ -256,7 +256,7 @@ def find_statistics(machine: Machine, x: Ref, *outs: Ref, orders: tuple[Order, .
         for out, array in zip(outs[2 * k : 2 * k + 2], total, strict=True):
             everything = slice(None)
             index = (i, blocks, everything) if order.along_tokens else (i, everything, blocks)
-            machine.store(out, index, array)
+            ops.store(out, index, array)
 
 
 def _add_maxima(
@@ -274,7 +274,7 @@ def _add_maxima(
 
 
 def write_codes(
-    machine: Machine,
+    ops: KernelOps,
     x: Ref,
     scalars: Ref,
     *refs: Ref,
@@ -282,18 +282,18 @@ def write_codes(
     operands: Operands,
 ) -> None:
     """Writes codes and block scales in each order. Scratch memory follows the results in `refs`."""
-    i, j = machine.index(0), machine.index(1)
+    i, j = ops.index(0), ops.index(1)
     block = first_block(j, x.shape[1])
-    tile = _Tile(machine=machine, x=x, blocks=pl.ds(block, TILE_BLOCKS))
-    place = operands.locate(i, block, scalars)
-    index = _TileIndex(machine=machine, place=place)
+    tile = _Tile(ops=ops, x=x, blocks=pl.ds(block, TILE_BLOCKS))
+    offset = operands.locate(i, block, scalars)
+    index = _TileIndex(ops=ops, offset=offset)
     outs, stages = refs[: 2 * len(orders)], list(refs[2 * len(orders) :])
     for k, order in enumerate(orders):
         writer = _Writer(
             tile=tile,
             index=index,
             order=order,
-            encoder=Encoder.from_words(scalars, place.scalars + SCALARS * k),
+            encoder=Encoder.from_words(scalars, offset.scalars + SCALARS * k),
             codes=outs[2 * k],
             scales=outs[2 * k + 1],
         )
@@ -322,10 +322,10 @@ class _Writer:
         maxima = self.order.add_headroom(jnp.max(_maximum(pair), axis=2))
         scale, enc = self.encoder.block_scales(maxima)
         index = self.index.of_rows(group) if self.order.stochastic else None
-        packed = self.encoder.encode_pair(pair, tile.machine.expand(enc, words.shape, "blocks"), index)
+        packed = self.encoder.encode_pair(pair, tile.ops.expand(enc, words.shape, "blocks"), index)
         tokens = pl.ds(group * BLOCK, BLOCK)
-        tile.machine.store(self.codes, (tokens, tile.blocks, slice(None)), packed.astype(jnp.uint8))
-        tile.machine.store(self.scales, (tokens, tile.blocks), scale.astype(jnp.uint8))
+        tile.ops.store(self.codes, (tokens, tile.blocks, slice(None)), packed.astype(jnp.uint8))
+        tile.ops.store(self.scales, (tokens, tile.blocks), scale.astype(jnp.uint8))
         return carry
 
     def write_columns(self, i: jax.Array, stage: Ref) -> None:
@@ -340,17 +340,17 @@ class _Writer:
             for half, (packed, scale) in enumerate(self._quantize_columns(i * GROUPS + g)):
                 for k in range(2):
                     word = _join(packed[4 * k : 4 * k + 4], 8)
-                    tile.machine.store(stage, (half, slice(None), slice(None), 2 * g + k), word)
+                    tile.ops.store(stage, (half, slice(None), slice(None), 2 * g + k), word)
                 # After four groups, the scale of the first one is in the lowest byte.
                 results.append((joined[half] >> _word(8)) | (scale << _word(24)))
             return tuple(results)
 
-        zeros = tile.machine.iota((TILE_BLOCKS, WORDS), 0, "words") & _word(0)
+        zeros = tile.ops.iota((TILE_BLOCKS, WORDS), 0, "words") & _word(0)
         for half, scale in enumerate(lax.fori_loop(0, GROUPS, add_group, (zeros, zeros))):
-            columns = tile.machine.load(stage, (half,), "columns")
-            place = (tile.blocks, slice(None), half)
-            tile.machine.store(self.codes, (*place, pl.ds(i * words, words)), columns)
-            tile.machine.store(self.scales, (*place, i), scale)
+            columns = tile.ops.load(stage, (half,), "columns")
+            column = (tile.blocks, slice(None), half)
+            tile.ops.store(self.codes, (*column, pl.ds(i * words, words)), columns)
+            tile.ops.store(self.scales, (*column, i), scale)
 
     def _quantize_columns(self, group: jax.Array) -> list[tuple[list[jax.Array], jax.Array]]:
         """The packed codes of the 8 pairs of tokens, and the scale, at even and at odd features."""

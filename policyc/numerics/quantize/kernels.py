@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from policyc.jaxcore.batching import merge_mapped_axes
 from policyc.jaxcore.lowering import call_lowered_once
 from policyc.language.recipes import Treatment
-from policyc.numerics.quantize import kernel_bodies, kernel_machines, random, refined_kernels
+from policyc.numerics.quantize import kernel_bodies, kernel_ops, random, refined_kernels
 from policyc.numerics.quantize.blocks import refinement_of
 from policyc.numerics.quantize.kernel_bodies import WORDS, Order
-from policyc.numerics.quantize.kernel_places import (
+from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
     GROUPS,
     TILE_BLOCKS,
@@ -114,7 +114,7 @@ def _as_word(number: Any) -> jax.Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardPlace:
+class ShardOffset:
     """Where a shard lies in its whole operand: random words belong to the index in the whole operand.
 
     Attributes:
@@ -128,7 +128,7 @@ class ShardPlace:
     features: int
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> ShardPlace:
+    def whole(cls, shape: tuple[int, ...]) -> ShardOffset:
         rows = RowLengths(shard=shape[-2], whole=shape[-2])
         return cls(start=jnp.zeros(2, jnp.uint32), rows=rows, features=shape[-1])
 
@@ -148,16 +148,16 @@ class Kernels:
         return [reduce_statistics(parts[2 * i], parts[2 * i + 1]) for i in range(len(orders))]
 
     def codes(
-        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[Scales], place: ShardPlace
+        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[Scales], offset: ShardOffset
     ) -> list[CodesAndScales]:
         """Packed codes and block scales in each order; in one order, if its scales are refined.
 
         Along tokens they have the shapes (tokens / 2, features) and (tokens / 16, features), and lie in memory with the
         tokens last, as GEMMs read them.
         """
-        options = {"orders": tuple(orders), "rows": place.rows, "features": place.features}
+        options = {"orders": tuple(orders), "rows": offset.rows, "features": offset.features}
         run = merge_mapped_axes(partial(_write_codes, **options, interpret=self.interpret))
-        scalars = jnp.concatenate([place.start, *(s.words() for s in scales)])
+        scalars = jnp.concatenate([offset.start, *(s.words() for s in scales)])
         results = [result[0] for result in run(_as_words(x)[None], scalars[None])]
         return [_arrange(results[2 * i], results[2 * i + 1], order) for i, order in enumerate(orders)]
 
@@ -269,7 +269,7 @@ class _Kernel:
         from jax.experimental.pallas import tpu
 
         run = pl.pallas_call(
-            partial(self.body, kernel_machines.Interpreter(), **dict(self.options)),
+            partial(self.body, kernel_ops.InterpreterOps(), **dict(self.options)),
             self._results(),
             grid=self.grid,
             scratch_shapes=[tpu.VMEM(*s) for s in self.scratch],
@@ -283,12 +283,12 @@ class _Kernel:
         from jax.experimental.pallas import mosaic_gpu
 
         lane = mosaic_gpu.LoweringSemantics.Lane
-        # Instances know their place by the names of axes, so that the order of axes changes no result.
-        axes = list(zip(kernel_machines.GRID, self.grid, strict=True))
+        # Instances know their offset by the names of axes, so that the order of axes changes no result.
+        axes = list(zip(kernel_ops.GRID, self.grid, strict=True))
         if self.grid[0] > _MOST_INSTANCES:
             axes.reverse()
         run = mosaic_gpu.kernel(
-            partial(self.body, kernel_machines.Mosaic(mosaic_gpu), **dict(self.options)),
+            partial(self.body, kernel_ops.MosaicOps(mosaic_gpu), **dict(self.options)),
             out_type=self._results(),
             grid=tuple(size for _, size in axes),
             grid_names=tuple(name for name, _ in axes),

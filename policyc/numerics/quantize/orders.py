@@ -24,13 +24,13 @@ from policyc.numerics.quantize.blocks import (
     outer_maximum,
 )
 from policyc.numerics.quantize.kernel_bodies import Encoder, Order, rotate
-from policyc.numerics.quantize.kernel_machines import Interpreter
-from policyc.numerics.quantize.kernel_places import BLOCK
+from policyc.numerics.quantize.kernel_ops import InterpreterOps
+from policyc.numerics.quantize.kernel_tiles import BLOCK
 from policyc.numerics.quantize.kernels import (
     CodesAndScales,
     OrderScales,
     Scales,
-    ShardPlace,
+    ShardOffset,
     Statistics,
     reduce_statistics,
 )
@@ -58,9 +58,9 @@ class Shard:
         """The statistics of the whole operand in each order, from those of each shard."""
         return statistics
 
-    def place(self, shape: tuple[int, ...]) -> ShardPlace:
+    def offset(self, shape: tuple[int, ...]) -> ShardOffset:
         """Where the shard, which has this shape, lies in the whole operand."""
-        return ShardPlace.whole(shape)
+        return ShardOffset.whole(shape)
 
 
 class Engine(Protocol):
@@ -69,7 +69,7 @@ class Engine(Protocol):
     def statistics(self, x: jax.Array, orders: Sequence[Order]) -> list[Statistics]: ...
 
     def codes(
-        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[Scales], place: ShardPlace
+        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[Scales], offset: ShardOffset
     ) -> list[CodesAndScales]: ...
 
 
@@ -90,7 +90,7 @@ def quantize_orders(
         )
     statistics = shard.reduce(statistics)
     scales = [order_scales(s, r, o) for s, r, o in zip(statistics, requests, orders, strict=True)]
-    arrays = engine.codes(x, orders, scales, shard.place(x.shape))
+    arrays = engine.codes(x, orders, scales, shard.offset(x.shape))
     return [_as_quantized(x.shape, r, s, a) for r, s, a in zip(requests, scales, arrays, strict=True)]
 
 
@@ -154,23 +154,25 @@ class JnpEngine:
         return [(bits.max(), checksum(bits)) for bits in maxima]
 
     def codes(
-        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[Scales], place: ShardPlace
+        self, x: jax.Array, orders: Sequence[Order], scales: Sequence[Scales], offset: ShardOffset
     ) -> list[CodesAndScales]:
         if orders[0].refinement:
-            return [self._refined_codes(x, orders[0], scales[0], place)]
+            return [self._refined_codes(x, orders[0], scales[0], offset)]
         results = []
         for order, numbers in zip(orders, scales, strict=True):
             pairs, maxima = self._pairs(x, order)
             encoder = Encoder.from_words(numbers.words(), 0)
             scale, enc = encoder.block_scales(order.add_headroom(maxima))
             axis = 1 if order.along_tokens else 2
-            index = _pair_index(pairs[0].shape, order, place) if order.stochastic else None
+            index = _pair_index(pairs[0].shape, order, offset) if order.stochastic else None
             packed = encoder.encode_pair(pairs, jnp.expand_dims(enc, axis), index)
             rows = packed.shape[0] * (packed.shape[1] if order.along_tokens else 1)
             results.append((packed.astype(jnp.uint8).reshape(rows, -1), scale.astype(jnp.uint8)))
         return results
 
-    def _refined_codes(self, x: jax.Array, order: Order, scales: Scales, place: ShardPlace) -> CodesAndScales:
+    def _refined_codes(
+        self, x: jax.Array, order: Order, scales: Scales, offset: ShardOffset
+    ) -> CodesAndScales:
         halves, _ = self._pairs(x, order)
         axis = 1 if order.along_tokens else 2
         quantizer = BlockQuantizer(
@@ -180,7 +182,7 @@ class JnpEngine:
             load_pair=lambda pair: [lax.index_in_dim(half, pair, axis, keepdims=False) for half in halves],
         )
         blocks = halves[0].shape[0], halves[0].shape[3 - axis]
-        words, scale = quantizer.quantize(_block_index(blocks, order, place))
+        words, scale = quantizer.quantize(_block_index(blocks, order, offset))
         codes = lax.bitcast_convert_type(jnp.stack(words, axis), jnp.uint8)
         # The bytes of a word are pairs of the block.
         codes = jnp.moveaxis(codes, -1, axis + 1)
@@ -197,7 +199,7 @@ class JnpEngine:
             groups, axis = flat.reshape(tokens, features // BLOCK, BLOCK), 2
         if order.rotates:
             elements = [lax.index_in_dim(groups, i, axis, keepdims=False) for i in range(BLOCK)]
-            groups = jnp.stack(rotate(Interpreter(), elements), axis)
+            groups = jnp.stack(rotate(InterpreterOps(), elements), axis)
         maxima = abs_bits(groups).max(axis=axis)
         halves = [lax.slice_in_dim(groups, i, BLOCK, 2, axis) for i in range(2)]
         return halves, maxima
@@ -209,33 +211,33 @@ def _unroll(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
     return carry
 
 
-def _block_index(shape: tuple[int, int], order: Order, place: ShardPlace) -> jax.Array:
+def _block_index(shape: tuple[int, int], order: Order, offset: ShardOffset) -> jax.Array:
     """The index of each block in the whole operand."""
     first, second = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(2))
-    token, feature = place.start[0], place.start[1]
+    token, feature = offset.start[0], offset.start[1]
     if order.along_tokens:
         # Groups of tokens, features.
-        group = (token + place.rows.first_token(first)) // BLOCK
-        of_tokens: jax.Array = group * jnp.uint32(place.features) + feature + second
+        group = (token + offset.rows.first_token(first)) // BLOCK
+        of_tokens: jax.Array = group * jnp.uint32(offset.features) + feature + second
         return of_tokens
     # Tokens, blocks of features.
-    token = token + place.rows.first_token(first // BLOCK) + first % BLOCK
-    of_features: jax.Array = token * jnp.uint32(place.features // BLOCK) + feature // BLOCK + second
+    token = token + offset.rows.first_token(first // BLOCK) + first % BLOCK
+    of_features: jax.Array = token * jnp.uint32(offset.features // BLOCK) + feature // BLOCK + second
     return of_features
 
 
-def _pair_index(shape: tuple[int, ...], order: Order, place: ShardPlace) -> jax.Array:
+def _pair_index(shape: tuple[int, ...], order: Order, offset: ShardOffset) -> jax.Array:
     """The index of each pair in the whole operand."""
     first, second, third = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
-    token, feature = place.start[0], place.start[1]
+    token, feature = offset.start[0], offset.start[1]
     if order.along_tokens:
         # Groups of tokens, pairs of a group, features.
-        pair = ((token + place.rows.first_token(first)) >> 1) + second
-        of_tokens: jax.Array = pair * jnp.uint32(place.features) + feature + third
+        pair = ((token + offset.rows.first_token(first)) >> 1) + second
+        of_tokens: jax.Array = pair * jnp.uint32(offset.features) + feature + third
         return of_tokens
     # Tokens, blocks of features, pairs of a block.
     group = first // BLOCK
-    token = token + place.rows.first_token(group) + first % BLOCK
+    token = token + offset.rows.first_token(group) + first % BLOCK
     pair = (feature >> 1) + second * (BLOCK // 2) + third
-    of_features: jax.Array = token * jnp.uint32(place.features // 2) + pair
+    of_features: jax.Array = token * jnp.uint32(offset.features // 2) + pair
     return of_features

@@ -32,13 +32,13 @@ from policyc.numerics.quantize.bits import (
 )
 from policyc.numerics.quantize.blocks import RANDOM_BITS, SCALE_KEY, find_encoding_scale
 from policyc.numerics.quantize.kernel_bodies import WORDS, Encoder, Order
-from policyc.numerics.quantize.kernel_machines import Machine, Ref
-from policyc.numerics.quantize.kernel_places import (
+from policyc.numerics.quantize.kernel_ops import KernelOps, Ref
+from policyc.numerics.quantize.kernel_tiles import (
     BLOCK,
     GROUPS,
     TILE_BLOCKS,
     Operands,
-    TilePlace,
+    TileOffset,
     first_block,
 )
 
@@ -242,7 +242,7 @@ def _finish(sums: tuple[Sums, ...]) -> Sums:
 
 
 def write_codes(
-    machine: Machine,
+    ops: KernelOps,
     x: Ref,
     scalars: Ref,
     *refs: Ref,
@@ -251,16 +251,16 @@ def write_codes(
 ) -> None:
     """Writes codes and block scales in one order. Scratch memory follows the results in `refs`."""
     (order,) = orders
-    i, j = machine.index(0), machine.index(1)
+    i, j = ops.index(0), ops.index(1)
     block = first_block(j, x.shape[1])
-    place = operands.locate(i, block, scalars)
+    offset = operands.locate(i, block, scalars)
     writer = _Writer(
-        machine=machine,
+        ops=ops,
         x=x,
         blocks=pl.ds(block, TILE_BLOCKS),
-        encoder=make_encoder(scalars, place.scalars, order),
+        encoder=make_encoder(scalars, offset.scalars, order),
         refinement=order.refinement,
-        index=_BlockIndex(machine=machine, place=place),
+        index=_BlockIndex(ops=ops, offset=offset),
         codes=refs[0],
         scales=refs[1],
     )
@@ -274,23 +274,23 @@ def write_codes(
 class _BlockIndex:
     """The indices of the blocks of a tile in the whole operand."""
 
-    machine: Machine
-    place: TilePlace
+    ops: KernelOps
+    offset: TileOffset
 
     def of_rows(self, group: jax.Array, offset: jax.Array) -> jax.Array:
         """The indices of the blocks of 8 tokens that start `offset` tokens after those of a group."""
-        token, block = (self.machine.iota((ROW_TOKENS, TILE_BLOCKS), axis, "rows") for axis in (0, 1))
-        token = token + (self.place.token(group) + offset.astype(jnp.uint32))
-        block = block + (self.place.first_feature >> jnp.uint32(4))
-        index: jax.Array = token * jnp.uint32(self.place.features // BLOCK) + block
+        token, block = (self.ops.iota((ROW_TOKENS, TILE_BLOCKS), axis, "rows") for axis in (0, 1))
+        token = token + (self.offset.token(group) + offset.astype(jnp.uint32))
+        block = block + (self.offset.first_feature >> jnp.uint32(4))
+        index: jax.Array = token * jnp.uint32(self.offset.features // BLOCK) + block
         return index
 
     def of_columns(self, group: jax.Array, half: jax.Array) -> jax.Array:
         """The indices of the blocks of a group of tokens, at even or odd features."""
-        block, word = (self.machine.iota((TILE_BLOCKS, WORDS), axis, "words") for axis in (0, 1))
-        feature = self.place.first_feature + half.astype(jnp.uint32) + block * jnp.uint32(BLOCK)
-        row = self.place.token(group) >> jnp.uint32(4)
-        index: jax.Array = row * jnp.uint32(self.place.features) + feature + word * jnp.uint32(2)
+        block, word = (self.ops.iota((TILE_BLOCKS, WORDS), axis, "words") for axis in (0, 1))
+        feature = self.offset.first_feature + half.astype(jnp.uint32) + block * jnp.uint32(BLOCK)
+        row = self.offset.token(group) >> jnp.uint32(4)
+        index: jax.Array = row * jnp.uint32(self.offset.features) + feature + word * jnp.uint32(2)
         return index
 
 
@@ -298,7 +298,7 @@ class _BlockIndex:
 class _Writer:
     """Writes the codes and scales of a tile: some blocks of features, a slice."""
 
-    machine: Machine
+    ops: KernelOps
     x: Ref
     blocks: Any
     encoder: Encoder
@@ -309,18 +309,18 @@ class _Writer:
 
     def write_rows(self, i: jax.Array, n: jax.Array, carry: tuple[()]) -> tuple[()]:
         """Writes 8 tokens of tile i, quantized along features."""
-        machine, blocks = self.machine, self.blocks
+        ops, blocks = self.ops, self.blocks
         group, offset = i * GROUPS + (n >> 1), (n & 1) * ROW_TOKENS
         tokens = pl.ds(group * BLOCK + offset, ROW_TOKENS)
 
         def load_pair(pair: Any) -> list[jax.Array]:
-            words = machine.load(self.x, (tokens, blocks, pair), "rows")
+            words = ops.load(self.x, (tokens, blocks, pair), "rows")
             return [_high_half(words << jnp.uint32(16)), _high_half(words)]
 
         words, scale = self._quantize(load_pair, self.index.of_rows(group, offset))
         for k, word in enumerate(words):
-            machine.store(self.codes, (tokens, blocks, k), word)
-        machine.store(self.scales, (tokens, blocks), scale.astype(jnp.uint8))
+            ops.store(self.codes, (tokens, blocks, k), word)
+        ops.store(self.scales, (tokens, blocks), scale.astype(jnp.uint8))
         return carry
 
     def write_columns(self, i: jax.Array, stage: Ref, half: jax.Array, carry: tuple[()]) -> tuple[()]:
@@ -328,7 +328,7 @@ class _Writer:
 
         A thread collects the codes of its columns in shared memory, and writes 32 bytes of a column at once.
         """
-        machine, blocks = self.machine, self.blocks
+        ops, blocks = self.ops, self.blocks
         shift = (jnp.int32(16) - half * 16).astype(jnp.uint32)
 
         def add_group(g: jax.Array, joined: jax.Array) -> jax.Array:
@@ -336,22 +336,22 @@ class _Writer:
 
             def load_pair(pair: Any) -> list[jax.Array]:
                 first = group * BLOCK + pair * 2
-                rows = [machine.load(self.x, (first + k, blocks), "words") for k in range(2)]
+                rows = [ops.load(self.x, (first + k, blocks), "words") for k in range(2)]
                 return [_high_half(row << shift) for row in rows]
 
             words, scale = self._quantize(load_pair, self.index.of_columns(group, half))
             for k, word in enumerate(words):
-                machine.store(stage, (half, slice(None), slice(None), 2 * g + k), word)
+                ops.store(stage, (half, slice(None), slice(None), 2 * g + k), word)
             # After four groups, the scale of the first one is in the lowest byte.
             shifted: jax.Array = (joined >> jnp.uint32(8)) | (scale.astype(jnp.uint32) << jnp.uint32(24))
             return shifted
 
-        zeros = machine.iota((TILE_BLOCKS, WORDS), 0, "words") & jnp.uint32(0)
+        zeros = ops.iota((TILE_BLOCKS, WORDS), 0, "words") & jnp.uint32(0)
         scales = lax.fori_loop(0, GROUPS, add_group, zeros)
-        columns = machine.load(stage, (half,), "columns")
+        columns = ops.load(stage, (half,), "columns")
         column = (blocks, slice(None), half)
-        machine.store(self.codes, (*column, pl.ds(i * 2 * GROUPS, 2 * GROUPS)), columns)
-        machine.store(self.scales, (*column, i), scales)
+        ops.store(self.codes, (*column, pl.ds(i * 2 * GROUPS, 2 * GROUPS)), columns)
+        ops.store(self.scales, (*column, i), scales)
         return carry
 
     def _quantize(

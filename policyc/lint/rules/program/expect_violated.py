@@ -25,7 +25,7 @@ from policyc.compiler.plan_checks import unmet_expectations
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import FIRST_LOSS_HINT, to_findings
+from policyc.lint.products import FIRST_LOSS_HINT, to_findings
 from policyc.lint.rule import LintRule
 
 

@@ -37,7 +37,7 @@ from policyc.compiler.sites import Site
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import (
+from policyc.lint.products import (
     QuantizedProduct,
     has_name,
     is_embedding,

@@ -29,7 +29,7 @@ from policyc.compiler.plan_checks import opaque_indices
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import to_findings
+from policyc.lint.products import to_findings
 from policyc.lint.rule import LintRule
 
 

@@ -31,7 +31,7 @@ from policyc.compiler.plan import Plan
 from policyc.language.diagnostics import Note
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import name_sites
+from policyc.lint.products import name_sites
 from policyc.lint.rule import LintRule
 
 _CODE = "overridden-rule"

@@ -26,7 +26,7 @@ from policyc.compiler.plan import Plan
 from policyc.language.formats import FORMATS
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import QuantizedProduct, report_sites, suggest_keeping
+from policyc.lint.products import QuantizedProduct, report_sites, suggest_keeping
 from policyc.lint.rule import LintRule
 
 

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import is_head, report_in_8_bits
+from policyc.lint.products import is_head, report_in_8_bits
 from policyc.lint.rule import LintRule
 
 

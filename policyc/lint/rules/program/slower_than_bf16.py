@@ -32,7 +32,7 @@ from policyc.hardware.training_step import LayerGroup, ReaderCounts
 from policyc.language.recipes import make_recipe
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import name_sites
+from policyc.lint.products import name_sites
 from policyc.lint.rule import LintRule
 from policyc.lint.site_speed import describe_slow_site, find_slow_sites, layer_seconds, slowest_site
 from policyc.numerics.products import Backends

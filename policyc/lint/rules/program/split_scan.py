@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import MAX_SCAN_PARTS, find_scan_splits
+from policyc.lint.products import MAX_SCAN_PARTS, find_scan_splits
 from policyc.lint.rule import LintRule
 
 

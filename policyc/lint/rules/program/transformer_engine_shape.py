@@ -29,7 +29,7 @@ from policyc.compiler.plan import Plan, gemm_queries
 from policyc.language.diagnostics import Severity
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import QuantizedProduct, report_sites
+from policyc.lint.products import QuantizedProduct, report_sites
 from policyc.lint.rule import LintRule
 from policyc.numerics.backends import te
 from policyc.numerics.backends.choice import Obstacle

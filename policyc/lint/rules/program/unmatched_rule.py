@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from policyc.compiler.idle_rules import idle_rules
 from policyc.lint.context import Context
 from policyc.lint.finding import Finding
-from policyc.lint.program import FIRST_LOSS_HINT, to_findings
+from policyc.lint.products import FIRST_LOSS_HINT, to_findings
 from policyc.lint.rule import LintRule
 
 _CODE = "unmatched-rule"

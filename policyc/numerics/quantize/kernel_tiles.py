@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from policyc.numerics.quantize.kernel_machines import Ref
+from policyc.numerics.quantize.kernel_ops import Ref
 
 BLOCK = 16
 """The elements of an NVFP4 block."""
@@ -71,14 +71,14 @@ class Operands:
     rows: RowLengths
     features: int
 
-    def locate(self, tile: jax.Array, block: jax.Array, scalars: Ref) -> TilePlace:
+    def locate(self, tile: jax.Array, block: jax.Array, scalars: Ref) -> TileOffset:
         """Where a tile lies, by its number along tokens and its first block of features."""
         first: Any = 0
         first_group: Any = 0
         if self.count > 1:
             operand = lax.div(tile, jnp.int32(self.tokens // TILE_TOKENS))
             first, first_group = operand * self.scalars, operand * (self.tokens // BLOCK)
-        return TilePlace(
+        return TileOffset(
             operands=self,
             scalars=first + 2,
             first_group=first_group,
@@ -88,7 +88,7 @@ class Operands:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TilePlace:
+class TileOffset:
     """Where a tile lies.
 
     Attributes:

@@ -78,9 +78,9 @@ def quantized_products(context: Context, max_bits: int = _MAX_BITS) -> Iterator[
     for site in (s for s in plan.sites if not s.opaque):
         seen: set[tuple[int, Gemm]] = set()
         for phase in plan.phases:
-            for run in plan.site_runs(site, phase):
-                recipe = run.decision.recipe
-                for product in run.products():
+            for layer_range in plan.site_layer_ranges(site, phase):
+                recipe = layer_range.decision.recipe
+                for product in layer_range.products():
                     rule, gemm = product.choice.rule, product.gemm
                     if rule is None or recipe is None or (rule, gemm) in seen:
                         continue

@@ -13,12 +13,12 @@ from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
 
 
-class IndexPlaces:
-    """Finds the places of indices: positions of names in a path. `shapes` has the shape of every parameter.
+class IndexPositions:
+    """Finds the positions of indices among the names of a path. `shapes` has the shape of every parameter.
 
     Example: the parameters are `head` f32[8, 9], `layers.mlp.up` f32[4, 8, 8] and `layers.mlp.down` f32[4, 8, 8]. All
     parameters under `layers` have size 4 in axis 0, and so have those under `layers.mlp`, which is as far as their
-    paths agree. So the index along axis 0 of `layers.mlp.up` can be at places 0 and 1.
+    paths agree. So the index along axis 0 of `layers.mlp.up` can be at positions 0 and 1.
     """
 
     def __init__(self, shapes: dict[DottedPath, tuple[int, ...]]) -> None:
@@ -31,22 +31,22 @@ class IndexPlaces:
         self._common_names[loop] = common_prefix(paths)
 
     def find(self, path: DottedPath, axis: int, size: int, loops: Sequence[Address]) -> tuple[int, ...]:
-        """The places in a path that can carry the index along an axis of this size, in these loops.
+        """The positions in a path that can carry the index along an axis of this size, in these loops.
 
         They are the names under which all parameters have this size in this axis, and the names that all parameters
         of a scan have in common. If there are none, it is the last name. A name that has an index takes no other.
         """
         common = max((self._common_names.get(loop, 0) for loop in loops), default=0)
-        places = {*self._find_stacked_names(path, axis, size), *_without_index(path, range(common))}
-        return tuple(sorted(places or _without_index(path, range(len(path) - 1, len(path)))))
+        positions = {*self._find_stacked_names(path, axis, size), *_without_index(path, range(common))}
+        return tuple(sorted(positions or _without_index(path, range(len(path) - 1, len(path)))))
 
     def looks_stacked(self, parameter: ParameterSource) -> bool:
         """Is it several matrices whose first axis all parameters beside it have too, and no name has an index yet?"""
         path, shape = parameter.path, parameter.shape
         if len(shape) < 3 or any(name.index is not None for name in path):
             return False
-        places = self._find_stacked_names(path, 0, shape[0])
-        return bool(places) and len(self._shapes_under(path[: places[0] + 1])) > 1
+        positions = self._find_stacked_names(path, 0, shape[0])
+        return bool(positions) and len(self._shapes_under(path[: positions[0] + 1])) > 1
 
     def _find_stacked_names(self, path: DottedPath, axis: int, size: int) -> tuple[int, ...]:
         """The names under which every parameter has this size in this axis.
@@ -68,9 +68,11 @@ class IndexPlaces:
         return {path: shape for path, shape in self._shapes.items() if path[: len(prefix)] == prefix}
 
 
-def _without_index(path: DottedPath, places: range) -> tuple[int, ...]:
-    """Those of some places in a path that have no index yet."""
-    return tuple(place for place in places if 0 <= place < len(path) and path[place].index is None)
+def _without_index(path: DottedPath, positions: range) -> tuple[int, ...]:
+    """Those of some positions in a path that have no index yet."""
+    return tuple(
+        position for position in positions if 0 <= position < len(path) and path[position].index is None
+    )
 
 
 def common_prefix(paths: Sequence[DottedPath]) -> int:

@@ -1,4 +1,4 @@
-"""Where the NVFP4 kernels run: on a GPU, by Pallas's Mosaic backend, or in JAX's interpreter of kernels."""
+"""Operations of the NVFP4 kernels that differ between Pallas's Mosaic backend and JAX's interpreter of kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Ref = Any
 """A reference of Pallas to memory."""
 
 
-class Interpreter:
-    """What kernels need of JAX's interpreter of kernels."""
+class InterpreterOps:
+    """The operations in JAX's interpreter of kernels."""
 
     def index(self, axis: int) -> jax.Array:
         return pl.program_id(axis)
@@ -46,8 +46,8 @@ class Interpreter:
         return lax.reduce_precision(x, 8, 7)
 
 
-class Mosaic:
-    """What kernels need of Mosaic. Layouts say which elements of an array a thread has.
+class MosaicOps:
+    """The operations in Mosaic, for a GPU. Layouts say which elements of an array a thread has.
 
     - words: (16, 8), one word
     - rows: (8, 16), one word
@@ -100,4 +100,4 @@ class Mosaic:
         return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-Machine = Interpreter | Mosaic
+KernelOps = InterpreterOps | MosaicOps
