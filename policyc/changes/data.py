@@ -8,6 +8,7 @@ from typing import Any
 
 import networkx as nx
 
+from policyc.changes.figures import format_change
 from policyc.changes.graph import children_of, graph_of
 from policyc.changes.model import DiffData, DiffSide, Linear, LinearRange, ProductSide, ProductState, Stack
 from policyc.language.diagnostics import SourceText
@@ -64,9 +65,7 @@ def sentence(diff: DiffData) -> str:
         else f"none of {totals.products} products change"
     ]
     if diff.time_change is not None and diff.target:
-        percent = 100 * diff.time_change
-        digits = 0 if abs(percent) >= 10 or not percent else 1
-        parts.append(f"predicted step time {percent:+.{digits}f} % on {describe_machine(diff)}")
+        parts.append(f"predicted step time {format_change(diff.time_change)} on {describe_machine(diff)}")
     if totals.emulated:
         parts.append(f"{totals.emulated} emulated")
     if totals.opaque:

@@ -105,6 +105,13 @@ def format_seconds(seconds: float) -> str:
     return _with_unit(seconds, _TIMES)
 
 
+def format_change(fraction: float) -> str:
+    """`-27 %`, `+6.3 %`."""
+    percent = 100 * fraction
+    digits = 0 if abs(percent) >= 10 or not percent else 1
+    return f"{percent:+.{digits}f} %"
+
+
 def _with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
     """Three digits that matter, and the largest unit that the rounded value reaches, else the smallest one."""
     size, unit = next((u for u in units if value >= 0.9995 * u[0]), units[-1])

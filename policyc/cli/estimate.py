@@ -146,7 +146,7 @@ def estimate(policy: str, program: tuple[str, ...], step: StepOptions, options: 
     if options.output_format == "json":
         text = json.dumps(_as_data(estimates, step.target, mesh) | checkpoint, indent=2) + "\n"
     else:
-        text = _as_table(estimates, f"{step.devices} x {step.target} ({mesh}){_describe_batch(traced)}")
+        text = _as_table(estimates, f"{step.devices} {step.target.upper()} ({mesh}){_describe_batch(traced)}")
         if options.store_bandwidth is not None:
             text += _describe_checkpoint(checkpoint["checkpoint"], options.store_bandwidth)
         if options.assumptions:
@@ -302,7 +302,7 @@ def _describe_batch(step: TrainingStep) -> str:
     if step.sequences is None or step.sequence is None:
         return ""
     tokens = step.sequences * step.sequence
-    return f", batch {step.sequences} x {step.sequence:,} = {tokens:,} tokens per step"
+    return f", {step.sequences:,} x {step.sequence:,} = {tokens:,} tokens per step"
 
 
 def _describe_checkpoint(checkpoint: dict[str, Any], gigabytes_per_second: float) -> str:
@@ -320,11 +320,12 @@ def _as_table(named: NamedEstimates, title: str) -> str:
     from rich.console import Console
     from rich.table import Table
 
+    from policyc.changes.figures import format_change, format_seconds
     from policyc.language.policy_tables import literal
 
     estimates = [n.estimate for n in named]
-    table = Table(title=literal(title), title_justify="left", title_style="bold")
-    table.add_column("seconds per step")
+    table = Table()
+    table.add_column("time per step")
     for n in named:
         table.add_column(literal(n.policy), justify="right")
         table.add_column("share", justify="right")
@@ -333,7 +334,9 @@ def _as_table(named: NamedEstimates, title: str) -> str:
         cells = [
             cell
             for part, estimate in zip(seconds, estimates, strict=True)
-            for cell in (("-", "") if part is None else (f"{part:.4g}", f"{part / estimate.seconds:.1%}"))
+            for cell in (
+                ("-", "") if part is None else (format_seconds(part), f"{part / estimate.seconds:.1%}")
+            )
         ]
         table.add_row(literal(label), *cells, style=style)
 
@@ -341,20 +344,22 @@ def _as_table(named: NamedEstimates, title: str) -> str:
         add_row(part, [estimate.parts.get(part) for estimate in estimates])
         if part == "gemms":
             for format in sorted({format for estimate in estimates for format in estimate.gemms}):
-                add_row(f"  {format}", [estimate.gemms.get(format, 0.0) for estimate in estimates], "dim")
+                add_row(f"  {format}", [estimate.gemms.get(format) for estimate in estimates], "dim")
     table.add_section()
 
     def add_values(label: str, values: Iterable[str]) -> None:
         table.add_row(label, *(cell for value in values for cell in (value, "")))
 
-    add_values("step", (f"{e.seconds:.4g}" for e in estimates))
+    add_values("step", (format_seconds(e.seconds) for e in estimates))
     add_values("TFLOP/s per device", (f"{e.tflops:.0f}" for e in estimates))
     add_values("backend", (n.backends or "-" for n in named))
     add_values("bytes from", ("the compiled step" if n.is_compiled else "the model" for n in named))
     if len(named) == 2:
+        add_values("step time", ("", format_change(estimates[1].seconds / estimates[0].seconds - 1)))
         add_values("speed-up", ("", f"{_speed_up(named):.2f}x"))
     console = Console(force_terminal=use_color())
     with console.capture() as capture:
+        console.print(literal(title), style="bold")
         console.print(table)
         console.print(EVERYTHING_ELSE, style="dim")
     return capture.get()

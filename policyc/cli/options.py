@@ -237,6 +237,7 @@ class RunOptions:
     multiple_losses: bool = False
     rounding_seed: int | None = None
     compile_cache: str | None = None
+    quiet: bool = False
 
 
 run_options = collect_options(
@@ -257,6 +258,9 @@ run_options = collect_options(
         click.option(
             "--rounding-seed", type=click.IntRange(0, 2**32 - 1), metavar="N", show_default="that of the policy",
             help="Seed of stochastic rounding.",
+        ),
+        click.option(
+            "--quiet", is_flag=True, help="Print nothing beside the program's output, except warnings and errors."
         ),
     ),
 )  # fmt: skip

@@ -192,11 +192,12 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
     from policyc.language.diagnostics import PolicyError
 
     execution = parse_execution(options.backend, require_native=options.require_native)
-    printer = _PlanPrinter(options.plan_out, multiple_losses=options.multiple_losses)
+    printer = _PlanPrinter(options)
     is_idle = policy.changes_nothing and options.plan_out is None
     if is_idle:
-        print_note(
-            "this policy keeps every GEMM: the program runs as it does without policyc, and is not planned"
+        _print_unless_quiet(
+            options,
+            "this policy keeps every GEMM: the program runs as it does without policyc, and is not planned",
         )
     with exit_on_error(), _repeat_misplaced_hint(program, printer):
         result = runner.run(
@@ -210,14 +211,15 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
         )
     session = result.session
     if is_idle:
-        _write_report_of(session)
+        _write_report_of(session, options)
         return
     if session is None or not session.plans:
         if not result.children:
             reason = _explain_no_loss(result.saw_forward_mode)
             exit_with_message(f"'{policy_name}' was not applied: the program {reason}")
-        print_note(
-            "this process differentiated nothing in reverse mode; the processes it started ran under the policy"
+        _print_unless_quiet(
+            options,
+            "this process differentiated nothing in reverse mode; the processes it started ran under the policy",
         )
         return
     if not session.matched:
@@ -226,7 +228,12 @@ def run_under_policy(program: Program, policy_name: str, options: RunOptions) ->
         exit_with_diagnostics(PolicyError(session.unmet))
     if options.stats_every and not session.recorders:
         print_note("--stats-every measured nothing: the program does not call policyc.observe at such a step")
-    _write_report_of(session)
+    _write_report_of(session, options)
+
+
+def _print_unless_quiet(options: RunOptions, text: str, label: str = "note") -> None:
+    if not options.quiet:
+        print_note(text, label)
 
 
 @contextlib.contextmanager
@@ -249,9 +256,8 @@ def _repeat_misplaced_hint(program: Program, printer: _PlanPrinter) -> Iterator[
 class _PlanPrinter:
     """Prints the plan of every loss with a GEMM. Writes to `--plan-out` the plan that matches the most sites."""
 
-    def __init__(self, plan_out: str | None, *, multiple_losses: bool) -> None:
-        self.plan_out = plan_out
-        self.multiple_losses = multiple_losses
+    def __init__(self, options: RunOptions) -> None:
+        self.options = options
         self.most_matches: int | None = None
         self.losses = 0
 
@@ -264,32 +270,31 @@ class _PlanPrinter:
         matches = sum(plan.counts)
         self.losses += 1
         if is_first_process():
-            if self.losses > 1:
-                click.echo(f"policyc: loss {self.losses}:", err=True)
-            click.echo(summary(plan), err=True, nl=False)
+            title = f"policyc: loss {self.losses}:\n" if self.losses > 1 else ""
+            if not self.options.quiet:
+                click.echo(title + summary(plan), err=True, nl=False)
             if self.losses == 1:
                 self._print_warnings(plan)
-                click.echo(
-                    "policyc: only what is differentiated runs under the policy: evaluation outside jax.grad is not "
-                    "quantized",
-                    err=True,
+                _print_unless_quiet(
+                    self.options,
+                    "only what is differentiated runs under the policy: evaluation outside jax.grad is not quantized",
                 )
         if self.most_matches is None or matches > self.most_matches:
             self.most_matches = matches
-            if self.plan_out is not None:
-                write_output("--plan-out", self.plan_out, as_json(plan))
+            if self.options.plan_out is not None:
+                write_output("--plan-out", self.options.plan_out, as_json(plan))
 
     def _print_warnings(self, plan: Plan) -> None:
         """Prints the rules of the first loss that do nothing. The session refuses those that are errors."""
         from policyc.compiler.idle_rules import idle_rules
         from policyc.language.diagnostics import PolicyError
 
-        idle = () if self.multiple_losses else [d for d in idle_rules(plan) if d.severity != "error"]
+        idle = () if self.options.multiple_losses else [d for d in idle_rules(plan) if d.severity != "error"]
         if idle:
             print_diagnostics(PolicyError(idle))
 
 
-def _write_report_of(session: Session | None) -> None:
+def _write_report_of(session: Session | None, options: RunOptions) -> None:
     """Writes the report of a run, if the program said where. A run that recorded nothing has none."""
     from policyc.experiments.runner import is_first_process
 
@@ -301,9 +306,9 @@ def _write_report_of(session: Session | None) -> None:
     from policyc.experiments.report.sweeps import ReportError
 
     try:
-        print_note(str(write_report(build_report([folder]))), "report")
+        _print_unless_quiet(options, str(write_report(build_report([folder]))), "report")
     except ReportError as error:
-        print_note(str(error), "no report")
+        _print_unless_quiet(options, str(error), "no report")
 
 
 def _explain_no_loss(saw_forward_mode: bool) -> str:

@@ -514,6 +514,21 @@ def test_every_loss_has_a_table(home: Path) -> None:
     assert result.err.count("evaluation outside jax.grad is not quantized") == 1
 
 
+def test_quiet_prints_only_warnings_and_errors(home: Path) -> None:
+    (home / "gan.py").write_text(GAN)
+    (home / "gan.policy").write_text("up -> fp8\nfirst, second -> fp8\n")
+    loud = run(home, "apply", "--multiple-losses", "gan.policy", "gan.py")
+    quiet = run(home, "apply", "--quiet", "--multiple-losses", "gan.policy", "gan.py")
+    assert (quiet.code, quiet.out, quiet.err) == (0, loud.out, "")
+    (home / "idle.policy").write_text("* -> fp8\nup -> bf16\nup -> bf16\n")
+    warned = run(home, "apply", "--quiet", "idle.policy", "gan.py")
+    assert "warning[" in warned.err
+    assert "policyc: rule" not in warned.err
+    refused = run(home, "apply", "--quiet", "gan.policy", "gan.py")
+    assert refused.code == 1
+    assert "error[" in refused.err
+
+
 @pytest.mark.parametrize("name", ["te_nvfp4", "llama_nvfp4", "fp8", "mxfp4", "quartet2"])
 def test_bundled_policies_fail_loudly_where_they_quantize_nothing(home: Path, name: str) -> None:
     (home / "nameless.py").write_text(

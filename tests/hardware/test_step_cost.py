@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -229,6 +230,17 @@ def test_estimate_compares_two_policies():
     assert (first["policy"], second["policy"]) == ("fp8", "te_nvfp4")
     assert data["speed_up"] == pytest.approx(first["seconds"] / second["seconds"])
     assert "nvfp4" in second["gemms"]
+
+
+def test_estimate_and_diff_predict_in_the_same_units():
+    words = ("te_nvfp4", "--vs", "fp8", "--config", "tiny", "--target", "gb300")
+    estimated, diff = policyc("estimate", *words), policyc("diff", *words)
+    assert estimated.code == diff.code == 0, estimated.err + diff.err
+    assert estimated.out.startswith("1 GB300 (one device), 8 x 128 = 1,024 tokens per step\n"), estimated.out
+    (change,) = re.findall(r"step time +│ +│ +│ +(\S+ %) ", estimated.out)
+    assert f"step time {change} on 1 GB300" in diff.out.replace("\n", " ")
+    (times,) = re.findall(r"step +│ +(\S+ µs|\S+ ms) │ +│ +(\S+ µs|\S+ ms) ", estimated.out)
+    assert len({time.split()[1] for time in times}) == 1
 
 
 def test_estimate_prints_a_table_and_its_assumptions():
