@@ -14,7 +14,7 @@ from policyc.changes.data import as_data
 from policyc.changes.model import DiffData
 
 _SCRIPTS = (
-    "base.js", "cells.js", "overlays.js", "heatmap.js", "policies.js", "layers.js", "equations.js",
+    "base.js", "words.js", "cells.js", "overlays.js", "heatmap.js", "policies.js", "layers.js", "equations.js",
     "layout.js", "main.js",
 )  # fmt: skip
 _TABLES = ("linears", "graph")

@@ -117,8 +117,12 @@ def test_runs_of_unchanged_equations_are_folded(show: Show, html: str) -> None:
 
 def test_the_graphs_before_and_after_are_aligned(show: Show, html: str) -> None:
     page = show(html, "#view=graph")
+    # Where both sides are drawn alike, there is one graph.
     page.locator(".pane.after .box", has_text="layers[0-3]").click()
-    page.locator(".pane.before .box", has_text="mlp").click()
+    page.locator(".pane.after .box", has_text="mlp").wait_for()
+    assert page.locator(".pane").count() == 1
+    assert "The same before and after." in page.locator("#equations").inner_text()
+    page.locator(".pane.after .box", has_text="mlp").click()
     page.wait_for_selector(".pane.before .box.before")
     tops = {}
     for side, op in (("before", "dot_general"), ("after", "custom_vjp_call")):
@@ -159,7 +163,7 @@ def test_a_cell_selects_its_rule_its_card_and_its_equations(show: Show, html: st
     assert page.locator(".figure.current").count() == 2  # before and after
     click_cell(page, "up", "fprop", 5)
     assert [line.split(" -> ")[0] for line in page.locator(".rule.lit").all_inner_texts()] == ["layers[-2:]"]
-    assert page.locator("#classes [aria-selected=true]").inner_text() == "layers 4-5 ×2"
+    assert page.locator("#classes [aria-selected=true]").inner_text() == "layers 4-5 ×2 unchanged"
 
 
 def test_an_equation_selects_its_cell(show: Show, html: str) -> None:
@@ -226,6 +230,41 @@ def test_a_card_says_what_is_quantized_once_for_several_linears(show: Show) -> N
         assert page.locator(".flow").first.locator(".mark").all_text_contents() == ["once for 2 linears"] * 2
 
 
+def test_a_card_says_which_operands_are_rounded(show: Show) -> None:
+    """A product with an fp32 result has fp32 gradients, which bf16 rounds: its forward product stays."""
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.dot(x, p["w"], preferred_element_type=jnp.float32) ** 2)
+
+    page = show(render_page(make_diff(loss, {"w": W}, "* -> bf16")))
+    operands = page.locator(".operand text:first-of-type").all_text_contents()
+    assert operands == ["activation bf16", "weight bf16", "activation bf16", "gradient f32 → bf16"]
+    assert page.locator("#changes").inner_text() == "f32 → bf16: 1 product"
+    assert page.locator(".equation.neutral").count() == 2
+    assert "wgrad: f32 → bf16" in page.locator(".equation.neutral").last.inner_text()
+    assert page.locator(".equation.before, .equation.after").count() == 0
+
+
+def test_short_words_are_explained(show: Show, html: str) -> None:
+    page = show(html)
+    words = page.locator("#words b").all_inner_texts()
+    assert words == ["fprop", "dgrad", "wgrad", "1x16", "16x16", "rht16", "sr", "native"]
+    assert "a tile of 16 × 16 values shares a scale" in page.locator("#words").inner_text()
+    click_cell(page, "up", "wgrad", 0)
+    badges = page.locator("#details .badge")
+    assert {*badges.all_inner_texts()} == {"1x16", "rht16", "sr"}
+    assert all(badges.evaluate_all("es => es.map(e => e.title)"))
+
+
+def test_a_changed_cell_has_its_format_before_in_a_corner(show: Show, html: str) -> None:
+    page = show(html)
+    fills = page.locator("#map svg > g:not(.rest) path").evaluate_all(
+        "es => es.map(e => [e.style.fill, e.classList[0]])"
+    )
+    assert fills == [["var(--nvfp4)", None], ["var(--bf16)", "notch"]] * 6
+    assert page.locator("#map svg > g.rest path").count() == 11  # one color each
+
+
 # ---- search, filters, figures
 
 
@@ -254,6 +293,65 @@ def test_filters(show: Show, html: str, field: str, value: str, runs: int) -> No
     page.locator(f"#{field}").select_option(value)
     assert shown_cells(page) == runs
     button(page, "Reset").click()
+    assert state(page) == {}
+
+
+def levels(page: Page) -> tuple[list[str], list[str], list[str]]:
+    """The linears of the heat map, the cards, and the scopes and equations of level 3, as they are shown."""
+    rows = page.locator("#map text.name").evaluate_all("es => es.map(e => e.lastChild.data)")
+    cards = page.locator(".flow h3").evaluate_all("es => es.map(e => e.firstChild.data)")
+    scopes = page.locator("#equations .opener b").all_inner_texts()
+    return rows, cards, scopes
+
+
+@pytest.mark.parametrize(
+    ("filters", "rows", "cards", "scopes"),
+    [
+        ("", ["embed", "head", "up", "down"], ["up", "down"], ["layers[0-3]", "layers[4-5]"]),
+        ("#changed=1", ["up", "down"], ["up", "down"], ["layers[0-3]"]),
+        ("#rule=a0", ["up", "down"], ["up", "down"], ["layers[0-3]"]),
+        ("#rule=a1", ["up", "down"], ["up", "down"], ["layers[4-5]"]),
+        ("#q=down", ["down"], ["down"], ["layers[0-3]", "layers[4-5]"]),
+        ("#q=head", ["head"], ["head"], []),
+        ("#q=down&changed=1&product=wgrad", ["down"], ["down"], ["layers[0-3]"]),
+        ("#q=nothing", [], [], []),
+    ],
+)
+def test_filters_act_on_all_levels(
+    show: Show, html: str, filters: str, rows: list[str], cards: list[str], scopes: list[str]
+) -> None:
+    page = show(html, filters)
+    assert levels(page) == (rows, cards, scopes)
+    equations = page.locator("#equations .equation").count()
+    assert equations == {"": 1, "#q=head": 1}.get(filters, 0)  # the embedding (the head is folded), the head
+    texts = [page.locator(name).inner_text() for name in ("#cards", "#equations")]
+    assert ["matches the filters" in text for text in texts] == [not cards, not scopes and not equations]
+    assert (page.locator("#map svg text", has_text="No product matches the filters").count() == 1) == (
+        not rows
+    )
+    if filters == "#rule=a1":
+        assert page.locator("#classes [aria-selected=true]").inner_text() == "layers 4-5 ×2 unchanged"
+    button(page, "Reset").click()
+    assert levels(page)[0] == ["embed", "head", "up", "down"]
+
+
+def test_filters_leave_equations_of_their_linears_only(show: Show, html: str) -> None:
+    page = show(html, "#q=down&changed=1")
+    button(page, "open changes").click()
+    assert page.locator(".row.same").count() == 0
+    assert {*page.locator(".equation .reason").all_inner_texts()} == {"replaced · down"}
+    assert "5 of 12 equations left by the filters" in page.locator(".scope", has_text="mlp").last.inner_text()
+
+
+def test_two_policies_open_on_a_class_that_changes(show: Show) -> None:
+    first = "layers.* -> nvfp4"
+    diff = make_diff(unrolled, UNROLLED, f"{first}; layers[-2:] -> mxfp8", before=first)
+    page = show(render_page(diff))
+    assert page.locator("#classes button").all_inner_texts() == [
+        "outside of stacks unchanged", "layers 0-3 ×4 unchanged", "layers 4-5 ×2 6 change",
+    ]  # fmt: skip
+    assert page.locator("#classes [aria-selected=true]").inner_text() == "layers 4-5 ×2 6 change"
+    assert page.locator(".flow:not(.unchanged) h3").count() == 2
     assert state(page) == {}
 
 
@@ -355,6 +453,20 @@ def test_both_themes_fit_the_window(show: Show, html: str, width: int) -> None:
         )
     assert colors["light"][0] != colors["dark"][0]
     assert colors["light"][1] != colors["dark"][1]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_bf16_and_f32_can_be_told_apart(show: Show, html: str, theme: str) -> None:
+    """By a contrast of 3, which WCAG asks of graphics."""
+    page = show(html, color_scheme=theme)
+    names = ("--bf16", "--f32")
+    script = "names => names.map(n => getComputedStyle(document.documentElement).getPropertyValue(n))"
+    luminances = []
+    for color in page.evaluate(script, names):
+        values = [int(color.strip()[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+        luminances.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
+    assert (max(luminances) + 0.05) / (min(luminances) + 0.05) >= 3
 
 
 def test_print(show: Show, html: str) -> None:

@@ -63,7 +63,7 @@ async function copyText(text, button) {
 // ---- state
 
 const DEFAULTS = {
-  q: "", rule: "", format: "", product: "", overlay: "", changed: "", cell: "", brush: "", cls: Math.max(0, data.stacks.findIndex((stack) => stack.size)) + ".0", scope: "0",
+  q: "", rule: "", format: "", product: "", overlay: "", changed: "", cell: "", brush: "", cls: "", scope: "0",
   open: "", view: "list",
 };
 const state = { ...DEFAULTS };

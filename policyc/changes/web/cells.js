@@ -64,24 +64,29 @@ function sameRules(key) {
 
 // ---- filters
 
-const isFiltered = () => Boolean(state.q || state.rule || state.format || state.product || state.changed);
+const FILTERS = ["q", "rule", "format", "product", "changed"];
+const isFiltered = () => FILTERS.some((name) => state[name]);
+const isSearched = (texts) => !state.q || texts.some((text) => text?.toLowerCase().includes(state.q.toLowerCase()));
 
-function isShown(cell) {
-  const { change } = cell;
+/** Do product, format and rule leave this cell? */
+function isSelected(cell) {
   if (state.product && cell.product !== state.product) return false;
-  if (state.changed && !change.changed) return false;
-  if (state.format && !SIDES.some((side) => stateOf(change[side])?.format === state.format)) return false;
-  const keys = keysOf(cell);
-  if (state.rule && !sameRules(state.rule).some((key) => keys.includes(key))) return false;
-  const texts = [fullName(cell.linear), cell.run.place, ...keys.map((key) => ruleOf(key).text)];
-  return !state.q || texts.some((text) => text.toLowerCase().includes(state.q.toLowerCase()));
+  if (state.format && !SIDES.some((side) => stateOf(cell.change[side])?.format === state.format)) return false;
+  return !state.rule || sameRules(state.rule).some((key) => keysOf(cell).includes(key));
+}
+
+const searchTexts = (cell) => [fullName(cell.linear), cell.run.kind, cell.run.place, ...keysOf(cell).map((key) => ruleOf(key).text)];
+const isShown = (cell) => isSelected(cell) && (!state.changed || cell.change.changed) && isSearched(searchTexts(cell));
+
+/** `bf16 → nvfp4`, or one format if it stays. */
+function formatChange(cell) {
+  const [before, after] = SIDES.map((side) => stateOf(cell.change[side])?.format ?? "nothing");
+  return before === after ? after : `${before} → ${after}`;
 }
 
 // ---- descriptions
 
-function badge(text, kind) {
-  return h("span", { class: "badge" + (kind ? " " + kind : "") }, text);
-}
+const badge = (text) => h("span", { class: "badge", title: explain(text) || null }, text);
 
 function formatChip(format) {
   return h("span", { class: "chip" }, h("i", { style: `background:${formatColor(format)}` }), format);

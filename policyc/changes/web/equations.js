@@ -34,6 +34,35 @@ function toggleScope(number) {
   setState({ open: [...open].join(".") });
 }
 
+// ---- filters
+
+let shownNodes = new Map(); // the scopes and equations that the filters leave, with the number of equations in each
+
+/** Do the filters leave an equation? `isNamed`: the name of a scope around it has the searched text. */
+function isEquationShown(node, isNamed) {
+  if (state.changed && node.side === "both") return false;
+  const linears = [node.linear, ...(node.readers ?? [])].filter((each) => each !== undefined);
+  const products = node.product ? [node.product] : GEMMS;
+  const own = linears.flatMap((linear) => products.map((product) => cellAt(linear, product, node.layer ?? 0))).filter(Boolean);
+  const selected = own.filter(isSelected);
+  if ((state.rule || state.format || state.product) && !selected.length) return false;
+  return isNamed || isSearched([node.op, node.place, ...selected.flatMap(searchTexts)]);
+}
+
+/** Fills `shownNodes`. What is inside a shown equation is shown with it. */
+function filterNodes() {
+  shownNodes = new Map();
+  const visit = (number, isNamed, isInside) => {
+    const node = graph.nodes[number];
+    const isOwn = !isScope(node) && (isInside || isEquationShown(node, isNamed));
+    const named = isNamed || (isScope(node) && number > 0 && Boolean(state.q) && isSearched([scopeName(node)]));
+    const total = (node.children ?? []).reduce((sum, child) => sum + visit(child, named, isOwn || isInside), Number(isOwn));
+    if (total) shownNodes.set(number, total);
+    return total;
+  };
+  if (graph.nodes.length) visit(0, false, false);
+}
+
 // ---- rows
 
 /** The scopes in a scope, and those in its equations: what a container runs. */
@@ -41,13 +70,13 @@ function scopesIn(number) {
   return (graph.nodes[number].children ?? []).flatMap((child) => (isScope(graph.nodes[child]) ? [child] : scopesIn(child)));
 }
 
-/** The children of a scope as blocks: scopes, runs of unchanged equations, and groups with the same pair. */
+/** The children of a scope that the filters leave, as blocks: scopes, runs of unchanged equations, and groups with the same pair. */
 function blocksOf(number) {
   const blocks = [];
-  for (const child of graph.nodes[number].children ?? []) {
+  for (const child of (graph.nodes[number].children ?? []).filter((each) => shownNodes.has(each))) {
     const node = graph.nodes[child];
     const last = blocks.at(-1);
-    const inner = isScope(node) ? [] : scopesIn(child);
+    const inner = isScope(node) ? [] : scopesIn(child).filter((each) => shownNodes.has(each));
     if (isScope(node)) blocks.push({ kind: "scope", number: child });
     else if (node.side === "both") {
       if (last?.kind === "same" && !last.inner.length) last.numbers.push(child);
@@ -137,13 +166,28 @@ function showEquations(cell) {
   (document.querySelector("#equations .figure.current") ?? byId("level3")).scrollIntoView({ block: "center" });
 }
 
+/** The changed products of a site whose product here stays: `dgrad, wgrad: f32 → bf16`. */
+function gradientChanges(node) {
+  const changed = GEMMS.map((product) => cellAt(node.linear, product, node.layer ?? 0)).filter((cell) => cell?.change.changed);
+  return `${changed.map((cell) => cell.product).join(", ")}: ${[...new Set(changed.map(formatChange))].join(", ")}`;
+}
+
+/** Is it only replaced because of others: a container with changes inside, or a product that stays while its gradients change? */
+function isNeutral(node) {
+  if (node.reason !== "replaced" || node.linear === undefined) return node.reason === "entered";
+  const product = data.mode === "gradient" ? node.product : "fprop";
+  return Boolean(product) && cellAt(node.linear, product, node.layer ?? 0)?.change.changed === false;
+}
+
 function equationCell(number, mark) {
   if (number === undefined) return h("div", { class: "equation none" });
   const node = graph.nodes[number];
   const linear = node.linear === undefined ? null : data.linears[node.linear];
   const facts = [node.reason, linear ? linear.name : null, node.product,
     node.readers ? `read by ${node.readers.map((reader) => data.linears[reader].name).join(", ")}` : null].filter(Boolean);
-  return h("div", { class: `equation ${node.side}`, title: visible([node.place, ...facts].filter(Boolean).join("\n")) },
+  const isQuiet = isNeutral(node);
+  if (isQuiet) facts.unshift(node.reason === "entered" ? "changes inside" : gradientChanges(node));
+  return h("div", { class: `equation ${isQuiet ? "neutral" : node.side}`, title: visible([node.place, ...facts].filter(Boolean).join("\n")) },
     h("span", { class: "mark", "aria-hidden": "true" }, mark), h("code", {}, equationText(node)),
     facts.length && node.side !== "both" ? h("span", { class: "reason" }, facts.join(" · ")) : null,
     figureButton(number));
@@ -164,7 +208,7 @@ function rowsOf(number) {
 }
 
 function sameRows(numbers) {
-  const rows = () => numbers.map((number) => h("div", { class: "row same" }, equationCell(number, " "), equationCell(number, " ")));
+  const rows = () => numbers.map((number) => h("div", { class: "row same" }, equationCell(number, " ")));
   if (numbers.length < FOLD) return rows();
   const isOpen = openScopes().has(numbers[0]);
   const button = h("button", { type: "button", class: "fold", "aria-expanded": String(isOpen), click: () => toggleScope(numbers[0]) },
@@ -172,10 +216,16 @@ function sameRows(numbers) {
   return [button, ...(isOpen ? rows() : [])];
 }
 
+function describeScope(number) {
+  const { changed, equations } = graph.nodes[number];
+  if (isFiltered()) return `${shownNodes.get(number)} of ${count(equations, "equation")} left by the filters`;
+  return changed ? `${changed} of ${count(equations, "equation")} on one side only` : count(equations, "unchanged equation");
+}
+
 function drawScope(number) {
   const node = graph.nodes[number];
   const isOpen = openScopes().has(number);
-  const changes = node.changed ? `${node.changed} of ${count(node.equations, "equation")} on one side only` : `${count(node.equations, "unchanged equation")}`;
+  const changes = describeScope(number);
   return h("div", { class: "scope" + (node.changed ? " changed" : "") },
     h("div", { class: "scope-head" },
       h("button", { type: "button", class: "opener", "aria-expanded": String(isOpen), click: () => toggleScope(number) },
@@ -213,7 +263,8 @@ function drawEquations() {
       h("button", { type: "button", click: () => setState({ open: "" }) }, "close all")));
   figures = [];
   if (state.view === "graph") { drawLayout(number); return; }
-  box.replaceChildren(sideHeads(), ...rowsOf(number));
+  const rows = rowsOf(number);
+  box.replaceChildren(sideHeads(), ...(rows.length ? rows : [h("p", { class: "quiet" }, "No equation matches the filters.")]));
   markCurrent();
 }
 
@@ -225,7 +276,7 @@ const MOST_OPEN = 120; // more rows than a reader follows at once
 function openChanged(number) {
   const open = openScopes();
   const visit = (each) => {
-    for (const scope of scopesIn(each).filter((inner) => graph.nodes[inner].changed)) {
+    for (const scope of scopesIn(each).filter((inner) => graph.nodes[inner].changed && shownNodes.has(inner))) {
       if (open.size >= MOST_OPEN) return;
       open.add(scope);
       visit(scope);
@@ -237,7 +288,9 @@ function openChanged(number) {
 
 function startEquations() {
   findResults();
+  filterNodes();
   drawEquations();
-  watch(["scope", "open", "view", "overlay"], drawEquations);
+  watch(FILTERS, filterNodes);
+  watch(["scope", "open", "view", "overlay", ...FILTERS], drawEquations);
   watch(["cell"], markCurrent);
 }

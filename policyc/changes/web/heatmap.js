@@ -3,17 +3,18 @@
 
 const ROW = 13;
 const LABEL = 236;
-const heat = { rows: [], groups: [], svg: null, width: 0, cursor: null, drag: null };
+const heat = { rows: [], svg: null, width: 0, cursor: null, drag: null };
 
 function drawMap() {
   const width = Math.max(480, byId("map").clientWidth - 2);
-  Object.assign(heat, { rows: [], groups: [], width });
+  Object.assign(heat, { rows: [], width });
   const parts = [];
   let y = 4;
   data.stacks.forEach((stack, number) => { y = drawStack(stack, number, y, parts); });
+  if (!heat.rows.length) parts.push(s("text", { x: 0, y: y + 10 }, "No product matches the filters."));
   heat.brush = s("rect", { class: "brush", visibility: "hidden" });
   heat.focus = s("rect", { class: "focus", visibility: "hidden", rx: 2 });
-  heat.svg = s("svg", { viewBox: `0 0 ${width} ${y}`, width, height: y, role: "img", "aria-labelledby": "sentence" },
+  heat.svg = s("svg", { viewBox: `0 0 ${width} ${Math.max(y, 20)}`, width, height: Math.max(y, 20), role: "img", "aria-labelledby": "sentence" },
     s("defs", {}, s("pattern", { id: "hatch", width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
       s("path", { d: "M0 0V4", class: "hatch" }))),
     parts, heat.brush, heat.focus);
@@ -22,29 +23,38 @@ function drawMap() {
   updateMap();
 }
 
+/** A stack of layers: its linears that the filters leave. Returns the y after it. */
 function drawStack(stack, number, y, parts) {
+  const own = stack.linears.map((index) => [index, cells.filter((cell) => cell.number === index)]).filter(([, each]) => each.some(isShown));
+  if (!own.length) return y;
   const grid = heat.width - LABEL - 8;
   const column = stack.size ? Math.min(grid / stack.size, 56) : 56;
   if (stack.size) {
     parts.push(s("text", { x: 0, y: y + 10, class: "stack" }, `${stack.name}, ${count(stack.size, "layer")}`));
     parts.push(drawAxis(stack, column, y + 10));
-    y += 17;
+    y += 20;
   }
-  for (const index of stack.linears) {
+  for (const [index, members] of own) {
     const linear = data.linears[index];
-    const products = GEMMS.filter((product) => linear.runs.some((run) => run.products[product]));
+    const products = GEMMS.filter((product) => members.some((cell) => cell.product === product && isShown(cell)));
     parts.push(s("text", { x: 0, y: y + 10, class: "name" }, s("title", {}, fullName(linear)), shorten(visible(linear.name), 29)));
+    if (products.length > 1) parts.push(s("text", { x: 0, y: y + 10 + ROW, class: "axis" }, describeLinear(linear)));
     for (const product of products) {
-      parts.push(s("text", { x: LABEL - 6, y: y + 10, class: "product", "text-anchor": "end" }, product));
+      parts.push(s("text", { x: LABEL - 6, y: y + 10, class: "product", "text-anchor": "end" }, s("title", {}, explain(product)), product));
       heat.rows.push({ index, product, stack, number, y, column });
-      for (const cell of cells) {
-        if (cell.number === index && cell.product === product) parts.push(drawRun(cell, y, column));
-      }
+      parts.push(...members.filter((cell) => cell.product === product).map((cell) => drawRun(cell, y, column)));
       y += ROW;
     }
     y += 5;
   }
   return y + 6;
+}
+
+/** The kind of a linear, where its name does not say it, and its shape. */
+function describeLinear(linear) {
+  const [run] = linear.runs;
+  const kind = run.kind && !linear.name.includes(run.kind) ? `${run.kind}, ` : "";
+  return `${kind}${run.batch > 1 ? `${run.batch} × ` : ""}${run.m} × ${run.n} × ${run.k}`;
 }
 
 const shorten = (text, most) => (text.length > most ? "…" + text.slice(1 - most) : text);
@@ -62,39 +72,38 @@ function drawAxis(stack, column, y) {
   return numbers.map((number) => s("text", { x: LABEL + (number + 0.5) * column, y, class: "axis", "text-anchor": "middle" }, number));
 }
 
-/** All cells of a run: changed ones are split, before on the left. */
+/** All cells of a run, in the color of what is after. What is before is a notch in the corner of a changed cell. */
 function drawRun(cell, y, column) {
   const { color } = heat.scale;
   const gap = column > 3 ? 1 : 0.4;
   const [width, height] = [column - gap, ROW - 2];
-  const isSplit = cell.change.changed && !currentOverlay().perLayer;
-  const paths = new Map();
-  const add = (fill, x, w) => paths.set(fill, (paths.get(fill) ?? "") + `M${x.toFixed(2)} ${y}h${w.toFixed(2)}v${height}h${(-w).toFixed(2)}z`);
+  const notch = Math.min(5, width * 0.4);
+  const hasNotch = cell.change.changed && !currentOverlay().perLayer;
+  const [bodies, hatches, notches] = [new Map(), new Map(), new Map()];
+  const add = (paths, fill, d) => paths.set(fill, (paths.get(fill) ?? "") + d);
   for (let layer = cell.first; layer <= cell.last; layer += 1) {
-    const x = LABEL + layer * column;
-    if (isSplit) add(color(cell, "before", layer), x, width * 0.36);
-    add(color(cell, "after", layer), isSplit ? x + width * 0.36 : x, isSplit ? width * 0.64 : width);
+    const start = `M${(LABEL + layer * column).toFixed(2)} ${y}`;
+    const box = `${start}h${width.toFixed(2)}v${height}h${(-width).toFixed(2)}z`;
+    add(bodies, color(cell, "after", layer), box);
+    if (isHatched(cell)) add(hatches, "url(#hatch)", box);
+    if (hasNotch) add(notches, color(cell, "before", layer), `${start}h${notch.toFixed(2)}l${(-notch).toFixed(2)} ${notch.toFixed(2)}z`);
   }
-  if (isHatched(cell)) { // last, on top of all colors
-    const before = isSplit && !cell.run.opaque ? width * 0.36 : 0; // only what is after is emulated
-    for (let layer = cell.first; layer <= cell.last; layer += 1) add("url(#hatch)", LABEL + layer * column + before, width - before);
-  }
-  const group = s("g", {}, [...paths].map(([fill, d]) => s("path", { d, style: `fill:${fill}` })));
-  heat.groups.push([group, cell]);
+  const isRest = !cell.change.changed && currentOverlay().kind === "format";
+  const group = s("g", { class: isRest ? "rest" : "" }, [bodies, hatches, notches].flatMap((paths) => [...paths].map(([fill, d]) => s("path", { d, style: `fill:${fill}`, class: paths === notches ? "notch" : null }))));
+  if (isFiltered() && !isShown(cell)) group.classList.add("dim");
   return group;
 }
 
 function drawLegend() {
-  byId("legend").replaceChildren(
+  byId("legend").replaceChildren(...[
     ...heat.scale.entries.map(([color, text]) => h("span", { class: "chip" }, h("i", { style: `background:${color}` }), text)),
-    h("span", { class: "chip" }, h("i", { class: "split" }), "split: before | after"),
-    h("span", { class: "chip" }, h("i", { class: "hatched" }), "emulated or opaque"));
+    h("span", { class: "chip" }, h("i", { class: "cut" }), "corner: before"),
+    currentOverlay().kind === "format" ? h("span", { class: "chip" }, h("i", { class: "pale" }), "pale: unchanged") : null,
+    cells.some(isHatched) ? h("span", { class: "chip", title: `${explain("emulated")}; ${explain("opaque")}` }, h("i", { class: "hatched" }), "emulated or opaque") : null].filter(Boolean));
 }
 
-/** Dims what the filters leave out, and marks the brushed layers and the cell whose details are kept. */
+/** Marks the brushed layers and the cell whose details are kept. */
 function updateMap() {
-  const filtered = isFiltered();
-  for (const [group, cell] of heat.groups) group.classList.toggle("dim", filtered && !isShown(cell));
   const brush = readBrush();
   const rows = brush ? heat.rows.filter((row) => row.number === brush.number) : [];
   place(heat.brush, rows.length ? {
@@ -214,5 +223,6 @@ function startMap() {
   map.addEventListener("keydown", moveCursor);
   addEventListener("resize", drawMap);
   watch(["overlay"], redraw);
-  watch(["q", "rule", "format", "product", "changed", "brush", "cell"], updateMap);
+  watch(FILTERS, drawMap);
+  watch(["brush", "cell"], updateMap);
 }

@@ -31,44 +31,53 @@ function findFact(facts, isOf, product, position, layer) {
     && (!fact.layers || fact.layers.some(([first, last]) => first <= layer && layer <= last)));
 }
 
-function readClass() {
-  const [number, index] = state.cls.split(".").map(Number);
-  const stack = data.stacks[number] ?? data.stacks[0];
-  return { number: data.stacks.indexOf(stack), stack, index: stack && stack.classes[index] ? index : 0 };
+/** The classes of layers of all stacks, each with the cells of its first layer that the filters leave. */
+function listClasses() {
+  return data.stacks.flatMap((stack, number) => (stack.classes.length ? stack.classes : [null]).map((each, index) => {
+    const layer = each ? each.layers[0][0] : 0;
+    const own = cells.filter((cell) => stack.linears.includes(cell.number) && cell.first <= layer && layer <= cell.last);
+    const label = each ? `${stack.name} ${each.label.replace(" x", " ×")}` : "outside of stacks";
+    return { key: `${number}.${index}`, stack, layer, label, shown: own.filter(isShown) };
+  }));
 }
+
+const changesOf = (each) => each.shown.filter((cell) => cell.change.changed).length;
 
 function drawClasses() {
-  const current = readClass();
-  if (!current.stack) return;
-  const tab = (number, index, text) => {
-    const isCurrent = number === current.number && index === current.index;
-    return h("button", { type: "button", role: "tab", "aria-selected": String(isCurrent), "aria-controls": "cards",
-      click: () => setState({ cls: `${number}.${index}` }) }, text);
-  };
-  byId("classes").replaceChildren(...data.stacks.flatMap((stack, number) => (stack.classes.length
-    ? stack.classes.map((each, index) => tab(number, index, `${stack.name} ${each.label.replace(" x", " ×")}`))
-    : [tab(number, 0, "outside of stacks")])));
-  const { stack, index } = current;
-  const layer = stack.classes[index] ? stack.classes[index].layers[0][0] : 0;
-  const isOfOneLayer = stack.size && currentOverlay().perLayer;
-  byId("classes").append(isOfOneLayer ? h("span", { class: "quiet" }, `${currentOverlay().name} of layer ${layer}`) : "");
-  byId("cards").replaceChildren(...stack.linears.map((number) => drawCard(number, layer)).filter(Boolean));
+  const classes = listClasses();
+  const chosen = classes.find((each) => each.key === state.cls && each.shown.length);
+  // It opens where something changes: the policies may differ in a few layers only.
+  const current = chosen ?? classes.find(changesOf) ?? classes.find((each) => each.shown.length && each.stack.size) ?? classes.find((each) => each.shown.length);
+  byId("classes").replaceChildren(...classes.map((each) => h("button", { type: "button", role: "tab", "aria-selected": String(each === current), "aria-controls": "cards",
+    disabled: !each.shown.length, click: () => setState({ cls: each.key }) }, each.label, h("small", {}, changesOf(each) ? ` ${changesOf(each)} change` : " unchanged"))));
+  if (!current) {
+    byId("cards").replaceChildren(h("p", { class: "quiet" }, "No product matches the filters."));
+    drawWords([]);
+    return;
+  }
+  const { stack, layer } = current;
+  if (stack.size && currentOverlay().perLayer) byId("classes").append(h("span", { class: "quiet" }, `${currentOverlay().name} of layer ${layer}`));
+  const words = [];
+  const linears = [...new Set(current.shown.map((cell) => cell.number))];
+  const isChanged = (number) => current.shown.some((cell) => cell.number === number && cell.change.changed);
+  byId("cards").replaceChildren(...linears.filter(isChanged).map((number) => drawCard(number, layer, true, words)),
+    ...linears.filter((number) => !isChanged(number)).map((number) => drawCard(number, layer, false, words)));
+  drawWords([...words, ...cells.flatMap((cell) => [cell.product, execution(cell, "after")])]);
 }
 
-function drawCard(number, layer) {
+/** The operands and products of a linear in one layer. Those of one that does not change are folded. */
+function drawCard(number, layer, isChanged, words) {
   const linear = data.linears[number];
   const own = GEMMS.map((product) => cellAt(number, product, layer)).filter(Boolean);
-  if (!own.length) return null;
-  const { run } = own[0];
-  const isChanged = own.some((cell) => cell.change.changed);
   const isKept = readCell()?.cell.number === number;
-  return h("article", { class: "card flow" + (isKept ? " current" : "") + (isChanged ? "" : " unchanged") },
-    h("h3", {}, linear.name, " ", h("small", {}, `${run.batch > 1 ? run.batch + " × " : ""}${run.m} × ${run.n} × ${run.k}`),
-      " ", copyButton(fullName(linear), "copy path")),
-    drawFlow(number, own, layer));
+  const title = [linear.name, " ", h("small", {}, describeLinear(linear)), " ", copyButton(fullName(linear), "copy path")];
+  const name = "card flow" + (isKept ? " current" : "");
+  if (isChanged) return h("article", { class: name }, h("h3", {}, title), drawFlow(number, own, layer, words));
+  const formats = [...new Set(own.map((cell) => stateOf(cell.change.after ?? cell.change.before).format))];
+  return h("details", { class: name + " unchanged", open: isKept }, h("summary", {}, h("h3", {}, title), formats.map(formatChip)), drawFlow(number, own, layer, isKept ? words : []));
 }
 
-function drawFlow(number, own, layer) {
+function drawFlow(number, own, layer, words) {
   const { width, tensor, operand, product, row, gap } = CARD;
   const height = own.length * (2 * row + gap);
   const tensors = TENSORS.filter((role) => own.some((cell) => operandsAfter(cell).some((each) => each.role === role)));
@@ -86,7 +95,7 @@ function drawFlow(number, own, layer) {
       const from = tensorY(each.role);
       parts.push(s("path", { class: "edge", d: `M${tensor + 1} ${from}C${tensor + 30} ${from} ${x1 - 25} ${y + 16} ${x1} ${y + 16}` }));
       parts.push(s("path", { class: "edge", d: `M${x1 + operand} ${y + 16}C${x1 + operand + 26} ${y + 16} ${x2 - 26} ${middle} ${x2} ${middle}` }));
-      parts.push(drawOperand(number, cell, each, { position, x: x1, y, layer }));
+      parts.push(drawOperand(number, cell, each, { position, x: x1, y, layer, words }));
     });
     parts.push(drawProduct(cell, layer, x2, middle));
   });
@@ -95,18 +104,22 @@ function drawFlow(number, own, layer) {
 
 const operandsAfter = (cell) => (stateOf(cell.change.after) ?? stateOf(cell.change.before)).operands;
 
-function drawOperand(number, cell, operand, { position, x, y, layer }) {
+function drawOperand(number, cell, operand, { position, x, y, layer, words }) {
   const shared = findFact(layerFacts.shared, (fact) => fact.readers.includes(number), cell.product, position, layer);
   const hoisted = findFact(layerFacts.hoisted, (fact) => fact.linear === number, cell.product, position, layer);
   const names = shared ? shared.readers.map((reader) => shortNames[reader]) : [];
   const mark = shared ? `once for ${shared.readers.length} linears` : (hoisted ? "once per step" : "");
+  const before = stateOf(cell.change.before)?.operands[position];
+  const isRounded = before && before.format !== operand.format;
+  const own = [operand.role, ...operand.options, ...(mark ? [mark] : [])].filter(explain);
+  words.push(...own);
   return s("g", { class: "operand" + (mark ? " once" : "") },
-    s("title", {}, [operand.role, operand.format, ...operand.options].join(" ") + (mark ? `, quantized ${mark}` : "") + (names.length ? ": " + names.join(", ") : "")),
+    s("title", {}, [`${operand.role} ${isRounded ? `${before.format} → ` : ""}${operand.format}`, ...own.map((word) => `${word}: ${explain(word)}`), ...(names.length ? [names.join(", ")] : [])].join("\n")),
     s("rect", { x, y: y + 1, width: CARD.operand, height: 31, rx: 4 }),
     s("rect", { x, y: y + 1, width: 6, height: 31, rx: 2, style: `fill:${formatColor(operand.format)}` }),
-    s("text", { x: x + 13, y: y + 13 }, `${operand.role} `, s("tspan", { class: "strong" }, operand.format)),
-    s("text", { x: x + 13, y: y + 27, class: "small" }, operand.options.join(" · ") || "as it is"),
-    mark ? s("text", { x: x + CARD.operand - 7, y: y + 13, class: "mark", "text-anchor": "end" }, mark) : null);
+    s("text", { x: x + 13, y: y + 13 }, `${operand.role} `, isRounded ? `${before.format} → ` : "", s("tspan", { class: "strong" }, operand.format)),
+    s("text", { x: x + 13, y: y + 27, class: "small" }, operand.options.join(" · ") || (isRounded ? "rounded" : "as it is")),
+    mark ? s("text", { x: x + CARD.operand - 7, y: y + 27, class: "mark", "text-anchor": "end" }, mark) : null);
 }
 
 /** The value of the current overlay for a product, or its predicted time. */
@@ -119,20 +132,22 @@ function measure(cell, layer, side = "after") {
 }
 
 function drawProduct(cell, layer, x, y) {
-  const [before, after] = SIDES.map((side) => stateOf(cell.change[side]));
-  const formats = before && after && before.format !== after.format ? `${before.format} → ${after.format}` : (after ?? before).format;
-  const note = cell.run.opaque ? "opaque" : (after && after.backend ? (after.native ? `native, ${after.backend}` : "emulated") : "");
+  const after = stateOf(cell.change.after ?? cell.change.before);
+  const note = cell.run.opaque ? "opaque" : (after.backend ? (after.native ? `native, ${after.backend}` : "emulated") : "");
+  const values = [...new Set((cell.change.changed ? SIDES : ["after"]).map((side) => measure(cell, layer, side)))].filter(Boolean);
+  const [top, height] = [y - 29, 58];
   return s("g", { class: "output" + (cell.change.changed ? " changed" : "") },
-    s("rect", { x, y: y - 25, width: CARD.product, height: 50, rx: 5 }),
-    s("rect", { x: x + CARD.product - 7, y: y - 25, width: 7, height: 50, rx: 2, style: `fill:${formatColor((after ?? before).format)}` }),
-    isHatched(cell) ? s("rect", { x: x + CARD.product - 7, y: y - 25, width: 7, height: 50, style: "fill:url(#hatch)" }) : null,
-    s("text", { x: x + 10, y: y - 9, class: "strong" }, cell.product),
-    s("text", { x: x + 10, y: y + 5 }, formats),
-    s("text", { x: x + 10, y: y + 18, class: "small" }, [note, measure(cell, layer)].filter(Boolean).join(" · ")));
+    s("title", {}, [cell.product, ...note.split(", ")].filter(explain).map((word) => `${word}: ${explain(word)}`).join("\n")),
+    s("rect", { x, y: top, width: CARD.product, height, rx: 5 }),
+    s("rect", { x: x + CARD.product - 7, y: top, width: 7, height, rx: 2, style: `fill:${formatColor(after.format)}` }),
+    isHatched(cell) ? s("rect", { x: x + CARD.product - 7, y: top, width: 7, height, style: "fill:url(#hatch)" }) : null,
+    s("text", { x: x + 10, y: y - 14, class: "strong" }, cell.product, note ? s("tspan", { class: "small" }, `  ${note}`) : null),
+    s("text", { x: x + 10, y: y + 3 }, formatChange(cell)),
+    s("text", { x: x + 10, y: y + 19, class: "small" }, values.join(" → ")));
 }
 
 function startLayers() {
   collectQuantizations();
   drawClasses();
-  watch(["cls", "cell", "overlay"], drawClasses);
+  watch(["cls", "cell", "overlay", ...FILTERS], drawClasses);
 }

@@ -56,8 +56,7 @@ function makeGroup(members, before, after) {
 
 function scopeGroup(number) {
   const node = graph.nodes[number];
-  const small = node.changed ? `${node.changed} of ${count(node.equations, "equation")} differ` : `${count(node.equations, "unchanged equation")}`;
-  const box = { number, kind: node.changed ? "scope changed" : "scope", text: scopeName(node), small, title: scopePath(number), open: () => setState({ scope: String(number) }) };
+  const box = { number, kind: node.changed ? "scope changed" : "scope", text: scopeName(node), small: describeScope(number), title: scopePath(number), open: () => setState({ scope: String(number) }) };
   const sides = sidesIn(number);
   return makeGroup([number], sides.has("before") ? [box] : [], sides.has("after") ? [box] : []);
 }
@@ -81,7 +80,7 @@ function equationBox(number, bodies) {
   const figure = figureOf(number);
   const types = node.outputs.map((output) => output.split(":").slice(1).join(":")).join(", ");
   const name = figure?.cell ? shortNames[node.linear] + ": " : "";
-  return { number, kind: node.side, text: name + node.op, small: figure ? figure.text : types, color: figure?.color, cell: figure?.cell, body,
+  return { number, kind: isNeutral(node) ? "neutral" : node.side, text: name + node.op, small: figure ? figure.text : types, color: figure?.color, cell: figure?.cell, body,
     title: [node.outputs.join(", "), node.op, node.params, node.place].filter(Boolean).join("\n"),
     open: body === null ? null : () => setState({ scope: String(body) }) };
 }
@@ -139,21 +138,27 @@ function drawLayout(number) {
   layoutWorker.postMessage({ nodes: groups.map(({ id, width, height }) => ({ id, width, height })), edges: edges.map(({ from, to }) => [from, to]) });
 }
 
+/** Are both sides of a group drawn alike? */
+const isSame = ({ before, after }) => before.length === after.length && before.every((box, index) => ["text", "small", "kind"].every((key) => box[key] === after[index][key]));
+
 function showLayout(container, groups, edges, layout, left) {
   const places = new Map(layout.nodes.map((node) => [node.id, node]));
-  const room = container.clientWidth / 2 - 4;
+  const added = groups.filter((group) => !group.before.length); // what is only after needs no second graph
+  const sides = groups.every((group) => isSame(group) || added.includes(group)) ? ["after"] : SIDES;
+  const room = container.clientWidth / sides.length - 4;
   const scale = Math.min(1, Math.max(SMALLEST, room / layout.width));
   const width = Math.max(layout.width, room / scale);
   const drawn = new Map(groups.map((group) => [group.id, []])); // the elements of a group on both sides
-  const panes = SIDES.map((side) => h("div", {}, s("svg", { width: width * scale, height: layout.height * scale, viewBox: `0 0 ${width} ${layout.height}`, role: "group", "aria-label": `Graph of equations ${side}` },
+  const panes = sides.map((side) => h("div", {}, s("svg", { width: width * scale, height: layout.height * scale, viewBox: `0 0 ${width} ${layout.height}`, role: "group", "aria-label": `Graph of equations ${side}` },
     s("defs", {}, s("marker", { id: `arrow-${side}`, viewBox: "0 0 6 6", refX: 6, refY: 3, markerWidth: 6, markerHeight: 6, orient: "auto" }, s("path", { d: "M0 0L6 3L0 6z" }))),
     s("g", { class: `pane ${side}`, transform: `translate(${(width - layout.width) / 2} 0)` },
       edges.map((edge, number) => (edge.sides.has(side) ? drawEdge(edge, side, groups, places, layout.edges[number]) : null)),
       groups.map((group) => drawGroup(group, side, places.get(group.id), drawn.get(group.id)))))));
-  container.replaceChildren(sideHeads(), h("div", { class: "graph" }, panes),
-    h("p", { class: "quiet" }, "Boxes beside each other stand for each other. Click a scope or a run to open it.",
+  container.replaceChildren(sides.length > 1 ? sideHeads() : h("p", { class: "quiet" }, added.length ? `Before is the same without ${added.map((group) => group.after[0].text).join(", ")}.` : "The same before and after."),
+    h("div", { class: sides.length > 1 ? "graph" : "graph single" }, panes),
+    h("p", { class: "quiet" }, sides.length > 1 ? "Boxes beside each other stand for each other. " : "", "Click a scope or a run to open it.",
       left ? ` ${left} of the groups are left out: open a smaller scope.` : ""));
-  scrollTogether(panes);
+  if (sides.length > 1) scrollTogether(panes);
   markCurrent();
 }
 

@@ -7,10 +7,13 @@ function drawHeader() {
   const hashes = SIDES.filter((side) => data[side].policy).map((side) => `${data[side].label} ${data[side].policy.sha256.slice(0, 12)}`);
   byId("facts").replaceChildren(visible([
     data.phase === "always" ? null : `phase ${data.phase}`,
-    data.target ? `${count(data.devices, data.target.toUpperCase())}` : null,
     seconds.every((each) => each !== null) ? `predicted step ${duration(seconds[0])} → ${duration(seconds[1])}` : null,
     ...hashes,
   ].filter(Boolean).join(" · ")));
+  const counts = new Map();
+  for (const cell of cells.filter((each) => each.change.changed)) counts.set(formatChange(cell), (counts.get(formatChange(cell)) ?? 0) + layerCount(cell));
+  byId("changes").replaceChildren(...[...counts].map(([text, number]) => h("span", { class: "chip" }, h("i", { style: `background:${formatColor(text.split(" → ").at(-1))}` }),
+    `${text.includes("→") ? text : `${text}, other options`}: ${count(number, "product")}`)));
   byId("remarks").replaceChildren(...data.notes.map((note) => h("p", { class: "quiet" }, "Note: " + note)));
   byId("notes").replaceChildren(h("p", { class: "quiet" }, "Made by policyc diff. Times are predictions of its cost model; nothing was executed."));
 }
