@@ -208,7 +208,7 @@ class _Finder:
             return False
         nodes = {p.node for item in body for p in item.products}
         starts = [i for item in next_body for p in item.products for i in self._flow.inputs[p.node]]
-        return bool(nodes & self._flow.before(starts, nodes.__contains__, min(nodes)))
+        return bool(nodes & self._flow.before(starts, nodes, min(nodes)))
 
     def _leftover(self, items: list[_Item], in_loop: bool) -> list[_Layers]:
         """The blocks among items that do not repeat: consecutive branches of the residual stream.

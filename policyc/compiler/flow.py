@@ -6,7 +6,7 @@ changes the layout of its operand shares the operand's node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -46,13 +46,7 @@ CARRY = "carry"
 
 INPUT = "input"
 
-_Stops = Callable[[int], bool]
 _Call = tuple[JaxprEqn, "_Call | None"]
-
-
-def _nowhere(node: int) -> bool:
-    del node
-    return False
 
 
 @dataclass(slots=True)
@@ -80,6 +74,8 @@ class Flow:
         self.opaque: dict[int, tuple[int, ...]] = {}
         """Calls of what is not seen into: the nodes of all operands."""
         self.loops: dict[Address, LoopBody] = {}
+        self.visits = 0
+        """How many nodes all walks have visited: what reading kinds off the graph costs."""
 
     @cached_property
     def users(self) -> list[list[int]]:
@@ -88,6 +84,10 @@ class Flow:
             for operand in inputs:
                 users[operand].append(node)
         return users
+
+    @cached_property
+    def carries(self) -> set[int]:
+        return {node for node, operation in enumerate(self.operations) if operation == CARRY}
 
     def add(self, operation: str, inputs: list[int], call: _Call | None = None) -> int:
         self.operations.append(operation)
@@ -103,35 +103,43 @@ class Flow:
             found.append(eqn)
         return tuple(found)
 
-    def before(self, starts: Iterable[int], stops: _Stops = _nowhere, first: int = 0) -> set[int]:
+    def before(self, starts: Iterable[int], stops: Container[int] = (), first: int = 0) -> set[int]:
         """The nodes from `first` on that some nodes are computed from, themselves among them.
 
-        The inputs of a node where `stops` holds are not followed.
+        The inputs of the nodes `stops` are not followed.
         """
-        return _reach(starts, lambda n: () if stops(n) else self.inputs[n], first)
+        return self._reach((n for n in starts if n >= first), self.inputs, stops, first)
 
-    def after(self, starts: Iterable[int], stops: _Stops = _nowhere, last: int | None = None) -> set[int]:
-        """The nodes up to `last` that are computed from the results of some nodes, without these."""
-        users = self.users
-        limit = len(users) if last is None else last
-        firsts = {user for start in starts for user in users[start] if user <= limit}
-        return _reach(firsts, lambda n: () if stops(n) else (u for u in users[n] if u <= limit), 0)
+    def after(self, starts: Iterable[int], stops: Container[int] = ()) -> set[int]:
+        """The nodes that are computed from the results of some nodes, without these."""
+        return self._reach((user for start in starts for user in self.users[start]), self.users, stops)
 
     def between(self, start: int, inside: Collection[int]) -> set[int]:
         """The nodes among `inside` that are computed from the result of a node by way of nodes among `inside`."""
-        firsts = [user for user in self.users[start] if user in inside]
-        return _reach(firsts, lambda n: (u for u in self.users[n] if u in inside), 0)
+        reached: set[int] = set()
+        pending = [start]
+        while pending:
+            for user in self.users[pending.pop()]:
+                if user in inside and user not in reached:
+                    reached.add(user)
+                    pending.append(user)
+        return reached
 
-
-def _reach(starts: Iterable[int], neighbours: Callable[[int], Iterable[int]], first: int) -> set[int]:
-    reached = {n for n in starts if n >= first}
-    pending = list(reached)
-    while pending:
-        for neighbour in neighbours(pending.pop()):
-            if neighbour >= first and neighbour not in reached:
-                reached.add(neighbour)
-                pending.append(neighbour)
-    return reached
+    def _reach(
+        self, starts: Iterable[int], neighbours: list[list[int]], stops: Container[int], first: int = 0
+    ) -> set[int]:
+        reached = set(starts)
+        pending = list(reached)
+        while pending:
+            node = pending.pop()
+            if node in stops:
+                continue
+            for neighbour in neighbours[node]:
+                if neighbour >= first and neighbour not in reached:
+                    reached.add(neighbour)
+                    pending.append(neighbour)
+        self.visits += len(reached)
+        return reached
 
 
 def build_flow(

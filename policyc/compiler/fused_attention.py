@@ -29,7 +29,7 @@ def find_fused_attention(products: ProductFlow) -> dict[int, tuple[int, ...]]:
         has_all = len(computed) >= _OPERANDS and len(set(map(len, shapes))) == 1
         operands = tuple(products.flow.opaque[node][position] for position in computed)
         if has_all or _NAME.search(_call_name(products, node)):
-            products.fused[node] = operands
+            products.add_fused(node, operands)
         else:
             undecided[node] = operands
     return undecided

@@ -60,18 +60,14 @@ def add_kinds(flow: Flow, sites: Sequence[Site], looked_up: Collection[DottedPat
 def _mark_heads(products: ProductFlow, routers: Collection[int]) -> None:
     """The products that reach the logarithm of a sum of exponentials, and do not route (a z-loss of a router)."""
     flow = products.flow
-
-    def is_end(node: int) -> bool:
-        return products.ends(node) or flow.operations[node] in _EXPONENTIALS
-
+    exponentials = {node for node, name in enumerate(flow.operations) if name in _EXPONENTIALS}
     for node, operation in enumerate(flow.operations):
         if operation != "log":
             continue
-        before = flow.before(flow.inputs[node], is_end)
-        exponentials = [n for n in before if flow.operations[n] in _EXPONENTIALS]
+        before = flow.before(flow.inputs[node], products.ends | exponentials)
         if not any(flow.operations[n] in ("reduce_sum", "div") for n in before):
             continue
-        for site in flow.before(exponentials, products.ends) & products.sites.keys():
+        for site in flow.before(before & exponentials, products.ends) & products.sites.keys():
             if site not in routers:
                 products.mark(site, "head", "its result reaches the log-softmax at {place}", node)
 
@@ -91,16 +87,14 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Col
     Those next to a call that may be an attention have no kind: `undecided`.
     """
     flow = products.flow
-
-    def is_block(node: int) -> bool:
-        return node in in_blocks or node in products.residuals
+    stream = products.residuals.union(in_blocks)
 
     def follows_block(node: int) -> bool:
         data = products.data(node)
-        return data is not None and any(map(is_block, flow.before([data], is_block)))
+        return data is not None and not stream.isdisjoint(flow.before([data], stream))
 
     def leads_to_block(node: int) -> bool:
-        return not flow.after([node], is_block).isdisjoint(in_blocks)
+        return not flow.after([node], stream).isdisjoint(in_blocks)
 
     rest = sorted(products.weighted - products.kinds.keys() - set(undecided))
     for node in rest:
@@ -178,11 +172,8 @@ class _Blocks:
     def _continues(self, last: int, first: int) -> bool:
         """Does a product read what is computed from another, with no other product between?"""
         products, flow = self._products, self._products.flow
-
-        def is_end(node: int) -> bool:
-            return products.is_product(node) or flow.operations[node] == "conv_general_dilated"
-
-        return last in flow.before(flow.inputs[first], is_end, last)
+        convolutions = {n for n, name in enumerate(flow.operations) if name == "conv_general_dilated"}
+        return last in flow.before(flow.inputs[first], products.products | convolutions, last)
 
     def _runs_stages(self, site: Site, position: BlockPosition) -> bool:
         """Is a loop around its whole stack a pipeline, in which each product reads the matrices of several blocks?"""

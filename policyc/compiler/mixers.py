@@ -78,8 +78,7 @@ def mark_attention(products: ProductFlow, mixer: Mixer) -> None:
     """Marks the weight products into and out of an attention, and those that are combined with its result."""
     _mark_inputs(products, mixer)
     flow, scores = products.flow, set(mixer.scores)
-    own = products.after(scores) | scores
-    after = flow.after(scores, lambda node: _leaves(products, mixer, node, own))
+    after = _follow(products, mixer)
     own = after | scores
     last = mixer.scores[-1]
     for node in sorted(after & products.weighted):
@@ -87,7 +86,7 @@ def mark_attention(products: ProductFlow, mixer: Mixer) -> None:
             _mark_part(products, mixer, node, "it multiplies the result of the attention at {place}", last)
             _mark_second_factor(products, mixer, node)
     for node in sorted(after):
-        if products.ends(node):
+        if node in products.ends:
             continue
         sides = [i for i in flow.inputs[node] if i not in own]
         if sides and (
@@ -115,13 +114,21 @@ def _mark_inputs(products: ProductFlow, mixer: Mixer) -> None:
     mixer.has_memory = len({products.data(site) for site in mixer.roles}) > 1
 
 
-def _leaves(products: ProductFlow, mixer: Mixer, node: int, own: set[int]) -> bool:
-    """Does the flow leave an attention at a node? An addition of what it reads itself does not (Mamba's skip)."""
-    if node not in products.residuals:
-        return products.is_product(node)
-    before = products.flow.before([i for i in products.flow.inputs[node] if i not in own], products.starts)
-    starts = {n for n in before if products.starts(n)}
-    return not starts or not starts <= mixer.roles.keys()
+def _follow(products: ProductFlow, mixer: Mixer) -> set[int]:
+    """What an attention reaches before and where the flow leaves it.
+
+    It does so at products and residual additions, apart from those that add what the attention itself reads (Mamba's
+    skip).
+    """
+    flow = products.flow
+    after = products.after(mixer.scores)
+    own = after.union(mixer.scores)
+    skips = set()
+    for node in after & products.residuals:
+        starts = flow.before([i for i in flow.inputs[node] if i not in own], products.starts) & products.starts
+        if starts and starts <= mixer.roles.keys():
+            skips.add(node)
+    return after | products.after(skips)
 
 
 def _mark_part(products: ProductFlow, mixer: Mixer, node: int, text: str, other: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from policyc.compiler.flow import CARRY, Flow
+from policyc.compiler.flow import Flow
 from policyc.compiler.residuals import find_residuals
 from policyc.compiler.site_kinds import KindReason, SiteKind
 from policyc.compiler.sites import Site
@@ -20,8 +20,11 @@ class ProductFlow:
       weighted: the products of a weight.
       residuals: the additions to the residual stream.
       branches: for each product in branches of the residual stream, the additions of these.
-      fused: the attentions in one call that is not seen into, with the operands that weight products compute.
       sequential: the loops that carry a stream through their products.
+      products: all sites and fused attentions.
+      ends: the products, and the additions to the residual stream. Forward walks end there.
+      starts: these, and what loops carry. Backward walks end there.
+      fused: the attentions in one call that is not seen into, with the operands that weight products compute.
       kinds: the kinds found so far.
     """
 
@@ -31,6 +34,9 @@ class ProductFlow:
     residuals: set[int]
     branches: dict[int, set[int]]
     sequential: set[Address]
+    products: set[int]
+    ends: set[int]
+    starts: set[int]
     fused: dict[int, tuple[int, ...]] = field(default_factory=dict)
     kinds: dict[int, SiteKind] = field(default_factory=dict)
 
@@ -49,19 +55,15 @@ class ProductFlow:
             residuals=set(residuals),
             branches=branches,
             sequential=_sequential_loops(flow),
+            products=set(by_node),
+            ends=by_node.keys() | residuals.keys(),
+            starts=by_node.keys() | residuals.keys() | flow.carries,
         )
 
-    def ends(self, node: int) -> bool:
-        """Is a node a product, or on the residual stream? Forward walks end there."""
-        return self.is_product(node) or node in self.residuals
-
-    def is_product(self, node: int) -> bool:
-        """Is a node a site, or an attention in one call?"""
-        return node in self.sites or node in self.fused
-
-    def starts(self, node: int) -> bool:
-        """Is a node a product, or on the residual stream, or carried by a loop? Backward walks end there."""
-        return self.ends(node) or self.flow.operations[node] == CARRY
+    def add_fused(self, node: int, operands: tuple[int, ...]) -> None:
+        self.fused[node] = operands
+        for nodes in (self.products, self.ends, self.starts):
+            nodes.add(node)
 
     def data(self, node: int) -> int | None:
         """The node that a weight product multiplies its weight with; None if it is constant."""

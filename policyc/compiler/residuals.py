@@ -15,31 +15,30 @@ _MAX_SCALINGS = 3  # operations between the stream and the addition: a scale, dr
 def find_residuals(flow: Flow) -> dict[int, set[int]]:
     """The nodes of residual additions, with those of the sites in the branches that they add."""
     residuals: dict[int, set[int]] = {}
+    stops = set(flow.carries)
     for node, operation in enumerate(flow.operations):
         if operation in ("add", "add_any", "sub") and len(flow.inputs[node]) > 1:
-            members = _branch_members(flow, node, residuals)
+            members = _branch_members(flow, node, stops)
             if members:
                 residuals[node] = members
+                stops.add(node)
     return residuals
 
 
-def _branch_members(flow: Flow, node: int, residuals: Collection[int]) -> set[int]:
+def _branch_members(flow: Flow, node: int, stops: Collection[int]) -> set[int]:
     """The sites in the branches that an addition adds to a stream; none if it is not a residual addition."""
     terms = _terms(flow, node)
     members: set[int] = set()
-    lowest = max(node - _MAX_BRANCH, 0)
-
-    def stops(n: int) -> bool:
-        return n in residuals or flow.operations[n] == CARRY
-
-    before_of = {term: flow.before([term], stops, lowest) for term in terms}
     for stream in terms:
-        candidates = set(_unscaled(flow, stream))
+        candidates = {n for n in _unscaled(flow, stream) if n >= node - _MAX_BRANCH}
+        if not candidates:
+            continue
         for term in terms:
             if term == stream:
                 continue
-            for candidate in candidates & before_of[term]:
-                members |= flow.between(candidate, before_of[term]) & flow.sites.keys()
+            before = flow.before([term], stops, min(candidates))
+            for candidate in candidates & before:
+                members |= flow.between(candidate, before) & flow.sites.keys()
     return members
 
 

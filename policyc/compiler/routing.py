@@ -18,7 +18,9 @@ class Routing:
         choices = [
             node for node, name in enumerate(flow.operations) if name in _CHOICES and self._routes(node)
         ]
-        self.routed = flow.after(choices, self._ends_routing)
+        others = (node for node in products.weighted if not self._has_expert_dimension(node))
+        self._ends = products.residuals.union(others)
+        self.routed = flow.after(choices, self._ends)
         for node, operands in flow.operands.items():
             if products.sites[node].is_ragged and len(operands) > 2 and operands[2] >= 0:
                 text = "its result gives the group sizes of the product at {place}"
@@ -33,14 +35,14 @@ class Routing:
             if site.is_ragged or products.data(node) in self.routed:
                 text = "its weight has a matrix for each expert, and its tokens were routed"
                 products.mark(node, "experts", text)
-            elif site.batch > 1 and self.routed & products.flow.after([node], self._ends_routing):
+            elif site.batch > 1 and self.routed & products.flow.after([node], self._ends):
                 text = "its weight has a matrix for each expert, and a router weighs its results"
                 products.mark(node, "experts", text)
 
     def _routes(self, choice: int) -> bool:
         """Does a choice route tokens? One whose result no product and no residual addition uses is a metric."""
         products = self._products
-        is_used = any(map(products.ends, products.after([choice])))
+        is_used = not products.ends.isdisjoint(products.after([choice]))
         name = products.flow.operations[choice]
         return is_used and self._add_routers(
             products.flow.inputs[choice], f"{name} chooses by its result at {{place}}", choice
@@ -52,11 +54,6 @@ class Routing:
         for site in sites:
             self.routers.setdefault(site, SiteKind("router", products.reason(text, other)))
         return bool(sites)
-
-    def _ends_routing(self, node: int) -> bool:
-        products = self._products
-        is_other_weight = node in products.weighted and not self._has_expert_dimension(node)
-        return node in products.residuals or is_other_weight
 
     def _has_expert_dimension(self, node: int) -> bool:
         """Can a weight hold several experts: in a batch or groups, in a loop over experts, or inside a kernel?"""
