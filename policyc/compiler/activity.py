@@ -15,6 +15,7 @@ from policyc.jaxcore import jaxprs
 from policyc.jaxcore.containers import container_of
 from policyc.jaxcore.derivatives import is_float, operands_with_cotangent
 from policyc.jaxcore.jaxprs import AnyJaxpr
+from policyc.jaxcore.primitives import PRIMITIVES
 from policyc.jaxcore.transform import Address
 
 
@@ -68,8 +69,10 @@ class _BackwardActivity:
     ) -> Sequence[bool]:
         if any(results):
             self.addresses.add(address)
-        enter = self._enter(eqn, address, everything)
         container = container_of(eqn)
+        if container is None and jaxprs.primitive_name(eqn) in PRIMITIVES:
+            return operands_with_cotangent(eqn, results)
+        enter = self._enter(eqn, address, everything)
         if container is not None:
             return container.propagate_back(eqn, results, enter)
         for number, sub in enumerate(jaxprs.sub_jaxprs(eqn)):

@@ -76,6 +76,9 @@ from policyc.language.recipes import Gemm
 from policyc.language.selectors import DottedPath, read_segments
 from policyc.numerics.products import Weight
 
+_PLAIN = frozenset(n for n, rule in PRIMITIVES.items() if rule.weight not in ("product", "gather"))
+"""Primitives that are no product and look nothing up."""
+
 
 def analyze(
     jaxpr: ClosedJaxpr,
@@ -112,7 +115,10 @@ def analyze(
     with_layers = (site.with_layers(analyzer.layers) for site in analyzer.sites.values())
     sites = [site for site in with_layers if site.count]  # others are in branches that are never taken
     scopes = add_stack_sizes([s.scope.path for s in sites])
-    sites = [replace(s, scope=replace(s.scope, path=path)) for s, path in zip(sites, scopes, strict=True)]
+    sites = [
+        s if path == s.scope.path else replace(s, scope=replace(s.scope, path=path))
+        for s, path in zip(sites, scopes, strict=True)
+    ]
     is_parameter = [path is not None for path in parameters]
     flow = build_flow(jaxpr, is_parameter, frozen or {}, [site.address for site in sites])
     return Sites(
@@ -168,8 +174,12 @@ class _Analyzer:
             return known.get(atom, UNKNOWN)
 
         for number, eqn in enumerate(opened.eqns):
-            here = replace(context, address=(*context.address, number))
-            results = self._equation(eqn, [info(a) for a in eqn.invars], here)
+            operands = [info(a) for a in eqn.invars]
+            if jaxprs.primitive_name(eqn) in _PLAIN:
+                results: Sequence[VarInfo] = propagate_equation(eqn, operands)
+            else:
+                here = replace(context, address=(*context.address, number))
+                results = self._equation(eqn, operands, here)
             known.update((v, r) for v, r in zip(eqn.outvars, results, strict=True) if r is not UNKNOWN)
         return [info(a) for a in opened.outvars]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import cache
 
 from policyc.compiler.sites import Site
 
@@ -58,6 +59,7 @@ def names_agree(kind: str, by_name: str) -> bool:
     return not by_name or kind == by_name or {kind, by_name} in _RELATED
 
 
+@cache
 def _kind_of_word(text: str) -> str:
     words = [word.lower() for word in _WORD.findall(text)]
     pairs = (_PAIRS.get(pair, "") for pair in itertools.pairwise(words))

@@ -18,6 +18,7 @@ from policyc.compiler.product_flow import ProductFlow
 from policyc.compiler.routing import Routing
 from policyc.compiler.site_kinds import KindReason, SiteBlock, SiteKind
 from policyc.compiler.sites import Site
+from policyc.compiler.stacks import Stack
 from policyc.jaxcore.transform import Address
 from policyc.language.selectors import DottedPath
 
@@ -102,7 +103,7 @@ def _mark_rest(products: ProductFlow, in_blocks: Collection[int], undecided: Col
             products.mark(node, "mlp", "it is a weight product of a block, and not part of an attention")
         elif products.data(node) is not None and not follows_block(node) and leads_to_block(node):
             products.mark(node, "embedding", "it multiplies the data before the first block")
-    for node in reversed(rest):
+    for node in (n for n in reversed(rest) if n not in products.kinds):
         after = products.after([node])
         reached = after & products.sites.keys()
         are_heads = all(n in products.kinds and products.kinds[n].name == "head" for n in reached)
@@ -129,6 +130,7 @@ class _Blocks:
             if stack.address in products.sequential
         }
         self._pipelines: dict[tuple[Address, int], bool] = {}
+        self._blocks: dict[tuple[BlockPosition, tuple[Stack, ...], str], SiteBlock] = {}
         of_model = [
             self._product(node)
             for node in sorted(products.sites)
@@ -141,12 +143,17 @@ class _Blocks:
         position, site = self.positions.get(node), self._products.sites[node]
         if position is None:
             return None
-        loops = self._products.flow.loops
-        strides = {a: -s if loops[a].is_reverse else s for a, s in position.strides}
-        block = SiteBlock.from_strides(site.stacks, position.base, strides, position.count)
-        if strides.keys() - {stack.address for stack in site.stacks}:
-            return replace(block, unknown=_SHARED)
-        return replace(block, unknown=_STAGES) if self._runs_stages(site, position) else block
+        unknown = _STAGES if self._runs_stages(site, position) else ""
+        key = position, site.stacks, unknown
+        if key not in self._blocks:  # the sites of a block share it
+            loops = self._products.flow.loops
+            strides = {a: -s if loops[a].is_reverse else s for a, s in position.strides}
+            if strides.keys() - {stack.address for stack in site.stacks}:
+                unknown = _SHARED
+            self._blocks[key] = SiteBlock.from_strides(
+                site.stacks, position.base, strides, position.count, unknown=unknown
+            )
+        return self._blocks[key]
 
     def _product(self, node: int) -> Product:
         site, mixer = self._products.sites[node], self._mixer_of.get(node)

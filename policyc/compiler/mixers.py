@@ -125,7 +125,9 @@ def _follow(products: ProductFlow, mixer: Mixer) -> set[int]:
     own = after.union(mixer.scores)
     skips = set()
     for node in after & products.residuals:
-        starts = flow.before([i for i in flow.inputs[node] if i not in own], products.starts) & products.starts
+        starts = (
+            flow.before([i for i in flow.inputs[node] if i not in own], products.starts) & products.starts
+        )
         if starts and starts <= mixer.roles.keys():
             skips.add(node)
     return after | products.after(skips)

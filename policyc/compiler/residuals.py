@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from bisect import bisect_right
+from collections.abc import Iterator
 
 from policyc.compiler.flow import CARRY, Flow
 
@@ -15,30 +16,71 @@ _MAX_SCALINGS = 3  # operations between the stream and the addition: a scale, dr
 def find_residuals(flow: Flow) -> dict[int, set[int]]:
     """The nodes of residual additions, with those of the sites in the branches that they add."""
     residuals: dict[int, set[int]] = {}
-    stops = set(flow.carries)
+    ancestors = _Ancestors(flow)
     for node, operation in enumerate(flow.operations):
+        members: set[int] = set()
         if operation in ("add", "add_any", "sub") and len(flow.inputs[node]) > 1:
-            members = _branch_members(flow, node, stops)
-            if members:
-                residuals[node] = members
-                stops.add(node)
+            members = _branch_members(flow, node, ancestors)
+        if members:
+            residuals[node] = members
+        ancestors.add(node, follow_inputs=not members and operation != CARRY)
     return residuals
 
 
-def _branch_members(flow: Flow, node: int, stops: Collection[int]) -> set[int]:
+class _Ancestors:
+    """What each node is computed from: back to residual additions and carries, and at most `_MAX_BRANCH` nodes.
+
+    Nodes are added in order. The ancestors of a node are bits of one integer, so that each node takes a bounded time,
+    however long the chains of nodes are on which it depends.
+    """
+
+    _WINDOW = (1 << _MAX_BRANCH) - 1
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+        self._bits: list[int] = []
+        """For each node: bit d stands for the node d before it."""
+        self._sites = sorted(flow.sites)
+        self._written = {
+            node: inputs
+            for node, inputs in enumerate(flow.inputs)
+            if inputs and inputs[-1] > node and flow.operations[node] != CARRY
+        }
+        """For each reference: what is written to it later."""
+
+    def add(self, node: int, *, follow_inputs: bool) -> None:
+        bits = 1
+        for operand in self._flow.inputs[node] if follow_inputs else ():
+            if 0 < node - operand < _MAX_BRANCH:
+                bits |= self._bits[operand] << (node - operand)
+                for value in self._written.get(operand, ()):
+                    if value < node:
+                        bits |= self._bits[value] << (node - value)
+        self._bits.append(bits & self._WINDOW)
+        if node >= _MAX_BRANCH:
+            self._bits[node - _MAX_BRANCH] = 0  # no node asks for it any more
+
+    def has(self, node: int, ancestor: int) -> bool:
+        return ancestor <= node and bool(self._bits[node] >> (node - ancestor) & 1)
+
+    def sites_between(self, first: int, last: int) -> set[int]:
+        """The sites that are computed from a node, and from which another node is."""
+        if not self.has(last, first):
+            return set()
+        sites = self._sites[bisect_right(self._sites, first) : bisect_right(self._sites, last)]
+        return {site for site in sites if self.has(last, site) and self.has(site, first)}
+
+
+def _branch_members(flow: Flow, node: int, ancestors: _Ancestors) -> set[int]:
     """The sites in the branches that an addition adds to a stream; none if it is not a residual addition."""
     terms = _terms(flow, node)
     members: set[int] = set()
     for stream in terms:
-        candidates = {n for n in _unscaled(flow, stream) if n >= node - _MAX_BRANCH}
-        if not candidates:
-            continue
+        candidates = sorted({n for n in _unscaled(flow, stream) if n > node - _MAX_BRANCH}, reverse=True)
         for term in terms:
-            if term == stream:
-                continue
-            before = flow.before([term], stops, min(candidates))
-            for candidate in candidates & before:
-                members |= flow.between(candidate, before) & flow.sites.keys()
+            if term != stream:
+                branches = (ancestors.sites_between(candidate, term) for candidate in candidates)
+                members |= next(filter(None, branches), set())
     return members
 
 

@@ -56,7 +56,7 @@ class SiteBlock:
 
     @classmethod
     def from_strides(
-        cls, stacks: Sequence[Stack], base: int, strides: Mapping[Address, int], count: int
+        cls, stacks: Sequence[Stack], base: int, strides: Mapping[Address, int], count: int, unknown: str = ""
     ) -> SiteBlock:
         """The block `base` in the first iteration, and so many blocks later in each iteration of some loops.
 
@@ -70,4 +70,4 @@ class SiteBlock:
                 for s, i in zip(used, indices, strict=True)
             )
             numbers.append(base + sum(steps))
-        return cls(number=LayerTable(used, tuple(numbers)), count=count)
+        return cls(number=LayerTable(used, tuple(numbers)), count=count, unknown=unknown)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
@@ -164,8 +165,9 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
     has_source = any(i.source is not None for i in infos)
     sources = _SOURCES[rule.weight](eqn, infos) if has_source else [None] * len(eqn.outvars)
     is_hoistable = rule.hoistable and len(infos) == 1 and first.origin is not None
-    common = VarInfo(
-        is_modified=_is_modified(rule.weight, infos),
+    is_modified = _is_modified(rule.weight, infos)
+    make = partial(
+        VarInfo,
         is_lookup=moves and (first.is_lookup or _looks_up(eqn, rule.weight, infos)),
         is_fixed=_is_fixed(eqn, infos),
         integers=propagate_integers(eqn, [i.integers for i in infos]),
@@ -175,9 +177,7 @@ def propagate_equation(eqn: JaxprEqn, infos: list[VarInfo]) -> list[VarInfo]:
         projections=join_projections(infos),
     )
     return [
-        replace(
-            common, source=source, is_active=is_active, is_modified=source is not None and common.is_modified
-        )
+        make(source=source, is_active=is_active, is_modified=source is not None and is_modified)
         for is_active, source in zip(active, sources, strict=True)
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +16,12 @@ from policyc.jaxcore.primitives import rule_of
 
 def is_float(aval: AbstractValue) -> bool:
     """Can it have a derivative by its type?"""
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return hasattr(aval, "dtype") and _is_inexact(aval.dtype)
+
+
+@cache  # JAX looks through its own types each time
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _is_complex(aval: AbstractValue) -> bool:

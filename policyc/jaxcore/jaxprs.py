@@ -76,6 +76,8 @@ def sub_jaxprs(eqn: JaxprEqn) -> tuple[SubJaxpr, ...]:
     """The jaxprs in the parameters of an equation, in the order of the parameters."""
     subs: list[SubJaxpr] = []
     for param, value in eqn.params.items():
+        if value is None or isinstance(value, str | int):  # most parameters
+            continue
         if _is_jaxpr(value):
             subs.append(SubJaxpr(param, None, value))
         elif isinstance(value, tuple | list):

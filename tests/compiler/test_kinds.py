@@ -10,11 +10,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from policyc.compiler.analysis import analyze
+from policyc.compiler.flow import build_flow
 from policyc.compiler.kind_tables import explain_kinds, kind_notes
+from policyc.compiler.kinds import add_kinds
+from policyc.compiler.paths import leaf_paths
 from policyc.compiler.plan import Plan, make_plan
 from policyc.compiler.plan_checks import unknown_blocks
 from policyc.compiler.sites import Site
 from policyc.language.loader import parse
+from tests.support import kind_programs
 from tests.support.jaxpr_tools import find_sites, struct
 from tests.support.kind_programs import PROGRAMS, KindProgram
 
@@ -70,6 +75,43 @@ def test_few_sites_have_no_kind() -> None:
 def test_the_table_is_large_enough() -> None:
     assert len(PROGRAMS) >= 30
     assert all(isinstance(program, KindProgram) for program in PROGRAMS)
+
+
+def recurrent(params: Any, inputs: jax.Array) -> jax.Array:
+    """An unrolled LSTM that skips what a mask says is padding."""
+    h = c = jnp.zeros((2, 4))
+    mask = inputs.mean(-1, keepdims=True) > 0
+    for x, is_token in zip(inputs, mask, strict=True):
+        i, f, g, o = jnp.split(x @ params["x"] + h @ params["h"], 4, -1)
+        new_c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h, c = is_token * jax.nn.sigmoid(o) * new_c + ~is_token * h, is_token * new_c + ~is_token * c
+    return h @ params["out"]
+
+
+def gpt(params: Any, inputs: jax.Array) -> jax.Array:
+    x = inputs
+    for layer in params:
+        x = kind_programs.block(x, layer)
+    return x
+
+
+def kind_visits(loss: Any, params: Any, data: Any) -> int:
+    """How many nodes of the flow are visited to find the kinds and blocks of a loss."""
+    closed = jax.make_jaxpr(loss)(params, data)
+    is_parameter = [*(True for _ in jax.tree.leaves(params)), False]
+    sites = analyze(closed, [*leaf_paths([("params", params)]), None])
+    flow = build_flow(closed, is_parameter, (), [site.address for site in sites])
+    add_kinds(flow, sites.sites, sites.looked_up)
+    return flow.visits
+
+
+def test_finding_kinds_takes_a_time_that_is_linear_in_the_program() -> None:
+    lstm = {"x": struct(4, 16), "h": struct(4, 16), "out": struct(4, 4)}
+    tokens = struct(2, 8, kind_programs.WIDTH)
+    steps = [kind_visits(recurrent, lstm, struct(count, 2, 4)) for count in (20, 40)]
+    layers = [kind_visits(gpt, [kind_programs.BLOCK_PARAMS] * count, tokens) for count in (20, 40)]
+    assert steps[1] <= 2 * steps[0]
+    assert layers[1] <= 2 * layers[0]
 
 
 def plan_of(name: str, policy: str) -> Plan:

@@ -1,0 +1,102 @@
+"""Time that kinds and blocks add to the analysis of a loss, beside JAX's own trace of that loss.
+
+    python -m benchmarks.kinds_time [LAYERS]        default: 126
+
+For each program it prints the processor seconds of JAX's trace, of the analysis without kinds and of the kinds, and the
+last as a share of the trace. Each is the least of five measurements, with the garbage collector off.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import pass_time
+from benchmarks.command_line import make_parser
+from policyc.compiler.analysis import analyze
+from policyc.compiler.flow import build_flow
+from policyc.compiler.kinds import add_kinds
+from policyc.compiler.paths import leaf_paths
+from policyc.compiler.sites import Sites
+
+REPEATS = 5
+BATCH, WIDTH = 8, 64
+
+
+def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def cross_entropy(logits: jax.Array) -> jax.Array:
+    return -jax.nn.log_softmax(logits)[..., 0].mean()
+
+
+def recurrent(params: Any, inputs: jax.Array) -> jax.Array:
+    """An unrolled LSTM that skips what a mask says is padding."""
+    h = c = jnp.zeros((BATCH, WIDTH))
+    mask = inputs.mean(-1, keepdims=True) > 0
+    for x, is_token in zip(inputs, mask, strict=True):
+        i, f, g, o = jnp.split(x @ params["x"] + h @ params["h"], 4, -1)
+        new_c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        new_h = jax.nn.sigmoid(o) * jnp.tanh(new_c)
+        h, c = jnp.where(is_token, new_h, h), jnp.where(is_token, new_c, c)
+    return cross_entropy(h @ params["head"])
+
+
+def perceptron(params: Any, x: jax.Array) -> jax.Array:
+    for layer in params:
+        x = jax.nn.relu(x @ layer)
+    return cross_entropy(x)
+
+
+def programs(layers: int) -> dict[str, tuple[Callable[..., Any], Any, jax.ShapeDtypeStruct]]:
+    lstm = {"x": shape(WIDTH, 4 * WIDTH), "h": shape(WIDTH, 4 * WIDTH), "head": shape(WIDTH, 100)}
+    tokens = jax.ShapeDtypeStruct((1, pass_time.SEQ), jnp.int32)
+    return {
+        f"Llama, {layers} layers": (pass_time.loss, pass_time.parameters(layers), tokens),
+        f"LSTM, {2 * layers} steps": (recurrent, lstm, shape(2 * layers, BATCH, WIDTH)),
+        f"MLP, {4 * layers} layers": (perceptron, [shape(WIDTH, WIDTH)] * 4 * layers, shape(BATCH, WIDTH)),
+    }
+
+
+def least_seconds(function: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        jax.clear_caches()
+        gc.collect()
+        gc.disable()
+        start = time.process_time()
+        function()
+        seconds.append(time.process_time() - start)
+        gc.enable()
+    return min(seconds)
+
+
+def find_kinds(sites: Sites, is_parameter: list[bool]) -> None:
+    flow = build_flow(sites.jaxpr, is_parameter, (), [s.address for s in sites])
+    add_kinds(flow, sites.sites, sites.looked_up)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("layers", nargs="?", type=int, default=126, help="layers of Llama (default: 126)")
+    print(f"JAX {jax.__version__}\nprogram             sites  trace s  analysis s  kinds s  share of trace")
+    for name, (loss, params, data) in programs(parser.parse_args().layers).items():
+        trace = least_seconds(partial(jax.make_jaxpr(loss), params, data))
+        closed, paths = jax.make_jaxpr(loss)(params, data), [*leaf_paths([("params", params)]), None]
+        sites = analyze(closed, paths)
+        kinds = least_seconds(partial(find_kinds, sites, [p is not None for p in paths]))
+        analysis = least_seconds(partial(analyze, closed, paths))
+        print(
+            f"{name:18}  {len(sites):5}  {trace:7.2f}  {analysis - kinds:10.2f}  {kinds:7.2f}  {kinds / trace:.0%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
